@@ -35,15 +35,15 @@ import zmq
 
 from bench.cells import Link
 from bench.ground import ground_of, why_no_link
-from gridtrain.protocol.costs import exchange_cost
-from gridtrain.protocol.lines import uniform_network
-from gridtrain.protocol.loads import NO_CPU_COSTS, PACKET_BYTES, CpuCosts, Workload, count_messages
-from gridtrain.protocol.ring import MAX_SLICE_BYTES
-from gridtrain.protocol.topology import parse_workload
-from gridtrain.sparsify.feedback import ErrorFeedback
+from gridtrain.core.collectives.ring import MAX_SLICE_BYTES
+from gridtrain.core.planning.cost_model import exchange_cost
+from gridtrain.core.planning.network_model import uniform_network
+from gridtrain.core.planning.rank_order import parse_workload
+from gridtrain.core.planning.workload import NO_CPU_COSTS, PACKET_BYTES, CpuCosts, Workload, count_messages
+from gridtrain.network.wire.sparse_payload import ValueKind, decode, encode
+from gridtrain.sparsify.error_feedback import ErrorFeedback
 from gridtrain.sparsify.merge import merge, sum_in_rank_order
-from gridtrain.speed.group import BenchSetting, start_group
-from gridtrain.wire.sparse import ValueKind, decode, encode
+from gridtrain.tools.bench.bench_group import BenchSetting, start_group
 
 PARAMETERS, ENTRIES = 25_600_000, 25_600
 SLICE_BYTES = MAX_SLICE_BYTES
@@ -228,7 +228,9 @@ def packets_work(repeats: int = 8) -> dict[str, float]:
     if why_no_link(link):
         return {"packet_s": CpuCosts().packet_s}
     n = 500_000
-    slow = in_turns(link, {"ring": BenchSetting("dense", 2, n), "dense": BenchSetting("dense", 2, 2000)}, repeats)
+    slow = in_turns(
+        link, {"ring": BenchSetting("dense", 2, n), "dense": BenchSetting("dense", 2, 2000)}, repeats
+    )
     spent_s = (slow["ring"].cpu_s - slow["ring"].work_s) - (slow["dense"].cpu_s - slow["dense"].work_s)
     return {"packet_s": max(0.0, spent_s / (2 * 4 * n / PACKET_BYTES))}
 

@@ -32,10 +32,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gridtrain.config import Deadlines
-from gridtrain.protocol import messages as m
-from gridtrain.protocol.admission import MAX_WORKERS
-from gridtrain.protocol.membership import Membership
-from gridtrain.protocol.membership_io import (
+from gridtrain.core import messages as m
+from gridtrain.network.wire.codec import decode, encode
+from gridtrain_coordinator.membership.membership import Membership
+from gridtrain_coordinator.membership.worker_admission import MAX_WORKERS
+from gridtrain_coordinator.run.events import (
     DialBack,
     DialBackResult,
     Effect,
@@ -44,7 +45,6 @@ from gridtrain.protocol.membership_io import (
     RunPhase,
     Send,
 )
-from gridtrain.wire.codec import decode, encode
 
 NETWORK_S = 0.02
 """From a worker to the coordinator or back."""

@@ -30,9 +30,9 @@ import torch
 import gridtrain
 from gridtrain import Dense, GTopK, LocalSteps, TopK
 from gridtrain.config import Exchange
-from gridtrain.demo.model import ByteGPT, Windows
-from gridtrain.demo.recipe import BATCH_SIZE, HELD_OUT_WINDOWS, SIZES
-from gridtrain.demo.text import load_corpus
+from gridtrain.tools.demo.byte_gpt import ByteGPT, Windows
+from gridtrain.tools.demo.recipe import BATCH_SIZE, HELD_OUT_WINDOWS, SIZES
+from gridtrain.tools.demo.text_corpus import load_corpus
 
 WORKERS = 4
 STEPS = 256

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,11 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gridtrain.demo.recipe import RECIPES
-from gridtrain.runtime.stars import SPARSE_BUFFERS
-from gridtrain.sparsify.feedback import ErrorFeedback
-from gridtrain.testing.collectives import CollectiveGroup
-from gridtrain.wire.values import VALUE_KINDS
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / part) for part in ("common", "")]
+
+from collective_group import CollectiveGroup
+
+from gridtrain.network.wire.value_encoding import VALUE_KINDS
+from gridtrain.runtime.buffers.star_buffers import SPARSE_BUFFERS
+from gridtrain.sparsify.error_feedback import ErrorFeedback
+from gridtrain.tools.demo.recipe import RECIPES
 from tune_demo import BATCH_SIZE, MOMENTUM, WORKERS, Lesson
 
 STEPS = 250

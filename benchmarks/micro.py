@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from gridtrain.runtime.buffers import sparse_digest
-from gridtrain.sparsify.feedback import ErrorFeedback
+from gridtrain.network.wire.sparse_payload import EncodedSparse, ValueKind, decode, encode_with_decoded
+from gridtrain.runtime.buffers.collective_buffers import sparse_digest
+from gridtrain.sparsify.error_feedback import ErrorFeedback
 from gridtrain.sparsify.merge import keep_freed_memory, merge, sum_in_rank_order
-from gridtrain.wire.sparse import EncodedSparse, ValueKind, decode, encode_with_decoded
 
 PARTS = 4  # payloads in `sum`
 

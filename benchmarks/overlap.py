@@ -31,9 +31,9 @@ import torch
 from torch import Tensor, nn
 
 import gridtrain
-from gridtrain.optim.overlap_trial import TRIAL_STEPS
-from gridtrain.optim.overlap_trial import WARM_UP_STEPS as BEFORE_TRIAL_STEPS
-from gridtrain.runtime.buckets import bucket_bounds
+from gridtrain.runtime.buffers.buckets import bucket_bounds
+from gridtrain.training.overlap_trial import TRIAL_STEPS
+from gridtrain.training.overlap_trial import WARM_UP_STEPS as BEFORE_TRIAL_STEPS
 from lab.group import Plan, start
 from lab.net import Net
 

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from calibrate import measure
-from gridtrain.protocol.choosing import estimate_exchange
-from gridtrain.protocol.costs import exchange_cost
-from gridtrain.protocol.lines import uniform_network
-from gridtrain.protocol.loads import CpuCosts, ExchangeKind, Workload
+from gridtrain.core.planning.cost_model import exchange_cost
+from gridtrain.core.planning.exchange_comparison import estimate_exchange
+from gridtrain.core.planning.network_model import uniform_network
+from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
 
 DATA = Path(__file__).parent / "data" / "gtopk_icdcs2019.json"
 MODELS = {
@@ -96,7 +96,8 @@ def baidu(cpu: CpuCosts, link: dict[str, float]) -> dict[str, float]:
     """Speed-ups over one worker of a ring and of a single reducer, where the ring's is that of Baidu."""
     network = uniform_network(BAIDU_GPUS, link["alpha_s"], 1 / link["beta_s_per_byte"])
     ring, star = (
-        exchange_cost(Workload(kind, BAIDU_PARAMETERS, encrypted=False), network, cpu) for kind in (ExchangeKind.DENSE, ExchangeKind.STAR)
+        exchange_cost(Workload(kind, BAIDU_PARAMETERS, encrypted=False), network, cpu)
+        for kind in (ExchangeKind.DENSE, ExchangeKind.STAR)
     )
     share = BAIDU_SPEEDUP / BAIDU_GPUS
     compute_s = ring.exchange_s * share / (1 - share)

@@ -32,9 +32,9 @@ from typing import Any
 
 import torch
 
-from gridtrain.pipeline.narrow import WirePrecision
-from gridtrain.pipeline.runner import ScheduleFactory
-from gridtrain.protocol.schedule import ahead_for, fill_drain, one_forward_one_backward, timetable
+from gridtrain.core.stages.schedule import ahead_for, fill_drain, one_forward_one_backward, timetable
+from gridtrain.pipeline.executor import ScheduleFactory
+from gridtrain.pipeline.wire_precision import WirePrecision
 from stages import limit, memory, runtime, torch_side, wire_loss
 from stages.emulated import BACKWARD_S, FAST, FORWARD_S, LAN, Link, Pipeline, sleep_exactly
 

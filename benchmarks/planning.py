@@ -13,9 +13,9 @@ import random
 import resource
 import time
 
-from gridtrain.protocol import topology
-from gridtrain.protocol.loads import ExchangeKind, Workload
-from gridtrain.protocol.topology import LinkMeasurements
+from gridtrain.core.planning import rank_order
+from gridtrain.core.planning.rank_order import LinkMeasurements
+from gridtrain.core.planning.workload import ExchangeKind, Workload
 
 ROUND_TRIPS_s = (0.002, 0.02, 0.05, 0.1)
 RATES_Bps = (1e5, 1e6, 2.5e6, 12.5e6, 125e6)
@@ -49,9 +49,9 @@ def main() -> None:
         for name in chosen.exchanges.split(","):
             load = Workload(ExchangeKind(name), PARAMETERS)
             began_s = time.process_time()
-            made = topology.plan_rank_order(load, measured, peers, peers)
+            made = rank_order.plan_rank_order(load, measured, peers, peers)
             planned_s = time.process_time()
-            topology.reorder_reason(load, measured, made.order, peers)
+            rank_order.reorder_reason(load, measured, made.order, peers)
             compared_s = time.process_time()
             most_MiB = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
             print(

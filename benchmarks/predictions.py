@@ -33,13 +33,13 @@ from types import MappingProxyType
 from typing import Any
 
 from calibrate import measure
+from gridtrain.core.planning.cost_model import exchange_cost
+from gridtrain.core.planning.dense_topology import choose_dense_topology
+from gridtrain.core.planning.network_model import NetworkModel, uniform_network
+from gridtrain.core.planning.rank_order import parse_workload
+from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
 from gridtrain.errors import ConfigError
-from gridtrain.protocol.costs import exchange_cost
-from gridtrain.protocol.lines import NetworkModel, uniform_network
-from gridtrain.protocol.loads import CpuCosts, ExchangeKind, Workload
-from gridtrain.protocol.roads import choose_dense_topology
-from gridtrain.protocol.topology import parse_workload
-from gridtrain.transport.limits import parse_rate
+from gridtrain.network.transport.rate_limiter import parse_rate
 from paper_table import read_cpu
 
 FRAME_SHARE = 1448 / 1514

@@ -65,15 +65,15 @@ def contribution(elements: int, rank: int) -> npt.NDArray[np.float32]:
 def run_ours(asked: Asked) -> None:
     """A worker of a run, as `gridtrain.join` makes one, but without a model."""
     from gridtrain.config import JoinConfig
-    from gridtrain.protocol import direct, ring
-    from gridtrain.protocol.messages import LedgerSpec, Setup
-    from gridtrain.runtime.acquaintances import PeerAllowlist
-    from gridtrain.runtime.api import GroupSession
-    from gridtrain.runtime.naming import default_listen_address
-    from gridtrain.runtime.stars import make_dense_buffer
-    from gridtrain.transport.curve import Identity
-    from gridtrain.transport.stack import build_stack
-    from gridtrain.transport.zeromq import ZeroMQTransport
+    from gridtrain.core.collectives import direct, ring
+    from gridtrain.core.messages import LedgerSpec, Setup
+    from gridtrain.network.transport.identity import Identity
+    from gridtrain.network.transport.peer_allowlist import PeerAllowlist
+    from gridtrain.network.transport.stack import build_stack
+    from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
+    from gridtrain.runtime.buffers.star_buffers import make_dense_buffer
+    from gridtrain.runtime.group_session import GroupSession
+    from gridtrain.runtime.worker_naming import default_listen_address
 
     config = JoinConfig.from_environment(None)
     listen = config.listen or default_listen_address(config.coordinator)
@@ -232,7 +232,7 @@ def main() -> None:
 
 
 def show(args: argparse.Namespace, found: dict[str, list[tuple[float, float]]]) -> None:
-    from gridtrain.transport.limits import parse_rate
+    from gridtrain.network.transport.rate_limiter import parse_rate
 
     share = 2 * (args.workers - 1) / args.workers
     moved_GB = share * args.elements * 4 * args.workers / 1e9  # sent by all; as much is received

@@ -16,7 +16,7 @@ import argparse
 import numpy as np
 import torch
 
-from gridtrain.demo.recipe import RECIPES
+from gridtrain.tools.demo.recipe import RECIPES
 from tune_demo import BATCH_SIZE, MOMENTUM, WORKERS, Lesson
 
 DENSITIES = (0.05, 0.01)

@@ -30,10 +30,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gridtrain.sparsify.device import make_selection
-from gridtrain.sparsify.feedback import ErrorFeedback
-from gridtrain.sparsify.select import AccumulationTerms, Selection, TensorSelection
-from gridtrain.wire.sparse import ValueKind
+from gridtrain.network.wire.sparse_payload import ValueKind
+from gridtrain.sparsify.cuda_selection import make_selection
+from gridtrain.sparsify.error_feedback import ErrorFeedback
+from gridtrain.sparsify.selection import AccumulationTerms, Selection, TensorSelection
 
 _LAYERS = 50
 _WEIGHT = 0.3
@@ -91,7 +91,9 @@ class Steps:
     def step(self) -> None:
         selection = self._choose() if self._cold else self.selection
         gradient = self._vectors.next_gradient()
-        terms = AccumulationTerms(self._now, gradient, self._next, self._weight, self._u, self._next_u, self._momentum)
+        terms = AccumulationTerms(
+            self._now, gradient, self._next, self._weight, self._u, self._next_u, self._momentum
+        )
         selected = selection.select(terms, self._k)
         values_K = torch.from_numpy(selected.values_K).to(self._next.device)
         self._next.index_add_(0, selected.where_K, values_K, alpha=-1)

@@ -31,13 +31,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gridtrain.speed.group import CLI_COMMAND, BenchSetting, process_environment, start_group
+from gridtrain.tools.bench.bench_group import CLI_COMMAND, BenchSetting, process_environment, start_group
 from lab.net import Host, Net
 from lab.ns import LabError, command
 
 JOIN_S, PLANNED_S = 60.0, 70.0
 ASK_S = 0.5
-MEMBER = "gridtrain.speed.member"
+MEMBER = "gridtrain.tools.bench.bench_member"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Outcome:
 
 
 class Uneven:
-    """A `gridtrain.speed.group.Ground` whose workers join one after the other."""
+    """A `gridtrain.tools.bench.bench_group.Ground` whose workers join one after the other."""
 
     interface = Host.interface
     limit = ""

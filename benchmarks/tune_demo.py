@@ -1,6 +1,6 @@
 """Tune the demo: the same grid of learning rates for every exchange, four workers in one process.
 
-Decides nothing at run time; what it finds is written by hand into gridtrain/demo/recipe.py.  The
+Decides nothing at run time; what it finds is written by hand into gridtrain/tools/demo/recipe.py.  The
 sparsifier and the merges are the product's own; only the network is left out.
 
     for each worker:   gradient / P -> ErrorFeedback.prepare -> payload
@@ -27,12 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gridtrain.demo.model import ByteGPT, Windows
-from gridtrain.demo.recipe import BATCH_SIZE, HELD_OUT_WINDOWS, MEASURE_EVERY, SIZES
-from gridtrain.demo.text import load_corpus
-from gridtrain.sparsify.feedback import ErrorFeedback
+from gridtrain.network.wire.sparse_payload import ValueKind, decode
+from gridtrain.sparsify.error_feedback import ErrorFeedback
 from gridtrain.sparsify.merge import TruncatedEntries, merge
-from gridtrain.wire.sparse import ValueKind, decode
+from gridtrain.tools.demo.byte_gpt import ByteGPT, Windows
+from gridtrain.tools.demo.recipe import BATCH_SIZE, HELD_OUT_WINDOWS, MEASURE_EVERY, SIZES
+from gridtrain.tools.demo.text_corpus import load_corpus
 
 WORKERS = 4
 CLIP_NORM = 1.0

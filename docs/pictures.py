@@ -10,8 +10,8 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from gridtrain.protocol.gtopk import schedule as butterfly
-from gridtrain.protocol.schedule import ActionKind, one_forward_one_backward, timetable
+from gridtrain.core.collectives.butterfly import schedule as butterfly
+from gridtrain.core.stages.schedule import ActionKind, one_forward_one_backward, timetable
 
 IMAGES = Path(__file__).resolve().parent / "images"
 

@@ -15,8 +15,8 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 import gridtrain  # grid
-from gridtrain.demo.model import ByteGPT, Windows
-from gridtrain.demo.text import load_corpus
+from gridtrain.tools.demo.byte_gpt import ByteGPT, Windows
+from gridtrain.tools.demo.text_corpus import load_corpus
 
 
 def main(steps: int = 300) -> tuple[torch.nn.Module, list[float]]:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 
 import gridtrain  # grid
-from gridtrain.demo.model import ByteGPT, Windows
-from gridtrain.demo.text import load_corpus
+from gridtrain.tools.demo.byte_gpt import ByteGPT, Windows
+from gridtrain.tools.demo.text_corpus import load_corpus
 
 
 def main() -> None:

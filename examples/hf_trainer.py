@@ -15,8 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_see
 
 import gridtrain
 from gridtrain.adapters.hugging_face import GridTrainer
-from gridtrain.demo.model import Windows
-from gridtrain.demo.text import load_corpus
+from gridtrain.tools.demo.byte_gpt import Windows
+from gridtrain.tools.demo.text_corpus import load_corpus
 
 CONTEXT = 32
 

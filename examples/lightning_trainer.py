@@ -15,8 +15,8 @@ import torch
 import gridtrain
 from gridtrain.adapters.lightning import GridStrategy
 from gridtrain.adapters.loader import GridLoader
-from gridtrain.demo.model import ByteGPT, Windows
-from gridtrain.demo.text import load_corpus
+from gridtrain.tools.demo.byte_gpt import ByteGPT, Windows
+from gridtrain.tools.demo.text_corpus import load_corpus
 
 
 class Model(L.LightningModule):

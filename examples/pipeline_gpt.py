@@ -14,20 +14,20 @@ from __future__ import annotations
 import torch
 
 import gridtrain
-from gridtrain.demo import stages_model
-from gridtrain.demo.model import Windows
-from gridtrain.demo.text import load_corpus
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline import Blueprint, partition
+from gridtrain.tools.demo import pipeline_model
+from gridtrain.tools.demo.byte_gpt import Windows
+from gridtrain.tools.demo.text_corpus import load_corpus
 
 STAGES, BATCH, MICRO_BATCHES = 4, 16, 8
-LIMIT_BYTES = stages_model.MEMORY_LIMIT_BYTES
+LIMIT_BYTES = pipeline_model.MEMORY_LIMIT_BYTES
 
 
 def main() -> None:
-    dataset = Windows(load_corpus().train, stages_model.SIZE.context)
+    dataset = Windows(load_corpus().train, pipeline_model.SIZE.context)
     x, _ = dataset.evenly_spaced(BATCH // MICRO_BATCHES)
-    model = Blueprint(stages_model.make_model, seed=0, init=stages_model.init)
+    model = Blueprint(pipeline_model.make_model, seed=0, init=pipeline_model.init)
     limits = {
         "example": x,
         "optimizer": "adamw",
@@ -45,11 +45,11 @@ def main() -> None:
     grid = gridtrain.join()
     pipe = grid.pipeline(
         model,
-        stages_model.adam,
+        pipeline_model.adam,
         stages=STAGES,
-        loss_fn=stages_model.compute_loss,
+        loss_fn=pipeline_model.compute_loss,
         micro_batches=MICRO_BATCHES,
-        cuts=stages_model.CUTS,  # the same for all workers; left out, the faster of them get more blocks
+        cuts=pipeline_model.CUTS,  # the same for all workers; left out, the faster of them get more blocks
         exchange=gridtrain.Dense(),
     )
     for inputs, targets in grid.batches(dataset, batch_size=BATCH, steps=60):

@@ -5,7 +5,7 @@
     for batch in grid.batches(dataset, batch_size=32, epochs=3):
         loss = ...; loss.backward(); optimizer.step(); optimizer.zero_grad()
 
-This module is a lazy facade: importing it, or `gridtrain.wire`, never loads torch.
+This module is a lazy facade: importing it, or `gridtrain.network.wire`, never loads torch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from gridtrain._version import __version__
 from gridtrain.config import Auto, Deadlines, Dense, GTopK, LocalSteps, Overlap, TopK
+from gridtrain.core.planning.local_steps_proposal import propose_local_steps
 from gridtrain.errors import (
     ConfigError,
     CoordinatorUnreachable,
@@ -26,18 +27,17 @@ from gridtrain.errors import (
     RunPaused,
 )
 from gridtrain.extras import require_torch
-from gridtrain.protocol.local_steps import propose_local_steps
 
 if TYPE_CHECKING:
-    from gridtrain.optim.grid import Grid, join
-    from gridtrain.optim.wrapper import GridOptimizer
-    from gridtrain.runtime.local import local
+    from gridtrain.sdk.grid import Grid, join
+    from gridtrain.sdk.local_group import local
+    from gridtrain.training.optimizer import GridOptimizer
 
 _LAZY = {
-    "join": "gridtrain.optim.grid",
-    "Grid": "gridtrain.optim.grid",
-    "GridOptimizer": "gridtrain.optim.wrapper",
-    "local": "gridtrain.runtime.local",
+    "join": "gridtrain.sdk.grid",
+    "Grid": "gridtrain.sdk.grid",
+    "GridOptimizer": "gridtrain.training.optimizer",
+    "local": "gridtrain.sdk.local_group",
 }
 
 __all__ = [
@@ -66,7 +66,7 @@ __all__ = [
 
 if "GRIDTRAIN_COORDINATOR" in _os.environ:
     # Started by `gridtrain worker`, which passes Ctrl-C on: it may come while torch is being imported.
-    from gridtrain.runtime.hooks import install_error_hook as _speak_plainly
+    from gridtrain.runtime.process_hooks import install_error_hook as _speak_plainly
 
     _speak_plainly()
 

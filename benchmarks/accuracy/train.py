@@ -19,8 +19,8 @@ import torch
 import gridtrain
 from accuracy.recorder import Recorder
 from accuracy.workloads import WORKLOADS
-from gridtrain.optim.grid import Grid
-from gridtrain.optim.local_steps import LocalSGDOptimizer
+from gridtrain.sdk.grid import Grid
+from gridtrain.training.local_sgd import LocalSGDOptimizer
 from rivals.contract import INTERFACE
 
 ROADS = (

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from gridtrain.demo.model import ByteGPT, Windows
-from gridtrain.demo.recipe import HELD_OUT_WINDOWS, SIZES, VOCABULARY
-from gridtrain.demo.text import load_corpus
+from gridtrain.tools.demo.byte_gpt import ByteGPT, Windows
+from gridtrain.tools.demo.recipe import HELD_OUT_WINDOWS, SIZES, VOCABULARY
+from gridtrain.tools.demo.text_corpus import load_corpus
 
 Pair = tuple[Tensor, Tensor]
 

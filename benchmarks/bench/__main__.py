@@ -61,7 +61,7 @@ def measure(options: argparse.Namespace, command: str) -> Results:
     reasons = rivals_side.missing()
     results = Results(made(command, options.blocks), machine(), reasons)
     if any(cell.n > 0 for cell in cells) and not options.cell and options.suite == "goals":
-        from gridtrain.speed.local import measure_processor
+        from gridtrain.tools.bench.processor_bench import measure_processor
 
         results.local = measure_processor(25_600_000, 0.001)
     effort = Effort(options.blocks, options.repeats, loopback=options.loopback)

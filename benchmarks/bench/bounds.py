@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 from bench.cells import Cell
 from gridtrain.config import Dense, TopK
-from gridtrain.wire.sparse import ValueKind, encoded_bytes
+from gridtrain.network.wire.sparse_payload import ValueKind, encoded_bytes
 
 FLOAT_BYTES = 4
 RIVAL_ENTRY_BYTES = 8

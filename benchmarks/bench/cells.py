@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 
 from gridtrain.config import Exchange
-from gridtrain.speed.named import parse_exchange
+from gridtrain.tools.bench.exchange_names import parse_exchange
 from lab.shape import rate_Bps
 
 DENSITY = 0.001
@@ -94,7 +94,7 @@ class Cell:
 
     @property
     def exchange_text(self) -> str:
-        """For `gridtrain.speed.member`: `what` with the density that it does not name itself."""
+        """For `gridtrain.tools.bench.bench_member`: `what` with the density that it does not name itself."""
         sparse = self.exchange.sparse and "density=" not in self.what
         return self.what + (f"{',' if ':' in self.what else ':'}density={self.density!r}" if sparse else "")
 

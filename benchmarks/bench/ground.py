@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench.cells import Link
 from gridtrain.errors import ConfigError
-from gridtrain.speed.group import LocalHost
+from gridtrain.tools.bench.bench_group import LocalHost
 from lab.net import Host, Net, why_not
 
 FIRST_PORT = 7700

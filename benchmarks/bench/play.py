@@ -25,7 +25,7 @@ from bench.cells import Cell, Link
 from bench.ground import Namespaces, ground_of
 from bench.results import CellResult, Sample
 from gridtrain.errors import ConfigError, GridtrainError
-from gridtrain.speed.group import BenchGroup, BenchSetting, ExchangeSample, LocalHost, start_group
+from gridtrain.tools.bench.bench_group import BenchGroup, BenchSetting, ExchangeSample, LocalHost, start_group
 from lab.ns import LabError
 
 Say = Callable[[str], None]

@@ -22,7 +22,7 @@ from bench import rivals_side
 from bench.play import Effort, play
 from bench.results import CellResult, machine
 from bench.suites import quick as quick_cells
-from gridtrain.speed.local import measure_processor
+from gridtrain.tools.bench.processor_bench import measure_processor
 from lab.net import why_not
 
 SCHEMA = 1

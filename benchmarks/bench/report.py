@@ -14,7 +14,7 @@ from bench.bounds import FLOAT_BYTES
 from bench.goals import Verdict, judged
 from bench.play import by_link
 from bench.results import CellResult, Results
-from gridtrain.demo.picture import COLOURS, ChartLine, ChartPanel, draw_chart
+from gridtrain.tools.demo.svg_chart import COLOURS, ChartLine, ChartPanel, draw_chart
 
 UNITS = {"seconds": "ms", "x bound": "x bound", "bytes an entry": "bytes", "select_ns": "ns a parameter"}
 

@@ -20,7 +20,7 @@ from bench.cells import Cell
 from bench.ground import Namespaces
 from bench.results import Sample
 from gridtrain.errors import GridtrainError
-from gridtrain.speed.group import end_processes, log_tail
+from gridtrain.tools.bench.bench_group import end_processes, log_tail
 
 FIRST_PORT = 29500
 PORTS_EACH = 20

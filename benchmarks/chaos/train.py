@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import gridtrain
-from gridtrain.optim import state_sync
+from gridtrain.training.checkpoint import serialization
 
 FEATURES, CLASSES = 16, 8
 FOREVER = 100_000_000
@@ -129,12 +129,12 @@ def train(options: Options) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if witness.committed != before:
-            say("state", step=witness.committed, digest=state_sync.replica_digest(model, inner).hex()[:16])
+            say("state", step=witness.committed, digest=serialization.replica_digest(model, inner).hex()[:16])
     ledger = grid._session.snapshot.ledger
     say(
         "end",
         step=grid.step,
-        digest=state_sync.replica_digest(model, inner).hex()[:16],
+        digest=serialization.replica_digest(model, inner).hex()[:16],
         cursor=ledger.cursor,
         consumed=ledger.consumed,
         requeued=[[span.start, span.stop] for span in ledger.requeued],

@@ -20,10 +20,10 @@ from typing import Any
 
 import zmq
 
-from gridtrain.protocol import messages as m
-from gridtrain.transport import sockets
-from gridtrain.transport.curve import Identity
-from gridtrain.wire import codec
+from gridtrain.core import messages as m
+from gridtrain.network.transport.identity import Identity
+from gridtrain.network.transport.zmq import sockets
+from gridtrain.network.wire import codec
 from hostile.strangers import open_dealer
 from hostile.wire import CurveConnection, Refused
 
@@ -115,7 +115,10 @@ class Attack:
     def burst(self) -> None: ...
 
     def data(self, **changes: Any) -> m.Data:
-        return replace(m.Data(self.at.round, m.Channel(), m.PayloadSlot(m.CollectivePhase.REDUCE), False, b"x"), **changes)
+        return replace(
+            m.Data(self.at.round, m.Channel(), m.PayloadSlot(m.CollectivePhase.REDUCE), False, b"x"),
+            **changes,
+        )
 
 
 # -- floods ------------------------------------------------------------------------------------------

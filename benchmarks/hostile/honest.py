@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import gridtrain
-from gridtrain.optim import state_sync
+from gridtrain.training.checkpoint import serialization
 
 FEATURES, CLASSES, SAMPLES = 16, 8, 1280
 
@@ -110,8 +110,8 @@ def train(
         nn.functional.cross_entropy(model(x_BF), y_B).backward()
         optimizer.step()
         optimizer.zero_grad()
-        say("model", step=grid.step - 1, model=state_sync.replica_digest(model, inner).hex()[:16])
-    return state_sync.replica_digest(model, inner).hex()[:16]
+        say("model", step=grid.step - 1, model=serialization.replica_digest(model, inner).hex()[:16])
+    return serialization.replica_digest(model, inner).hex()[:16]
 
 
 def tell_outcomes(grid: gridtrain.Grid) -> None:

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 import gridtrain
+from gridtrain.core import messages as m
+from gridtrain.core.group.member_events import MemberPhase
 from gridtrain.errors import GridtrainError, JoinRefused
-from gridtrain.protocol import messages as m
-from gridtrain.protocol.member_io import MemberPhase
-from gridtrain.transport.curve import Identity
+from gridtrain.network.transport.identity import Identity
 from hostile import strangers
 from hostile.attacks import ATTACKS, Attack, Place
 from hostile.honest import Options, say, train, wait_for_gate

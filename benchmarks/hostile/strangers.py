@@ -28,8 +28,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import zmq
 
-from gridtrain.transport import sockets
-from gridtrain.transport.curve import Identity
+from gridtrain.network.transport.identity import Identity
+from gridtrain.network.transport.zmq import sockets
 from hostile.wire import GREETING
 
 TRY_S = 2.0

@@ -3,7 +3,7 @@
     python -m hostile.undefended half-open-time,half-open-room gridtrain.cli coordinator --listen ...
     python -m hostile.undefended held-room hostile.honest '{"steps": 100}'
 
-Decides nothing: the names and what they switch off are `gridtrain.testing.defences`.
+Decides nothing: the names and what they switch off are `defences`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from gridtrain.testing.defences import disable_defences
+from defences import disable_defences
 
 
 def main() -> None:

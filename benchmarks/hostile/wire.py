@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import nacl.public
 
-from gridtrain.transport.curve import Identity
+from gridtrain.network.transport.identity import Identity
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 COMMAND, LONG = 0x04, 0x02

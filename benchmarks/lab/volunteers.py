@@ -1,6 +1,6 @@
 """How long a step of the demo model takes among volunteers: behind NAT or not, encrypted or not.
 
-Decides what is measured.  Never changes what is trained: `gridtrain.demo.train`, as in `gridtrain demo`.
+Decides what is measured.  Never changes what is trained: `gridtrain.tools.demo.demo_worker`, as in `gridtrain demo`.
 
     python -m lab.volunteers --nat none half all                    what NAT and the relay cost
     python -m lab.volunteers --encryption on off --cap 20Mbit       what CURVE costs
@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from gridtrain.demo.metrics import STEPS_FILE, RecordReader, StepRecord
-from gridtrain.demo.recipe import DENSITY, RECIPES, SIZES
+from gridtrain.tools.demo.recipe import DENSITY, RECIPES, SIZES
+from gridtrain.tools.demo.step_records import STEPS_FILE, RecordReader, StepRecord
 from lab.group import NAT, Group, Plan, start
 from lab.net import Host, Net, why_not
 from lab.ns import LabError
@@ -112,7 +112,7 @@ def measure(setting: Setting, options: argparse.Namespace, folder: Path, result:
     )
     metrics = folder / "metrics"
     metrics.mkdir(parents=True)
-    train = [sys.executable, "-m", "gridtrain.demo.train", "--exchange", setting.exchange]
+    train = [sys.executable, "-m", "gridtrain.tools.demo.demo_worker", "--exchange", setting.exchange]
     train += ["--steps", str(options.steps), "--measure-every", str(options.steps), "--model", options.model]
     train += ["--density", str(options.density), "--metrics", str(metrics)]
     with Net() as net:

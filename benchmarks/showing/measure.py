@@ -10,7 +10,7 @@ import json
 import time
 
 from gridtrain_coordinator.dashboard.board import Board
-from gridtrain_coordinator.dashboard.service import encoded
+from gridtrain_coordinator.dashboard.dashboard_service import encoded
 from showing.chromium import LOADED, Browser
 from showing.simulated import Run
 from showing.stage import Stage

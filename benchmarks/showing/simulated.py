@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from gridtrain_coordinator.standstill import DiskFullMode
+from gridtrain_coordinator.journal.disk_full_mode import DiskFullMode
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202egnp.exe"
 DEVICES = ("NVIDIA GeForce RTX 3060", "NVIDIA GeForce RTX 4090", "NVIDIA GeForce GTX 1080 Ti", "CPU, 8 cores")

@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from gridtrain.protocol.messages import OperatorReply, RemoveWorker, Unban
-from gridtrain_coordinator.dashboard.places import bind, load_token, parse_address, url
-from gridtrain_coordinator.dashboard.service import DashboardService
+from gridtrain.core.messages import OperatorReply, RemoveWorker, Unban
+from gridtrain_coordinator.dashboard.dashboard_service import DashboardService
+from gridtrain_coordinator.dashboard.listen_address import bind, load_token, parse_address, url
 from gridtrain_coordinator.log import silent
 from showing.simulated import Run
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gridtrain.pipeline.memory_line import memory_stage_links, run_in_threads
-from gridtrain.pipeline.runner import ScheduleFactory, StageExecutor
+from gridtrain.pipeline.executor import ScheduleFactory, StageExecutor
+from gridtrain.pipeline.memory_stage_link import memory_stage_links, run_in_threads
 from gridtrain.pipeline.stage import Stage
-from gridtrain.pipeline.trees import TensorTreeSpec
+from gridtrain.pipeline.tensor_tree import TensorTreeSpec
 
 FORWARD_S, BACKWARD_S = 0.010, 0.020
 

@@ -31,11 +31,11 @@ import torch
 from torch import Tensor, nn
 
 import gridtrain
-from gridtrain.demo import stages_model as recipe
-from gridtrain.demo.model import Windows
-from gridtrain.demo.recipe import ModelSize
-from gridtrain.demo.text import load_corpus
-from gridtrain.pipeline.building import Blueprint
+from gridtrain.pipeline.blueprint import Blueprint
+from gridtrain.tools.demo import pipeline_model as recipe
+from gridtrain.tools.demo.byte_gpt import Windows
+from gridtrain.tools.demo.recipe import ModelSize
+from gridtrain.tools.demo.text_corpus import load_corpus
 from lab.group import Plan, start
 from lab.net import Net
 

@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gridtrain.demo.model import TransformerBlock
-from gridtrain.demo.recipe import ModelSize
+from gridtrain.core.stages.schedule import ActionKind, fill_drain, one_forward_one_backward
 from gridtrain.pipeline.stage import Stage
-from gridtrain.pipeline.trees import TensorTreeSpec
-from gridtrain.protocol.schedule import ActionKind, fill_drain, one_forward_one_backward
+from gridtrain.pipeline.tensor_tree import TensorTreeSpec
+from gridtrain.tools.demo.byte_gpt import TransformerBlock
+from gridtrain.tools.demo.recipe import ModelSize
 
 SHAPE = ModelSize(width=256, layers=4, heads=4, context=128)
 SAMPLES, STAGES, MICRO_BATCHES = 4, 4, 8

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 import gridtrain
-from gridtrain.protocol.schedule import fill_drain, one_forward_one_backward, timetable
+from gridtrain.core.stages.schedule import fill_drain, one_forward_one_backward, timetable
 from lab.group import Plan, start
 from lab.net import Host, Net
 from lab.shape import rate_Bps

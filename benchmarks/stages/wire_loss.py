@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gridtrain.demo.model import ByteGPT, Windows
-from gridtrain.demo.recipe import BATCH_SIZE, HELD_OUT_WINDOWS, ModelSize
-from gridtrain.demo.text import load_corpus
-from gridtrain.pipeline.boundaries import infer_boundary_specs
-from gridtrain.pipeline.memory_line import memory_stage_links, run_in_threads
-from gridtrain.pipeline.narrow import WirePrecision
-from gridtrain.pipeline.runner import StageExecutor, StepResult
+from gridtrain.core.stages.schedule import divide_samples
+from gridtrain.pipeline.boundary_specs import infer_boundary_specs
+from gridtrain.pipeline.executor import StageExecutor, StepResult
+from gridtrain.pipeline.memory_stage_link import memory_stage_links, run_in_threads
 from gridtrain.pipeline.stage import Stage
-from gridtrain.protocol.schedule import divide_samples
+from gridtrain.pipeline.wire_precision import WirePrecision
+from gridtrain.tools.demo.byte_gpt import ByteGPT, Windows
+from gridtrain.tools.demo.recipe import BATCH_SIZE, HELD_OUT_WINDOWS, ModelSize
+from gridtrain.tools.demo.text_corpus import load_corpus
 
 SHAPE = ModelSize(width=64, layers=2, heads=4, context=64)
 CUTS, MICRO_BATCHES, LEARNING_RATE = (0, 1, 2, 3, 4), 4, 3e-3

@@ -12,7 +12,7 @@ import os
 import sys
 
 from gridtrain.errors import ConfigError, GridtrainError
-from gridtrain.options import RunFile, resolve
+from gridtrain.tools.options import RunFile, resolve
 from gridtrain_coordinator.serving import serve
 from gridtrain_coordinator.settings import settings_from
 

@@ -23,11 +23,7 @@ from typing import Any, Protocol
 
 from gridtrain._version import __version__
 from gridtrain.config import Deadlines
-from gridtrain.errors import JournalError, TransportError
-from gridtrain.protocol import membership_io as io
-from gridtrain.protocol.door import Authorization
-from gridtrain.protocol.membership import Membership
-from gridtrain.protocol.messages import (
+from gridtrain.core.messages import (
     BundleRequest,
     OperatorReply,
     PeerId,
@@ -38,8 +34,8 @@ from gridtrain.protocol.messages import (
     StatusRequest,
     Unban,
 )
-from gridtrain.protocol.recovery import recover_run
-from gridtrain.transport.base import (
+from gridtrain.errors import JournalError, TransportError
+from gridtrain.network.transport.interface import (
     ConnectionDenied,
     PeerDown,
     PeerUp,
@@ -49,14 +45,18 @@ from gridtrain.transport.base import (
     TransportEvent,
     TransportViolation,
 )
-from gridtrain_coordinator.backups import Backups
-from gridtrain_coordinator.checkups import Checkups
+from gridtrain_coordinator.access.authorization import Authorization
+from gridtrain_coordinator.access_handler import AccessHandler
+from gridtrain_coordinator.bundle_server import BundleServer
+from gridtrain_coordinator.diagnostics import Checkups
+from gridtrain_coordinator.journal.backups import Backups
+from gridtrain_coordinator.journal.disk_full_mode import RETRY_S, DiskFullMode
+from gridtrain_coordinator.journal.store import JournalFull, JournalStore
 from gridtrain_coordinator.log import Log, silent
-from gridtrain_coordinator.reception import AccessHandler
-from gridtrain_coordinator.shelf import BundleServer
-from gridtrain_coordinator.standstill import RETRY_S, DiskFullMode
-from gridtrain_coordinator.store import JournalFull, JournalStore
-from gridtrain_coordinator.views import RateMeter, build_status, encode_status, redact_addresses
+from gridtrain_coordinator.membership.journal_recovery import recover_run
+from gridtrain_coordinator.membership.membership import Membership
+from gridtrain_coordinator.run import events as io
+from gridtrain_coordinator.status_report import RateMeter, build_status, encode_status, redact_addresses
 
 SOFTWARE = f"gridtrain {__version__}"
 MAX_WAIT_S = 0.25
@@ -81,7 +81,9 @@ class MembershipCore(Protocol):
     def handle(self, event: io.Event, now_s: float) -> list[io.Effect]: ...
     def tick(self, now_s: float) -> list[io.Effect]: ...
     def snapshot(self, now_s: float) -> dict[str, Any]: ...
-    def introduce_pending_member(self, guest: PeerId, most: int) -> tuple[list[io.Effect], tuple[tuple[PeerId, str], ...]]: ...
+    def introduce_pending_member(
+        self, guest: PeerId, most: int
+    ) -> tuple[list[io.Effect], tuple[tuple[PeerId, str], ...]]: ...
 
 
 class DashboardPort(Protocol):
@@ -235,7 +237,9 @@ class Coordinator:
     def _clock(self) -> float:
         """The core's: it stands still while nothing can be decided."""
         standing = self._disk_full
-        return standing.core_stopped_s if standing is not None else self._real_clock() - self._core_clock_lag_s
+        return (
+            standing.core_stopped_s if standing is not None else self._real_clock() - self._core_clock_lag_s
+        )
 
     def _run_once(self) -> None:
         if self._dashboard is not None:
@@ -264,16 +268,30 @@ class Coordinator:
                 return [io.Send(peer, StatusReply(self._encoded_status(peer, now_s)))]
             case Received(peer, message) if self._checkups.accepts(peer, message):
                 asker: PeerId = peer
-                return self._checkups.handle(asker, message, lambda: self._encoded_status(asker, now_s), now_s)
+                return self._checkups.handle(
+                    asker, message, lambda: self._encoded_status(asker, now_s), now_s
+                )
             case Received(peer, BundleRequest() as ask) if not self._access.is_pending(peer):
                 return self._bundle_server.answer(peer, ask, now_s)
             case Received(peer, message):
                 answered = self._access.handle(peer, message, now_s)
-                return answered if answered is not None else self._membership.handle(io.MessageReceived(peer, message), now_s)
+                return (
+                    answered
+                    if answered is not None
+                    else self._membership.handle(io.MessageReceived(peer, message), now_s)
+                )
             case PeerUp(peer, _, host):
-                return [] if self._access.on_connected(event) else self._membership.handle(io.PeerConnected(peer, host), now_s)
+                return (
+                    []
+                    if self._access.on_connected(event)
+                    else self._membership.handle(io.PeerConnected(peer, host), now_s)
+                )
             case PeerDown(peer, reason):
-                return [] if self._access.on_disconnected(peer) else self._membership.handle(io.PeerDisconnected(peer, reason), now_s)
+                return (
+                    []
+                    if self._access.on_disconnected(peer)
+                    else self._membership.handle(io.PeerDisconnected(peer, reason), now_s)
+                )
             case ReachResult(peer, address):
                 if (told := self._checkups.on_dial_back_result(event)) is not None:
                     return told
@@ -337,7 +355,11 @@ class Coordinator:
 
     def _record_violation(self, effect: io.Effect, now_s: float) -> Sequence[io.Effect]:
         """A strike becomes what the door makes of it; a member that it removes gives no further ones."""
-        return self._access.record_violation(effect, now_s) if isinstance(effect, io.RecordViolation) else [effect]
+        return (
+            self._access.record_violation(effect, now_s)
+            if isinstance(effect, io.RecordViolation)
+            else [effect]
+        )
 
     # -- no room, and backups ------------------------------------------------------------------
 
@@ -430,7 +452,9 @@ class Coordinator:
 
     def _encoded_status(self, asker: PeerId, now_s: float) -> bytes:
         return encode_status(
-            self._build_status(self._membership.snapshot(now_s), now_s, places=self._access.is_operator(asker))
+            self._build_status(
+                self._membership.snapshot(now_s), now_s, places=self._access.is_operator(asker)
+            )
         )
 
     def _update_dashboard(self, snapshot: dict[str, Any], now_s: float) -> None:

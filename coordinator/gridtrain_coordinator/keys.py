@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from gridtrain.core.messages import PeerId
 from gridtrain.errors import JournalError
-from gridtrain.protocol.messages import PeerId
-from gridtrain.transport.contact import COORDINATOR_KEY, OPERATOR_KEY
-from gridtrain.transport.curve import Identity
+from gridtrain.network.transport.identity import Identity
+from gridtrain.runtime.client.endpoint_file import COORDINATOR_KEY, OPERATOR_KEY
 
 
 def coordinator_identity(journal: Path, known: PeerId | None, adopt: Callable[[PeerId], None]) -> Identity:

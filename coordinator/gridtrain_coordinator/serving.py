@@ -21,26 +21,26 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from gridtrain.bundle import Bundle
 from gridtrain.config import DEFAULT_PORT, Deadlines
+from gridtrain.core.group.invitation import RUN_NAME
+from gridtrain.core.messages import PeerId
 from gridtrain.errors import ConfigError, JournalError
-from gridtrain.protocol.door import AccessRole, Authorization
-from gridtrain.protocol.door import recover_authorization as recover_the_door
-from gridtrain.protocol.invitation import RUN_NAME
-from gridtrain.protocol.messages import PeerId
-from gridtrain.transport.base import Transport
-from gridtrain.transport.contact import EndpointFile
-from gridtrain.transport.curve import make_private_folder
-from gridtrain.transport.stack import build_stack
-from gridtrain_coordinator.backups import EVERY_S, JOURNAL, KEEP, Backups, restore
+from gridtrain.network.transport.identity import make_private_folder
+from gridtrain.network.transport.interface import Transport
+from gridtrain.network.transport.stack import build_stack
+from gridtrain.runtime.client.endpoint_file import EndpointFile
+from gridtrain.tools.bundle import Bundle
+from gridtrain_coordinator.access.authorization import AccessRole, Authorization
+from gridtrain_coordinator.access.authorization import recover_authorization as recover_the_door
+from gridtrain_coordinator.access_handler import connection_gate
+from gridtrain_coordinator.bundle_server import BundleServer
 from gridtrain_coordinator.daemon import SOFTWARE, Coordinator
-from gridtrain_coordinator.dashboard.opening import DashboardStartup, open_dashboard
-from gridtrain_coordinator.dashboard.places import DashboardAddress
+from gridtrain_coordinator.dashboard.listen_address import DashboardAddress
+from gridtrain_coordinator.dashboard.startup import DashboardStartup, open_dashboard
+from gridtrain_coordinator.journal.backups import EVERY_S, JOURNAL, KEEP, Backups, restore
+from gridtrain_coordinator.journal.store import JournalStore
 from gridtrain_coordinator.keys import operator_identity
 from gridtrain_coordinator.log import log_to, to_both
-from gridtrain_coordinator.reception import connection_gate
-from gridtrain_coordinator.shelf import BundleServer
-from gridtrain_coordinator.store import JournalStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,9 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
     `out` gets the address for the workers, `err` the log.  0: the run is finished;
     128 + signal: stopped by it.  Raises `JournalError`, `TransportError`, `ConfigError`.
     """
-    from gridtrain.transport.zeromq import ZeroMQTransport  # a group in one process needs no ZeroMQ
+    from gridtrain.network.transport.zmq.zeromq_transport import (
+        ZeroMQTransport,  # a group in one process needs no ZeroMQ
+    )
 
     stop = StopOnSignal()
     folder = settings.state or default_state(settings.run)

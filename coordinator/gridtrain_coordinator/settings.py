@@ -1,6 +1,6 @@
 """From what a person has chosen, wherever that stands, to the daemon's settings.
 
-Decides nothing: `gridtrain.options` has the table.  Shared by `gridtrain coordinator` and
+Decides nothing: `gridtrain.tools.options` has the table.  Shared by `gridtrain coordinator` and
 `python -m gridtrain_coordinator`.
 """
 
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gridtrain.bundle import Bundle
-from gridtrain.options import OptionValues as Chosen
-from gridtrain.options.addresses import parse_explicit_address
-from gridtrain_coordinator.dashboard.places import DashboardAddress, parse_address
+from gridtrain.network.addresses import parse_explicit_address
+from gridtrain.tools.bundle import Bundle
+from gridtrain.tools.options import OptionValues as Chosen
+from gridtrain_coordinator.dashboard.listen_address import DashboardAddress, parse_address
 from gridtrain_coordinator.serving import Settings
 
 

@@ -13,8 +13,8 @@ import os
 import torch
 
 import gridtrain
-from gridtrain.demo.model import ByteGPT, Windows
-from gridtrain.demo.text import load_corpus
+from gridtrain.tools.demo.byte_gpt import ByteGPT, Windows
+from gridtrain.tools.demo.text_corpus import load_corpus
 
 EVERY = 20
 

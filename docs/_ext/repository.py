@@ -36,7 +36,7 @@ SECTIONS = {
 BORROWED = {
     "project/changelog": "CHANGELOG.md",
     "project/contributing": "CONTRIBUTING.md",
-    "project/protocol": "gridtrain/wire/PROTOCOL.md",
+    "project/protocol": "gridtrain/network/wire/PROTOCOL.md",
     "project/security-policy": "SECURITY.md",
 }
 """Page -> the file whose text it shows."""

@@ -33,18 +33,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
-from gridtrain.adapters.mail import GlooChannel
+from gridtrain.adapters.gloo_channel import GlooChannel
 from gridtrain.config import GTopK
+from gridtrain.core.collectives.collective import CollectiveComplete, PayloadReceived, SendTo
+from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.errors import ConfigError, LocalProtocolError, RemoteProtocolError
-from gridtrain.optim.flat import canonical_parameters
-from gridtrain.protocol.collective import CollectiveComplete, PayloadReceived, SendTo
-from gridtrain.protocol.messages import CollectivePhase, PayloadSlot
-from gridtrain.runtime.buffers import ButterflyBuffer
-from gridtrain.runtime.stars import SPARSE_BUFFERS
-from gridtrain.sparsify.feedback import ErrorFeedback, PreparedState
+from gridtrain.network.wire.sparse_payload import ValueKind, encoded_bytes
+from gridtrain.network.wire.value_encoding import VALUE_KINDS
+from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer
+from gridtrain.runtime.buffers.star_buffers import SPARSE_BUFFERS
+from gridtrain.sparsify.error_feedback import ErrorFeedback, PreparedState
 from gridtrain.sparsify.merge import largest_summable
-from gridtrain.wire.sparse import ValueKind, encoded_bytes
-from gridtrain.wire.values import VALUE_KINDS
+from gridtrain.training.checkpoint.flat_gradient import canonical_parameters
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from gridtrain.adapters.loader import GridLoader
 from gridtrain.errors import ConfigError
-from gridtrain.optim.grid import Grid
-from gridtrain.optim.wrapper import GridOptimizer
+from gridtrain.sdk.grid import Grid
+from gridtrain.training.optimizer import GridOptimizer
 
 
 class GridTrainer(Trainer):

@@ -31,9 +31,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from gridtrain.adapters.loader import GridLoader
 from gridtrain.errors import ConfigError
-from gridtrain.optim import state_sync
-from gridtrain.optim.grid import Grid
-from gridtrain.optim.wrapper import GridOptimizer
+from gridtrain.sdk.grid import Grid
+from gridtrain.training.checkpoint import serialization
+from gridtrain.training.optimizer import GridOptimizer
 
 
 class GridStrategy(SingleDeviceStrategy):
@@ -68,7 +68,7 @@ class GridStrategy(SingleDeviceStrategy):
             )
         if trainer.training:  # newcomers receive them
             schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-            ours = state_sync.INTERNAL_PREFIX
+            ours = serialization.INTERNAL_PREFIX
             self._grid.track(**{f"{ours}scheduler{n or ''}": each for n, each in enumerate(schedulers)})
 
     def optimizer_step(

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gridtrain.errors import ConfigError
-from gridtrain.optim.grid import Grid
+from gridtrain.sdk.grid import Grid
 
 
 class GridLoader:

@@ -41,12 +41,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
-from gridtrain.adapters.mail import GlooChannel
+from gridtrain.adapters.gloo_channel import GlooChannel
 from gridtrain.errors import ConfigError, GridtrainError
-from gridtrain.optim import sampler
-from gridtrain.optim.flat import FlatGradient
-from gridtrain.optim.grid import Grid, join
-from gridtrain.optim.wrapping import WrappingOptimizer
+from gridtrain.sdk.grid import Grid, join
+from gridtrain.training.checkpoint.flat_gradient import FlatGradient
+from gridtrain.training.data import sampler
+from gridtrain.training.wrapping_optimizer import WrappingOptimizer
 
 LEADER = 0
 _MOST_SAMPLES = 1 << 24

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from gridtrain.cli.chosen import run_options
 from gridtrain.cli.main import EXIT_CODES
-from gridtrain.cli.orders import known_keys, operator_for, resolve_member, with_member_name
+from gridtrain.cli.operator_arguments import known_keys, operator_for, resolve_member, with_member_name
+from gridtrain.cli.option_flags import run_options
 
 
 @click.command(epilog=EXIT_CODES)
@@ -20,10 +20,12 @@ def ban(who: str, reason: str, run: str, state: Path | None) -> None:
 
     WHO is its name, at least 6 digits of its key, or the whole key of somebody who is not there.
     """
-    from gridtrain.protocol.door_rules import clean_reason
-    from gridtrain.protocol.messages import RemoveWorker
+    from gridtrain.core.messages import RemoveWorker
+    from gridtrain_coordinator.access.authorization_rules import clean_reason
 
     with operator_for(run, state) as operator:
         known = known_keys(operator.status())
         peer = resolve_member(who, known, any_key=True)
-        click.echo(with_member_name(peer, known, operator.order(RemoveWorker(peer, True, clean_reason(reason)))))
+        click.echo(
+            with_member_name(peer, known, operator.order(RemoveWorker(peer, True, clean_reason(reason))))
+        )

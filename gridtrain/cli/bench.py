@@ -1,4 +1,4 @@
-"""`gridtrain bench`: options only; the work is `gridtrain.speed.main`."""
+"""`gridtrain bench`: options only; the work is `gridtrain.tools.bench.main`."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def bench(
     from rich.console import Console
 
     from gridtrain.extras import require_torch
-    from gridtrain.speed.main import BenchPlan, check_memory, print_result, run_bench
-    from gridtrain.transport.limits import parse_rate
+    from gridtrain.network.transport.rate_limiter import parse_rate
+    from gridtrain.tools.bench.main import BenchPlan, check_memory, print_result, run_bench
 
     require_torch("gridtrain bench")
     for rate in (cap, line) if cap else (line,):

@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from gridtrain.cli.chosen import add_options, resolve_settings
 from gridtrain.cli.main import EXIT_CODES
-from gridtrain.options import PROGRAMS, OptionValues
+from gridtrain.cli.option_flags import add_options, resolve_settings
+from gridtrain.tools.options import PROGRAMS, OptionValues
 
 STYLES = {"flag": "magenta", "environment": "cyan", "run.toml": "green", "default": "dim"}
 

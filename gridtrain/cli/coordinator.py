@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from gridtrain.cli.chosen import add_options, resolve_settings
 from gridtrain.cli.main import EXIT_CODES
+from gridtrain.cli.option_flags import add_options, resolve_settings
 
 
 @click.command(epilog=EXIT_CODES)

@@ -10,7 +10,7 @@ from types import FrameType
 import click
 
 from gridtrain.cli.main import EXIT_CODES
-from gridtrain.demo.recipe import DENSITY, MEASURE_EVERY, RECIPES, SIZES
+from gridtrain.tools.demo.recipe import DENSITY, MEASURE_EVERY, RECIPES, SIZES
 
 _MODELS = ", ".join(f"{name}: {size.parameters:,}" for name, size in SIZES.items())
 
@@ -76,9 +76,9 @@ def demo(
     """
     from rich.console import Console
 
-    from gridtrain.demo.main import run_demo
-    from gridtrain.demo.orchestrate import DemoPlan
     from gridtrain.extras import require_torch
+    from gridtrain.tools.demo.main import run_demo
+    from gridtrain.tools.demo.orchestrator import DemoPlan
 
     require_torch("gridtrain demo")  # before processes are started that would miss it one by one
 
@@ -113,7 +113,7 @@ def demo(
     before = signal.signal(signal.SIGTERM, on_sigterm)
     try:
         if pipeline:
-            from gridtrain.demo.stages import run_pipeline_demo
+            from gridtrain.tools.demo.pipeline_demo import run_pipeline_demo
 
             run_pipeline_demo(out, Console(), steps=steps or (5 if quick else 24), quick=quick)
         else:

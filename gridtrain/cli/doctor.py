@@ -1,6 +1,6 @@
 """`gridtrain doctor INVITATION`: can this machine join, and what would that bring?
 
-Decides how findings are shown.  What is looked at is `gridtrain.doctor`'s.
+Decides how findings are shown.  What is looked at is `gridtrain.tools.doctor`'s.
 
     exit code 0   everything is fine
               1   it can join; there are warnings
@@ -24,8 +24,8 @@ import click
 from gridtrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gridtrain.doctor.findings import Finding
-    from gridtrain.doctor.prediction import RunStatus
+    from gridtrain.tools.doctor.findings import Finding
+    from gridtrain.tools.doctor.speedup_prediction import RunStatus
 
 EXIT_WARNINGS, EXIT_FAILURES = 1, 2
 MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "failure": ("FAILURE", "red")}
@@ -47,9 +47,9 @@ def doctor(invitation: str, as_json: bool) -> None:
     coordinator and three members each.  INVITATION may be @FILE or -, as for `gridtrain worker`.
     """
     from gridtrain.cli.worker import _read
-    from gridtrain.doctor.examine import Examination
-    from gridtrain.doctor.findings import FindingLevel, worst_level
-    from gridtrain.protocol.invitation import parse
+    from gridtrain.core.group.invitation import parse
+    from gridtrain.tools.doctor.examination import Examination
+    from gridtrain.tools.doctor.findings import FindingLevel, worst_level
 
     began_s = time.monotonic()
     plain = as_json or not sys.stdout.isatty()
@@ -67,7 +67,9 @@ def doctor(invitation: str, as_json: bool) -> None:
             FindingLevel.FAILURE: "this machine cannot join like this",
         }
         click.echo(f"{said[level]} ({took_s:.1f} s)")
-    sys.exit({FindingLevel.OK: 0, FindingLevel.WARNING: EXIT_WARNINGS, FindingLevel.FAILURE: EXIT_FAILURES}[level])
+    sys.exit(
+        {FindingLevel.OK: 0, FindingLevel.WARNING: EXIT_WARNINGS, FindingLevel.FAILURE: EXIT_FAILURES}[level]
+    )
 
 
 def _show(finding: Finding, plain: bool) -> None:
@@ -83,9 +85,9 @@ def _show(finding: Finding, plain: bool) -> None:
 def parse_run_status(picture: Mapping[str, Any]) -> RunStatus:
     """What the prediction needs of a status.  Raises `ConfigError`."""
     from gridtrain.cli.live_network import network_from_status
-    from gridtrain.doctor.prediction import RunStatus, member_figures, member_shares
-    from gridtrain.protocol.messages import LedgerSpec, Setup
-    from gridtrain.protocol.topology import workload_of
+    from gridtrain.core.messages import LedgerSpec, Setup
+    from gridtrain.core.planning.rank_order import workload_of
+    from gridtrain.tools.doctor.speedup_prediction import RunStatus, member_figures, member_shares
 
     facts = picture.get("facts", {})
     texts = tuple((str(k), str(v)) for k, v in facts.items()) if isinstance(facts, dict) else ()

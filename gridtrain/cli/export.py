@@ -1,4 +1,4 @@
-"""`gridtrain export`: options only; the work is `gridtrain.optim.export.export`."""
+"""`gridtrain export`: options only; the work is `gridtrain.training.checkpoint.model_export.export`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def export(checkpoint: Path, out: Path, step: int | None) -> None:
     state directory.  A .pt file loads with torch.load(path, weights_only=True).
     """
     try:
-        from gridtrain.optim.export import export_model as export_model
+        from gridtrain.training.checkpoint.model_export import export_model as export_model
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{error.name} is not installed, which reads checkpoints", remedy="pip install 'gridtrain[torch]'"

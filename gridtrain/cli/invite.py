@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gridtrain.cli.chosen import run_options
 from gridtrain.cli.main import EXIT_CODES
-from gridtrain.cli.orders import format_duration, operator_for, parse_duration
+from gridtrain.cli.operator_arguments import format_duration, operator_for, parse_duration
+from gridtrain.cli.option_flags import run_options
 
 if TYPE_CHECKING:
-    from gridtrain.protocol.invitation import Invitation
+    from gridtrain.core.group.invitation import Invitation
 
 MIN_VALIDITY_S = 1.0
 _LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):\d+")
@@ -25,7 +25,7 @@ _LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):\d+")
 
 def _validity(context: click.Context, parameter: click.Parameter, text: str) -> float:
     """As `seconds`; an invitation for no time at all would be a withdrawal."""
-    from gridtrain.protocol.door_rules import MAX_EXPIRES_S
+    from gridtrain_coordinator.access.authorization_rules import MAX_EXPIRES_S
 
     value_s = parse_duration(context, parameter, text)
     if not MIN_VALIDITY_S <= value_s <= MAX_EXPIRES_S:
@@ -54,7 +54,11 @@ def _patience(context: click.Context, parameter: click.Parameter, text: str) -> 
     help="Where the volunteer reaches the coordinator.  [default: what the coordinator advertises]",
 )  # fmt: skip
 @click.option(
-    "--wait", callback=parse_duration, metavar="TIME", default="0s", help="For a coordinator that is just starting."
+    "--wait",
+    callback=parse_duration,
+    metavar="TIME",
+    default="0s",
+    help="For a coordinator that is just starting.",
 )
 @click.option(
     "--until-joined", callback=_patience, metavar="TIME", default="",
@@ -84,9 +88,9 @@ def invite(
     --until-joined says on stderr who comes, and ends with 0 as soon as --uses workers are members; with 1
     if they are not in time, which the invitation does not mind: it stays valid.
     """
-    from gridtrain.cli.arrivals import await_members
-    from gridtrain.protocol.invitation import parse
-    from gridtrain.runtime.client import parse_coordinator_address
+    from gridtrain.cli.join_progress import await_members
+    from gridtrain.core.group.invitation import parse
+    from gridtrain.runtime.client.coordinator_client import parse_coordinator_address
 
     given = parse_coordinator_address(address) if address else ""
     old = parse(withdraw) if withdraw else None

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from gridtrain.cli.chosen import run_options
 from gridtrain.cli.main import EXIT_CODES
-from gridtrain.cli.orders import known_keys, operator_for, resolve_member, with_member_name
+from gridtrain.cli.operator_arguments import known_keys, operator_for, resolve_member, with_member_name
+from gridtrain.cli.option_flags import run_options
 
 
 @click.command(epilog=EXIT_CODES)
@@ -21,10 +21,12 @@ def kick(who: str, reason: str, run: str, state: Path | None) -> None:
     It is cut off at once, and needs a new invitation to come back.  An open invitation with uses left
     lets the same person in with another key: see `gridtrain invite --withdraw`.
     """
-    from gridtrain.protocol.door_rules import clean_reason
-    from gridtrain.protocol.messages import RemoveWorker
+    from gridtrain.core.messages import RemoveWorker
+    from gridtrain_coordinator.access.authorization_rules import clean_reason
 
     with operator_for(run, state) as operator:
         known = known_keys(operator.status())
         peer = resolve_member(who, known)
-        click.echo(with_member_name(peer, known, operator.order(RemoveWorker(peer, False, clean_reason(reason)))))
+        click.echo(
+            with_member_name(peer, known, operator.order(RemoveWorker(peer, False, clean_reason(reason))))
+        )

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from gridtrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gridtrain.protocol.stage_costs import Layer
+    from gridtrain.core.stages.stage_cost import Layer
 
 MOST_LAYERS = 2000
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)i?B")
@@ -50,9 +50,11 @@ def parse_bytes(text: str) -> int:
     return round(float(match[1]) * scale)
 
 
-def uniform_layers(count: int, parameters: int, compute_s: float, batch: int, output_bytes: int) -> list[Layer]:
+def uniform_layers(
+    count: int, parameters: int, compute_s: float, batch: int, output_bytes: int
+) -> list[Layer]:
     """So many even layers of a model that has float32 `parameters` and computes a step in `compute_s`."""
-    from gridtrain.protocol.stage_costs import Layer
+    from gridtrain.core.stages.stage_cost import Layer
 
     if not 1 <= count <= MOST_LAYERS:
         raise ConfigError(f"{count} layers", remedy=f"give 1 to {MOST_LAYERS}")
@@ -84,12 +86,14 @@ def read_layers(path: Path) -> tuple[list[Layer], int]:
 
 
 def _layers(path: Path, number: int, entry: dict[str, Any]) -> list[Layer]:
-    from gridtrain.protocol.stage_costs import Layer
+    from gridtrain.core.stages.stage_cost import Layer
 
     name = entry.get("name", f"layer{number}")
     where = f'{path}: layer "{name}"'
     if unknown := set(entry) - _KNOWN_KEYS:
-        raise ConfigError(f"{where} has {sorted(unknown)}", remedy=f"a layer has {', '.join(sorted(_KNOWN_KEYS))}")
+        raise ConfigError(
+            f"{where} has {sorted(unknown)}", remedy=f"a layer has {', '.join(sorted(_KNOWN_KEYS))}"
+        )
     repeat = entry.get("repeat", 1)
     if not isinstance(name, str) or type(repeat) is not int or not 1 <= repeat <= MOST_LAYERS:
         raise ConfigError(f"{where} comes {repeat!r} times", remedy=f"give repeat = 1 to {MOST_LAYERS}")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from gridtrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gridtrain.protocol.lines import LinkModel, NetworkModel
-    from gridtrain.protocol.loads import Workload
+    from gridtrain.core.planning.network_model import LinkModel, NetworkModel
+    from gridtrain.core.planning.workload import Workload
 
 MOST_MEMBERS = 1000  # that a coordinator admits
 
@@ -44,7 +44,7 @@ class LiveNetwork:
 
         Two that are like the same member are as far apart as that one is from the nearest other.
         """
-        from gridtrain.protocol.lines import LinkModel, NetworkModel
+        from gridtrain.core.planning.network_model import LinkModel, NetworkModel
 
         members, count = self.members, self.workers
         if size == count:
@@ -73,8 +73,8 @@ class LiveNetwork:
 
 def network_from_status(picture: Mapping[str, Any]) -> LiveNetwork:
     """Raises `ConfigError`: nobody trains, or nothing is measured."""
-    from gridtrain.protocol.messages import LedgerSpec, Setup
-    from gridtrain.protocol.topology import LinkMeasurements, workload_of
+    from gridtrain.core.messages import LedgerSpec, Setup
+    from gridtrain.core.planning.rank_order import LinkMeasurements, workload_of
 
     size, run = picture.get("world_size", 0), str(picture.get("run", "?"))
     links = picture.get("links", [])
@@ -89,7 +89,9 @@ def network_from_status(picture: Mapping[str, Any]) -> LiveNetwork:
                 trips[ranks[a], ranks[b]] = rtt_s
             if rate_Bps is not None:
                 measured.record(ranks[a], [(ranks[b], rate_Bps, 0.0)])
-        network = measured.build_network(ranks, bounded=False)  # the coordinator has compared both ends' words
+        network = measured.build_network(
+            ranks, bounded=False
+        )  # the coordinator has compared both ends' words
     if network is None:
         raise ConfigError(
             f'nothing is measured between members of "{run}" ({size} train)',

@@ -14,9 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gridtrain.cli.chosen import run_options
 from gridtrain.cli.main import EXIT_CODES
-from gridtrain.cli.orders import NO_NAME, SHOWN_KEY_DIGITS, format_duration, known_keys, operator_for
+from gridtrain.cli.operator_arguments import (
+    NO_NAME,
+    SHOWN_KEY_DIGITS,
+    format_duration,
+    known_keys,
+    operator_for,
+)
+from gridtrain.cli.option_flags import run_options
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from gridtrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gridtrain.protocol.lines import LinkModel, NetworkModel
+    from gridtrain.core.planning.network_model import LinkModel, NetworkModel
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s)")
 _UNITS_s = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -77,7 +77,7 @@ class DescribedNetwork:
 
     def network(self, size: int) -> NetworkModel:
         """So many workers, of each site in proportion; site after site."""
-        from gridtrain.protocol.lines import LinkModel, NetworkModel
+        from gridtrain.core.planning.network_model import LinkModel, NetworkModel
 
         members = [
             site for site, count in zip(self.sites, self._counts(size), strict=True) for _ in range(count)
@@ -107,7 +107,7 @@ class DescribedNetwork:
 
 
 def _between(a: str, b: str, alpha_s: float, rate_Bps: float | None) -> LinkModel:
-    from gridtrain.protocol.lines import LinkModel
+    from gridtrain.core.planning.network_model import LinkModel
 
     return LinkModel(alpha_s, shared_links=(f"{a} to {b}",) if rate_Bps is not None else ())
 
@@ -191,7 +191,7 @@ def _pair(
 
 def _rates(text: str) -> tuple[float, float]:
     """(down, up) in bytes per second."""
-    from gridtrain.transport.limits import parse_rate
+    from gridtrain.network.transport.rate_limiter import parse_rate
 
     down, slash, up = text.partition("/") if not text.endswith("/s") else (text, "", "")
     down_Bps = parse_rate(down)

@@ -32,7 +32,7 @@ def new(folder: Path, name: str) -> None:
     \b
       gridtrain new my-run
     """
-    from gridtrain.protocol.invitation import RUN_NAME
+    from gridtrain.core.group.invitation import RUN_NAME
 
     name = name or folder.resolve().name
     if not RUN_NAME.fullmatch(name):
@@ -46,7 +46,7 @@ def new(folder: Path, name: str) -> None:
 
 def templates(name: str = PLACEHOLDER) -> dict[str, str]:
     """Name -> text of each file of a new run."""
-    texts = dict(_texts(files("gridtrain").joinpath("templates", "new"), ""))
+    texts = dict(_texts(files("gridtrain.tools").joinpath("templates", "new"), ""))
     return texts | {RUN_FILE: texts[RUN_FILE].replace(PLACEHOLDER, name)}
 
 

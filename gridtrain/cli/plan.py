@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from gridtrain.cli.live_network import LiveNetwork
     from gridtrain.cli.network_file import DescribedNetwork
-    from gridtrain.protocol.choosing import ExchangeEstimate
+    from gridtrain.core.planning.exchange_comparison import ExchangeEstimate
 
 EXCHANGES = ("dense", "topk", "gtopk", "gtopk-tree", "dense-direct", "star", "star-gtopk")
 PLAIN_WIDTH = 120
@@ -118,7 +118,7 @@ def plan(
     the whole model on one worker.
     """
     from gridtrain.cli import network_file
-    from gridtrain.protocol.loads import ExchangeKind, Workload
+    from gridtrain.core.planning.workload import ExchangeKind, Workload
 
     def given(name: str) -> bool:
         return context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
@@ -187,9 +187,11 @@ def _live(coordinator: str | None, state: Path | None) -> LiveNetwork:
         return network_from_status(client.status(ANSWER_TIMEOUT_S))
 
 
-def _look(load: Any, described: DescribedNetwork | LiveNetwork, count: int, compute_s: float, local_steps: int) -> ExchangeEstimate:
-    from gridtrain.protocol.choosing import estimate_best_order, estimate_exchange
-    from gridtrain.protocol.loads import CpuCosts
+def _look(
+    load: Any, described: DescribedNetwork | LiveNetwork, count: int, compute_s: float, local_steps: int
+) -> ExchangeEstimate:
+    from gridtrain.core.planning.exchange_comparison import estimate_best_order, estimate_exchange
+    from gridtrain.core.planning.workload import CpuCosts
 
     network = described.network(count)
     ordered = not described.is_uniform and 2 < count <= MAX_ORDERED_WORKERS
@@ -248,14 +250,16 @@ def _print(rows: Sequence[Sequence[ExchangeEstimate]], described: DescribedNetwo
 
     from rich.console import Console
 
-    from gridtrain.protocol.choosing import format_exchange, recommend_exchange
+    from gridtrain.core.planning.exchange_comparison import format_exchange, recommend_exchange
 
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     console.print("Step time, bytes that the busiest worker sends, scaling efficiency:", highlight=False)
     for table in _tables(rows, console):
         console.print(table, markup=False)
     if rows[0][0].local_steps > 1:
-        console.print(f"{format_exchange(rows[0][0])}: bytes are of one exchange.", markup=False, highlight=False)
+        console.print(
+            f"{format_exchange(rows[0][0])}: bytes are of one exchange.", markup=False, highlight=False
+        )
     console.print(recommend_exchange(rows[-1])[1], markup=False, highlight=False, soft_wrap=True)
     if len(rows) > 1:
         console.print(recommend_exchange(rows[0])[1], markup=False, highlight=False, soft_wrap=True)
@@ -289,7 +293,7 @@ def _table(rows: Sequence[Sequence[ExchangeEstimate]]) -> Table:
     """A line for each number of workers; of each exchange the step, the bytes, the efficiency."""
     from rich.table import Table
 
-    from gridtrain.protocol.choosing import format_seconds
+    from gridtrain.core.planning.exchange_comparison import format_seconds
 
     table = Table()
     table.add_column("workers", justify="right")
@@ -320,13 +324,15 @@ def _figures(each: ExchangeEstimate) -> dict[str, Any]:
     }
 
 
-def _subtitle(parameters: int, described: DescribedNetwork | LiveNetwork, link: str, latency: str, compute_s: float) -> str:
+def _subtitle(
+    parameters: int, described: DescribedNetwork | LiveNetwork, link: str, latency: str, compute_s: float
+) -> str:
     lines = f"{link} and {latency} each" if described.is_uniform else described.description
     return f"{parameters:,} parameters; {lines}; {compute_s:g} s of computing a step; predicted"
 
 
 def _drawn(rows: Sequence[Sequence[ExchangeEstimate]], subtitle: str) -> str:
-    from gridtrain.demo.picture import COLOURS, ChartLine, ChartPanel, draw_chart
+    from gridtrain.tools.demo.svg_chart import COLOURS, ChartLine, ChartPanel, draw_chart
 
     lines: list[tuple[ChartLine, ChartLine]] = []
     for index, first in enumerate(rows[0]):
@@ -337,7 +343,9 @@ def _drawn(rows: Sequence[Sequence[ExchangeEstimate]], subtitle: str) -> str:
         lines.append((ChartLine(name, efficiency, colour), ChartLine(name, seconds, colour)))
     panels = (
         ChartPanel("Scaling efficiency", "workers", "%", tuple(left for left, _ in lines), log_x=True),
-        ChartPanel("Step time", "workers", "seconds", tuple(right for _, right in lines), log_x=True, log_y=True),
+        ChartPanel(
+            "Step time", "workers", "seconds", tuple(right for _, right in lines), log_x=True, log_y=True
+        ),
     )
     return draw_chart("How each exchange scales on this network", subtitle, panels)
 

@@ -15,9 +15,9 @@ import click
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from gridtrain.protocol.lines import NetworkModel
-    from gridtrain.protocol.pipelining import MicroBatchProposal, StepEstimate
-    from gridtrain.protocol.stage_costs import Card, ExecutionSettings, Layer
+    from gridtrain.core.planning.network_model import NetworkModel
+    from gridtrain.core.stages.stage_cost import Card, ExecutionSettings, Layer
+    from gridtrain.core.stages.step_time import MicroBatchProposal, StepEstimate
 
 MOST_STAGES = 256
 MOST_BATCH = 1_000_000
@@ -79,15 +79,17 @@ def show_plan(
         parameters, compute_s: of the whole model on a card of speed 1, where --layers is a number.
         said: the options of `pipeline_options` by name.
     """
-    from gridtrain.pipeline import picture as drawing
-    from gridtrain.protocol.pipelining import propose_micro_batches
-    from gridtrain.protocol.stage_costs import TIME_TOLERANCE
+    from gridtrain.core.stages import partition_chart as drawing
+    from gridtrain.core.stages.stage_cost import TIME_TOLERANCE
+    from gridtrain.core.stages.step_time import propose_micro_batches
 
     layers, input_bytes = _layers(parameters, compute_s, said)
     cards = _cards(said)
     running = _running(input_bytes, said)
     numbers = _numbers(said["micro_batches"], said["batch"])
-    proposal = propose_micro_batches(layers, cards, network, running, said["batch"], numbers=numbers, slack=TIME_TOLERANCE)
+    proposal = propose_micro_batches(
+        layers, cards, network, running, said["batch"], numbers=numbers, slack=TIME_TOLERANCE
+    )
     if picture:
         picture.write_text(drawing.chart_svg(layers, proposal.chosen))
     if as_json:
@@ -112,12 +114,14 @@ def _layers(parameters: int, compute_s: float, said: dict[str, Any]) -> tuple[li
     if parameters < 1:
         raise click.UsageError("--parameters is missing: how many has the model?  (or --layers FILE)")
     output_bytes = layers_file.parse_bytes(said["activations"])
-    return layers_file.uniform_layers(int(words), parameters, compute_s, said["batch"], output_bytes), output_bytes
+    return layers_file.uniform_layers(
+        int(words), parameters, compute_s, said["batch"], output_bytes
+    ), output_bytes
 
 
 def _cards(said: dict[str, Any]) -> list[Card]:
     from gridtrain.cli.layers_file import parse_bytes
-    from gridtrain.protocol.stage_costs import Card
+    from gridtrain.core.stages.stage_cost import Card
 
     memory = _each("--memory", said["memory"], said["stages"], parse_bytes, float("inf"))
     speeds = _each("--speeds", said["speeds"], said["stages"], float, 1.0)
@@ -140,11 +144,12 @@ def _each(
 
 
 def _running(input_bytes: int, said: dict[str, Any]) -> ExecutionSettings:
-    from gridtrain.protocol.stage_costs import OPTIMIZER_STATE_COPIES, ExecutionSettings, ScheduleKind
+    from gridtrain.core.stages.stage_cost import OPTIMIZER_STATE_COPIES, ExecutionSettings, ScheduleKind
 
     if said["optimizer"] not in OPTIMIZER_STATE_COPIES:
         raise click.BadParameter(
-            f'"{said["optimizer"]}"; take one of {", ".join(OPTIMIZER_STATE_COPIES)}', param_hint="--optimizer"
+            f'"{said["optimizer"]}"; take one of {", ".join(OPTIMIZER_STATE_COPIES)}',
+            param_hint="--optimizer",
         )
     return ExecutionSettings(
         order=ScheduleKind(said["schedule"]),
@@ -184,8 +189,8 @@ def _stages(layers: list[Layer], chosen: StepEstimate) -> Table:
     """A line for each stage; the link is the one to the next stage, in bytes of a step each way."""
     from rich.table import Table
 
-    from gridtrain.protocol.choosing import format_seconds
-    from gridtrain.protocol.fitting import format_bytes
+    from gridtrain.core.planning.exchange_comparison import format_seconds
+    from gridtrain.core.stages.memory_fit import format_bytes
 
     table = Table()
     table.add_column("stage", justify="right")
@@ -223,7 +228,7 @@ def _link(outlook: StepEstimate, stage: int) -> tuple[int, int]:
 def _compared(proposal: MicroBatchProposal) -> Table:
     from rich.table import Table
 
-    from gridtrain.protocol.choosing import format_seconds
+    from gridtrain.core.planning.exchange_comparison import format_seconds
 
     table = Table()
     for name in ("micro-batches", "samples", "step", "bubble", "of even stages"):

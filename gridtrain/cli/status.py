@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gridtrain.cli.chosen import run_options
 from gridtrain.cli.main import EXIT_CODES
+from gridtrain.cli.option_flags import run_options
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group
     from rich.table import Table
 
-    from gridtrain.runtime.client import CoordinatorClient
-    from gridtrain.runtime.operator import OperatorClient
+    from gridtrain.runtime.client.coordinator_client import CoordinatorClient
+    from gridtrain.runtime.client.operator_client import OperatorClient
 
 ANSWER_TIMEOUT_S = 4.0
 REFRESH_S = 1.0
@@ -74,14 +74,16 @@ def status(invitation: str | None, run: str, state: Path | None, watch: bool, as
 
 
 @contextmanager
-def client_for(invitation: str | None, run: str, state: Path | None) -> Iterator[CoordinatorClient | OperatorClient]:
+def client_for(
+    invitation: str | None, run: str, state: Path | None
+) -> Iterator[CoordinatorClient | OperatorClient]:
     """A connection as the operator of this machine's coordinator, or as somebody who was invited."""
     from gridtrain.cli.worker import _read
-    from gridtrain.protocol.invitation import parse
-    from gridtrain.runtime.client import CoordinatorClient
-    from gridtrain.runtime.entry import enroll
-    from gridtrain.runtime.operator import CoordinatorEndpoint, OperatorClient
-    from gridtrain.transport.curve import Identity
+    from gridtrain.core.group.invitation import parse
+    from gridtrain.network.transport.identity import Identity
+    from gridtrain.runtime.client.coordinator_client import CoordinatorClient
+    from gridtrain.runtime.client.enrollment import enroll
+    from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient
 
     if invitation is None:
         with OperatorClient(CoordinatorEndpoint.find(run, state)) as operator:

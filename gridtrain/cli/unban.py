@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from gridtrain.cli.chosen import run_options
 from gridtrain.cli.main import EXIT_CODES
-from gridtrain.cli.orders import known_keys, operator_for, resolve_member, with_member_name
+from gridtrain.cli.operator_arguments import known_keys, operator_for, resolve_member, with_member_name
+from gridtrain.cli.option_flags import run_options
 
 
 @click.command(epilog=EXIT_CODES)
@@ -19,7 +19,7 @@ def unban(who: str, run: str, state: Path | None) -> None:
 
     WHO is the name that it had when it was banned, or at least 6 digits of its key.
     """
-    from gridtrain.protocol.messages import Unban
+    from gridtrain.core.messages import Unban
 
     with operator_for(run, state) as operator:
         known = known_keys(operator.status(), banned=True)

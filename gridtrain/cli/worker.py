@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gridtrain.cli.chosen import add_options, resolve_settings
 from gridtrain.cli.main import EXIT_CODES
+from gridtrain.cli.option_flags import add_options, resolve_settings
 from gridtrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gridtrain.options import OptionValues
+    from gridtrain.tools.options import OptionValues
     from gridtrain_worker.agent import Job
 
 MAX_READ = 4096
@@ -27,7 +27,7 @@ class WorkerCommand(click.Command):
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
         if args and args[0] in CONTROL_COMMANDS:
-            from gridtrain.cli.worker_orders import worker_commands
+            from gridtrain.cli.worker_commands import worker_commands
 
             return worker_commands.make_context(info_name, args, parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
@@ -66,26 +66,28 @@ def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> No
       gridtrain worker set battery=pause hours=22:00-07:00 upload=10Mbit budget=5GB
       gridtrain worker pause [--for 2h] | resume | stop
     """
-    from gridtrain.cli import offering
+    from gridtrain.cli import bundle_offer
     from gridtrain_worker.agent import supervise
-    from gridtrain_worker.voice import console_for
+    from gridtrain_worker.console import console_for
 
     words = (invitation, *command) if invitation is not None else command
     chosen = resolve_settings("worker", given)
     job, voice = make_job(words, chosen), console_for(sys.stderr)
-    ask = partial(offering.ask_consent, chosen, job) if sys.stdin.isatty() and sys.stderr.isatty() else None
-    show = partial(offering.show_offer, chosen)
+    ask = (
+        partial(bundle_offer.ask_consent, chosen, job) if sys.stdin.isatty() and sys.stderr.isatty() else None
+    )
+    show = partial(bundle_offer.show_offer, chosen)
     sys.exit(supervise(job, voice.say, voice=voice, ask=ask, show=show))
 
 
 def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
     """What to run and how.  Raises `ConfigError`."""
-    from gridtrain.options.addresses import parse_explicit_address
-    from gridtrain.protocol.invitation import looks_like, parse
-    from gridtrain.wire.kinds import FieldError
-    from gridtrain.wire.schema import NAME
+    from gridtrain.core.group.invitation import looks_like, parse
+    from gridtrain.network.addresses import parse_explicit_address
+    from gridtrain.network.wire.field_types import FieldError
+    from gridtrain.network.wire.schema import NAME
     from gridtrain_worker.agent import Job
-    from gridtrain_worker.controls import parse_pairs
+    from gridtrain_worker.training_policy import parse_pairs
 
     kept = chosen.text("invitation")
     if not kept or (words and (looks_like(words[0]) or words[0][0:1] in ("@", "-"))):

@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any
 from gridtrain.extras import require_torch
 
 if TYPE_CHECKING:
-    from gridtrain.pipeline.blocks import Sequence
-    from gridtrain.pipeline.building import Blueprint
-    from gridtrain.pipeline.partitioning import Partition, partition
-    from gridtrain.pipeline.profiling import Profile, profile
-    from gridtrain.protocol.stage_costs import Card, Layer
+    from gridtrain.core.stages.stage_cost import Card, Layer
+    from gridtrain.pipeline.blueprint import Blueprint
+    from gridtrain.pipeline.model_blocks import Sequence
+    from gridtrain.pipeline.model_partition import Partition, partition
+    from gridtrain.pipeline.profiler import Profile, profile
 
 _LAZY = {
-    "Blueprint": "gridtrain.pipeline.building",
-    "Card": "gridtrain.protocol.stage_costs",
-    "Layer": "gridtrain.protocol.stage_costs",
-    "Partition": "gridtrain.pipeline.partitioning",
-    "Profile": "gridtrain.pipeline.profiling",
-    "Sequence": "gridtrain.pipeline.blocks",
-    "partition": "gridtrain.pipeline.partitioning",
-    "profile": "gridtrain.pipeline.profiling",
+    "Blueprint": "gridtrain.pipeline.blueprint",
+    "Card": "gridtrain.core.stages.stage_cost",
+    "Layer": "gridtrain.core.stages.stage_cost",
+    "Partition": "gridtrain.pipeline.model_partition",
+    "Profile": "gridtrain.pipeline.profiler",
+    "Sequence": "gridtrain.pipeline.model_blocks",
+    "partition": "gridtrain.pipeline.model_partition",
+    "profile": "gridtrain.pipeline.profiler",
 }
 
 __all__ = ["Blueprint", "Card", "Layer", "Partition", "Profile", "Sequence", "partition", "profile"]

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError, LocalProtocolError
-from gridtrain.pipeline import randomness
-from gridtrain.pipeline.statistics import MiniBatchStatistics, MutatedBuffers
-from gridtrain.pipeline.trees import Leaf, TensorTreeSpec, map_tree, split_batch
+from gridtrain.pipeline import random_seeds
+from gridtrain.pipeline.batch_norm import MiniBatchStatistics, MutatedBuffers
+from gridtrain.pipeline.tensor_tree import Leaf, TensorTreeSpec, map_tree, split_batch
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -143,8 +143,12 @@ class Stage:
         self._sizes, self._scale = tuple(sizes), loss_scale
         self._weights = [size / sum(sizes) for size in sizes]
         self._seeds = [] if self._deterministic else [self._layer_seeds(seed, m) for m in range(len(sizes))]
-        self._inputs = [self._to_device(part) for part in split_batch(inputs, sizes)] if self.input is None else []
-        self._targets = [self._to_device(part) for part in split_batch(targets, sizes)] if self.output is None else []
+        self._inputs = (
+            [self._to_device(part) for part in split_batch(inputs, sizes)] if self.input is None else []
+        )
+        self._targets = (
+            [self._to_device(part) for part in split_batch(targets, sizes)] if self.output is None else []
+        )
         self.loss = None
         self._gradients_before = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
@@ -224,7 +228,9 @@ class Stage:
                 self.output.values(x, self._sizes[m])
                 return x
             self._seed_layer(m, len(self.layers))
-            loss = self._loss_of(x, map_tree(self._targets[m], _copy_tensors))  # a loss may overwrite its targets
+            loss = self._loss_of(
+                x, map_tree(self._targets[m], _copy_tensors)
+            )  # a loss may overwrite its targets
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             raise ConfigError(
                 f"the loss is {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}",
@@ -255,16 +261,16 @@ class Stage:
 
     def _generator_scope(self) -> AbstractContextManager[None]:
         """Around layers that may draw: one stage of a process at a time."""
-        return nullcontext() if self._deterministic else randomness.borrowed_generators(self.device)
+        return nullcontext() if self._deterministic else random_seeds.borrowed_generators(self.device)
 
     def _layer_seeds(self, seed: int, m: int) -> list[int]:
         """Of each layer for micro-batch m, and of the loss."""
         count = len(self.layers) + (self._loss is not None)
-        return [randomness.derive_layer_seed(seed, m, self._first_layer + i) for i in range(count)]
+        return [random_seeds.derive_layer_seed(seed, m, self._first_layer + i) for i in range(count)]
 
     def _seed_layer(self, m: int, i: int) -> None:
         if not self._deterministic:
-            randomness.seed_generators(self._seeds[m][i], self.device)
+            random_seeds.seed_generators(self._seeds[m][i], self.device)
 
     def backward(self, m: int, gradients: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
         """Adds micro-batch m's part to `parameter.grad`.

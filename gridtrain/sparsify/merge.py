@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.wire.sparse import SparseVector, ValueKind, encode_with_decoded
+from gridtrain.network.wire.sparse_payload import SparseVector, ValueKind, encode_with_decoded
 
 IndexArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]

@@ -9,7 +9,7 @@ from torch import nn
 import gridtrain
 from gridtrain.adapters.loader import GridLoader
 from gridtrain.errors import ConfigError
-from gridtrain.runtime.local import LocalGroup
+from gridtrain.sdk.local_group import LocalGroup
 
 STEPS, ACCUMULATE, BATCH = 6, 2, 3
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from gridtrain.core import messages as m
 from gridtrain.errors import (
     ConfigError,
     CoordinatorUnreachable,
@@ -16,9 +17,9 @@ from gridtrain.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from gridtrain.protocol import messages as m
-from gridtrain.runtime.client import CoordinatorClient, allow_only, parse_coordinator_address
-from gridtrain.transport.base import (
+from gridtrain.network.transport.identity import Identity
+from gridtrain.network.transport.in_memory import MemoryHub, MemoryTransport
+from gridtrain.network.transport.interface import (
     ConnectionDenied,
     ConnectionRole,
     PeerDown,
@@ -27,8 +28,11 @@ from gridtrain.transport.base import (
     TransportEvent,
     TransportViolation,
 )
-from gridtrain.transport.curve import Identity
-from gridtrain.transport.memory import MemoryHub, MemoryTransport
+from gridtrain.runtime.client.coordinator_client import (
+    CoordinatorClient,
+    allow_only,
+    parse_coordinator_address,
+)
 
 THERE = b"c" * 32
 ME = Identity.from_secret(b"a" * 32)
@@ -192,7 +196,9 @@ def test_what_it_refuses_it_says_itself() -> None:
     assert transport.sent == [enrol]
 
 
-@pytest.mark.parametrize("answer", [m.Enrolled("default"), m.OperatorReply("out")], ids=lambda answer: str(answer)[:8])
+@pytest.mark.parametrize(
+    "answer", [m.Enrolled("default"), m.OperatorReply("out")], ids=lambda answer: str(answer)[:8]
+)
 def test_an_order_is_answered_by_what_fits_it(answer: m.Message) -> None:
     turns: Sequence[list[TransportEvent]] = ([PeerUp(THERE)], [Received(THERE, answer, 9)])
     with scripted(ScriptedTransport(*turns)) as client:

@@ -16,10 +16,10 @@ import gridtrain_coordinator.__main__
 import gridtrain_coordinator.serving
 import gridtrain_worker.agent
 from gridtrain.cli.main import COMMANDS, cli, exit_code
+from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused, TransportError
-from gridtrain.protocol.invitation import Invitation
-from gridtrain.runtime.naming import state_directory
-from gridtrain_coordinator.dashboard.places import DashboardAddress
+from gridtrain.runtime.worker_naming import state_directory
+from gridtrain_coordinator.dashboard.listen_address import DashboardAddress
 from gridtrain_coordinator.serving import Settings, default_state
 from gridtrain_worker.agent import Job
 
@@ -146,7 +146,9 @@ def test_coordinator_options_become_settings(monkeypatch: pytest.MonkeyPatch) ->
                 "GRIDTRAIN_DASHBOARD_OPEN": "1",
                 "GRIDTRAIN_DASHBOARD_HOSTS": "coordinator,lab",
             },
-            DashboardAddress("0.0.0.0", 7780, is_required=True, allows_network=True, allowed_hosts=("coordinator", "lab")),
+            DashboardAddress(
+                "0.0.0.0", 7780, is_required=True, allows_network=True, allowed_hosts=("coordinator", "lab")
+            ),
         ),
     ],
 )

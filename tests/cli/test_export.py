@@ -13,10 +13,10 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 from gridtrain.cli.main import cli, exit_code
+from gridtrain.core.messages import CheckpointInfo, LedgerState
 from gridtrain.errors import ConfigError
-from gridtrain.optim import checkpoint, state_sync
-from gridtrain.optim.checkpoint import CheckpointContent
-from gridtrain.protocol.messages import CheckpointInfo, LedgerState
+from gridtrain.training.checkpoint import checkpoint_store, serialization
+from gridtrain.training.checkpoint.checkpoint_store import CheckpointContent
 
 
 class Tied(nn.Module):
@@ -35,9 +35,11 @@ def write(folder: Path, step: int, seed: int) -> dict[str, Any]:
     """A checkpoint after `step` steps; the model's own state_dict."""
     model = Tied(seed)
     optimizer = torch.optim.Adam(model.parameters())
-    document, tensors = state_sync.pack_state(model, optimizer, {})
+    document, tensors = serialization.pack_state(model, optimizer, {})
     held = CheckpointInfo(step - 1, bytes(32), LedgerState(step=step))
-    checkpoint.save(CheckpointContent(held, (("model", "m"),), document, tensors, {}), folder / f"step-{step:08d}")
+    checkpoint_store.save(
+        CheckpointContent(held, (("model", "m"),), document, tensors, {}), folder / f"step-{step:08d}"
+    )
     return model.state_dict()
 
 
@@ -100,7 +102,7 @@ def test_a_disk_that_fills_up_is_named_and_nothing_is_left(
     out = tmp_path / "out" / name
     out.parent.mkdir()
     large = {"weight": torch.zeros(1_000_000)}
-    monkeypatch.setattr("gridtrain.optim.export.model_tensors", lambda *_: large)
+    monkeypatch.setattr("gridtrain.training.checkpoint.model_export.model_tensors", lambda *_: large)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:

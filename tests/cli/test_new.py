@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from gridtrain.bundle import Bundle
 from gridtrain.cli.main import cli
 from gridtrain.cli.new import templates
 from gridtrain.errors import ConfigError
-from gridtrain.options import RunFile
+from gridtrain.tools.bundle import Bundle
+from gridtrain.tools.options import RunFile
 
 WITHIN_S = 120.0
 

@@ -17,19 +17,19 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from gridtrain.cli import orders
+from gridtrain.cli import operator_arguments
 from gridtrain.cli.invite import explanation
 from gridtrain.cli.main import cli, exit_code
 from gridtrain.cli.members import member_rows
+from gridtrain.core import messages as m
+from gridtrain.core.group.invitation import Invitation, parse
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused
-from gridtrain.protocol import messages as m
-from gridtrain.protocol.door import Authorization
-from gridtrain.protocol.invitation import Invitation, parse
-from gridtrain.runtime.operator import CoordinatorEndpoint, OperatorClient
-from gridtrain.transport import base
-from gridtrain.transport.contact import CONTACT_FILE, OPERATOR_KEY, EndpointFile
-from gridtrain.transport.curve import Identity
-from gridtrain.transport.zeromq import ZeroMQTransport
+from gridtrain.network.transport import interface
+from gridtrain.network.transport.identity import Identity
+from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
+from gridtrain.runtime.client.endpoint_file import CONTACT_FILE, OPERATOR_KEY, EndpointFile
+from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient
+from gridtrain_coordinator.access.authorization import Authorization
 
 ANNA, BERT, CARL = ("a1" * 32, "b2" * 32, "a1a1a1" + "c3" * 29)
 MEMBERS = [
@@ -50,7 +50,9 @@ class Desk:
         operator = Identity.load_or_create(self.folder / OPERATOR_KEY)
         self.door = Authorization(run="default", operator=operator.public, coordinator=self.keys.public)
         self.transport = ZeroMQTransport(
-            self.keys, "test", gate=lambda key: base.ConnectionRole(self.door.access_role(key, time.time()).value)
+            self.keys,
+            "test",
+            gate=lambda key: interface.ConnectionRole(self.door.access_role(key, time.time()).value),
         )
         here = self.transport.listen("tcp://127.0.0.1:0")
         self.contact = EndpointFile("tcp://192.0.2.7:7700", here, self.keys.public, "default", True)
@@ -68,7 +70,7 @@ class Desk:
     def serve(self) -> None:
         while not self.stop.is_set():
             for event in self.transport.poll(1.0):
-                if isinstance(event, base.Received):
+                if isinstance(event, interface.Received):
                     self.transport.send(event.peer, self.answer(event.peer, event.message))
         self.transport.close()
 
@@ -161,7 +163,7 @@ def test_an_invitation_is_withdrawn(desk: Desk) -> None:
 
 
 def test_the_coordinator_refuses(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gridtrain.protocol.door_rules.MAX_INVITATIONS", 0)
+    monkeypatch.setattr("gridtrain_coordinator.access.authorization_rules.MAX_INVITATIONS", 0)
     assert "0 invitations are open" in complaint(gridtrain(desk, "invite"), 4)
 
 
@@ -178,7 +180,7 @@ def test_an_invitation_for_this_machine_alone_says_so() -> None:
 )
 def test_durations(text: str, seconds: float) -> None:
     context = click.Context(cli)
-    assert orders.parse_duration(context, cli.params[0], text) == seconds
+    assert operator_arguments.parse_duration(context, cli.params[0], text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "7", "d", "7 d", "-1d", "1w", "1e3s", "9999999999s", "infd"])
@@ -192,7 +194,7 @@ def test_no_durations(text: str) -> None:
     [(0, "0 s"), (59.6, "1 min"), (3600, "1 h"), (604_799, "6 d 23 h"), (86_460, "1 d"), (-5, "0 s")],
 )
 def test_durations_as_they_are_shown(seconds: float, shown: str) -> None:
-    assert orders.format_duration(seconds) == shown
+    assert operator_arguments.format_duration(seconds) == shown
 
 
 # -- members ---------------------------------------------------------------------------------------
@@ -246,7 +248,7 @@ def test_nobody_yet(desk: Desk) -> None:
 )
 def test_whatever_the_coordinator_says_can_be_drawn(picture: dict[str, Any]) -> None:
     assert all(len(cells) == 6 for cells in member_rows(picture))
-    assert orders.known_keys(picture) == {}
+    assert operator_arguments.known_keys(picture) == {}
 
 
 # -- kick, ban, unban ------------------------------------------------------------------------------
@@ -298,14 +300,14 @@ def test_two_of_one_name_and_a_name_like_a_key() -> None:
     known = {ANNA: "anna", BERT: "anna", CARL: "b2b2b2"}
     for who in ("anna", "b2b2b2"):
         with pytest.raises(ConfigError, match=r"means 2: .*give more digits"):
-            orders.resolve_member(who, known)
-    assert orders.resolve_member(CARL, known) == bytes.fromhex(CARL)
+            operator_arguments.resolve_member(who, known)
+    assert operator_arguments.resolve_member(CARL, known) == bytes.fromhex(CARL)
 
 
 def test_a_long_list_of_candidates_is_cut() -> None:
     known = {f"{number:064x}": "x" for number in range(30)}
     with pytest.raises(ConfigError, match="and 20 more -> "):
-        orders.resolve_member("x", known)
+        operator_arguments.resolve_member("x", known)
 
 
 # -- where the coordinator is ----------------------------------------------------------------------
@@ -335,7 +337,9 @@ def test_a_coordinator_that_is_starting_is_waited_for(desk: Desk) -> None:
     path = desk.folder / CONTACT_FILE
     path.unlink()
     found: list[CoordinatorEndpoint] = []
-    thread = threading.Thread(target=lambda: found.append(CoordinatorEndpoint.find(state=desk.folder, wait_s=20.0)))
+    thread = threading.Thread(
+        target=lambda: found.append(CoordinatorEndpoint.find(state=desk.folder, wait_s=20.0))
+    )
     thread.start()
     desk.contact.write(desk.folder)
     thread.join(20.0)
@@ -366,8 +370,13 @@ def test_another_operators_key_is_not_let_in(desk: Desk) -> None:
 def test_a_members_key_gives_no_orders(desk: Desk) -> None:
     member = Identity.generate()
     desk.enrol(member.public.hex(), BERT)
-    contact = CoordinatorEndpoint(desk.contact.address, desk.contact.here, desk.keys.public, "default", True, member)
-    with OperatorClient(contact) as operator, pytest.raises(JoinRefused, match="only the run's owner may do that"):
+    contact = CoordinatorEndpoint(
+        desk.contact.address, desk.contact.here, desk.keys.public, "default", True, member
+    )
+    with (
+        OperatorClient(contact) as operator,
+        pytest.raises(JoinRefused, match="only the run's owner may do that"),
+    ):
         operator.order(m.RemoveWorker(bytes.fromhex(BERT), True, ""))
     assert desk.standing(BERT) == "peer"
 
@@ -375,7 +384,10 @@ def test_a_members_key_gives_no_orders(desk: Desk) -> None:
 def test_whoever_answers_with_another_key_is_no_coordinator(desk: Desk) -> None:
     stranger = EndpointFile(desk.contact.address, desk.contact.here, b"\x01" * 32, "default", True)
     stranger.write(desk.folder)
-    with OperatorClient(CoordinatorEndpoint.find(state=desk.folder)) as operator, pytest.raises(CoordinatorUnreachable):
+    with (
+        OperatorClient(CoordinatorEndpoint.find(state=desk.folder)) as operator,
+        pytest.raises(CoordinatorUnreachable),
+    ):
         operator.order(m.Unban(bytes(32)), timeout_s=0.5)
 
 
@@ -403,10 +415,12 @@ def test_a_file_system_without_locks_costs_no_time(desk: Desk, monkeypatch: pyte
     def no_locks(file: Any, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("gridtrain.runtime.operator.fcntl.flock", no_locks)
-    monkeypatch.setattr("gridtrain.runtime.operator.LOOK_S", math.inf)  # it would wait for the whole time
+    monkeypatch.setattr("gridtrain.runtime.client.operator_client.fcntl.flock", no_locks)
+    monkeypatch.setattr(
+        "gridtrain.runtime.client.operator_client.LOOK_S", math.inf
+    )  # it would wait for the whole time
     waited: list[float] = []
-    monkeypatch.setattr("gridtrain.runtime.operator.time.sleep", waited.append)
+    monkeypatch.setattr("gridtrain.runtime.client.operator_client.time.sleep", waited.append)
     with OperatorClient(CoordinatorEndpoint.find(state=desk.folder)) as operator:
         assert operator.status()["run"] == "default"
     assert waited == []

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from gridtrain._version import __version__
-from gridtrain.protocol.invitation import Invitation, parse
-from gridtrain.runtime.entry import INVALID_INVITATION
-from gridtrain.transport.curve import Identity
+from gridtrain.core.group.invitation import Invitation, parse
+from gridtrain.network.transport.identity import Identity
+from gridtrain.runtime.client.enrollment import INVALID_INVITATION
 
 pytestmark = pytest.mark.integration
 WITHIN_S = 60.0

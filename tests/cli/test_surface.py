@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from gridtrain import errors
 from gridtrain.cli import doctor
 from gridtrain.cli.main import COMMANDS, EXIT_CODES, cli, exit_code
-from gridtrain.options import PROGRAMS
+from gridtrain.tools.options import PROGRAMS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,7 +49,7 @@ def raises() -> Iterator[tuple[str, str, bool]]:
     }
     kinds -= {"LocalProtocolError"}  # a bug of ours: it crashes
     places = ["gridtrain/cli", "gridtrain/options", "gridtrain/bundle", "gridtrain/demo", "gridtrain/speed"]
-    places += ["worker/gridtrain_worker", "gridtrain/optim/export.py"]
+    places += ["worker/gridtrain_worker", "gridtrain/training/checkpoint/model_export.py"]
     places += [f"gridtrain/runtime/{name}.py" for name in ("client", "entry", "operator", "fetching")]
     for place in places:
         path = ROOT / place

@@ -11,10 +11,23 @@ from typing import Any
 import pytest
 
 from gridtrain.config import Deadlines
+from gridtrain.core import messages as m
 from gridtrain.errors import JournalError, TransportError
-from gridtrain.protocol import messages as m
-from gridtrain.protocol.door import Authorization
-from gridtrain.protocol.membership_io import (
+from gridtrain.network.transport.in_memory import MemoryHub, MemoryTransport
+from gridtrain.network.transport.interface import (
+    ConnectionDenied,
+    PeerDown,
+    PeerUp,
+    ReachResult,
+    Received,
+    TransportEvent,
+    TransportViolation,
+)
+from gridtrain_coordinator.access.authorization import Authorization
+from gridtrain_coordinator.access_handler import AccessHandler
+from gridtrain_coordinator.daemon import EXIT_DELAY_S, Coordinator
+from gridtrain_coordinator.journal.store import JournalStore
+from gridtrain_coordinator.run.events import (
     DialBack,
     DialBackResult,
     Disconnect,
@@ -30,19 +43,6 @@ from gridtrain.protocol.membership_io import (
     Send,
     WorkerRemoved,
 )
-from gridtrain.transport.base import (
-    ConnectionDenied,
-    PeerDown,
-    PeerUp,
-    ReachResult,
-    Received,
-    TransportEvent,
-    TransportViolation,
-)
-from gridtrain.transport.memory import MemoryHub, MemoryTransport
-from gridtrain_coordinator.daemon import EXIT_DELAY_S, Coordinator
-from gridtrain_coordinator.reception import AccessHandler
-from gridtrain_coordinator.store import JournalStore
 
 COORDINATOR, OPERATOR, ANNA, BERT, INVITATION = (letter * 32 for letter in (b"c", b"o", b"a", b"b", b"i"))
 GUEST = b"g" * 32
@@ -173,7 +173,15 @@ def play(
 def test_the_journal_is_durable_before_what_follows_is_sent() -> None:
     freeze, state = m.Freeze(1, 1, "join"), JournalEntry("state", {"state": "training"})
     core = FakeCore(
-        {MessageReceived: [state, LogEvent("info", "training"), Send(ANNA, freeze), Send(BERT, freeze), Disconnect(BERT)]}
+        {
+            MessageReceived: [
+                state,
+                LogEvent("info", "training"),
+                Send(ANNA, freeze),
+                Send(BERT, freeze),
+                Disconnect(BERT),
+            ]
+        }
     )
     transcript, _ = play(core, [Received(ANNA, JOIN, 80)])
     assert transcript == [
@@ -186,7 +194,12 @@ def test_the_journal_is_durable_before_what_follows_is_sent() -> None:
 
 
 def test_one_turn_is_one_commit() -> None:
-    core = FakeCore({MessageReceived: [JournalEntry("state", {}), Send(ANNA, m.StartGeneration(1, 1))], PeerConnected: [JournalEntry("run", {})]})
+    core = FakeCore(
+        {
+            MessageReceived: [JournalEntry("state", {}), Send(ANNA, m.StartGeneration(1, 1))],
+            PeerConnected: [JournalEntry("run", {})],
+        }
+    )
     transcript, _ = play(core, [PeerUp(ANNA), Received(ANNA, JOIN, 80), Received(BERT, JOIN, 80)])
     assert transcript == [
         "durable: run, state, state",
@@ -204,7 +217,15 @@ def test_nothing_is_sent_when_the_journal_fails(monkeypatch: pytest.MonkeyPatch)
     transport = ScriptedTransport(transcript, [[Received(ANNA, JOIN, 80)]])
     store = WrittenDownStore.open(":memory:")
     store.transcript = transcript  # type: ignore[attr-defined]
-    core = FakeCore({MessageReceived: [Send(BERT, m.StartGeneration(1, 1)), JournalEntry("state", {}), Send(ANNA, m.StartGeneration(1, 1))]})
+    core = FakeCore(
+        {
+            MessageReceived: [
+                Send(BERT, m.StartGeneration(1, 1)),
+                JournalEntry("state", {}),
+                Send(ANNA, m.StartGeneration(1, 1)),
+            ]
+        }
+    )
     with pytest.raises(JournalError, match="disk is full"):
         Coordinator(transport, store, core, reception_of(core)).run(Turns(9))  # type: ignore[arg-type]
     assert transcript == ["close transport", "close journal"]
@@ -373,7 +394,9 @@ def test_a_ban_is_written_down_with_the_name_that_people_know() -> None:
     assert (entry["name"], entry["ban"]) == ("aaaa", True)
 
 
-@pytest.mark.parametrize("order", [m.Invite(b"n" * 32, 1, 60.0), m.RemoveWorker(ANNA, False, ""), m.Unban(ANNA)])
+@pytest.mark.parametrize(
+    "order", [m.Invite(b"n" * 32, 1, 60.0), m.RemoveWorker(ANNA, False, ""), m.Unban(ANNA)]
+)
 def test_orders_are_the_operators(order: m.Message) -> None:
     core = FakeCore()
     transcript, transport = play(core, [Received(BERT, order, 40)])

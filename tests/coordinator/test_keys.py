@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from gridtrain.errors import ConfigError, JournalError
-from gridtrain.transport.contact import CONTACT_FILE, COORDINATOR_KEY, OPERATOR_KEY, EndpointFile
-from gridtrain.transport.curve import Identity
+from gridtrain.network.transport.identity import Identity
+from gridtrain.runtime.client.endpoint_file import CONTACT_FILE, COORDINATOR_KEY, OPERATOR_KEY, EndpointFile
+from gridtrain_coordinator.journal.store import JournalStore
 from gridtrain_coordinator.keys import operator_identity
-from gridtrain_coordinator.store import JournalStore
 
 
 @pytest.fixture

@@ -83,21 +83,25 @@ def test_what_honest_ones_do_is_accepted(name: str) -> None:
 # -- that it finds what there is: a defence is taken away, and the fuzzer says so -------------------
 
 PLANTED = {
-    "codec": ("gridtrain.wire.kinds.Int.pack", lambda self, value: value, 20000),
-    "sparse": ("gridtrain.wire.values._EXPONENT_MAX", 400, 4000),
-    "status": ("gridtrain.runtime.client._printable", lambda value: value, 200),
+    "codec": ("gridtrain.network.wire.field_types.Int.pack", lambda self, value: value, 20000),
+    "sparse": ("gridtrain.network.wire.value_encoding._EXPONENT_MAX", 400, 4000),
+    "status": ("gridtrain.runtime.client.coordinator_client._printable", lambda value: value, 200),
     "stateblocks": (
-        "gridtrain.runtime.statefeed.StateIntake.complete_for",
+        "gridtrain.runtime.state_transfer.blobs.StateIntake.complete_for",
         lambda self, generation: True,
         200,
     ),
-    "state": ("gridtrain.optim.state_sync._check_same", lambda what, theirs, own: None, 400),
-    "collectives": ("gridtrain.protocol.ring.check_due", lambda *of: None, 400),
-    "attempts": ("gridtrain.protocol.attempts._proves_commit", lambda rank: True, 4000),
-    "member": ("gridtrain.protocol.round._decides", lambda *ranks: True, 1500),
-    "membership": ("gridtrain.protocol.generations.generation_entry", lambda view, roster: {}, 100),
-    "door": ("gridtrain.protocol.door_rules.is_used_up", lambda used, uses: False, 1000),
-    "sealed": ("gridtrain.transport.sealed.taken_before", lambda counter, after: False, 600),
+    "state": ("gridtrain.training.checkpoint.serialization._check_same", lambda what, theirs, own: None, 400),
+    "collectives": ("gridtrain.core.collectives.ring.check_due", lambda *of: None, 400),
+    "attempts": ("gridtrain.core.commit.attempts._proves_commit", lambda rank: True, 4000),
+    "member": ("gridtrain.core.commit.two_phase_commit._decides", lambda *ranks: True, 1500),
+    "membership": (
+        "gridtrain_coordinator.membership.view_installer.generation_entry",
+        lambda view, roster: {},
+        100,
+    ),
+    "door": ("gridtrain_coordinator.access.authorization_rules.is_used_up", lambda used, uses: False, 1000),
+    "sealed": ("gridtrain.network.transport.secure_channel.taken_before", lambda counter, after: False, 600),
 }
 
 

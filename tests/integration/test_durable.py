@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from gridtrain.optim import checkpoint, state_sync
-from gridtrain_coordinator.backups import JOURNAL
+from gridtrain.training.checkpoint import checkpoint_store, serialization
+from gridtrain_coordinator.journal.backups import JOURNAL
 
 pytestmark = pytest.mark.integration
 
@@ -253,8 +253,8 @@ def test_stopped_and_resumed_with_another_number_of_workers(new_group) -> None:
         group.wait("a new start", lambda: bool(group.events("waiting")))
         group.kill_coordinator()
         group.start_coordinator("--min-workers", "3")
-        first, second = (checkpoint.read(path) for path in paths)
-        kept = state_sync.model_tensors(first.document, first.tensors)
+        first, second = (checkpoint_store.read(path) for path in paths)
+        kept = serialization.model_tensors(first.document, first.tensors)
         gate = group.gate()
         resumed = [
             group.add(name, **job, flags=flags, join_gate=gate.path) for name in ("clara", "dora", "emil")
@@ -267,7 +267,7 @@ def test_stopped_and_resumed_with_another_number_of_workers(new_group) -> None:
     assert first.position == second.position
     begun = [worker.marked("begin")[0] for worker in resumed]
     assert {line["step"] for line in begun} == {20}
-    bits = blake2b(b"".join(state_sync.tensor_bytes(x).tobytes() for x in kept.values()), digest_size=16)
+    bits = blake2b(b"".join(serialization.tensor_bytes(x).tobytes() for x in kept.values()), digest_size=16)
     assert {line["parameters"] for line in begun} == {bits.hexdigest()}
     assert group.events("rollback") == [{"from": 24, "to": 20}]
     assert len(ends) == 3 and one_digest(ends) and ends[0]["step"] == SAMPLES // 16

@@ -22,10 +22,10 @@ from typing import Any
 
 import pytest
 
-from gridtrain.protocol import messages as m
-from gridtrain.protocol.invitation import parse
-from gridtrain.transport.curve import Identity
-from gridtrain.wire.codec import encode
+from gridtrain.core import messages as m
+from gridtrain.core.group.invitation import parse
+from gridtrain.network.transport.identity import Identity
+from gridtrain.network.wire.codec import encode
 from hostile.processes import Group, forget_peak, peak_mib, rss_mib
 from hostile.wire import CurveConnection, Refused
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from zmq.utils import z85
 
-from gridtrain.protocol import door_rules
-from gridtrain.protocol.invitation import parse
-from gridtrain.protocol.messages import Refused
-from gridtrain.transport.curve import Identity
+from gridtrain.core.group.invitation import parse
+from gridtrain.core.messages import Refused
+from gridtrain.network.transport.identity import Identity
+from gridtrain_coordinator.access import authorization_rules
 
 pytestmark = pytest.mark.integration
 
@@ -43,7 +43,7 @@ def test_a_kick_and_a_ban_while_the_run_trains(new_group) -> None:
         assert end_of(group, "clara") == told("too slow", KICKED)
         group.wait("a generation without clara", lambda: len(group.events("training")) == 2)
         # Started again she has the same key.  The invitation has uses left, for others.
-        assert refusal(group, "clara, again") == refused(door_rules.removed_refusal("too slow"))
+        assert refusal(group, "clara, again") == refused(authorization_rules.removed_refusal("too slow"))
         new = group.operator("invite", "--uses", "2")
         clara = group.add("clara, invited anew", shows=new, **JOB)
         group.wait("clara", lambda: len(group.events("joined")) == 5)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gridtrain.transport.curve import Identity
+from gridtrain.network.transport.identity import Identity
 from hostile.processes import Group, Program, forget_peak, peak_mib, rss_mib
 from hostile.wire import CurveConnection, Refused
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gridtrain.optim import sampler
+from gridtrain.training.data import sampler
 
 pytestmark = pytest.mark.integration
 WORKERS, EPOCHS, SAMPLES, BATCH = 4, 5, 450, 64

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gridtrain.wire.sparse import ValueKind, encoded_bytes
+from gridtrain.network.wire.sparse_payload import ValueKind, encoded_bytes
 
 pytestmark = pytest.mark.integration
 STEPS = 200

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from pipeline_models import bounds_of
 from torch import Tensor, nn
 
-from gridtrain.pipeline.randomness import derive_layer_seed
+from gridtrain.pipeline.random_seeds import derive_layer_seed
 
 SEED, SAMPLES, WIDTH, LAYERS = 7, 24, 6, 9
 CASES = [(stages, micro_batches) for stages in (1, 2, 3, 4, 8) for micro_batches in (1, 2, 3, 8)]

@@ -20,9 +20,9 @@ from brisk import LOSING
 from torch import nn
 
 import gridtrain
-from gridtrain.pipeline.group import Pipeline
-from gridtrain.runtime.local import LocalGroup
-from gridtrain.runtime.owner import NoAgent
+from gridtrain.pipeline.pipeline import Pipeline
+from gridtrain.runtime.client.agent_link import NoAgent
+from gridtrain.sdk.local_group import LocalGroup
 
 WITHIN_S = 60.0
 SAMPLES = 240

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gridtrain.pipeline.boundaries import infer_boundary_specs
-from gridtrain.pipeline.memory_line import memory_stage_links, run_in_threads
-from gridtrain.pipeline.narrow import WirePrecision
-from gridtrain.pipeline.randomness import derive_layer_seed
-from gridtrain.pipeline.runner import ScheduleFactory, StageExecutor, StepResult
+from gridtrain.core.stages.schedule import divide_samples, one_forward_one_backward
+from gridtrain.pipeline.boundary_specs import infer_boundary_specs
+from gridtrain.pipeline.executor import ScheduleFactory, StageExecutor, StepResult
+from gridtrain.pipeline.memory_stage_link import memory_stage_links, run_in_threads
+from gridtrain.pipeline.random_seeds import derive_layer_seed
 from gridtrain.pipeline.stage import Stage, TiedParameter
-from gridtrain.pipeline.trees import TensorTreeSpec
-from gridtrain.protocol.schedule import divide_samples, one_forward_one_backward
+from gridtrain.pipeline.tensor_tree import TensorTreeSpec
+from gridtrain.pipeline.wire_precision import WirePrecision
 
 VOCABULARY, WIDTH, LENGTH, LAYERS, SEED = 11, 6, 5, 9, 20261121
 

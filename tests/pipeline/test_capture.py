@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from gridtrain.config import Dense
-from gridtrain.pipeline.building import Blueprint
-from gridtrain.pipeline.group import Pipeline
-from gridtrain.pipeline.held import PipelineOptions
-from gridtrain.pipeline.leaving import StageDeparture
-from gridtrain.pipeline.staging import ModelStages
-from gridtrain.protocol.member_io import MemberPhase
-from gridtrain.protocol.messages import Span
-from gridtrain.runtime.picture import WorkerSnapshot
+from gridtrain.core.group.member_events import MemberPhase
+from gridtrain.core.messages import Span
+from gridtrain.pipeline.blueprint import Blueprint
+from gridtrain.pipeline.model_stages import ModelStages
+from gridtrain.pipeline.pipeline import Pipeline
+from gridtrain.pipeline.stage_departure import StageDeparture
+from gridtrain.pipeline.stage_state import PipelineOptions
+from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 
 ASKED, ANOTHER, SPARE = (
     WorkerSnapshot(rank=rank, world_size=size, applied=5) for rank, size in ((0, 2), (1, 2), (0, 0))

@@ -33,13 +33,13 @@ from pipeline_models import (
 )
 from torch import Tensor, nn
 
-from gridtrain.pipeline.blocks import Sequence
-from gridtrain.pipeline.boundaries import infer_boundary_specs
-from gridtrain.pipeline.memory_line import memory_stage_links, run_in_threads
-from gridtrain.pipeline.runner import ScheduleFactory, StageExecutor
+from gridtrain.core.stages.schedule import Schedule, divide_samples, fill_drain, one_forward_one_backward
+from gridtrain.pipeline.boundary_specs import infer_boundary_specs
+from gridtrain.pipeline.executor import ScheduleFactory, StageExecutor
+from gridtrain.pipeline.memory_stage_link import memory_stage_links, run_in_threads
+from gridtrain.pipeline.model_blocks import Sequence
 from gridtrain.pipeline.stage import Stage
-from gridtrain.pipeline.trees import TensorTreeSpec
-from gridtrain.protocol.schedule import Schedule, divide_samples, fill_drain, one_forward_one_backward
+from gridtrain.pipeline.tensor_tree import TensorTreeSpec
 
 STAGES = (1, 2, 3, 4, 8)
 MICRO_BATCHES = (1, 2, 3, 8)

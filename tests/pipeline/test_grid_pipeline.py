@@ -23,14 +23,14 @@ from torch import nn
 
 import gridtrain
 from gridtrain.errors import ConfigError
-from gridtrain.pipeline.building import Blueprint
-from gridtrain.pipeline.group import Pipeline
-from gridtrain.pipeline.held import PipelineOptions, make_optimizer, schedule_for
-from gridtrain.pipeline.staging import ModelStages
-from gridtrain.runtime.api import GroupSession
+from gridtrain.pipeline.blueprint import Blueprint
+from gridtrain.pipeline.model_stages import ModelStages
+from gridtrain.pipeline.pipeline import Pipeline
+from gridtrain.pipeline.stage_state import PipelineOptions, make_optimizer, schedule_for
 from gridtrain.runtime.contribution import Contribution, ContributionReporter
-from gridtrain.runtime.local import local
-from gridtrain.runtime.picture import WorkerSnapshot
+from gridtrain.runtime.group_session import GroupSession
+from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
+from gridtrain.sdk.local_group import local
 
 SEED = 5
 STEPS = 5

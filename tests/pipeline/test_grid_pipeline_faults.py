@@ -15,10 +15,10 @@ from torch import nn
 
 import gridtrain
 from gridtrain.errors import LineBroken
-from gridtrain.pipeline.building import Blueprint
-from gridtrain.pipeline.runner import StageExecutor, _StepExecution
-from gridtrain.runtime.local import LocalGroup, local
-from gridtrain.transport.memory import EndpointKilled
+from gridtrain.network.transport.in_memory import EndpointKilled
+from gridtrain.pipeline.blueprint import Blueprint
+from gridtrain.pipeline.executor import StageExecutor, _StepExecution
+from gridtrain.sdk.local_group import LocalGroup, local
 
 SEED, STEPS = 3, 6
 

@@ -20,15 +20,15 @@ from pipeline_group import data, layers, loss_fn
 from torch import Tensor, nn
 
 import gridtrain
+from gridtrain.core.stages.schedule import fill_drain, one_forward_one_backward
 from gridtrain.errors import ConfigError, LineBroken
-from gridtrain.pipeline.boundaries import min_samples
-from gridtrain.pipeline.checks import FaultOrigin, check_in_flight, find_fault_origin, sender_fault
-from gridtrain.pipeline.group import Pipeline
-from gridtrain.pipeline.runner import StageExecutor, _StepExecution, share_tied_parameters
+from gridtrain.pipeline.boundary_specs import min_samples
+from gridtrain.pipeline.executor import StageExecutor, _StepExecution, share_tied_parameters
+from gridtrain.pipeline.pipeline import Pipeline
 from gridtrain.pipeline.stage import Stage, TiedParameter
-from gridtrain.pipeline.trees import Leaf, TensorTreeSpec
-from gridtrain.protocol.schedule import fill_drain, one_forward_one_backward
-from gridtrain.runtime.local import LocalGroup, local
+from gridtrain.pipeline.tensor_tree import Leaf, TensorTreeSpec
+from gridtrain.pipeline.validation import FaultOrigin, check_in_flight, find_fault_origin, sender_fault
+from gridtrain.sdk.local_group import LocalGroup, local
 
 SEED, STEPS, BATCH = 4, 5, 4
 
@@ -208,9 +208,23 @@ def a_bug(received: Tensor) -> None:
         (lengths_of, IDS, torch.tensor([3, 10**9]), None, FaultOrigin.SENDER, "3 to 1000000000"),
         (table_of, FLOATS, torch.tensor([1.0, float("nan")]), None, FaultOrigin.NOT_FINITE, "not finite"),
         (table_of, FLOATS, torch.tensor([1.0, float("-inf")]), None, FaultOrigin.NOT_FINITE, "not finite"),
-        (a_bug, IDS, torch.arange(2), torch.tensor([3, 4]), FaultOrigin.OWN, ""),  # positions, from the embedding
+        (
+            a_bug,
+            IDS,
+            torch.arange(2),
+            torch.tensor([3, 4]),
+            FaultOrigin.OWN,
+            "",
+        ),  # positions, from the embedding
         (a_bug, FLOATS, torch.tensor([0.0, float("-inf")]), None, FaultOrigin.OWN, ""),  # a mask
-        (table_of, IDS, torch.tensor([3, 10**9]), {"ids": torch.tensor([3, 10**9])}, FaultOrigin.OWN, ""),  # data
+        (
+            table_of,
+            IDS,
+            torch.tensor([3, 10**9]),
+            {"ids": torch.tensor([3, 10**9])},
+            FaultOrigin.OWN,
+            "",
+        ),  # data
         (table_of, FLOATS, torch.tensor([1.0, 20.0]), None, FaultOrigin.OWN, ""),
         (table_of, None, torch.tensor([1, 20]), torch.tensor([3, 10**9]), FaultOrigin.OWN, ""),
     ],

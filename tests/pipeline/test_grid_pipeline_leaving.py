@@ -20,13 +20,13 @@ from brisk import LOSING
 from pipeline_group import Seen, Workers, undisturbed
 
 import gridtrain
-from gridtrain.optim import state_sync
-from gridtrain.optim.checkpoint import checkpoint_step, list_checkpoints
-from gridtrain.optim.stage_checkpoints import StageCheckpointStore
-from gridtrain.pipeline.group import Pipeline
-from gridtrain.pipeline.unsent import StageResiduals
-from gridtrain.protocol.messages import CheckpointInfo
-from gridtrain.runtime.owner import AgentDirective
+from gridtrain.core.messages import CheckpointInfo
+from gridtrain.pipeline.pipeline import Pipeline
+from gridtrain.pipeline.stage_residuals import StageResiduals
+from gridtrain.runtime.client.agent_link import AgentDirective
+from gridtrain.training.checkpoint import serialization
+from gridtrain.training.checkpoint.checkpoint_store import checkpoint_step, list_checkpoints
+from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpointStore
 
 SPARSE = gridtrain.GTopK(density=0.2)
 CUTS = (0, 2, 4)
@@ -55,7 +55,9 @@ def test_a_stages_only_worker_is_paused_and_the_run_goes_on_where_it_was(
             seen.owner.directive = REST
 
     def resting() -> Seen | None:
-        told = {s.name: s.owner.reported[-1]["state"] if s.owner.reported else "" for s in workers.seen.values()}
+        told = {
+            s.name: s.owner.reported[-1]["state"] if s.owner.reported else "" for s in workers.seen.values()
+        }
         return next((workers.seen[name] for name, state in told.items() if state == "paused"), None)
 
     run: dict[str, Any] = {"steps": 20, "exchange": exchange, "cuts": CUTS}
@@ -110,7 +112,8 @@ def test_who_waits_in_the_middle_of_a_step_hears_its_owner_too(tmp_path: Path) -
 
     def rests(stage: int) -> bool:
         return any(
-            s.stages.get(6) == stage and s.owner.reported[-1]["state"] == "paused" for s in workers.seen.values()
+            s.stages.get(6) == stage and s.owner.reported[-1]["state"] == "paused"
+            for s in workers.seen.values()
         )
 
     run: dict[str, Any] = {"steps": 20, "exchange": SPARSE, "cuts": CUTS}
@@ -260,7 +263,8 @@ def test_a_checkpoint_at_a_pause_takes_no_other_ones_place(tmp_path: Path) -> No
                 lambda count=count: (
                     len(pauses) == count
                     and any(
-                        s.owner.reported and s.owner.reported[-1]["state"] == "paused" for s in workers.seen.values()
+                        s.owner.reported and s.owner.reported[-1]["state"] == "paused"
+                        for s in workers.seen.values()
                     )
                 )
             )
@@ -314,7 +318,7 @@ def test_a_donor_that_gives_another_state_is_put_out_and_nobody_trains_on_it(
         tensors = {
             name: value + 1 if value.is_floating_point() else value for name, value in found.tensors.items()
         }
-        return state_sync.frame_state(found.document, tensors)
+        return serialization.frame_state(found.document, tensors)
 
     def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
         copied = list(tmp_path.glob("*/blocks-*-004/step-*"))

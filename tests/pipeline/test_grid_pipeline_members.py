@@ -21,8 +21,8 @@ from torch import nn
 
 import gridtrain
 from gridtrain.errors import GridtrainError
-from gridtrain.optim.export import export_model
-from gridtrain.runtime.local import LocalGroup
+from gridtrain.sdk.local_group import LocalGroup
+from gridtrain.training.checkpoint.model_export import export_model
 
 
 class Numbered:

@@ -14,10 +14,10 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import gridtrain
 from gridtrain.errors import ConfigError
-from gridtrain.pipeline.group import Pipeline
-from gridtrain.pipeline.handle import StageOptimizer
-from gridtrain.pipeline.held import PipelineOptions
-from gridtrain.runtime.picture import WorkerSnapshot
+from gridtrain.pipeline.pipeline import Pipeline
+from gridtrain.pipeline.stage_optimizer import StageOptimizer
+from gridtrain.pipeline.stage_state import PipelineOptions
+from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 
 RATE, DECAY = 0.05, 0.9
 
@@ -99,8 +99,8 @@ def test_what_was_set_once_goes_on_to_every_further_stage() -> None:
 def test_a_run_that_begins_anew_has_the_rate_and_the_scheduler_of_its_beginning() -> None:
     from types import SimpleNamespace
 
-    from gridtrain.pipeline.building import Blueprint
-    from gridtrain.pipeline.staging import ModelStages
+    from gridtrain.pipeline.blueprint import Blueprint
+    from gridtrain.pipeline.model_stages import ModelStages
 
     options = PipelineOptions(stages=2, micro_batches=1, exchange=gridtrain.Dense(), loss=loss_fn)
     session = SimpleNamespace(picture=WorkerSnapshot(rank=0, world_size=2), resize_residual=lambda n: None)

@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 
 from gridtrain.cli.status import ANSWER_TIMEOUT_S
-from gridtrain.options.table import find_option, known_variables
+from gridtrain.tools.options.option_table import find_option, known_variables
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
@@ -152,7 +152,8 @@ def test_images_get_what_the_extras_want() -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["docker/compose.yaml", "docker/coordinator.Dockerfile", "gridtrain/templates/new/compose.yaml"]
+    "file",
+    ["docker/compose.yaml", "docker/coordinator.Dockerfile", "gridtrain/tools/templates/new/compose.yaml"],
 )
 def test_a_busy_machine_is_not_taken_for_a_sick_coordinator(file: str) -> None:
     """`up` starts no worker beside an unhealthy coordinator, and a check cut short by the engine says nothing

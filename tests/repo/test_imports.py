@@ -22,11 +22,11 @@ SOURCES = {
     "gridtrain_worker": ROOT / "worker" / "gridtrain_worker",
 }
 
-CORE = "gridtrain.protocol gridtrain.wire gridtrain.transport"
+CORE = "gridtrain.core gridtrain.network.wire gridtrain.network.transport"
 ANYTHING = "gridtrain gridtrain_coordinator gridtrain_worker click rich msgpack numpy zmq torch safetensors"
 # the whole SDK, without simulator, command line and the two daemons
-LIBRARY = f"{CORE} gridtrain.sparsify gridtrain.runtime gridtrain.optim numpy torch safetensors"
-LIBRARY += " gridtrain.options gridtrain.bundle"
+LIBRARY = f"{CORE} gridtrain.sparsify gridtrain.runtime gridtrain.training numpy torch safetensors"
+LIBRARY += " gridtrain.tools.options gridtrain.tools.bundle"
 
 # fmt: off
 TABLE: dict[str, str] = {
@@ -35,41 +35,41 @@ TABLE: dict[str, str] = {
     "gridtrain.errors":             "",
     "gridtrain.config":             "",
     "gridtrain.extras":             "",
-    "gridtrain.options":            "",  # names, bounds and defaults of what people choose
-    "gridtrain.bundle":             "gridtrain.options",
-    "gridtrain.protocol":           "",
-    "gridtrain.wire":               "gridtrain.protocol.messages msgpack",
-    "gridtrain.wire.sparse":        "gridtrain.protocol.messages numpy",
-    "gridtrain.wire.eliasfano":     "gridtrain.protocol.messages numpy",
-    "gridtrain.wire.values":        "gridtrain.protocol.messages numpy",
-    "gridtrain.transport":          "gridtrain.wire gridtrain.protocol.messages zmq nacl",
-    "gridtrain.sparsify":           "gridtrain.wire numpy",
-    "gridtrain.sparsify.select":    "gridtrain.wire numpy torch",
-    "gridtrain.sparsify.feedback":  "gridtrain.wire numpy torch",
-    "gridtrain.sparsify.device":    "gridtrain.wire numpy torch",
+    "gridtrain.tools.options":            "",  # names, bounds and defaults of what people choose
+    "gridtrain.tools.bundle":             "gridtrain.tools.options",
+    "gridtrain.core":           "",
+    "gridtrain.network.wire":               "gridtrain.core.messages msgpack",
+    "gridtrain.network.wire.sparse_payload":        "gridtrain.core.messages numpy",
+    "gridtrain.network.wire.elias_fano":     "gridtrain.core.messages numpy",
+    "gridtrain.network.wire.value_encoding":        "gridtrain.core.messages numpy",
+    "gridtrain.network.transport":          "gridtrain.network.wire gridtrain.core.messages zmq nacl",
+    "gridtrain.sparsify":           "gridtrain.network.wire numpy",
+    "gridtrain.sparsify.selection":    "gridtrain.network.wire numpy torch",
+    "gridtrain.sparsify.error_feedback":  "gridtrain.network.wire numpy torch",
+    "gridtrain.sparsify.cuda_selection":    "gridtrain.network.wire numpy torch",
     "gridtrain.sparsify.triton_kernels": "triton",
-    "gridtrain.runtime":            f"{CORE} gridtrain.options gridtrain.bundle gridtrain.sparsify numpy",
-    "gridtrain.optim":              LIBRARY,
-    "gridtrain.optim.grid":         f"{LIBRARY} gridtrain.pipeline",  # what hands out pipelines
+    "gridtrain.runtime":            f"{CORE} gridtrain.tools.options gridtrain.tools.bundle gridtrain.sparsify numpy",
+    "gridtrain.training":              LIBRARY,
+    "gridtrain.sdk.grid":         f"{LIBRARY} gridtrain.pipeline",  # what hands out pipelines
     "gridtrain.pipeline":           f"{LIBRARY} gridtrain.extras",
     "gridtrain.adapters":           f"{LIBRARY} gridtrain transformers lightning wandb",
-    "gridtrain.sim":                "gridtrain.protocol gridtrain.sparsify.merge numpy",
+    "gridtrain.sim":                "gridtrain.core gridtrain.sparsify.merge numpy",
     "gridtrain.templates":          "gridtrain torch",  # what `gridtrain new` writes: users' programs
-    "gridtrain.testing":            "gridtrain gridtrain_worker.controls numpy torch nacl",
-    "gridtrain.speed":              f"{LIBRARY} gridtrain rich",
-    "gridtrain.doctor":             f"{CORE} gridtrain.runtime",
-    "gridtrain.demo":               f"{LIBRARY} gridtrain rich",
+    "gridtrain.testing":            "gridtrain gridtrain_worker.training_policy numpy torch nacl",
+    "gridtrain.tools.bench":              f"{LIBRARY} gridtrain rich",
+    "gridtrain.tools.doctor":             f"{CORE} gridtrain.runtime",
+    "gridtrain.tools.demo":               f"{LIBRARY} gridtrain rich",
     "gridtrain.cli":                ANYTHING,     # lazily: another test holds the module level
-    "gridtrain_coordinator":        f"{CORE} gridtrain.options gridtrain.bundle",
+    "gridtrain_coordinator":        f"{CORE} gridtrain.tools.options gridtrain.tools.bundle",
     "gridtrain_coordinator.dashboard": f"{CORE} gridtrain_coordinator starlette uvicorn prometheus_client",
-    "gridtrain_worker":             f"{LIBRARY} gridtrain.testing.sensors psutil pynvml",
+    "gridtrain_worker":             f"{LIBRARY} gridtrain.testing.fake_sensors psutil pynvml",
 }
 # fmt: on
 
 EXCEPTIONS = {
     # A whole group in one process: starts the coordinator beside the workers, and hands out `Grid`s.
-    ("gridtrain.runtime.local", "gridtrain_coordinator"),
-    ("gridtrain.runtime.local", "gridtrain.optim"),
+    ("gridtrain.sdk.local_group", "gridtrain_coordinator"),
+    ("gridtrain.sdk.local_group", "gridtrain.training"),
 }
 
 ALWAYS = ("gridtrain.errors", "gridtrain.config", "gridtrain._version")
@@ -136,16 +136,16 @@ def test_every_module_has_its_own_row() -> None:
 
 
 def test_the_table_can_be_broken() -> None:
-    assert allowed("gridtrain.transport.zeromq", "zmq")
-    assert allowed("gridtrain.runtime.local", "gridtrain_coordinator.daemon.Daemon")
-    assert not allowed("gridtrain.runtime.driver", "gridtrain_coordinator.daemon.Daemon")
-    assert not allowed("gridtrain.protocol.ring", "numpy")
-    assert not allowed("gridtrain.protocol.ring", "gridtrain.wire.codec")
-    assert not allowed("gridtrain.wire.codec", "numpy")
-    assert not allowed("gridtrain.wire.codec", "gridtrain.protocol.ring.Ring")
+    assert allowed("gridtrain.network.transport.zmq.zeromq_transport", "zmq")
+    assert allowed("gridtrain.sdk.local_group", "gridtrain_coordinator.daemon.Daemon")
+    assert not allowed("gridtrain.runtime.io_loop", "gridtrain_coordinator.daemon.Daemon")
+    assert not allowed("gridtrain.core.collectives.ring", "numpy")
+    assert not allowed("gridtrain.core.collectives.ring", "gridtrain.network.wire.codec")
+    assert not allowed("gridtrain.network.wire.codec", "numpy")
+    assert not allowed("gridtrain.network.wire.codec", "gridtrain.core.collectives.ring.Ring")
     assert not allowed("gridtrain.sparsify.merge", "torch")
     assert not allowed("gridtrain_coordinator.daemon", "torch")
-    assert not allowed("gridtrain_worker.agent", "gridtrain.sim.world")
+    assert not allowed("gridtrain_worker.agent", "simulation.world")
     assert not allowed("gridtrain.testing.faults", "gridtrain.cli.main")
 
 
@@ -153,7 +153,7 @@ def test_protocol_cores_have_no_clock_no_thread_and_no_socket() -> None:
     wrong = [
         f"{module}:{line} imports {imported}"
         for module, tree in modules()
-        if under(module, "gridtrain.protocol")
+        if under(module, "gridtrain.core")
         for imported, line in imports(ast.walk(tree))
         if imported.split(".")[0] in NO_CORE_TOUCHES
     ]
@@ -166,8 +166,8 @@ def test_the_command_line_starts_fast() -> None:
         "click",
         "rich",
         "gridtrain.cli",
-        "gridtrain.demo.recipe",
-        "gridtrain.options",
+        "gridtrain.tools.demo.recipe",
+        "gridtrain.tools.options",
         *ALWAYS,
     )  # recipe: constants
     wrong = [
@@ -191,7 +191,7 @@ for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
 @pytest.mark.parametrize(
     ("code", "unloaded"),
     [
-        ("import gridtrain, gridtrain.wire", {"torch", "zmq"}),
+        ("import gridtrain, gridtrain.network.wire", {"torch", "zmq"}),
         ("import gridtrain.cli", {"torch", "zmq", "numpy"}),
         (ALL_OF_THE_COORDINATOR, {"torch"}),
     ],

@@ -29,7 +29,7 @@ def test_it_holds_the_packages_and_what_is_no_python(wheel: Path) -> None:
         "gridtrain/py.typed",
         "gridtrain_coordinator/py.typed",
         "gridtrain_worker/py.typed",
-        "gridtrain/wire/PROTOCOL.md",
+        "gridtrain/network/wire/PROTOCOL.md",
     }
     assert expected <= names, f"missing: {sorted(expected - names)}"
     tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
@@ -53,7 +53,7 @@ def test_it_imports_from_another_directory(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     code = (
-        "import gridtrain, gridtrain_coordinator, gridtrain_worker, gridtrain.wire, gridtrain.cli\n"
+        "import gridtrain, gridtrain_coordinator, gridtrain_worker, gridtrain.network.wire, gridtrain.cli\n"
         "print(gridtrain.__version__)\n"
         "for m in (gridtrain, gridtrain_coordinator, gridtrain_worker): print(m.__file__)\n"
     )

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from gridtrain.protocol import messages as m
-from gridtrain.protocol.exchanging import FIRST_STEP_FIGURE
-from gridtrain.runtime.api import GroupSession
-from gridtrain.runtime.picture import WorkerSnapshot
+from gridtrain.core import messages as m
+from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
+from gridtrain.runtime.group_session import GroupSession
+from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 
 OPEN = WorkerSnapshot(world_size=1, open_round=m.RoundId(1, 1, 7, 0), exchange="Dense()", is_synced=True)
 
@@ -47,8 +47,12 @@ def test_a_choice_that_is_open_again_is_waited_for() -> None:
     driver: Any = Pictures(frozen, open_again, chosen)
     session._io_loop, session._spec, session._turn = driver, m.LedgerSpec(100, 0, epochs=1), OPEN
     session._join_arguments = (None, None, None, {"Dense()": None, chosen.exchange: None})  # type: ignore[assignment]
-    session._is_pipeline = session._is_turn_done = session._is_standby_at_end = session._is_awaiting_choice = False
-    session._early_plan = session._disk = session._replay = session._add_residual = session._copy = session._checkpoint_sent_for = None
+    session._is_pipeline = session._is_turn_done = session._is_standby_at_end = (
+        session._is_awaiting_choice
+    ) = False
+    session._early_plan = session._disk = session._replay = session._add_residual = session._copy = (
+        session._checkpoint_sent_for
+    ) = None
     session.should_interrupt = lambda: False
     session._turn_began_s, session._state_sent_for, session._snapshot_step = 0.0, (0, False), -1
     session._compute_rate = type("Pace", (), {"end": lambda self, now_s: False})()  # type: ignore[assignment]

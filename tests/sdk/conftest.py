@@ -18,8 +18,8 @@ import torch
 from brisk import BRISK
 
 from gridtrain.config import Deadlines
-from gridtrain.optim.grid import Grid
-from gridtrain.runtime.local import LocalGroup
+from gridtrain.sdk.grid import Grid
+from gridtrain.sdk.local_group import LocalGroup
 
 WITHIN_S = 60.0
 

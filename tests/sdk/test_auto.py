@@ -11,10 +11,10 @@ from brisk import WITHIN_S
 from torch import nn
 
 import gridtrain
-from gridtrain.runtime.client import CoordinatorClient, allow_only
-from gridtrain.runtime.local import LocalGroup
-from gridtrain.transport.curve import Identity
-from gridtrain.transport.memory import MemoryTransport
+from gridtrain.network.transport.identity import Identity
+from gridtrain.network.transport.in_memory import MemoryTransport
+from gridtrain.runtime.client.coordinator_client import CoordinatorClient, allow_only
+from gridtrain.sdk.local_group import LocalGroup
 
 DATA = [(torch.tensor([float(i), 1.0]), torch.tensor([float(i)])) for i in range(-6, 6)]
 

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import gridtrain
 from gridtrain.config import Deadlines
-from gridtrain.optim import state_sync
+from gridtrain.training.checkpoint import serialization
 
 SOON = Deadlines(
     beat_s=0.05,
@@ -72,7 +72,12 @@ class Scene:
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-        return grid.step, batches, state_sync.replica_digest(model, inner).hex(), scheduler.get_last_lr()[0]
+        return (
+            grid.step,
+            batches,
+            serialization.replica_digest(model, inner).hex(),
+            scheduler.get_last_lr()[0],
+        )
 
     def heal(self, coordinator: bytes) -> None:
         for other in self.cut:

@@ -15,8 +15,8 @@ from torch import nn
 
 import gridtrain
 from gridtrain.errors import ConfigError
-from gridtrain.optim import checkpoint
-from gridtrain.runtime.local import LocalGroup
+from gridtrain.sdk.local_group import LocalGroup
+from gridtrain.training.checkpoint import checkpoint_store
 
 DATA = [(torch.tensor([float(i), 1.0]), torch.tensor([2.0 * i])) for i in range(24)]
 STEPS = 12
@@ -72,7 +72,7 @@ def run(
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: type(e).__name__)
 def test_another_number_of_workers_goes_on_bit_for_bit(exchange: Any, tmp_path: Path) -> None:
     run(tmp_path, 2, lambda grid: train(grid, exchange, until=8))
-    written = checkpoint.read(tmp_path / "worker-0" / "step-00000006")
+    written = checkpoint_store.read(tmp_path / "worker-0" / "step-00000006")
     again = run(tmp_path, 3, lambda grid: train(grid, exchange, until=STEPS))
     for seen in again:
         assert seen["steps"] == list(range(6, STEPS))
@@ -136,7 +136,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_training(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_write_file", full)
+    monkeypatch.setattr(checkpoint_store, "_write_file", full)
     (seen,) = run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=STEPS))
     assert seen["steps"] == list(range(STEPS))
     assert caplog.text.count("no checkpoint of step") == 1
@@ -149,7 +149,7 @@ def test_a_state_of_another_format_is_refused(tmp_path: Path) -> None:
     body = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps(body | {"format": 99}))
     with pytest.raises(ConfigError, match="it has format 99, this gridtrain reads 1"):
-        checkpoint.read(path)
+        checkpoint_store.read(path)
 
 
 def test_the_ledger_is_in_the_checkpoint_and_every_sample_counts_once_over_a_restart(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_the_ledger_is_in_the_checkpoint_and_every_sample_counts_once_over_a_res
         return {}
 
     run(tmp_path, 2, lambda grid: work(grid, until=7))
-    held = checkpoint.read(tmp_path / "worker-0" / "step-00000006").position
+    held = checkpoint_store.read(tmp_path / "worker-0" / "step-00000006").position
     assert (held.ledger.step, held.ledger.consumed, held.ledger.cursor) == (6, 36, 36)
     undone = [entry for entry in counted if entry[0] >= 6]
     assert sum(len(indices) for _, indices in undone) == 6, "step 6, which nobody had written down"
@@ -286,7 +286,11 @@ def test_what_was_handed_over_is_in_no_checkpoint_that_is_still_being_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would come back with this worker, and be sent by two."""
-    waited_for, true_save, true_wait = threading.Event(), checkpoint.save, checkpoint.CheckpointStore.wait
+    waited_for, true_save, true_wait = (
+        threading.Event(),
+        checkpoint_store.save,
+        checkpoint_store.CheckpointStore.wait,
+    )
     gone = threading.Event()
     left_at: list[int] = []
 
@@ -316,8 +320,8 @@ def test_what_was_handed_over_is_in_no_checkpoint_that_is_still_being_written(
         if every:
             gone.set()
 
-    monkeypatch.setattr(checkpoint, "save", slow_save)
-    monkeypatch.setattr(checkpoint.CheckpointStore, "wait", wait)
+    monkeypatch.setattr(checkpoint_store, "save", slow_save)
+    monkeypatch.setattr(checkpoint_store.CheckpointStore, "wait", wait)
     with LocalGroup(min_workers=2) as group:
         threads = [threading.Thread(target=work, args=one, daemon=True) for one in (("anna", 3), ("bert", 0))]
         for thread in threads:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import gridtrain
-from gridtrain.optim import state_sync
-from gridtrain.protocol.drift import minority_ranks
+from gridtrain.training.checkpoint import serialization
+from gridtrain_coordinator.run.divergence import minority_ranks
 
 DATA = [(torch.tensor([float(i % 7), 1.0]), torch.tensor([2.0 * (i % 5)])) for i in range(5000)]
 STEPS, FLIP_AT = 60, 13
@@ -34,7 +34,7 @@ def train(grid: gridtrain.Grid, number: int, exchange: Any, flips: dict[int, int
         ((model(x) - y) ** 2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        digests.append(state_sync.replica_digest(model, inner))
+        digests.append(serialization.replica_digest(model, inner))
     return digests
 
 

@@ -15,11 +15,11 @@ from torch import nn
 
 import gridtrain
 from gridtrain.errors import ConfigError, RemoteProtocolError
-from gridtrain.optim import state_sync
-from gridtrain.runtime.buffers import DenseRingBuffer
-from gridtrain.runtime.local import LocalGroup
+from gridtrain.network.transport.in_memory import EndpointKilled
+from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
+from gridtrain.sdk.local_group import LocalGroup
 from gridtrain.testing import Faults, InjectedFailure
-from gridtrain.transport.memory import EndpointKilled
+from gridtrain.training.checkpoint import serialization
 
 NAMES = ("anna", "bert", "carl")
 SAMPLES, STEP = 120, 5
@@ -94,7 +94,7 @@ class Runs:
             optimizer.step()
             optimizer.zero_grad()
         self.weights_N = nn.utils.parameters_to_vector(model.parameters()).detach()
-        return state_sync.replica_digest(model, inner).hex()
+        return serialization.replica_digest(model, inner).hex()
 
     def assert_whole(self, *, survivors: int) -> None:
         """The survivors hold one model, and every sample went into exactly one committed attempt."""
@@ -162,7 +162,7 @@ def test_a_retried_ring_never_goes_on_from_where_something_was_refused(
 
     begun: dict[threading.Thread, int] = {}
     monkeypatch.setattr(DenseRingBuffer, "apply", refuse_one)
-    monkeypatch.setattr("gridtrain.runtime.driver.FROM_PEERS", ())  # so that the retry is in the generation
+    monkeypatch.setattr("gridtrain.runtime.io_loop.FROM_PEERS", ())  # so that the retry is in the generation
     run = Runs(Faults(), "dense")
     run.assert_whole(survivors=3)
     calm = Runs(Faults(), "dense")

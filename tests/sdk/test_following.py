@@ -14,9 +14,9 @@ from torch import nn
 
 import gridtrain
 from gridtrain.config import Deadlines
-from gridtrain.optim import state_sync
-from gridtrain.protocol import followers
-from gridtrain.runtime import images
+from gridtrain.runtime.state_transfer import state_snapshot
+from gridtrain.training.checkpoint import serialization
+from gridtrain_coordinator.membership import catch_up
 
 DATA = [(torch.tensor([float(i % 7), 1.0]), torch.tensor([2.0 * (i % 5)])) for i in range(50_000)]
 EXCHANGES = [
@@ -69,7 +69,7 @@ def train(
             if late:
                 stage.stop_at = 10**9 if shrinks else grid.step + 20
                 stage.entered.set()
-        seen["digests"][grid.step] = state_sync.replica_digest(model, inner)
+        seen["digests"][grid.step] = serialization.replica_digest(model, inner)
         seen["lr"][grid.step] = inner.param_groups[0]["lr"]
         with stage.moved:
             stage.step = grid.step
@@ -98,15 +98,15 @@ def run(
 
     The others are some steps further when it gets its image, however slow their steps are here.
     """
-    stage, image_of = Stage(), images.StateSnapshot.build
+    stage, image_of = Stage(), state_snapshot.StateSnapshot.build
 
-    def later(applied: int, *parts: Any) -> images.StateSnapshot:
+    def later(applied: int, *parts: Any) -> state_snapshot.StateSnapshot:
         with stage.moved:
             assert stage.moved.wait_for(lambda: stage.step > applied + 5, WITHIN_S)
         return image_of(applied, *parts)
 
     with pytest.MonkeyPatch.context() as patched, new_group(workers=workers, deadlines=deadlines) as group:
-        patched.setattr(images.StateSnapshot, "of", later)
+        patched.setattr(state_snapshot.StateSnapshot, "of", later)
         for _ in range(workers):
             group.start(lambda grid, _: train(grid, exchange, stage, late=False, **options))
         assert stage.warm.wait(WITHIN_S)
@@ -178,8 +178,8 @@ def test_without_an_image_it_enters_as_ever(new_group: Any, monkeypatch: pytest.
     def fails(*_: Any) -> Any:
         raise MemoryError("no room for a second copy")
 
-    monkeypatch.setattr(images.StateSnapshot, "of", fails)
-    monkeypatch.setattr(followers, "STUCK_S", 1.0)
+    monkeypatch.setattr(state_snapshot.StateSnapshot, "of", fails)
+    monkeypatch.setattr(catch_up, "STUCK_S", 1.0)
     results, events = run(new_group, EXCHANGES[0], width=1000, deadlines=replace(BRISK, ready_s=4.0))
     assert equal(results) >= 15
     assert any(event["event"] == "not_following" for event in events)

@@ -18,12 +18,12 @@ from torch import nn
 import gridtrain
 from gridtrain.config import Deadlines
 from gridtrain.errors import JoinRefused
-from gridtrain.optim import state_sync
-from gridtrain.protocol.membership import Membership
-from gridtrain.runtime.client import CoordinatorClient, allow_only
-from gridtrain.runtime.local import LocalGroup
-from gridtrain.transport.curve import Identity
-from gridtrain.transport.memory import EndpointKilled, FaultPlan, MemoryTransport, MessageFault
+from gridtrain.network.transport.identity import Identity
+from gridtrain.network.transport.in_memory import EndpointKilled, FaultPlan, MemoryTransport, MessageFault
+from gridtrain.runtime.client.coordinator_client import CoordinatorClient, allow_only
+from gridtrain.sdk.local_group import LocalGroup
+from gridtrain.training.checkpoint import serialization
+from gridtrain_coordinator.membership.membership import Membership
 
 DENSE, SPARSE = gridtrain.Dense(), gridtrain.GTopK(density=0.3)
 DATA = [(torch.tensor([float(i), 1.0]), torch.tensor([float(i)])) for i in range(-6, 6)]
@@ -54,7 +54,7 @@ def looking_at(group: LocalGroup) -> CoordinatorClient:
 
 
 def digest(model: nn.Module, optimizer: gridtrain.GridOptimizer) -> str:
-    return state_sync.replica_digest(model, optimizer.inner).hex()[:12]
+    return serialization.replica_digest(model, optimizer.inner).hex()[:12]
 
 
 # -- alone, and as many as one likes -------------------------------------------------------------------

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import gridtrain
-from gridtrain.optim import state_sync
-from gridtrain.transport.memory import EndpointKilled
+from gridtrain.network.transport.in_memory import EndpointKilled
+from gridtrain.training.checkpoint import serialization
 
 DATA = TensorDataset(torch.arange(480.0).reshape(120, 4) / 480, torch.arange(120.0).reshape(120, 1) / 120)
 WORKERS, STEPS = 4, 30
@@ -34,7 +34,7 @@ def train(exchange: Any, grid: gridtrain.Grid, number: int) -> Result:
         optimizer.zero_grad()
         (model(x) - y).square().mean().backward()
         optimizer.step()
-    return state_sync.replica_digest(model, inner).hex(), grid.step, grid.traffic
+    return serialization.replica_digest(model, inner).hex(), grid.step, grid.traffic
 
 
 @pytest.mark.parametrize("hidden", [0, 2, WORKERS], ids=["nobody", "half", "everybody"])

@@ -26,11 +26,11 @@ from torch import nn
 
 import gridtrain
 from gridtrain.config import Deadlines
-from gridtrain.optim import leaving
-from gridtrain.protocol.messages import ResidualBlock
-from gridtrain.runtime import handover
-from gridtrain.runtime.buffers import ButterflyBuffer
-from gridtrain.transport.memory import FaultPlan, MessageFault
+from gridtrain.core.messages import ResidualBlock
+from gridtrain.network.transport.in_memory import FaultPlan, MessageFault
+from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer
+from gridtrain.runtime.state_transfer import residual_pieces
+from gridtrain.training import residual_departure
 
 SIZE, WIDE, STEPS, LEAVES = 64, 32, 24, 9
 DATA = [
@@ -171,16 +171,16 @@ def test_an_heir_that_leaves_before_it_counts_hands_it_on(
 ) -> None:
     """worker-1 --b--> its heir, which goes at once --b + its own--> the last one"""
     books, heir_known, heir = Books(), threading.Event(), []
-    take = handover.IncomingResiduals.receive_piece
+    take = residual_pieces.IncomingResiduals.receive_piece
 
-    def taking(self: handover.IncomingResiduals, *args: Any) -> bool:
+    def taking(self: residual_pieces.IncomingResiduals, *args: Any) -> bool:
         whole = take(self, *args)
         if whole:
             heir.append(self)
             heir_known.set()
         return whole
 
-    monkeypatch.setattr(handover.IncomingResiduals, "take", taking)
+    monkeypatch.setattr(residual_pieces.IncomingResiduals, "take", taking)
 
     def heir_goes(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:
         return heir_known.wait(WITHIN_S) and grid._session._io_loop.residuals.incoming is heir[0]
@@ -200,9 +200,9 @@ def test_an_heir_that_leaves_before_it_counts_hands_it_on(
 def test_an_heir_that_leaves_and_hears_no_view_says_what_is_lost(
     new_group: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    heir = handover.IncomingResiduals()
+    heir = residual_pieces.IncomingResiduals()
     heir.set_length(WIDE)
-    payload = handover.select_entries(np.full(WIDE, 0.5, np.float32), 1 << 20, 2).payload
+    payload = residual_pieces.select_entries(np.full(WIDE, 0.5, np.float32), 1 << 20, 2).payload
 
     def stop(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:
         heir.receive_piece(b"p" * 32, ResidualBlock(1, 1, 0, b"", 0, 1, payload), 2)
@@ -221,8 +221,10 @@ def test_where_the_budget_is_too_small_the_largest_go_and_the_rest_is_told(
     new_group: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     chosen = []
-    choose = handover.select_entries
-    monkeypatch.setattr(handover, "choose", lambda r, _, p: chosen.append(choose(r, 60, p)) or chosen[0])
+    choose = residual_pieces.select_entries
+    monkeypatch.setattr(
+        residual_pieces, "choose", lambda r, _, p: chosen.append(choose(r, 60, p)) or chosen[0]
+    )
     books = Books()
     with new_group(workers=2, deadlines=QUICK) as group:
         for _ in range(2):
@@ -230,7 +232,10 @@ def test_where_the_budget_is_too_small_the_largest_go_and_the_rest_is_told(
         assert group.result(0) == STEPS
     assert np.array_equal(books.open_sum(), chosen[0].rest_N), "what is missing is what was reported"
     assert 0 < chosen[0].magnitude_sum < chosen[0].total_magnitude_sum
-    assert f"({100 * chosen[0].magnitude_sum / chosen[0].total_magnitude_sum:.1f} %) handed over: " in caplog.text
+    assert (
+        f"({100 * chosen[0].magnitude_sum / chosen[0].total_magnitude_sum:.1f} %) handed over: "
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("kind", ["HandOver", "TakenOver"])
@@ -252,14 +257,14 @@ def test_what_the_choice_takes_is_not_the_heirs_time(
     new_group: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A large residual: a minute to sort it."""
-    passed_s, choose, now_s = [0.0], handover.select_entries, time.monotonic
+    passed_s, choose, now_s = [0.0], residual_pieces.select_entries, time.monotonic
 
-    def slowly(*args: Any) -> handover.ResidualSelection:
+    def slowly(*args: Any) -> residual_pieces.ResidualSelection:
         passed_s[0] += 60.0
         return choose(*args)
 
-    monkeypatch.setattr(handover, "choose", slowly)
-    monkeypatch.setattr(leaving, "time", SimpleNamespace(monotonic=lambda: now_s() + passed_s[0]))
+    monkeypatch.setattr(residual_pieces, "choose", slowly)
+    monkeypatch.setattr(residual_departure, "time", SimpleNamespace(monotonic=lambda: now_s() + passed_s[0]))
     books = Books()
     with new_group(workers=2, deadlines=QUICK) as group:
         for _ in range(2):
@@ -316,15 +321,15 @@ def test_the_exit_of_a_child_that_was_forked_leaves_the_run_alone(
 # -- what stays on the disk ----------------------------------------------------------------------------
 
 FACTS = (("model", "tiny"), ("exchange", "TopK"))
-LEFT = leaving.LeftResidual(7, b"seven", np.array([0.0, 3.0, -1.5], np.float32))
+LEFT = residual_departure.LeftResidual(7, b"seven", np.array([0.0, 3.0, -1.5], np.float32))
 
 
 def test_what_was_put_down_is_picked_up_once(tmp_path: Path) -> None:
-    leaving.save_left_residual(tmp_path, FACTS, LEFT)
-    found = leaving.load_left_residual(tmp_path, FACTS, 3)
+    residual_departure.save_left_residual(tmp_path, FACTS, LEFT)
+    found = residual_departure.load_left_residual(tmp_path, FACTS, 3)
     assert found is not None and (found.applied, found.history) == (7, b"seven")
     assert np.array_equal(found.residual_N, LEFT.residual_N)
-    assert leaving.load_left_residual(tmp_path, FACTS, 3) is None
+    assert residual_departure.load_left_residual(tmp_path, FACTS, 3) is None
 
 
 @pytest.mark.parametrize("what", ["other facts", "other size", "cut off", "not finite", "no note"])
@@ -332,15 +337,17 @@ def test_what_does_not_fit_is_not_read_back(
     tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad = np.array([0.0, np.nan, 1.0], np.float32)
-    leaving.save_left_residual(tmp_path, FACTS, leaving.LeftResidual(7, b"", bad) if what == "not finite" else LEFT)
-    path = tmp_path / leaving.LEFT_FOLDER
+    residual_departure.save_left_residual(
+        tmp_path, FACTS, residual_departure.LeftResidual(7, b"", bad) if what == "not finite" else LEFT
+    )
+    path = tmp_path / residual_departure.LEFT_FOLDER
     if what == "cut off":
         tensors = path / "residual.safetensors"
         tensors.write_bytes(tensors.read_bytes()[:-1])
     if what == "no note":
         (path / "note.json").unlink()
     facts = FACTS[:1] if what == "other facts" else FACTS
-    assert leaving.load_left_residual(tmp_path, facts, 4 if what == "other size" else 3) is None
+    assert residual_departure.load_left_residual(tmp_path, facts, 4 if what == "other size" else 3) is None
     assert "is not read back" in caplog.text and not path.exists()
 
 
@@ -373,10 +380,10 @@ def test_a_restarted_worker_reads_its_residual_back_if_the_run_is_where_it_left(
     tmp_path: Path, until: int, back: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The run goes on from the checkpoint of step 6.  What was left after step 8 is of another history."""
-    with gridtrain.runtime.local.LocalGroup(deadlines=QUICK) as group:
+    with gridtrain.sdk.local_group.LocalGroup(deadlines=QUICK) as group:
         (_, left), _ = alone(group, tmp_path, until)
-    assert left.any() and (tmp_path / leaving.LEFT_FOLDER).is_dir()
-    with gridtrain.runtime.local.LocalGroup(deadlines=QUICK) as group, caplog.at_level(logging.WARNING):
+    assert left.any() and (tmp_path / residual_departure.LEFT_FOLDER).is_dir()
+    with gridtrain.sdk.local_group.LocalGroup(deadlines=QUICK) as group, caplog.at_level(logging.WARNING):
         (found, _), first = alone(group, tmp_path, 7 if back else 6)
     assert first == 6
     assert np.array_equal(found, left) == back

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import gridtrain
 from gridtrain.errors import ConfigError, JoinRefused
-from gridtrain.optim import checkpoint, state_sync
-from gridtrain.runtime.local import LocalGroup
+from gridtrain.network.transport.in_memory import EndpointKilled
+from gridtrain.sdk.local_group import LocalGroup
 from gridtrain.testing import Faults
-from gridtrain.transport.memory import EndpointKilled
+from gridtrain.training.checkpoint import checkpoint_store, serialization
 
 EVERY = 4
 EXCHANGES = [gridtrain.Dense(), gridtrain.TopK(density=0.3), gridtrain.GTopK(density=0.3)]
@@ -79,7 +79,7 @@ def wrapped(
 
 
 def digest(model: nn.Module, optimizer: gridtrain.GridOptimizer) -> str:
-    return state_sync.replica_digest(model, optimizer.replicated).hex()[:12]
+    return serialization.replica_digest(model, optimizer.replicated).hex()[:12]
 
 
 def loop(
@@ -447,7 +447,7 @@ def run(folder: Path, workers: int, exchange: Any, until: int) -> list[dict[str,
                 optimizer.step()
                 optimizer.zero_grad()
             seen["last"] = digest(model, optimizer)
-            seen["moments"] = state_sync.replica_digest(model, optimizer.inner)
+            seen["moments"] = serialization.replica_digest(model, optimizer.inner)
             results[number] = seen
 
     with LocalGroup(min_workers=workers) as group:
@@ -463,7 +463,7 @@ def run(folder: Path, workers: int, exchange: Any, until: int) -> list[dict[str,
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: type(e).__name__)
 def test_another_number_of_workers_goes_on_from_a_checkpoint(exchange: Any, tmp_path: Path) -> None:
     run(tmp_path, 2, exchange, until=8)
-    assert checkpoint.read(tmp_path / "worker-0" / "step-00000006").step == 6
+    assert checkpoint_store.read(tmp_path / "worker-0" / "step-00000006").step == 6
     again = run(tmp_path, 3, exchange, until=12)
     assert all(seen["steps"] == list(range(6, 12)) for seen in again)
     assert len({(seen["first"], seen["last"]) for seen in again}) == 1

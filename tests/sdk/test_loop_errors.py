@@ -17,8 +17,8 @@ from torch import nn
 
 import gridtrain
 from gridtrain.errors import ConfigError
-from gridtrain.runtime import local
-from gridtrain.transport.memory import EndpointKilled
+from gridtrain.network.transport.in_memory import EndpointKilled
+from gridtrain.sdk import local_group
 
 DATA = [(torch.tensor([float(i), 1.0]), torch.tensor([float(i)])) for i in range(12)]
 DENSE, SPARSE = gridtrain.Dense(), gridtrain.GTopK(density=0.5)
@@ -352,7 +352,7 @@ def test_local_ends_those_who_wait_for_the_one_that_raised(raised_by_local: Any)
 def test_local_leaves_behind_who_does_not_return(
     raised_by_local: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "SHUTDOWN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(local_group, "SHUTDOWN_TIMEOUT_S", 0.2)
     over = threading.Event()
 
     def train(grid: gridtrain.Grid, number: int) -> None:

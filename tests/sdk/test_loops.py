@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import gridtrain
-from gridtrain.optim import sampler, state_sync
-from gridtrain.protocol.messages import LedgerSpec, Span
+from gridtrain.core.messages import LedgerSpec, Span
+from gridtrain.training.checkpoint import serialization
+from gridtrain.training.data import sampler
 
 WORKERS = 3
 DENSE, SPARSE = gridtrain.Dense(), gridtrain.GTopK(density=0.3, momentum=0.9)
@@ -345,7 +346,7 @@ def test_a_group_does_what_one_process_did(together: Any, loop: Loop, exchange: 
     def train(grid: gridtrain.Grid, number: int) -> tuple[str, torch.Tensor]:
         model, optimizer = loop(grid, exchange)
         assert grid.finished
-        return state_sync.replica_digest(model, optimizer.inner).hex(), flat(model)
+        return serialization.replica_digest(model, optimizer.inner).hex(), flat(model)
 
     results = together(train, WORKERS)
     assert len({digest for digest, _ in results}) == 1, "parameters and optimizer state, bit for bit"

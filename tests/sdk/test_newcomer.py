@@ -21,27 +21,27 @@ import pytest
 
 import gridtrain
 from gridtrain.config import Deadlines, JoinConfig
+from gridtrain.core.group.invitation import Invitation
+from gridtrain.core.messages import PeerId
 from gridtrain.errors import (
     ConfigError,
     CoordinatorUnreachable,
     JoinRefused,
     TransportError,
 )
-from gridtrain.optim import grid as grid_module
-from gridtrain.optim.grid import Grid
-from gridtrain.protocol.door import Authorization
-from gridtrain.protocol.invitation import Invitation
-from gridtrain.protocol.messages import PeerId
-from gridtrain.runtime.acquaintances import PeerAllowlist
-from gridtrain.runtime.entry import INVALID_INVITATION, present_invitation
-from gridtrain.runtime.operator import CoordinatorEndpoint, OperatorClient
-from gridtrain.transport import zeromq
-from gridtrain.transport.curve import Identity
-from gridtrain.transport.stack import build_stack
-from gridtrain.transport.zeromq import ZeroMQTransport
+from gridtrain.network.transport.identity import Identity
+from gridtrain.network.transport.peer_allowlist import PeerAllowlist
+from gridtrain.network.transport.stack import build_stack
+from gridtrain.network.transport.zmq import zeromq_transport
+from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
+from gridtrain.runtime.client.enrollment import INVALID_INVITATION, present_invitation
+from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient
+from gridtrain.sdk import grid as grid_module
+from gridtrain.sdk.grid import Grid
+from gridtrain_coordinator.access.authorization import Authorization
+from gridtrain_coordinator.access_handler import connection_gate
 from gridtrain_coordinator.daemon import Coordinator
-from gridtrain_coordinator.reception import connection_gate
-from gridtrain_coordinator.store import JournalStore
+from gridtrain_coordinator.journal.store import JournalStore
 
 pytestmark = pytest.mark.integration
 WITHIN_S = 60.0
@@ -74,7 +74,9 @@ def start_coordinator() -> Iterator[StartCoordinator]:
     def start(*, min_workers: int = 1) -> Desk:
         identity, operator = Identity.generate(), Identity.generate()
         door = Authorization(operator=operator.public, coordinator=identity.public)
-        transport = build_stack(ZeroMQTransport(identity, SOFTWARE, gate=connection_gate(door, time.time)), identity)
+        transport = build_stack(
+            ZeroMQTransport(identity, SOFTWARE, gate=connection_gate(door, time.time)), identity
+        )
         desk = Desk(transport.listen("tcp://127.0.0.1:0"), identity.public, operator)
         store = JournalStore.open(":memory:")
         daemon = Coordinator.for_run(
@@ -233,7 +235,9 @@ def test_without_an_agent_it_listens_towards_the_coordinator(monkeypatch: pytest
         def listen(self, address: str) -> str:
             raise TransportError(f"told to listen at {address}")
 
-    monkeypatch.setattr(grid_module, "default_listen_address", lambda coordinator: f"the way to {coordinator}")
+    monkeypatch.setattr(
+        grid_module, "default_listen_address", lambda coordinator: f"the way to {coordinator}"
+    )
     for options, told in (
         ({}, "the way to tcp://10.0.0.9:7700"),
         ({"listen": "tcp://*:7701"}, "tcp://.:7701"),
@@ -302,7 +306,7 @@ def test_a_stranger_is_not_let_in(start_coordinator: StartCoordinator) -> None:
 def test_another_version(start_coordinator: StartCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator greets with protocol 9; who joins speaks another."""
     with monkeypatch.context() as patch:
-        patch.setattr(zeromq, "PROTOCOL_VERSION", 9)
+        patch.setattr(zeromq_transport, "PROTOCOL_VERSION", 9)
         text = start_coordinator().invitation().text()
     told = r"protocol 9, this software speaks 2 .* -> install the same version of gridtrain on both machines"
     with pytest.raises(JoinRefused, match=told) as caught:

@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 
 import gridtrain
 from gridtrain.config import Deadlines
-from gridtrain.protocol.messages import RoundId
+from gridtrain.core.messages import RoundId
 
 SIZE, EPOCHS, LEAVES, COMES, DIES = 240, 3, 8, 12, 20
 QUICK = Deadlines(

@@ -12,9 +12,9 @@ from torch import nn
 
 import gridtrain
 from gridtrain.errors import ConfigError
-from gridtrain.optim import state_sync
-from gridtrain.runtime.api import GroupSession
-from gridtrain.runtime.buckets import bucket_bounds
+from gridtrain.runtime.buffers.buckets import bucket_bounds
+from gridtrain.runtime.group_session import GroupSession
+from gridtrain.training.checkpoint import serialization
 
 EAGER = gridtrain.Overlap(buckets=3, least=1, adaptive=False)
 EXCHANGES = [
@@ -49,7 +49,7 @@ def train(grid: gridtrain.Grid, exchange: Any, *, overlap: Any = EAGER, **batche
         optimizer.zero_grad()
         backward(model, batch)
         optimizer.step()
-    return state_sync.replica_digest(model, sgd).hex(), optimizer.residual_state()
+    return serialization.replica_digest(model, sgd).hex(), optimizer.residual_state()
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_micro_batches_are_sent_with_the_last(together: Any, sent: list[Any], ex
             else:
                 optimizer.step()
                 optimizer.zero_grad()
-        return state_sync.replica_digest(model, sgd).hex()
+        return serialization.replica_digest(model, sgd).hex()
 
     assert len(set(together(loop, 2))) == 1
     assert len(sent) == 2 * 4 * 3
@@ -141,7 +141,7 @@ def test_unequal_micro_batches_count_as_without_overlap(together: Any, sent: lis
             if count % 3 == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-        return state_sync.replica_digest(model, sgd).hex()
+        return serialization.replica_digest(model, sgd).hex()
 
     without, with_it = (together(lambda grid, number, o=o: loop(grid, o), 1) for o in (None, EAGER))
     assert with_it == without and len(sent) == 4 * 3
@@ -159,7 +159,7 @@ def test_a_parameter_without_gradient_is_sent_by_step(together: Any, sent: list[
             optimizer.zero_grad()
             backward(model, batch)
             optimizer.step()
-        return state_sync.replica_digest(whole, sgd).hex()
+        return serialization.replica_digest(whole, sgd).hex()
 
     assert len(set(together(loop, 2))) == 1
     assert {bucket for _, bucket in sent} == {0, 1}  # the last one holds what has no gradient
@@ -180,7 +180,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(together: Any, 
             backward(model, batch)
             optimizer.step()
             skipped.append(optimizer.last_skipped)
-        return state_sync.replica_digest(model, sgd).hex(), skipped
+        return serialization.replica_digest(model, sgd).hex(), skipped
 
     results = together(loop, 3)
     assert len({digest for digest, _ in results}) == 1
@@ -192,7 +192,7 @@ def test_an_aborted_round_is_tried_again_with_the_same_gradient(
     together: Any, monkeypatch: pytest.MonkeyPatch, exchange: Any
 ) -> None:
     """Every second step one worker's loop says that its round broke, in the middle of backward."""
-    from gridtrain.protocol import member_io as io
+    from gridtrain.core.group import member_events as io
 
     plain = together(lambda grid, number: train(grid, exchange, seed=3), 2)
     true = GroupSession.begin_bucket

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import gridtrain
-from gridtrain.optim.overlap_trial import TRIAL_STEPS, WARM_UP_STEPS, OverlapTrial
-from gridtrain.protocol import member_io as io
-from gridtrain.runtime.api import GroupSession
+from gridtrain.core.group import member_events as io
+from gridtrain.runtime.group_session import GroupSession
+from gridtrain.training.overlap_trial import TRIAL_STEPS, WARM_UP_STEPS, OverlapTrial
 
 DECIDED = WARM_UP_STEPS + TRIAL_STEPS + 1
 OVERLAP = gridtrain.Overlap(buckets=3, least=1)
@@ -27,7 +27,7 @@ Attempted = tuple[int, int, str, bool, int]
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Attempted]:
     """All attempts of all workers."""
     attempts: list[Attempted] = []
-    true = gridtrain.optim.overlap.Overlapper.exchanger
+    true = gridtrain.training.overlap.Overlapper.exchanger
 
     def exchanger(self: Any, plan: Any) -> Any:
         taken = true(self, plan)
@@ -35,7 +35,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Attempted]:
         attempts.append((plan.generation, plan.step, name, len(taken.bounds) > 2, plan.world_size))
         return taken
 
-    monkeypatch.setattr(gridtrain.optim.overlap.Overlapper, "exchanger", exchanger)
+    monkeypatch.setattr(gridtrain.training.overlap.Overlapper, "exchanger", exchanger)
     return attempts
 
 

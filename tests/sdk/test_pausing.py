@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 import gridtrain
-from gridtrain.optim.grid import Grid
-from gridtrain.optim.pausing import PauseController
-from gridtrain.runtime.owner import BUDGET_EXHAUSTED, AgentDirective, NoAgent
+from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED, AgentDirective, NoAgent
+from gridtrain.sdk.grid import Grid
 from gridtrain.testing import FakeSensors
-from gridtrain_worker.controls import Rules, TrainingPolicy, parse_pairs
+from gridtrain.training.pause import PauseController
+from gridtrain_worker.training_policy import Rules, TrainingPolicy, parse_pairs
 
 WITHIN_S = 60.0
 DATA = [torch.full((8,), float(i % 7) - 3.0) for i in range(64)]
@@ -132,7 +132,10 @@ def test_one_is_paused_two_go_on_and_it_comes_back(
     worker-0   3 workers     2 workers        3 workers                the same model
     worker-1   battery -->   paused           mains --> joins          the same model
     worker-2   3 workers     2 workers        3 workers                the same model"""
-    controls, sensors = TrainingPolicy(Rules().with_settings(parse_pairs(["battery=pause"]))), FakeSensors(on_battery=False)
+    controls, sensors = (
+        TrainingPolicy(Rules().with_settings(parse_pairs(["battery=pause"]))),
+        FakeSensors(on_battery=False),
+    )
 
     def lead(scene: Scene) -> None:
         decision = controls.decide(sensors.read(()), 0, NOON)

@@ -15,10 +15,10 @@ from torch import nn
 
 import gridtrain
 from gridtrain.config import Deadlines
-from gridtrain.optim import sampler
-from gridtrain.protocol.messages import LedgerSpec, Span
-from gridtrain.protocol.sharing import SAMPLES_FIGURE, SECONDS_FIGURE
-from gridtrain.runtime.pace import ComputeRate
+from gridtrain.core.messages import LedgerSpec, Span
+from gridtrain.core.planning.batch_shares import SAMPLES_FIGURE, SECONDS_FIGURE
+from gridtrain.runtime.compute_rate import ComputeRate
+from gridtrain.training.data import sampler
 
 WHOLE, STEPS, SIZE = 64, 90, 640
 SOON = Deadlines(beat_s=0.02, settle_s=0.02, probe_s=0.2, generation_gap_s=0.02, connect_s=5.0, reshare_s=0.5)

@@ -20,10 +20,10 @@ from brisk import LOSING, WITHIN_S
 from torch import nn
 
 import gridtrain
-from gridtrain.optim.grid import Grid
-from gridtrain.runtime.local import LocalGroup
-from gridtrain.runtime.owner import AgentDirective, NoAgent
-from gridtrain.runtime.picture import WorkerSnapshot
+from gridtrain.runtime.client.agent_link import AgentDirective, NoAgent
+from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
+from gridtrain.sdk.grid import Grid
+from gridtrain.sdk.local_group import LocalGroup
 
 DATA = [torch.full((8,), float(i % 7) - 3.0) for i in range(64)]
 STEPS = 10

@@ -13,23 +13,29 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
+from defences import DEFENCES, disable_defences
 
+from gridtrain.core import messages as m
+from gridtrain.core.collectives.collective import AddSlice, PayloadReceived, Provenance
+from gridtrain.core.collectives.ring import RingAllReduce
+from gridtrain.core.commit.attempts import MAX_STALE_MESSAGES, Attempts, RankAssignment
+from gridtrain.core.commit.two_phase_commit import (
+    Decided,
+    DecisionReceived,
+    Prepared,
+    TwoPhaseCommit,
+    VoteReceived,
+)
+from gridtrain.core.group.member_events import DeliverMean
+from gridtrain.core.member.residual_transfer import ResidualTransfer
+from gridtrain.core.member.scalar_means import ScalarMeans
 from gridtrain.errors import ConfigError, RemoteProtocolError
-from gridtrain.protocol import messages as m
-from gridtrain.protocol.attempts import MAX_STALE_MESSAGES, Attempts, RankAssignment
-from gridtrain.protocol.collective import AddSlice, PayloadReceived, Provenance
-from gridtrain.protocol.handover import ResidualTransfer
-from gridtrain.protocol.means import ScalarMeans
-from gridtrain.protocol.member_io import DeliverMean
-from gridtrain.protocol.ring import RingAllReduce
-from gridtrain.protocol.round import Decided, DecisionReceived, Prepared, TwoPhaseCommit, VoteReceived
-from gridtrain.runtime.buffers import DenseRingBuffer
-from gridtrain.runtime.handover import IncomingResiduals
-from gridtrain.runtime.statefeed import MAX_STATE_REQUESTS, BlobReceiver, BlobSender, split_blocks
-from gridtrain.testing.defences import DEFENCES, disable_defences
-from gridtrain.wire.codec import MAX_PAYLOAD_BYTES, decode
-from gridtrain.wire.sparse import ValueKind, encode
-from gridtrain.wire.sparse import decode as decode_sparse
+from gridtrain.network.wire.codec import MAX_PAYLOAD_BYTES, decode
+from gridtrain.network.wire.sparse_payload import ValueKind, encode
+from gridtrain.network.wire.sparse_payload import decode as decode_sparse
+from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
+from gridtrain.runtime.state_transfer.blobs import MAX_STATE_REQUESTS, BlobReceiver, BlobSender, split_blocks
+from gridtrain.runtime.state_transfer.residual_pieces import IncomingResiduals
 
 A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
 ROSTER = tuple(m.Member(peer, "", "", 1, False) for peer in (A, B, C))
@@ -318,7 +324,9 @@ def a_residual_too_large_to_travel() -> Any:
 def a_residual_from_afar() -> Any:
     """Of four, rank 0 gives to rank 2, which is no neighbour."""
     four = (*ROSTER, m.Member(b"d" * 32, "", "", 1, False))
-    return ResidualTransfer().receive_block(RankAssignment(C, 1, 5, four), A, m.ResidualBlock(1, 5, 6, b"", 0, 1, b""), 6, True)
+    return ResidualTransfer().receive_block(
+        RankAssignment(C, 1, 5, four), A, m.ResidualBlock(1, 5, 6, b"", 0, 1, b""), 6, True
+    )
 
 
 ATTACKS: dict[str, Callable[[], Any]] = {
@@ -416,7 +424,10 @@ def test_several_at_once_and_back_after_an_error() -> None:
 
 
 def test_an_unknown_name_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"no defence 'tunr' -> choose from: .*turn"), disable_defences("tunr"):
+    with (
+        pytest.raises(ConfigError, match=r"no defence 'tunr' -> choose from: .*turn"),
+        disable_defences("tunr"),
+    ):
         pass
 
 

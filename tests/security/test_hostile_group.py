@@ -19,11 +19,11 @@ from brisk import BRISK
 from torch import nn
 
 import gridtrain
+from gridtrain.core import messages as m
 from gridtrain.errors import JoinRefused, LocalProtocolError
-from gridtrain.optim import state_sync
-from gridtrain.protocol import messages as m
-from gridtrain.runtime.buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
-from gridtrain.runtime.local import LocalGroup
+from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
+from gridtrain.sdk.local_group import LocalGroup
+from gridtrain.training.checkpoint import serialization
 
 WITHIN_S = 60.0
 STEPS, FROM_STEP = 12, 4
@@ -91,7 +91,7 @@ class Run:
             optimizer.step()
             optimizer.zero_grad()
             sizes.append(grid.world_size)
-        return state_sync.replica_digest(model, optimizer.inner).hex()[:12]
+        return serialization.replica_digest(model, optimizer.inner).hex()[:12]
 
     def _turn_hostile(self, grid: gridtrain.Grid) -> None:
         transport = grid._session._io_loop._transport

@@ -1,7 +1,7 @@
 """One hostile member among honest ones: what it sends is refused where it arrives, and it alone is blamed.
 
 Here are the cores, collectives and workspaces; whole groups are in test_hostile_group.py, the codec's
-bounds one by one in tests/wire/test_limits.py, and each defence with its switch in test_defences.py.
+bounds one by one in tests/network/wire/test_limits.py, and each defence with its switch in test_defences.py.
 """
 
 from __future__ import annotations
@@ -15,25 +15,36 @@ from typing import Any
 
 import numpy as np
 import pytest
+from collective_group import CollectiveGroup
+from defences import disable_defences
 
+from gridtrain.core import messages as m
+from gridtrain.core.collectives import butterfly
+from gridtrain.core.collectives.butterfly import ButterflyExchange
+from gridtrain.core.collectives.collective import (
+    CollectiveComplete,
+    CollectiveEffect,
+    PayloadReceived,
+    SendTo,
+)
+from gridtrain.core.collectives.ring import RingAllReduce
+from gridtrain.core.collectives.tree import TreeExchange
+from gridtrain.core.commit import attempts
+from gridtrain.core.commit.attempts import Attempts, EarlyViolation, RankAssignment
+from gridtrain.core.commit.two_phase_commit import Prepared
+from gridtrain.core.group.member_events import ApplyToBuffer, Send
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
-from gridtrain.protocol import attempts, gtopk
-from gridtrain.protocol import messages as m
-from gridtrain.protocol.attempts import Attempts, EarlyViolation, RankAssignment
-from gridtrain.protocol.collective import CollectiveComplete, CollectiveEffect, PayloadReceived, SendTo
-from gridtrain.protocol.gtopk import ButterflyExchange
-from gridtrain.protocol.member_io import ApplyToBuffer, Send
-from gridtrain.protocol.ring import RingAllReduce
-from gridtrain.protocol.round import Prepared
-from gridtrain.protocol.tree import TreeExchange
-from gridtrain.runtime.buffers import AllGatherBuffer, ButterflyBuffer, CollectiveBuffer, DenseRingBuffer
-from gridtrain.runtime.direct import DirectBuffer
-from gridtrain.runtime.stars import DenseStarBuffer, SparseStarBuffer, TreeBuffer
-from gridtrain.runtime.statefeed import BLOCK_BYTES, MAX_BLOBS, BlobReceiver, split_blocks
+from gridtrain.network.wire.sparse_payload import ValueKind, decode, encode
+from gridtrain.runtime.buffers.collective_buffers import (
+    AllGatherBuffer,
+    ButterflyBuffer,
+    CollectiveBuffer,
+    DenseRingBuffer,
+)
+from gridtrain.runtime.buffers.direct_buffer import DirectBuffer
+from gridtrain.runtime.buffers.star_buffers import DenseStarBuffer, SparseStarBuffer, TreeBuffer
+from gridtrain.runtime.state_transfer.blobs import BLOCK_BYTES, MAX_BLOBS, BlobReceiver, split_blocks
 from gridtrain.sparsify.merge import largest_summable
-from gridtrain.testing.collectives import CollectiveGroup
-from gridtrain.testing.defences import disable_defences
-from gridtrain.wire.sparse import ValueKind, decode, encode
 
 Seeds = Callable[[int], Iterator[int]]
 KINDS = ("dense", "topk", "gtopk", "tree", "star", "dense-star", "direct")
@@ -45,7 +56,9 @@ N, K = 48, 6
 # -- a group of collectives, one rank of which is hostile ------------------------------------------
 
 
-def workspaces_of(kind: str, world_size: int, rng: np.random.Generator, scale: float) -> list[CollectiveBuffer]:
+def workspaces_of(
+    kind: str, world_size: int, rng: np.random.Generator, scale: float
+) -> list[CollectiveBuffer]:
     """Everybody's contribution, as large as `scale` times what an honest member may bring."""
     limit = scale * largest_summable(world_size)
     made: list[CollectiveBuffer] = []
@@ -225,7 +238,7 @@ def members_behind(kind: str, message: PayloadReceived, world_size: int) -> int:
             return 1
         case m.CollectivePhase.SWAP:
             partner = message.from_rank ^ (1 << place.hop)
-            (hop,) = [hop for hop in gtopk.schedule(partner, world_size) if hop.slot == place]
+            (hop,) = [hop for hop in butterfly.schedule(partner, world_size) if hop.slot == place]
             return hop.contributors
         case m.CollectivePhase.TO_ROOT if kind == "tree":
             return min(1 << place.hop, world_size - message.from_rank)
@@ -458,7 +471,9 @@ def test_progress_of_a_step_that_nobody_is_at() -> None:
     mine = attempts_of(A)
     begin(mine)
     mine.record_progress(B, m.RoundProgress(round_id(STEP + 1, attempt=2), 5), 1.0)
-    mine.record_progress(B, m.RoundProgress(round_id(2**62, generation=4), 6), 1.0)  # late: of another generation
+    mine.record_progress(
+        B, m.RoundProgress(round_id(2**62, generation=4), 6), 1.0
+    )  # late: of another generation
     with pytest.raises(RemoteProtocolError, match="rank 1 is at step 4611686018427387904"):
         mine.record_progress(B, m.RoundProgress(round_id(2**62), 7), 1.0)
 

@@ -12,11 +12,11 @@ from brisk import BRISK
 from torch import nn
 
 import gridtrain
+from gridtrain.core.group.invitation import RUN_NAME, Invitation
 from gridtrain.errors import ConfigError
-from gridtrain.protocol.invitation import RUN_NAME, Invitation
-from gridtrain.runtime.local import LocalGroup
-from gridtrain.runtime.naming import state_directory
-from gridtrain.runtime.operator import CoordinatorEndpoint
+from gridtrain.runtime.client.operator_client import CoordinatorEndpoint
+from gridtrain.runtime.worker_naming import state_directory
+from gridtrain.sdk.local_group import LocalGroup
 from gridtrain_coordinator.serving import Settings, default_state
 
 HOSTILE = [

@@ -21,19 +21,19 @@ import pytest
 import torch
 from torch import nn
 
+from gridtrain.core.collectives.collective import AddSlice, Provenance, StoreFromRank
+from gridtrain.core.group.invitation import parse
+from gridtrain.core.messages import StateBlock
 from gridtrain.errors import GridtrainError, RemoteProtocolError
-from gridtrain.optim import state_sync
-from gridtrain.protocol.collective import AddSlice, Provenance, StoreFromRank
-from gridtrain.protocol.invitation import parse
-from gridtrain.protocol.messages import StateBlock
-from gridtrain.runtime.buffers import AllGatherBuffer, DenseRingBuffer
-from gridtrain.runtime.client import _parse_status
-from gridtrain.runtime.statefeed import BlobReceiver, split_blocks
-from gridtrain.transport.curve import Identity
-from gridtrain.wire.codec import decode
-from gridtrain.wire.sparse import ValueKind, encode
-from gridtrain.wire.sparse import decode as decode_sparse
-from gridtrain_coordinator.store import JournalStore
+from gridtrain.network.transport.identity import Identity
+from gridtrain.network.wire.codec import decode
+from gridtrain.network.wire.sparse_payload import ValueKind, encode
+from gridtrain.network.wire.sparse_payload import decode as decode_sparse
+from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, DenseRingBuffer
+from gridtrain.runtime.client.coordinator_client import _parse_status
+from gridtrain.runtime.state_transfer.blobs import BlobReceiver, split_blocks
+from gridtrain.training.checkpoint import serialization
+from gridtrain_coordinator.journal.store import JournalStore
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("gridtrain", "coordinator", "worker", "examples")
@@ -56,7 +56,7 @@ BY_NAME = {
     "gridtrain/__init__.py": "the facade's own table",
     "gridtrain/cli/main.py": "the command line's own table",
     "gridtrain/pipeline/__init__.py": "the package's own table",
-    "gridtrain/testing/defences.py": "the table of defences",
+    "tests/common/defences.py": "the table of defences",
 }
 """Who may call `importlib.import_module`, and where the name comes from: never from data."""
 
@@ -241,7 +241,7 @@ def as_blocks_of_a_state(bomb: bytes, _: Path) -> None:
     for index, block in enumerate(blocks := split_blocks([bomb])):
         intake.receive(StateBlock(1, 1, index, len(blocks), block))
     _, _, blobs = intake.take_blobs()
-    state_sync.restore_state(blobs, *model(), {})
+    serialization.restore_state(blobs, *model(), {})
 
 
 def as_the_table_of_a_state(bomb: bytes, _: Path) -> None:
@@ -249,14 +249,14 @@ def as_the_table_of_a_state(bomb: bytes, _: Path) -> None:
 
 
 def as_a_states_json(bomb: bytes, _: Path) -> None:
-    state_sync.restore_state([struct.pack("<2Q", len(bomb), 0), bomb], *model(), {})
+    serialization.restore_state([struct.pack("<2Q", len(bomb), 0), bomb], *model(), {})
 
 
 def as_a_states_tensors(bomb: bytes, _: Path) -> None:
     net, optimizer = model()
-    own, common = state_sync.capture_state(net, optimizer, {})
+    own, common = serialization.capture_state(net, optimizer, {})
     text, _tensors = opened(common)
-    state_sync.restore_state([own, part(text, bomb)], net, optimizer, {})
+    serialization.restore_state([own, part(text, bomb)], net, optimizer, {})
 
 
 def opened(a_part: bytes) -> tuple[bytes, bytes]:
@@ -349,18 +349,18 @@ def test_a_part_of_a_state_that_is_something_else_is_refused(key: str, junk: Any
     import json
 
     net, optimizer = model()
-    before = state_sync.replica_digest(net, optimizer)
+    before = serialization.replica_digest(net, optimizer)
     if (key, junk) in [("buffers", {"dict": []}), ("trackers", {})]:
         return  # that is what they are here
-    state = state_sync.capture_state(net, optimizer, {})
+    state = serialization.capture_state(net, optimizer, {})
     which = 0 if key in ("buffers", "trackers") else 1
     text, tensors = opened(state[which])
     document = json.loads(text)
     document[key] = junk
     state[which] = part(json.dumps(document).encode(), tensors)
     with pytest.raises(RemoteProtocolError):
-        state_sync.restore_state(state, net, optimizer, {})
-    assert state_sync.replica_digest(net, optimizer) == before
+        serialization.restore_state(state, net, optimizer, {})
+    assert serialization.replica_digest(net, optimizer) == before
 
 
 @pytest.mark.parametrize("junk", [*JUNK, {"dict": [[True, 1], ["a", 1]]}], ids=repr)
@@ -371,7 +371,7 @@ def test_a_part_of_an_optimizers_state_that_is_something_else_is_refused(at: str
     net, optimizer = model()
     net(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    own, common = state_sync.capture_state(net, optimizer, {})
+    own, common = serialization.capture_state(net, optimizer, {})
     text, tensors = opened(common)
     document = json.loads(text)
     for entry in document["optimizer"]["dict"]:
@@ -381,7 +381,7 @@ def test_a_part_of_an_optimizers_state_that_is_something_else_is_refused(at: str
     if (at, junk) == ("state", {"dict": []}):
         return  # an optimizer that has not made a step
     with pytest.raises(RemoteProtocolError):
-        state_sync.restore_state([own, part(changed, tensors)], net, optimizer, {})
+        serialization.restore_state([own, part(changed, tensors)], net, optimizer, {})
 
 
 @pytest.mark.parametrize("junk", [*JUNK, [{"lr": 1.0}], {"list": [{"dict": [["params", 5]]}]}], ids=repr)
@@ -389,9 +389,9 @@ def test_settings_that_are_something_else_are_refused(junk: Any) -> None:
     import json
 
     net, optimizer = model()
-    (own,) = state_sync.capture_state(net, optimizer, {}, whole=False)
+    (own,) = serialization.capture_state(net, optimizer, {}, whole=False)
     text, tensors = opened(own)
     document = json.loads(text) | {"settings": junk}
     with pytest.raises(RemoteProtocolError):
-        state_sync.restore_state([part(json.dumps(document).encode(), tensors)], net, optimizer, {})
+        serialization.restore_state([part(json.dumps(document).encode(), tensors)], net, optimizer, {})
     assert isinstance(optimizer.param_groups[0]["lr"], float)

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from gridtrain.protocol.door import Authorization
-from gridtrain.protocol.invitation import Invitation
-from gridtrain.runtime.operator import CoordinatorEndpoint, OperatorClient
-from gridtrain.transport.curve import Identity
-from gridtrain.transport.stack import build_stack
-from gridtrain.transport.zeromq import ZeroMQTransport
+from gridtrain.core.group.invitation import Invitation
+from gridtrain.network.transport.identity import Identity
+from gridtrain.network.transport.stack import build_stack
+from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
+from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient
+from gridtrain_coordinator.access.authorization import Authorization
+from gridtrain_coordinator.access_handler import connection_gate
 from gridtrain_coordinator.daemon import Coordinator
+from gridtrain_coordinator.journal.store import JournalStore
 from gridtrain_coordinator.log import log_to
-from gridtrain_coordinator.reception import connection_gate
-from gridtrain_coordinator.store import JournalStore
 
 SOFTWARE = "gridtrain test"
 
@@ -37,7 +37,9 @@ class Desk:
 
     def __enter__(self) -> Desk:
         door = Authorization(operator=self.operator.public, coordinator=self.keys.public)
-        transport = build_stack(ZeroMQTransport(self.keys, SOFTWARE, gate=connection_gate(door, time.time)), self.keys)
+        transport = build_stack(
+            ZeroMQTransport(self.keys, SOFTWARE, gate=connection_gate(door, time.time)), self.keys
+        )
         self.address = transport.listen("tcp://127.0.0.1:0")
         self.daemon = daemon = Coordinator.for_run(
             transport,
@@ -69,7 +71,9 @@ class Desk:
             return door
 
     def _operator(self) -> OperatorClient:
-        return OperatorClient(CoordinatorEndpoint(self.address, self.address, self.keys.public, "default", True, self.operator))
+        return OperatorClient(
+            CoordinatorEndpoint(self.address, self.address, self.keys.public, "default", True, self.operator)
+        )
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 from zmq.utils import z85
 
+from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, JoinRefused
-from gridtrain.protocol.invitation import Invitation
-from gridtrain.runtime.entry import INVALID_INVITATION, Enrollment
-from gridtrain.transport.curve import Identity
+from gridtrain.network.transport.identity import Identity
+from gridtrain.runtime.client.enrollment import INVALID_INVITATION, Enrollment
 from gridtrain_worker import agent as agent_module
 from gridtrain_worker.agent import Job, check_joinable, supervise
 
@@ -163,7 +163,9 @@ def test_a_run_that_is_finished(tmp_path: Path) -> None:
 def test_an_invitation_that_does_not_let_in_starts_nothing(desk: Any, tmp_path: Path) -> None:
     never = replace(desk.invitation(), token=b"t" * 32)
     mark = tmp_path / "started"
-    with pytest.raises(JoinRefused, match=f"^{INVALID_INVITATION} -> ask the run's owner for a new one$") as caught:
+    with pytest.raises(
+        JoinRefused, match=f"^{INVALID_INVITATION} -> ask the run's owner for a new one$"
+    ) as caught:
         supervise(Job(python(f"open({str(mark)!r}, 'w')"), never))
     assert caught.value.code == "invitation" and not mark.exists()
 
@@ -313,7 +315,7 @@ def test_one_refused_handshake_does_not_put_a_worker_out(
 
 AGENT = """
 import json, sys
-from gridtrain.protocol.invitation import parse
+from gridtrain.core.group.invitation import parse
 from gridtrain_worker import warden
 from gridtrain_worker.agent import Job, supervise
 options = json.loads(sys.stdin.readline())

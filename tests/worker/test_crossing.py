@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
+from gridtrain.core.group.invitation import Invitation
+from gridtrain.core.messages import RemoveWorker
 from gridtrain.errors import ConfigError, JoinRefused
-from gridtrain.protocol.invitation import Invitation
-from gridtrain.protocol.messages import RemoveWorker
-from gridtrain.runtime.entry import Enrollment, enroll, is_still_admitted
-from gridtrain.runtime.guestbook import STORE_FILE
-from gridtrain.transport.curve import Identity
+from gridtrain.network.transport.identity import Identity
+from gridtrain.runtime.client.enrollment import Enrollment, enroll, is_still_admitted
+from gridtrain.runtime.client.invitation_store import STORE_FILE
 
 WITHIN_S = 60.0
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from gridtrain.protocol.invitation import Invitation
+from gridtrain.core.group.invitation import Invitation
 from gridtrain.runtime.contribution import Contribution
-from gridtrain_worker import warden
+from gridtrain_worker import policy_enforcer
 from gridtrain_worker.agent import Job, supervise
-from gridtrain_worker.voice import SilentConsole
+from gridtrain_worker.console import SilentConsole
 
 pytestmark = pytest.mark.integration
 
@@ -47,7 +47,7 @@ class Ear(SilentConsole):
 def test_what_is_given_adds_up_over_a_pause_and_a_failure(
     invitation: Invitation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warden, "OBEY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(policy_enforcer, "OBEY_TIMEOUT_S", 0.1)
     monkeypatch.setenv("GRIDTRAIN_SET", "battery=pause")  # which is the agent's, not the script's
     said: list[str] = []
     sensors, ear = tmp_path / "sensors", Ear()

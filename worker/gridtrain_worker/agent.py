@@ -36,19 +36,19 @@ from types import FrameType
 from typing import IO, Any, TextIO
 
 from gridtrain.config import ENV_PREFIX, Deadlines
+from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import ConfigError, JoinRefused
-from gridtrain.options import PROGRAMS
-from gridtrain.protocol.invitation import Invitation
-from gridtrain.runtime.entry import Enrollment, enroll, is_still_admitted, revoked_error
-from gridtrain.runtime.naming import default_listen_address
-from gridtrain.transport.curve import Identity
-from gridtrain.transport.limits import parse_rate
-from gridtrain_worker.adoption import Ask, BundleOffer, fetch_offer, require_consent
-from gridtrain_worker.controls import Rules
-from gridtrain_worker.giving import ContributionStats
-from gridtrain_worker.session import MachineInfo
-from gridtrain_worker.voice import Console, SilentConsole, TerminalConsole
-from gridtrain_worker.warden import LOOK_S, PolicyEnforcer, load_sensors
+from gridtrain.network.transport.identity import Identity
+from gridtrain.network.transport.rate_limiter import parse_rate
+from gridtrain.runtime.client.enrollment import Enrollment, enroll, is_still_admitted, revoked_error
+from gridtrain.runtime.worker_naming import default_listen_address
+from gridtrain.tools.options import PROGRAMS
+from gridtrain_worker.bundle_consent import Ask, BundleOffer, fetch_offer, require_consent
+from gridtrain_worker.console import Console, SilentConsole, TerminalConsole
+from gridtrain_worker.contribution_stats import ContributionStats
+from gridtrain_worker.machine_info import MachineInfo
+from gridtrain_worker.policy_enforcer import LOOK_S, PolicyEnforcer, load_sensors
+from gridtrain_worker.training_policy import Rules
 
 Tell = Callable[[str], None]
 
@@ -249,7 +249,13 @@ def check_joinable(entry: Enrollment) -> None:
 
 
 def _run(
-    job: Job, machine: MachineInfo, entry: Enrollment, warden: PolicyEnforcer, tell: Tell, voice: Console, giving: ContributionStats
+    job: Job,
+    machine: MachineInfo,
+    entry: Enrollment,
+    warden: PolicyEnforcer,
+    tell: Tell,
+    voice: Console,
+    giving: ContributionStats,
 ) -> int:
     """Start the script, again after a failure, until it ends well or a signal comes; its exit code."""
     with SignalWatcher() as signals:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol
 
-from gridtrain_worker.controls import SENSORS, SensorReadings
+from gridtrain_worker.training_policy import SENSORS, SensorReadings
 
 EVERY_S = 2.0
 ASK_S = 1.0
@@ -146,7 +146,9 @@ class MachineSensors:
         if read is not None:
             found += [part.current for parts in read().values() for part in parts if part.current]
         if not found:
-            raise _SensorUnavailable(NO_PSUTIL if self._psutil is None else "this machine shows no temperature")
+            raise _SensorUnavailable(
+                NO_PSUTIL if self._psutil is None else "this machine shows no temperature"
+            )
         return max(found)
 
     # -- is somebody there? ----------------------------------------------------------------------

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gridtrain_coordinator.dashboard import clean
+from gridtrain_coordinator.dashboard import sanitize
 from gridtrain_coordinator.dashboard.history import COLUMNS as POINT
 from gridtrain_coordinator.dashboard.history import History, Point, shortened
-from gridtrain_coordinator.dashboard.shape import build_graph, find_straggler, parse_load
+from gridtrain_coordinator.dashboard.topology_graph import build_graph, find_straggler, parse_load
 
 MAX_EVENTS = 600
 MAX_EVENTS_A_TICK = 60
@@ -94,7 +94,7 @@ class Board:
 
     def add_event(self, at_s: float, level: str, event: str, fields: Mapping[str, Any]) -> None:
         """One line of the coordinator's log."""
-        name = clean.text(event, 40)
+        name = sanitize.text(event, 40)
         some = {
             key: value
             for key, value in list(fields.items())[:EVENT_FIELDS]
@@ -105,16 +105,16 @@ class Board:
             {
                 "id": self._next_event,
                 "at_s": round(at_s, 3),
-                "level": clean.text(level, 10),
+                "level": sanitize.text(level, 10),
                 "event": name,
                 "kind": event_kind(name),
-                "fields": clean.tree(some),
+                "fields": sanitize.tree(some),
             }
         )
         self._next_event += 1
-        who = clean.text(fields.get("name", ""), 64)
+        who = sanitize.text(fields.get("name", ""), 64)
         if name in ("lost", "left", "refused", "stalled", "no_route") and who:
-            self._explain(who, name, clean.text(fields.get("reason", name)))
+            self._explain(who, name, sanitize.text(fields.get("reason", name)))
 
     def _explain(self, name: str, event: str, reason: str) -> None:
         for row in self._rows.values():
@@ -126,8 +126,8 @@ class Board:
     def update(self, picture: Mapping[str, Any], at_s: float) -> None:
         """What the daemon knows now, at this time of the wall clock."""
         self.updated_s = at_s
-        self.access = clean.tree(picture.get("door", {}), 6)
-        facts = {clean.text(k, 64): clean.text(v) for k, v in picture.get("facts", {}).items()}
+        self.access = sanitize.tree(picture.get("door", {}), 6)
+        facts = {sanitize.text(k, 64): sanitize.text(v) for k, v in picture.get("facts", {}).items()}
         run_load = parse_load(facts)
         members = [each for each in picture["members"] if isinstance(each, Mapping)]
         self._count_bytes(members, int(picture["step"]), picture, run_load)
@@ -140,7 +140,7 @@ class Board:
             "waited_for": slow[0] if slow else None,
         }
         loss, share = self._loss(), self._share()
-        steps_per_s = clean.number(picture.get("steps_per_s"))
+        steps_per_s = sanitize.number(picture.get("steps_per_s"))
         sent = [row.live[LIVE_COLUMNS.index("sent_Bps")] for row in self._present()]
         point = Point(
             at_s=round(at_s, 2),
@@ -162,9 +162,9 @@ class Board:
     ) -> dict[str, Any]:
         states = Counter(row.live[0] for row in self._present())
         return {
-            "run": clean.text(picture["run"], 64),
-            "phase": clean.text(picture["phase"], 20),
-            "reason": clean.text(picture["reason"]),
+            "run": sanitize.text(picture["run"], 64),
+            "phase": sanitize.text(picture["phase"], 20),
+            "reason": sanitize.text(picture["reason"]),
             "term": int(picture["term"]),
             "generation": int(picture["generation"]),
             "step": int(picture["step"]),
@@ -179,17 +179,17 @@ class Board:
             "drifts": int(picture.get("drifts", 0)),
             "plan_reason": _plan_text(picture),
             "facts": facts,
-            "software": clean.text(picture.get("software", ""), 64),
+            "software": sanitize.text(picture.get("software", ""), 64),
             "uptime_s": round(float(picture.get("uptime_s", 0.0))),
             "now_s": point.at_s,
             "waited_for": {"id": slow[0], "reason": slow[1]} if slow else None,
-            "backup": clean.tree(picture["backup"]) if "backup" in picture else None,
+            "backup": sanitize.tree(picture["backup"]) if "backup" in picture else None,
         }
 
     def _update_rows(self, members: list[Mapping[str, Any]], at_s: float) -> None:
         there = set()
         for member in members:
-            peer = clean.text(member["peer"], 64)
+            peer = sanitize.text(member["peer"], 64)
             there.add(peer)
             row = self._rows.get(peer)
             if row is None:
@@ -200,7 +200,10 @@ class Board:
             if peer not in there and row.departed_s is None:
                 row.departed_s = at_s
                 row.live = [row.description.pop("ended", "gone"), None, *row.live[2:]]
-                row.description = {**row.description, "reason": row.description.get("reason") or "it is not on the roll any more"}
+                row.description = {
+                    **row.description,
+                    "reason": row.description.get("reason") or "it is not on the roll any more",
+                }
         gone = [peer for peer, row in self._rows.items() if row.departed_s is not None]
         old = {peer for peer in gone if at_s - (self._rows[peer].departed_s or 0.0) > DEPARTED_RETENTION_S}
         for peer in old | set(gone[: max(0, len(gone) - MAX_DEPARTED)]):
@@ -208,31 +211,33 @@ class Board:
 
     def _fill(self, row: WorkerRow, peer: str, member: Mapping[str, Any]) -> None:
         figures = member.get("figures", {})
-        state = clean.text(member["state"], 20)
-        about = {clean.text(k, 32): clean.text(v, 120) for k, v in dict(member.get("about", {})).items()}
+        state = sanitize.text(member["state"], 20)
+        about = {
+            sanitize.text(k, 32): sanitize.text(v, 120) for k, v in dict(member.get("about", {})).items()
+        }
         if state == PAUSED_STATE:
             about = row.description.get("about", {})  # it says nothing now; what it said before stays true
         if row.departed_s is not None:
             row.departed_s, row.description = None, {}
-        values = {name: clean.number(figures.get(name)) for name in _FIGURES}
-        heard_s = clean.number(member.get("last_heard_s")) or 0.0
+        values = {name: sanitize.number(figures.get(name)) for name in _FIGURES}
+        heard_s = sanitize.number(member.get("last_heard_s")) or 0.0
         reason = member.get("reason") or STATE_REASONS.get(state, "")
         if state == "suspect":
             reason = row.description.get("reason") or "its connection broke; it may come back"
         row.description = {
             "id": row.id,
             "peer": peer,
-            "name": clean.text(member["name"], 64),
-            "reach": clean.text(member.get("reach") or "", 20),
+            "name": sanitize.text(member["name"], 64),
+            "reach": sanitize.text(member.get("reach") or "", 20),
             "device": about.get("device", ""),
             "about": about,
-            "reason": clean.text(reason),
+            "reason": sanitize.text(reason),
         }
-        row.address = clean.text(member.get("address", ""), 120)
+        row.address = sanitize.text(member.get("address", ""), 120)
         row.figures = {
-            clean.text(name, 64): value
-            for name, told in list(figures.items())[: clean.MAX_ITEMS]
-            if name not in _OWN_FIGURES and (value := clean.number(told)) is not None
+            sanitize.text(name, 64): value
+            for name, told in list(figures.items())[: sanitize.MAX_ITEMS]
+            if name not in _OWN_FIGURES and (value := sanitize.number(told)) is not None
         }
         row.live = [
             state,
@@ -243,8 +248,8 @@ class Board:
             round(heard_s) if heard_s >= 2 else 0,  # the usual second between beats is no news
             member.get("stage") if self._staged else None,
             *(_brief(values[name]) for name in _FIGURES),
-            *(_brief(clean.number(member.get(name)), 3) for name in ("sent_Bps", "received_Bps")),
-            *(clean.number(figures.get(name)) for name in ("sent_bytes", "received_bytes")),
+            *(_brief(sanitize.number(member.get(name)), 3) for name in ("sent_Bps", "received_Bps")),
+            *(sanitize.number(figures.get(name)) for name in ("sent_bytes", "received_bytes")),
         ]
 
     def _count_bytes(
@@ -253,13 +258,15 @@ class Board:
         """What went over the lines for exchanges, beside what a dense ring of float32 would have sent."""
         for member in members:
             told = member.get("figures", {})
-            sent = clean.number(told.get("exchanged_bytes", told.get("sent_bytes")))
+            sent = sanitize.number(told.get("exchanged_bytes", told.get("sent_bytes")))
             if sent is not None:
                 before = self._exchanged_bytes_of.get(member["peer"], sent)  # before our time does not count
                 self.exchanged_bytes += sent - before if sent >= before else sent
                 self._exchanged_bytes_of[member["peer"]] = sent
         here = {member["peer"] for member in members}
-        self._exchanged_bytes_of = {peer: sent for peer, sent in self._exchanged_bytes_of.items() if peer in here}
+        self._exchanged_bytes_of = {
+            peer: sent for peer, sent in self._exchanged_bytes_of.items() if peer in here
+        }
         said = any(member.get("figures") for member in members)
         if (
             self._step is not None
@@ -311,7 +318,10 @@ class Board:
         rows = sorted(
             self._rows.values(), key=lambda row: (far if row.live[1] is None else row.live[1], row.id)
         )
-        return [row.description | dict(zip(LIVE_COLUMNS, row.live, strict=True)) | {"figures": row.figures} for row in rows]
+        return [
+            row.description | dict(zip(LIVE_COLUMNS, row.live, strict=True)) | {"figures": row.figures}
+            for row in rows
+        ]
 
     def address(self, peer: str) -> str:
         row = self._rows.get(peer)
@@ -371,4 +381,4 @@ def _brief(value: float | None, digits: int = 4) -> float | None:
 def _plan_text(picture: Mapping[str, Any]) -> str:
     """Why this exchange, where the coordinator has chosen it, and why this order of ranks."""
     why = (picture.get("exchange_reason"), picture.get("plan_reason"))
-    return clean.text("; ".join(str(each) for each in why if each), 2 * clean.MAX_CHARACTERS)
+    return sanitize.text("; ".join(str(each) for each in why if each), 2 * sanitize.MAX_CHARACTERS)

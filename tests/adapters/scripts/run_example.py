@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from gridtrain.optim import sampler
+from gridtrain.training.data import sampler
 
 drawn: list[int] = []
 _plain = sampler.sample_indices

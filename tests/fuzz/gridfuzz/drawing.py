@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from gridfuzz.source import Source
+from gridtrain.core import messages as m
 from gridtrain.errors import LocalProtocolError
-from gridtrain.protocol import messages as m
-from gridtrain.wire import kinds, schema
-from gridtrain.wire.codec import TYPE_CODES, encode
+from gridtrain.network.wire import field_types, schema
+from gridtrain.network.wire.codec import TYPE_CODES, encode
 
 Hints = Mapping[str, Sequence[Any]]
 """By a field's name, or its kind's: values that make sense now."""
@@ -38,7 +38,7 @@ _TEXTS = (
 _PEERS = tuple(bytes([letter]) * 32 for letter in b"abcdef")
 
 
-def record_of(cls: type) -> kinds.RecordField:
+def record_of(cls: type) -> field_types.RecordField:
     return schema.MESSAGES[TYPE_CODES[cls]]
 
 
@@ -55,38 +55,38 @@ def nbytes(message: m.Message) -> int | None:
         return None
 
 
-def value(kind: kinds.FieldType, source: Source, hints: Hints, name: str = "") -> Any:
+def value(kind: field_types.FieldType, source: Source, hints: Hints, name: str = "") -> Any:
     known = hints.get(name) or hints.get(kind.name)
     if known and source.byte() < 208:
         return source.choice(known)
     match kind:
-        case kinds.IntField(low=low, high=high):
+        case field_types.IntField(low=low, high=high):
             return source.integer(low, high)
-        case kinds.BoolField():
+        case field_types.BoolField():
             return bool(source.byte() & 1)
-        case kinds.FloatField(low=low, high=high):
+        case field_types.FloatField(low=low, high=high):
             return _real(source, low, high)
-        case kinds.BytesField(low=low, high=high):
+        case field_types.BytesField(low=low, high=high):
             if low == high == 32:
                 return source.bytes(32) if source.one_in(8) else source.choice(_PEERS)
             size = min(high, low + source.choice((0, 32, 1, high - low)))
             return source.bytes(size)
-        case kinds.TextField(max_bytes=max_bytes):
+        case field_types.TextField(max_bytes=max_bytes):
             return source.choice(_TEXTS).encode()[:max_bytes].decode(errors="ignore")
-        case kinds.WordField(words=words):
+        case field_types.WordField(words=words):
             return source.choice(sorted(words))
-        case kinds.EnumField(enum=enum):
+        case field_types.EnumField(enum=enum):
             return source.choice(list(enum))
-        case kinds.OptionalField(item_type=inner):
+        case field_types.OptionalField(item_type=inner):
             return value(inner, source, hints, name) if source.byte() & 1 else None
-        case kinds.ListField(item_type=inner, max_items=most):
+        case field_types.ListField(item_type=inner, max_items=most):
             count = min(most, source.byte() % 5)
             return tuple(value(inner, source, hints, name) for _ in range(count))
-        case kinds.TupleField(item_types=inners):
+        case field_types.TupleField(item_types=inners):
             return tuple(value(inner, source, hints, name) for inner in inners)
-        case kinds.PayloadField():
+        case field_types.PayloadField():
             return source.bytes(source.choice((0, 8, 40, 200)))
-        case kinds.RecordField(cls=cls, field_types=inner_kinds):
+        case field_types.RecordField(cls=cls, field_types=inner_kinds):
             fields = {name: value(inner, source, hints, name) for name, inner in inner_kinds.items()}
             return _put_right(cls(**fields))
     raise TypeError(f"nothing draws a {type(kind).__name__}")

@@ -25,9 +25,9 @@ _MODULES = {
     "door": "doors",
 }
 _NEEDS = {
-    "invitation": "gridtrain.protocol.invitation",
-    "sealed": "gridtrain.transport.sealed",
-    "door": "gridtrain.protocol.door",
+    "invitation": "gridtrain.core.group.invitation",
+    "sealed": "gridtrain.network.transport.secure_channel",
+    "door": "gridtrain_coordinator.access.authorization",
     "state": "torch",
 }
 NAMES = tuple(_MODULES)

@@ -12,7 +12,7 @@ import sys
 
 from gridtrain.cli.main import main
 from gridtrain_coordinator.daemon import Coordinator
-from gridtrain_coordinator.store import JournalStore
+from gridtrain_coordinator.journal.store import JournalStore
 
 point, left = sys.argv[1], int(sys.argv[2])
 append_all, carry_out = JournalStore.append_all, Coordinator._carry_out

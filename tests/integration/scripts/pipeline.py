@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import gridtrain
-from gridtrain.optim import state_sync
+from gridtrain.training.checkpoint import serialization
 
 SAMPLES = 240
 
@@ -64,7 +64,7 @@ def main(options: dict[str, Any]) -> None:
             say("in vain", step=step)
         else:
             say("step", step=step, loss=loss, stage=pipe.stage, samples=ids.tolist())
-    state = state_sync.replica_digest(pipe.module, pipe.optimizer).hex() if pipe.stage is not None else ""
+    state = serialization.replica_digest(pipe.module, pipe.optimizer).hex() if pipe.stage is not None else ""
     say("end", stage=pipe.stage, digest=state)
 
 

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor, nn
 
 import gridtrain
-from gridtrain.optim import state_sync
-from gridtrain.protocol import messages as m
-from gridtrain.protocol.member_io import MessageReceived
+from gridtrain.core import messages as m
+from gridtrain.core.group.member_events import MessageReceived
+from gridtrain.training.checkpoint import serialization
 
 FEATURES, WIDTH, CLASSES = 16, 128, 8
 LEARNING_RATE = 0.05
@@ -172,7 +172,11 @@ class Witness:
             handle = driver._handle
 
             def hear(event):
-                if isinstance(event, MessageReceived) and isinstance(event.message, m.Vote) and event.message.yes:
+                if (
+                    isinstance(event, MessageReceived)
+                    and isinstance(event.message, m.Vote)
+                    and event.message.yes
+                ):
                     voters.add(event.peer)
                     if len(voters) == world_size - 1:
                         die()
@@ -184,7 +188,7 @@ class Witness:
 def digest_of(tensors) -> str:
     total = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        total.update(state_sync.tensor_bytes(tensor).data)
+        total.update(serialization.tensor_bytes(tensor).data)
     return total.hexdigest()
 
 
@@ -223,7 +227,7 @@ def train(options: Options) -> None:
     say(
         "end",
         exchange=options.exchange,
-        digest=state_sync.replica_digest(model, optimizer).hex(),
+        digest=serialization.replica_digest(model, optimizer).hex(),
         parameters=digest_of(model.parameters()),
         buffers=digest_of(model.buffers()),
         scheduler_steps=scheduler.last_epoch,

@@ -17,13 +17,13 @@ from gridfuzz import drawing
 from gridfuzz.source import Source
 from gridfuzz.targets.base import Target, must
 from gridtrain.config import Deadlines
-from gridtrain.protocol import ledger
-from gridtrain.protocol import membership_io as io
-from gridtrain.protocol import messages as m
-from gridtrain.protocol.membership import Membership
-from gridtrain.protocol.recovery import recover_run
-from gridtrain.protocol.round import EMPTY_HISTORY, extend_history
-from gridtrain.wire.codec import encode as to_frames
+from gridtrain.core import messages as m
+from gridtrain.core.commit import data_ledger
+from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY, extend_history
+from gridtrain.network.wire.codec import encode as to_frames
+from gridtrain_coordinator.membership.journal_recovery import recover_run
+from gridtrain_coordinator.membership.membership import Membership
+from gridtrain_coordinator.run import events as io
 
 KEYS = tuple(bytes([letter]) * 32 for letter in b"abcde")
 COORDINATOR, STRANGER = b"C" * 32, b"s" * 32
@@ -91,7 +91,9 @@ class Office:
         self.say(peer, m.Join("run", peer.decode()[:1], address, True, seat > 0, seat))
         if peer in self.calls:
             reached = self.calls.pop(peer)
-            self.event(io.DialBackResult(peer, "" if self.source.one_in(4) else reached[0] if reached else ""))
+            self.event(
+                io.DialBackResult(peer, "" if self.source.one_in(4) else reached[0] if reached else "")
+            )
         self.say(peer, SETUP)
         self.say(peer, m.LinkLatencies(tuple((other, 0.01) for other in KEYS if other != peer)))
 
@@ -108,9 +110,9 @@ class Office:
         state, history, applied = view.ledger, view.history, view.applied
         shares = [(member.peer, member.share) for member in self.rosters[peer]]
         for _ in range(ahead):
-            if ledger.is_finished(SPEC, state):
+            if data_ledger.is_finished(SPEC, state):
                 break
-            state = ledger.commit(SPEC, state, ledger.assign(SPEC, state, shares), skipped=False)
+            state = data_ledger.commit(SPEC, state, data_ledger.assign(SPEC, state, shares), skipped=False)
             history, applied = extend_history(history, b"d"), applied + 1
         round_id = m.RoundId(view.term, view.generation, applied + 1, 0) if prepared else None
         report = m.FreezeReport(
@@ -219,7 +221,9 @@ class Office:
                     self.sent(peer, message)
                 case io.JournalEntry("generation", body):
                     earlier = [
-                        e for e in effects[:at] if isinstance(e, io.Send) and isinstance(e.message, m.MembershipView)
+                        e
+                        for e in effects[:at]
+                        if isinstance(e, io.Send) and isinstance(e.message, m.MembershipView)
                     ]
                     told = [view for view in earlier if view.message.generation == body["generation"]]
                     must(not told, "a VIEW is told before it is in the journal")
@@ -240,7 +244,7 @@ class Office:
                 same = replace(message, term=0)
                 first = self.by_generation.setdefault(message.generation, same)
                 must(first == same, f"two VIEWs of one generation: {first} and {same}")
-                must(ledger.is_balanced(message.ledger), "a VIEW's ledger does not add up")
+                must(data_ledger.is_balanced(message.ledger), "a VIEW's ledger does not add up")
                 members = {x.peer for x in self.rosters.get(peer, ())}
                 must(peer in members and len(members) == message.world_size, "a VIEW does not fit its Roster")
                 must(sum(x.share for x in self.rosters[peer]) >= 1, "nobody has a share of the next step")
@@ -297,11 +301,31 @@ TARGETS = (
         run,
         valid,
         (
-            *("gridtrain.protocol.membership", "gridtrain.protocol.roll", "gridtrain.protocol.routes"),
-            *("gridtrain.protocol.admission", "gridtrain.protocol.complaints", "gridtrain.protocol.partings"),
-            *("gridtrain.protocol.freezing", "gridtrain.protocol.generations", "gridtrain.protocol.readying"),
-            *("gridtrain.protocol.recalling", "gridtrain.protocol.plans", "gridtrain.protocol.making"),
-            *("gridtrain.protocol.verdict", "gridtrain.protocol.ledger", "gridtrain.protocol.recovery"),
+            *(
+                "gridtrain_coordinator.membership.membership",
+                "gridtrain_coordinator.run.registry",
+                "gridtrain_coordinator.run.route_table",
+            ),
+            *(
+                "gridtrain_coordinator.membership.worker_admission",
+                "gridtrain_coordinator.membership.complaints",
+                "gridtrain_coordinator.membership.departures",
+            ),
+            *(
+                "gridtrain_coordinator.membership.freeze_phase",
+                "gridtrain_coordinator.membership.view_installer",
+                "gridtrain_coordinator.membership.readiness",
+            ),
+            *(
+                "gridtrain_coordinator.membership.member_recovery",
+                "gridtrain_coordinator.run.generation_plan",
+                "gridtrain_coordinator.run.view_change",
+            ),
+            *(
+                "gridtrain.core.commit.verdict",
+                "gridtrain.core.commit.data_ledger",
+                "gridtrain_coordinator.membership.journal_recovery",
+            ),
         ),
         max_bytes=600,
         cpu_s=1.0,

@@ -14,9 +14,9 @@ from typing import Any
 from gridfuzz import drawing
 from gridfuzz.source import Source
 from gridfuzz.targets.base import Target, must
-from gridtrain.protocol import door as doors
-from gridtrain.protocol import messages as m
-from gridtrain.wire.codec import encode as to_frames
+from gridtrain.core import messages as m
+from gridtrain.network.wire.codec import encode as to_frames
+from gridtrain_coordinator.access import authorization as doors
 
 OPERATOR, COORDINATOR = b"O" * 32, b"C" * 32
 KEYS = tuple(bytes([letter]) * 32 for letter in b"abcdef")
@@ -120,7 +120,9 @@ class Gate:
         self.journal += [(e.kind, json.loads(json.dumps(e.body, allow_nan=False))) for e in entries]
 
     def check(self) -> None:
-        again = doors.recover_authorization(self.journal, run="run", operator=OPERATOR, coordinator=COORDINATOR)
+        again = doors.recover_authorization(
+            self.journal, run="run", operator=OPERATOR, coordinator=COORDINATOR
+        )
         for key in (*KEYS, *TOKENS, OPERATOR, COORDINATOR):
             standing = self.door.access_role(key, self.wall_s)
             must(again.access_role(key, self.wall_s) == standing, "the journal says something else of a key")
@@ -152,7 +154,11 @@ TARGETS = (
         "who may come in: enrolments, orders, strikes",
         run,
         valid,
-        ("gridtrain.protocol.door", "gridtrain.protocol.door_rules", "gridtrain.protocol.strikes"),
+        (
+            "gridtrain_coordinator.access.authorization",
+            "gridtrain_coordinator.access.authorization_rules",
+            "gridtrain_coordinator.access.violations",
+        ),
         max_bytes=600,
     ),
 )

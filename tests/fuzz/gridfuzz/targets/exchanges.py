@@ -10,26 +10,30 @@ from random import Random
 
 from gridfuzz.source import Source
 from gridfuzz.targets.base import Target, must
-from gridtrain.errors import RemoteProtocolError
-from gridtrain.protocol import gtopk, tree
-from gridtrain.protocol.allgather import AllGather
-from gridtrain.protocol.collective import (
+from gridtrain.core.collectives import butterfly, tree
+from gridtrain.core.collectives.allgather import AllGather
+from gridtrain.core.collectives.butterfly import ButterflyExchange
+from gridtrain.core.collectives.collective import (
     Collective,
     CollectiveComplete,
     CollectiveEffect,
     PayloadReceived,
     SendTo,
 )
-from gridtrain.protocol.direct import DirectAllReduce
-from gridtrain.protocol.gtopk import ButterflyExchange
-from gridtrain.protocol.messages import CollectivePhase, PayloadSlot
-from gridtrain.protocol.ring import RingAllReduce
-from gridtrain.protocol.star import DenseStar, SparseStar
-from gridtrain.protocol.tree import TreeExchange
+from gridtrain.core.collectives.direct import DirectAllReduce
+from gridtrain.core.collectives.ring import RingAllReduce
+from gridtrain.core.collectives.star import DenseStar, SparseStar
+from gridtrain.core.collectives.tree import TreeExchange
+from gridtrain.core.messages import CollectivePhase, PayloadSlot
+from gridtrain.errors import RemoteProtocolError
 
 Due = list[tuple[int, PayloadSlot]]
-DENSE: dict[int, type[RingAllReduce] | type[DenseStar] | type[DirectAllReduce]] = {0: RingAllReduce, 5: DenseStar, 6: DirectAllReduce}
-SCHEDULES = {2: gtopk.schedule, 3: tree.schedule}
+DENSE: dict[int, type[RingAllReduce] | type[DenseStar] | type[DirectAllReduce]] = {
+    0: RingAllReduce,
+    5: DenseStar,
+    6: DirectAllReduce,
+}
+SCHEDULES = {2: butterfly.schedule, 3: tree.schedule}
 
 
 def expected(kind: int, rank: int, world_size: int, slices: int) -> Due:
@@ -40,10 +44,14 @@ def expected(kind: int, rank: int, world_size: int, slices: int) -> Due:
             left, last = (rank - 1) % world_size, world_size - 2
             hops = range(last + 1)
             reduce = [
-                PayloadSlot(CollectivePhase.REDUCE, hop, (left - hop) % world_size, s) for hop in hops for s in range(slices)
+                PayloadSlot(CollectivePhase.REDUCE, hop, (left - hop) % world_size, s)
+                for hop in hops
+                for s in range(slices)
             ]
             gather = [
-                PayloadSlot(CollectivePhase.GATHER, hop, (rank - hop) % world_size, s) for hop in hops for s in range(slices)
+                PayloadSlot(CollectivePhase.GATHER, hop, (rank - hop) % world_size, s)
+                for hop in hops
+                for s in range(slices)
             ]
             return [(left, place) for place in [*reduce, *gather]] if world_size > 1 else []
         case 1:
@@ -52,7 +60,12 @@ def expected(kind: int, rank: int, world_size: int, slices: int) -> Due:
                 distance = (origin - rank) % world_size
                 if distance:
                     hop = distance.bit_length() - 1
-                    due.append(((rank + (1 << hop)) % world_size, PayloadSlot(CollectivePhase.ALL_GATHER, hop, origin)))
+                    due.append(
+                        (
+                            (rank + (1 << hop)) % world_size,
+                            PayloadSlot(CollectivePhase.ALL_GATHER, hop, origin),
+                        )
+                    )
             return due
         case 2 | 3:
             hops = SCHEDULES[kind](rank, world_size)
@@ -64,7 +77,12 @@ def expected(kind: int, rank: int, world_size: int, slices: int) -> Due:
         case _:
             count = slices if kind == 5 else 1
             if rank == 0:
-                return [(r, PayloadSlot(CollectivePhase.TO_ROOT, 0, r, s)) for s in range(count) for r in ranks if r]
+                return [
+                    (r, PayloadSlot(CollectivePhase.TO_ROOT, 0, r, s))
+                    for s in range(count)
+                    for r in ranks
+                    if r
+                ]
             return [(0, PayloadSlot(CollectivePhase.FROM_ROOT, 0, 0, s)) for s in range(count)]
 
 
@@ -117,7 +135,10 @@ def _wrong(source: Source, world_size: int, due: Due) -> PayloadReceived:
             )
     else:
         numbers = [source.choice((0, 1, 2, 3, world_size, 2**31 - 1)) for _ in range(3)]
-        sender, place = source.below(world_size + 1), PayloadSlot(source.choice(list(CollectivePhase)), *numbers)
+        sender, place = (
+            source.below(world_size + 1),
+            PayloadSlot(source.choice(list(CollectivePhase)), *numbers),
+        )
     return PayloadReceived(sender, place, False, b"wrong")
 
 
@@ -158,9 +179,7 @@ TARGETS = (
         "arrivals into ring, all-gather, butterfly, tree and stars",
         run,
         valid,
-        tuple(
-            f"gridtrain.protocol.{name}" for name in ("ring", "allgather", "gtopk", "hops", "tree", "star")
-        ),
+        tuple(f"gridtrain.core.{name}" for name in ("ring", "allgather", "gtopk", "hops", "tree", "star")),
         max_bytes=600,
     ),
 )

@@ -12,7 +12,7 @@ from gridfuzz.mutate import MSGPACK, tree
 from gridfuzz.source import Source
 from gridfuzz.targets.base import Target, must
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
-from gridtrain.wire.codec import TYPE_CODES, decode, encode
+from gridtrain.network.wire.codec import TYPE_CODES, decode, encode
 
 MAX_HEAD_BYTES = 4096
 
@@ -63,7 +63,11 @@ TARGETS = (
         "frames into messages",
         run,
         valid,
-        ("gridtrain.wire.codec", "gridtrain.wire.kinds", "gridtrain.wire.schema"),
+        (
+            "gridtrain.network.wire.codec",
+            "gridtrain.network.wire.field_types",
+            "gridtrain.network.wire.schema",
+        ),
         change,
         MSGPACK,
         memory_bytes=16 << 20,

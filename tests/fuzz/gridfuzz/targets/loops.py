@@ -15,13 +15,13 @@ from types import SimpleNamespace
 from typing import Protocol
 
 from gridfuzz.targets.base import must
+from gridtrain.core import messages as m
+from gridtrain.core.group import member_events as io
+from gridtrain.core.member.member import MemberCore
 from gridtrain.errors import TransportError
-from gridtrain.protocol import member_io as io
-from gridtrain.protocol import messages as m
-from gridtrain.protocol.member import MemberCore
-from gridtrain.runtime import driver as loop
-from gridtrain.transport.base import TrafficCounters
-from gridtrain.wire.codec import encode as to_frames
+from gridtrain.network.transport.interface import TrafficCounters
+from gridtrain.network.wire.codec import encode as to_frames
+from gridtrain.runtime import io_loop as loop
 
 
 @dataclass(frozen=True)

@@ -22,19 +22,25 @@ from gridfuzz.targets.base import Target, must
 from gridfuzz.targets.exchanges import expected
 from gridfuzz.targets.loops import Before, Watched, Wire, loop_by
 from gridtrain.config import JoinConfig
+from gridtrain.core import messages as m
+from gridtrain.core.collectives import allgather, butterfly, ring
+from gridtrain.core.commit.attempts import MAX_EARLY_BYTES, MAX_EARLY_MESSAGES
+from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY, ROOT, extend_history
+from gridtrain.core.group import member_events as io
+from gridtrain.core.member.peer_links import MAX_EXPECTED
 from gridtrain.errors import JoinRefused, RemoteProtocolError
-from gridtrain.protocol import allgather, gtopk, ring
-from gridtrain.protocol import member_io as io
-from gridtrain.protocol import messages as m
-from gridtrain.protocol.attempts import MAX_EARLY_BYTES, MAX_EARLY_MESSAGES
-from gridtrain.protocol.edges import MAX_EXPECTED
-from gridtrain.protocol.round import EMPTY_HISTORY, ROOT, extend_history
-from gridtrain.runtime import driver as loop
-from gridtrain.runtime.acquaintances import PeerAllowlist
-from gridtrain.runtime.buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
-from gridtrain.runtime.opened import OpenRound
-from gridtrain.transport.base import ConnectionRole, PeerDown, PeerUp, Received, TransportViolation
-from gridtrain.wire.sparse import ValueKind, encode
+from gridtrain.network.transport.interface import (
+    ConnectionRole,
+    PeerDown,
+    PeerUp,
+    Received,
+    TransportViolation,
+)
+from gridtrain.network.transport.peer_allowlist import PeerAllowlist
+from gridtrain.network.wire.sparse_payload import ValueKind, encode
+from gridtrain.runtime import io_loop as loop
+from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
+from gridtrain.runtime.open_round import OpenRound
 
 KEYS = tuple(bytes([letter]) * 32 for letter in b"abc")
 COORDINATOR, STRANGER = b"C" * 32, b"s" * 32
@@ -45,14 +51,25 @@ PAYLOADS = tuple(
     encode(np.arange(count) * 5, np.full(count, 0.5 + count, np.float32), n=N, kind=KIND)
     for count in range(K + 1)
 )
-EDGES = (ring.neighbours, allgather.neighbours, gtopk.neighbours)
+EDGES = (ring.neighbours, allgather.neighbours, butterfly.neighbours)
 OF_MEMBERS = (
     *(m.Data, m.Vote, m.Decision, m.RoundProgress, m.MeanRequest, m.MeanReply, m.StateRequest, m.StateBlock),
     m.StateDigest,
     *(m.ResidualBlock, m.ResidualReply, m.CheckpointBlock),
 )
 OF_COORDINATOR = (
-    *(m.Welcome, m.Rejoin, m.Refused, m.Reachability, m.ExpectProbes, m.Admitted, m.Freeze, m.MemberListPage, m.MembershipView, m.StartGeneration),
+    *(
+        m.Welcome,
+        m.Rejoin,
+        m.Refused,
+        m.Reachability,
+        m.ExpectProbes,
+        m.Admitted,
+        m.Freeze,
+        m.MemberListPage,
+        m.MembershipView,
+        m.StartGeneration,
+    ),
     *(m.RunStateUpdate, m.HeartbeatReply, m.StandbyNotice),
 )
 ANY = tuple(drawing.TYPE_CODES)
@@ -112,7 +129,9 @@ class Rig:
         roster = tuple(m.Member(p, "n", f"tcp://127.0.0.1:{p[0]}", 4, p in joining) for p in order)
         self.tell(m.MemberListPage(term, generation, 0, 1, roster))
         decided = None
-        view = m.MembershipView(term, generation, len(order), m.Verdict.ABORT, decided, applied, history, state, "why")
+        view = m.MembershipView(
+            term, generation, len(order), m.Verdict.ABORT, decided, applied, history, state, "why"
+        )
         self.tell(view)
         for peer in order:
             if peer != self.me:
@@ -170,7 +189,9 @@ class Rig:
                 if peer in self.up:
                     self.loop._handle_transport_event(TransportViolation(peer, "x" * source.choice((1, 600))))
             case _:
-                self.loop._handle(source.choice((io.RoundFailed("here"), io.ProbeResults(()), io.LeaveGroup("why"))))
+                self.loop._handle(
+                    source.choice((io.RoundFailed("here"), io.ProbeResults(()), io.LeaveGroup("why")))
+                )
         self.loop._publish()
 
     def hear(self, peer: m.PeerId, message: m.Message) -> None:
@@ -262,7 +283,11 @@ class Rig:
     def _generation_after_freeze(self) -> None:
         core, source = self.core, self.source
         applied, history, state = core.applied, core.history, core.ledger
-        prepared = core._view_changes.generation.attempts.prepared_attempt if core._view_changes.generation is not None else None
+        prepared = (
+            core._view_changes.generation.attempts.prepared_attempt
+            if core._view_changes.generation is not None
+            else None
+        )
         if prepared is not None and core.is_synced and source.byte() & 1:
             applied, history = prepared.round_id.step, extend_history(history, prepared.digest)
             state = replace(state, step=applied + 1)
@@ -285,7 +310,12 @@ class Rig:
             and not core.is_synced
         ):
             self._restore()
-        if core.next_round is None or core.rank_assignment is None or self.open is not None or self.source.one_in(6):
+        if (
+            core.next_round is None
+            or core.rank_assignment is None
+            or self.open is not None
+            or self.source.one_in(6)
+        ):
             return
         must(core.own_id in core.data_assignment(), "this worker has no place in the assignment")
         rank, round_id = core.rank_assignment.rank, core.next_round
@@ -315,7 +345,11 @@ class Rig:
 
     def standing(self) -> Before:
         core = self.core
-        prepared = core._view_changes.generation.attempts.prepared_attempt if core._view_changes.generation is not None else None
+        prepared = (
+            core._view_changes.generation.attempts.prepared_attempt
+            if core._view_changes.generation is not None
+            else None
+        )
         return Before(
             core.term,
             core.generation,
@@ -326,13 +360,19 @@ class Rig:
         )
 
     def _members(self) -> frozenset[m.PeerId]:
-        return frozenset(x.peer for x in self.core.rank_assignment.members) if self.core.rank_assignment is not None else frozenset()
+        return (
+            frozenset(x.peer for x in self.core.rank_assignment.members)
+            if self.core.rank_assignment is not None
+            else frozenset()
+        )
 
     def check(self, cause: io.MemberEvent | None, effects: list[io.MemberEffect], before: Before) -> None:
         core = self.core
         if isinstance(cause, io.DigestComputed) and self.open is not None:
             self.yes.setdefault(self.open, {})[self.me] = cause.digest
-        by_view = isinstance(cause, io.MessageReceived) and isinstance(cause.message, m.MembershipView | m.StandbyNotice)
+        by_view = isinstance(cause, io.MessageReceived) and isinstance(
+            cause.message, m.MembershipView | m.StandbyNotice
+        )
         allowed = before.members | self._members() | core.known_peers | {COORDINATOR}
         if isinstance(cause, io.MessageReceived):
             allowed |= {cause.peer}
@@ -341,7 +381,10 @@ class Rig:
                 case io.Send(peer, message):
                     must(peer in allowed and peer != self.me, f"posted to no acquaintance: {message}")
                     voted = isinstance(message, m.Vote)
-                    must(not voted or before.running or core.phase is io.MemberPhase.RUNNING, "a vote while frozen")
+                    must(
+                        not voted or before.running or core.phase is io.MemberPhase.RUNNING,
+                        "a vote while frozen",
+                    )
                 case io.SendPayload(peer) | io.SendState(peer) | io.ForwardState(peer):
                     must(peer in allowed and peer != self.me, "shipped to no member")
                 case io.ResolveRound(round_id, committed) if not by_view:
@@ -353,11 +396,19 @@ class Rig:
         must(len(core._peer_links._expected_since) <= MAX_EXPECTED, "too many are expected")
         for peer in self._members():
             must(core.early_bytes(peer) <= MAX_EARLY_BYTES, "too many bytes are held")
-            held = core._view_changes.generation.attempts._early.get(peer) if core._view_changes.generation is not None else None
+            held = (
+                core._view_changes.generation.attempts._early.get(peer)
+                if core._view_changes.generation is not None
+                else None
+            )
             must(held is None or len(held.messages) <= MAX_EARLY_MESSAGES, "too many messages are held")
 
     def _check_resolved(self, round_id: m.RoundId, committed: bool, cause: Any, before: Before) -> None:
-        if isinstance(cause, io.SubmitRound) and not committed and self.core._view_changes.generation is not None:
+        if (
+            isinstance(cause, io.SubmitRound)
+            and not committed
+            and self.core._view_changes.generation is not None
+        ):
             self.resolved.add(round_id)
             return  # it came too late
         must(round_id not in self.resolved, f"a round is resolved twice: {round_id}")
@@ -374,7 +425,10 @@ class Rig:
                 same = {votes.get(x.peer) for x in seat.members}
                 must(len(same) == 1 and None not in same, "COMMIT without everybody's YES for one digest")
             else:
-                must(isinstance(cause, io.MessageReceived) and cause.peer == root, f"COMMIT by {type(cause).__name__}")
+                must(
+                    isinstance(cause, io.MessageReceived) and cause.peer == root,
+                    f"COMMIT by {type(cause).__name__}",
+                )
         elif round_id == before.prepared and self.me != root:
             decided = isinstance(cause, io.MessageReceived) and isinstance(cause.message, m.Decision)
             must(decided and cause.peer == root, "aborts alone after its YES")
@@ -410,7 +464,7 @@ TARGETS = (
         run,
         valid,
         tuple(
-            f"gridtrain.protocol.{name}"
+            f"gridtrain.core.{name}"
             for name in (
                 *("member", "course", "generation", "entering", "allegiance", "holding", "edges"),
                 *("attempts", "means"),

@@ -14,8 +14,8 @@ import numpy as np
 from gridfuzz.source import Source
 from gridfuzz.targets.base import Target, must
 from gridtrain.errors import RemoteProtocolError
+from gridtrain.network.wire.sparse_payload import SparseVector, ValueKind, decode, encode
 from gridtrain.sparsify.merge import merge
-from gridtrain.wire.sparse import SparseVector, ValueKind, decode, encode
 
 _N = (1, 2, 7, 8, 9, 64, 1000, 65537, 1 << 20, 2**32)
 _ENTRIES = (0, 1, 2, 7, 64, 1000, 2**31)
@@ -152,7 +152,11 @@ _TOKENS = (
     b"\0\0\x80\x7f",
 )
 
-_CODEC = ("gridtrain.wire.sparse", "gridtrain.wire.eliasfano", "gridtrain.wire.values")
+_CODEC = (
+    "gridtrain.network.wire.sparse_payload",
+    "gridtrain.network.wire.elias_fano",
+    "gridtrain.network.wire.value_encoding",
+)
 
 TARGETS = (
     Target("sparse", "payloads of sparse exchanges", run, valid, _CODEC, change, _TOKENS),

@@ -12,18 +12,18 @@ from gridfuzz import drawing
 from gridfuzz.source import Source
 from gridfuzz.targets.base import Target, must
 from gridfuzz.targets.exchanges import expected
-from gridtrain.errors import RemoteProtocolError
-from gridtrain.protocol import member_io as io
-from gridtrain.protocol import messages as m
-from gridtrain.protocol.attempts import (
+from gridtrain.core import messages as m
+from gridtrain.core.collectives.ring import RingAllReduce
+from gridtrain.core.commit.attempts import (
     MAX_EARLY_MESSAGES,
     AttemptEffect,
     Attempts,
     RankAssignment,
     StepCommitted,
 )
-from gridtrain.protocol.ring import RingAllReduce
-from gridtrain.protocol.round import ROOT, Failed, Prepared, ProgressReceived
+from gridtrain.core.commit.two_phase_commit import ROOT, Failed, Prepared, ProgressReceived
+from gridtrain.core.group import member_events as io
+from gridtrain.errors import RemoteProtocolError
 
 GOOD, BAD = b"good", b"bad"
 CHANNEL = m.Channel()
@@ -77,7 +77,10 @@ class Play:
             case 10:  # somebody is at the next step already, or says so
                 here = self.here
                 ahead = m.RoundId(here.term, here.generation, here.step + 1, 0)
-                self.hear(self.any_rank(), m.Data(ahead, CHANNEL, m.PayloadSlot(m.CollectivePhase.REDUCE), False, b""))
+                self.hear(
+                    self.any_rank(),
+                    m.Data(ahead, CHANNEL, m.PayloadSlot(m.CollectivePhase.REDUCE), False, b""),
+                )
             case _:
                 classes = (m.Data, m.Vote, m.Decision)
                 hints = {
@@ -131,14 +134,20 @@ class Play:
         for effect in effects:
             match effect:
                 case io.Send(peer, message):
-                    must(self.seat.rank_of(peer) is not None and peer != self.seat.own_id, "posted to no member")
+                    must(
+                        self.seat.rank_of(peer) is not None and peer != self.seat.own_id,
+                        "posted to no member",
+                    )
                     if isinstance(message, m.Vote):
                         must(peer == self.seat.members[ROOT].peer, "a vote that does not go to the root")
                     if isinstance(message, m.Decision) and message.round in self.ended:
                         committed = message.verdict is m.Verdict.COMMIT
                         must(committed == self.ended[message.round], "another decision is repeated")
                 case io.SendPayload(peer):
-                    must(self.seat.rank_of(peer) is not None and peer != self.seat.own_id, "shipped to no member")
+                    must(
+                        self.seat.rank_of(peer) is not None and peer != self.seat.own_id,
+                        "shipped to no member",
+                    )
                 case io.ComputeDigest():
                     self.yes.setdefault(self.here, set()).add(self.seat.rank)
                     self.take(self.core.advance(Prepared(GOOD), self.now_s), None)
@@ -203,7 +212,7 @@ TARGETS = (
         "votes, decisions and data into the rounds of one generation",
         run,
         valid,
-        ("gridtrain.protocol.attempts", "gridtrain.protocol.round"),
+        ("gridtrain.core.commit.attempts", "gridtrain.core.commit.two_phase_commit"),
         max_bytes=1000,
     ),
 )

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 from gridfuzz.source import Source
 from gridfuzz.targets.base import Target, must
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.transport import sealed
-from gridtrain.transport.curve import Identity
+from gridtrain.network.transport import secure_channel
+from gridtrain.network.transport.identity import Identity
 
 ANNA, BERT = Identity.from_secret(b"a" * 32), Identity.from_secret(b"b" * 32)
 
@@ -25,7 +25,10 @@ ANNA, BERT = Identity.from_secret(b"a" * 32), Identity.from_secret(b"b" * 32)
 class Relay:
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.ends = (sealed.SecureChannel(ANNA, BERT.public, b"anna"), sealed.SecureChannel(BERT, ANNA.public, b"bert"))
+        self.ends = (
+            secure_channel.SecureChannel(ANNA, BERT.public, b"anna"),
+            secure_channel.SecureChannel(BERT, ANNA.public, b"bert"),
+        )
         self.packets: tuple[list[bytes], list[bytes]] = ([], [])  # what each side has sent
         self.made: tuple[list[list[bytes]], list[list[bytes]]] = ([], [])  # messages, by who sealed them
         self.opened: tuple[list[int], list[int]] = (
@@ -60,10 +63,16 @@ class Relay:
             case 9:
                 self.deliver(side, source.bytes(source.choice((0, 1, 17, 33, 150))))
             case 10 if end.session is not None:  # an authenticated peer that seals nonsense
-                lane = sealed.PacketClass.BULK if source.one_in(2) else sealed.PacketClass.CONTROL
+                lane = (
+                    secure_channel.PacketClass.BULK
+                    if source.one_in(2)
+                    else secure_channel.PacketClass.CONTROL
+                )
                 self.bad_seals = True
                 plain = source.choice((b"", b"\0", b"\1", b"\2x", b"\0" + source.bytes(12), b"\0\3\0\0\0\0"))
-                self.packets[side].append(end.session._encrypt_packet(plain, lane is sealed.PacketClass.BULK))
+                self.packets[side].append(
+                    end.session._encrypt_packet(plain, lane is secure_channel.PacketClass.BULK)
+                )
             case _ if end.session is not None:
                 self.seal(side)
 
@@ -81,7 +90,7 @@ class Relay:
     def deliver(self, side: int, packet: bytes) -> None:
         end = self.ends[side]
         try:
-            if sealed.is_offer(packet):
+            if secure_channel.is_offer(packet):
                 answer = end.handle_offer(packet)
                 self.packets[side].extend(answer.packets)
                 must(answer.greeting in (None, (b"bert", b"anna")[side]), "a greeting is another's")
@@ -105,12 +114,12 @@ class Relay:
 
 @contextmanager
 def keys_from(seed: bytes) -> Iterator[None]:
-    real, random = sealed.secrets, Random(seed)
-    sealed.secrets = SimpleNamespace(token_bytes=random.randbytes)  # type: ignore[assignment]
+    real, random = secure_channel.secrets, Random(seed)
+    secure_channel.secrets = SimpleNamespace(token_bytes=random.randbytes)  # type: ignore[assignment]
     try:
         yield
     finally:
-        sealed.secrets = real
+        secure_channel.secrets = real
 
 
 def run(data: bytes) -> bool:
@@ -143,7 +152,7 @@ TARGETS = (
         "two peers and a hostile relay",
         run,
         valid,
-        ("gridtrain.transport.sealed",),
+        ("gridtrain.network.transport.secure_channel",),
         max_bytes=400,
         cpu_s=1.0,
         memory_bytes=64 << 20,

@@ -16,11 +16,11 @@ from gridfuzz.mutate import JSON
 from gridfuzz.source import Source
 from gridfuzz.targets.base import Target, must
 from gridfuzz.targets.texts import change_json
+from gridtrain.core import messages as m
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.protocol import door
-from gridtrain.protocol import messages as m
-from gridtrain.protocol.recovery import generation_entry, recover_run
-from gridtrain.runtime.statefeed import BLOCK_BYTES, BlobReceiver, split_blocks
+from gridtrain.runtime.state_transfer.blobs import BLOCK_BYTES, BlobReceiver, split_blocks
+from gridtrain_coordinator.access import authorization
+from gridtrain_coordinator.membership.journal_recovery import generation_entry, recover_run
 
 # -- journal ---------------------------------------------------------------------------------------
 
@@ -34,14 +34,15 @@ def run_journal(data: bytes) -> bool:
     if not all(isinstance(body, dict) for _, body in entries):
         return False
     try:
-        door.recover_authorization(entries).status(0.0)
+        authorization.recover_authorization(entries).status(0.0)
         recovered = recover_run(entries)
     except (KeyError, TypeError, ValueError):
         return False
     if recovered.view is not None:
         again = json.loads(json.dumps(generation_entry(recovered.view, recovered.roster)))
         must(
-            recover_run([("generation", again)]).view == recovered.view, "a VIEW is another after writing it down"
+            recover_run([("generation", again)]).view == recovered.view,
+            "a VIEW is another after writing it down",
         )
     return True
 
@@ -66,7 +67,9 @@ def valid_journal(random: Random) -> bytes:
         holders = random.choice((None, ((a, spans), (b, ()))))
         state = m.LedgerState(2, 12, (), 8 if holders else 12, 0, holders)
         decided = random.choice((None, m.RoundId(1, generation, 2, 0)))
-        view = m.MembershipView(1, generation, 2, random.choice(list(m.Verdict)), decided, 1, bytes(32), state, "why")
+        view = m.MembershipView(
+            1, generation, 2, random.choice(list(m.Verdict)), decided, 1, bytes(32), state, "why"
+        )
         entries.append(("generation", generation_entry(view, roster)))
         entries.append(("state", {"state": random.choice(("training", "waiting", "finished")), "reason": ""}))
     return json.dumps(entries).encode()
@@ -122,20 +125,20 @@ def run_state(data: bytes) -> bool:
     """
     import torch
 
-    from gridtrain.optim import state_sync
+    from gridtrain.training.checkpoint import serialization
 
     model, optimizer, scheduler = _built(seed=2)
     before = [t.clone() for t in model.state_dict().values()]
     try:
-        state_sync.restore_state(data, model, optimizer, {"schedule": scheduler})
+        serialization.restore_state(data, model, optimizer, {"schedule": scheduler})
     except RemoteProtocolError as error:
         if "does not fit" not in error.reason:
             same = all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
             must(same, "a refused state changed the model")
         return False
-    state_sync.replica_digest(model, optimizer)
-    state_sync.hyperparameter_digest(optimizer)
-    state_sync.capture_state(model, optimizer, {"schedule": scheduler})
+    serialization.replica_digest(model, optimizer)
+    serialization.hyperparameter_digest(optimizer)
+    serialization.capture_state(model, optimizer, {"schedule": scheduler})
     return True
 
 
@@ -158,13 +161,13 @@ def _built(seed: int):  # type: ignore[no-untyped-def]
 def _trained_state(seed: int) -> bytes:
     import torch
 
-    from gridtrain.optim import state_sync
+    from gridtrain.training.checkpoint import serialization
 
     model, optimizer, scheduler = _built(seed)
     model(torch.ones(4, 3) * torch.arange(4.0)[:, None]).sum().backward()
     optimizer.step()
     scheduler.step()
-    return b"".join(state_sync.capture_state(model, optimizer, {"schedule": scheduler}))
+    return b"".join(serialization.capture_state(model, optimizer, {"schedule": scheduler}))
 
 
 def valid_state(random: Random) -> bytes:
@@ -193,7 +196,10 @@ TARGETS = (
         "the coordinator's journal",
         run_journal,
         valid_journal,
-        ("gridtrain.protocol.recovery", "gridtrain.protocol.door_rules"),
+        (
+            "gridtrain_coordinator.membership.journal_recovery",
+            "gridtrain_coordinator.access.authorization_rules",
+        ),
         change_json,
         (*JSON, b'"verdict"', b'"holders"', b'"decided"', b'"COMMIT"'),
     ),
@@ -202,14 +208,14 @@ TARGETS = (
         "blocks of a donor's state",
         run_stateblocks,
         valid_stateblocks,
-        ("gridtrain.runtime.statefeed",),
+        ("gridtrain.runtime.state_transfer.blobs",),
     ),
     Target(
         "state",
         "a donor's state: JSON and safetensors, into model, optimizer and scheduler",
         run_state,
         valid_state,
-        ("gridtrain.optim.state_sync",),
+        ("gridtrain.training.checkpoint.serialization",),
         change_state,
         (*JSON, b'"tensor"', b'"dict"', b'"tuple"', b'"list"', b'"counter"', b'"F32"', b'"data_offsets"'),
         max_bytes=8192,

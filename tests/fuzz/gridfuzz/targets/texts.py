@@ -9,10 +9,11 @@ from gridfuzz.mutate import JSON
 from gridfuzz.source import Source
 from gridfuzz.targets.base import Target, must
 from gridtrain.cli.status import render
+from gridtrain.core.group import invitation
 from gridtrain.errors import ConfigError, RemoteProtocolError
-from gridtrain.protocol import invitation, routes
-from gridtrain.runtime.client import MAX_TEXT, _parse_status, parse_coordinator_address
-from gridtrain.runtime.naming import state_directory
+from gridtrain.runtime.client.coordinator_client import MAX_TEXT, _parse_status, parse_coordinator_address
+from gridtrain.runtime.worker_naming import state_directory
+from gridtrain_coordinator.run import route_table
 
 # -- status: input is the payload of StatusReply --------------------------------------------------
 
@@ -116,14 +117,15 @@ def run_addresses(data: bytes) -> bool:
         accepted = True
     except ConfigError:
         pass
-    key = routes.relay_of(text)
+    key = route_table.relay_of(text)
     must(key is None or (len(key) == 32 and text == f"relay:{key.hex()}"), "a relay's key is not 32 bytes")
     source = Source(data)
     host = source.bytes(source.byte() % 24).decode(errors="replace").rstrip("\0")
-    place = routes.PeerLocation(source.rest().decode(errors="replace"), host, "")
-    for candidate in routes.dial_back_addresses(place):
+    place = route_table.PeerLocation(source.rest().decode(errors="replace"), host, "")
+    for candidate in route_table.dial_back_addresses(place):
         must(
-            candidate == place.claimed_address or candidate.startswith("tcp://"), "a candidate that is no TCP address"
+            candidate == place.claimed_address or candidate.startswith("tcp://"),
+            "a candidate that is no TCP address",
         )
     folder = state_directory(text)
     must(
@@ -138,10 +140,16 @@ def run_addresses(data: bytes) -> bool:
 def _check_ways(source: Source) -> None:
     """Whatever workers claim, and whatever was tried in vain: both sides of a pair are told what fits."""
     coordinator, peers = b"C" * 32, [bytes([letter]) * 32 for letter in b"abcd"]
-    known, addresses = routes.RouteTable(coordinator), ("", "tcp://10.0.0.1:1", "tcp://10.0.0.2:1", "nonsense")
+    known, addresses = (
+        route_table.RouteTable(coordinator),
+        ("", "tcp://10.0.0.1:1", "tcp://10.0.0.2:1", "nonsense"),
+    )
     for peer in peers:
         claimed, proven = source.choice(addresses), source.choice(addresses)
-        known.set_location(peer, routes.PeerLocation(claimed, source.choice(("", "h", "i")), proven, not source.one_in(4)))
+        known.set_location(
+            peer,
+            route_table.PeerLocation(claimed, source.choice(("", "h", "i")), proven, not source.one_in(4)),
+        )
     relays = known.relay_candidates(peers)
     for _ in range(source.byte() % 12):
         viewer, other = source.choice(peers), source.choice(peers)
@@ -150,9 +158,9 @@ def _check_ways(source: Source) -> None:
         known.block(viewer, other, relays)
         there, back = known.address(viewer, other, relays), known.address(other, viewer, relays)
         must(bool(there or back), "neither of two members is to dial the other")
-        relay = routes.relay_of(there)
+        relay = route_table.relay_of(there)
         if relay is not None:
-            must(routes.relay_of(back) == relay, "two members are to meet at two places")
+            must(route_table.relay_of(back) == relay, "two members are to meet at two places")
             must(relay == coordinator or relay in relays, "a relay that is none")
             must(relay not in (viewer, other), "a member is its own relay")
 
@@ -237,7 +245,7 @@ TARGETS = (
         "addresses, relays and run names",
         run_addresses,
         valid_address,
-        ("gridtrain.protocol.routes",),
+        ("gridtrain_coordinator.run.route_table",),
         None,
         (b"tcp://", b"relay:", b":0", b":65536", b"[", b"]", b"%", b"..", b"/", b"\0", "\u202e".encode()),
         max_bytes=1024,
@@ -247,7 +255,7 @@ TARGETS = (
         "what somebody pastes as an invitation",
         run_invitation,
         valid_invitation,
-        ("gridtrain.protocol.invitation",),
+        ("gridtrain.core.group.invitation",),
         change_invitation,
         (b"gridtrain1:", b"gridtrain2:", b"gridtrain", b"=", b"-", b"_", b"+", b"/", b" ", "\u200b".encode()),
     ),

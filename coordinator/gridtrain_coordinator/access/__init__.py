@@ -1,0 +1,1 @@
+"""Who may come in, who violated the protocol, who is banned.  Pure."""

@@ -1,0 +1,486 @@
+"""The coordinator's door: whose key may come in, as what, and who has to go.
+
+Decides by keys alone: a name proves nothing.  Never touches a socket, a clock or a disk: `wall_s` is the
+wall clock, as invitations outlive a restart; `now_s` is any clock; what must be durable is returned as
+`Journal` entries, to be written before anything that follows is sent.  `recover` reads them back.
+
+    stranger --the run's owner invites--> guest --Enrol--> member --kick, third strike--> stranger
+                  (a token, with uses and an end)             |                     (needs a new invitation)
+                                                              +--ban--> banned --unban--> stranger
+
+A member's key stays a member's over restarts of both sides.  What is kept of an invitation is a digest of
+its public key, so that whoever reads the journal cannot come in with what stands there, nor recognise an
+invitation on its way.  A guest whose invitation is not valid is told that much, whatever the cause; one whose
+invitation is valid is told why the key that it names is not let in again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from gridtrain.core import messages as m
+from gridtrain.core.group.invitation import invitation_digest
+from gridtrain_coordinator.access import authorization_rules as rules
+from gridtrain_coordinator.access.violations import ViolationLog, ViolationRecord, exceeds_limit
+from gridtrain_coordinator.run.events import JournalEntry
+
+MAX_LISTED = 1000
+"""Of each kind in `picture`."""
+
+
+class AccessRole(StrEnum):
+    """The same words as `transport.base.Standing`, which a core must not import: `Standing(answer)`."""
+
+    STRANGER = "stranger"
+    GUEST = "guest"
+    PEER = "peer"
+
+
+@dataclass(frozen=True, slots=True)
+class AccessReply:
+    """What to write down, then to whom else to say goodbye and why, then what to reply."""
+
+    reply: m.Enrolled | m.OperatorReply | m.Refused
+    entries: tuple[JournalEntry, ...] = ()
+    removed: tuple[tuple[m.PeerId, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ViolationOutcome:
+    """What follows from a strike.
+
+    Attributes:
+        kicked: members that are none any more, and why; to be dismissed.
+        restored: members that had been kicked by the word of a liar, and are members again.
+        believed: the strike counts; False: its accuser is suspected, or has said enough.
+        strikes: how many of the accused's count now.
+    """
+
+    entries: tuple[JournalEntry, ...] = ()
+    removed: tuple[tuple[m.PeerId, str], ...] = ()
+    restored: tuple[m.PeerId, ...] = ()
+    is_counted: bool = False
+    violation_count: int = 0
+
+
+@dataclass(slots=True)
+class _Invitation:
+    serial: int
+    uses: int
+    until_s: float
+    used: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Removal:
+    serial: int  # of the latest invitation at that time: only a later one lets the key in again
+    is_for_violations: bool
+    reason: str
+
+
+# -- the door ----------------------------------------------------------------------------------------
+
+
+class Authorization:
+    """See the module's text.
+
+    Args:
+        run: the run's name, for replies.
+        operator: the key that may give orders; None: nobody may.
+        coordinator: our own key, which nobody else can have.
+        open_to_all: every key is a peer unless it was kicked or banned; for groups within one process.
+    """
+
+    def __init__(
+        self,
+        open_to_all: bool = False,
+        *,
+        run: str = "default",
+        operator: m.PeerId | None = None,
+        coordinator: m.PeerId | None = None,
+    ) -> None:
+        self._run = run
+        self._open_to_all = open_to_all
+        self._operator = operator
+        self._reserved_keys = {operator, coordinator}
+        self._invitations: dict[str, _Invitation] = {}
+        self._serial = 0
+        self._members: dict[m.PeerId, str] = {}  # and the id of the invitation that they came with
+        self._banned: dict[m.PeerId, str] = {}  # and why
+        self._banned_names: dict[m.PeerId, str] = {}  # by which people knew them, where they did
+        self._removed: dict[m.PeerId, _Removal] = {}
+        self._violations = ViolationLog()
+        self._recent_enrolments: list[tuple[float, str]] = []  # when, and from which range
+        self._joins: dict[m.PeerId, deque[float]] = {}
+
+    def access_role(self, key: m.PeerId, wall_s: float) -> AccessRole:
+        """What `key` may do now: asked at each handshake and for each message."""
+        if self.is_operator(key) or self._is_member(key):
+            return AccessRole.PEER
+        invitation = self._invitations.get(invitation_digest(key))
+        if invitation is not None and _is_valid(invitation, wall_s):
+            return AccessRole.GUEST
+        return AccessRole.STRANGER
+
+    def is_operator(self, key: m.PeerId) -> bool:
+        return rules.is_operator(key, self._operator)
+
+    # -- guests and members --------------------------------------------------------------------
+
+    def enrol(self, invitation_key: m.PeerId, peer: m.PeerId, host: str, wall_s: float) -> AccessReply:
+        """`Enrol`: let `peer` in, if the invitation by whose key the guest is connected is valid.
+
+        `host` is where the connection comes from.  A key that is a member's already costs no use.
+        """
+        name = invitation_digest(invitation_key)
+        invitation = self._invitations.get(name)
+        kick = self._removed.get(peer)
+        if invitation is None or not _is_valid(invitation, wall_s):
+            return AccessReply(rules.INVALID_INVITATION)
+        if rules.is_banned(peer, self._banned):
+            return AccessReply(rules.banned_refusal(peer, self._banned[peer]))
+        if peer in self._members:
+            return AccessReply(m.Enrolled(self._run))
+        if kick is not None and rules.predates_removal(invitation.serial, kick.serial):
+            return AccessReply(rules.removed_refusal(kick.reason))
+        if (
+            peer in self._reserved_keys
+            or peer == invitation_key
+            or invitation_digest(peer) in self._invitations
+        ):
+            return AccessReply(rules.KEY_IN_USE)
+        if (
+            self._exceeds_enrolment_rate(rules.address_range(host), wall_s)
+            or len(self._members) >= rules.MAX_MEMBERS
+        ):
+            return AccessReply(rules.TOO_MANY_ENROLMENTS)
+        self._recent_enrolments.append((wall_s, rules.address_range(host)))
+        return AccessReply(
+            m.Enrolled(self._run), (self._apply_and_journal("enrolled", peer=peer.hex(), invitation=name),)
+        )
+
+    def allow_join(self, peer: m.PeerId, now_s: float) -> bool:
+        """Counts this attempt.  False: answer `door_rules.TOO_OFTEN`."""
+        joins = self._joins.pop(peer, None) or deque(maxlen=rules.MAX_JOINS_PER_WORKER)
+        while joins and joins[0] <= now_s - rules.JOIN_WINDOW_S:
+            joins.popleft()
+        allowed = not rules.exceeds_join_rate(len(joins))
+        if allowed:
+            joins.append(now_s)
+        self._joins[peer] = joins  # at the end: the first ones have been quiet for longest
+        if len(self._joins) > rules.MAX_JOINERS:
+            del self._joins[next(iter(self._joins))]
+        return allowed
+
+    def _is_member(self, key: m.PeerId) -> bool:
+        if rules.is_banned(key, self._banned):
+            return False
+        return key in self._members or (
+            self._open_to_all and key not in self._removed and key not in self._reserved_keys
+        )
+
+    def _exceeds_enrolment_rate(self, where: str, wall_s: float) -> bool:
+        """Times to come are those before the wall clock was set back."""
+        self._recent_enrolments = [
+            line for line in self._recent_enrolments if 0 <= wall_s - line[0] < rules.ENROL_WINDOW_S
+        ]
+        return (
+            rules.exceeds_enrolment_rate(sum(line[1] == where for line in self._recent_enrolments))
+            or len(self._recent_enrolments) >= rules.MAX_ENROLS
+        )
+
+    # -- the run's owner -----------------------------------------------------------------------
+
+    def handle_order(
+        self, sender: m.PeerId, message: m.Invite | m.RemoveWorker | m.Unban, wall_s: float, name: str = ""
+    ) -> AccessReply:
+        """An order, from whomever it comes; `name`: of the worker that is expelled, if it is known."""
+        if not self.is_operator(sender):
+            return AccessReply(rules.NOT_OPERATOR)
+        match message:
+            case m.Invite(key, uses, expires_s):
+                return self.invite(key, uses, expires_s, wall_s)
+            case m.RemoveWorker(peer, ban, reason):
+                return self.expel(peer, ban, reason, name)
+            case m.Unban(peer):
+                return self.pardon(peer)
+
+    def invite(self, key: m.PeerId, uses: int, expires_s: float, wall_s: float) -> AccessReply:
+        """Make `key` an invitation's; `expires_s` 0: withdraw it, whoever holds it."""
+        name = invitation_digest(key)
+        if expires_s <= 0:
+            if name not in self._invitations:
+                return _refused(
+                    "unknown", "there is no such invitation", "it has ended, or is of another run"
+                )
+            entry = self._apply_and_journal("invitation", key=name, uses=uses, until_s=wall_s, at_s=wall_s)
+            return AccessReply(
+                m.OperatorReply("the invitation is withdrawn; who came in with it stays"), (entry,)
+            )
+        if uses > rules.MAX_USES or expires_s > rules.MAX_EXPIRES_S:
+            return _refused(
+                "bounds",
+                f"an invitation of {uses} uses and {expires_s / 86_400:.4g} days is over the bounds "
+                f"of {rules.MAX_USES} uses and {rules.MAX_EXPIRES_S / 86_400:.0f} days",
+                "make it smaller; another one can follow",
+            )
+        if name in self._invitations or key in self._members or key in self._reserved_keys:
+            return _refused("known", "this key is in use", "let `gridtrain invite` make a new one")
+        if sum(_is_valid(known, wall_s) for known in self._invitations.values()) >= rules.MAX_INVITATIONS:
+            return _refused(
+                "too-many",
+                f"{rules.MAX_INVITATIONS} invitations are open",
+                "make one with more uses (--uses), or wait until some have ended",
+            )
+        entry = self._apply_and_journal(
+            "invitation", key=name, uses=uses, until_s=wall_s + expires_s, at_s=wall_s
+        )
+        times = "once" if uses == 1 else f"{uses} times"
+        return AccessReply(m.OperatorReply(f"the invitation {name[:8]} can be used {times}"), (entry,))
+
+    def expel(self, peer: m.PeerId, ban: bool, reason: str, name: str = "") -> AccessReply:
+        """Kick a member, or ban a key, member or not."""
+        reason = rules.clean_reason(reason) or "the run's owner decided so"
+        if peer in self._reserved_keys:
+            return _refused("ours", "this is the coordinator's or your own key", "name a worker")
+        if rules.is_banned(peer, self._banned):
+            return AccessReply(m.OperatorReply(f"{_short(peer)} is banned already: {self._banned[peer]}"))
+        if not ban and not self._is_member(peer):
+            return _refused(
+                "unknown", f"{_short(peer)} is no member", "`gridtrain members` lists them; ban takes any key"
+            )
+        if ban and len(self._banned) >= rules.MAX_BANNED:
+            return _refused("too-many", f"{rules.MAX_BANNED} keys are banned", "unban some")
+        cause = "liar" if self._violations.is_suspected(peer) else "order"
+        entries, _ = self._remove(peer, ban, reason, cause, rules.clean_reason(name) if ban else "")
+        done = "is banned until you unban it" if ban else "is out; it needs a new invitation to come back"
+        return AccessReply(m.OperatorReply(f"{_short(peer)} {done}"), tuple(entries), ((peer, reason),))
+
+    def pardon(self, peer: m.PeerId) -> AccessReply:
+        """Lift a ban; where everybody may come in, also undo a kick."""
+        if peer not in self._banned and not (self._open_to_all and peer in self._removed):
+            return _refused(
+                "unknown", f"{_short(peer)} is not banned", "`gridtrain members` lists the banned"
+            )
+        entry = self._apply_and_journal("pardoned", peer=peer.hex())
+        then = "it can come back" if self._open_to_all else "with a new invitation it can come back"
+        return AccessReply(m.OperatorReply(f"{_short(peer)} is not banned any more; {then}"), (entry,))
+
+    # -- strikes -------------------------------------------------------------------------------
+
+    def record_violation(
+        self, peer: m.PeerId, reason: str, accuser: m.PeerId | None, now_s: float
+    ) -> ViolationOutcome:
+        """`peer` broke the protocol, says `accuser`; None: we have seen it ourselves."""
+        strike = ViolationRecord(accuser, rules.clean_reason(reason))
+        if not self._is_member(peer) or not self._violations.add(peer, strike):
+            return ViolationOutcome(violation_count=self._violations.count(peer))
+        said_by = accuser.hex() if accuser is not None else ""
+        entry = JournalEntry("strike", {"peer": peer.hex(), "accuser": said_by, "reason": strike.reason})
+        return self._evaluate_violations([entry], now_s, peer, accuser)
+
+    def tick(self, now_s: float) -> ViolationOutcome:
+        """To be called once a second: accusers that nobody has confirmed in time have to go."""
+        return self._evaluate_violations([], now_s, None, None)
+
+    def _evaluate_violations(
+        self, entries: list[JournalEntry], now_s: float, peer: m.PeerId | None, accuser: m.PeerId | None
+    ) -> ViolationOutcome:
+        kicked: list[tuple[m.PeerId, str]] = []
+        restored: list[m.PeerId] = []
+        for liar in self._violations.review_suspects(now_s):
+            told = len(self._violations.accused_by(liar))
+            reason = f"accused {told} members, and nobody else had seen anything of the kind"
+            kicked += [(liar, reason)] if self._is_member(liar) else []
+            written, again = self._remove(liar, False, reason, "liar")
+            entries += written
+            restored += again
+        for accused in self._violations.members_over_limit():
+            if self._is_member(accused):
+                strikes = self._violations.records_of(accused)
+                reason = f"{len(strikes)} strikes, the last one: {strikes[-1].reason}"
+                kicked.append((accused, reason))
+                entries += self._remove(accused, False, reason, "strikes")[0]
+        return ViolationOutcome(
+            tuple(entries),
+            tuple(kicked),
+            tuple(restored),
+            is_counted=peer is not None and not self._violations.is_suspected(accuser),
+            violation_count=self._violations.count(peer) if peer is not None else 0,
+        )
+
+    def _remove(
+        self, peer: m.PeerId, ban: bool, reason: str, cause: str, name: str = ""
+    ) -> tuple[list[JournalEntry], list[m.PeerId]]:
+        """What to write down, and who is a member again because it was kicked by the word of this liar."""
+        victims = self._violations.accused_by(peer) if cause == "liar" else []
+        named = {"name": name} if name else {}
+        entries = [
+            self._apply_and_journal("expelled", peer=peer.hex(), ban=ban, reason=reason, cause=cause, **named)
+        ]
+        innocent = [victim for victim in victims if self._was_removed_in_error(victim)]
+        entries += [
+            self._apply_and_journal("enrolled", peer=victim.hex(), invitation="") for victim in innocent
+        ]
+        return entries, innocent
+
+    def _was_removed_in_error(self, victim: m.PeerId) -> bool:
+        kick = self._removed.get(victim)
+        return (
+            kick is not None
+            and kick.is_for_violations
+            and not exceeds_limit(len(self._violations.records_of(victim)))
+        )
+
+    # -- what is written down, and read back ---------------------------------------------------
+
+    def _apply_and_journal(self, kind: str, **body: Any) -> JournalEntry:
+        self.apply_entry(kind, body)
+        return JournalEntry(kind, body)
+
+    def apply_entry(self, kind: str, body: Mapping[str, Any]) -> None:
+        """Do what a journal's entry says; other kinds are other people's.
+
+        Raises `KeyError`, `TypeError` or `ValueError` for an entry that no door wrote.
+        """
+        match kind:
+            case "invitation":
+                self._apply_invitation(body)
+            case "enrolled":
+                self._apply_enrolled(rules.parse_key(body["peer"]), rules.parse_text(body["invitation"]))
+            case "expelled":
+                peer, name = rules.parse_key(body["peer"]), rules.parse_text(body.get("name", ""))
+                self._apply_expelled(peer, body["ban"], rules.parse_text(body["reason"]), body["cause"])
+                if body["ban"] and name:
+                    self._banned_names[peer] = name
+            case "pardoned":
+                peer = rules.parse_key(body["peer"])
+                self._banned.pop(peer, None)
+                self._banned_names.pop(peer, None)
+                self._removed.pop(peer, None)
+                if not self._open_to_all:
+                    self._removed[peer] = _Removal(
+                        self._serial, False, "it was banned, and has not come in since that was lifted"
+                    )
+            case "strike":
+                said_by = rules.parse_text(body["accuser"])
+                strike = ViolationRecord(
+                    rules.parse_key(said_by) if said_by else None, rules.parse_text(body["reason"])
+                )
+                self._violations.add(rules.parse_key(body["peer"]), strike)
+
+    def _apply_invitation(self, body: Mapping[str, Any]) -> None:
+        name, uses = rules.parse_key(body["key"]).hex(), body["uses"]
+        until_s, at_s = rules.parse_seconds(body["until_s"]), rules.parse_seconds(body["at_s"])
+        if type(uses) is not int or not 1 <= uses < 2**31:
+            raise ValueError(f"{uses!r} uses")
+        self._invitations = {
+            key: known
+            for key, known in self._invitations.items()
+            if key != name
+            and not rules.has_expired(known.until_s, at_s)
+            and not rules.is_used_up(known.used, known.uses)
+        }
+        self._serial += 1
+        if until_s > at_s:
+            self._invitations[name] = _Invitation(self._serial, uses, until_s)
+
+    def _apply_enrolled(self, peer: m.PeerId, invitation: str) -> None:
+        """An invitation of no name: nobody used one, it is a member again."""
+        if invitation:
+            self._violations.clear(peer)
+        if invitation in self._invitations:
+            self._invitations[invitation].used += 1
+        self._members[peer] = invitation
+        self._removed.pop(peer, None)
+
+    def _apply_expelled(self, peer: m.PeerId, ban: object, reason: str, cause: object) -> None:
+        if type(ban) is not bool or cause not in ("order", "strikes", "liar"):
+            raise ValueError(f"expelled with ban {ban!r} and cause {cause!r}")
+        self._members.pop(peer, None)
+        self._removed.pop(peer, None)
+        self._removed[peer] = _Removal(self._serial, cause == "strikes", reason)
+        if len(self._removed) > rules.MAX_REMOVED:
+            del self._removed[next(iter(self._removed))]
+        if ban:
+            self._banned[peer] = reason
+        if cause == "liar":
+            self._violations.withdraw_accusations(peer)
+
+    # -- what is seen from outside -------------------------------------------------------------
+
+    def status(self, wall_s: float) -> dict[str, Any]:
+        """For `gridtrain members`; JSON-able, bounded, and of no use to come in with."""
+        valid = [(name, one) for name, one in self._invitations.items() if _is_valid(one, wall_s)]
+        members, banned = list(self._members)[-MAX_LISTED:], list(self._banned.items())[-MAX_LISTED:]
+        return {
+            "open_to_all": self._open_to_all,
+            "invitations": [
+                {"id": name[:8], "uses": one.uses, "used": one.used, "left_s": round(one.until_s - wall_s, 1)}
+                for name, one in valid[-MAX_LISTED:]
+            ],
+            "enrolled_total": len(self._members),
+            "enrolled": [
+                {
+                    "peer": peer.hex(),
+                    "invitation": self._members[peer][:8],
+                    "strikes": self._violations.count(peer),
+                }
+                for peer in members
+            ],
+            "banned": [self._banned_row(peer, reason) for peer, reason in banned],
+            "strikes": [
+                self._violations_row(peer) for peer in self._violations.accused_members()[-MAX_LISTED:]
+            ],
+        }
+
+    def violation_count(self, peer: m.PeerId) -> int:
+        """How many count against it now."""
+        return self._violations.count(peer)
+
+    def _banned_row(self, peer: m.PeerId, reason: str) -> dict[str, Any]:
+        name = self._banned_names.get(peer, "")
+        return {"peer": peer.hex(), **({"name": name} if name else {}), "reason": reason}
+
+    def _violations_row(self, peer: m.PeerId) -> dict[str, Any]:
+        strikes = self._violations.records_of(peer)[-10:]
+        said = [
+            {"by": _short(one.accuser) if one.accuser is not None else "coordinator", "reason": one.reason}
+            for one in strikes
+        ]
+        return {"peer": peer.hex(), "strikes": self._violations.count(peer), "said": said}
+
+
+def recover_authorization(
+    entries: Iterable[tuple[str, Mapping[str, Any]]],
+    open_to_all: bool = False,
+    *,
+    run: str = "default",
+    operator: m.PeerId | None = None,
+    coordinator: m.PeerId | None = None,
+) -> Authorization:
+    """The door as the journal left it; the counts of joins and enrolments of the last minutes begin anew.
+
+    Raises `KeyError`, `TypeError` or `ValueError` for entries that no coordinator wrote.
+    """
+    door = Authorization(open_to_all, run=run, operator=operator, coordinator=coordinator)
+    for kind, body in entries:
+        door.apply_entry(kind, body)
+    return door
+
+
+def _is_valid(invitation: _Invitation, wall_s: float) -> bool:
+    expired = rules.has_expired(invitation.until_s, wall_s)
+    return not expired and not rules.is_used_up(invitation.used, invitation.uses)
+
+
+def _refused(code: str, reason: str, remedy: str) -> AccessReply:
+    return AccessReply(m.Refused(code, reason, remedy))
+
+
+def _short(key: m.PeerId) -> str:
+    return key.hex()[:12]

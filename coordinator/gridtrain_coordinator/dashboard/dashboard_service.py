@@ -1,0 +1,218 @@
+"""The dashboard's own thread beside the daemon's loop.
+
+Decides nothing.  The daemon never waits here: a picture is put down and the loop woken, events go into a
+bounded list, orders are fetched when the daemon looks for them.
+
+    daemon's thread                        dashboard's thread (asyncio, uvicorn)
+      show(picture) -- latest picture ------> Board.show -> Stream.publish -> open pages
+      note(event) ---- at most 500 ---------> Board.note
+      orders() <------ at most 16 ----------- POST /api/v1/workers/KEY/kick
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import queue
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import uvicorn
+
+from gridtrain.core.messages import OperatorReply, Refused, RemoveWorker, Unban
+from gridtrain_coordinator.dashboard.board import Board
+from gridtrain_coordinator.dashboard.connection_timeouts import close_expired
+from gridtrain_coordinator.dashboard.event_stream import EventStream
+from gridtrain_coordinator.dashboard.http_api import STREAM, Api, create_app
+from gridtrain_coordinator.log import Log
+
+MAX_ORDERS = 16
+MAX_EVENTS = 500  # between two pictures
+MAX_CONNECTIONS = 128
+MAX_LOGGED_ERRORS = 20
+END_S = 3.0
+
+RecordedTick = tuple[float, Mapping[str, Any], Sequence[tuple[float, str, str, dict[str, Any]]]]
+"""Time of the wall clock, picture, events before it."""
+
+Order = tuple[RemoveWorker | Unban, "Future[OperatorReply | Refused]"]
+
+
+class DashboardService:
+    """See the module's text.
+
+    Args:
+        bound: a socket that is bound, and closed here.
+        token: gives orders.
+        named: host names that it answers to.
+        log: told if the dashboard ends by a fault of its own.
+    """
+
+    def __init__(self, bound: socket.socket, token: str, log: Log, named: tuple[str, ...] = ()) -> None:
+        self._socket = bound
+        self._token = token
+        self._named = named
+        self._log = log
+        self._orders: queue.Queue[Order] = queue.Queue(MAX_ORDERS)
+        self._events: deque[tuple[float, str, str, dict[str, Any]]] = deque(maxlen=MAX_EVENTS)
+        self._latest: tuple[float, Mapping[str, Any]] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._server: uvicorn.Server | None = None
+        self._stream: EventStream | None = None
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gridtrain-dashboard", daemon=True)
+
+    # -- the daemon's side: nothing here waits -----------------------------------------------------
+
+    def publish(self, picture: Mapping[str, Any], at_s: float | None = None) -> None:
+        """The picture must not be changed afterwards.  `at_s`: of the wall clock; None: now."""
+        self._latest = (time.time() if at_s is None else at_s, picture)
+        self._call(self._tick)
+
+    def note(self, level: str, event: str, fields: Mapping[str, Any], at_s: float | None = None) -> None:
+        """A line of the log; see `gridtrain_coordinator.log.Log`."""
+        self._events.append((time.time() if at_s is None else at_s, level, event, dict(fields)))
+
+    def replay(self, past: Sequence[RecordedTick]) -> None:
+        """What has been, at once: for simulated runs.  Waits until it is on the board."""
+        done: Future[None] = Future()
+
+        def take() -> None:
+            for at_s, picture, events in past:
+                for event in events:
+                    self._board.add_event(*event)
+                self._board.update(picture, at_s)
+            done.set_result(None)
+
+        self._call(take)
+        done.result(300.0)
+
+    def take_orders(self) -> Iterator[Order]:
+        """What the owner has ordered since the last call; each must be answered."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._orders.get_nowait()
+
+    def start(self) -> None:
+        """Raises nothing: a dashboard that cannot run is a line in the log."""
+        self._thread.start()
+        self._started.wait(END_S)
+
+    def close(self) -> None:
+        def end() -> None:
+            if self._stream is not None:
+                self._stream.close()
+            if self._server is not None:
+                self._server.should_exit = True
+
+        self._call(end)
+        if self._thread.is_alive():
+            self._thread.join(END_S)
+        self._socket.close()
+
+    def _call(self, what: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(what)
+
+    # -- the dashboard's side ------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:  # SystemExit too: uvicorn's way to say that it cannot start
+            reason = f"{type(error).__name__}: {error}"
+            self._log("error", "dashboard_failed", {"reason": reason, "remedy": "the run goes on without it"})
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        faults, errors = logging.getLogger("uvicorn.error"), _ErrorHandler(self._log)
+        faults.addHandler(errors)
+        faults.propagate = False  # the coordinator's log has lines of its own
+        try:
+            await self._serve_pages()
+        finally:
+            faults.removeHandler(errors)
+
+    async def _serve_pages(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._board = Board()
+        self._stream = EventStream(lambda: encoded(self._board.full_state()))
+        api = Api(self._board, self._stream, self._token, self._submit_order, time.time)
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                create_app(api, named=self._named),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                http="h11",
+                server_header=False,
+                date_header=False,
+                proxy_headers=False,
+                limit_concurrency=MAX_CONNECTIONS,
+                h11_max_incomplete_event_size=16_384,
+                timeout_keep_alive=5,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._socket.listen(64)
+        self._socket.setblocking(False)
+        self._started.set()
+        server = self._server
+        watching = asyncio.create_task(close_expired(lambda: server.server_state.connections, (STREAM,)))
+        try:
+            await server.serve(sockets=[self._socket])
+        finally:
+            watching.cancel()
+
+    def _tick(self) -> None:
+        """In the loop: once a second, whatever happens in the browsers."""
+        latest, self._latest = self._latest, None
+        if latest is None or self._stream is None:
+            return
+        with contextlib.suppress(IndexError):
+            while True:
+                self._board.add_event(*self._events.popleft())
+        self._board.update(latest[1], latest[0])
+        self._stream.publish(encoded(self._board.take_changes()))
+
+    def _submit_order(self, order: RemoveWorker | Unban) -> Future[OperatorReply | Refused]:
+        answer: Future[OperatorReply | Refused] = Future()
+        try:
+            self._orders.put_nowait((order, answer))
+        except queue.Full:
+            busy = f"{MAX_ORDERS} orders are waiting already"
+            answer.set_result(Refused("busy", busy, "try again in a second"))
+        return answer
+
+
+class _ErrorHandler(logging.Handler):
+    """The web server's errors as lines of the coordinator's log, the first ones."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__(logging.ERROR)
+        self._log = log
+        self._left = MAX_LOGGED_ERRORS
+
+    def emit(self, record: logging.LogRecord) -> None:
+        reason = record.getMessage().partition("\n")[0]
+        if self._left and not reason.startswith("Cancel "):  # pages that are open at the end
+            self._left -= 1
+            error = record.exc_info[1] if record.exc_info else None
+            self._log("error", "dashboard_failed", {"reason": f"{reason} {error!r}" if error else reason})
+
+
+def encoded(picture: Mapping[str, Any]) -> bytes:
+    """JSON in one line."""
+    return json.dumps(picture, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode(
+        "utf-8", "replace"
+    )

@@ -1,0 +1,262 @@
+"""The dashboard's addresses: the page, the JSON API, /metrics and /healthz.
+
+Decides what is asked for and who may ask.  Reading is for everybody who can reach the port (by default:
+this machine); what changes something, and where members are, wants the token.
+
+    GET   /  /static/...              the page
+    GET   /api/v1/run  /workers  /workers/KEY  /topology  /events  /history  /stream  /openapi.json
+    GET   /api/v1/door                                                   token
+    POST  /api/v1/workers/KEY/kick  .../ban  .../unban                   token
+    GET   /metrics  /healthz
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from concurrent.futures import Future
+from importlib.resources import files
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from gridtrain.core.messages import OperatorReply, Refused, RemoveWorker, Unban
+from gridtrain_coordinator.dashboard import sanitize
+from gridtrain_coordinator.dashboard.board import Board
+from gridtrain_coordinator.dashboard.event_stream import EventStream
+from gridtrain_coordinator.dashboard.guard import Guard, bearer, problem
+from gridtrain_coordinator.dashboard.history import COLUMNS
+from gridtrain_coordinator.dashboard.prometheus import exposition
+
+STALE_S = 10.0
+"""The daemon tells something every second; after so long without a word it is held for stuck."""
+
+ORDER_S = 5.0
+MAX_LISTED = 1000
+STREAM = "/api/v1/stream"
+_KEY = re.compile(r"[0-9a-f]{64}")
+STATIC = {
+    "index.html": "text/html; charset=utf-8",
+    "app.css": "text/css; charset=utf-8",
+    "uplot.css": "text/css; charset=utf-8",
+    "uplot.js": "text/javascript; charset=utf-8",
+    "app.js": "text/javascript; charset=utf-8",
+    "format.js": "text/javascript; charset=utf-8",
+    "plots.js": "text/javascript; charset=utf-8",
+    "table.js": "text/javascript; charset=utf-8",
+    "topology.js": "text/javascript; charset=utf-8",
+    "timeline.js": "text/javascript; charset=utf-8",
+    "details.js": "text/javascript; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+}
+Order = RemoveWorker | Unban
+SubmitOrder = Callable[[Order], "Future[OperatorReply | Refused]"]
+
+
+class Api:
+    """See the module's text.
+
+    Args:
+        obey: hands an order to the daemon.
+        wall: seconds of the wall clock.
+    """
+
+    def __init__(
+        self, board: Board, stream: EventStream, token: str, obey: SubmitOrder, wall: Callable[[], float]
+    ) -> None:
+        self._board = board
+        self._stream = stream
+        self._token = token
+        self._submit_order = obey
+        self._wall = wall
+
+    # -- reading -------------------------------------------------------------------------------
+
+    async def healthz(self, request: Request) -> Response:
+        shown_s = self._board.updated_s
+        age_s = None if shown_s is None else round(max(self._wall() - shown_s, 0.0), 1)
+        fine = age_s is not None and age_s < STALE_S
+        body = {"ok": fine, "phase": self._board.run.get("phase", "starting"), "heard_s": age_s}
+        return JSONResponse(body, 200 if fine else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(exposition(self._board), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def run(self, request: Request) -> Response:
+        self._require_status()
+        return JSONResponse(self._board.run)
+
+    async def workers(self, request: Request) -> Response:
+        rows = self._board.workers()
+        state = request.query_params.get("state")
+        rows = [row for row in rows if state is None or row["state"] == state]
+        first, most = _count(request, "offset", 0), _count(request, "limit", MAX_LISTED)
+        return JSONResponse({"total": len(rows), "workers": rows[first : first + min(most, MAX_LISTED)]})
+
+    async def worker(self, request: Request) -> Response:
+        peer = _key(request)
+        row = next((row for row in self._board.workers() if row["peer"] == peer), None)
+        if row is None:
+            return problem(404, "unknown", "no worker has this key", "GET /api/v1/workers lists them")
+        if bearer(request.headers, self._token):
+            row = row | {"address": self._board.address(peer)}
+        return JSONResponse(row)
+
+    async def topology(self, request: Request) -> Response:
+        return JSONResponse(self._board.topology)
+
+    async def events(self, request: Request) -> Response:
+        after, most = _count(request, "after", 0), _count(request, "limit", MAX_LISTED)
+        events = [event for event in self._board.events if event["id"] > after]
+        return JSONResponse({"events": events[: min(most, MAX_LISTED)]})
+
+    async def history(self, request: Request) -> Response:
+        history = self._board.history
+        whole = request.query_params.get("window", "whole") == "whole"
+        points = history.all_points() if whole else list(history.recent)
+        body = {"columns": COLUMNS, "stride": history.stride if whole else 1}
+        return JSONResponse(body | {"points": [point.row() for point in points]})
+
+    async def openapi(self, request: Request) -> Response:
+        return Response(_packaged("openapi.json"), media_type="application/json")
+
+    async def stream(self, request: Request) -> Any:
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream; charset=utf-8")  # its answer would never end
+        if self._stream.is_full:
+            refusal = problem(
+                503, "full", f"{self._stream.page_count} pages are open", "close one, or try again"
+            )
+            refusal.headers["retry-after"] = "10"
+            return refusal
+        return self._stream.serve
+
+    # -- with the token ------------------------------------------------------------------------
+
+    async def access(self, request: Request) -> Response:
+        self._require_token(request)
+        return JSONResponse(self._board.access)
+
+    async def kick(self, request: Request) -> Response:
+        return await self._order(request, lambda peer, reason: RemoveWorker(peer, False, reason))
+
+    async def ban(self, request: Request) -> Response:
+        return await self._order(request, lambda peer, reason: RemoveWorker(peer, True, reason))
+
+    async def unban(self, request: Request) -> Response:
+        return await self._order(request, lambda peer, reason: Unban(peer))
+
+    async def _order(self, request: Request, order: Callable[[bytes, str], Order]) -> Response:
+        self._require_token(request)
+        peer = bytes.fromhex(_key(request))
+        reason = await _reason(request)
+        try:
+            reply = await asyncio.wait_for(
+                asyncio.wrap_future(self._submit_order(order(peer, reason))), ORDER_S
+            )
+        except TimeoutError:
+            return problem(
+                504, "no-answer", f"the daemon has not answered within {ORDER_S:.0f} s", "look at its log"
+            )
+        if isinstance(reply, Refused):
+            return problem(409, reply.code, reply.reason, reply.remedy)
+        return JSONResponse({"done": reply.text})
+
+    def _require_token(self, request: Request) -> None:
+        if not bearer(request.headers, self._token):
+            raise HTTPException(401, headers={"www-authenticate": 'Bearer realm="gridtrain"'})
+
+    def _require_status(self) -> None:
+        if not self._board.run:
+            raise HTTPException(503)
+
+
+def create_app(api: Api, *, named: Collection[str] = ()) -> ASGIApp:
+    """The whole of it, guarded."""
+    get, post = ["GET"], ["POST"]
+    v1 = "/api/v1"
+    routes = [
+        Route("/", _static("index.html"), methods=get),
+        *(Route(f"/static/{name}", _static(name), methods=get) for name in STATIC if name != "index.html"),
+        Route("/healthz", api.healthz, methods=get),
+        Route("/metrics", api.metrics, methods=get),
+        Route(f"{v1}/run", api.run, methods=get),
+        Route(f"{v1}/workers", api.workers, methods=get),
+        Route(f"{v1}/workers/{{key}}", api.worker, methods=get),
+        Route(f"{v1}/topology", api.topology, methods=get),
+        Route(f"{v1}/events", api.events, methods=get),
+        Route(f"{v1}/history", api.history, methods=get),
+        Route(STREAM, api.stream, methods=get),
+        Route(f"{v1}/openapi.json", api.openapi, methods=get),
+        Route(f"{v1}/door", api.access, methods=get),
+        Route(f"{v1}/workers/{{key}}/kick", api.kick, methods=post),
+        Route(f"{v1}/workers/{{key}}/ban", api.ban, methods=post),
+        Route(f"{v1}/workers/{{key}}/unban", api.unban, methods=post),
+    ]
+    return Guard(Starlette(routes=routes, exception_handlers={HTTPException: _refused}), named)
+
+
+_ERROR_TEXTS = {
+    401: ("token", "this wants the token", "open the address that the coordinator printed, with #token=..."),
+    404: ("unknown", "there is nothing here", "GET /api/v1/openapi.json lists what there is"),
+    405: ("method", "this cannot be asked for in this way", "GET /api/v1/openapi.json says how"),
+    503: ("starting", "the coordinator has not told anything yet", "ask again in a second"),
+}
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code, reason, remedy = _ERROR_TEXTS.get(
+        error.status_code, ("wrong", "", "GET /api/v1/openapi.json says how")
+    )
+    told = problem(error.status_code, code, error.detail if error.status_code == 400 else reason, remedy)
+    told.headers.update(error.headers or {})
+    return told
+
+
+def _key(request: Request) -> str:
+    key = str(request.path_params["key"]).lower()
+    if not _KEY.fullmatch(key):
+        raise HTTPException(400, "a worker's key is 64 hexadecimal digits")
+    return key
+
+
+def _count(request: Request, name: str, default: int) -> int:
+    text = request.query_params.get(name, str(default))
+    if not re.fullmatch(r"[0-9]{1,15}", text):
+        raise HTTPException(400, f"{name} must be a whole number")
+    return int(text)
+
+
+async def _reason(request: Request) -> str:
+    body = await request.body()  # bounded: `Guard` has looked at its length
+    if not body:
+        return ""
+    try:
+        told = json.loads(body)
+    except (ValueError, RecursionError):
+        raise HTTPException(400, "the body is no JSON") from None
+    reason = told.get("reason", "") if isinstance(told, dict) else None
+    if not isinstance(reason, str):
+        raise HTTPException(400, 'the body must be an object such as {"reason": "why"}')
+    return sanitize.text(reason, 200)
+
+
+def _packaged(*path: str) -> bytes:
+    return files(__package__).joinpath(*path).read_bytes()
+
+
+def _static(name: str) -> Callable[[Request], Awaitable[Response]]:
+    kept: Sequence[bytes] = (_packaged("static", name),)
+
+    async def serve(request: Request) -> Response:
+        return Response(kept[0], media_type=STATIC[name])
+
+    return serve

@@ -1,0 +1,135 @@
+"""Who talks to whom in this generation, and who waits for whom: a picture's edges, from the exchange's name.
+
+Decides nothing about the run: the edges are those of the protocol's own cores.
+
+    ring 0-1-2-3-0    butterfly 0-1 2-3 0-2 1-3    tree, star: towards rank 0    stages: rows of replicas
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from gridtrain.core.collectives import allgather, butterfly, direct, ring, star, tree
+from gridtrain.core.group.rank_layout import RankLayout
+from gridtrain.core.messages import LedgerSpec, Setup
+from gridtrain.core.planning.rank_order import workload_of
+from gridtrain.core.planning.workload import ExchangeKind, Workload
+from gridtrain.errors import LocalProtocolError
+from gridtrain_coordinator.dashboard import sanitize
+
+MAX_DRAWN_NODES = 40  # members; above it a picture of single edges says nothing
+SLOW = 1.25
+"""Whoever computes so many times as long as the median is waited for."""
+
+NOTICEABLE_S = 0.005
+
+_Neighbours = Callable[[int, int], frozenset[int]]
+TOPOLOGIES: dict[ExchangeKind, tuple[str, _Neighbours]] = {
+    ExchangeKind.DENSE: ("ring", ring.neighbours),
+    ExchangeKind.DIRECT: ("direct", direct.neighbours),
+    ExchangeKind.TOPK: ("all-gather", allgather.neighbours),
+    ExchangeKind.GTOPK: ("butterfly", butterfly.neighbours),
+    ExchangeKind.TREE: ("tree", tree.neighbours),
+    ExchangeKind.STAR: ("star", star.neighbours),
+    ExchangeKind.STAR_GTOPK: ("star", star.neighbours),
+}
+
+
+def parse_load(facts: Mapping[str, str]) -> Workload | None:
+    """What the run exchanges; None: its facts do not say."""
+    return workload_of(Setup(tuple(facts.items()), LedgerSpec(size=1, seed=0, steps=1), 1, None))
+
+
+@dataclass(frozen=True, slots=True)
+class TopologyGraph:
+    """The picture of a generation.
+
+    Attributes:
+        kind: ring, direct, butterfly, tree, star, all-gather or stages.
+        edges: pairs of ranks with the rate (bytes per second), the round trip (seconds) and the rank of the
+            relay, -1: the coordinator; None: not known, or a direct way.  Empty above `MOST_DRAWN` members.
+        stages: of a model that is cut; 1: it is not.
+    """
+
+    kind: str
+    size: int
+    stages: int
+    edges: tuple[tuple[int, int, float | None, float | None, int | None], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        edges = [list(edge) for edge in self.edges]
+        return {"kind": self.kind, "size": self.size, "stages": self.stages, "edges": edges}
+
+
+def build_graph(picture: Mapping[str, Any], run_load: Workload | None) -> TopologyGraph:
+    """Of a status picture."""
+    size, stages = int(picture.get("world_size", 0)), int(picture.get("stages", 1))
+    name, neighbours = TOPOLOGIES[run_load.kind] if run_load is not None else ("ring", ring.neighbours)
+    pairs: set[tuple[int, int]] = set()
+    if 1 < size <= MAX_DRAWN_NODES:
+        pairs = _pipeline_edges(stages, size) if stages > 1 else _pairs(neighbours, range(size))
+    told = _undirected_links(picture.get("links", ()))
+    relays = {(a, b): by for a, b, by in picture.get("relayed", ())}
+    edges = tuple((a, b, *told.get((a, b), (None, None)), relays.get((a, b))) for a, b in sorted(pairs))
+    return TopologyGraph("stages" if stages > 1 else name, size, stages, edges)
+
+
+def _pairs(neighbours: _Neighbours, ranks: Sequence[int]) -> set[tuple[int, int]]:
+    size = len(ranks)
+    found = {(ranks[a], ranks[b]) for a in range(size) for b in neighbours(a, size)}
+    return {(min(pair), max(pair)) for pair in found if pair[0] != pair[1]}
+
+
+def _pipeline_edges(stages: int, size: int) -> set[tuple[int, int]]:
+    """Rings among the replicas of a stage, and the pipelines across the stages."""
+    try:
+        replicas = RankLayout.for_world_size(stages, size).replicas
+    except LocalProtocolError:
+        return set()
+    pairs = {(rank, rank + replicas) for rank in range(size - replicas)}
+    for first in range(0, size, replicas):
+        pairs |= _pairs(ring.neighbours, range(first, first + replicas))
+    return pairs
+
+
+def _undirected_links(
+    links: Sequence[Sequence[Any]],
+) -> dict[tuple[int, int], tuple[float | None, float | None]]:
+    """By (smaller rank, larger rank): the smaller rate and the longer round trip of both directions."""
+    told: dict[tuple[int, int], tuple[float | None, float | None]] = {}
+    for a, b, rtt_s, rate_Bps in links:
+        pair = (min(a, b), max(a, b))
+        rate, trip = told.get(pair, (None, None))
+        rates = [x for x in (rate, sanitize.number(rate_Bps)) if x is not None]
+        trips = [x for x in (trip, sanitize.number(rtt_s)) if x is not None]
+        told[pair] = (
+            round(min(rates)) if rates else None,
+            float(f"{max(trips):.4g}") if trips else None,
+        )
+    return told
+
+
+def find_straggler(busy_s: Mapping[str, float | None]) -> tuple[str, str] | None:
+    """Whom the others wait for, and why; None: nobody stands out.
+
+    Args:
+        busy_s: by worker, computing and selecting of its latest step.
+    """
+    known = {
+        who: seconds for who, seconds in busy_s.items() if seconds is not None and math.isfinite(seconds)
+    }
+    if len(known) < 2:
+        return None
+    usual_s = median(known.values())
+    slowest = max(known, key=lambda who: known[who])
+    if known[slowest] < SLOW * usual_s or known[slowest] - usual_s < NOTICEABLE_S:
+        return None
+    return slowest, f"computes {_seconds(known[slowest])} a step, the median {_seconds(usual_s)}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"

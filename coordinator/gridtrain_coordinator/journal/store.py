@@ -1,0 +1,317 @@
+"""The journal: what the coordinator must still know after it was killed.
+
+Decides how things become durable, never what they mean: an entry is a kind and a JSON body.  Never
+touches a socket or the protocol.
+
+    migrations/0001_journal.sql ... --applied in order, each in a transaction--> PRAGMA user_version
+
+One connection holds the file alone (two coordinators on one journal would give two verdicts), in WAL
+mode with synchronous=FULL: when `append` returns, the entry survives SIGKILL and power loss.
+
+Each entry carries a digest over itself and the digest before it, checked when the journal is opened, so that
+no flipped bit becomes a verdict.  A file that is refused is left as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from gridtrain.core.messages import PeerId
+from gridtrain.errors import JournalError
+from gridtrain.network.transport.identity import Identity
+from gridtrain.runtime.client.endpoint_file import COORDINATOR_KEY
+from gridtrain_coordinator.keys import coordinator_identity
+
+MEMORY = ":memory:"
+APPLICATION_ID = 0x67726964  # "grid", so that another program's database is not taken for a journal
+BUSY_S = 1.0
+CHAIN_BYTES = 16
+DAMAGED_REMEDY = (
+    "start from a backup: --from-backup FOLDER with a new --state; or name a new folder with --state"
+)
+
+
+class JournalFull(JournalError):
+    """There is no room for an entry: nothing of it was written, and it can be tried again."""
+
+
+_REMEDIES = {  # SQLite's result code -> (what happened, the next thing to do)
+    "SQLITE_NOTADB": ("is not a journal: not an SQLite database", "name another folder with --state"),
+    "SQLITE_CORRUPT": ("is damaged", DAMAGED_REMEDY),
+    "SQLITE_BUSY": ("is in use", "stop the other coordinator, or name another folder with --state"),
+    "SQLITE_LOCKED": ("is in use", "stop the other coordinator, or name another folder with --state"),
+    "SQLITE_FULL": ("cannot grow: the disk is full", "make room, then start the coordinator again"),
+    "SQLITE_IOERR": ("cannot be read or written", "check the disk, then start the coordinator again"),
+    "SQLITE_CANTOPEN": ("cannot be opened", "check who may write there, or name another folder with --state"),
+    "SQLITE_READONLY": ("may not be written", "change its permissions, or name another folder with --state"),
+    "SQLITE_CONSTRAINT": (
+        "refused a change of what it holds",
+        "this is a bug in gridtrain: please report it",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEntry:
+    """One line of the journal; `at` is ISO 8601, UTC."""
+
+    id: int
+    at: str
+    kind: str
+    body: dict[str, Any]
+
+
+class JournalStore:
+    """See the module's text.  Used by one thread at a time.  Every method raises `JournalError`."""
+
+    def __init__(self, connection: sqlite3.Connection, path: str) -> None:
+        self._connection = connection
+        self._path = path
+        self._generated: Identity | None = None
+        self._chain = b""  # of the latest entry
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> JournalStore:
+        """Open the journal at `path`, made and brought up to date if need be; ":memory:" forgets.
+
+        Raises:
+            JournalError: the directory is missing, the file is no journal, damaged, in use, not
+                writable, or of a newer version of gridtrain.
+        """
+        name = os.fspath(path)
+        if name != MEMORY and not Path(name).absolute().parent.is_dir():
+            folder = Path(name).absolute().parent
+            raise JournalError(
+                f"the journal's directory {folder} does not exist", remedy=f"mkdir -p {folder}"
+            )
+        created = name != MEMORY and _created(Path(name))
+        with _explained(name):
+            connection = sqlite3.connect(name, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        store = cls(connection, name)
+        try:
+            with _explained(name):
+                store._check(created)
+                store._prepare()
+            store.entries()  # none of them may have changed since it was written
+        except BaseException:
+            connection.close()
+            if created:
+                Path(name).unlink(missing_ok=True)  # a start that fails leaves no trace
+            raise
+        return store
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def identity(self) -> Identity:
+        """The coordinator's key pair: `coordinator.key` beside the journal, made at the first start.
+
+        Of ":memory:" a new one for each store.
+
+        Raises:
+            JournalError: this journal is that of another key.
+            ConfigError: the key file cannot be used.
+        """
+        if self._path == MEMORY:
+            self._generated = self._generated or Identity.generate()
+            return self._generated
+        return coordinator_identity(Path(self._path), self.key(), self._adopt)
+
+    def key(self) -> PeerId | None:
+        """The coordinator's public key, as the journal holds it; None: it was not asked for yet."""
+        with _explained(self._path):
+            row = self._connection.execute("SELECT key FROM coordinator").fetchone()
+        if row is not None and not isinstance(row[0], bytes):
+            raise self._damaged("its key is none")
+        return row[0] if row is not None else None
+
+    def _adopt(self, key: PeerId) -> None:
+        with self._transaction():
+            self._connection.execute("INSERT INTO coordinator VALUES (1, ?)", (key,))
+
+    def next_term(self) -> int:
+        """One more than the highest term journalled so far, durable before it is returned."""
+        with self._transaction():
+            (last,) = self._connection.execute("SELECT max(term) FROM terms").fetchone()
+            term = (last or 0) + 1
+            self._insert("term", {"term": term})
+        return term
+
+    def append(self, kind: str, body: Mapping[str, Any]) -> None:
+        """Make one entry durable."""
+        self.append_all([(kind, body)])
+
+    def append_all(self, entries: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        """Make several entries durable together (one transaction, one wait for the disk), or none.
+
+        Raises `JournalFull` where there is no room.
+        """
+        with self._transaction():
+            for kind, body in entries:
+                self._insert(kind, body)
+
+    def entries(self) -> list[StoredEntry]:
+        """All entries, oldest first.  Raises `JournalError` if one is not as it was written."""
+        with _explained(self._path):
+            rows = self._connection.execute(
+                "SELECT id, at, kind, body, chain FROM journal ORDER BY id"
+            ).fetchall()
+        chain, chained = b"", False
+        for row_id, at, kind, body, written in rows:
+            chain, chained = _chain_digest(chain, row_id, at, kind, body), chained or written is not None
+            if chained and written != chain:  # gridtrain once wrote none
+                raise self._damaged(f"entry {row_id} is not what was written")
+        self._chain = chain
+        try:
+            return [StoredEntry(row_id, at, kind, json.loads(body)) for row_id, at, kind, body, _ in rows]
+        except (ValueError, TypeError) as error:  # of a version without digests
+            raise self._damaged(f"an entry is no JSON: {error}") from None
+
+    def copy_to(self, path: Path) -> tuple[int, int]:
+        """An exact copy at a moment, into the new 0600 file `path`; its term, and its last entry's number.
+
+        SQLite's own online copy: what is in the journal's WAL is in it too.
+
+        Raises:
+            JournalError: the copy cannot be written; what there is of it stays.
+        """
+        with _explained(str(path)), contextlib.closing(_new_file(path)) as copy:
+            self._connection.backup(copy)
+            (last,) = copy.execute("SELECT max(id) FROM journal").fetchone()
+            (term,) = copy.execute("SELECT max(term) FROM terms").fetchone()
+            copy.execute("PRAGMA journal_mode = DELETE")  # one file, that needs no other
+        return term or 0, last or 0
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _check(self, created: bool) -> None:
+        """May we write to it?  Changes nothing, so that a file that is refused stays as it was."""
+        run = self._connection.execute
+        run("PRAGMA locking_mode = EXCLUSIVE")
+        (tables,) = run("SELECT count(*) FROM sqlite_master").fetchone()
+        (version,) = run("PRAGMA user_version").fetchone()
+        (application,) = run("PRAGMA application_id").fetchone()
+        if tables and application != APPLICATION_ID:
+            raise JournalError(
+                f"{self._path} is not a journal: it is another program's database",
+                remedy="name another folder with --state",
+            )
+        key = Path(self._path).absolute().parent / COORDINATOR_KEY
+        if not tables and not created and self._path != MEMORY and key.exists():
+            raise self._damaged(f"it is empty, and {key} says that it was not")
+        known = len(_migrations())
+        if version > known:
+            raise JournalError(
+                f"{self._path} has journal version {version}; this gridtrain knows up to {known}",
+                remedy="install the gridtrain that wrote it, or a newer one",
+            )
+        (verdict, *_) = run("PRAGMA integrity_check(1)").fetchone()
+        if verdict != "ok":
+            raise self._damaged(verdict)
+
+    def _damaged(self, how: str) -> JournalError:
+        return JournalError(f"the journal {self._path} is damaged ({how})", remedy=DAMAGED_REMEDY)
+
+    def _prepare(self) -> None:
+        run = self._connection.execute
+        run("PRAGMA journal_mode = WAL")
+        run("PRAGMA synchronous = FULL")
+        (version,) = run("PRAGMA user_version").fetchone()
+        for number, script in enumerate(_migrations()[version:], start=version + 1):
+            self._migrate(number, script)
+
+    def _migrate(self, number: int, script: str) -> None:
+        try:
+            self._connection.executescript(
+                f"BEGIN IMMEDIATE; {script}\n"
+                f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {number}; COMMIT;"
+            )
+        except BaseException:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
+
+    def _insert(self, kind: str, body: Mapping[str, Any]) -> None:
+        at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        text = json.dumps(body, separators=(",", ":"))
+        (last,) = self._connection.execute("SELECT max(id) FROM journal").fetchone()
+        row_id = (last or 0) + 1
+        self._chain = _chain_digest(self._chain, row_id, at, kind, text)
+        line = (row_id, at, kind, text, self._chain)
+        self._connection.execute(
+            "INSERT INTO journal (id, at, kind, body, chain) VALUES (?, ?, ?, ?, ?)", line
+        )
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        chain = self._chain
+        with _explained(self._path):
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException:
+                self._chain = chain
+                if self._connection.in_transaction:  # SQLite itself rolls back on a full disk
+                    self._connection.execute("ROLLBACK")
+                raise
+
+
+def _chain_digest(before: bytes, row_id: int, at: str, kind: str, body: str) -> bytes:
+    """The digest that goes with an entry: over the one before it and all of itself."""
+    text = f"{row_id}\0{at}\0{kind}\0{body}".encode(errors="surrogatepass")
+    return hashlib.blake2b(before + text, digest_size=CHAIN_BYTES).digest()
+
+
+def _created(path: Path) -> bool:
+    """Made now, and for its owner's eyes: members' addresses are in it."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
+    except OSError:  # it is there already; or SQLite says what is wrong
+        return False
+    return True
+
+
+def _new_file(path: Path) -> sqlite3.Connection:
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
+    except OSError as error:
+        raise JournalError(
+            f"{path} cannot be made: {error.strerror}", remedy="check who may write there, and the room"
+        ) from None
+    return sqlite3.connect(path, isolation_level=None)
+
+
+def _migrations() -> list[str]:
+    """The scripts in order; number n of them is called 000n_*.sql."""
+    folder = resources.files("gridtrain_coordinator.journal") / "migrations"
+    files = sorted(
+        (file for file in folder.iterdir() if file.name.endswith(".sql")), key=lambda file: file.name
+    )
+    return [file.read_text(encoding="utf-8") for file in files]
+
+
+@contextmanager
+def _explained(path: str) -> Iterator[None]:
+    """SQLite's errors in words, with the next thing to do."""
+    try:
+        yield
+    except UnicodeDecodeError as error:  # of a name in a damaged schema
+        raise JournalError(f"the journal {path} is damaged ({error})", remedy=DAMAGED_REMEDY) from error
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorname", None) or "SQLITE_ERROR"
+        known = next((text for prefix, text in _REMEDIES.items() if code.startswith(prefix)), None)
+        what, remedy = known or ("cannot be used", DAMAGED_REMEDY)
+        kind = JournalFull if code.startswith("SQLITE_FULL") else JournalError
+        raise kind(f"the journal {path} {what} ({error})", remedy=remedy) from error

@@ -1,0 +1,1 @@
+"""What the coordinator knows of the run: registered workers, addresses, links, plans.  Pure."""

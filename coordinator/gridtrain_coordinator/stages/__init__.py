@@ -1,0 +1,1 @@
+"""Placement and recovery of the stages of a partitioned model.  Pure."""

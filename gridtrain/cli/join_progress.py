@@ -1,0 +1,139 @@
+"""`gridtrain invite --until-joined`: who comes in with an invitation, until they are members.
+
+Decides what is said of it, and when it is over.  Asks the coordinator twice a second; a coordinator that is
+restarted meanwhile is waited for.
+
+    invited --Enrol--> let in --Join, set-up, measured--> a member: admitted, spare, following or active
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gridtrain.cli.operator_arguments import SHOWN_KEY_DIGITS, format_duration
+from gridtrain.errors import CoordinatorUnreachable, GridtrainError
+
+if TYPE_CHECKING:
+    from gridtrain.core.group.invitation import Invitation
+
+POLL_S = 0.5
+ANSWER_TIMEOUT_S = 5.0
+MEMBER_STATES = ("admitted", "spare", "following", "active")
+"""States of `gridtrain status` in which a worker has said what it trains, and that fitted the run."""
+
+StatusQuery = Callable[[float], dict[str, Any]]
+EventPrinter = Callable[[str, str, dict[str, Any]], None]
+
+
+class JoinTimeout(GridtrainError):
+    """Fewer workers than were waited for are members."""
+
+
+@dataclass
+class JoinProgress:
+    """What is known of those who came with one invitation.  `look` says what is new of it."""
+
+    id: str
+    wanted: int
+    print_event: EventPrinter
+    admitted: set[str] = field(default_factory=set)
+    members: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.members) >= self.wanted
+
+    def update(self, picture: Mapping[str, Any]) -> None:
+        door = picture.get("door")
+        enrolled = door.get("enrolled") if isinstance(door, dict) else None
+        for line in enrolled if isinstance(enrolled, list) else ():
+            peer = str(line.get("peer"))
+            if line.get("invitation") == self.id and peer not in self.admitted:
+                self.admitted.add(peer)
+                key = peer[:SHOWN_KEY_DIGITS]
+                self.print_event("let_in", f"key {key} was let in; its script starts", {"peer": key})
+        for line in picture.get("members") or ():
+            peer, state = str(line.get("peer")), str(line.get("state"))
+            if peer in self.admitted and peer not in self.members and state in MEMBER_STATES:
+                name, rank = str(line.get("name")), line.get("rank")
+                self.members[peer] = name
+                place = f"rank {rank}" if isinstance(rank, int) else state
+                of = f"{len(self.members)} of {self.wanted}"
+                fields = {"peer": peer[:SHOWN_KEY_DIGITS], "name": name, "state": state, "rank": rank}
+                self.print_event("member", f"{name} is a member ({place}); {of}", fields)
+
+    def text(self) -> str:
+        """How far it has come, for people."""
+        here = f"{len(self.members)} of {self.wanted} workers are members"
+        coming = len(self.admitted) - len(self.members)
+        return here + (f", {coming} more were let in" if coming else "")
+
+
+def await_members(
+    ask: StatusQuery,
+    invitation: Invitation,
+    uses: int,
+    patience_s: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], None] = time.sleep,
+    say: EventPrinter | None = None,
+) -> None:
+    """Return when `uses` workers that came with the invitation are members.
+
+    Raises:
+        NotInTime: they are not within `patience_s`, or the run is over.
+        CoordinatorUnreachable: nobody answered at the end of it.
+    """
+    from gridtrain.core.group.invitation import invitation_digest
+    from gridtrain.network.transport.identity import Identity
+
+    arrivals = JoinProgress(
+        invitation_digest(Identity.from_secret(invitation.token).public)[:8],
+        uses,
+        say or print_event_on_stderr,
+    )
+    until_s, away = clock() + patience_s, False
+    arrivals.print_event(
+        "waiting", f"waiting {format_duration(patience_s)} for them (Ctrl-C ends that)", {"workers": uses}
+    )
+    while True:
+        try:
+            picture = ask(min(ANSWER_TIMEOUT_S, max(POLL_S, until_s - clock())))
+            away = False
+        except CoordinatorUnreachable as error:
+            if clock() >= until_s:
+                raise
+            if not away:
+                arrivals.print_event("away", f"the coordinator does not answer: {error.reason}", {})
+            away, picture = True, {}
+        arrivals.update(picture)
+        if arrivals.is_complete:
+            return
+        if picture.get("finished"):
+            raise JoinTimeout(f"{arrivals.text()}, and the run is finished", remedy="begin another run")
+        if clock() >= until_s:
+            raise JoinTimeout(
+                f"{arrivals.text()} after {format_duration(patience_s)}",
+                remedy="the invitation stays valid; `gridtrain doctor INVITATION` on the volunteer's machine "
+                "says what is in the way, `gridtrain members` who has come",
+            )
+        pause(min(POLL_S, max(0.0, until_s - clock())))
+
+
+def print_event_on_stderr(event: str, text: str, fields: dict[str, Any]) -> None:
+    """A sentence on a terminal, else a JSON object as the worker's and the coordinator's logs have them."""
+    if sys.stderr.isatty():
+        click.echo(text, err=True)
+        return
+    ts = datetime.now(UTC).isoformat(timespec="milliseconds")
+    line = {"ts": ts, "level": "info", "event": event, "fields": {"text": text, **fields}}
+    click.echo(json.dumps(line), err=True)

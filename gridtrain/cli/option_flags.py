@@ -1,0 +1,96 @@
+"""Options of `gridtrain.tools.options` on a command line: made from the table, resolved against the rest.
+
+Decides how a flag looks to click.  What it means and where else it may come from is `gridtrain.tools.options`'.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from gridtrain.tools.options import PROGRAMS, Option, OptionKind, OptionValues, RunFile, resolve
+from gridtrain.tools.options.option_table import find_option
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def add_options(program: str) -> Callable[[Command], Command]:
+    """A decorator: all flags of `program`, each None where it is not given."""
+
+    def decorate(command: Command) -> Command:
+        for one in reversed(PROGRAMS[program]):
+            if not one.has_no_flag:
+                command = make_flag(one)(command)
+        return command
+
+    return decorate
+
+
+def make_flag(one: Option) -> Callable[[Command], Command]:
+    """One of them."""
+    text = one.help
+    notes = [] if one.is_command_line_only else [f"env: {one.variable}"]
+    notes += [f"default: {one.default_text}"] if one.default_text else []
+    text += f"  [{'; '.join(notes)}]" if notes else ""
+    names = [one.flag + (f"/{one.off_flag}" if one.default is True else "")]
+    if one.kind is OptionKind.SWITCH:
+        return click.option(*names, one.name, is_flag=True, default=None, hidden=one.is_hidden, help=text)
+    value = click.option(
+        *names,
+        one.name,
+        type=_type(one),
+        default=None,
+        multiple=one.kind is OptionKind.TEXTS,
+        metavar=one.metavar or None,
+        hidden=one.is_hidden,
+        help=text,
+    )
+    if not one.off_word:
+        return value
+    off = click.option(one.off_flag, f"no_{one.name}", is_flag=True, help=f"As {one.flag} {one.off_word}.")
+    return lambda command: value(off(command))
+
+
+def _type(one: Option) -> click.ParamType[Any]:
+    if one.choices:
+        return click.Choice(one.choices)
+    match one.kind:
+        case OptionKind.COUNT:
+            return click.IntRange(min=int(one.minimum or 0))
+        case OptionKind.NUMBER:
+            return click.FloatRange(min=one.minimum or 0.0)
+        case OptionKind.FOLDER:
+            return click.Path(file_okay=False)
+        case _:
+            return click.STRING
+
+
+def resolve_settings(program: str, given: dict[str, Any]) -> OptionValues:
+    """What holds here and now: the flags, this process's environment, run.toml.  Raises `ConfigError`."""
+    for one in PROGRAMS[program]:
+        if one.off_word and given.pop(f"no_{one.name}", False):
+            if given.get(one.name) is not None:
+                raise click.UsageError(f"{one.flag} and {one.off_flag} were both given")
+            given[one.name] = one.off_word
+    return resolve(program, given, os.environ, RunFile.find(os.environ))
+
+
+def run_options(command: Command) -> Command:
+    """The options `--run` and `--state`, which say which coordinator of this machine is meant."""
+
+    @functools.wraps(command)
+    def resolved(*args: Any, run: str | None, state: str | None, **rest: Any) -> Any:
+        found = resolve_settings("coordinator", {"run": run, "state": state})
+        folder = found.text("state")
+        if run is not None and found["state"].source == "run.toml":
+            folder = ""  # which is that of another run
+        return command(*args, run=found.text("run"), state=Path(folder) if folder else None, **rest)
+
+    for name in ("state", "run"):
+        resolved = make_flag(find_option("coordinator", name))(resolved)
+    return resolved  # type: ignore[return-value]

@@ -1,0 +1,1 @@
+"""Collective operations as state machines: `collective` is the interface, each other module one algorithm."""

@@ -1,0 +1,73 @@
+"""gTop-k as a butterfly, for any number of ranks P >= 1 (after Shi et al., 2019, which is a tree).
+
+Decides who exchanges with whom, in which order, and who keeps what a merge drops.  Never opens a
+payload: the workspace merges, truncates and keeps.
+
+With Q the largest power of two <= P, ranks >= Q first hand theirs down, then all ranks < Q swap
+with rank XOR 1, 2, 4 .. Q/2, and the result goes back up.  P = 6, Q = 4:
+
+    rank    0      1      2      3      4      5
+    FOLD    <-------------------------- 4
+                   <-------------------------- 5
+    SWAP 0  <----->       <----->
+    SWAP 1  <------------->
+                   <------------->
+    UNFOLD  --------------------------> 4
+                   --------------------------> 5
+
+Before SWAP with distance d, the d ranks of an aligned block hold the same payload; after it, 2 d do.
+All of those compute the same merge, so exactly one must keep what it drops or rounds: at index i the
+one with rank mod 2 d == i mod 2 d.  In the fold only one rank merges, and it keeps all: (1, 0).
+"""
+
+from __future__ import annotations
+
+from gridtrain.core.collectives.hop_exchange import Hop, HopExchange
+from gridtrain.core.messages import CollectivePhase, PayloadSlot
+
+
+def schedule(rank: int, world_size: int) -> list[Hop]:
+    """All hops of `rank` in order: the butterfly as data."""
+    base = 1 << (world_size.bit_length() - 1)  # Q
+    fold, unfold = PayloadSlot(CollectivePhase.FOLD), PayloadSlot(CollectivePhase.UNFOLD)
+    hops = base.bit_length() - 1
+    if rank >= base:
+        down = rank - base
+        result = Hop(unfold, down, False, True, contributors=world_size, roundings=hops + 2)
+        return [Hop(fold, down, is_sender=True, is_receiver=False), result]
+    swaps = [_swap(rank, world_size, hop) for hop in range(hops)]
+    up = rank + base
+    if up >= world_size:
+        return swaps
+    folded = Hop(fold, up, is_sender=False, is_receiver=True, owner_modulus=1, contributors=1, roundings=1)
+    return [folded, *swaps, Hop(unfold, up, is_sender=True, is_receiver=False)]
+
+
+def _swap(rank: int, world_size: int, hop: int) -> Hop:
+    distance, base = 1 << hop, 1 << (world_size.bit_length() - 1)
+    partner = rank ^ distance
+    first = partner - partner % distance  # of the aligned block whose sum the partner holds
+    folded = max(0, min(first + distance, world_size - base) - first)
+    return Hop(
+        PayloadSlot(CollectivePhase.SWAP, hop),
+        partner,
+        is_sender=True,
+        is_receiver=True,
+        owner_modulus=2 * distance,
+        contributors=distance + folded,
+        roundings=hop + 2,  # by the sender's own encoding, the fold, and each swap before
+    )
+
+
+def neighbours(rank: int, world_size: int) -> frozenset[int]:
+    """Ranks to which this one needs an edge."""
+    return frozenset(hop.partner for hop in schedule(rank, world_size))
+
+
+class ButterflyExchange(HopExchange):
+    """One gTop-k exchange by `schedule`.  `skip`: this rank's gradient is not finite."""
+
+    __slots__ = ()
+
+    def __init__(self, rank: int, world_size: int, skip: bool) -> None:
+        super().__init__("butterfly", schedule(rank, world_size), rank, world_size, skip)

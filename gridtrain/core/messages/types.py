@@ -1,0 +1,211 @@
+"""Values that several messages carry: identities, rounds, spans of data, members, checkpoints."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import IntEnum
+
+PROTOCOL_VERSION = 2
+
+MAX_STAGES = 1024
+"""That a model may be cut into."""
+
+MAX_STAGE_CHECKPOINTS = 16
+"""Checkpoints of stages that one worker tells of."""
+
+MAX_LAYERS = 256
+"""Of a model in stages, whose costs fit into one Setup: above, it is not cut anew."""
+
+MAX_CHECKPOINT_SOURCES = 64
+"""Checkpoints that one stage is put together from."""
+
+PeerId = bytes
+"""A peer's public key, 32 bytes.  Never an address, never a routing id."""
+
+Facts = tuple[tuple[str, str], ...]
+"""Short texts by name, for people and for comparison; see `Setup`."""
+
+
+RELAY_PREFIX = "relay:"
+_KEY = re.compile(r"[0-9a-f]{64}")
+
+
+def relay_of(way: str) -> PeerId | None:
+    """The key of the relay in a member's address; None: it is a direct way."""
+    key = way.removeprefix(RELAY_PREFIX)
+    return bytes.fromhex(key) if key != way and _KEY.fullmatch(key) else None
+
+
+class CollectivePhase(IntEnum):
+    """Where in its collective a payload belongs (`Place.phase`)."""
+
+    REDUCE = 0  # ring, reduce-scatter half
+    GATHER = 1  # ring, all-gather half
+    ALL_GATHER = 2  # all-gather of sparse payloads, segment = origin's rank
+    FOLD = 3  # butterfly, ranks >= Q hand theirs down
+    SWAP = 4  # butterfly, hop h pairs rank with rank XOR 2**h
+    UNFOLD = 5  # butterfly, the result goes back up
+    RESUME = 6  # ring, to the left: what a retry need not send again
+    TO_ROOT = 7  # tree and star, towards rank 0
+    FROM_ROOT = 8  # tree and star, the result from rank 0
+    ACTIVATION = 9  # hand-off, from a stage to its neighbour
+
+
+class Verdict(IntEnum):
+    ABORT = 0
+    COMMIT = 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RoundId:
+    """One attempt at one step's exchange, in one generation of one term."""
+
+    term: int
+    generation: int
+    step: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Channel:
+    """Which collective within a round: a bucket, a micro-batch of a pipeline (`protocol.handoff`)."""
+
+    group: int = 0
+    kind: int = 0
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadSlot:
+    """Where a payload belongs inside one collective."""
+
+    phase: CollectivePhase
+    hop: int = 0
+    segment: int = 0
+    slice: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Data positions start <= p < stop of the run (see `protocol.ledger`); or blocks of a model."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerSpec:
+    """What fixes the order of the samples: replicated, constant over the run.
+
+    Exactly one of `epochs` and `steps` is not None; it ends the run.
+    """
+
+    size: int
+    seed: int
+    epochs: int | None = None
+    steps: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerState:
+    """How far the run has come in its data: replicated, changes only at a commit or by a VIEW.
+
+    Attributes:
+        step: the next step to commit.
+        cursor: the first position not yet handed out.
+        requeued: positions handed out to members that were lost; given out first.
+        consumed: samples of committed steps, counting skipped ones.
+        skipped: samples of committed steps whose update was skipped.
+        holders: who holds which positions of step `step`, when a VIEW fixed it; None: by shares.
+    """
+
+    step: int = 0
+    cursor: int = 0
+    requeued: tuple[Span, ...] = ()
+    consumed: int = 0
+    skipped: int = 0
+    holders: tuple[tuple[PeerId, tuple[Span, ...]], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One line of a generation's roster; its index in the roster is its rank.
+
+    `share` is the batch size in samples; `joining` members must first receive the state, from the member
+    of rank `donor` (-1: the lowest one that holds it).  `digest`: `Held.digest` of the checkpoint that
+    the donor gives, as the coordinator knows it; empty: not known.
+
+    `address` is how the worker that this line is sent to reaches the member: "tcp://host:port": dial it;
+    "relay:" and a key in hexadecimal: through that member (or the coordinator), end-to-end sealed;
+    empty: it will dial us.  The coordinator decides that for each pair (`protocol.routes`).
+
+    `pieces`: of a model in stages that was cut anew: checkpoints from which this member puts its stage
+    together, by the blocks in each and the rank that has it (`protocol.recutting`).  `piece_digests`:
+    `Held.digest` of each, as the coordinator knows it; empty: not known, as it is not on a disk yet.
+    """
+
+    peer: PeerId
+    name: str
+    address: str
+    share: int
+    joining: bool
+    donor: int = -1
+    pieces: tuple[tuple[Span, int], ...] = ()
+    digest: bytes = b""
+    piece_digests: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """The state of a checkpoint: after which step, with which history; of which blocks of the model.
+
+    A model in one piece is one block; so is a stage where a run does not say what its blocks are.
+    `digest`: of what is in it (`optim.state_sync.content_digest`); empty: not known.
+    """
+
+    applied: int
+    history: bytes
+    ledger: LedgerState
+    layers: Span = Span(0, 1)
+    digest: bytes = b""
+
+    def matches(self, blocks: Span, applied: int, history: bytes) -> bool:
+        """The state of these blocks, after this step of this history; its digest may not be known yet."""
+        return (self.layers, self.applied, self.history) == (blocks, applied, history)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCosts:
+    """What one block of a model in stages costs; see `protocol.stage_costs.Layer`, where the units stand."""
+
+    parameter_bytes: int
+    trainable_bytes: int
+    output_bytes: int = 0
+    gradient_bytes: int = 0
+    kept_bytes: int = 0
+    work_bytes: int = 0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    overhead_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StagedModel:
+    """How a model is cut into stages, and what the coordinator needs to cut it otherwise.
+
+    `cuts`: (stages + 1,) where stages begin, and the number of blocks; `blocks`: (): it stays as it is cut.
+    The others are those of `protocol.stage_costs.Running`; `fill_drain` False: 1F1B.  `fixed`: people have
+    chosen the cuts; where there are workers for all stages these are taken, whatever their cards are like.
+    """
+
+    cuts: tuple[int, ...]
+    blocks: tuple[LayerCosts, ...] = ()
+    samples: int = 1
+    micro_batches: int = 1
+    copies: float = 3.0
+    input_bytes: int = 0
+    rematerialise: bool = True
+    fill_drain: bool = False
+    ahead: float = 0.0
+    fixed: bool = False

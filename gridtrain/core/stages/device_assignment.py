@@ -1,0 +1,185 @@
+"""Which card gets which stage, where cards differ: uneven stages for uneven GPUs.
+
+Decides the rows of a generation that begins, from speeds and memory, and where the model is cut for them; and
+who has too little memory for a seat.  Never moves a state: a run that goes on keeps its cut.
+
+    anna 24 GB, speed 2     bert, clara, dora 8 GB, speed 1         speeds in steps of the square root of 2,
+                                                                    as two measurements of one card differ
+    2 stages x 2 replicas   [anna bert] [clara dora]                cards alike share a stage: the slowest and
+                                                                    the smallest of a row count for it
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise, permutations
+from statistics import median
+
+from gridtrain.core.messages import PeerId, Setup
+from gridtrain.core.planning.network_model import uniform_network
+from gridtrain.core.stages.repartition import (
+    MAX_ORDERED_LAYERS,
+    MAX_ORDERED_WORKERS,
+    PartitionCache,
+    Repartition,
+    execution_settings_of,
+    layers_of,
+    partition_for,
+    stage_spans,
+)
+from gridtrain.core.stages.stage_cost import TIME_TOLERANCE, Card, StageCostModel
+from gridtrain.errors import ConfigError
+
+SPEED_STEP = math.sqrt(2.0)
+"""Between two speeds that count as different."""
+
+MAX_MEDIAN_RATIO = 2.0**10
+"""A card counts as so many times as fast, or as slow, as the median at most: it is that worker's own word."""
+
+PairCost = Callable[[PeerId, PeerId], float]
+
+
+def relative_speeds(measured: Mapping[PeerId, float]) -> dict[PeerId, float]:
+    """Relative to the median, in whole steps; who has not been measured (0) counts as the median."""
+    known = [value for value in measured.values() if 0 < value < math.inf]
+    usual = median(known) if known else 1.0
+
+    def steps(value: float) -> int:
+        times = min(max(value / usual, 1 / MAX_MEDIAN_RATIO), MAX_MEDIAN_RATIO)
+        return round(math.log(times, SPEED_STEP))
+
+    return {
+        peer: SPEED_STEP ** steps(value) if 0 < value < math.inf else 1.0 for peer, value in measured.items()
+    }
+
+
+def stage_bytes(setup: Setup, cuts: Sequence[int]) -> list[int]:
+    """What each stage of this cut needs."""
+    assert setup.model is not None
+    stages = len(cuts) - 1
+    costs = StageCostModel(
+        layers_of(setup.model),
+        [Card()] * stages,
+        uniform_network(stages, 0.0, math.inf),
+        execution_settings_of(setup.model),
+    )
+    return [costs.memory(n, *ends).total for n, ends in enumerate(pairwise(cuts))]
+
+
+def is_uniform(setup: Setup, cuts: Sequence[int], cards: Mapping[PeerId, Card]) -> bool:
+    """All are equally fast, and each can hold any stage of this cut."""
+    if setup.model is None or not setup.model.blocks:
+        return True
+    least = min(card.memory_bytes for card in cards.values())
+    return len({card.speed for card in cards.values()}) == 1 and max(stage_bytes(setup, cuts)) <= least
+
+
+def assign_devices(
+    setup: Setup, peers: Sequence[PeerId], cards: Mapping[PeerId, Card], cost_s: PairCost | None = None
+) -> Repartition:
+    """Rows and cut of a run that begins on uneven cards.
+
+    Args:
+        peers: the longest-serving first, at least as many as stages.
+        cost_s: of the links: among cuts that are about as fast, neighbours are near each other.
+
+    Raises:
+        ConfigError: no cut fits into the memory.
+    """
+    known: PartitionCache = {}
+
+    def tried(replicas: int) -> Repartition:
+        return _assign_replicas(setup, peers, cards, replicas, cost_s, known)
+
+    fewest, too_many = 1, len(peers) // setup.stages
+    try:
+        return tried(too_many)
+    except ConfigError:  # with fewer replicas the smallest cards have no seat
+        found = tried(fewest)  # of the largest cards alone: where these are too small, all are
+    while too_many - fewest > 1:  # halved, as the coordinator stands still meanwhile
+        middle = (fewest + too_many) // 2
+        try:
+            found, fewest = tried(middle), middle
+        except ConfigError:
+            too_many = middle
+    return found
+
+
+def _assign_replicas(
+    setup: Setup,
+    peers: Sequence[PeerId],
+    cards: Mapping[PeerId, Card],
+    replicas: int,
+    cost_s: PairCost | None,
+    known: PartitionCache,
+) -> Repartition:
+    model = setup.model
+    assert model is not None and model.blocks
+    able = sorted(peers, key=lambda peer: (-cards[peer].memory_bytes, -cards[peer].speed, peers.index(peer)))
+    able = sorted(able[: setup.stages * replicas], key=lambda peer: -cards[peer].speed)
+    rows = [able[at : at + replicas] for at in range(0, len(able), replicas)]
+    found: list[tuple[float, float, tuple[int, ...], list[list[PeerId]]]] = []
+    refused: ConfigError | None = None
+    for line in _stage_orders(rows, cards, len(model.blocks)):
+        cut = partition_for(model, [_weakest([cards[peer] for peer in row]) for row in line], known)
+        if isinstance(cut, ConfigError):
+            refused = refused or cut
+            continue
+        near_s = sum(cost_s(a[0], b[0]) for a, b in pairwise(line)) if cost_s is not None else 0.0
+        found.append((cut.period_s, near_s, cut.cuts, [list(row) for row in line]))
+    if not found:
+        assert refused is not None
+        raise refused
+    fastest_s = min(period_s for period_s, *_ in found)
+    good = [each for each in found if each[0] <= fastest_s * (1 + TIME_TOLERANCE)]
+    _, _, cuts, rows = min(good, key=lambda each: each[1])
+    seats = {peer: stage for stage, row in enumerate(rows) for peer in row}
+    members = tuple(peer for peer in peers if peer in seats)
+    shown = ", ".join(f"{span.stop - span.start}" for span in stage_spans(cuts))
+    return Repartition(cuts, members, seats, f"stages of {shown} blocks by the cards' speed and memory")
+
+
+def _stage_orders(
+    rows: list[list[PeerId]], cards: Mapping[PeerId, Card], blocks: int
+) -> Iterable[Sequence[list[PeerId]]]:
+    """All where there are few; else with the largest memory first, where 1F1B keeps most, and last."""
+    if len(rows) <= MAX_ORDERED_WORKERS and blocks <= MAX_ORDERED_LAYERS:
+        return permutations(rows)
+    by_memory = sorted(rows, key=lambda row: -min(cards[peer].memory_bytes for peer in row))
+    return [rows, by_memory, rows[::-1], by_memory[::-1]]
+
+
+def _weakest(cards: Sequence[Card]) -> Card:
+    return Card(min(card.speed for card in cards), min(card.memory_bytes for card in cards))
+
+
+def able_workers(
+    setup: Setup, cuts: Sequence[int], peers: Sequence[PeerId], cards: Mapping[PeerId, Card]
+) -> list[PeerId]:
+    """Who can hold at least one stage of this cut."""
+    if setup.model is None or not setup.model.blocks:
+        return list(peers)
+    least = min(stage_bytes(setup, cuts))
+    return [peer for peer in peers if cards[peer].memory_bytes >= least]
+
+
+def check_memory_fit(
+    setup: Setup,
+    cuts: Sequence[int],
+    order: Sequence[PeerId],
+    cards: Mapping[PeerId, Card],
+    name: Callable[[PeerId], str],
+) -> None:
+    """Raises `ConfigError` if somebody's seat needs more than its memory."""
+    if setup.model is None or not setup.model.blocks:
+        return
+    needs, replicas = stage_bytes(setup, cuts), len(order) // (len(cuts) - 1)
+    for rank, peer in enumerate(order):
+        stage = rank // replicas
+        if needs[stage] > cards[peer].memory_bytes:
+            raise ConfigError(
+                f"stage {stage} needs {needs[stage]} bytes, and {name(peer)} has "
+                f"{cards[peer].memory_bytes:.0f}",
+                remedy="wait for a larger card",
+            )

@@ -1,0 +1,151 @@
+"""Why no cut of a model fits, and what would: the text of an error, from the numbers that `cutting` has.
+
+Decides what to propose; each proposal has been tried on the same numbers.  Never cuts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from gridtrain.core.planning.network_model import uniform_network
+from gridtrain.core.stages.bottleneck_partition import bottleneck_cuts
+from gridtrain.core.stages.stage_cost import Card, ExecutionSettings, Layer, ScheduleKind, StageCostModel
+from gridtrain.errors import ConfigError
+
+MOST_STAGES = 64
+"""Proposed; above, somebody wants other cards."""
+
+
+def smallest_shortfall(
+    layers: Sequence[Layer], cards: Sequence[Card], running: ExecutionSettings
+) -> tuple[tuple[int, ...], float]:
+    """The cut whose fullest card lacks fewest bytes, and how many (negative: they are left)."""
+    costs = StageCostModel(layers, cards, uniform_network(len(cards), 0.0, math.inf), running)
+
+    def lack(stage: int, start: int, stop: int) -> float:
+        limit = cards[stage].memory_bytes
+        return costs.total_bytes(stage, start, stop) - limit if limit < math.inf else -1e300
+
+    def least(stage: int, start: int, stop: int) -> float:
+        limit = cards[stage].memory_bytes
+        return costs.lower_bound_bytes(stage, start, stop) - limit if limit < math.inf else -1e300
+
+    cuts, lacking = bottleneck_cuts(len(layers), len(cards), lack, least)
+    assert cuts is not None  # every cost is finite
+    return cuts, lacking
+
+
+def find_fitting_partition(
+    costs: StageCostModel, may_be: Callable[[int, int], bool] = lambda start, stop: True
+) -> tuple[int, ...] | None:
+    """Some cut that exceeds no card's memory; None: there is none.
+
+    Args:
+        may_be: whether a stage may have the layers from `start` to `stop` - 1.
+    """
+    limits = [card.memory_bytes for card in costs.cards]
+
+    def room(stage: int, start: int, stop: int) -> float:
+        fits = may_be(start, stop) and costs.total_bytes(stage, start, stop) <= limits[stage]
+        return 0.0 if fits else math.inf
+
+    def least(stage: int, start: int, stop: int) -> float:
+        return 0.0 if costs.lower_bound_bytes(stage, start, stop) <= limits[stage] else math.inf
+
+    return bottleneck_cuts(len(costs.layers), len(costs.cards), room, least, 0.0)[0]
+
+
+def fits(layers: Sequence[Layer], cards: Sequence[Card], running: ExecutionSettings) -> bool:
+    """Whether some cut exceeds no card's memory."""
+    if len(cards) > len(layers):
+        return False
+    return (
+        find_fitting_partition(
+            StageCostModel(layers, cards, uniform_network(len(cards), 0.0, math.inf), running)
+        )
+        is not None
+    )
+
+
+def shortage_text(layers: Sequence[Layer], cards: Sequence[Card], running: ExecutionSettings) -> ConfigError:
+    """Which stage lacks how many bytes in the cut that comes nearest, and what would be enough."""
+    cuts, _ = smallest_shortfall(layers, cards, running)
+    costs = StageCostModel(layers, cards, uniform_network(len(cards), 0.0, math.inf), running)
+
+    def lack(stage: int) -> float:
+        return costs.memory(stage, cuts[stage], cuts[stage + 1]).total - cards[stage].memory_bytes
+
+    worst = max(range(len(cards)), key=lack)
+    start, stop = cuts[worst], cuts[worst + 1]
+    held = costs.memory(worst, start, stop)
+    big = max(range(start, stop), key=lambda at: costs.memory(worst, at, at + 1).total)
+    reason = (
+        f"no cut of {len(layers)} layers into {len(cards)} stages fits: at best stage {worst} "
+        f"({format_layers(layers, start, stop)}) needs {format_bytes(held.total)} of its card's "
+        f"{format_bytes(cards[worst].memory_bytes)}, {format_bytes(lack(worst))} too many "
+        f"({format_memory_parts(held.parameters, held.copies, held.activations, held.transit)})"
+    )
+    if stop - start > 1:
+        alone = costs.memory(worst, big, big + 1).total
+        reason += f'; its largest layer, "{layers[big].name}", needs {format_bytes(alone)} alone'
+    enough = list(_sufficient_remedies(layers, cards, running))
+    if enough:
+        remedy = f"{'any of these is' if len(enough) > 1 else 'this is'} enough: {'; '.join(enough)}"
+    else:
+        remedy = (
+            "neither more stages nor smaller micro-batches nor re-materialisation is enough: cut "
+            f'"{layers[big].name}" into smaller layers, make batch or model smaller, or use larger cards'
+        )
+    return ConfigError(reason, remedy=remedy)
+
+
+def _sufficient_remedies(
+    layers: Sequence[Layer], cards: Sequence[Card], running: ExecutionSettings
+) -> Iterator[str]:
+    if running.order is ScheduleKind.FILL_DRAIN and fits(
+        layers, cards, replace(running, order=ScheduleKind.ONE_F_ONE_B)
+    ):
+        yield "the schedule 1f1b"
+    if not running.rematerialise and fits(layers, cards, replace(running, rematerialise=True)):
+        yield "re-materialisation"
+    samples, batch = running.samples, running.samples * running.micro_batches
+    while samples > 1:
+        samples //= 2
+        smaller = replace(running, samples=samples, micro_batches=math.ceil(batch / samples))
+        if fits(layers, cards, smaller):
+            yield f"{smaller.micro_batches} micro-batches of {samples} sample{'s' if samples > 1 else ''}"
+            break
+    smallest = min(cards, key=lambda card: card.memory_bytes)
+    for stages in range(len(cards) + 1, min(len(layers), MOST_STAGES) + 1):
+        if fits(layers, [*cards, *(smallest,) * (stages - len(cards))], running):
+            yield f"{stages} stages, the further ones on cards of {format_bytes(smallest.memory_bytes)}"
+            break
+
+
+# -- in words --------------------------------------------------------------------------------------
+
+
+def format_bytes(nbytes: float) -> str:
+    """For people: decimal prefixes, three digits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 999.5:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:,.3g} TB"
+
+
+def format_layers(layers: Sequence[Layer], start: int, stop: int) -> str:
+    """Layers `start` to `stop` - 1 with their names."""
+    if stop - start == 1:
+        return f'layer {start}, "{layers[start].name}"'
+    return f'layers {start} to {stop - 1}, "{layers[start].name}" to "{layers[stop - 1].name}"'
+
+
+def format_memory_parts(parameters: int, copies: int, activations: int, transit: int) -> str:
+    """A stage's bytes by what they are for."""
+    return (
+        f"parameters {format_bytes(parameters)}, gradients and optimizer {format_bytes(copies)}, "
+        f"activations {format_bytes(activations)}, in transit {format_bytes(transit)}"
+    )

@@ -1,0 +1,183 @@
+"""A cut as bars: in a terminal, and as an SVG written by hand, so that no plotting library is needed.
+
+Decides where bars and labels go; every figure comes from the outlook.  Knows no torch.
+
+    stage 0   layers 0 to 3, "embed" to "block2"      12.1 ms  #############...  2.1 of 8 GB  ####......
+    stage 1   layers 4 to 7, "block3" to "head"       11.8 ms  ############....  1.9 of 8 GB  ###.......
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from xml.sax.saxutils import escape
+
+from gridtrain.core.planning.exchange_comparison import format_seconds
+from gridtrain.core.stages.memory_fit import format_bytes, format_layers
+from gridtrain.core.stages.stage_cost import Layer, StageCost
+from gridtrain.core.stages.step_time import MicroBatchProposal, StepEstimate
+
+BAR = 24
+MOST_NAMES = 44
+
+INK, FAINT, GRID = "#222222", "#6B6B6B", "#E4E4E4"
+TIMES = (("forward", "#0072B2"), ("backward", "#5BA3D0"), ("line", "#D55E00"))
+BYTES = (
+    ("parameters", "#007A5A"),
+    ("gradients and optimizer", "#5BB89C"),
+    ("activations", "#8A4F7D"),
+    ("in transit", "#D55E00"),
+)
+FONTS = "Helvetica, Arial, DejaVu Sans, sans-serif"
+TOP, ROW = 116.0, 54.0
+LEFT, WIDTH = 220.0, 360.0  # of the times
+MEMORY_LEFT, MEMORY_WIDTH = 640.0, 480.0  # of the bytes
+
+
+def chart_text(layers: Sequence[Layer], outlook: StepEstimate) -> str:
+    """A line for each stage: its layers, the seconds of a micro-batch, the bytes it holds at most."""
+    stages = outlook.cut.stages
+    longest_s = max(max(stage.compute_s, stage.transfer_s) for stage in stages) or 1.0
+    largest = max(stage.memory.total for stage in stages)
+    rows = []
+    for index, stage in enumerate(stages):
+        limit = stage.card.memory_bytes
+        bounded = limit < math.inf
+        held = format_bytes(stage.memory.total) + (f" of {format_bytes(limit)}" if bounded else "")
+        cells = (
+            f"stage {index}",
+            _shortened(format_layers(layers, stage.start, stage.stop)),
+            format_seconds(stage.compute_s),
+            _bar(stage.compute_s / longest_s),
+            f"line {format_seconds(stage.transfer_s)}" if len(stages) > 1 else "",
+            held,
+            _bar(stage.memory.total / (limit if bounded else largest or 1)),
+        )
+        rows.append(cells)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _shortened(said: str) -> str:
+    return said if len(said) <= MOST_NAMES else said[: MOST_NAMES - 3] + "..."
+
+
+def _bar(share: float) -> str:
+    """Full at 1; whatever there is shows."""
+    filled = min(BAR, max(share > 0, round(BAR * share)))
+    return "#" * filled + "." * (BAR - filled)
+
+
+def partition_reason(layers: Sequence[Layer], proposal: MicroBatchProposal, *, asked: bool) -> str:
+    """Which stage sets the pace and which is fullest, and why in so many micro-batches."""
+    stages = proposal.chosen.cut.stages
+    pace, stage = max(enumerate(stages), key=lambda each: max(each[1].compute_s, each[1].transfer_s))
+    what = "computing" if stage.compute_s >= stage.transfer_s else "its line"
+    work_s = sum(each.compute_s * each.card.speed for each in stages)
+    even_s = work_s / sum(each.card.speed for each in stages)
+    before = ", ".join(layers[each.start].name for each in stages[1:])
+    fullest, held = max(enumerate(stages), key=lambda each: each[1].memory.total)
+    limit = held.card.memory_bytes
+    return (
+        f"{f'Cut before {before}' if before else 'One stage'}: stage {pace} sets the pace by {what}, "
+        f"{format_seconds(max(stage.compute_s, stage.transfer_s))} a micro-batch; {format_seconds(even_s)} would be an exactly "
+        f"even share of the computing; stage {fullest} holds most, {format_bytes(held.memory.total)}"
+        f"{f' of {format_bytes(limit)}' if limit < math.inf else ''}. "
+        f"{'As asked' if asked else 'Proposed'}: {proposal.reason}."
+    )
+
+
+# -- SVG -------------------------------------------------------------------------------------------
+
+
+def chart_svg(layers: Sequence[Layer], outlook: StepEstimate) -> str:
+    """Two panels with a bar for each stage: the seconds of a micro-batch, and the bytes held at most."""
+    stages = outlook.cut.stages
+    width, height = MEMORY_LEFT + MEMORY_WIDTH + 60, TOP + ROW * len(stages) + 20
+    running = outlook.settings
+    subtitle = (
+        f"{running.micro_batches} micro-batches of {running.samples}, {running.order}; a step takes "
+        f"{format_seconds(outlook.step_s)}, {outlook.bubble:.0%} of it bubble; predicted"
+    )
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
+        f'viewBox="0 0 {width:g} {height:g}" font-family="{FONTS}" font-size="13">',
+        "<title>How the model is cut</title>",
+        '<rect width="100%" height="100%" fill="#FFFFFF"/>',
+        _text(20, 28, f"{len(layers)} layers in {len(stages)} stages", size=17, weight="bold"),
+        _text(20, 49, subtitle, colour=FAINT),
+        *_legend(LEFT, TIMES),
+        *_legend(MEMORY_LEFT, BYTES),
+    ]
+    longest_s = max(max(stage.compute_s, stage.transfer_s) for stage in stages) or 1.0
+    limits = [stage.card.memory_bytes for stage in stages if stage.card.memory_bytes < math.inf]
+    largest = max(*limits, *(stage.memory.total for stage in stages), 1)
+    for index, stage in enumerate(stages):
+        top = TOP + ROW * index
+        names = _shortened(format_layers(layers, stage.start, stage.stop).partition(", ")[2])
+        parts.append(_text(20, top + 14, f"stage {index}: {stage.stop - stage.start} layers", weight="bold"))
+        parts.append(_text(20, top + 30, names[:28], colour=FAINT))
+        parts += _time_bars(stage, top, longest_s)
+        parts += _memory_bars(stage, top, float(largest))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _legend(left: float, entries: Sequence[tuple[str, str]]) -> list[str]:
+    parts = []
+    for name, colour in entries:
+        parts.append(_box(left, TOP - 32, 11, 11, colour))
+        parts.append(_text(left + 16, TOP - 22, name))
+        left += 34 + 7.0 * len(name)
+    return parts
+
+
+def _time_bars(stage: StageCost, top: float, longest_s: float) -> list[str]:
+    """Computing above, its line below: they overlap."""
+    scale = WIDTH / longest_s
+    forward, backward, line = (s * scale for s in (stage.forward_s, stage.backward_s, stage.transfer_s))
+    return [
+        _box(LEFT, top, forward, 20, TIMES[0][1]),
+        _box(LEFT + forward, top, backward, 20, TIMES[1][1]),
+        _box(LEFT, top + 22, line, 8, TIMES[2][1]),
+        _text(LEFT + forward + backward + 8, top + 15, format_seconds(stage.compute_s)),
+    ]
+
+
+def _memory_bars(stage: StageCost, top: float, largest: float) -> list[str]:
+    left, held, scale = MEMORY_LEFT, stage.memory, MEMORY_WIDTH / largest
+    parts = []
+    for nbytes, (_, colour) in zip(
+        (held.parameters, held.copies, held.activations, held.transit), BYTES, strict=True
+    ):
+        parts.append(_box(left, top, nbytes * scale, 20, colour))
+        left += nbytes * scale
+    said = format_bytes(held.total)
+    if stage.card.memory_bytes < math.inf:
+        parts.append(_box(MEMORY_LEFT + stage.card.memory_bytes * scale - 1, top - 4, 2, 28, INK))
+        said += f" of {format_bytes(stage.card.memory_bytes)}"
+    parts.append(_text(MEMORY_LEFT, top + 36, said))
+    return parts
+
+
+def _box(left: float, top: float, width: float, height: float, colour: str) -> str:
+    return (
+        f'<rect x="{left:.1f}" y="{top:.1f}" width="{max(0.0, width):.1f}" height="{height:g}" '
+        f'fill="{colour}"/>'
+    )
+
+
+def _text(
+    x: float,
+    y: float,
+    words: str,
+    *,
+    colour: str = INK,
+    size: float = 13,
+    weight: str = "normal",
+) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" font-size="{size:g}" '
+        f'font-weight="{weight}">{escape(words)}</text>'
+    )

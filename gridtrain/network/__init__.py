@@ -1,0 +1,1 @@
+"""Bytes between peers: `wire` encodes and bounds messages, `transport` carries them."""

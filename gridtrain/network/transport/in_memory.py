@@ -1,0 +1,385 @@
+"""The transport inside one process: for `gridtrain.local` groups and for tests, with faults.
+
+Decides nothing about messages.  Never opens a socket.  A message goes through the codec all the same,
+so that what could not travel fails here as it would there; payload buffers are copied to bytes, so that
+a sender cannot change what was received.
+
+    thread A: MemoryTransport --send--> outbox --flush--> [MemoryHub: faults] --> B's mailbox
+                                                                                    |
+    thread B: MemoryTransport <-------------------- poll ---------------------------+
+
+An outbox (bounded) empties into the peer's mailbox (bounded) as far as the upload cap and the room
+there allow: the same two queues, and the same backpressure, as over a socket.  Connections come up
+at once or, when the other end is absent or hidden or the edge is cut, when that changes.  Whom a gate
+refuses tries again after a back-off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gridtrain.core.messages import Message, PeerId
+from gridtrain.errors import TransportError
+from gridtrain.network.transport import access_control
+from gridtrain.network.transport.interface import (
+    AccessPolicy,
+    ConnectionDenied,
+    PeerDown,
+    PeerUp,
+    ReachResult,
+    Received,
+    TrafficCounters,
+    TransportEvent,
+    allow_all,
+)
+from gridtrain.network.transport.memory_hub import EndpointKilled, MemoryConnection, MemoryHub
+from gridtrain.network.transport.message_faults import FaultPlan, MessageFault
+from gridtrain.network.transport.rate_limiter import DownloadLimiter, UploadLimiter
+from gridtrain.network.transport.send_queue import DEFAULT_LIMIT_BYTES, QueuedMessage, SendQueue, is_bulk
+from gridtrain.network.wire import codec
+
+__all__ = ["EndpointKilled", "FaultPlan", "MemoryHub", "MemoryTransport", "MessageFault"]
+
+MOST_ADDRESSES = 4
+MAILBOX_BYTES = 16 * 2**20
+"""What one peer may have lying unread in another's mailbox, as a socket's buffers would."""
+
+CLOSE_S = 1.0
+BACKOFF_FIRST_S = 0.05
+BACKOFF_MAX_S = 2.0
+
+
+_QueuedEvent = tuple[float, int, TransportEvent, MemoryConnection | None]
+"""Due time, order, event, and over what a message came."""
+
+
+@dataclass(slots=True)
+class _DialedAddress:
+    """An address that an endpoint keeps connecting to.  `due_s`: not before then, it was refused."""
+
+    peer: PeerId
+    due_s: float = float("-inf")
+    attempt: int = 0
+
+    def retry_later(self, now_s: float) -> None:
+        self.due_s = now_s + min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(self.attempt, 16))
+        self.attempt += 1
+
+
+class MemoryTransport:
+    """One endpoint; implements `Transport`.  Addresses are "memory://name".
+
+    Args:
+        me: this endpoint's key.
+        hub: the network, shared with the other endpoints.
+        gate: who may connect, and speak.  It is also asked in the threads of other endpoints, with the
+            hub's lock held: it must be quick, and not call a transport.
+        host: where the others see this endpoint's connections come from.
+        upload_Bps, download_Bps: rate caps in bytes per second; None: none.
+        outbox_bytes: the most that may be queued for one peer.
+    """
+
+    def __init__(
+        self,
+        me: PeerId,
+        hub: MemoryHub,
+        *,
+        software: str = "gridtrain",
+        gate: AccessPolicy = allow_all,
+        host: str = "memory",
+        upload_Bps: float | None = None,
+        download_Bps: float | None = None,
+        outbox_bytes: int = DEFAULT_LIMIT_BYTES,
+    ) -> None:
+        self.me = me
+        self.software = software
+        self.access_policy = gate
+        self.host = host
+        self.traffic = TrafficCounters()
+        self._hub = hub
+        self._changed = threading.Condition(hub.lock)
+        self._send_queue: SendQueue[Message] = SendQueue(UploadLimiter(upload_Bps), outbox_bytes)
+        self._download_limiter = DownloadLimiter(download_Bps)
+        self._dialed: dict[str, _DialedAddress] = {}  # by address
+        self._connections: dict[PeerId, MemoryConnection] = {}  # by the name of the other end
+        self._mailbox: list[_QueuedEvent] = []  # a heap
+        self._order = itertools.count()
+        self._unread_bytes: dict[PeerId, int] = {}
+        self._refused: set[PeerId] = set()  # senders to be told when there is room
+        self._woken = self._closed = self._killed = False
+        with hub.lock:
+            hub.add_locked(self)
+
+    # -- the contract --------------------------------------------------------------------------
+
+    def listen(self, address: str) -> str:
+        if not address.startswith("memory://") or address == "memory://":
+            raise TransportError(f"{address!r} is no memory address", remedy='write "memory://name"')
+        with self._locked_alive():
+            if address in self._hub.ports:
+                raise TransportError(f"{address} is taken", remedy="choose another name")
+            self._hub.ports[address] = self
+            self._hub.retry_locked()
+        return address
+
+    def dial(self, peer: PeerId, address: str) -> None:
+        if peer == self.me:
+            raise TransportError(f"{address} was to be dialled with our own key", remedy="leave yourself out")
+        with self._locked_alive():
+            if self._connected_locked(peer) or self._revive_locked(peer):
+                return
+            if address not in self._dialed or self._dialed[address].peer != peer:
+                kept = {other: dialled for other, dialled in self._dialed.items() if dialled.peer != peer}
+                self._dialed = {**kept, address: _DialedAddress(peer)}
+            self.connect_locked(time.monotonic())
+
+    def reach(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
+        with self._locked_alive():
+            answer = ""
+            for address in addresses[:MOST_ADDRESSES]:
+                other = self._hub.reachable_locked(self, peer, address)
+                if (
+                    not answer
+                    and other is not None
+                    and access_control.is_admitted(other.access_policy, self.me)
+                ):
+                    answer = address
+            self.post_locked(ReachResult(peer, answer))
+
+    def hang_up(self, peer: PeerId) -> None:
+        with self._locked_alive():
+            self._dialed = {a: dialled for a, dialled in self._dialed.items() if dialled.peer != peer}
+            edge = self._connections.get(peer)
+            for parcel in self._send_queue.drain_control(peer):
+                if edge is None or not self._hub.deliver_locked(self, edge, parcel, time.monotonic()):
+                    break
+                self.traffic.count_sent(parcel.kind, parcel.nbytes)
+            if edge is not None and (edge.initiator is self or edge.is_pending):
+                self._hub.close_locked(edge, "the peer hung up", silent=self)
+            elif edge is not None:
+                edge.is_ignored = True
+            self._forget_locked(peer, lambda due_s: True)
+
+    def connected(self, peer: PeerId) -> bool:
+        with self._hub.lock:
+            return self._connected_locked(peer)
+
+    def send(self, peer: PeerId, message: Message) -> None:
+        message, nbytes = _encode_and_decode(message)
+        with self._locked_alive():
+            if not self._connected_locked(peer):
+                raise TransportError(
+                    f"peer {peer.hex()[:8]} is not connected", remedy="wait for its PeerUp before sending"
+                )
+            now_s = time.monotonic()
+            kind = type(message).__name__
+            self._send_queue.put(QueuedMessage(peer, kind, message, nbytes, is_bulk(message), now_s))
+            self._flush_locked(now_s)
+
+    def backlog_bytes(self, peer: PeerId) -> int:
+        with self._hub.lock:
+            return self._send_queue.backlog_bytes(peer)
+
+    def poll(self, timeout_s: float) -> list[TransportEvent]:
+        deadline_s = time.monotonic() + timeout_s
+        with self._locked_alive():
+            while True:
+                now_s = time.monotonic()
+                self.connect_locked(now_s)
+                self._flush_locked(now_s)
+                events = self._take_locked(now_s)
+                if events or self._woken or now_s >= deadline_s:
+                    self._woken = False
+                    return events
+                self._changed.wait(max(0.0, min(deadline_s, self._due_locked(now_s)) - now_s))
+                self._check_alive()
+
+    def wake(self) -> None:
+        with self._hub.lock:
+            self._woken = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        deadline_s = time.monotonic() + CLOSE_S
+        with self._hub.lock, contextlib.suppress(EndpointKilled):
+            while not self._closed and not self._send_queue.is_empty() and time.monotonic() < deadline_s:
+                self._flush_locked(time.monotonic())
+                if not self._send_queue.is_empty():
+                    wait_s = min(deadline_s, self._send_queue.due_s()) - time.monotonic()
+                    self._changed.wait(max(0.0, wait_s))
+            if not self._closed:
+                self._hub.remove_locked(self, "the peer closed")
+                self.stop_locked(killed=False)
+
+    # -- called by the hub, under its lock -----------------------------------------------------
+
+    def connections_locked(self) -> list[MemoryConnection]:
+        return list(self._connections.values())
+
+    def post_locked(
+        self, event: TransportEvent, due_s: float = float("-inf"), edge: MemoryConnection | None = None
+    ) -> None:
+        if isinstance(event, Received):
+            unread_bytes = self._unread_bytes.get(event.peer, 0)
+            self._unread_bytes[event.peer] = unread_bytes + event.nbytes
+        due_s = max(due_s, time.monotonic())
+        heapq.heappush(self._mailbox, (due_s, next(self._order), event, edge))
+        self._changed.notify_all()
+
+    def is_full_locked(self, edge: MemoryConnection, nbytes: int) -> bool:
+        source = edge.name_for(self)
+        unread_bytes = self._unread_bytes.get(source, 0)
+        full = unread_bytes > 0 and unread_bytes + nbytes > MAILBOX_BYTES
+        if full:
+            self._refused.add(source)
+        return full
+
+    def connect_locked(self, now_s: float, *, early: bool = False) -> None:
+        """Try what is dialled and not connected, as far as it is due; `early`: something has changed."""
+        for address, dialled in self._dialed.items():
+            if self._connections.get(dialled.peer) is not None or (now_s < dialled.due_s and not early):
+                continue
+            other = self._hub.reachable_locked(self, dialled.peer, address)
+            if other is None:
+                continue
+            if self._hub.connect_locked(self, other):
+                dialled.due_s, dialled.attempt = float("-inf"), 0
+            else:
+                dialled.retry_later(now_s)
+                if not access_control.is_admitted(other.access_policy, self.me):
+                    self.post_locked(ConnectionDenied(dialled.peer, address))
+
+    def mailbox_freed_locked(self, peer: PeerId) -> None:
+        """`peer` has read from its mailbox."""
+        self._send_queue.unblock(peer)
+        self._changed.notify_all()
+
+    def connection_made_locked(self, edge: MemoryConnection, event: PeerUp) -> None:
+        older = self._connections.get(event.peer)
+        if older is not None:
+            self._hub.close_locked(older, "replaced by a newer connection of the same peer")
+        self._connections[event.peer] = edge
+        self.post_locked(event)
+        guests = [edge for edge in self._connections.values() if edge.acceptor is self and edge.is_pending]
+        for surplus in guests[: max(0, len(guests) - access_control.MOST_GUESTS)]:
+            self._hub.close_locked(surplus, f"more than {access_control.MOST_GUESTS} guests")
+
+    def connection_lost_locked(self, edge: MemoryConnection, reason: str | None) -> None:
+        """What was still on its way is lost; `reason` None: we had hung up, nobody is told."""
+        peer, now_s = edge.name_for(self), time.monotonic()
+        if self._connections.get(peer) is not edge:
+            return
+        del self._connections[peer]
+        for dialled in self._dialed.values():
+            if dialled.peer == peer:
+                dialled.retry_later(now_s)
+        self._forget_locked(peer, lambda due_s: due_s > now_s)
+        if reason is not None:
+            self.post_locked(PeerDown(peer, reason))
+
+    def stop_locked(self, *, killed: bool) -> None:
+        self._closed, self._killed = True, killed
+        self._mailbox.clear()
+        self._changed.notify_all()
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _locked_alive(self) -> threading.Condition:
+        """The lock, for a call of an endpoint that is neither closed nor killed."""
+        self._check_alive()
+        return self._changed
+
+    def _check_alive(self) -> None:
+        if self._killed:
+            raise EndpointKilled(f"endpoint {self.me.hex()[:8]} was killed")
+        if self._closed:
+            raise TransportError(f"endpoint {self.me.hex()[:8]} is closed")
+
+    def _connected_locked(self, peer: PeerId) -> bool:
+        edge = self._connections.get(peer)
+        return edge is not None and not (edge.is_ignored and edge.acceptor is self)
+
+    def _revive_locked(self, peer: PeerId) -> bool:
+        """After `hang_up` its connection to us still stands: use it again."""
+        edge = self._connections.get(peer)
+        if edge is None or not access_control.is_still_admitted(self.access_policy, peer, False):
+            return False
+        edge.is_ignored = False
+        self.post_locked(PeerUp(peer, edge.initiator.software, edge.initiator.host))
+        return True
+
+    def _flush_locked(self, now_s: float) -> None:
+        while (parcel := self._send_queue.take(now_s)) is not None:
+            edge = self._connections.get(parcel.peer)  # None: lost with its edge, as `PeerDown` tells
+            if edge is None or self._hub.deliver_locked(self, edge, parcel, now_s):
+                self.traffic.count_sent(parcel.kind, parcel.nbytes)
+            else:
+                self._send_queue.put_back(parcel)
+
+    def _take_locked(self, now_s: float) -> list[TransportEvent]:
+        events: list[TransportEvent] = []
+        while self._mailbox and self._mailbox[0][0] <= now_s and self._download_limiter.can_read(now_s):
+            _, _, event, edge = heapq.heappop(self._mailbox)
+            if isinstance(event, Received):
+                self._read_locked(event)
+                if edge is not None and not self._is_still_admitted_locked(edge):
+                    continue
+                self.traffic.count_received(type(event.message).__name__, event.nbytes)
+                self._download_limiter.charge(event.nbytes, now_s)
+            events.append(event)
+        return events
+
+    def _is_still_admitted_locked(self, edge: MemoryConnection) -> bool:
+        """Whether the other end may still speak to us; if its key is not admitted any more, it is cut."""
+        guest = edge.is_pending and edge.acceptor is self
+        if not access_control.is_still_admitted(self.access_policy, edge.other_end(self).me, guest):
+            self._hub.close_locked(edge, "its key is not admitted any more")
+            return False
+        return not (edge.is_ignored and edge.acceptor is self)
+
+    def _read_locked(self, event: Received) -> None:
+        self._unread_bytes[event.peer] -= event.nbytes
+        if event.peer in self._refused:
+            self._refused.discard(event.peer)
+            if (edge := self._connections.get(event.peer)) is not None:
+                other = edge.other_end(self)
+                other.mailbox_freed_locked(edge.name_for(other))
+
+    def _due_locked(self, now_s: float) -> float:
+        due_s = self._send_queue.due_s()
+        if self._mailbox:
+            due_s = min(due_s, max(self._mailbox[0][0], self._download_limiter.free_s))
+        for dialled in self._dialed.values():
+            if dialled.peer not in self._connections and dialled.due_s > now_s:
+                due_s = min(due_s, dialled.due_s)
+        return due_s
+
+    def _forget_locked(self, peer: PeerId, lost: Callable[[float], bool]) -> None:
+        """Drop what is queued for the peer, and its undelivered messages whose due time is `lost`."""
+        self._send_queue.clear_peer(peer)
+        kept = []
+        for letter in self._mailbox:
+            event = letter[2]
+            if event.peer == peer and lost(letter[0]) and not isinstance(event, ReachResult):
+                if isinstance(event, Received):
+                    self._read_locked(event)
+            else:
+                kept.append(letter)
+        heapq.heapify(kept)
+        self._mailbox = kept
+
+
+def _encode_and_decode(message: Message) -> tuple[Message, int]:
+    """The message as its receiver will read it, with a payload of its own, and its size without framing.
+
+    Raises `LocalProtocolError` if it is out of bounds.
+    """
+    header, *payload = codec.encode(message)
+    frames = [header, *map(bytes, payload)]
+    return codec.decode(frames), sum(map(len, frames))

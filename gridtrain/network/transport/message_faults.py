@@ -1,0 +1,103 @@
+"""What goes wrong on purpose: a seeded plan of faults for the memory transport.
+
+Decides the fate of each message on each directed edge.  Never touches a queue: `memory.py` asks
+and obeys.  The draws of an edge depend on the seed, the rule and the edge alone, so threads that
+interleave differently still see the same faults.
+
+    plan = FaultPlan(
+        Fault("delay", kind="Data", delay_s=0.01),                        # reorders
+        Fault("drop", source=anna, target=bert, kind="Vote", times=1),    # the first vote only
+        Fault("kill", source=carl, kind="Data", after=3),                 # dies instead of its 4th
+        seed=7,
+    )
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+from gridtrain.core.messages import PeerId
+
+Action = Literal["drop", "duplicate", "delay", "cut", "kill"]
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFault:
+    """One rule.  `after`, `times` and the probability count for each directed edge by itself.
+
+    Attributes:
+        action: "drop" loses the message; "duplicate" delivers it twice; "delay" delivers it up to
+            `delay_s` later (later ones may overtake it); "cut" breaks the edge instead of
+            delivering, until `MemoryHub.heal`; "kill" stops the sender instead.
+        source, target: the directed edge; None: any.
+        kind: the message type's name, such as "Data"; None: any.
+        after: how many matching messages pass first.
+        times: how many matching messages are then considered; None: all.
+        probability: of a considered message being hit.
+    """
+
+    action: Action
+    source: PeerId | None = None
+    target: PeerId | None = None
+    kind: str | None = None
+    after: int = 0
+    times: int | None = None
+    probability: float = 1.0
+    delay_s: float = 0.0
+
+    def matches(self, source: PeerId, target: PeerId, kind: str) -> bool:
+        return self.source in (None, source) and self.target in (None, target) and self.kind in (None, kind)
+
+
+@dataclass(frozen=True, slots=True)
+class MessageOutcome:
+    """What happens to one message: delivered once after each delay; none: lost."""
+
+    delays_s: tuple[float, ...] = (0.0,)
+    cut: bool = False
+    kill: bool = False
+
+
+class FaultPlan:
+    """Rules and a seed.  Not thread-safe by itself: the hub asks under its lock."""
+
+    def __init__(self, *faults: MessageFault, seed: int = 0) -> None:
+        self.faults = faults
+        self.seed = seed
+        self._counts: dict[tuple[int, PeerId, PeerId], int] = {}
+        self._rngs: dict[tuple[int, PeerId, PeerId], random.Random] = {}
+
+    def next_outcome(self, source: PeerId, target: PeerId, kind: str) -> MessageOutcome:
+        """The fate of the next message of type `kind` from `source` to `target`."""
+        copies, delay_s, lost, cut, kill = 1, 0.0, False, False, False
+        for index, fault in enumerate(self.faults):
+            if not fault.matches(source, target, kind) or not self._is_hit(index, source, target):
+                continue
+            match fault.action:
+                case "drop":
+                    lost = True
+                case "duplicate":
+                    copies += 1
+                case "delay":
+                    delay_s += self._rng(index, source, target).uniform(0.0, fault.delay_s)
+                case "cut":
+                    cut = True
+                case "kill":
+                    kill = True
+        return MessageOutcome(() if lost or cut or kill else (delay_s,) * copies, cut, kill)
+
+    def _is_hit(self, index: int, source: PeerId, target: PeerId) -> bool:
+        key, fault = (index, source, target), self.faults[index]
+        seen = self._counts[key] = self._counts.get(key, 0) + 1
+        in_window = seen > fault.after and (fault.times is None or seen <= fault.after + fault.times)
+        return in_window and (
+            fault.probability >= 1.0 or self._rng(index, source, target).random() < fault.probability
+        )
+
+    def _rng(self, index: int, source: PeerId, target: PeerId) -> random.Random:
+        key = (index, source, target)
+        if key not in self._rngs:
+            self._rngs[key] = random.Random(f"{self.seed}/{index}/{source.hex()}/{target.hex()}")
+        return self._rngs[key]

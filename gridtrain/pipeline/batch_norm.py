@@ -1,0 +1,204 @@
+"""Buffers that a forward writes: batch norm's running statistics, and whatever else layers keep in buffers.
+
+Batch norm under micro-batches normalises each by its own statistics, and remembers those of the mini-batch.
+Decides what running statistics become (GPipe, arXiv 1811.06965, section 2.2: "the sufficient statistics are
+computed over each micro-batch"; "the moving average ... over the entire mini-batch" is kept for evaluation).
+Never changes what a forward computes.
+
+    micro-batch 0..M-1  --(count, mean, squared deviations)-->  merged  --commit-->  running_mean, running_var
+
+Merged as by Chan, Golub and LeVeque (1979), which does not subtract large sums from each other; the variance
+is the unbiased one, as in torch.  Nothing changes before `commit`, so an aborted step leaves no trace.
+
+Other buffers (a moving average, spectral norm's vectors, a counter) move with each micro-batch, as in a model
+in one piece.  A forward that is computed anew sees them as they were the first time and moves nothing; a step
+that is not committed puts them back.
+
+    forward of m   0 --> b1 --> 1 --> b2 --> 2 --> b3            forward of 1 once more: sees b1, leaves b3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gridtrain.errors import ConfigError
+
+
+@dataclass
+class _Moments:
+    """Of one layer: how many values, their mean and squared deviations, each (C,)."""
+
+    count: int
+    mean_C: Tensor
+    deviations_C: Tensor
+
+    def add(self, other: _Moments) -> None:
+        total = self.count + other.count
+        apart_C = other.mean_C - self.mean_C
+        self.mean_C = self.mean_C + apart_C * (other.count / total)
+        self.deviations_C = (
+            self.deviations_C + other.deviations_C + apart_C.square() * (self.count * other.count / total)
+        )
+        self.count = total
+
+
+class MiniBatchStatistics:
+    """Of all batch norms in some layers that keep running statistics."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        found = {module: None for layer in layers for module in layer.modules()}
+        if any(isinstance(module, nn.SyncBatchNorm) for module in found):
+            raise ConfigError(
+                "SyncBatchNorm talks to a process group in the middle of a stage's forward",
+                remedy="use BatchNorm1d, 2d or 3d; replicas average their running statistics every few steps",
+            )
+        self._norms = [m for m in found if isinstance(m, _BatchNorm) and m.running_mean is not None]
+        self._sums: dict[_BatchNorm, _Moments] = {}
+
+    def _before(self, norm: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        assert isinstance(norm, _BatchNorm)
+        values = (
+            (inputs[0] if inputs else named["input"]).detach().float().transpose(0, 1).flatten(1)
+        )  # (C, count)
+        mean_C = values.mean(dim=1)
+        found = _Moments(values.shape[1], mean_C, (values - mean_C[:, None]).square().sum(dim=1))
+        if norm in self._sums:
+            self._sums[norm].add(found)
+        else:
+            self._sums[norm] = found
+
+    def forward(self, *, first_time: bool) -> AbstractContextManager[None]:
+        """Around a micro-batch's forward; only the first time it is looked at, not when computed anew."""
+        return self._observed(first_time) if self._norms else nullcontext()
+
+    @contextmanager
+    def _observed(self, first_time: bool) -> Iterator[None]:
+        training = [norm for norm in self._norms if norm.training and norm.track_running_stats]
+        hooks = [
+            norm.register_forward_pre_hook(self._before, with_kwargs=True) for norm in training if first_time
+        ]
+        for norm in training:
+            norm.track_running_stats = False  # torch then neither reads nor moves the running statistics
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for norm in training:
+                norm.track_running_stats = True
+
+    def discard(self) -> None:
+        self._sums.clear()
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Move the running statistics by one mini-batch, once."""
+        for norm, sums in self._sums.items():
+            assert norm.running_mean is not None and norm.running_var is not None
+            factor = norm.momentum
+            if norm.num_batches_tracked is not None:
+                norm.num_batches_tracked.add_(1)
+                if factor is None:  # torch's cumulative average
+                    factor = 1.0 / float(norm.num_batches_tracked)
+            factor = 0.0 if factor is None else factor
+            variance_C = sums.deviations_C / max(1, sums.count - 1)
+            norm.running_mean.mul_(1 - factor).add_(sums.mean_C.to(norm.running_mean.dtype), alpha=factor)
+            norm.running_var.mul_(1 - factor).add_(variance_C.to(norm.running_var.dtype), alpha=factor)
+        self._sums.clear()
+
+
+_BufferLocation = tuple[nn.Module, str]
+"""A buffer, by the module that owns it: a forward may put another tensor there."""
+
+
+class MutatedBuffers:
+    """Of some layers, but for what `MiniBatchStatistics` looks after.
+
+    Which buffers move is found out: the first time that a layer runs all of its buffers are copied, later
+    those alone that have moved before.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        known: set[_BufferLocation] = set()
+        self._locations: list[list[_BufferLocation]] = []
+        for layer in layers:
+            owners = [m for m in layer.modules() if not isinstance(m, _BatchNorm)]
+            places = dict.fromkeys((module, name) for module in owners for name in module._buffers)
+            self._locations.append([place for place in places if place not in known])
+            known |= set(places)
+        self._observed_layers = [False] * len(layers)
+        self._mutated: set[_BufferLocation] = set()
+        self._at_begin: dict[
+            _BufferLocation, tuple[Tensor | None, Tensor | None]
+        ] = {}  # the tensor, its value
+        self._before: dict[int, dict[_BufferLocation, Tensor | None]] = {}  # by micro-batch
+
+    def observe(self, layer: int, m: int) -> AbstractContextManager[None]:
+        """Around the first forward of a layer with a micro-batch."""
+        return self._observed(layer, m) if self._locations[layer] else nullcontext()
+
+    @contextmanager
+    def _observed(self, layer: int, m: int) -> Iterator[None]:
+        found = {place: _buffer(place) for place in self._locations[layer]}
+        versions = {place: None if tensor is None else tensor._version for place, tensor in found.items()}
+        wanted = self._mutated & found.keys() if self._observed_layers[layer] else found.keys()
+        values = {place: _value(found[place]) for place in wanted}
+        try:
+            yield
+        finally:
+            for place, tensor in found.items():
+                same = _buffer(place) is tensor and (tensor is None or tensor._version == versions[place])
+                # through `.data` a tensor is written to without a new version
+                same &= self._observed_layers[layer] or tensor is None or torch.equal(tensor, values[place])  # type: ignore[arg-type]
+                if not same:
+                    self._mutated.add(place)
+                if place in self._mutated and place in values:
+                    self._at_begin.setdefault(place, (tensor, values[place]))
+                    self._before.setdefault(m, {})[place] = values[place]
+            self._observed_layers[layer] = True
+
+    def restore_during(self, m: int) -> AbstractContextManager[None]:
+        """Around a forward that is computed anew; nothing moves by it."""
+        return self._restored(m) if self._mutated else nullcontext()
+
+    @contextmanager
+    def _restored(self, m: int) -> Iterator[None]:
+        before = self._before.get(m, {})
+        now = {place: _buffer(place) for place in self._mutated}
+        for place, tensor in now.items():
+            place[0]._buffers[place[1]] = _value(before.get(place, tensor))
+        try:
+            yield
+        finally:
+            for (module, name), tensor in now.items():
+                module._buffers[name] = tensor
+
+    @torch.no_grad()
+    def discard(self) -> None:
+        """As at the beginning of the mini-batch."""
+        for (module, name), (tensor, value) in self._at_begin.items():
+            if tensor is not None and value is not None:
+                tensor.copy_(value)
+            module._buffers[name] = tensor
+        self.commit()
+
+    def commit(self) -> None:
+        """As they are now."""
+        self._at_begin.clear()
+        self._before.clear()
+
+
+def _buffer(place: _BufferLocation) -> Tensor | None:
+    module, name = place
+    return module._buffers.get(name)
+
+
+def _value(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()

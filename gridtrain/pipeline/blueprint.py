@@ -1,0 +1,322 @@
+"""A model that is built stage by stage, so that no worker ever holds the whole.
+
+Decides the initial value of every parameter; never where the model is cut.
+
+    with torch.device("meta"):  model          shapes alone: no memory
+                |
+    Blueprint(model, seed=0)                   blocks, tied parameters
+                |
+    build(start, stop)                         these blocks alone, with memory and values
+
+A block's values come from the run's seed and the block's number, never from the cut: any two cuts begin
+with the same model, bit for bit.  They are drawn on the CPU, whose generator is the same everywhere, and then
+moved.  A tied parameter has the value that the first block which holds it gives it.
+
+What a constructor writes on the meta device is lost, so values come from each module's `reset_parameters`,
+and what these do not set from `init`.  Nothing is left to chance: memory is filled with NaN before, and a
+value that is still missing afterwards is refused; so is a constructor that has written more often than
+`reset_parameters` does.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from gridtrain.errors import ConfigError
+from gridtrain.pipeline.model_blocks import Block, blocks_of
+from gridtrain.pipeline.stage import TiedParameter
+
+Init = Callable[[nn.Module, int], None]
+Model = nn.Module | Sequence[Block]
+
+
+@dataclass(frozen=True, slots=True)
+class TiedParameterName:
+    """One parameter that several blocks hold.
+
+    Attributes:
+        index: which of the model's tied parameters.
+        places: (block, its name in the block), ascending; the first gives it its value.
+        parameter_bytes: of one copy.
+    """
+
+    index: int
+    places: tuple[tuple[int, str], ...]
+    parameter_bytes: int
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(block for block, _ in self.places))
+
+    def stages(self, cuts: Sequence[int]) -> tuple[int, ...]:
+        """Who holds a copy where stages begin at `cuts` (S + 1,), ascending."""
+        spans = enumerate(pairwise(cuts))
+        return tuple(s for s, (start, stop) in spans if any(start <= b < stop for b in self.blocks))
+
+    def __str__(self) -> str:
+        return " = ".join(f"{block}.{name}" for block, name in self.places)
+
+
+class Blueprint:
+    """A model on the meta device, and how its blocks get their values.
+
+    Args:
+        model: made `with torch.device("meta")`; or a function that makes it, called so.  What can be cut
+            stands in `blocks`.
+        seed: of the run's initial values.
+        init: called with each block and its number after `reset_parameters`, under that block's seed; it may
+            set anything in the block.
+        split_at, example: of a model that is no sequence, see `blocks.blocks_of`.
+
+    Raises:
+        ConfigError: the model has memory already, is no chain of blocks, or writes values in its constructor
+            that would be lost.
+    """
+
+    def __init__(
+        self,
+        model: Model | Callable[[], Model],
+        *,
+        seed: int = 0,
+        init: Init | None = None,
+        split_at: Sequence[str] = (),
+        example: Any = None,
+    ) -> None:
+        if callable(model) and not isinstance(model, nn.Module):
+            with torch.device("meta"):
+                model = model()
+        self._named = blocks_of(model, split_at=split_at, example=example)
+        self.blocks = tuple(self._named.values())
+        self.names = tuple(self._named)
+        self._seed, self._init = seed, init
+        self._refuse_memory()
+        self.tied = find_tied_parameters(self.blocks)
+        if init is None:
+            for index in range(len(self.blocks)):
+                self._refuse_lost_values(index)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def parameter_bytes(self) -> tuple[int, ...]:
+        """(blocks,) parameters and buffers of each block, tied ones in every block that holds them."""
+        return tuple(sum(t.nbytes for _, t in _tensors(block)) for block in self.blocks)
+
+    def build(self, start: int, stop: int, device: torch.device | str = "cpu") -> list[nn.Module]:
+        """Blocks `start` to `stop` - 1 with memory and initial values, on `device`.
+
+        Holds no more than these blocks and one further.  Parameters tied among them are one object.
+
+        Raises:
+            ConfigError: there are no such blocks; or a parameter or buffer has got no value.
+        """
+        if not 0 <= start < stop <= len(self.blocks):
+            raise ConfigError(
+                f"blocks {start} to {stop - 1} of {len(self.blocks)}", remedy="0 <= start < stop <= blocks"
+            )
+        shared = self._values_from_earlier_blocks(start, stop)
+        built = []
+        for index in range(start, stop):
+            block = self._initialised_block(index)
+            for tied in self.tied:
+                for place, name in tied.places:
+                    if place == index:
+                        one = shared.setdefault(tied.index, block.get_parameter(name))
+                        _set_parameter(block, name, one)
+            built.append(block.to(device))
+        return built
+
+    def tied_in(self, stage: int, cuts: Sequence[int], built: Sequence[nn.Module]) -> list[TiedParameter]:
+        """What `Stage(tied=)` wants: the parameters that this stage shares with others.
+
+        Args:
+            cuts: (S + 1,) where stages begin, and the number of blocks.
+            built: what `build(cuts[stage], cuts[stage + 1])` gave.
+        """
+        found = []
+        for tied in self.tied:
+            stages = tied.stages(cuts)
+            if stage in stages and len(stages) > 1:
+                block, name = next(p for p in tied.places if cuts[stage] <= p[0] < cuts[stage + 1])
+                parameter = built[block - cuts[stage]].get_parameter(name)
+                found.append(TiedParameter(tied.index, stages, parameter))
+        return found
+
+    def _values_from_earlier_blocks(self, start: int, stop: int) -> dict[int, nn.Parameter]:
+        """Values of parameters whose first block is not built here; one such block at a time has memory."""
+        owners: dict[int, list[TiedParameterName]] = {}
+        for tied in self.tied:
+            if tied.blocks[0] < start and any(start <= block < stop for block in tied.blocks):
+                owners.setdefault(tied.blocks[0], []).append(tied)
+        found = {}
+        for owner, those in owners.items():
+            block = self._initialised_block(owner)
+            found.update({tied.index: block.get_parameter(tied.places[0][1]) for tied in those})
+            del block
+        return found
+
+    def _initialised_block(self, index: int) -> nn.Module:
+        """One block as if it were the only one."""
+        block = copy.deepcopy(self.blocks[index])
+        _materialise(block)
+        counted = {name: (tensor, tensor._version) for name, tensor in _tensors(block)}
+        with _seeded_generator(self._seed, index):
+            _reset_parameters(block)
+            if self._init is not None:
+                self._init(block, index)
+        self._refuse_unset(index, block, counted)
+        return block
+
+    def _values_from_earlier(self, index: int) -> set[str]:
+        """Parameters of this block that an earlier one gives their values."""
+        places = (place for tied in self.tied for place in tied.places if tied.blocks[0] < index)
+        return {name for block, name in places if block == index}
+
+    # -- refusals ----------------------------------------------------------------------------------
+
+    def _block_label(self, index: int) -> str:
+        return f'block {index} ("{self.names[index]}", {type(self.blocks[index]).__name__})'
+
+    def _refuse_memory(self) -> None:
+        for index, block in enumerate(self.blocks):
+            for name, tensor in _tensors(block):
+                if is_lazy(tensor):
+                    raise ConfigError(
+                        f'"{name}" of {self._block_label(index)} is lazy',
+                        remedy="use modules that know their shapes",
+                    )
+                if tensor.device.type != "meta":
+                    raise ConfigError(
+                        f'"{name}" of {self._block_label(index)} lies on {tensor.device}; its values would go',
+                        remedy='make the model with torch.device("meta"), or give the function that makes it',
+                    )
+            for path, module in block.named_modules():
+                for name, value in vars(module).items():
+                    if isinstance(value, Tensor) and value.device.type == "meta":
+                        raise ConfigError(
+                            f'"{f"{path}.{name}".lstrip(".")}" of {self._block_label(index)} is a tensor that '
+                            "is neither parameter nor buffer: no stage would have its values",
+                            remedy=f'self.register_buffer("{name}", ..., persistent=False), with its values '
+                            "given by init=; or make it in forward",
+                        )
+
+    def _refuse_lost_values(self, index: int) -> None:
+        """A parameter that its constructor wrote to more often than `reset_parameters` does."""
+        fresh = copy.deepcopy(self.blocks[index])
+        before = {name: parameter._version for name, parameter in fresh.named_parameters()}
+        _reset_parameters(fresh)
+        after = {name: parameter._version - before[name] for name, parameter in fresh.named_parameters()}
+        made = dict(self.blocks[index].named_parameters())
+        lost = [name for name, count in after.items() if made[name]._version > count > 0]
+        lost = [name for name in lost if name not in self._values_from_earlier(index)]
+        if lost:
+            raise ConfigError(
+                f"the constructor gives {_abbreviate_names(lost)} of {self._block_label(index)} values that reset_parameters "
+                "does not, and on the meta device they are lost",
+                remedy="give init=, a function of (block, its number) that sets them; if reset_parameters is "
+                "what you want, init=lambda block, number: None",
+            )
+
+    def _refuse_unset(self, index: int, block: nn.Module, before: dict[str, tuple[Tensor, int]]) -> None:
+        unset = [name for name, tensor in _tensors(block) if _is_unset(tensor, *before[name])]
+        unset = [name for name in unset if name not in self._values_from_earlier(index)]
+        if unset:
+            raise ConfigError(
+                f"{_abbreviate_names(unset)} of {self._block_label(index)} got no value from reset_parameters"
+                f"{' and init' if self._init else ''}",
+                remedy="give init=, a function of (block, its number) that sets them; what a constructor "
+                "writes on the meta device is lost",
+            )
+
+
+def find_tied_parameters(blocks: Sequence[nn.Module]) -> tuple[TiedParameterName, ...]:
+    """Parameters that more than one of these blocks holds, in the order of their first places."""
+    places: dict[int, list[tuple[int, str]]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for index, block in enumerate(blocks):
+        for name, parameter in block.named_parameters(remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((index, name))
+            parameters[id(parameter)] = parameter
+    several = [key for key, where in places.items() if len({block for block, _ in where}) > 1]
+    return tuple(
+        TiedParameterName(number, tuple(places[key]), parameters[key].nbytes)
+        for number, key in enumerate(several)
+    )
+
+
+def _tensors(block: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from block.named_parameters()
+    yield from block.named_buffers()
+
+
+def _abbreviate_names(names: Sequence[str]) -> str:
+    quoted = ", ".join(f'"{name}"' for name in names[:4])
+    return f"{quoted} and {len(names) - 4} more" if len(names) > 4 else quoted
+
+
+@torch.no_grad()
+def _materialise(block: nn.Module) -> None:
+    """Memory on the CPU for everything, full of NaN; one object stays one (`to_empty` parts them)."""
+    made: dict[int, Any] = {}
+    for module in block.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in list(held.items()):
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    empty = torch.empty_like(tensor, device="cpu")
+                    if empty.is_floating_point() or empty.is_complex():
+                        empty.fill_(torch.nan)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                setattr(module, name, made[id(tensor)])  # not into the dict: an LSTM keeps a list beside it
+
+
+def _set_parameter(block: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, last = name.rpartition(".")
+    setattr(block.get_submodule(path), last, parameter)
+
+
+@torch.no_grad()
+def _reset_parameters(module: nn.Module) -> None:
+    """Children first, in order, as constructors do; `nn.MultiheadAttention` calls its method `_reset_...`."""
+    for child in module.children():
+        _reset_parameters(child)
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if callable(reset) and any(True for _ in _own_tensors(module)):
+        reset()
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    held = (*module._parameters.values(), *module._buffers.values())
+    return (tensor for tensor in held if tensor is not None)
+
+
+def _is_unset(tensor: Tensor, before: Tensor, version: int) -> bool:
+    """Floats show it by NaN, others by never having been written to."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    return tensor is before and tensor._version == version and tensor.numel() > 0
+
+
+@contextmanager
+def _seeded_generator(seed: int, index: int) -> Iterator[None]:
+    """The CPU's generator under a block's own seed; afterwards it goes on where it was."""
+    digest = hashlib.blake2b(f"gridtrain initial values {seed} {index}".encode(), digest_size=8).digest()
+    before = torch.get_rng_state()
+    torch.default_generator.manual_seed(int.from_bytes(digest, "big") >> 1)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)

@@ -1,0 +1,262 @@
+"""A model as a chain of blocks: the places at which it may be cut.
+
+Decides what counts as a chain; never where it is cut (`partitioning`), never what a block holds (`building`).
+
+    nn.Sequential, a list     its members; a plain nn.Sequential in it is opened as well
+    Sequence                  the same, with functions between the modules
+    any other module          its parts named by `split_at`, if its forward does nothing else than call them
+
+    split_at=["embed", "body.0", "body.1", "head"]:   input -> embed -> body.0 -> body.1 -> head -> output
+
+One value goes from block to block: a tensor, or tensors in tuples, lists and dicts.  Whether a forward is
+such a chain is not believed but tried, on the meta device: each part must be called once, with the very
+tensors that the part before it returned.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
+from types import CellType, CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gridtrain.errors import ConfigError
+from gridtrain.pipeline.tensor_tree import map_tree
+
+Block = nn.Module | Callable[[Any], Any]
+
+
+class Function(nn.Module):
+    """A function without parameters as a block, such as `torch.relu` or `lambda x: x.flatten(1)`.
+
+    Raises:
+        ConfigError: it holds a module or a tensor, which would stay behind when the stage is built elsewhere.
+    """
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        held = [
+            type(value).__name__
+            for value in _captured_values(function)
+            if isinstance(value, nn.Module | Tensor)
+        ]
+        if held:
+            raise ConfigError(
+                f"the function {_name(function)} uses a {held[0]} from outside, which no stage would build",
+                remedy="write it as an nn.Module that owns what it uses",
+            )
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x)
+
+    def extra_repr(self) -> str:
+        return _name(self.function)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", repr(function))
+
+
+def _captured_values(value: Any, known: set[int] | None = None) -> Iterator[Any]:
+    """All that a function may compute with: what it closes over, its script's globals, what these hold."""
+    known = set() if known is None else known
+    if id(value) in known:
+        return
+    known.add(id(value))
+    yield value
+    for inner in _contained_values(value):
+        yield from _captured_values(inner, known)
+
+
+def _contained_values(value: Any) -> Iterator[Any]:
+    if isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif inspect.ismethod(value):
+        yield from (value.__self__, value.__func__)
+    elif inspect.isfunction(value):
+        yield from (cell.cell_contents for cell in value.__closure__ or () if _is_set(cell))
+        yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        named = (value.__globals__.get(name) for name in _globals_of(value.__code__))
+        # What a library's functions use is the library's affair.
+        yield from (it for it in named if not inspect.isfunction(it) or it.__module__ == value.__module__)
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from value
+    elif isinstance(value, dict):
+        yield from value.values()
+    elif callable(value) and not isinstance(value, type | nn.Module | Tensor):
+        yield from getattr(value, "__dict__", {}).values()
+
+
+def _is_set(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # what it stands for comes later in the script
+        return False
+
+
+def _globals_of(code: CodeType) -> Iterator[str]:
+    """Names that it reads from its script, and so do functions that are made in it."""
+    found = (each for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
+    yield from (each.argval for each in found)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals_of(constant)
+
+
+class Sequence(nn.Sequential):
+    """`nn.Sequential` that takes functions as well: each gets what the one before returned.
+
+    `Sequence(embed, lambda x: x.flatten(1), *layers, head)`
+    """
+
+    def __init__(self, *blocks: Block) -> None:
+        super().__init__(*(block if isinstance(block, nn.Module) else Function(block) for block in blocks))
+
+
+def blocks_of(
+    model: nn.Module | Many[Block], *, split_at: Many[str] = (), example: Any = None
+) -> dict[str, nn.Module]:
+    """The blocks by name, in the order of the calls.
+
+    Args:
+        model: see the module's text.
+        split_at: of a module that is no sequence: all its parts, in the order of its forward.
+        example: with `split_at`: an input, to try on the meta device that forward is a chain.
+
+    Raises:
+        ConfigError: it is no chain of at least one block.
+    """
+    if isinstance(model, nn.Module) and split_at:
+        return _split_parts(model, split_at, example)
+    if isinstance(model, nn.Module) and not _is_plain(model):
+        raise ConfigError(
+            f"a {type(model).__name__} has a forward of its own, so where it can be cut is not known",
+            remedy="name its parts in the order of its forward with split_at=, or write it as a "
+            "gridtrain.pipeline.Sequence of modules and functions",
+        )
+    found = dict(_flattened(model if isinstance(model, nn.Module) else Sequence(*model), ""))
+    if not found:
+        raise ConfigError("the model has no blocks", remedy="give at least one")
+    return found
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether calling it is nothing else than calling its children in order."""
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not hooked
+
+
+def _flattened(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module._modules.items():  # named_children leaves out a child that comes twice
+        if child is not None:
+            if _is_plain(child) and len(list(child.children())) > 0:
+                yield from _flattened(child, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", child
+
+
+# -- a forward of its own --------------------------------------------------------------------------
+
+
+def _split_parts(model: nn.Module, names: Many[str], example: Any) -> dict[str, nn.Module]:
+    known = dict(model.named_modules(remove_duplicate=False))
+    unknown = [name for name in names if name not in known or not name]
+    if unknown or len(set(names)) != len(names):
+        raise ConfigError(
+            f"split_at names {unknown or list(names)}",
+            remedy=f"each part once, out of {', '.join(list(known)[1:9])} and so on",
+        )
+    if example is None:
+        raise ConfigError(
+            "split_at= needs example=, an input: to try that forward calls these parts one after another",
+            remedy="give a small one, of two samples",
+        )
+    parts = {name: known[name] for name in names}
+    inside = {id(p) for part in parts.values() for p in (*part.parameters(), *part.buffers())}
+    own = [n for n, p in (*model.named_parameters(), *model.named_buffers()) if id(p) not in inside]
+    if own:
+        raise ConfigError(
+            f"split_at= names no part that holds {', '.join(own[:4])}",
+            remedy="name the module that holds it, or give the model a part of its own for it",
+        )
+    _ChainTrial(model, names).run(example)
+    return parts
+
+
+class _ChainTrial:
+    """One forward on the meta device, with a look at what each part is called with."""
+
+    def __init__(self, model: nn.Module, names: Many[str]) -> None:
+        self._model = copy.deepcopy(model).to("meta")
+        self._names = names
+        self._seen: list[str] = []
+        self._last: list[Any] = []
+        self._before = "the model's input"
+
+    def run(self, example: Any) -> None:
+        known = dict(self._model.named_modules(remove_duplicate=False))
+        for name in self._names:
+            known[name].register_forward_pre_hook(self._record_call(name), with_kwargs=True)
+            known[name].register_forward_hook(self._record_return(name))
+        meta = map_tree(example, lambda x: x.to("meta") if isinstance(x, Tensor) else x)
+        self._last = _tensor_versions(meta)
+        try:
+            with torch.no_grad():
+                result = self._model(meta)
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            raise ConfigError(
+                f"forward cannot be tried without data: {error}",
+                remedy="write the model as a gridtrain.pipeline.Sequence instead of split_at=",
+            ) from error
+        if self._seen != list(self._names):
+            raise ConfigError(
+                f"forward calls {', '.join(self._seen) or 'none of the parts'}; split_at names "
+                f"{', '.join(self._names)}",
+                remedy="name all parts, each once, in the order in which forward calls them",
+            )
+        self._check_same_tensors(_tensor_versions(result), "the model's output")
+
+    def _record_call(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._seen.append(name)
+            if len(args) != 1 or kwargs:
+                raise ConfigError(
+                    f'forward calls "{name}" with {len(args) + len(kwargs)} arguments',
+                    remedy="blocks take one value: pack several into a tuple, in a Sequence",
+                )
+            self._check_same_tensors(_tensor_versions(args[0]), f'"{name}"')
+
+        return hook
+
+    def _record_return(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+            self._last, self._before = _tensor_versions(result), f'"{name}"'
+
+        return hook
+
+    def _check_same_tensors(self, marks: list[Any], what: str) -> None:
+        """The same tensors, in the state in which they were handed on."""
+        same = len(marks) == len(self._last) and all(
+            a is b and va == vb for (a, va), (b, vb) in zip(marks, self._last, strict=True)
+        )
+        if not same:
+            raise ConfigError(
+                f"between {self._before} and {what} forward computes something that belongs to no part",
+                remedy="move it into a module, or write the model as a gridtrain.pipeline.Sequence, where "
+                "functions stand between modules",
+            )
+
+
+def _tensor_versions(tree: Any) -> list[Any]:
+    """Each tensor of a nest with how often it has been written to."""
+    found: list[Any] = []
+    map_tree(tree, lambda x: found.append((x, x._version)) if isinstance(x, Tensor) else None)
+    return found

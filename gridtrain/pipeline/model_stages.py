@@ -1,0 +1,154 @@
+"""The stages of a run's model: which blocks a stage has, under which names, and how this worker builds it.
+
+Decides where a model is cut that nobody has measured: so that the largest stage has as few bytes of
+parameters as can be.  Never builds another stage than the one it is asked for.
+
+    blocks   embed   body.0   body.1   head        state_dict of stage 1: "body.1.weight", "head.bias", ...
+    cuts     0                2               4    (S + 1,) as `partition(...).cuts` has them
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gridtrain.core.stages.bottleneck_partition import bottleneck_cuts
+from gridtrain.errors import ConfigError
+from gridtrain.pipeline.blueprint import Blueprint
+from gridtrain.pipeline.random_seeds import borrowed_generators
+from gridtrain.pipeline.stage import TiedParameter
+
+
+class StageModule(nn.Module):
+    """Consecutive blocks under the names that they have in the whole model."""
+
+    def __init__(self, blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
+        super().__init__()
+        self.blocks = tuple(blocks)  # a tuple: no container that would be in every name
+        for name, block in zip(names, blocks, strict=True):
+            *path, last = name.split(".")
+            at: nn.Module = self
+            for part in path:
+                if part not in at._modules:
+                    at.add_module(part, nn.Module())
+                at = at.get_submodule(part)
+            at.add_module(last, block)
+
+    def forward(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class ModelStages:
+    """A model and its stages, equal on all workers.
+
+    Args:
+        cuts: (S + 1,) where stages begin, and the number of blocks; None: by the bytes of the parameters.
+        device: where this worker builds.
+
+    Attributes:
+        whole: the model on the meta device, for names and shapes.
+        chosen: somebody has said where to cut.
+
+    Raises:
+        ConfigError: the cuts do not make that many stages, or a stage has nothing to train.
+    """
+
+    def __init__(
+        self, blueprint: Blueprint, stages: int, *, cuts: Sequence[int] | None, device: torch.device
+    ) -> None:
+        self.blueprint, self.stages, self.device, self.has_explicit_cuts = (
+            blueprint,
+            stages,
+            device,
+            cuts is not None,
+        )
+        self.cuts = tuple(cuts) if cuts is not None else _even_cuts(blueprint, stages)
+        self.whole = StageModule(blueprint.blocks, blueprint.names)
+        ends = self.cuts[:1] + self.cuts[-1:]
+        ascending = all(a < b for a, b in pairwise(self.cuts))
+        if len(self.cuts) != stages + 1 or ends != (0, len(blueprint)) or not ascending:
+            raise ConfigError(
+                f"cuts {list(self.cuts)} for {stages} stages of {len(blueprint)} blocks",
+                remedy=f"give {stages + 1} ascending numbers from 0 to {len(blueprint)}, such as "
+                "gridtrain.pipeline.partition(...).cuts",
+            )
+        for stage in range(stages):
+            if not any(p.requires_grad for b in self._blocks(stage) for p in b.parameters()):
+                raise ConfigError(
+                    f"stage {stage} of cuts {list(self.cuts)} has no trainable parameter",
+                    remedy="cut elsewhere, or into fewer stages",
+                )
+
+    def with_cuts(self, cuts: Sequence[int]) -> ModelStages:
+        """The same model, cut otherwise.  Raises `ConfigError` as the constructor does."""
+        if tuple(cuts) == self.cuts:
+            return self
+        return ModelStages(self.blueprint, len(cuts) - 1, cuts=cuts, device=self.device)
+
+    @property
+    def tied_names(self) -> list[frozenset[str]]:
+        """In the whole model, of each parameter that several blocks hold."""
+        names = self.blueprint.names
+        return [frozenset(f"{names[b]}.{name}" for b, name in tied.places) for tied in self.blueprint.tied]
+
+    def block_range(self, stage: int) -> tuple[int, int]:
+        """Its first block, and the one after its last."""
+        return self.cuts[stage], self.cuts[stage + 1]
+
+    def describe(self) -> str:
+        """For comparison and for people."""
+        return f"{self.stages} stages cut at {list(self.cuts)}"
+
+    def tensor_names(self, stage: int) -> list[str]:
+        """Of all tensors in the state_dict of a stage."""
+        start, stop = self.block_range(stage)
+        module = StageModule(self.blueprint.blocks[start:stop], self.blueprint.names[start:stop])
+        return [name for name, value in module.state_dict().items() if isinstance(value, Tensor)]
+
+    def gradient_elements(self, start: int, stop: int) -> int:
+        """Of the flat gradient of these blocks."""
+        module = StageModule(self.blueprint.blocks[start:stop], self.blueprint.names[start:stop])
+        return sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+    def build(self, stage: int) -> tuple[StageModule, list[TiedParameter]]:
+        """A stage with its initial values, and the parameters that other stages hold as well."""
+        start, stop = self.block_range(stage)
+        with borrowed_generators(self.device):
+            blocks = self.blueprint.build(start, stop, self.device)
+        module = StageModule(blocks, self.blueprint.names[start:stop])
+        return module, self.blueprint.tied_in(stage, self.cuts, blocks)
+
+    def stages_tied_to(self, stage: int) -> frozenset[int]:
+        """Stages that hold a parameter which this one holds as well."""
+        holders = (tied.stages(self.cuts) for tied in self.blueprint.tied)
+        return frozenset(other for stages in holders if stage in stages for other in stages) - {stage}
+
+    def _blocks(self, stage: int) -> Sequence[nn.Module]:
+        start, stop = self.block_range(stage)
+        return self.blueprint.blocks[start:stop]
+
+
+def _even_cuts(blueprint: Blueprint, stages: int) -> tuple[int, ...]:
+    nbytes = blueprint.parameter_bytes
+    trains = [any(p.requires_grad for p in block.parameters()) for block in blueprint.blocks]
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        return float(sum(nbytes[start:stop])) if any(trains[start:stop]) else math.inf
+
+    def least(stage: int, start: int, stop: int) -> float:
+        return float(sum(nbytes[start:stop]))
+
+    cuts, _ = bottleneck_cuts(len(blueprint), stages, cost, least)
+    if cuts is None:
+        raise ConfigError(
+            f"{len(blueprint)} blocks, of which {sum(trains)} are trained, for {stages} stages",
+            remedy="fewer stages, or smaller blocks",
+        )
+    return cuts

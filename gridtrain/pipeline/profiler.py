@@ -1,0 +1,263 @@
+"""What each block of a model costs on this machine: seconds, bytes, and what passes from one to the next.
+
+Decides how costs are measured; never where the model is cut, and never holds more than one block.
+
+    example (n samples) --block 0--> --block 1--> ...    each run on n and on 2 n samples:
+                          |
+                          time(n) = overhead + n x per sample      two unknowns, two measurements
+
+The best of several repeats counts: other programs only ever make a run slower.  What autograd keeps is
+counted while it keeps it: each memory once, parameters and the block's input left out, since that is the
+output of the block before, with which it is counted.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gridtrain.core.stages.stage_cost import Layer
+from gridtrain.errors import ConfigError
+from gridtrain.pipeline.blueprint import Blueprint, Model
+from gridtrain.pipeline.model_blocks import blocks_of
+from gridtrain.pipeline.tensor_meter import TensorMemoryMeter
+from gridtrain.pipeline.tensor_tree import TensorTreeSpec, map_tree
+from gridtrain.pipeline.wire_precision import WirePrecision
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What `profile` found.
+
+    Attributes:
+        layers: one for each block, at this machine's speed.
+        boundaries: `boundaries[i]` is what block i hands on.
+        input_bytes: per sample, of what enters the first.
+        samples: of the example.
+        device: on which it was measured.
+    """
+
+    layers: tuple[Layer, ...]
+    boundaries: tuple[TensorTreeSpec, ...]
+    input_bytes: int
+    samples: int
+    device: str
+
+    def toml(self) -> str:
+        """As a file for `gridtrain plan --layers`; numbers are seconds and bytes."""
+        lines = [f"# measured on {self.device}, with {self.samples} samples", f"input = {self.input_bytes}"]
+        for each in self.layers:
+            lines += ["", "[[layer]]", f"name = {json.dumps(each.name)}"]
+            lines += [f"forward = {each.forward_s!r}", f"backward = {each.backward_s!r}"]
+            lines += [f"overhead = {each.overhead_s!r}", f"parameters = {each.parameter_bytes}"]
+            lines += [f"trainable = {each.trainable}", f"output = {each.output_bytes}"]
+            lines += [f"gradient = {each.gradient}", f"kept = {each.kept_bytes}"]
+            lines += [f"work = {each.work_bytes or 0}", f"fixed_work = {each.fixed_work_bytes}"]
+        return "\n".join([*lines, ""])
+
+
+def profile(
+    model: Model | Blueprint,
+    example: Any,
+    *,
+    device: torch.device | str | None = None,
+    repeats: int = 5,
+    wire: WirePrecision = WirePrecision.EXACT,
+    clock: Clock = time.perf_counter,
+) -> Profile:
+    """Runs each block alone, forward and backward, on the example and on twice as many samples.
+
+    Args:
+        model: a `Blueprint`, of which one block at a time gets memory; or a chain of blocks with values,
+            which stay as they are.
+        example: an input with at least one sample, samples first; of the size that micro-batches will have.
+        device: None: CUDA where there is one.
+        wire: how activations will travel, which decides their bytes.
+
+    Raises:
+        ConfigError: no samples in the example; or a block whose output is nothing that can be handed on.
+    """
+    at = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    samples = _samples(example)
+    doubled = map_tree(example, lambda x: torch.cat([x, x]) if isinstance(x, Tensor) else x)
+    flows = [
+        map_tree(each, lambda x: x.to(at) if isinstance(x, Tensor) else x) for each in (example, doubled)
+    ]
+    input_bytes = math.ceil(_nbytes(flows[0]) / samples)
+    layers: list[Layer] = []
+    boundaries: list[TensorTreeSpec] = []
+    kept_after: list[bool] = []
+    for name, block in _materialised_blocks(model, at):
+        runs = [_time_block(block, flow, at, clock, repeats) for flow in flows]
+        spec = TensorTreeSpec.between(runs[0].result, samples, runs[1].result, 2 * samples, wire=wire)
+        if layers and runs[0].keeps_input and not kept_after[-1]:
+            before_bytes = layers[-1].kept_bytes + math.ceil(_nbytes(flows[0]) / samples)
+            layers[-1] = replace(layers[-1], kept_bytes=before_bytes)
+        layers.append(_layer(name, block, runs, samples, spec))
+        boundaries.append(spec)
+        kept_after.append(runs[0].keeps_output)
+        flows = [map_tree(run.result, _detached) for run in runs]
+    return Profile(tuple(layers), tuple(boundaries), input_bytes, samples, str(at))
+
+
+def _samples(example: Any) -> int:
+    rows: set[int] = set()
+    map_tree(example, lambda x: rows.add(x.shape[0] if x.dim() else 0) if isinstance(x, Tensor) else None)
+    if len(rows) != 1 or 0 in rows:
+        raise ConfigError(
+            f"the example's tensors have {sorted(rows) or 'no'} rows",
+            remedy="give an input whose tensors have one row for each sample, at least one",
+        )
+    return rows.pop()
+
+
+def _materialised_blocks(model: Model | Blueprint, device: torch.device) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(model, Blueprint):
+        for index, name in enumerate(model.names):
+            yield name, model.build(index, index + 1, device)[0]
+    else:
+        for name, block in blocks_of(model).items():
+            yield name, copy.deepcopy(block).to(device)  # running statistics and gradients stay as they were
+
+
+def _detached(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _nbytes(tree: Any) -> int:
+    found: list[int] = []
+    map_tree(tree, lambda x: found.append(x.nbytes) if isinstance(x, Tensor) else None)
+    return sum(found)
+
+
+def _leaves(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tree(tree, lambda x: found.append(x) if isinstance(x, Tensor) else None)
+    return found
+
+
+def _layer(name: str, block: nn.Module, runs: list[_BlockRun], samples: int, spec: TensorTreeSpec) -> Layer:
+    (forward_s, before_s), (backward_s, after_s) = (
+        _fit_line(samples, *(getattr(run, what) for run in runs)) for what in ("forward_s", "backward_s")
+    )
+    parameters = list(block.parameters())
+    fixed_bytes = min(max(0, 2 * runs[0].work_bytes - runs[1].work_bytes), runs[0].work_bytes)
+    return Layer(
+        name,
+        forward_s,
+        backward_s,
+        parameter_bytes=sum(tensor.nbytes for tensor in (*parameters, *block.buffers())),
+        output_bytes=math.ceil(spec.payload_bytes(samples) / samples),
+        kept_bytes=math.ceil(runs[0].kept_bytes / samples),
+        overhead_s=(before_s + after_s) / 2,
+        trainable_bytes=sum(tensor.nbytes for tensor in parameters if tensor.requires_grad),
+        gradient_bytes=math.ceil(spec.gradients.payload_bytes(samples) / samples),
+        work_bytes=math.ceil((runs[0].work_bytes - fixed_bytes) / samples),
+        fixed_work_bytes=fixed_bytes,
+    )
+
+
+def _fit_line(samples: int, once_s: float, twice_s: float) -> tuple[float, float]:
+    """(per sample, overhead), neither below 0, which agree with the measurement at `samples`."""
+    overhead_s = min(max(0.0, 2 * once_s - twice_s), once_s)
+    return (once_s - overhead_s) / samples, overhead_s
+
+
+@dataclass(slots=True)
+class _BlockRun:
+    """One block on one input: what came out, the best times, what autograd kept between them."""
+
+    result: Any
+    forward_s: float
+    backward_s: float
+    kept_bytes: int
+    work_bytes: int
+    keeps_input: bool
+    keeps_output: bool
+
+
+def _time_block(block: nn.Module, inputs: Any, at: torch.device, clock: Clock, repeats: int) -> _BlockRun:
+    def now_s() -> float:
+        if at.type == "cuda":
+            torch.cuda.synchronize(at)
+        return clock()
+
+    fresh = _fresh_inputs(block, inputs)
+    run = _measure_saved(block, fresh())
+    for _ in range(max(1, repeats)):
+        given = fresh()
+        begun_s = now_s()
+        result = block(given)
+        turned_s = now_s()
+        roots = [leaf for leaf in _leaves(result) if leaf.requires_grad]
+        seeds = [torch.ones_like(root) for root in roots]
+        again_s = now_s()
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        run.backward_s = min(run.backward_s, now_s() - again_s)
+        run.forward_s = min(run.forward_s, turned_s - begun_s)
+    given = fresh()
+    with (
+        TensorMemoryMeter() as meter
+    ):  # gradients of parameters are there already, as from the second micro-batch on
+        _backward(block(given))
+    run.work_bytes = max(0, meter.peak_bytes - run.kept_bytes) + _nbytes(given)
+    block.zero_grad(set_to_none=True)
+    return run
+
+
+def _backward(result: Any) -> None:
+    roots = [leaf for leaf in _leaves(result) if leaf.requires_grad]
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
+
+def _fresh_inputs(block: nn.Module, inputs: Any) -> Callable[[], Any]:
+    """Inputs for one run each; copies where the block overwrites what it gets, which leaves cannot bear."""
+
+    def leaves() -> Any:
+        return map_tree(inputs, _detached)
+
+    def copies() -> Any:
+        return map_tree(leaves(), lambda x: x.clone() if isinstance(x, Tensor) else x)
+
+    try:
+        given = leaves()
+        before = [leaf._version for leaf in _leaves(given)]
+        block(given)
+        return leaves if [leaf._version for leaf in _leaves(given)] == before else copies
+    except RuntimeError as error:
+        if "in-place" not in str(error):
+            raise
+        return copies
+
+
+def _measure_saved(block: nn.Module, given: Any) -> _BlockRun:
+    """One forward, with a look at what autograd keeps while it is kept."""
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        saved[_storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        result = block(given)
+    own = {_storage_key(tensor) for tensor in (*block.parameters(), *block.buffers())}
+    entered, left = ({_storage_key(leaf) for leaf in _leaves(tree)} for tree in (given, result))
+    kept_bytes = sum(nbytes for place, nbytes in saved.items() if place not in own | entered)
+    keeps = [bool(places & set(saved)) for places in (entered, left - entered)]
+    return _BlockRun(result, math.inf, math.inf, kept_bytes, 0, *keeps)
+
+
+def _storage_key(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,124 @@
+"""Tensors as bytes, exactly or in fewer bits.
+
+Decides the bytes of one tensor; never which tensors travel.  All on the tensor's own device.
+
+    exact   the elements as they are in memory
+    bf16    float32's range, 8 bits of precision
+    fp16    11 bits; all elements times one power of two, so that gradients do not vanish: | int32 | fp16 |
+    int8    a scale for each 256 elements, which round to 127 steps either way:         | float32 | int8 |
+
+Numbers that are not finite stay so: a step whose gradients overflow is seen to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from gridtrain.errors import RemoteProtocolError
+
+_INT8_BLOCK_ENTRIES = 256
+_MAX_EXPONENT = 15  # fp16's largest exponent is 16: one bit is left for rounding
+_LARGEST_SHIFT = 120
+
+
+class WirePrecision(Enum):
+    """How floating tensors travel."""
+
+    EXACT = "exact"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    INT8 = "int8"
+
+    def is_narrower_than(self, dtype: torch.dtype) -> bool:
+        """Whether it is narrower than the elements themselves."""
+        return dtype.is_floating_point and dtype.itemsize > (1 if self is WirePrecision.INT8 else 2)
+
+
+def encoded_bytes(elements: int, dtype: torch.dtype, wire: WirePrecision) -> int:
+    """The size of a tensor of so many elements as `narrowed_of` makes it."""
+    match wire:
+        case WirePrecision.EXACT:
+            return elements * dtype.itemsize
+        case WirePrecision.FP16:
+            return 4 + 2 * elements
+        case WirePrecision.BF16:
+            return 2 * elements
+        case WirePrecision.INT8:
+            return 4 * -(-elements // _INT8_BLOCK_ENTRIES) + elements
+
+
+def encode_tensor(tensor: Tensor, wire: WirePrecision) -> Tensor:
+    """The bytes, uint8 of shape (`narrowed_bytes`,); EXACT of a contiguous tensor is its own memory."""
+    flat_N = tensor.detach().contiguous().view(-1)  # `reshape` leaves a column of a matrix where it is
+    match wire:
+        case WirePrecision.EXACT:
+            return flat_N.view(torch.uint8)
+        case WirePrecision.BF16:
+            return flat_N.to(torch.bfloat16).view(torch.uint8)
+        case WirePrecision.FP16:
+            return _fp16_of(flat_N.float())
+        case WirePrecision.INT8:
+            return _int8_of(flat_N.float())
+
+
+def decode_tensor(bytes_: Tensor, shape: Sequence[int], dtype: torch.dtype, wire: WirePrecision) -> Tensor:
+    """The other way; `bytes_` has `narrowed_bytes` of them, and its memory is the result's where it can be.
+
+    Raises:
+        RemoteProtocolError: an exponent that `narrowed_of` never writes.
+    """
+    match wire:
+        case WirePrecision.EXACT:
+            return (
+                bytes_.view(dtype).view(tuple(shape))
+                if bytes_.numel()
+                else bytes_.new_empty(shape, dtype=dtype)
+            )
+        case WirePrecision.BF16:
+            return bytes_.view(torch.bfloat16).to(dtype).view(tuple(shape))
+        case WirePrecision.FP16:
+            return _of_fp16(bytes_).to(dtype).view(tuple(shape))
+        case WirePrecision.INT8:
+            return _of_int8(bytes_, math.prod(shape)).to(dtype).view(tuple(shape))
+
+
+def _fp16_of(flat_N: Tensor) -> Tensor:
+    shift = torch.zeros((), dtype=torch.int32, device=flat_N.device)
+    if flat_N.numel():
+        largest = torch.where(flat_N.isfinite(), flat_N.abs(), 0.0).max()
+        exponent = torch.frexp(largest).exponent
+        shift = torch.where(largest > 0, _MAX_EXPONENT - exponent, 0).clamp(-_LARGEST_SHIFT, _LARGEST_SHIFT)
+    halves_N = torch.ldexp(flat_N, shift).to(torch.float16)
+    return torch.cat([shift.to(torch.int32).view(1).view(torch.uint8), halves_N.view(torch.uint8)])
+
+
+def _of_fp16(bytes_: Tensor) -> Tensor:
+    shift = int(bytes_[:4].view(torch.int32).item())
+    if abs(shift) > _LARGEST_SHIFT:
+        raise RemoteProtocolError(
+            f"fp16 values shifted by {shift} bits; at most {_LARGEST_SHIFT} are possible"
+        )
+    return torch.ldexp(bytes_[4:].view(torch.float16).float(), torch.tensor(-shift, device=bytes_.device))
+
+
+def _int8_of(flat_N: Tensor) -> Tensor:
+    blocks = -(-flat_N.numel() // _INT8_BLOCK_ENTRIES)
+    padded = torch.nn.functional.pad(flat_N, (0, blocks * _INT8_BLOCK_ENTRIES - flat_N.numel())).view(
+        blocks, _INT8_BLOCK_ENTRIES
+    )
+    scales_B = padded.abs().amax(dim=1) / 127 if blocks else padded.new_zeros(0)
+    steps = torch.where(scales_B > 0, scales_B, 1.0)[:, None]
+    levels = torch.nan_to_num(padded / steps, nan=0.0).round_().clamp_(-127, 127).to(torch.int8)
+    return torch.cat([scales_B.view(torch.uint8), levels.view(-1)[: flat_N.numel()].view(torch.uint8)])
+
+
+def _of_int8(bytes_: Tensor, elements: int) -> Tensor:
+    blocks = -(-elements // _INT8_BLOCK_ENTRIES)
+    scales_B = bytes_[: 4 * blocks].view(torch.float32)
+    levels_N = bytes_[4 * blocks :].view(torch.int8).float()
+    return levels_N * scales_B.repeat_interleave(_INT8_BLOCK_ENTRIES)[:elements]

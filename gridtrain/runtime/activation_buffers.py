@@ -1,0 +1,303 @@
+"""Workspaces of a pipeline's round: what stages hand to each other, and what each stage did.
+
+Decides how payloads are cut, put together and checked.  Never decides who sends what to whom or when.
+
+    HandOffWorkspace   HandOff     the sender's buffers; each piece is let go of when it was sent
+    TakeOverWorkspace  TakeOver    pieces as they came, put together when all are there
+    SealsWorkspace     Telling     one row of each member; its seal is what the members vote for
+
+    table:   u64 of each buffer: its bytes             (piece 0)
+    pieces:  buffer after buffer, each in slices of 1 MiB
+    or all in one piece:  u64 how many buffers | table | buffers
+    row:     seal of the stage's update 32 | digest of the settings 32 | f64 loss | f64 norm squared | figures
+    figures: f64 seconds of a forward | of a backward | of the first turn | f64 samples | f64 most samples
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import astuple
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from gridtrain.core.collectives.activation_transfer import MAX_PIECES, ActivationReceiver, ActivationSender
+from gridtrain.core.collectives.allgather import AllGather
+from gridtrain.core.collectives.collective import BufferEffect, StoreFromRank, StoreSlice
+from gridtrain.core.collectives.direct_allgather import make_allgather
+from gridtrain.core.commit.two_phase_commit import largest_agreeing_group
+from gridtrain.core.group.rank_layout import RankLayout
+from gridtrain.core.messages import PayloadSlot
+from gridtrain.core.stages.micro_batch_tuning import StepTimings
+from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+
+PIECE_BYTES = 1 << 20
+"""Part of the protocol: a longer buffer travels in slices of this length."""
+
+MAX_JOINED_BYTES = 256 * 1024
+"""Up to so many bytes a hand-off is joined to one piece: a second message costs more than to copy them."""
+
+MOST_BUFFERS = 4096
+UNMEASURED = StepTimings()
+_SUMMARY = struct.Struct("<32s32s7d")
+_REMEDY = "drop the peer; all members of a run train the same model, cut in the same way"
+
+
+class ActivationSendBuffer:
+    """`buffers`: contiguous, of format "B"; there may be none, and empty ones."""
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        lengths = [buffer.nbytes for buffer in buffers]
+        table = struct.pack(f"<{len(lengths)}Q", *lengths)
+        if len(table) + sum(lengths) <= MAX_JOINED_BYTES:
+            joined = b"".join((struct.pack("<Q", len(lengths)), table, *buffers))
+            self._pieces: list[memoryview | None] = [memoryview(joined)]
+            return
+        self._pieces = [memoryview(table)]
+        for buffer in buffers:
+            for start in range(0, buffer.nbytes, PIECE_BYTES):
+                self._pieces.append(buffer[start : start + PIECE_BYTES].toreadonly())
+        if len(self._pieces) > MAX_PIECES or len(buffers) > MOST_BUFFERS:
+            raise LocalProtocolError(
+                f"a hand-off of {len(buffers)} buffers in {len(self._pieces)} pieces; at most "
+                f"{MOST_BUFFERS} in {MAX_PIECES} pieces of {PIECE_BYTES} bytes are possible"
+            )
+
+    def make_send(self, rank: int, to_rank: int) -> ActivationSender:
+        return ActivationSender(rank, to_rank, len(self._pieces))
+
+    def apply(self, effect: BufferEffect) -> None:
+        raise LocalProtocolError(f"{type(effect).__name__} is no effect of HandOff")
+
+    def payload(self, place: PayloadSlot) -> bytes | memoryview:
+        piece, self._pieces[place.slice] = self._pieces[place.slice], None
+        if piece is None:
+            raise LocalProtocolError(f"piece {place.slice} of a hand-off was asked for twice")
+        return piece
+
+    def compute_digest(self) -> bytes:
+        return b""
+
+    def make_collective(self, rank: int, world_size: int, skip: bool) -> ActivationSender:
+        raise LocalProtocolError("a hand-off has a receiver: use `to`")
+
+
+class ActivationReceiveBuffer:
+    """Pieces of one hand-off; `take` gives the buffers, once.
+
+    Args:
+        limit_bytes: more than that is no honest payload.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._nbytes = 0
+        self._pieces: dict[int, memoryview] = {}
+        self._buffers: list[memoryview] | None = None
+
+    def make_receive(self, rank: int, from_rank: int, world_size: int) -> ActivationReceiver:
+        return ActivationReceiver(rank, from_rank, world_size)
+
+    def apply(self, effect: BufferEffect) -> None:
+        match effect:
+            case StoreSlice(pieces, piece, payload, source):
+                view = memoryview(payload).cast("B")
+                self._nbytes += view.nbytes
+                if self._nbytes > self._limit_bytes or view.nbytes > PIECE_BYTES or pieces > MAX_PIECES:
+                    raise RemoteProtocolError(
+                        f"rank {source.rank} handed over {self._nbytes} bytes in {pieces} pieces, the last "
+                        f"of {view.nbytes}; at most {self._limit_bytes} are possible here",
+                        remedy=_REMEDY,
+                    )
+                self._pieces[piece] = view
+                if len(self._pieces) == pieces:
+                    self._buffers = _join_pieces(self._pieces, source.rank)
+                    self._pieces = {}
+            case _:
+                raise LocalProtocolError(f"{type(effect).__name__} is no effect of TakeOver")
+
+    def take_buffers(self) -> list[memoryview]:
+        buffers, self._buffers = self._buffers, None
+        if buffers is None:
+            raise LocalProtocolError("a hand-off was taken before it was complete, or twice")
+        return buffers
+
+    def payload(self, place: PayloadSlot) -> bytes | memoryview:
+        raise LocalProtocolError("whoever takes over sends nothing")
+
+    def compute_digest(self) -> bytes:
+        return b""
+
+    def make_collective(self, rank: int, world_size: int, skip: bool) -> ActivationReceiver:
+        raise LocalProtocolError("a hand-off has a sender: use `by`")
+
+
+def _split_joined(piece: memoryview, from_rank: int) -> list[memoryview]:
+    """Buffers that came in one piece.  Raises `RemoteProtocolError` if they do not fill it."""
+    count = int.from_bytes(piece[:8], "little")
+    at = 8 + 8 * count
+    lengths = struct.unpack_from(f"<{count}Q", piece, 8) if count <= MOST_BUFFERS and at <= len(piece) else ()
+    if len(piece) < 8 or len(lengths) != count or at + sum(lengths) != len(piece):
+        raise RemoteProtocolError(
+            f"rank {from_rank} handed over a piece of {len(piece)} bytes that are not {count} buffers, as it "
+            "tells",
+            remedy=_REMEDY,
+        )
+    stops = list(accumulate(lengths, initial=at))
+    return [piece[start:stop] for start, stop in pairwise(stops)]
+
+
+def _join_pieces(pieces: dict[int, memoryview], from_rank: int) -> list[memoryview]:
+    """Buffers from their table and pieces.  Raises `RemoteProtocolError` if they do not fit."""
+    if len(pieces) == 1:
+        return _split_joined(pieces[0], from_rank)
+    table = pieces[0]
+    lengths = np.frombuffer(table, "<u8").tolist() if table.nbytes % 8 == 0 else []
+    expected = (
+        [min(PIECE_BYTES, length - start) for length in lengths for start in range(0, length, PIECE_BYTES)]
+        if sum(lengths) <= MAX_PIECES * PIECE_BYTES
+        else []
+    )
+    came = [pieces[i].nbytes for i in range(1, len(pieces))]
+    if table.nbytes % 8 or len(lengths) > MOST_BUFFERS or expected != came:
+        raise RemoteProtocolError(
+            f"rank {from_rank} handed over {len(came)} pieces that its table of {table.nbytes} bytes does "
+            "not tell",
+            remedy=_REMEDY,
+        )
+    buffers, at = [], 1
+    for length in lengths:
+        count = -(-length // PIECE_BYTES)
+        parts = [pieces[i] for i in range(at, at + count)]
+        buffers.append(parts[0] if count == 1 else memoryview(b"".join(parts)))
+        at += count
+    return buffers
+
+
+class StageSummary:
+    """What one member says of its stage.
+
+    Attributes:
+        seal: of the update that its stage agreed on; empty (zeros) where the step is skipped.
+        settings: digest of the optimizer's.
+        loss: its part of the mean loss: of the last stage alone, elsewhere 0.
+        norm_squared: of the stage's update.
+        figures: what it has measured in this step.
+    """
+
+    __slots__ = ("figures", "loss", "norm_squared", "seal", "settings")
+
+    def __init__(
+        self,
+        seal: bytes,
+        settings: bytes,
+        loss: float,
+        norm_squared: float,
+        figures: StepTimings = UNMEASURED,
+    ) -> None:
+        self.seal, self.settings, self.loss, self.norm_squared = seal, settings, loss, norm_squared
+        self.figures = figures
+
+    def pack(self) -> bytes:
+        told = (self.loss, self.norm_squared, *astuple(self.figures))
+        return _SUMMARY.pack(self.seal, self.settings, *told)
+
+    @classmethod
+    def read(cls, payload: bytes | memoryview) -> StageSummary:
+        seal, settings, loss, norm_squared, *figures = _SUMMARY.unpack(payload)
+        return cls(seal, settings, loss, norm_squared, StepTimings(*figures))
+
+    @property
+    def replica_key(self) -> bytes:
+        """What the replicas of a stage must have alike."""
+        norm = struct.pack("<d", self.norm_squared)
+        return hashlib.blake2b(self.seal + self.settings + norm, digest_size=32).digest()
+
+
+class StageSummaryBuffer:
+    """Everybody's row.  The seal: of each stage that of most replicas, but of one's own stage one's own.
+
+    So whoever holds another update than the other replicas of its stage votes for another digest, and is
+    found as in a group without stages (`protocol.round`).
+    """
+
+    def __init__(self, seats: RankLayout, rank: int, row: StageSummary) -> None:
+        self._placements, self._rank = seats, rank
+        self._payloads: list[bytes | None] = [None] * seats.world_size
+        self._payloads[rank] = row.pack()
+
+    @property
+    def is_complete(self) -> bool:
+        return all(payload is not None for payload in self._payloads)
+
+    @property
+    def summaries(self) -> list[StageSummary]:
+        """In rank order, of a collective that is complete."""
+        there = [StageSummary.read(payload) for payload in self._payloads if payload is not None]
+        if len(there) < len(self._payloads):
+            raise LocalProtocolError(f"rows of {len(there)} of {len(self._payloads)} ranks")
+        return there
+
+    @property
+    def loss(self) -> float:
+        """The mean over all samples of the step."""
+        last = self._placements.stage_ranks(self._placements.stages - 1)
+        rows = self.summaries
+        return sum(rows[rank].loss for rank in last)
+
+    @property
+    def norm_squared(self) -> float:
+        """Of the whole model's update."""
+        rows = self.summaries
+        return sum(
+            rows[self._placements.stage_ranks(stage)[0]].norm_squared
+            for stage in range(self._placements.stages)
+        )
+
+    @property
+    def has_diverged_settings(self) -> bool:
+        """This member's optimizer is set otherwise than that of most replicas of its stage."""
+        rows, group = self.summaries, self._placements.stage_ranks(self._placements.stage_of(self._rank))
+        return self._rank not in largest_agreeing_group({rank: rows[rank].settings for rank in group})
+
+    def make_collective(self, rank: int, world_size: int, skip: bool) -> AllGather:
+        return make_allgather(rank, world_size, skip)
+
+    def apply(self, effect: BufferEffect) -> None:
+        match effect:
+            case StoreFromRank(rank, payload, source):
+                nbytes = memoryview(payload).nbytes
+                if nbytes != _SUMMARY.size:
+                    raise RemoteProtocolError(
+                        f"the row of rank {rank} came from rank {source.rank} with {nbytes} bytes, must be "
+                        f"{_SUMMARY.size}",
+                        remedy=_REMEDY,
+                    )
+                row = StageSummary.read(payload)
+                if row.norm_squared < 0 or not row.figures.is_plausible():
+                    raise RemoteProtocolError(
+                        f"the row of rank {rank} came from rank {source.rank}: negative square of a norm, or "
+                        f"times that cannot be: {row.figures}",
+                        remedy=_REMEDY,
+                    )
+                self._payloads[rank] = bytes(payload)
+            case _:
+                raise LocalProtocolError(f"{type(effect).__name__} is no effect of AllGather")
+
+    def payload(self, place: PayloadSlot) -> bytes | memoryview:
+        stored = self._payloads[place.segment]
+        if stored is None:
+            raise LocalProtocolError(f"row of rank {place.segment} asked for before it came")
+        return stored
+
+    def compute_digest(self) -> bytes:
+        rows, mine = self.summaries, self._placements.stage_of(self._rank)
+        whole = hashlib.blake2b(digest_size=32)
+        for stage in range(self._placements.stages):
+            parties = {rank: rows[rank].replica_key for rank in self._placements.stage_ranks(stage)}
+            whole.update(parties[self._rank if stage == mine else largest_agreeing_group(parties)[0]])
+        for row in rows:  # what follows from them must be the same everywhere
+            whole.update(struct.pack("<5d", *astuple(row.figures)))
+        return whole.digest()

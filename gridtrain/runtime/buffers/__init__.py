@@ -1,0 +1,1 @@
+"""The numbers of a collective: numpy buffers that carry out what the cores of `core.collectives` decide."""

@@ -1,0 +1,408 @@
+"""Workspaces: the numbers of one collective of one attempt.
+
+Decides how an effect of a collective changes the numbers, and checks each payload against what is
+known locally (n, k, kind, world size) before it is used.  Never decides who sends what to whom or
+when (the core does), and never commits: a workspace is dropped whole when its round aborts.
+
+    loop --- apply(AddSlice | StoreSlice | StoreOf | MergeIn | Adopt) --> workspace --> update, kept
+         <-- payload(place) ---------------------------------------------          --> seal(): digest
+
+    DenseWorkspace      Ring        work (n,) float32, in place
+    GatherWorkspace     AllGather   one payload for each rank, summed in rank order at the end
+    ButterflyWorkspace  Butterfly   mine: one payload, replaced by each merge; kept: goes to the residual
+
+(Those of the tree and the star are in `runtime.stars`, that of the direct exchange in `runtime.direct`.)
+
+No honest member brings more than `largest_summable` into a sum, so a sum over m members is at most m times
+that.  A payload above it (or not finite) is refused where it arrives, when it is known who sent it: what an
+honest member goes on with is then within the next one's bound, and no sum can overflow.
+
+A member that skips contributes zeros, or a payload without entries; `collective(skip=True)` sees to it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from hashlib import blake2b, sha256
+from typing import Protocol
+
+import numpy as np
+
+from gridtrain.core.collectives.allgather import AllGather
+from gridtrain.core.collectives.butterfly import ButterflyExchange
+from gridtrain.core.collectives.collective import (
+    AddSlice,
+    BufferEffect,
+    Collective,
+    MergePayload,
+    Provenance,
+    ReplacePayload,
+    StoreFromRank,
+    StoreSlice,
+)
+from gridtrain.core.collectives.ring import RingAllReduce, count_slices
+from gridtrain.core.messages import CollectivePhase, PayloadSlot
+from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+from gridtrain.network.wire.sparse_payload import SparseVector, ValueKind, decode, encode
+from gridtrain.network.wire.value_encoding import ROUNDING_FACTORS
+from gridtrain.sparsify.merge import FloatArray, TruncatedEntries, largest_summable, merge, sum_in_rank_order
+
+_FLOAT = np.dtype("<f4")  # as on the wire, and as on every machine that we know
+
+# By what factor rounding once may enlarge a value, with room for the addition before it.  What encoding
+# does is `wire.values.ROUNDING`.
+_DENSE_ROUNDING = 1.0 + 2.0**-20
+
+
+class CollectiveBuffer(Protocol):
+    """What the loop needs of one collective's numbers."""
+
+    def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
+        """The core that decides for these numbers; `skip`: the local gradient is not finite."""
+        ...
+
+    def apply(self, effect: BufferEffect) -> None:
+        """Raises `RemoteProtocolError` if the payload is not what it must be: the fault of the rank in
+        the effect's `source`.  Nothing was changed then; the caller gives up the round."""
+        ...
+
+    def payload(self, place: PayloadSlot) -> bytes | memoryview:
+        """What a `SendTo` of this place sends now; not copied, read only."""
+        ...
+
+    def compute_digest(self) -> bytes:
+        """After Complete: 32-byte digest of the update's bits, equal on all ranks.
+
+        Raises `RemoteProtocolError` if the update is not finite."""
+        ...
+
+
+class DenseRingBuffer:
+    """A ring's segments and slices over one flat vector.
+
+    Takes ownership of `contribution_N` ((n,) float32): sums are made in it, in place.  `update_N` is the
+    whole sum once the collective is complete.  A retry in the same generation takes the same workspace, and
+    goes on from what has arrived.
+
+    Payloads are views of the vector that the transport may still be sending when we go on.  They are
+    never overwritten too early: a rank writes to a slice again only when its final value arrives, and
+    that exists only after every rank further down the ring has received and added the partial sum
+    that the view shows.  The final value is sent on after it was stored, and is not written to again.
+
+    So a slice can be hashed as soon as it is final, while the wire is busy with others (`hash_ahead`); the
+    seal is the hash of the slices' hashes, in their order.
+
+    Args:
+        slice_bytes: the largest slice; None: what all members choose for this length and world size.
+    """
+
+    is_resumable = True
+    """A retry in the same generation takes the same workspace."""
+
+    slices_of = staticmethod(count_slices)
+
+    def __init__(self, contribution_N: FloatArray, world_size: int, slice_bytes: int | None = None) -> None:
+        _check_contribution(contribution_N)
+        self.update_N = contribution_N
+        self._ring: RingAllReduce | None = None
+        self._world_size = world_size
+        longest_segment_bytes = -(-contribution_N.size // world_size) * _FLOAT.itemsize
+        if slice_bytes is None:
+            self.slices = self.slices_of(longest_segment_bytes)
+        else:
+            self.slices = max(1, -(-longest_segment_bytes // slice_bytes))
+        self._final: deque[tuple[int, int]] = deque()  # slices that are not written to again, not hashed yet
+        self._checked: set[tuple[int, int]] = set()  # as they came, so they are finite
+        self._hashes: dict[tuple[int, int], bytes] = {}
+
+    def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
+        _check_world_size(world_size, self._world_size)
+        if self._ring is not None:
+            self._ring = self._ring.next_attempt()
+            return self._ring
+        if skip:
+            self.update_N[:] = 0
+        self._ring = RingAllReduce(rank, world_size, self.slices, skip)
+        return self._ring
+
+    def apply(self, effect: BufferEffect) -> None:
+        match effect:
+            case AddSlice(segment, slice_, payload, source):
+                values = self._received_values(segment, slice_, payload, source)
+                self._slice_view(segment, slice_)[:] += values
+                self._mark_written(
+                    segment, slice_, final=source.contributors + 1 == source.world_size, checked=False
+                )
+            case StoreSlice(segment, slice_, payload, source):
+                values = self._received_values(segment, slice_, payload, source)
+                self._slice_view(segment, slice_)[:] = values
+                self._mark_written(segment, slice_, final=True, checked=True)
+            case _:
+                raise _unexpected_effect("Ring", effect)
+
+    def payload(self, place: PayloadSlot) -> bytes | memoryview:
+        if place.phase is CollectivePhase.RESUME:
+            return self._ring.received if self._ring is not None else b""
+        return self._slice_view(place.segment, place.slice).view(np.uint8).data.toreadonly()
+
+    def hash_ahead(self) -> bool:
+        """Hash one slice that is final, if there is one: for a moment in which nothing else is to be done.
+
+        Returns whether there are more.
+        """
+        if self._final:
+            key = self._final.popleft()
+            if key in self._checked or _is_finite(self._slice_view(*key)):  # else `seal` says so
+                self._hashes[key] = self._hash(*key)
+        return bool(self._final)
+
+    def compute_digest(self) -> bytes:
+        whole = blake2b(digest_size=32)
+        for segment in range(self._world_size):
+            for slice_ in range(self.slices):
+                whole.update(self._hashes.get((segment, slice_)) or self._checked_hash(segment, slice_))
+        return whole.digest()
+
+    def _mark_written(self, segment: int, slice_: int, *, final: bool, checked: bool) -> None:
+        key = segment, slice_
+        self._hashes.pop(key, None)
+        self._checked.discard(key)
+        if checked:
+            self._checked.add(key)
+        if final:
+            self._final.append(key)
+
+    def _checked_hash(self, segment: int, slice_: int) -> bytes:
+        if (segment, slice_) not in self._checked and not _is_finite(self._slice_view(segment, slice_)):
+            raise RemoteProtocolError(
+                "the dense sum is not finite although no member skips",
+                remedy="abort: a member whose values are that large, or not finite, has to skip the step",
+            )
+        return self._hash(segment, slice_)
+
+    def _hash(self, segment: int, slice_: int) -> bytes:
+        """SHA-256, for which processors have instructions: see decision 0023."""
+        return sha256(self._slice_view(segment, slice_).data).digest()
+
+    def _slice_view(self, segment: int, slice_: int) -> FloatArray:
+        """Segments are near-equal parts of the vector, slices of a segment; any may be empty."""
+        start, stop = _part_bounds(0, self.update_N.size, segment, self._world_size)
+        start, stop = _part_bounds(start, stop, slice_, self.slices)
+        return self.update_N[start:stop]
+
+    def _received_values(
+        self, segment: int, slice_: int, payload: bytes | memoryview, source: Provenance
+    ) -> FloatArray:
+        what = f"segment {segment}, slice {slice_} from rank {source.rank}"
+        return _dense_values(payload, self._slice_view(segment, slice_).nbytes, source, what)
+
+
+class AllGatherBuffer:
+    """Everybody's payload.  `update` is their sum in rank order, one's own decoded like the others."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        payload: bytes,
+        *,
+        n: int,
+        k: int,
+        kind: ValueKind,
+        decoded: SparseVector | None = None,
+    ) -> None:
+        self.n, self._k, self._kind = n, k, kind
+        self._rank = rank
+        self._payloads: list[bytes | memoryview | None] = [None] * world_size
+        self._parts: list[SparseVector | None] = [None] * world_size
+        self._store(rank, payload, self._decode(payload) if decoded is None else decoded)
+        self._update: SparseVector | None = None
+
+    @property
+    def update(self) -> SparseVector:
+        if self._update is None:
+            parts = [part for part in self._parts if part is not None]
+            if len(parts) < len(self._parts):
+                raise LocalProtocolError(
+                    f"update asked for with payloads of {len(parts)} of {len(self._parts)} ranks"
+                )
+            self._update = sum_in_rank_order(parts)
+        return self._update
+
+    def make_collective(self, rank: int, world_size: int, skip: bool) -> AllGather:
+        _check_world_size(world_size, len(self._payloads))
+        if skip:
+            nothing = _empty_sparse(self.n, self._kind)
+            self._store(self._rank, nothing, self._decode(nothing))
+        return AllGather(rank, world_size, skip)
+
+    def apply(self, effect: BufferEffect) -> None:
+        match effect:
+            case StoreFromRank(rank, payload, source):
+                self._store(rank, payload, _decode_from_peer(payload, source, self._kind, self._decode))
+            case _:
+                raise _unexpected_effect("AllGather", effect)
+
+    def payload(self, place: PayloadSlot) -> bytes | memoryview:
+        stored = self._payloads[place.segment]
+        if stored is None:
+            raise LocalProtocolError(f"payload of rank {place.segment} asked for before it came")
+        return stored
+
+    def compute_digest(self) -> bytes:
+        return sparse_digest(self.update)
+
+    def _store(self, rank: int, payload: bytes | memoryview, decoded: SparseVector) -> None:
+        self._parts[rank], self._payloads[rank] = decoded, payload
+
+    def _decode(self, payload: bytes | memoryview) -> SparseVector:
+        return decode(payload, n=self.n, max_entries=self._k, kind=self._kind)
+
+
+class ButterflyBuffer:
+    """One payload, merged hop by hop.  `update` is what it decodes to.
+
+    `kept`: dropped or rounded values that this rank owns; to be added to the residual at the commit.
+    `decoded`: what `payload` decodes to, where the caller has it already.
+    """
+
+    def __init__(
+        self, payload: bytes, *, n: int, k: int, kind: ValueKind, decoded: SparseVector | None = None
+    ) -> None:
+        self.n, self._k, self._kind = n, k, kind
+        self._payload: bytes | memoryview = payload
+        self.update = self._decode(payload) if decoded is None else decoded
+        self.truncated: list[TruncatedEntries] = []
+
+    def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
+        self._bring(skip)
+        return ButterflyExchange(rank, world_size, skip)
+
+    def _bring(self, skip: bool) -> None:
+        if skip:
+            nothing = _empty_sparse(self.n, self._kind)
+            self._payload, self.update = nothing, self._decode(nothing)
+
+    def apply(self, effect: BufferEffect) -> None:
+        match effect:
+            case MergePayload(payload, owner_modulus, owner_residue, source):
+                theirs = _decode_from_peer(payload, source, self._kind, self._decode)
+                merged = merge(self.update, theirs, n=self.n, k=self._k, kind=self._kind)
+                self._payload, self.update = merged.payload, merged.sparse
+                self.truncated.append(merged.truncated_of_owner(owner_modulus, owner_residue))
+            case ReplacePayload(payload, source):
+                self.update = _decode_from_peer(payload, source, self._kind, self._decode)
+                self._payload = payload
+            case _:
+                raise _unexpected_effect("Butterfly", effect)
+
+    def payload(self, place: PayloadSlot) -> bytes | memoryview:
+        return self._payload
+
+    def compute_digest(self) -> bytes:
+        return sparse_digest(self.update)
+
+    def _decode(self, payload: bytes | memoryview) -> SparseVector:
+        return decode(payload, n=self.n, max_entries=self._k, kind=self._kind)
+
+
+def _part_bounds(start: int, stop: int, index: int, parts: int) -> tuple[int, int]:
+    """Bounds of the index-th of near-equal parts of start .. stop."""
+    length = stop - start
+    return start + index * length // parts, start + (index + 1) * length // parts
+
+
+def _is_finite(values: FloatArray) -> bool:
+    # min and max say it without a temporary array: NaN spreads, infinity is one of them.
+    return not values.size or bool(np.isfinite([values.min(), values.max()]).all())
+
+
+def _check_length(payload_bytes: int, expected_bytes: int, what: str) -> None:
+    if payload_bytes != expected_bytes:
+        raise RemoteProtocolError(
+            f"{what} came with {payload_bytes} bytes, must be {expected_bytes}",
+            remedy="drop the peer; all members of a run train the same model",
+        )
+
+
+def _dense_values(
+    payload: bytes | memoryview, expected_bytes: int, source: Provenance, what: str
+) -> FloatArray:
+    """A peer's float32 values, of the length that they must have."""
+    data = np.frombuffer(payload, np.uint8)
+    _check_length(data.size, expected_bytes, what)
+    values = data.view(_FLOAT)
+    _check_magnitudes(values, source, _DENSE_ROUNDING, what)
+    return values
+
+
+def _dense_digest(slices: Iterable[FloatArray]) -> bytes:
+    """32-byte digest of a dense sum.  Raises `RemoteProtocolError` if it is not finite."""
+    whole = blake2b(digest_size=32)
+    for values in slices:
+        if not _is_finite(values):
+            raise RemoteProtocolError(
+                "the dense sum is not finite although no member skips",
+                remedy="abort: a member whose values are that large, or not finite, has to skip the step",
+            )
+        whole.update(sha256(values.data).digest())
+    return whole.digest()
+
+
+def _check_magnitudes(values: FloatArray, source: Provenance, rounding: float, what: str) -> None:
+    """Whether the values are finite, and no larger than honest members can make them."""
+    limit = source.contributors * largest_summable(source.world_size) * rounding**source.roundings
+    with np.errstate(invalid="ignore"):  # numpy may warn of a NaN that it meets
+        low, high = float(values.min(initial=0.0)), float(values.max(initial=0.0))
+    if not (-limit <= low and high <= limit):  # false for NaN, which both spread
+        raise RemoteProtocolError(
+            f"{what} holds values from {low:g} to {high:g}, at most {limit:g} are possible for "
+            f"{source.contributors} of {source.world_size} members",
+            remedy="drop the peer: a member with values that large, or not finite, has to skip the step",
+        )
+
+
+def _decode_from_peer(
+    payload: bytes | memoryview,
+    source: Provenance,
+    kind: ValueKind,
+    decoded: Callable[[bytes | memoryview], SparseVector],
+) -> SparseVector:
+    """A peer's sparse payload; whatever is wrong with it is said with the rank that sent it."""
+    what = f"sparse payload from rank {source.rank}"
+    try:
+        theirs = decoded(payload)
+    except RemoteProtocolError as error:
+        raise RemoteProtocolError(f"rank {source.rank}: {error.reason}", remedy=error.remedy) from None
+    _check_magnitudes(theirs.values, source, ROUNDING_FACTORS[kind], what)
+    return theirs
+
+
+def _empty_sparse(n: int, kind: ValueKind) -> bytes:
+    return encode(np.empty(0, np.int64), np.empty(0, np.float32), n=n, kind=kind)
+
+
+def sparse_digest(update: SparseVector) -> bytes:
+    """32-byte digest of a sparse update's bits: its indices as 32-bit numbers, then its values."""
+    digest = blake2b(digest_size=32)
+    digest.update(update.indices.astype("<u4").data)
+    digest.update(update.values.astype(_FLOAT, copy=False).data)
+    return digest.digest()
+
+
+def _check_contribution(contribution_N: FloatArray) -> None:
+    if contribution_N.ndim != 1 or contribution_N.dtype != _FLOAT or not contribution_N.flags.c_contiguous:
+        raise LocalProtocolError(
+            f"contribution is {contribution_N.dtype} of shape {contribution_N.shape}: "
+            "must be float32 of shape (n,), contiguous"
+        )
+
+
+def _check_world_size(asked: int, made_for: int) -> None:
+    if asked != made_for:
+        raise LocalProtocolError(f"collective of {asked} ranks over a workspace made for {made_for}")
+
+
+def _unexpected_effect(core: str, effect: BufferEffect) -> LocalProtocolError:
+    return LocalProtocolError(f"{type(effect).__name__} is no effect of {core}")

@@ -1,0 +1,278 @@
+"""A newcomer that follows: an image of the state first, then every update, until it may enter.
+
+Decides what is asked of whom, what the trainer has to do next, and when the follower has caught up or cannot
+follow.  Never opens a socket and never touches the model: that is the trainer's thread.
+
+    begin(donors)                                  members train on
+      |  image: blocks from several donors             |
+      |  updates since, from one of them  <------------+---- as they commit
+      v
+    work() -> ImageWork -> trained on by the trainer -> at(S)
+    work() -> UpdatesWork [S+1 S+2 ...] -> replayed  -> at(T)     T close to the latest: caught_up
+    enter(A, history)      the VIEW names it; the updates up to A come as before
+    arrived                position == A, and the chained history is the VIEW's
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gridtrain.core import messages as m
+from gridtrain.core.commit.two_phase_commit import extend_history
+from gridtrain.errors import RemoteProtocolError
+from gridtrain.runtime.state_transfer import update_log
+from gridtrain.runtime.state_transfer.state_snapshot import SnapshotReceiver
+from gridtrain.runtime.state_transfer.update_log import StepUpdate
+
+log = logging.getLogger("gridtrain")
+
+PeerRequests = list[tuple[m.PeerId, m.Message]]
+
+CAUGHT_UP_STEPS = 2
+"""A follower that is no further behind may enter: what is left comes while the generation forms."""
+
+MOST_PENDING_BYTES = 4 << 30
+MAX_UPDATES_PER_WORK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotWork:
+    """To be loaded: the donor's own part and the common one."""
+
+    own: bytearray
+    common: bytearray
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayWork:
+    """To be replayed, in this order."""
+
+    steps: tuple[StepUpdate, ...]
+
+
+CatchUpWork = SnapshotWork | ReplayWork
+
+
+class CatchUpReceiver:
+    """See the module's text.
+
+    Args:
+        max_bytes: the largest state that this worker's model can have.
+        n: elements of its flat gradient.
+
+    Attributes:
+        failed: why it cannot follow; empty: it can.
+        latest: the donor's last step, as far as it was told.
+    """
+
+    def __init__(self, max_bytes: int, n: int) -> None:
+        self._n = n
+        self._snapshot = SnapshotReceiver(max_bytes)
+        self._sources: list[m.PeerId] = []
+        self._update_source: m.PeerId | None = None  # of the updates
+        self._received: tuple[int, bytes] | None = None  # the last update (or image) here, its history
+        self._pending: deque[tuple[StepUpdate, bytes, int]] = deque()  # with its history and its bytes
+        self._pending_bytes = 0
+        self._position: tuple[int, bytes] | None = None  # what the trainer's model is
+        self._current_work: CatchUpWork | None = None  # by the trainer
+        self._target: tuple[int, bytes] | None = None
+        self.failure = ""
+        self.latest_step = -1
+
+    # -- where it stands ---------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> tuple[int, int, int, int]:
+        """Blocks here, all blocks, the step of the trainer's model (-1: none), the latest step."""
+        here, total = self._snapshot.progress
+        return here, total, -1 if self._position is None else self._position[0], self.latest_step
+
+    @property
+    def position(self) -> tuple[int, bytes] | None:
+        """Step and history of the trainer's model; None: it holds nothing yet."""
+        return self._position
+
+    @property
+    def is_caught_up(self) -> bool:
+        return (
+            self._position is not None
+            and not self.failure
+            and self._position[0] >= self.latest_step - CAUGHT_UP_STEPS
+        )
+
+    @property
+    def has_reached_target(self) -> bool:
+        """The trainer's model is what the VIEW names."""
+        if self._target is None or self._position is None:
+            return False
+        return self._position[0] == self._target[0] and update_log.matches_history(
+            self._position[1], self._target[1]
+        )
+
+    @property
+    def idle_key(self) -> object | None:
+        """Equal as long as nothing comes; None: the trainer has something to do, or all is there."""
+        return (
+            None
+            if self._current_work is not None or self.has_work or self.has_reached_target
+            else (self.progress, self._received)
+        )
+
+    # -- from the loop -----------------------------------------------------------------------------
+
+    def source_up(self, peer: m.PeerId) -> PeerRequests:
+        if peer not in self._sources:
+            self._sources.append(peer)
+        return [] if self.failure else [*self._snapshot.source_up(peer), *self._subscribe()]
+
+    def source_down(self, peer: m.PeerId) -> PeerRequests:
+        if peer in self._sources:
+            self._sources.remove(peer)
+        if self._update_source == peer:
+            self._update_source = None
+        return [] if self.failure else [*self._snapshot.source_down(peer), *self._subscribe()]
+
+    def handle_message(self, peer: m.PeerId, message: m.Message, now_s: float) -> PeerRequests:
+        """Raises `RemoteProtocolError` for what an honest donor cannot have sent."""
+        if self.failure:
+            return []
+        match message:
+            case m.SnapshotDigests():
+                return [*self._snapshot.receive_table(peer, message, now_s), *self._subscribe()]
+            case m.SnapshotBlock():
+                return self._snapshot.receive_block(peer, message)
+            case m.UpdateLogEntry(step, latest, payload):
+                self.latest_step = max(step, min(latest, step + update_log.MOST_UPDATES))
+                if self._received is not None and step == self._received[0] + 1:
+                    self._receive_update(update_log.decode_update(step, payload, self._n), len(payload))
+                return []
+            case m.SnapshotUnavailable(reason):
+                asks = self.source_down(peer)
+                if not self._sources:
+                    self.failure = reason
+                return asks
+            case _:
+                raise RemoteProtocolError(f"{type(message).__name__} from a donor")
+
+    def tick(self, now_s: float) -> PeerRequests:
+        return [*self._snapshot.tick(now_s), *self._subscribe()]
+
+    def set_target(self, applied: int, history: bytes) -> None:
+        """The VIEW names this worker: this is what it has to hold."""
+        self._target = (applied, history)
+        self._check_target()
+
+    # -- from the trainer --------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        if self._current_work is not None or self.failure:
+            return False
+        return self._snapshot.is_complete if self._position is None else bool(self._pending)
+
+    def take_work(self) -> CatchUpWork:
+        """To be called only if `has_work`; `done` is to follow."""
+        if self._position is None:
+            self._current_work = SnapshotWork(*self._snapshot.take_parts())
+        else:
+            self._current_work = ReplayWork(
+                tuple(update for update, _, _ in itertools.islice(self._pending, MAX_UPDATES_PER_WORK))
+            )
+        return self._current_work
+
+    def finish_work(self, work: CatchUpWork) -> None:
+        """The trainer has carried it out."""
+        if work is not self._current_work:
+            return  # it was given by one that this one has replaced
+        self._current_work = None
+        if isinstance(work, SnapshotWork):
+            assert self._snapshot.applied is not None
+            self._position = (self._snapshot.applied, self._snapshot.history)
+            self.latest_step = max(self.latest_step, self._position[0])
+            self._discard_before(self._position)
+        for _ in work.steps if isinstance(work, ReplayWork) else ():
+            self._position = self._drop_first()
+        self._check_target()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _receive_update(self, update: StepUpdate, nbytes: int) -> None:
+        assert self._received is not None
+        history = extend_history(self._received[1], update.digest)
+        self._received = (update.step, history)
+        self._pending.append((update, history, nbytes))
+        self._pending_bytes += nbytes
+        if self._pending_bytes > MOST_PENDING_BYTES:
+            self.failure = f"{self._pending_bytes} bytes of updates wait to be replayed"
+        self._check_target()
+
+    def _discard_before(self, at: tuple[int, bytes]) -> None:
+        """What came for an earlier image may not lead on from this one: then it is asked for anew."""
+        while self._pending and self._pending[0][0].step <= at[0]:
+            self._drop_first()
+        leads_on = self._received == at or (self._pending and self._pending[0][0].step == at[0] + 1)
+        if not leads_on:
+            self._drop_all()
+            self._received, self._update_source = at, None
+
+    def _drop_first(self) -> tuple[int, bytes]:
+        """The next update waits no more; its step, and the history after it."""
+        update, history, nbytes = self._pending.popleft()
+        self._pending_bytes -= nbytes
+        return update.step, history
+
+    def _drop_all(self) -> None:
+        self._pending.clear()
+        self._pending_bytes = 0
+
+    def _check_target(self) -> None:
+        """Histories chain: one that is another at the VIEW's step was another from some update on."""
+        if self._target is None or self._received is None:
+            return
+        there = self._received[0] == self._target[0]
+        if there and not update_log.matches_history(self._received[1], self._target[1]):
+            self.failure = "the updates that came are not those of the group"
+
+    def _subscribe(self) -> PeerRequests:
+        """Updates come from one donor, from the image's step on; from another one if that one goes."""
+        if self._snapshot.applied is None or self._update_source is not None or not self._sources:
+            return []
+        if self._received is None or (self._position is None and self._received[0] < self._snapshot.applied):
+            self._received = (self._snapshot.applied, self._snapshot.history)
+            self._drop_all()
+        self._update_source = self._sources[0]
+        return [(self._update_source, m.UpdatesRequest(self._received[0]))]
+
+
+class ProgressBar:
+    """Tells people now and then how far a follower is."""
+
+    def __init__(self, every_s: float = 2.0) -> None:
+        self._every_s = every_s
+        self._next_s = 0.0
+        self._told = ""
+
+    def show(self, progress: Sequence[int], now_s: float, *, over: bool) -> None:
+        """`progress`: see `Following.progress`."""
+        if now_s < self._next_s and not over:
+            return
+        self._next_s = now_s + self._every_s
+        text = "joined with the state of the last step" if over else progress_line(progress)
+        if text != self._told:
+            self._told = text
+            log.warning("joining while the others train: %s", text)
+
+
+def progress_line(progress: Sequence[int], width: int = 24) -> str:
+    """How far a follower is, in words and signs."""
+    here, total, at, latest = progress
+    if total == 0:
+        return "waiting for a copy of the state"
+    if at < 0:
+        filled = width * here // total
+        return f"[{'#' * filled}{'.' * (width - filled)}] {here} of {total} blocks of the state"
+    return f"at step {at}, the others at {latest}"

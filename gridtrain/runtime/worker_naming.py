@@ -1,0 +1,68 @@
+"""Names and places of this worker.  Host and user names are personal: they are never used."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import re
+import secrets
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from gridtrain.core.group.invitation import RUN_NAME
+
+_LOOPBACK = "127.0.0.1"
+
+_ADJECTIVES = (
+    "amber",
+    "brisk",
+    "calm",
+    "deft",
+    "eager",
+    "fair",
+    "glad",
+    "keen",
+    "lucid",
+    "mild",
+    "neat",
+    "quiet",
+)
+_ANIMALS = ("ant", "bear", "crane", "deer", "elk", "finch", "gecko", "hare", "ibis", "lynx", "otter", "wren")
+
+
+def random_name() -> str:
+    """A name such as "keen-otter-4f2a" that says nothing about the machine."""
+    return f"{secrets.choice(_ADJECTIVES)}-{secrets.choice(_ANIMALS)}-{secrets.token_hex(2)}"
+
+
+def state_directory(run: str) -> Path:
+    """Where files of `run` belong: `$XDG_STATE_HOME/gridtrain/<run>`, by default under ~/.local/state."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "gridtrain" / run_folder_name(run)
+
+
+def run_folder_name(run: str) -> str:
+    """A run's name as the name of one folder; what is no run's name gets one that no run has."""
+    if RUN_NAME.fullmatch(run):
+        return run
+    digest = hashlib.blake2b(run.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    return f"{re.sub(r'[^A-Za-z0-9._-]', '_', run)[:32].lstrip('._-')}={digest}"
+
+
+def default_listen_address(coordinator: str) -> str:
+    """Where to wait for other workers: any free port of the interface that leads to the coordinator.
+
+    Loopback if the coordinator is on this machine.  Nothing is sent to find out.
+    """
+    target = urlsplit(coordinator)
+    host, port = target.hostname or _LOOPBACK, target.port or 1
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)
+            own = ipaddress.ip_address(str(probe.getsockname()[0]).partition("%")[0])
+    except OSError:
+        own = ipaddress.ip_address(_LOOPBACK)
+    return f"tcp://[{own}]:0" if own.version == 6 else f"tcp://{own}:0"

@@ -1,0 +1,1 @@
+"""What a user's script holds: `Grid` from `gridtrain.join()`, and a whole group in one process."""

@@ -1,0 +1,275 @@
+"""A whole group in one process: the real coordinator and real workers, in threads, over memory.
+
+Decides nothing new.  For tests, notebooks and first steps; threads share one interpreter and one set
+of random numbers, so nothing here is fast.  The one module of `runtime` that looks upwards (to the
+coordinator and to `Grid`), because it puts all of them together.
+
+    local(train, workers=4)      coordinator thread
+                                 4 x thread: train(grid)  --> [result of each]
+                                             raises       --> the others are ended; raised again here
+
+What the coordinator knows changes in its thread at any time, so it is looked at in that thread, between two
+of its turns: `LocalGroup.snapshot` asks, and waits for the answer.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+from gridtrain.config import Deadlines, JoinConfig
+from gridtrain.core.messages import PeerId
+from gridtrain.errors import ConfigError
+from gridtrain.network.transport.fault_injection import Faults
+from gridtrain.network.transport.flow_control import FlowControlTransport
+from gridtrain.network.transport.identity import Identity
+from gridtrain.network.transport.in_memory import MemoryHub, MemoryTransport
+from gridtrain.network.transport.peer_allowlist import PeerAllowlist
+from gridtrain.network.transport.stack import build_stack
+from gridtrain.runtime.client.agent_link import AgentControl
+from gridtrain.sdk.grid import Grid
+from gridtrain_coordinator.access.authorization import Authorization
+from gridtrain_coordinator.access_handler import connection_gate
+from gridtrain_coordinator.daemon import Coordinator
+from gridtrain_coordinator.journal.store import JournalStore
+from gridtrain_coordinator.log import Log, silent
+
+Result = TypeVar("Result")
+
+SHUTDOWN_TIMEOUT_S = 10.0
+"""How long threads that were told to end are waited for; one inside the user's code may not notice."""
+
+
+class LocalGroup:
+    """A coordinator in a thread, and as many workers as are asked for.  A context manager.
+
+    At its end the coordinator stops, and so does every worker that has not left by itself: what waits in a
+    `Grid`, in whichever thread, raises `EndpointKilled`.
+
+    Args:
+        min_workers: the run starts with so many.
+        hub: the network; give one with a `FaultPlan` to see what happens.
+        faults: of the workers, at chosen steps: see `gridtrain.testing.Faults`.
+        log: gets one call for each event, in the coordinator's thread: level, event, fields.
+
+    Attributes:
+        keys: of the workers by name, for `FaultPlan`, `hub.kill` and the like.
+    """
+
+    ADDRESS = "memory://coordinator"
+
+    def __init__(
+        self,
+        *,
+        min_workers: int = 1,
+        hub: MemoryHub | None = None,
+        deadlines: Deadlines | None = None,
+        faults: Faults | None = None,
+        log: Log = silent,
+    ) -> None:
+        self.hub = hub or MemoryHub()
+        self._faults = faults or Faults()
+        self._deadlines = deadlines or Deadlines()
+        identity = Identity.generate()
+        self.key = identity.public
+        # Whoever can call `join` is in this process already: the door is open, everything else is as usual.
+        door = Authorization(open_to_all=True, coordinator=identity.public)
+        memory = MemoryTransport(identity.public, self.hub, gate=connection_gate(door, time.time))
+        self._transport = build_stack(memory, identity, may_relay=lambda origin, to: True)
+        self._transport.listen(self.ADDRESS)
+        self._stop = threading.Event()
+        self.keys: dict[str, PeerId] = {}
+        self._joining = threading.Lock()  # guards `keys`, and that nobody joins behind `__exit__`'s back
+        store, self._window = JournalStore.open(":memory:"), _CoordinatorWindow()
+        self.coordinator = Coordinator.for_run(
+            self._transport,
+            store,
+            door,
+            run="local",
+            min_workers=min_workers,
+            deadlines=self._deadlines,
+            window=self._window,
+            log=log,
+        )
+        self._thread = threading.Thread(
+            target=self._run_coordinator, name="gridtrain-coordinator", daemon=True
+        )
+
+    def __enter__(self) -> LocalGroup:
+        self._window.attach(self.coordinator)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._joining:
+            self._stop.set()
+            for key in self.keys.values():
+                self.hub.kill(key)
+        self._transport.wake()
+        self._thread.join(SHUTDOWN_TIMEOUT_S)
+
+    def snapshot(self) -> dict[str, Any]:
+        """What the coordinator knows now: its phase, members, latest events.  From any thread."""
+        answer = self._window.ask()
+        if answer is None:
+            return self.coordinator.snapshot()
+        self._transport.wake()
+        return answer.result()
+
+    def join(
+        self,
+        name: str = "",
+        *,
+        export_dir: str = "",
+        hidden: bool = False,
+        checkpoint_every: int = 0,
+        state_dir: str = "",
+        owner: AgentControl | None = None,
+    ) -> Grid:
+        """One more worker; to be used from one thread.  Raises `EndpointKilled` after the group's end.
+
+        `hidden`: nobody can dial it, as behind NAT.  Checkpoints as in `gridtrain.join`, but none by default.
+        `owner`: may pause it.
+        """
+        with self._joining:
+            name = name or f"worker-{len(self.keys) + 1}"
+            if self.keys.get(name) in self.hub.endpoints:
+                raise ConfigError(f"there is a worker {name!r} in the group", remedy="choose another name")
+            identity = Identity.generate()
+            self.keys[name] = identity.public
+            transport, acquaintances = self._make_transport(identity, name, hidden)
+        config = JoinConfig(
+            coordinator=self.ADDRESS,
+            coordinator_key=self.key.hex(),
+            run="local",
+            name=name,
+            listen=f"memory://{name}",
+            export_dir=export_dir,
+            checkpoint_every=str(checkpoint_every),
+            state_dir=state_dir,
+            deadlines=self._deadlines,
+        )
+        grid = Grid(transport, config, acquaintances)
+        if owner is not None:
+            grid.led_by(owner, partial(self._make_transport, identity, name, hidden), _ignore_limits)
+        return grid
+
+    def _run_coordinator(self) -> None:
+        try:
+            self.coordinator.run(self._stop)
+        finally:
+            self._window.close()
+
+    def _make_transport(
+        self, identity: Identity, name: str, hidden: bool
+    ) -> tuple[FlowControlTransport, PeerAllowlist]:
+        acquaintances = PeerAllowlist(self.key)
+        host = name if hidden else "memory"  # a router of its own: nobody else is behind the same one
+        memory = MemoryTransport(identity.public, self.hub, gate=acquaintances, host=host)
+        if self._stop.is_set():
+            self.hub.kill(identity.public)
+        if hidden:
+            self.hub.hide(identity.public)
+        faulty = partial(self._faults.over, name=name, die=partial(self.hub.kill, identity.public))
+        return build_stack(
+            memory, identity, may_relay=acquaintances.may_relay, with_faults=faulty
+        ), acquaintances
+
+
+def _ignore_limits(upload_Bps: float | None, download_Bps: float | None) -> None:
+    """Memory has no line."""
+
+
+class _CoordinatorWindow:
+    """Through which the group's own process looks in; see `gridtrain_coordinator.daemon.Window`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._coordinator: Coordinator | None = None  # its thread runs
+        self._pending: list[Future[dict[str, Any]]] = []
+
+    def attach(self, coordinator: Coordinator) -> None:
+        with self._lock:
+            self._coordinator = coordinator
+
+    def close(self) -> None:
+        with self._lock:
+            try:
+                self._answer()
+            finally:
+                self._coordinator = None
+
+    def ask(self) -> Future[dict[str, Any]] | None:
+        """None: no thread changes anything, whoever asks may look by itself."""
+        with self._lock:
+            if self._coordinator is None:
+                return None
+            self._pending.append(Future())
+            return self._pending[-1]
+
+    def publish(self, picture: Mapping[str, Any]) -> None:
+        """Nobody is there who would look at it."""
+
+    def take_orders(self) -> Iterator[NoReturn]:
+        """None ever; between two turns is the moment to answer."""
+        with self._lock:
+            self._answer()
+        return iter(())
+
+    def _answer(self) -> None:
+        """Locked, in the coordinator's thread."""
+        while self._pending and self._coordinator is not None:
+            asked = self._pending.pop()
+            try:
+                asked.set_result(self._coordinator.snapshot())
+            except Exception as error:
+                asked.set_exception(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    error: BaseException
+
+
+def local(train: Callable[[Grid], Result], workers: int = 4, *, export_dir: str = "") -> list[Result]:
+    """Run `train(grid)` on `workers` workers at once and return what each returned.
+
+    Raises the first exception that a worker raised, after it has ended the others: the next call to their
+    grid, or the one that they wait in, raises.  One that does not call its grid for `END_S` seconds is left
+    behind in its thread.
+    """
+    ended: queue.SimpleQueue[tuple[int, Result | _Failure]] = queue.SimpleQueue()
+
+    def one(number: int) -> None:
+        try:
+            with group.join(f"worker-{number}", export_dir=export_dir) as grid:
+                result = train(grid)
+        except BaseException as error:
+            ended.put((number, _Failure(error)))
+        else:
+            ended.put((number, result))
+
+    threads: list[threading.Thread] = []
+    try:
+        with LocalGroup(min_workers=workers) as group:
+            for number in range(workers):
+                thread = threading.Thread(target=one, args=(number,), name=f"worker-{number}", daemon=True)
+                thread.start()
+                threads.append(thread)
+            results: dict[int, Result] = {}
+            while len(results) < workers:
+                number, outcome = ended.get()
+                if isinstance(outcome, _Failure):
+                    raise outcome.error
+                results[number] = outcome
+        return [results[number] for number in range(workers)]
+    finally:
+        until_s = time.monotonic() + SHUTDOWN_TIMEOUT_S
+        for thread in threads:
+            thread.join(max(0.0, until_s - time.monotonic()))

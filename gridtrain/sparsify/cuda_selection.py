@@ -1,0 +1,252 @@
+"""Selection on a CUDA device in one fused kernel; and which way of selecting a device gets.
+
+Decides how the device is driven; what is selected is what `select` says, bit for bit.  Never waits for the
+device but for one copy of k entries and a count.
+
+    step s, threshold carried     accumulate ----------------> keys --topk--> gather --one copy--> host
+    first step, or few reached    histogram -> threshold -> compact -> keys ...      (threshold on the device)
+    more keys than there is room for (ties, or a distribution that changed): TensorSelection, of the same acc
+
+The keys of a step are about k to 3 k int64; everything after the kernel works on these.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gridtrain.sparsify.cpu_selection import ThresholdHint, value_bits
+from gridtrain.sparsify.selection import (
+    AccumulationTerms,
+    HostSelection,
+    SelectedEntries,
+    Selection,
+    TensorSelection,
+    check_k,
+    key_indices,
+)
+
+_BLOCK = (
+    2048  # elements of a program, 8 for each thread: 48 registers a thread, so that an SM holds 5 programs
+)
+_WARPS = 8
+_PROGRAMS_PER_SM = 4  # of the histogram, each with its own 2048 bins
+_CAPACITY_FACTOR = 4  # times k keys
+_MIN_CAPACITY = 1 << 14
+
+
+def make_selection(device: torch.device) -> Selection:
+    """The fastest way of selecting that works on `device`."""
+    if device.type == "cpu":
+        return HostSelection()
+    if device.type == "cuda" and are_kernels_correct(device):
+        return CudaSelection()
+    return TensorSelection()
+
+
+class CudaSelection:
+    """CUDA with Triton.  Not for two threads at once."""
+
+    def __init__(self) -> None:
+        from gridtrain.sparsify import triton_kernels
+
+        self.hint = ThresholdHint()
+        self._kernels: Any = triton_kernels
+        self._wide = TensorSelection()
+        self._keys_C: Tensor | None = None
+
+    def select(self, terms: AccumulationTerms, k: int, floor: float = 0.0) -> SelectedEntries:
+        """See `Selection.select`."""
+        check_k(terms.acc_N.numel(), k)
+        floor_bits = max(1, value_bits(floor))
+        start_bits = self.hint.start(floor_bits)
+        with _current(terms.acc_N.device):
+            keys_C, threshold, count = self._scratch(terms.acc_N.device, k)
+            if start_bits > 1:
+                self._accumulate(terms, keys_C, threshold.fill_(start_bits), count)
+            else:
+                self._find(terms, k, floor_bits, keys_C, threshold, count, sum_first=True)
+            seen, selected = _fetch(terms.acc_N, k, keys_C, count)
+            if seen < k and start_bits > floor_bits:
+                self.hint.mark_missed()
+                keys_C.zero_()
+                self._find(terms, k, floor_bits, keys_C, threshold, count.zero_(), sum_first=False)
+                seen, selected = _fetch(terms.acc_N, k, keys_C, count)
+        if seen > keys_C.numel():
+            selected = self._select_wide(terms.acc_N, k, floor)
+        if selected.indices_K.size == k:
+            self.hint.update(int((selected.values_K.view(np.uint32) & 0x7FFF_FFFF).min()), seen, k)
+        return selected
+
+    def _scratch(self, device: torch.device, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(keys, threshold, count); keys and count are zero."""
+        room = max(_CAPACITY_FACTOR * k, _MIN_CAPACITY)
+        if self._keys_C is None or self._keys_C.numel() != room or self._keys_C.device != device:
+            self._keys_C = torch.empty(room, dtype=torch.int64, device=device)
+        threshold = torch.zeros(1, dtype=torch.int32, device=device)
+        return self._keys_C.zero_(), threshold, torch.zeros_like(threshold)
+
+    def _accumulate(self, terms: AccumulationTerms, keys_C: Tensor, threshold: Tensor, count: Tensor) -> None:
+        n = terms.acc_N.numel()
+        self._kernels.accumulate[(-(-n // _BLOCK),)](
+            *_pointers(terms),
+            threshold,
+            keys_C,
+            count,
+            n,
+            keys_C.numel(),
+            **_variant(terms),
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+            enable_fp_fusion=False,
+        )
+
+    def _find(
+        self,
+        terms: AccumulationTerms,
+        k: int,
+        floor_bits: int,
+        keys_C: Tensor,
+        threshold: Tensor,
+        count: Tensor,
+        *,
+        sum_first: bool,
+    ) -> None:
+        """Without a threshold: from a histogram of acc's leading bits, which the host never sees."""
+        kernels, acc_N = self._kernels, terms.acc_N
+        n, blocks = acc_N.numel(), -(-acc_N.numel() // _BLOCK)
+        counts = torch.zeros(kernels.HISTOGRAM_BINS, dtype=torch.int32, device=acc_N.device)
+        kernels.histogram[(min(blocks, _programs(acc_N.device)),)](
+            *_pointers(terms),
+            counts,
+            n,
+            SUM=sum_first,
+            **_variant(terms),
+            SHIFT=kernels.HISTOGRAM_SHIFT,
+            BINS=kernels.HISTOGRAM_BINS,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+            enable_fp_fusion=False,
+        )
+        # the highest bin such that it and those above it have k elements: as many bins fall short of k
+        lower = (counts.flip(0).cumsum(0) < k).sum()
+        bits = (kernels.HISTOGRAM_BINS - 1 - lower).clamp_(min=0) << kernels.HISTOGRAM_SHIFT
+        threshold.copy_(bits.clamp_(min=floor_bits).view(1))
+        kernels.compact[(blocks,)](
+            acc_N,
+            threshold,
+            keys_C,
+            count,
+            n,
+            keys_C.numel(),
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+            enable_fp_fusion=False,
+        )
+
+    def _select_wide(self, acc_N: Tensor, k: int, floor: float) -> SelectedEntries:
+        where_K = self._wide.indices(acc_N, k, floor)
+        return SelectedEntries(where_K.cpu().numpy(), acc_N[where_K].cpu().numpy(), where_K)
+
+
+def _pointers(terms: AccumulationTerms) -> tuple[Tensor | float, ...]:
+    nothing = terms.acc_N  # never read or written as u: the kernel is compiled without it
+    return (
+        terms.residual_N,
+        terms.gradient_N,
+        nothing if terms.u_N is None else terms.u_N,
+        terms.acc_N,
+        nothing if terms.new_u_N is None else terms.new_u_N,
+        float(terms.weight),
+        float(terms.momentum),
+    )
+
+
+def _variant(terms: AccumulationTerms) -> dict[str, bool]:
+    return {
+        "WEIGHTED": terms.weight not in (0.0, 1.0),
+        "EMPTY": terms.weight == 0.0,
+        "HAS_U": terms.u_N is not None,
+    }
+
+
+def _fetch(acc_N: Tensor, k: int, keys_C: Tensor, count: Tensor) -> tuple[int, SelectedEntries]:
+    """The k largest keys' entries by one copy to the host, and how many keys there were."""
+    keys_K = torch.topk(keys_C, min(k, keys_C.numel()), sorted=False).values
+    where_K = key_indices(keys_K).sort().values  # keys of 0 come last
+    values_K = acc_N[where_K.clamp(max=acc_N.numel() - 1)]
+    packed = torch.cat((count, where_K.to(torch.int32), values_K.view(torch.int32)))
+    host = packed.cpu().numpy()
+    seen, size = int(host[:1].view(np.uint32)[0]), where_K.numel()
+    found = min(seen, size)
+    indices_K = host[1 : 1 + size].view(np.uint32)[:found].astype(np.int64)
+    values = host[1 + size :].view(np.float32)[:found].copy()
+    return seen, SelectedEntries(indices_K, values, where_K[:found])
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the vector's."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _PROGRAMS_PER_SM
+    return _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def are_kernels_correct(device: torch.device) -> bool:
+    """Whether Triton is here, compiles, and selects on `device` what torch's operations select.
+
+    Tried once on small vectors, before the kernels are trusted with anybody's gradient: Triton needs a C
+    compiler, a driver that fits and a device that it knows, and says so only when a kernel is launched.
+    """
+    try:
+        import gridtrain.sparsify.triton_kernels  # noqa: F401
+    except ImportError:
+        return False  # nothing wrong: torch comes without Triton on many platforms
+    try:
+        agree = all(
+            _is_selection_correct(device, weight, momentum)
+            for weight in (1.0, 0.3)
+            for momentum in (0.0, 0.9)
+        )
+        problem = "its results differ from torch's"
+    except Exception as error:  # whatever a compiler, a driver or a launch may raise
+        agree, problem = False, f"{type(error).__name__}: {error}"
+    if not agree:
+        warnings.warn(
+            f"Triton cannot be used for selection on {device} ({problem}) -> torch's operations are used, "
+            "which select the same entries more slowly; check that a C compiler is installed and that Triton "
+            "fits the driver",
+            stacklevel=2,
+        )
+    return agree
+
+
+def _is_selection_correct(device: torch.device, weight: float, momentum: float) -> bool:
+    generator = torch.Generator().manual_seed(1)
+    n, k = 3 * _BLOCK + 17, 200
+    one, other = CudaSelection(), TensorSelection()
+    for _ in range(3):  # cold, then with a threshold carried over
+        residual_N, gradient_N, u_N = torch.randn(3, n, generator=generator).to(device).unbind()
+        results = []
+        for selection in (one, other):
+            acc_N, new_u_N = torch.empty_like(residual_N), torch.empty_like(u_N)
+            terms = AccumulationTerms(residual_N, gradient_N, acc_N, weight, momentum=momentum)
+            if momentum:
+                terms = AccumulationTerms(residual_N, gradient_N, acc_N, weight, u_N, new_u_N, momentum)
+            selected = selection.select(terms, k)
+            results.append((selected, acc_N, new_u_N if momentum else acc_N))
+        (mine, acc_N, new_u_N), (theirs, other_acc_N, other_new_u_N) = results
+        same = np.array_equal(mine.indices_K, theirs.indices_K)
+        if not (same and torch.equal(acc_N, other_acc_N) and torch.equal(new_u_N, other_new_u_N)):
+            return False
+    return True

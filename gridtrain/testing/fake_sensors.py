@@ -1,0 +1,84 @@
+"""Sensors that say what they are told to: for tests of a worker's controls, and for trying out rules.
+
+Decides nothing.  A file's form serves processes: `gridtrain worker` reads it instead of the machine where
+`--sensors` (or `GRIDTRAIN_SENSORS`) names one.
+
+    sensors = FakeSensors(on_battery=False)          {"on_battery": true, "temperature_C": 71.5}
+    sensors.say(on_battery=True)                     FileSensors(path): read anew each time
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from gridtrain.errors import ConfigError
+from gridtrain_worker.training_policy import SensorReadings
+
+MAX_FILE_BYTES = 4096
+NO_READING = "the fake says nothing of it"
+_NAMES = {
+    "on_battery": ("battery", bool),
+    "gpu_used": ("gpu", bool),
+    "idle_s": ("idle", float),
+    "temperature_C": ("temperature", float),
+}
+
+
+class FakeSensors:
+    """Says what was last said to it.  May be told from another thread.
+
+    Args:
+        said: `on_battery`, `gpu_used`, `idle_s`, `temperature_C`; what is not named, or None, is absent.
+    """
+
+    def __init__(self, **said: bool | float | None) -> None:
+        self._readings = _readings(said)
+        self._values: dict[str, Any] = dict(said)
+
+    def say(self, **said: bool | float | None) -> None:
+        """Change some; None: that sensor is gone."""
+        self._values |= said
+        self._readings = _readings(self._values)
+
+    def read(self, ours: Collection[int], names: Collection[str] = ()) -> SensorReadings:
+        return self._readings
+
+
+class FileSensors:
+    """As `FakeSensors`, from a JSON file.  Raises `ConfigError` for one that cannot be understood."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self, ours: Collection[int], names: Collection[str] = ()) -> SensorReadings:
+        try:
+            with open(self._path, "rb") as file:
+                said = json.loads(file.read(MAX_FILE_BYTES))
+            if not isinstance(said, dict):
+                raise ValueError("it holds no JSON object")
+            return _readings(said)
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"the sensors in {self._path} cannot be read: {error}", remedy="write them whole, by renaming"
+            ) from None
+
+
+def _readings(said: dict[str, Any]) -> SensorReadings:
+    unknown = said.keys() - _NAMES.keys()
+    if unknown:
+        raise ConfigError(f"there is no reading {min(unknown)!r}", remedy=f"there are {', '.join(_NAMES)}")
+    values: dict[str, Any] = {}
+    absent: dict[str, str] = {}
+    for field, (name, kind) in _NAMES.items():
+        value = said.get(field)
+        right = type(value) is bool if kind is bool else isinstance(value, int | float)
+        if value is None:
+            absent[name] = NO_READING
+        elif right:
+            values[field] = value if kind is bool else float(value)
+        else:
+            raise ConfigError(f"{field} is {value!r}", remedy=f"it has to be a {kind.__name__}")
+    return SensorReadings(**values, absent=absent)

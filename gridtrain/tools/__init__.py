@@ -1,0 +1,1 @@
+"""Programs around training: benchmark, demo, doctor, options, templates, bundles."""

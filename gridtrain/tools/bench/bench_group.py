@@ -1,0 +1,292 @@
+"""A coordinator and its members as processes, that exchange when they are told to.
+
+Decides what is started and in which order; never what is exchanged nor how long that may take.
+
+    ground.run("hub",      gridtrain coordinator ... )      ground: this machine's loopback, or namespaces
+    ground.run("hub",      gridtrain invite ... )
+    ground.run("worker-1", python -m gridtrain.tools.bench.bench_member INVITATION ...)   x P
+    group.repeat() -> Repeat        all start together, the last one's end counts
+
+Whatever was started is ended when the `with` is left, by its process id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from gridtrain.config import ENV_PREFIX
+from gridtrain.errors import GridtrainError
+from gridtrain.tools.bench.process_barrier import BarrierServer, MemberReport
+
+CLI_COMMAND = (sys.executable, "-c", "from gridtrain.cli import main; main()")
+MEMBER_COMMAND = (sys.executable, "-m", "gridtrain.tools.bench.bench_member")
+INVITATION_TIMEOUT_S = 30
+START_TIMEOUT_S, START_TIMEOUT_PER_MEMBER_S = 60.0, 10.0
+REPEAT_TIMEOUT_S = 600.0
+SHUTDOWN_TIMEOUT_S = 5.0
+TAIL_LINES = 12
+
+
+class ProcessHost(Protocol):
+    """Where processes run.
+
+    Attributes:
+        interface: whose bytes are counted; "": those of the members' sockets.
+        limit: what each member limits itself to, such as "100Mbit"; "": its line is limited, or nothing is.
+    """
+
+    interface: str
+    limit: str
+
+    def listen(self) -> tuple[str, str]:
+        """Where a coordinator on "hub" listens, and how the members reach it."""
+        ...
+
+    def member_listen(self) -> str:
+        """Where a member listens; "": on the interface that leads to the coordinator."""
+        ...
+
+    def run(
+        self, who: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """Start a program on the host of `who`, in a session of its own; output to `log`.out and .err."""
+        ...
+
+
+class LocalHost:
+    """This machine itself; rates are the members' own limits."""
+
+    interface = ""
+
+    def __init__(self, rate: str = "") -> None:
+        self.limit = rate
+
+    def listen(self) -> tuple[str, str]:
+        return "tcp://127.0.0.1:0", ""
+
+    def member_listen(self) -> str:
+        return "tcp://127.0.0.1:0"
+
+    def run(
+        self, who: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        return start_process(argv, log, env)
+
+
+def start_process(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A process with its two logs."""
+    with Path(f"{log}.out").open("wb") as out, Path(f"{log}.err").open("wb") as err:
+        return subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=dict(env), start_new_session=True
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSetting:
+    """What a group exchanges.  `exchange`: as in `gridtrain.tools.bench.exchange_names`; n: elements of the vector; `order`:
+    of ranks, as `gridtrain coordinator --order` takes it."""
+
+    exchange: str
+    workers: int
+    n: int
+    encrypted: bool = False
+    order: str = "planned"
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeSample:
+    """One exchange of the whole group.
+
+    Attributes:
+        seconds: from the first member's start to the last one's end; vote and decision are in it.
+        cpu_s: CPU seconds of each member's process from its start until all have ended.
+        sent_bytes: that each member has sent meanwhile.
+        workspace_s: of `seconds`, what each member decoded, added, merged, encoded and sealed.
+        payloads, payload_bytes: that each member has handed to its transport.
+        prepare_s, prepare_cpu_s: before the start: selecting and encoding.
+        commit_s: after the end: what the commit puts back into the residual.
+        aborts: attempts that did not commit; more than 0 says that the figure is not one exchange's.
+    """
+
+    seconds: float
+    cpu_s: list[float]
+    sent_bytes: list[int]
+    workspace_s: list[float]
+    payloads: list[int]
+    payload_bytes: list[int]
+    prepare_s: list[float]
+    prepare_cpu_s: list[float]
+    commit_s: list[float]
+    aborts: int
+
+    @classmethod
+    def from_reports(cls, done: Sequence[MemberReport], settled: Sequence[MemberReport]) -> ExchangeSample:
+        return cls(
+            seconds=max(report["end_s"] for report in done) - min(report["start_s"] for report in done),
+            cpu_s=[report["cpu_s"] for report in settled],
+            sent_bytes=[report["sent_bytes"] for report in settled],
+            workspace_s=[report["workspace_s"] for report in settled],
+            payloads=[report["payloads"] for report in settled],
+            payload_bytes=[report["payload_bytes"] for report in settled],
+            prepare_s=[report["prepare_s"] for report in settled],
+            prepare_cpu_s=[report["prepare_cpu_s"] for report in settled],
+            commit_s=[report["commit_s"] for report in settled],
+            aborts=max(report["aborts"] for report in settled),
+        )
+
+
+class BenchGroup:
+    """Started members that are at the barrier.  See the module's text."""
+
+    def __init__(self, setting: BenchSetting, referee: BarrierServer) -> None:
+        self.setting = setting
+        self._referee = referee
+        self._waiting = False
+
+    def wait(self, timeout_s: float = REPEAT_TIMEOUT_S) -> None:
+        """Until everybody is ready for the next repeat."""
+        if self._waiting:
+            return
+        for report in self._referee.wait_for_all("ready", timeout_s):
+            if report["world_size"] != self.setting.workers:
+                text = f"a member is in a group of {report['world_size']}, not of {self.setting.workers}"
+                raise GridtrainError(text, remedy="look into the coordinator's log: somebody was lost")
+        self._waiting = True
+
+    def repeat(self) -> ExchangeSample:
+        """One exchange.  Raises `GridtrainError` with the ends of the logs if a member fails."""
+        self.wait()
+        self._waiting = False
+        self._referee.release("go")
+        done = self._referee.wait_for_all("done", REPEAT_TIMEOUT_S)
+        self._referee.release("count")
+        settled = self._referee.wait_for_all("settled", REPEAT_TIMEOUT_S)
+        self._referee.release("on")
+        return ExchangeSample.from_reports(done, settled)
+
+
+@contextlib.contextmanager
+def start_group(setting: BenchSetting, ground: ProcessHost, folder: Path) -> Iterator[BenchGroup]:
+    """A coordinator and its members, ready for the first repeat.
+
+    Args:
+        folder: for keys, journal, logs and the referee's socket; short, as a socket's path has at most 100
+            bytes.
+
+    Raises `GridtrainError` with the ends of the logs.
+    """
+    folder.mkdir(parents=True)
+    unwind_on_sigterm()
+    env = process_environment(folder)
+    running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def check() -> None:
+        if ended := [name for name, process in running.items() if process.poll() is not None]:
+            raise GridtrainError(
+                "\n".join([f"{', '.join(ended)} ended", *(log_tail(folder / name) for name in ended)]),
+                remedy=f"the complete logs are in {folder}",
+            )
+
+    try:
+        running["coordinator"] = ground.run(
+            "hub", _coordinator(setting, ground, folder), folder / "coordinator", env
+        )
+        invitation = _invitation(setting, ground, folder, env)
+        with BarrierServer(folder / "referee", setting.workers, check) as referee:
+            for number in range(1, setting.workers + 1):
+                name = f"worker-{number}"
+                argv = _member(setting, ground, folder, name, number, invitation)
+                running[name] = ground.run(name, argv, folder / name, env)
+            group = BenchGroup(setting, referee)
+            group.wait(START_TIMEOUT_S + START_TIMEOUT_PER_MEMBER_S * setting.workers)
+            yield group
+            referee.release("end")
+    finally:
+        end_processes(list(running.values()))
+
+
+def _coordinator(setting: BenchSetting, ground: ProcessHost, folder: Path) -> list[str]:
+    listen, advertise = ground.listen()
+    argv = [*CLI_COMMAND, "coordinator", "--state", str(folder / "hub"), "--listen", listen]
+    argv += ["--min-workers", str(setting.workers), "--order", setting.order]
+    argv += ["--advertise", advertise] if advertise else []
+    return argv + ([] if setting.encrypted else ["--unencrypted", "--benchmark"])
+
+
+def _invitation(setting: BenchSetting, ground: ProcessHost, folder: Path, env: Mapping[str, str]) -> str:
+    argv = [*CLI_COMMAND, "invite", "--state", str(folder / "hub"), "--uses", str(setting.workers)]
+    process = ground.run("hub", [*argv, "--wait", f"{INVITATION_TIMEOUT_S}s"], folder / "invite", env)
+    try:
+        code = process.wait(2 * INVITATION_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        end_processes([process])
+    if code != 0:
+        logs = "\n".join(log_tail(folder / name) for name in ("invite", "coordinator"))
+        raise GridtrainError(f"there is no invitation\n{logs}", remedy=f"the complete logs are in {folder}")
+    return Path(folder, "invite.out").read_text().strip()
+
+
+def _member(
+    setting: BenchSetting, ground: ProcessHost, folder: Path, name: str, seed: int, invitation: str
+) -> list[str]:
+    argv = [*MEMBER_COMMAND, "--invitation", invitation, "--name", name, "--exchange", setting.exchange]
+    argv += ["--n", str(setting.n), "--seed", str(seed), "--referee", str(folder / "referee")]
+    for option, value in (
+        ("--interface", ground.interface),
+        ("--limit", ground.limit),
+        ("--listen", ground.member_listen()),
+    ):
+        argv += [option, value] if value else []
+    return argv + ([] if setting.encrypted else ["--unencrypted"])
+
+
+def process_environment(folder: Path) -> dict[str, str]:
+    """Ours without the settings of another run; one thread for each member, as they share the cores."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+    ours = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return {**inherited, **ours, "XDG_STATE_HOME": str(folder / "state")}
+
+
+def unwind_on_sigterm() -> None:
+    """So that `with` blocks are left in order, and end what they have started; unless somebody has asked for
+    the signal already.  Only the main thread may."""
+    main = threading.current_thread() is threading.main_thread()
+    if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _leave)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def log_tail(log: Path) -> str:
+    """The last lines of a process's two logs, with a heading."""
+    texts = [Path(f"{log}.{kind}").read_text(errors="replace") for kind in ("out", "err")]
+    lines = [line for text in texts for line in text.splitlines()[-TAIL_LINES:]]
+    return "\n".join([f"--- {log.name}, end of its output ---", *lines])
+
+
+def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Gracefully, then not; each with its children."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+        until_s = time.monotonic() + SHUTDOWN_TIMEOUT_S
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until_s - time.monotonic()))

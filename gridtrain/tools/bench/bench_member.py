@@ -1,0 +1,184 @@
+"""One worker of a real run that exchanges synthetic gradients, and nothing else: the exchange alone is timed.
+
+Decides from where to where a figure is taken.  Admission, generations, rounds, votes and transport are those
+of every run; what is left out is the model: forward, backward, and applying the update.
+
+    begin --> prepare (select, encode) --> "ready" ==barrier==> session.run -----> "done" ==barrier==>
+              prepare_s                                         start_s .. end_s           cpu_s, sent_bytes
+                                                                collective, vote, decision
+                                                                workspace_s: decode, merge, seal in it
+
+    python -m gridtrain.tools.bench.bench_member --invitation ... --name worker-1 --exchange gtopk --n 25600000
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+import gridtrain
+from gridtrain.sdk.grid import Grid
+from gridtrain.tools.bench.exchange_names import parse_exchange
+from gridtrain.tools.bench.process_barrier import BarrierClient
+from gridtrain.training.exchangers import ExchangeAttempt
+
+T = TypeVar("T")
+
+SAMPLES, STEPS = 4096, 1_000_000
+"""More than any measurement takes: the referee ends the run, not its ledger."""
+
+_NET = Path("/proc/self/net/dev")
+_WORK_METHODS = ("apply", "payload", "seal")
+
+
+class VectorModel(nn.Module):
+    """A model of n parameters.  Its pages are never touched, so that it takes no memory."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.flat = nn.Parameter(torch.zeros(n))
+
+
+class BufferWork:
+    """Seconds that a workspace takes (decoding, adding, merging, encoding, digests), and what it sends.
+
+    Attributes:
+        payloads, payload_bytes: handed to the transport, before its own framing.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.payloads = self.payload_bytes = 0
+
+    def instrument(self, workspace: Any) -> None:
+        workspace.payload = self._counted(workspace.payload)
+        for name in _WORK_METHODS:
+            setattr(workspace, name, self._timed(getattr(workspace, name)))
+
+    def _counted(self, payload: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            sent = payload(*arguments)
+            self.payloads += 1
+            self.payload_bytes += len(sent)
+            return sent
+
+        return call
+
+    def _timed(self, method: Callable[..., T]) -> Callable[..., T]:
+        def call(*arguments: Any) -> T:
+            began_s = time.perf_counter()
+            try:
+                return method(*arguments)
+            finally:
+                self.seconds += time.perf_counter() - began_s
+
+        return call
+
+
+def sent_bytes(grid: Grid, interface: str) -> int:
+    """By this machine's cable, all headers included; without an interface: what the sockets were given."""
+    if not interface:
+        return sum(sent for sent, _ in grid.traffic.values())
+    line = next(line for line in _NET.read_text().splitlines() if line.strip().startswith(f"{interface}:"))
+    return int(line.partition(":")[2].split()[8])
+
+
+def run_repeats(grid: Grid, player: BarrierClient, options: argparse.Namespace) -> None:
+    """Repeats until the referee ends it."""
+    model = VectorModel(options.n)
+    exchange = parse_exchange(options.exchange)
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    wrapped = grid.optimizer(inner, model, exchange=exchange, average_buffers_every=0, compare_every=0)
+    generator = torch.Generator().manual_seed(options.seed)
+    contribution_N = torch.randn(options.n, generator=generator)
+    for _ in grid.batches(range(SAMPLES), batch_size=1, steps=STEPS):
+        if not run_repeat(grid, wrapped, contribution_N, player, options.interface):
+            return
+
+
+def run_repeat(
+    grid: Grid, wrapped: Any, contribution_N: Tensor, player: BarrierClient, interface: str
+) -> bool:
+    """One step's exchange; False: the referee has ended the measurement.
+
+    An attempt that is aborted is repeated within the measured time, as a step does.
+    """
+    session, exchanger, work = grid._session, wrapped._exchanger, BufferWork()
+    aborts, word, start_s, cpu_s, sent, prepare_s, prepare_cpu_s = -1, "", 0.0, 0.0, 0, 0.0, 0.0
+    while True:
+        plan = session.begin()
+        if plan is None:
+            return True  # the group went on without this worker: not a repeat that counts
+        began_s, began_cpu_s = time.perf_counter(), time.process_time()
+        attempt: ExchangeAttempt = exchanger.prepare_bucket(0, contribution_N, plan, usable=True)
+        work.instrument(attempt.buffer)
+        if not word:
+            prepare_s, prepare_cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
+            session.set_busy(True)  # the referee may let others go first: nobody is to lose patience
+            word = player.wait_at("ready", world_size=plan.world_size)
+            session.set_busy(False)
+            if word == "end":
+                return False
+            sent, cpu_s, start_s = sent_bytes(grid, interface), time.process_time(), time.monotonic()
+        outcome = session.run(plan, [attempt.buffer], attempt.skip, b"")
+        aborts += 1
+        if outcome.is_committed:
+            break
+    end_s = time.monotonic()
+    player.wait_at("done", start_s=start_s, end_s=end_s)
+    figures = {
+        "cpu_s": time.process_time() - cpu_s,  # to here the last bytes of everybody have left
+        "sent_bytes": sent_bytes(grid, interface) - sent,
+        "workspace_s": work.seconds,
+        "payloads": work.payloads,
+        "payload_bytes": work.payload_bytes,
+    }
+    began_s = time.perf_counter()
+    exchanger.commit(attempt)
+    figures |= {"commit_s": time.perf_counter() - began_s, "aborts": aborts}
+    player.wait_at("settled", prepare_s=prepare_s, prepare_cpu_s=prepare_cpu_s, **figures)
+    return True
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m gridtrain.tools.bench.bench_member")
+    parser.add_argument("--invitation", required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--exchange", required=True)
+    parser.add_argument("--n", type=int, required=True, help="elements of the vector")
+    parser.add_argument("--referee", type=Path, required=True, help="the referee's socket")
+    parser.add_argument("--seed", type=int, default=0, help="of the synthetic gradient; one for each member")
+    parser.add_argument("--interface", default="", help="whose bytes are counted, such as eth0")
+    parser.add_argument("--limit", default="", help="upload and download limit, such as 100Mbit")
+    parser.add_argument("--listen", default="")
+    parser.add_argument("--unencrypted", action="store_true")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(1)
+    player = BarrierClient(options.referee)
+    grid = gridtrain.join(
+        options.invitation,
+        name=options.name,
+        listen=options.listen or None,
+        upload_limit=options.limit or None,
+        download_limit=options.limit or None,
+        checkpoint_every=0,
+        handover_mib=0,
+        unencrypted=options.unencrypted,
+    )
+    run_repeats(grid, player, options)
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # the whole group ends now: nobody is left to say farewell to

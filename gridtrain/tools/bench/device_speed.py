@@ -1,0 +1,37 @@
+"""How fast this machine multiplies: one figure, so that a newcomer can be compared with the members.
+
+Decides nothing.  The same product as `gridtrain.tools.doctor.machine_check.TORCH_PROBE` times, on the model's device.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import nn
+
+MEASURE_DURATION_S = 0.1
+CPU_SIZE, DEVICE_SIZE = 512, 2048
+
+
+def float32_flops(model: nn.Module) -> float:
+    """Floating-point operations in a second, of square float32 products; takes `MEASURED_S` and a warm-up."""
+    return device_flops(next((p.device for p in model.parameters()), torch.device("cpu")))
+
+
+def device_flops(device: torch.device) -> float:
+    """As `float32_flops`, of a device."""
+    n = CPU_SIZE if device.type == "cpu" else DEVICE_SIZE
+    with torch.no_grad():
+        a = torch.ones(n, n, device=device)
+        (a @ a).sum().item()
+        began_s, rounds = time.perf_counter(), 0
+        while time.perf_counter() - began_s < MEASURE_DURATION_S:
+            product = a @ a
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            elif device.type == "mps":
+                torch.mps.synchronize()
+            rounds += 1
+        del product
+    return 2.0 * n**3 * rounds / (time.perf_counter() - began_s)

@@ -1,0 +1,65 @@
+"""Exchanges by name, as they are typed on a command line and stored with figures.
+
+Decides how a text becomes one of `gridtrain.config`'s exchanges: its fields are the options, so that a new
+field is an option at once.
+
+    "dense"                           Dense()
+    "gtopk:density=0.001,values=fp32" GTopK(density=0.001, values="fp32")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, get_args
+
+from gridtrain.config import Exchange
+from gridtrain.errors import ConfigError
+
+EXCHANGE_CLASSES: dict[str, type[Any]] = {
+    family.__name__.lower(): family for family in get_args(Exchange) if family.__name__ != "LocalSteps"
+}
+"""Those that exchange one vector in each step."""
+
+
+def parse_exchange(text: str, defaults: Mapping[str, str] | None = None) -> Exchange:
+    """The exchange that `text` names.
+
+    Args:
+        defaults: options where the text has none; those that the family lacks are left out.
+
+    Raises `ConfigError` for a family, an option or a value that there is not.
+    """
+    name, _, rest = text.strip().partition(":")
+    family = EXCHANGE_CLASSES.get(name.strip().lower())
+    if family is None:
+        raise ConfigError(
+            f"there is no exchange {name!r}", remedy=f"name one of {', '.join(EXCHANGE_CLASSES)}"
+        )
+    known = {field.name: field for field in fields(family)}
+    given = {key: value for key, value in (defaults or {}).items() if key in known}
+    for word in filter(None, (word.strip() for word in rest.split(","))):
+        key, equals, value = word.partition("=")
+        if key not in known or not equals:
+            has = f"has {', '.join(known)}" if known else "takes no options"
+            raise ConfigError(f"{name} cannot have {word!r}", remedy=f"{name} {has}, given as option=value")
+        given[key] = value
+    made: Exchange = family(**{key: _value(known[key].default, key, value) for key, value in given.items()})
+    return made
+
+
+def _value(default: object, key: str, text: str) -> object:
+    """Of the type that the option's default has."""
+    try:
+        match default:
+            case bool():
+                return {"yes": True, "true": True, "no": False, "false": False}[text.lower()]
+            case int() | float():
+                return type(default)(text)
+            case str():
+                return text
+    except (KeyError, ValueError):
+        raise ConfigError(
+            f"{key}={text}: not a {type(default).__name__}", remedy="give a plain number"
+        ) from None
+    raise ConfigError(f"{key}={text}: this option has no text form", remedy="leave it at its default")

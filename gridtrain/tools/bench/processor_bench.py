@@ -1,0 +1,135 @@
+"""What one processor needs for selection, codec and merge, beside a plain copy of the vector.
+
+Decides what one figure covers.  On the CPU it is the thread's own time, on a GPU the wall's; the least of
+several runs counts, as everything else on the machine can only add.
+
+    copy     float32 from one place to another: what the memory allows
+    select   residual + contribution, the k largest, encode, residual after (`ErrorFeedback`)
+    encode, decode, merge   of payloads of k entries, for each entry
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gridtrain.network.wire.sparse_payload import SparseVector, ValueKind, decode, encode
+from gridtrain.sparsify.error_feedback import ErrorFeedback
+from gridtrain.sparsify.merge import merge
+
+VALUE_KIND = ValueKind.FP16
+CODEC_REPEATS = 5  # as often: it is over in a millisecond
+COPY_ELEMENTS = 16_000_000
+"""A shorter copy would be the caches', not the memory's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One figure.  `seconds`: of one run; `each`: parameters or entries that it handled."""
+
+    seconds: float
+    items: int
+
+    @property
+    def ns_per_item(self) -> float:
+        """For each parameter or entry."""
+        return 1e9 * self.seconds / self.items
+
+
+def measure_processor(n: int, density: float, *, repeats: int = 7) -> dict[str, float]:
+    """Nanoseconds: copy_ns and select_ns for each of n parameters; encode_ns, decode_ns and merge_ns for each
+    of k = density * n entries; with CUDA also gpu_copy_ns and gpu_select_ns.
+
+    Selection runs on one thread of the CPU, as members that share a machine do.
+    """
+    figures = measure_cpu(n, density, repeats=repeats)
+    if torch.cuda.is_available():
+        figures |= measure_gpu(n, density, repeats=repeats)
+    return {f"{name}_ns": figure.ns_per_item for name, figure in figures.items()}
+
+
+def measure_cpu(n: int, density: float, *, repeats: int) -> dict[str, Timing]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        figures = {"copy": time_copy(n, repeats)}
+        figures["select"] = Timing(time_selection("cpu", n, density, repeats), n)
+        return figures | time_codec(n, density, CODEC_REPEATS * repeats)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def time_copy(n: int, repeats: int) -> Timing:
+    """Of n parameters, or more where the caches would hold them."""
+    long = max(n, COPY_ELEMENTS)
+    source_N, target_N = np.ones(long, np.float32), np.zeros(long, np.float32)
+    return Timing(fastest_s(lambda: np.copyto(target_N, source_N), repeats), long)
+
+
+def measure_gpu(n: int, density: float, *, repeats: int) -> dict[str, Timing]:
+    """The same on the current CUDA device; what crosses to the host is in it."""
+    source_N = torch.ones(n, device="cuda")
+    target_N = torch.zeros_like(source_N)
+
+    def copy() -> None:
+        target_N.copy_(source_N)
+        torch.cuda.synchronize()
+
+    copied = fastest_s(copy, repeats, time.perf_counter)
+    return {
+        "gpu_copy": Timing(copied, n),
+        "gpu_select": Timing(time_selection("cuda", n, density, repeats), n),
+    }
+
+
+def time_selection(device: str, n: int, density: float, repeats: int) -> float:
+    """Seconds of one step's selection with its residual, steps following each other as in training."""
+    generator = torch.Generator().manual_seed(1)
+    contribution_N = torch.randn(n, generator=generator).to(device)
+    feedback = ErrorFeedback(n, device)
+    k = max(1, round(density * n))
+
+    def step() -> None:
+        feedback.commit(feedback.prepare(contribution_N, k, VALUE_KIND), ())
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return fastest_s(step, repeats, time.thread_time if device == "cpu" else time.perf_counter)
+
+
+def time_codec(n: int, density: float, repeats: int) -> dict[str, Timing]:
+    rng = np.random.default_rng(1)
+    k = max(1, round(density * n))
+    mine, theirs = _entries(rng, n, k), _entries(rng, n, k)
+    payload = encode(mine.indices, mine.values, n=n, kind=VALUE_KIND)
+    return {
+        "encode": Timing(
+            fastest_s(lambda: encode(mine.indices, mine.values, n=n, kind=VALUE_KIND), repeats), k
+        ),
+        "decode": Timing(fastest_s(lambda: decode(payload, n=n, max_entries=k, kind=VALUE_KIND), repeats), k),
+        "merge": Timing(fastest_s(lambda: merge(mine, theirs, n=n, k=k, kind=VALUE_KIND), repeats), k),
+    }
+
+
+def _entries(rng: np.random.Generator, n: int, k: int) -> SparseVector:
+    """As they come out of a payload."""
+    indices_K = np.sort(rng.choice(n, k, replace=False))
+    values_K = rng.standard_normal(k).astype(np.float32)
+    return decode(encode(indices_K, values_K, n=n, kind=VALUE_KIND), n=n, max_entries=k, kind=VALUE_KIND)
+
+
+def fastest_s(
+    action: Callable[[], object], repeats: int, clock: Callable[[], float] = time.thread_time
+) -> float:
+    """Seconds of the fastest run, after one that is not counted (memory is touched for the first time)."""
+    action()
+    taken_s = []
+    for _ in range(repeats):
+        began_s = clock()
+        action()
+        taken_s.append(clock() - began_s)
+    return min(taken_s)

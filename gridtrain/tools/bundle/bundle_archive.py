@@ -1,0 +1,91 @@
+"""Files as one archive, byte for byte the same wherever it is made: POSIX ustar, which any `tar` lists.
+
+Decides which archives there are: exactly those that `pack` makes.  What `unpack` reads it packs again, and
+refuses it unless the bytes are equal; so there are no links, devices, modes, owners, times, extensions or
+gaps that somebody could hide in one.  Never touches a disk.
+
+    header, 512 bytes: name, mode 0644, size, checksum     |  one for each file, sorted by name
+    content, filled up to a multiple of 512                |
+    1024 bytes of zero
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gridtrain.errors import RemoteProtocolError
+from gridtrain.tools.options.runfile import is_safe_relative_name
+
+MAX_BUNDLE_BYTES = 8 << 20
+MAX_FILES = 128
+TAR_BLOCK_BYTES = 512
+_END_OF_ARCHIVE = bytes(2 * TAR_BLOCK_BYTES)
+_SIZE_FIELD = slice(124, 136)
+
+
+class ArchiveError(ValueError):
+    """These files cannot be one archive; for people."""
+
+
+def pack(files: Mapping[str, bytes]) -> bytes:
+    """The archive of `files`, by their names.  Raises `Unfit`."""
+    if not 1 <= len(files) <= MAX_FILES:
+        raise ArchiveError(f"{len(files)} files; there may be 1 to {MAX_FILES}")
+    folded = {name.casefold() for name in files}
+    if len(folded) < len(files):
+        raise ArchiveError("two names differ only in upper and lower case")
+    if inside := [name for name in files if any(other.startswith(name.casefold() + "/") for other in folded)]:
+        raise ArchiveError(f"{inside[0]!r} is both a file and a folder")
+    parts = []
+    for name in sorted(files):
+        if not is_safe_relative_name(name):
+            raise ArchiveError(f"{name!r:.120} is no plain name of a file within the folder")
+        content = files[name]
+        parts += [_header(name, len(content)), content, bytes(-len(content) % TAR_BLOCK_BYTES)]
+    archive = b"".join([*parts, _END_OF_ARCHIVE])
+    if len(archive) > MAX_BUNDLE_BYTES:
+        raise ArchiveError(f"{len(archive)} bytes; at most {MAX_BUNDLE_BYTES} are allowed")
+    return archive
+
+
+def unpack(archive: bytes) -> dict[str, bytes]:
+    """The files in what somebody sent.  Raises `RemoteProtocolError` unless `pack` made it."""
+    if len(archive) > MAX_BUNDLE_BYTES:
+        raise _no_bundle(f"{len(archive)} bytes, at most {MAX_BUNDLE_BYTES} are allowed")
+    files: dict[str, bytes] = {}
+    at = 0
+    while len(files) <= MAX_FILES and (header := archive[at : at + TAR_BLOCK_BYTES]).strip(b"\0"):
+        name, size = header[:100].rstrip(b"\0"), header[_SIZE_FIELD].rstrip(b"\0")
+        if not name.isascii() or not size.isdigit() or set(size) - set(b"01234567"):
+            raise _no_bundle(f"the header at byte {at} cannot be read")
+        length = int(size, 8)
+        files[name.decode("ascii")] = archive[at + TAR_BLOCK_BYTES : at + TAR_BLOCK_BYTES + length]
+        at += TAR_BLOCK_BYTES + length + -length % TAR_BLOCK_BYTES
+    try:
+        again = pack(files)
+    except ArchiveError as error:
+        raise _no_bundle(str(error)) from None
+    if again != archive:
+        raise _no_bundle("its bytes are not those that its files give: it holds more than plain files")
+    return files
+
+
+def _header(name: str, size: int) -> bytes:
+    fields = (
+        name.encode("ascii").ljust(100, b"\0")
+        + b"0000644\0"  # mode
+        + b"0000000\0" * 2  # owner, group
+        + b"%011o\0" % size
+        + b"00000000000\0"  # time
+        + b" " * 8  # checksum, as it is while it is computed
+        + b"0"  # a plain file
+        + bytes(100)  # linked to
+        + b"ustar\x0000"
+    ).ljust(TAR_BLOCK_BYTES, b"\0")
+    return fields[:148] + b"%06o\0 " % sum(fields) + fields[156:]
+
+
+def _no_bundle(reason: str) -> RemoteProtocolError:
+    return RemoteProtocolError(
+        f"what was sent is no bundle: {reason}", remedy="tell the run's owner; nothing of it was run or kept"
+    )

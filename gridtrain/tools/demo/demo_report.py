@@ -1,0 +1,260 @@
+"""What the demo found: a table, a picture, and what it does not show.
+
+Decides how the runs are compared: the first one is the baseline, its final held-out loss is the
+target, and another run has reached it at the first of its own measurements that is at or below it
+(no smoothing, no interpolation).  Never measures anything itself.
+
+    Curve (one per run) --+--> table rows --> report.md, terminal
+                          +--> two panels --> loss.svg
+                          +--> metrics.json
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from gridtrain.errors import GridtrainError
+from gridtrain.tools.demo.svg_chart import COLOURS, ChartLine, ChartPanel, draw_chart
+
+SINGLE_PROCESS_CAVEAT = (
+    "On one machine a single process would be faster than all of this: nothing here had to travel. "
+    "The demo shows the network: what the same training costs when each worker sits behind a {cap} line."
+)
+
+CLOCK_NOTE = (
+    "Seconds run from the first step's first batch to the end of the step; the first worker's held-out "
+    "evaluations are taken out of the clock, in all runs alike."
+)
+
+Row = tuple[str, ...]
+HEADINGS: Row = (
+    "exchange",
+    "steps",
+    "seconds",
+    "held-out loss",
+    "kB sent a step",
+    "steps to target",
+    "seconds to target",
+    "MB to target",
+    "sooner",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One held-out evaluation, after `step` steps.
+
+    Attributes:
+        step: steps committed so far.
+        seconds: wall time, evaluations taken out.
+        held_out: mean cross entropy in nats per byte on the fixed held-out subset.
+        data_bytes: what this worker has sent for the exchange so far, counted at the socket.
+    """
+
+    step: int
+    seconds: float
+    held_out: float
+    data_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LossCurve:
+    """One finished run.
+
+    Attributes:
+        exchange: "dense", "topk" or "gtopk".
+        label: for people, such as "gTop-k, density 0.05".
+        measurements: in the order of their steps; never empty.
+        steps: committed steps.
+        seconds: wall time of all steps, evaluations taken out.
+        sent_bytes: bytes sent by one worker (mean over the workers): "data", "votes", "control".
+        times_s: the first worker's seconds: "compute", "select", "communicate", "wait".
+    """
+
+    exchange: str
+    label: str
+    measurements: tuple[Measurement, ...]
+    steps: int
+    seconds: float
+    sent_bytes: dict[str, float]
+    times_s: dict[str, float]
+
+    @property
+    def final(self) -> Measurement:
+        return self.measurements[-1]
+
+    @property
+    def data_bytes_per_step(self) -> float:
+        return self.sent_bytes["data"] / max(1, self.steps)
+
+    def first_at_or_below(self, target: float) -> Measurement | None:
+        """The first measurement at or below `target`; None if there is none."""
+        return next((m for m in self.measurements if m.held_out <= target), None)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoSetting:
+    """What was run, for the texts: workers, cap per worker, model in words, machine in words."""
+
+    workers: int
+    cap: str
+    model: str
+    machine: str
+
+
+def comparison_rows(curves: Sequence[LossCurve]) -> list[Row]:
+    """One row of texts per run, under `HEADINGS`; the first run is the baseline."""
+    target = curves[0].final.held_out
+    return [_row(curve, target, curves[0].final.seconds, baseline=curve is curves[0]) for curve in curves]
+
+
+def _row(curve: LossCurve, target: float, baseline_s: float, *, baseline: bool) -> Row:
+    hit = curve.final if baseline else curve.first_at_or_below(target)
+    reached: Row = ("not reached", "-", "-", "-")
+    if hit is not None:
+        sooner = "1.0x" if baseline else f"{baseline_s / hit.seconds:.1f}x"
+        reached = (str(hit.step), f"{hit.seconds:.1f}", f"{hit.data_bytes / 1e6:.1f}", sooner)
+    return (
+        curve.label,
+        str(curve.steps),
+        f"{curve.seconds:.1f}",
+        f"{curve.final.held_out:.3f}",
+        f"{curve.data_bytes_per_step / 1e3:.1f}",
+        *reached,
+    )
+
+
+def summary_sentences(curves: Sequence[LossCurve]) -> list[str]:
+    """One sentence for each run after the baseline."""
+    baseline = curves[0]
+    target = baseline.final.held_out
+    sentences: list[str] = []
+    for curve in curves[1:]:
+        hit = curve.first_at_or_below(target)
+        if hit is None:
+            sentences.append(f"{curve.label} did not reach {baseline.label}'s final loss of {target:.3f}.")
+            continue
+        ratio = baseline.final.seconds / hit.seconds
+        sentences.append(
+            f"{curve.label} reached {baseline.label}'s final loss of {target:.3f} {ratio:.1f}x sooner: "
+            f"after {hit.seconds:.1f} s and {hit.step} steps "
+            f"instead of {baseline.final.seconds:.1f} s and {baseline.final.step} steps."
+        )
+    return sentences
+
+
+def time_rows(curves: Sequence[LossCurve]) -> list[Row]:
+    """Rows (run, ms per step computing, selecting, communicating, waiting, kB votes, kB control)."""
+    rows: list[Row] = []
+    for curve in curves:
+        steps = max(1, curve.steps)
+        times = [curve.times_s.get(name, 0.0) for name in ("compute", "select", "communicate", "wait")]
+        extra = [curve.sent_bytes.get(name, 0.0) for name in ("votes", "control")]
+        rows.append(
+            (
+                curve.label,
+                *(f"{1e3 * seconds / steps:.1f}" for seconds in times),
+                *(f"{size / steps / 1e3:.2f}" for size in extra),
+            )
+        )
+    return rows
+
+
+TIME_HEADINGS: Row = (
+    "ms a step",
+    "compute",
+    "select",
+    "communicate",
+    "wait",
+    "kB votes",
+    "kB control",
+)
+
+
+def loss_chart(curves: Sequence[LossCurve], setting: DemoSetting) -> str:
+    """SVG text: held-out loss against wall time, and against bytes sent by a worker (log axis)."""
+    target = curves[0].final.held_out
+    by_time: list[ChartLine] = []
+    by_bytes: list[ChartLine] = []
+    for curve, colour in zip(curves, COLOURS, strict=False):
+        hit = curve.final if curve is curves[0] else curve.first_at_or_below(target)
+        at = None if hit is None else curve.measurements.index(hit)
+        times = tuple((m.seconds, m.held_out) for m in curve.measurements)
+        volumes = tuple((m.data_bytes / 1e6, m.held_out) for m in curve.measurements if m.data_bytes > 0)
+        at_s = () if at is None else ((at, f"{curve.measurements[at].seconds:.0f} s"),)
+        at_mb = () if at is None else ((at, f"{curve.measurements[at].data_bytes / 1e6:.3g} MB"),)
+        by_time.append(ChartLine(curve.label, times, colour, at_s))
+        by_bytes.append(ChartLine(curve.label, volumes, colour, at_mb if len(volumes) == len(times) else ()))
+    mark = (target, f"{curves[0].label}'s final loss: {target:.3f}")
+    loss = "held-out loss (nats per byte)"
+    panels = [ChartPanel("Against wall time", "seconds", loss, tuple(by_time), mark)]
+    if all(line.points for line in by_bytes):
+        panels.append(
+            ChartPanel(
+                "Against bytes sent", "MB sent by one worker (log scale)", loss, tuple(by_bytes), mark, True
+            )
+        )
+    title = "The same model, the same line, another exchange"
+    subtitle = f"{setting.workers} workers, each {setting.cap} up and down; {setting.model}"
+    return draw_chart(title, subtitle, panels)
+
+
+def write_report(curves: Sequence[LossCurve], setting: DemoSetting, folder: Path) -> list[Path]:
+    """Write report.md, loss.svg and metrics.json into `folder`; returns their paths.
+
+    Raises:
+        GridtrainError: there is no curve, or one has no measurement.
+    """
+    if not curves or not all(curve.measurements for curve in curves):
+        raise GridtrainError(
+            f"nothing to report: {len(curves)} runs, not all of them with a held-out measurement",
+            remedy="run more steps (--steps)",
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    contents = {
+        "report.md": report_markdown(curves, setting),
+        "loss.svg": loss_chart(curves, setting),
+        "metrics.json": json.dumps(
+            {"setting": asdict(setting), "runs": [asdict(curve) for curve in curves]}, indent=1
+        ),
+    }
+    for name, text in contents.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in contents]
+
+
+def report_markdown(curves: Sequence[LossCurve], setting: DemoSetting) -> str:
+    """The report as Markdown."""
+    target = curves[0].final.held_out
+    return "\n".join(
+        [
+            "# gridtrain demo",
+            "",
+            f"{setting.workers} workers, each {setting.cap} up and down; {setting.model}. {setting.machine}.",
+            f"Target: {curves[0].label}'s final held-out loss, {target:.3f}. Bytes: counted at the socket, "
+            "mean over the workers.",
+            "",
+            *_markdown_table(HEADINGS, comparison_rows(curves)),
+            "",
+            *summary_sentences(curves),
+            "",
+            "![held-out loss](loss.svg)",
+            "",
+            "Milliseconds of a step on the first worker, and what is sent beside the exchange's own bytes:",
+            "",
+            *_markdown_table(TIME_HEADINGS, time_rows(curves)),
+            "",
+            CLOCK_NOTE,
+            "",
+            SINGLE_PROCESS_CAVEAT.format(cap=setting.cap),
+            "",
+        ]
+    )
+
+
+def _markdown_table(headings: Row, rows: Sequence[Row]) -> list[str]:
+    rule = ["---", *["---:"] * (len(headings) - 1)]
+    return ["| " + " | ".join(cells) + " |" for cells in (headings, rule, *rows)]

@@ -1,0 +1,92 @@
+"""The demo from its plan to its last sentence.
+
+Decides the order of what a person reads; the work is orchestrate's and report's.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+
+from rich.console import Console
+from rich.table import Table
+
+from gridtrain.errors import ConfigError
+from gridtrain.network.transport.rate_limiter import parse_rate
+from gridtrain.tools.demo import demo_report
+from gridtrain.tools.demo.orchestrator import DemoPlan, run_all
+from gridtrain.tools.demo.progress_view import view_for
+from gridtrain.tools.demo.recipe import SIZES
+from gridtrain.tools.demo.text_corpus import load_corpus
+
+
+def run_demo(plan: DemoPlan, console: Console) -> list[demo_report.LossCurve]:
+    """Run, show and write everything.
+
+    Raises:
+        ConfigError: torch or the standard library's source is missing, the cap is no rate, or the
+            folder for the results cannot be made.
+        GridtrainError: a process failed; the text holds the tail of its log.
+    """
+    torch_version = _torch_version()
+    corpus = load_corpus()
+    size = SIZES[plan.model]
+    setting = demo_report.DemoSetting(
+        workers=plan.workers,
+        cap=f"{parse_rate(plan.cap) * 8 / 1e6:g} Mbit/s",
+        model=f"byte GPT, {size.parameters:,} parameters",
+        machine=f"{os.cpu_count()} CPU cores, Python {platform.python_version()}, torch {torch_version}",
+    )
+    try:
+        plan.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the folder {plan.out}: {error.strerror}", remedy="choose another one with --out"
+        ) from None
+    console.print(
+        f"{plan.workers} workers, each behind a {setting.cap} line, train one {setting.model}, "
+        f"on {len(corpus.train) / 1e6:.1f} MB of Python's own source ({corpus.files} files).",
+        highlight=False,
+    )
+    began_s = time.monotonic()
+    curves = run_all(plan, view_for(console))
+    paths = demo_report.write_report(curves, setting, plan.out)
+    console.print()
+    console.print(_table(demo_report.HEADINGS, demo_report.comparison_rows(curves)))
+    console.print(_table(demo_report.TIME_HEADINGS, demo_report.time_rows(curves)))
+    for sentence in demo_report.summary_sentences(curves):
+        console.print(sentence, style="bold", highlight=False)
+    console.print(demo_report.CLOCK_NOTE, highlight=False)
+    console.print(demo_report.SINGLE_PROCESS_CAVEAT.format(cap=setting.cap), highlight=False)
+    console.print(f"Took {time.monotonic() - began_s:.0f} s in all. Written:", highlight=False)
+    for path in paths:
+        console.print(f"  {path}", highlight=False, soft_wrap=True)
+    return curves
+
+
+def _table(headings: demo_report.Row, rows: list[demo_report.Row]) -> Table:
+    """Headings on two lines, more on a narrow terminal; numbers are never cut."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for position, heading in enumerate(headings):
+        words = [*heading.split(), *(row[position] for row in rows if position)]
+        table.add_column(
+            "\n".join(heading.rsplit(maxsplit=1)) if position else heading,
+            justify="right" if position else "left",
+            min_width=max(len(word) for word in words),
+        )
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _torch_version() -> str:
+    """Without importing it: that costs more than a second, and the workers will."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        raise ConfigError(
+            "the demo trains with PyTorch, and torch is not installed",
+            remedy='pip install "gridtrain[torch]"',
+        ) from None

@@ -1,0 +1,199 @@
+"""`gridtrain demo --pipeline`: a model that is too large for one worker's memory limit, on four workers.
+
+Decides which runs are made, checks what they must have in common, and says what came of it.
+
+    in one piece       1 worker, for comparison: more memory than the limit
+    4 stages           4 workers: the same parameters, bit for bit, each worker below the limit
+    2 stages x 2       4 workers: two replicas of each stage exchange gradients with gTop-k
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient
+from gridtrain.tools.demo.orchestrator import CLI, INVITATION_TIMEOUT_S, ProcessCommand, supervise
+from gridtrain.tools.demo.step_records import StepRecord
+
+OLD_RESULT_PATTERNS = (
+    "steps.jsonl",
+    "worker-*.json",
+    "*.log",
+    "journal.sqlite*",
+    "coordinator.*",
+    "operator.key",
+)
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRun:
+    """S stages x R replicas."""
+
+    name: str
+    label: str
+    stages: int
+    replicas: int
+    exchange: str
+
+    @property
+    def workers(self) -> int:
+        return self.stages * self.replicas
+
+
+RUNS = (
+    PipelineRun("one-piece", "in one piece", 1, 1, "dense"),
+    PipelineRun("four-stages", "4 stages", 4, 1, "dense"),
+    PipelineRun("two-by-two", "2 stages x 2 replicas, gTop-k", 2, 2, "gtopk"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """What a run's workers have told, in rank order."""
+
+    run: PipelineRun
+    workers: list[dict[str, Any]]
+
+    @property
+    def losses(self) -> list[float]:
+        return list(self.workers[0]["losses"])
+
+    @property
+    def seconds(self) -> float:
+        return max(float(worker["seconds"]) for worker in self.workers)
+
+    @property
+    def held_bytes(self) -> list[int]:
+        return [int(worker["held_bytes"]) for worker in self.workers]
+
+    @property
+    def sent_bytes_per_step(self) -> float:
+        """Of a worker, on average."""
+        total = sum(int(worker["sent_bytes"]) for worker in self.workers)
+        return total / len(self.workers) / len(self.losses)
+
+
+def run_pipeline_demo(out: Path, console: Console, *, steps: int, quick: bool) -> list[FinishedRun]:
+    """Run all, show what came of it.
+
+    Raises:
+        GridtrainError: a process failed, or runs that must agree do not.
+    """
+    from gridtrain.tools.demo.pipeline_model import MEMORY_LIMIT_BYTES
+
+    limit_bytes = MEMORY_LIMIT_BYTES if not quick else None
+    began_s = time.monotonic()
+    ended = [_run(run, out / run.name, console, steps=steps, quick=quick) for run in RUNS]
+    console.print()
+    console.print(_table(ended))
+    for sentence in summary_sentences(ended, out, limit_bytes):
+        console.print(sentence, style="bold", highlight=False)
+    console.print(
+        f"Took {time.monotonic() - began_s:.0f} s in all. Logs and parameters: {out}", highlight=False
+    )
+    return ended
+
+
+def _run(run: PipelineRun, folder: Path, console: Console, *, steps: int, quick: bool) -> FinishedRun:
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in (*OLD_RESULT_PATTERNS, "final*", "gridtrain/*/identities/*/worker-*"):
+        for path in folder.glob(pattern):
+            path.unlink()
+    train = [sys.executable, "-m", "gridtrain.tools.demo.pipeline_worker", "--stages", str(run.stages)]
+    train += ["--exchange", run.exchange, "--steps", str(steps), "--metrics", str(folder)]
+    train += ["--quick"] if quick else []
+    argv = (*CLI, "coordinator", "--listen", "tcp://127.0.0.1:0", "--state", str(folder.resolve()))
+    coordinator = ProcessCommand("coordinator", (*argv, "--min-workers", str(run.workers)))
+    workers = "1 worker" if run.workers == 1 else f"{run.workers} workers"
+    console.print(f"{run.label}: {workers}, {steps} steps", highlight=False)
+
+    def show(record: StepRecord) -> None:
+        if record.step % max(1, steps // 4) == 0:
+            said = f"  step {record.step} of {steps}, loss {record.loss:.3f}, {record.seconds:.0f} s"
+            console.print(said, highlight=False)
+
+    supervise(coordinator, lambda: _workers(run, folder, train), folder, show)
+    told = [json.loads(path.read_text()) for path in sorted(folder.glob("worker-*.json"))]
+    if len(told) != run.workers:
+        raise GridtrainError(
+            f"{len(told)} of {run.workers} workers have told how they ended", remedy=f"see {folder}"
+        )
+    return FinishedRun(run, sorted(told, key=lambda worker: int(worker["rank"])))
+
+
+def _workers(run: PipelineRun, folder: Path, train: list[str]) -> list[ProcessCommand] | None:
+    try:
+        contact = CoordinatorEndpoint.find(state=folder.resolve())
+    except ConfigError:
+        return None
+    with OperatorClient(contact) as operator:
+        invitation = operator.invite(run.workers, expires_s=INVITATION_TIMEOUT_S).text()
+    return [
+        ProcessCommand(f"worker-{i}", (*CLI, "worker", invitation, "--name", f"worker-{i}", "--", *train))
+        for i in range(1, run.workers + 1)
+    ]
+
+
+def _table(ended: list[FinishedRun]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    headings = ("run", "loss at\nfirst", "loss at\nlast", "seconds", "MiB sent by a\nworker per step")
+    for heading in (*headings, "MiB held, by stage"):
+        table.add_column(heading, justify="left" if heading == "run" else "right")
+    for one in ended:
+        stages = one.held_bytes[:: one.run.replicas]
+        table.add_row(
+            one.run.label,
+            f"{one.losses[0]:.3f}",
+            f"{one.losses[-1]:.3f}",
+            f"{one.seconds:.0f}",
+            f"{one.sent_bytes_per_step / MIB:.2f}",
+            "  ".join(f"{nbytes / MIB:.1f}" for nbytes in stages),
+        )
+    return table
+
+
+def summary_sentences(ended: list[FinishedRun], out: Path, limit_bytes: int | None) -> list[str]:
+    """What the runs show, with figures.  Raises `GridtrainError` where they must agree and do not."""
+    whole, cut, square = ended
+    if limit_bytes is not None and max(cut.held_bytes) > limit_bytes:
+        raise GridtrainError(
+            f"a stage holds {max(cut.held_bytes) / MIB:.1f} MiB, the limit is {limit_bytes / MIB:.1f} MiB",
+            remedy="cut into more stages",
+        )
+    differs = largest_parameter_difference(out / whole.run.name, out / cut.run.name)
+    said = [
+        f"{cut.run.stages} stages against one piece after {len(cut.losses)} steps: largest difference of a "
+        f"parameter {differs:g}, of a loss {_apart(whole.losses, cut.losses):g}.",
+        f"Trained in one piece it holds {whole.held_bytes[0] / MIB:.1f} MiB, the largest of {cut.run.stages} "
+        f"stages {max(cut.held_bytes) / MIB:.1f} MiB"
+        + ("." if limit_bytes is None else f"; declared limit {limit_bytes / MIB:.1f} MiB a worker."),
+        f"All {square.run.workers} workers of 2 x 2 saw the same losses: "
+        f"{'yes' if all(w['losses'] == square.losses for w in square.workers) else 'NO'}.",
+    ]
+    return said
+
+
+def largest_parameter_difference(whole: Path, cut: Path) -> float:
+    """Between the parameters of both runs, by name; infinite where a name is missing."""
+    import safetensors.torch
+
+    one = safetensors.torch.load_file(whole / "final.safetensors")
+    parts = [safetensors.torch.load_file(path) for path in sorted(cut.glob("final-*-of-*.safetensors"))]
+    other = {name: tensor for part in parts for name, tensor in part.items()}
+    if one.keys() != other.keys():
+        return float("inf")
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def _apart(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,83 @@
+"""The model of `gridtrain demo --pipeline`: the demo's byte GPT as a chain of blocks, larger, and Adam.
+
+Decides shapes, initial values and settings; never where the model is cut.
+
+    bytes (B, T) -> Embed -> Block x 8 -> Head -> logits (B, T, 256)       1.0 M parameters
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gridtrain.tools.demo.byte_gpt import TransformerBlock
+from gridtrain.tools.demo.recipe import VOCABULARY, ModelSize
+
+SIZE = ModelSize(width=96, layers=8, heads=4, context=64)
+QUICK_SIZE = ModelSize(width=32, layers=4, heads=2, context=32)
+BATCH_SIZE = 16
+MICRO_BATCHES = 8
+LEARNING_RATE = 1e-3
+DATA_SEED = 4
+MEMORY_LIMIT_BYTES = 8 << 20
+"""Of each worker, declared: the whole model takes about three times as much, micro-batch by micro-batch."""
+
+CUTS = (0, 3, 5, 7, 10)
+"""Of `SIZE` in four stages that keep to the limit.  By measured speeds, of four workers that share one busy
+machine, a stage of four blocks comes about now and then, which does not."""
+
+
+class Embedding(nn.Module):
+    """Token and position embedding."""
+
+    def __init__(self, size: ModelSize) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, size.width)
+        self.position = nn.Embedding(size.context, size.width)
+
+    def forward(self, bytes_BT: Tensor) -> Tensor:
+        positions_T = torch.arange(bytes_BT.shape[1], device=bytes_BT.device)
+        x_BTD: Tensor = self.token(bytes_BT) + self.position(positions_T)
+        return x_BTD
+
+
+class OutputHead(nn.Module):
+    """The last norm, and logits of the next byte."""
+
+    def __init__(self, size: ModelSize) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size.width)
+        self.out = nn.Linear(size.width, VOCABULARY, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.norm(x_BTD))
+        return logits
+
+
+def make_model(size: ModelSize = SIZE) -> nn.Sequential:
+    """To be called `with torch.device("meta")`, which `Blueprint` does: it then takes no memory."""
+    return nn.Sequential(
+        Embedding(size), *(TransformerBlock(size) for _ in range(size.layers)), OutputHead(size)
+    )
+
+
+def init(block: nn.Module, number: int) -> None:
+    """Normal(0, 0.02), smaller where a layer writes into the residual stream (GPT-2, section 2.3)."""
+    for name, parameter in block.named_parameters():
+        if parameter.dim() < 2:
+            continue
+        into_residual = "attention_out" in name or "mlp_out" in name
+        nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * SIZE.layers) if into_residual else 0.02)
+
+
+def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+
+
+def compute_loss(logits_BTV: Tensor, y_BT: Tensor) -> Tensor:
+    """Mean cross entropy in nats per byte."""
+    return F.cross_entropy(logits_BTV.flatten(0, 1), y_BT.flatten())

@@ -1,0 +1,294 @@
+"""Lines on panels as an SVG, written by hand so that the demo needs no plotting library.
+
+Decides where axes, ticks and labels go.  Knows nothing about training: a `Panel` is lines of (x, y),
+notes at points of them, and at most one horizontal mark.
+
+    +--------------------------------+   lines are labelled at their ends, not in a legend;
+    |  panel 1        panel 2        |   a label takes the first of several places where it
+    |  y |\\__ dense   y |\\__ dense   |   covers no line and no other label
+    |    +-----x        +-----x      |
+    +--------------------------------+
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from xml.sax.saxutils import escape
+
+COLOURS = ("#0072B2", "#D55E00", "#007A5A", "#8A4F7D")
+"""After Okabe and Ito: told apart by people with any colour vision, dark enough for text on white."""
+
+INK, FAINT, GRID = "#222222", "#6B6B6B", "#E4E4E4"
+PANEL_WIDTH, PANEL_HEIGHT = 430.0, 300.0
+LEFT, TOP, BETWEEN, RIGHT, BOTTOM = 66.0, 92.0, 84.0, 30.0, 62.0
+FONTS = "Helvetica, Arial, DejaVu Sans, sans-serif"
+FONT_PX = 13.0
+LETTER_PX = 0.62 * FONT_PX  # mean advance of a letter of a wide bold sans-serif
+
+Point = tuple[float, float]
+Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels
+
+
+@dataclass(frozen=True, slots=True)
+class ChartLine:
+    """A polyline in data units with its label; `notes` are (index of a point, text)."""
+
+    label: str
+    points: tuple[Point, ...]
+    colour: str
+    notes: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChartPanel:
+    """One pair of axes.  `mark` is a dashed horizontal at (y, text)."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: tuple[ChartLine, ...]
+    reference_line: tuple[float, str] | None = None
+    log_x: bool = False
+    log_y: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AxisScale:
+    """Data units to pixels along one axis."""
+
+    low: float
+    high: float
+    start_px: float
+    stop_px: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high = self.low, self.high
+        if self.log:
+            low, high, value = math.log10(low), math.log10(high), math.log10(value)
+        return self.start_px + (value - low) / (high - low) * (self.stop_px - self.start_px)
+
+
+def nice_ticks(low: float, high: float, about: int = 6) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten that enclose [low, high].
+
+    nice_ticks(2.1, 3.9) == [2.0, 2.5, 3.0, 3.5, 4.0]
+    """
+    if high <= low:
+        high = low + (abs(low) or 1.0)
+    raw = (high - low) / max(1, about - 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = min((m * power for m in (1, 2, 5, 10)), key=lambda candidate: abs(math.log(candidate / raw)))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """1-2-5 ticks that enclose [low, high], both above 0; only powers of ten over more than 3 decades."""
+    if low <= 0.0:
+        raise ValueError(f"a logarithmic axis cannot show {low}; it must be > 0")
+    high = max(high, low)
+    mantissas = (1,) if math.log10(high / low) > 3 else (1, 2, 5)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    every = [m * 10.0**d for d in decades for m in mantissas]
+    below = [t for t in every if t <= low * (1 + 1e-9)]
+    above = [t for t in every if t >= high * (1 - 1e-9)]
+    first, last = below[-1] if below else every[0], above[0] if above else every[-1]
+    if first == last:
+        last = every[every.index(first) + 1]
+    return [t for t in every if first <= t <= last]
+
+
+def draw_chart(title: str, subtitle: str, panels: Sequence[ChartPanel]) -> str:
+    """The whole picture as SVG text."""
+    width = LEFT + len(panels) * PANEL_WIDTH + (len(panels) - 1) * BETWEEN + RIGHT
+    height = TOP + PANEL_HEIGHT + BOTTOM
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
+        f'viewBox="0 0 {width:g} {height:g}" font-family="{FONTS}" font-size="{FONT_PX:g}">',
+        f"<title>{escape(title)}</title>",
+        '<rect width="100%" height="100%" fill="#FFFFFF"/>',
+        _text(LEFT, 28, title, size=17, weight="bold"),
+        _text(LEFT, 49, subtitle, colour=FAINT),
+    ]
+    for position, panel in enumerate(panels):
+        parts += _PanelRenderer(panel, LEFT + position * (PANEL_WIDTH + BETWEEN)).draw()
+    return "\n".join([*parts, "</svg>", ""])
+
+
+@dataclass(slots=True)
+class _PanelRenderer:
+    """Draws one panel; remembers what is taken, so that labels keep clear."""
+
+    panel: ChartPanel
+    left: float
+    x: AxisScale = field(init=False)
+    y: AxisScale = field(init=False)
+    occupied: list[Box] = field(default_factory=list)
+    x_ticks: list[float] = field(init=False)
+    y_ticks: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        xs = [x for line in self.panel.lines for x, _ in line.points]
+        ys = [y for line in self.panel.lines for _, y in line.points]
+        ys += [self.panel.reference_line[0]] if self.panel.reference_line else []
+        low_x = min(xs) if self.panel.log_x else 0.0
+        self.x_ticks = log_ticks(low_x, max(xs)) if self.panel.log_x else nice_ticks(0.0, max(xs))
+        self.y_ticks = log_ticks(min(ys), max(ys)) if self.panel.log_y else nice_ticks(min(ys), max(ys))
+        self.x = AxisScale(
+            self.x_ticks[0], self.x_ticks[-1], self.left, self.left + PANEL_WIDTH, self.panel.log_x
+        )
+        self.y = AxisScale(self.y_ticks[0], self.y_ticks[-1], TOP + PANEL_HEIGHT, TOP, self.panel.log_y)
+
+    def draw(self) -> list[str]:
+        parts = self._axes()
+        curves = [[(self.x(x), self.y(y)) for x, y in line.points] for line in self.panel.lines]
+        if self.panel.reference_line:
+            parts += self._draw_reference_line(curves)
+        for line, curve in zip(self.panel.lines, curves, strict=True):
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in curve)
+            parts.append(
+                f'<polyline points="{path}" fill="none" stroke="{line.colour}" stroke-width="2.2" '
+                'stroke-linejoin="round" stroke-linecap="round"/>'
+            )
+        for line, curve in zip(self.panel.lines, curves, strict=True):
+            for index, note in line.notes:
+                x, y = curve[index]
+                parts.append(
+                    f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{line.colour}" stroke="#FFFFFF" '
+                    'stroke-width="1.5"/>'
+                )
+                self.occupied.append((x - 6, y - 6, x + 6, y + 6))
+                parts.append(self._place_label(_around((x, y), note), note, line.colour, "normal", curves))
+        for line, curve in zip(self.panel.lines, curves, strict=True):
+            parts.append(
+                self._place_label(_along(curve, line.label), line.label, line.colour, "bold", curves)
+            )
+        return parts
+
+    def _axes(self) -> list[str]:
+        panel, right, bottom = self.panel, self.left + PANEL_WIDTH, TOP + PANEL_HEIGHT
+        parts = [_text(self.left, TOP - 16, panel.title, weight="bold")]
+        for tick in self.y_ticks:
+            y = self.y(tick)
+            parts.append(_rule(self.left, y, right, y, GRID))
+            parts.append(_text(self.left - 8, y + 4, _number(tick), anchor="end", colour=FAINT))
+        for tick in self.x_ticks:
+            x = self.x(tick)
+            parts.append(_rule(x, bottom, x, bottom + 5, FAINT))
+            parts.append(_text(x, bottom + 20, _number(tick), anchor="middle", colour=FAINT))
+        parts.append(_rule(self.left, bottom, right, bottom, FAINT))
+        parts.append(_text(self.left + PANEL_WIDTH / 2, bottom + 44, panel.x_label, anchor="middle"))
+        middle_y = TOP + PANEL_HEIGHT / 2
+        turn = f'transform="rotate(-90 {self.left - 46:g} {middle_y:g})"'
+        parts.append(_text(self.left - 46, middle_y, panel.y_label, anchor="middle", extra=turn))
+        return parts
+
+    def _draw_reference_line(self, curves: list[list[Point]]) -> list[str]:
+        assert self.panel.reference_line is not None
+        value, text = self.panel.reference_line
+        y, right = self.y(value), self.left + PANEL_WIDTH
+        self.occupied.append((self.left, y - 2, right, y + 2))
+        rule = _rule(self.left, y, right, y, FAINT, dash="5 4")
+        spots = [(x, y + dy) for dy in (-7.0, 16.0) for x in (self.left + 6, self.left + PANEL_WIDTH * 0.35)]
+        spots += [(right - 6 - _width(text), y + dy) for dy in (16.0, -7.0)]
+        return [rule, self._place_label(spots, text, FAINT, "normal", curves)]
+
+    def _place_label(
+        self, spots: list[Point], text: str, colour: str, weight: str, curves: list[list[Point]]
+    ) -> str:
+        """Write at the spot (left end of the base line) that covers least."""
+
+        def cost(spot: Point) -> int:
+            return self._overlap_area(_box(spot, text), curves)
+
+        best = min(spots, key=cost)  # the first of equals
+        self.occupied.append(_box(best, text))
+        return _text(*best, text, colour=colour, weight=weight, halo=True)
+
+    def _overlap_area(self, box: Box, curves: list[list[Point]]) -> int:
+        """How much a box covers or leaves the panel; 0 is free."""
+        left, top, right, bottom = box
+        outside = left < self.left or right > self.left + PANEL_WIDTH + RIGHT - 4
+        outside = outside or top < TOP - 12 or bottom > TOP + PANEL_HEIGHT
+        hits = sum(
+            left < b_right and b_left < right and top < b_bottom and b_top < bottom
+            for b_left, b_top, b_right, b_bottom in self.occupied
+        )
+        on_lines = sum(left <= x <= right and top <= y <= bottom for c in curves for x, y in _dense(c))
+        return 1000 * outside + 20 * hits + on_lines
+
+
+def _around(at: Point, text: str) -> list[Point]:
+    """Where a note beside a point may begin: below, above, then further off."""
+    (x, y), width = at, _width(text)
+    close = [(x - width / 2, y + 21), (x - width / 2, y - 11), (x + 9, y + 18), (x + 9, y - 10)]
+    return [
+        *close,
+        (x - width - 9, y + 20),
+        (x - width - 9, y - 10),
+        (x + 9, y + 34),
+        (x - width - 9, y + 34),
+    ]
+
+
+def _along(curve: list[Point], text: str) -> list[Point]:
+    """Where a line's label may begin: at its end, else beside the line further back."""
+    (x, y), width = curve[-1], _width(text)
+    spots = [(x + 9, y + 4.5), (x - width / 2, y - 11), (x - width / 2, y + 21), (x + 4, y + 21)]
+    for share in (0.75, 0.6, 0.45, 0.3, 0.15):
+        x, y = curve[int(share * (len(curve) - 1))]
+        spots += [(x + 10, y), (x - width - 10, y + 4.5), (x + 10, y - 12)]
+    return spots
+
+
+def _dense(curve: list[Point]) -> list[Point]:
+    """The curve with points at most about 5 px apart."""
+    points = list(curve)
+    for (x0, y0), (x1, y1) in pairwise(curve):
+        pieces = int(math.hypot(x1 - x0, y1 - y0) / 5) + 1
+        points += [(x0 + (x1 - x0) * i / pieces, y0 + (y1 - y0) * i / pieces) for i in range(1, pieces)]
+    return points
+
+
+def _width(text: str) -> float:
+    return len(text) * LETTER_PX
+
+
+def _box(spot: Point, text: str) -> Box:
+    x, y = spot
+    return (x - 2, y - FONT_PX, x + _width(text) + 2, y + 4)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.6g}"
+
+
+def _rule(x0: float, y0: float, x1: float, y1: float, colour: str, *, dash: str = "") -> str:
+    dashes = f' stroke-dasharray="{dash}"' if dash else ""
+    return (
+        f'<line x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}" stroke="{colour}" '
+        f'stroke-width="1.2"{dashes}/>'
+    )
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    *,
+    anchor: str = "start",
+    colour: str = INK,
+    size: float = FONT_PX,
+    weight: str = "normal",
+    extra: str = "",
+    halo: bool = False,
+) -> str:
+    around = ' stroke="#FFFFFF" stroke-width="3.5" paint-order="stroke"' if halo else ""
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}" font-size="{size:g}" '
+        f'font-weight="{weight}"{around}{" " + extra if extra else ""}>{escape(text)}</text>'
+    )

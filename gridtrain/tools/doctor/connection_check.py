@@ -1,0 +1,122 @@
+"""The way to a run: name, port, handshake, invitation, and the line's figures.
+
+Decides what each failure on the way means, and what to do about it.  Enrols nobody, so no use of the
+invitation is spent: the handshake alone tells whether it is valid.
+
+    host name --> addresses --> TCP --> CURVE handshake with the invitation's key --> Checkup
+      nobody       nobody        |        refused: not valid (any more)                 |
+                    refused, silence      silence: another program, another key         v
+                                                                        round trip, bursts, call-back
+"""
+
+from __future__ import annotations
+
+import errno
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from gridtrain.core.group.invitation import Invitation
+from gridtrain.network.transport.identity import Identity
+from gridtrain.tools.doctor.findings import Finding, failure, ok
+
+RESOLVE_TIMEOUT_S = 4.0
+CONNECT_TIMEOUT_S = 4.0
+MOST_ADDRESSES = 4
+SLOW_ROUND_TRIP_s = 0.25
+
+_REFUSED = (errno.ECONNREFUSED,)
+_UNREACHABLE_ERRNOS = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL)
+
+
+@dataclass(slots=True)
+class ConnectionState:
+    """How far one gets.
+
+    Attributes:
+        places: what the name stands for, as `socket.connect` takes it.
+        tcp_s: the quickest connection; None: there is none.
+    """
+
+    addresses: list[tuple[socket.AddressFamily, tuple[object, ...]]] = field(default_factory=list)
+    tcp_s: float | None = None
+
+
+def run_with_timeout(work: Callable[[], object], limit_s: float) -> object:
+    """The result of a call that cannot be told to stop, or its exception; `TimeoutError` after `limit_s`.
+
+    The thread of one that hangs (a name server that is silent) is left behind; it keeps no process alive.
+    """
+    answers: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put(work())
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return answers.get(timeout=max(0.001, limit_s))
+    except queue.Empty:
+        return TimeoutError(f"no answer within {limit_s:.1f} s")
+
+
+def check_name(invitation: Invitation, way: ConnectionState, limit_s: float) -> Finding:
+    """The coordinator's host name."""
+    parts = urlsplit(invitation.address)
+    host, port = parts.hostname or "", parts.port or 0
+    limit_s = min(RESOLVE_TIMEOUT_S, limit_s)
+    found = run_with_timeout(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), limit_s)
+    if isinstance(found, TimeoutError):
+        fix = "check this machine's network; or ask for an invitation with a numeric address"
+        return failure("name", f"no name server answers for {host} within {limit_s:.1f} s", fix, host=host)
+    if isinstance(found, Exception) or not isinstance(found, list):
+        fix = "check the network; ask the run's owner for an invitation with an address that is known here"
+        why = getattr(found, "strerror", None) or found
+        return failure("name", f"{host} is not known here: {why}", fix, host=host)
+    way.addresses = [(family, place) for family, _, _, _, place in found][:MOST_ADDRESSES]
+    named = ", ".join(dict.fromkeys(str(place[0]) for _, place in way.addresses))
+    return ok("name", f"{host} is {named}" if named != host else f"{host}, port {port}", host=host, port=port)
+
+
+def check_tcp(invitation: Invitation, way: ConnectionState, limit_s: float) -> Finding:
+    """A TCP connection to one of its addresses; each has its part of the time."""
+    errors: list[OSError] = []
+    limit_s = min(CONNECT_TIMEOUT_S, limit_s)
+    until_s = time.monotonic() + limit_s
+    for index, (family, place) in enumerate(way.addresses):
+        began_s = time.monotonic()
+        part_s = max(0.05, (until_s - began_s) / (len(way.addresses) - index))
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.settimeout(part_s)
+                probe.connect(place)
+            way.tcp_s = time.monotonic() - began_s
+            return ok("port", f"{invitation.address} accepts connections", connect_s=way.tcp_s)
+        except OSError as error:
+            errors.append(error)
+    where = invitation.address
+    if any(isinstance(error, TimeoutError) for error in errors):
+        fix = (
+            "a firewall drops what is sent: the run's owner has to open the port, or to forward it; "
+            "or you may not be allowed to go out from here"
+        )
+        return failure("port", f"{where} does not answer within {limit_s:.1f} s", fix)
+    if any(error.errno in _REFUSED for error in errors):
+        fix = "ask the run's owner whether `gridtrain coordinator` is running, and listens at that port"
+        return failure("port", f"nobody listens at {where}", fix)
+    why = "; ".join(sorted({error.strerror or str(error) for error in errors}))
+    fix = "check this machine's network"
+    if any(error.errno in _UNREACHABLE_ERRNOS for error in errors):
+        fix = "there is no way from here: check the network, or whether the address is one of another network"
+    return failure("port", f"{where} cannot be reached: {why}", fix)
+
+
+def invitation_identity(invitation: Invitation) -> Identity:
+    """The key pair that the invitation lends."""
+    return Identity.from_secret(invitation.token)

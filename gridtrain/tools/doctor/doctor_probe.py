@@ -1,0 +1,261 @@
+"""The doctor's talk with a coordinator, and with a few members: one thread, every wait with a deadline.
+
+Decides what is asked in which order.  Sends at most a burst (256 KiB) to each of four, and takes as much.
+
+    coordinator  <-- the invitation's key: handshake -- Checkup, Ping, Burst, BurstAsk
+    members      <-- a key made for the occasion ------ Ping, Burst, BurstAsk
+    call-back    --> the same key, where we listen
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import SystemRandom
+from types import TracebackType
+from typing import Any
+
+from gridtrain._version import __version__
+from gridtrain.core import messages as m
+from gridtrain.core.group.invitation import Invitation
+from gridtrain.errors import GridtrainError, TransportError
+from gridtrain.network.transport.flow_control import FlowControlTransport, needs_credit
+from gridtrain.network.transport.identity import Identity
+from gridtrain.network.transport.interface import (
+    ConnectionDenied,
+    ConnectionRole,
+    PeerDown,
+    PeerUp,
+    Received,
+    TransportEvent,
+    TransportViolation,
+)
+from gridtrain.network.transport.stack import build_stack
+from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
+from gridtrain.runtime.bandwidth_probe import MIN_BURST_S, estimate_rate_Bps
+from gridtrain.runtime.worker_naming import default_listen_address
+
+SOFTWARE = f"gridtrain {__version__} doctor"
+PING_COUNT = 5
+POLL_S = 0.02
+
+
+@dataclass(slots=True)
+class LinkMeasurement:
+    """One other's line; None: not measured.
+
+    Attributes:
+        up_Bps, down_Bps: of a burst of 256 KiB: a long fast line is told slower than it is.
+    """
+
+    rtt_s: float | None = None
+    up_Bps: float | None = None
+    down_Bps: float | None = None
+
+
+@dataclass(slots=True)
+class ProbeResponses:
+    """What came so far."""
+
+    connected: set[m.PeerId] = field(default_factory=set)
+    is_denied: bool = False
+    violation: str = ""
+    refused: m.Refused | None = None
+    reply: m.DiagnosticReply | None = None
+    reached_address: str | None = None
+    pongs: dict[int, float] = field(default_factory=dict)
+    burst_acks: dict[int, float] = field(default_factory=dict)
+    bursts: dict[int, list[float]] = field(default_factory=dict)
+    disconnect_reason: str = ""
+
+
+class DoctorProbe:
+    """A context manager over two transports: `front` to the coordinator, `back` for everybody else.
+
+    Args:
+        identity: to connect with: the invitation's, or this machine's own.
+    """
+
+    def __init__(self, invitation: Invitation, identity: Identity, rng: SystemRandom | None = None) -> None:
+        self.responses = ProbeResponses()
+        self._invitation = invitation
+        self._rng = rng or SystemRandom()
+        self._own_identity = Identity.generate()
+        self._known_peers = {invitation.coordinator}
+        self._coordinator_transport = self._transport(identity)
+        self._peer_transport = self._transport(self._own_identity)
+        self.address = ""
+
+    def _transport(self, identity: Identity) -> FlowControlTransport:
+        encrypted = self._invitation.encrypted
+        sockets = ZeroMQTransport(
+            identity,
+            SOFTWARE,
+            gate=lambda key: ConnectionRole.MEMBER if key in self._known_peers else ConnectionRole.STRANGER,
+            encrypted=encrypted,
+            plain_anywhere=not encrypted,
+        )
+        return build_stack(sockets, identity)
+
+    def __enter__(self) -> DoctorProbe:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._coordinator_transport.close()
+        self._peer_transport.close()
+
+    # -- questions -------------------------------------------------------------------------------
+
+    def connect(self, until_s: float) -> bool:
+        """Greeted by the coordinator: the invitation is valid."""
+        self._coordinator_transport.dial(self._invitation.coordinator, self._invitation.address)
+        here = self._invitation.coordinator
+        self._poll_until(
+            lambda: (
+                here in self.responses.connected or self.responses.is_denied or bool(self.responses.violation)
+            ),
+            until_s,
+        )
+        return here in self.responses.connected
+
+    def request_checkup(self, until_s: float) -> dict[str, Any] | None:
+        """The run's picture; None: the coordinator does not answer, or refuses (`heard.refused`)."""
+        try:
+            self.address = self._peer_transport.listen(default_listen_address(self._invitation.address))
+        except TransportError:
+            self.address = ""
+        self._send(
+            self._coordinator_transport,
+            self._invitation.coordinator,
+            m.DiagnosticRequest(self._own_identity.public, self.address),
+        )
+        self._poll_until(
+            lambda: self.responses.reply is not None or self.responses.refused is not None, until_s
+        )
+        if self.responses.reply is None:
+            return None
+        self._known_peers |= {peer for peer, _ in self.responses.reply.probe_targets}
+        try:
+            picture = json.loads(bytes(self.responses.reply.payload))
+        except (ValueError, RecursionError):
+            return None
+        return picture if isinstance(picture, dict) else None
+
+    def wait_for_callback(self, until_s: float) -> str | None:
+        """The address at which the coordinator got through; "": at none; None: it did not say."""
+        self._poll_until(lambda: self.responses.reached_address is not None, until_s)
+        return self.responses.reached_address
+
+    def measure_coordinator(self, until_s: float) -> LinkMeasurement:
+        return self._measure(self._coordinator_transport, self._invitation.coordinator, until_s)
+
+    def measure_members(self, until_s: float) -> list[tuple[m.PeerId, LinkMeasurement]]:
+        """Those that expect us, one after the other, so that they do not share our line."""
+        probe = self.responses.reply.probe_targets if self.responses.reply is not None else ()
+        for peer, address in probe:
+            try:
+                self._peer_transport.dial(peer, address)
+            except GridtrainError:
+                continue
+        found: list[tuple[m.PeerId, LinkMeasurement]] = []
+        for index, (peer, _) in enumerate(probe):
+            now_s = time.monotonic()
+            own_s = now_s + max(0.0, until_s - now_s) / (len(probe) - index)
+            if self._poll_until(lambda peer=peer: peer in self.responses.connected, own_s):  # type: ignore[misc]
+                found.append((peer, self._measure(self._peer_transport, peer, own_s)))
+            else:
+                found.append((peer, LinkMeasurement()))
+        return found
+
+    # -- measuring -------------------------------------------------------------------------------
+
+    def _measure(self, transport: FlowControlTransport, peer: m.PeerId, until_s: float) -> LinkMeasurement:
+        found = LinkMeasurement()
+        for _ in range(PING_COUNT):
+            nonce, sent_s = self._nonce(), time.monotonic()
+            if not self._send(transport, peer, m.Ping(nonce)):
+                return found
+            if not self._poll_until(lambda nonce=nonce: nonce in self.responses.pongs, until_s):  # type: ignore[misc]
+                return found
+            took_s = self.responses.pongs[nonce] - sent_s
+            found.rtt_s = took_s if found.rtt_s is None else min(found.rtt_s, took_s)
+        half_s = time.monotonic() + (until_s - time.monotonic()) / 2
+        nonce, sent_s = self._nonce(), time.monotonic()
+        end = self._rng.randbytes(8)
+        for index in range(m.BURST_MESSAGES):
+            tail = end if index == m.BURST_MESSAGES - 1 else bytes(8)
+            self._send(transport, peer, m.Burst(nonce, index, bytes(m.BURST_MESSAGE_BYTES - 8) + tail))
+        if self._poll_until(lambda: nonce in self.responses.burst_acks, half_s):
+            found.up_Bps = estimate_rate_Bps(self.responses.burst_acks[nonce] - sent_s, found.rtt_s or 0.0)
+        nonce, sent_s = self._nonce(), time.monotonic()
+        self._send(transport, peer, m.BurstRequest(nonce))
+        if self._poll_until(lambda: len(self.responses.bursts.get(nonce, ())) == m.BURST_MESSAGES, until_s):
+            found.down_Bps = download_rate_Bps(sent_s, self.responses.bursts[nonce], found.rtt_s or 0.0)
+        return found
+
+    def _nonce(self) -> int:
+        return self._rng.getrandbits(62)
+
+    def _send(self, transport: FlowControlTransport, peer: m.PeerId, message: m.Message) -> bool:
+        try:
+            transport.send(peer, message)
+        except TransportError:
+            return False  # the connection broke: what follows is not measured
+        return True
+
+    def _poll_until(self, true: Callable[[], bool], until_s: float) -> bool:
+        """Both transports are looked at in turns; False: time is over."""
+        while not true():
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            for transport in (self._coordinator_transport, self._peer_transport):
+                for event in transport.poll(
+                    min(left_s, POLL_S if transport is self._coordinator_transport else 0.0)
+                ):
+                    self._handle_event(transport, event)
+        return True
+
+    def _handle_event(self, transport: FlowControlTransport, event: TransportEvent) -> None:
+        now_s, heard = time.monotonic(), self.responses
+        match event:
+            case PeerUp(peer):
+                heard.connected.add(peer)
+            case PeerDown(peer, reason):
+                heard.connected.discard(peer)
+                heard.disconnect_reason = reason
+            case ConnectionDenied() if transport is self._coordinator_transport:
+                heard.is_denied = True
+            case TransportViolation(_, reason) if transport is self._coordinator_transport:
+                heard.violation = reason
+            case Received(peer, message, nbytes):
+                if needs_credit(message):
+                    transport.mark_processed(peer, nbytes)
+                match message:
+                    case m.Pong(nonce):
+                        heard.pongs[nonce] = now_s
+                    case m.Ping(nonce):
+                        self._send(transport, peer, m.Pong(nonce))
+                    case m.BurstReceived(nonce):
+                        heard.burst_acks[nonce] = now_s
+                    case m.Burst(nonce, index) if index == len(heard.bursts.setdefault(nonce, [])):
+                        heard.bursts[nonce].append(now_s)
+                    case m.DiagnosticReply() if transport is self._coordinator_transport:
+                        heard.reply = message
+                    case m.Reachability(address) if transport is self._coordinator_transport:
+                        heard.reached_address = address
+                    case m.Refused() if transport is self._coordinator_transport:
+                        heard.refused = message
+                    case _:
+                        pass
+
+
+def download_rate_Bps(asked_s: float, times_s: Sequence[float], rtt_s: float) -> float:
+    """Of a burst that was asked for, read at these times: what waited in a buffer is read in no time, so it
+    counts as no faster than from the asking on."""
+    read_Bps = (m.BURST_MESSAGES - 1) * m.BURST_MESSAGE_BYTES / max(MIN_BURST_S, times_s[-1] - times_s[0])
+    return min(read_Bps, estimate_rate_Bps(times_s[-1] - asked_s, rtt_s))

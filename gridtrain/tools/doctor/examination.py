@@ -1,0 +1,266 @@
+"""Everything that `gridtrain doctor` looks at, one finding after the other, in `TOTAL_S` at most.
+
+Decides the order, and how much of the time each look may have.  Never prints.
+
+    0 s   torch, in another process ..............................................+
+          name -> port -> invitation -> status, call-back -> line to coordinator, members
+          Python, memory, disk, clock                                             |
+    18 s                                                     torch's answer <-----+--> prediction
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from gridtrain.core.group.invitation import Invitation
+from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.network.transport.identity import claim_identity
+from gridtrain.runtime.worker_naming import state_directory
+from gridtrain.tools.doctor import connection_check, machine_check
+from gridtrain.tools.doctor.doctor_probe import DoctorProbe, LinkMeasurement
+from gridtrain.tools.doctor.findings import Finding, FindingLevel, failure, ok, warning
+from gridtrain.tools.doctor.speedup_prediction import RunStatus, predict_speedup
+
+TOTAL_TIMEOUT_S = 18.0
+GREETING_TIMEOUT_S, ANSWER_TIMEOUT_S, CALLBACK_TIMEOUT_S = 4.0, 2.0, 3.5
+COORDINATOR_TIMEOUT_S, MEMBERS_TIMEOUT_S = 3.0, 4.0
+SLOW_UP_Bps = 0.25e6
+NEGLIGIBLE_GAIN = 0.005
+
+RunStatusParser = Callable[[Mapping[str, Any]], RunStatus]
+
+
+class Examination:
+    """One look at one machine.  `findings` yields them as they come.
+
+    Args:
+        read_run: what of a status the prediction needs; raises `ConfigError`: it says too little.
+        total_s: all of it ends by then.
+        wall: seconds of the wall clock.
+    """
+
+    def __init__(
+        self,
+        invitation: Invitation,
+        read_run: RunStatusParser,
+        *,
+        total_s: float = TOTAL_TIMEOUT_S,
+        wall: Callable[[], float] = time.time,
+        probe: Callable[[], machine_check.TorchProbe] = machine_check.TorchProbe,
+    ) -> None:
+        self._invitation, self._read_run, self._wall, self._probe = invitation, read_run, wall, probe
+        self._began_s = time.monotonic()
+        self._until_s = self._began_s + total_s
+        self._status: dict[str, Any] = {}
+        self._coordinator = LinkMeasurement()
+        self._members: dict[int, LinkMeasurement] = {}
+
+    def _deadline_s(self, limit_s: float) -> float:
+        return min(self._until_s, time.monotonic() + limit_s)
+
+    def _left_s(self) -> float:
+        return max(0.0, self._until_s - time.monotonic())
+
+    def findings(self) -> Iterator[Finding]:
+        """Raises nothing on purpose; `KeyboardInterrupt` leaves nothing behind."""
+        torch = self._probe()
+        try:
+            yield machine_check.check_python()
+            yield machine_check.check_memory()
+            yield machine_check.check_disk(self._invitation.run)
+            yield from self._connection_findings()
+            of_torch, flops = torch.findings(self._until_s)
+            yield from of_torch
+            yield from self._prediction_finding(flops)
+        finally:
+            torch.end()
+
+    # -- the road ----------------------------------------------------------------------------------
+
+    def _connection_findings(self) -> Iterator[Finding]:
+        """Each look needs the one before it."""
+        way = connection_check.ConnectionState()
+        for look in (connection_check.check_name, connection_check.check_tcp):
+            finding = look(self._invitation, way, self._left_s())
+            yield finding
+            if finding.level is FindingLevel.FAILURE:
+                return
+        try:
+            with DoctorProbe(
+                self._invitation, connection_check.invitation_identity(self._invitation)
+            ) as talk:
+                finding = self._greeting_finding(talk)
+                if finding.level is not FindingLevel.FAILURE:
+                    yield finding
+                    yield from self._run_findings(talk)
+                    return
+            yield from self._retry_as_known(finding) if talk.responses.is_denied else [finding]
+        except GridtrainError as error:
+            yield failure(
+                "invitation", error.reason, error.remedy or "ask the run's owner for a new invitation"
+            )
+
+    def _greeting_finding(self, talk: DoctorProbe) -> Finding:
+        run = f'run "{self._invitation.run}"'
+        if talk.connect(self._deadline_s(GREETING_TIMEOUT_S)):
+            return ok("invitation", f"valid for {run}; no use of it was spent", run=self._invitation.run)
+        if talk.responses.is_denied:
+            text = "it is not valid: used up, expired, withdrawn, or it never was"
+            return failure("invitation", text, "ask the run's owner for a new one: gridtrain invite")
+        if talk.responses.violation:
+            fix = "see that both sides run a gridtrain of the same version"
+            return failure(
+                "invitation", f"the coordinator cannot be talked with: {talk.responses.violation}", fix
+            )
+        text = "something else answers there, or a coordinator with another key, or the line is too slow"
+        fix = "ask the run's owner whether the coordinator was set up anew; then a new invitation is needed"
+        return failure("invitation", text, fix)
+
+    def _retry_as_known(self, refused: Finding) -> Iterator[Finding]:
+        """A used-up invitation still finds the run, for a machine that came in with it."""
+        folder = (
+            state_directory(self._invitation.run) / "identities" / self._invitation.coordinator.hex()[:16]
+        )
+        known = sorted(folder.glob("worker-*.key")) if folder.is_dir() else []
+        if not known:
+            yield refused
+            return
+        with claim_identity(folder) as (identity, path):
+            if path not in known:
+                yield warning(
+                    "invitation", "in use by a worker of this machine", "nothing: it trains already"
+                )
+                return
+            with DoctorProbe(self._invitation, identity) as talk:
+                if not talk.connect(self._deadline_s(GREETING_TIMEOUT_S)):
+                    yield refused
+                    return
+                yield ok("invitation", "used up or over, but this machine is let in already", known=True)
+                yield from self._run_findings(talk)
+
+    def _run_findings(self, talk: DoctorProbe) -> Iterator[Finding]:
+        asked_wall_s = self._wall()
+        picture = talk.request_checkup(self._deadline_s(ANSWER_TIMEOUT_S))
+        if picture is None:
+            refused = talk.responses.refused
+            why = refused.reason if refused is not None else f"no answer within {ANSWER_TIMEOUT_S:g} s"
+            fix = refused.remedy if refused is not None else "try again, or join all the same"
+            yield warning("run", f"how the run stands is not known: {why}", fix)
+            return
+        self._status = picture
+        yield self._state_finding()
+        yield machine_check.check_clock(_wall_of(picture), asked_wall_s)
+        yield _reachable(talk, talk.wait_for_callback(self._deadline_s(CALLBACK_TIMEOUT_S)))
+        self._coordinator = talk.measure_coordinator(self._deadline_s(COORDINATOR_TIMEOUT_S))
+        yield from _line("coordinator", self._coordinator)
+        yield from self._member_findings(talk)
+
+    def _state_finding(self) -> Finding:
+        picture = self._status
+        size, phase = picture.get("world_size"), picture.get("phase")
+        text = f"{phase}, {size} workers, step {picture.get('step')}: {_plain(picture.get('reason'))}"
+        if picture.get("finished"):
+            return failure(
+                "run", text, "the run is finished: ask its owner for the result, or for another run"
+            )
+        return ok("run", text, phase=phase, world_size=size, step=picture.get("step"))
+
+    def _member_findings(self, talk: DoctorProbe) -> Iterator[Finding]:
+        ranks = {
+            str(member.get("peer")): member.get("rank")
+            for member in self._status.get("members", [])
+            if isinstance(member, dict)
+        }
+        found = talk.measure_members(self._deadline_s(MEMBERS_TIMEOUT_S))
+        if not found:
+            yield ok("members", "there is no member that could be dialled for a measurement")
+        for number, (peer, measured) in enumerate(found):
+            rank = ranks.get(peer.hex())
+            if isinstance(rank, int):
+                self._members[rank] = measured
+            yield from _line(f"member {number + 1}", measured)
+
+    # -- what it would bring -----------------------------------------------------------------------
+
+    def _prediction_finding(self, flops: float | None) -> Iterator[Finding]:
+        if not self._status or self._status.get("finished"):
+            return
+        try:
+            run = self._read_run(self._status)
+            said = predict_speedup(run, self._members, self._coordinator, flops)
+        except ConfigError as error:
+            yield warning("prediction", f"none: {error.reason}", "ask again when the run trains")
+            return
+        verdict = "speed this run up" if said.gain >= 0 else "slow this run down"
+        text = (
+            f"a step takes {said.step_s:.3g} s now and {said.joined_step_s:.3g} s with this machine: "
+            f"you would {verdict} by {abs(said.gain):.0%}"
+        )
+        text += f" (assumed: {'; '.join(said.assumptions)})" if said.assumptions else ""
+        figures = {
+            "step_s": said.step_s,
+            "with_s": said.joined_step_s,
+            "gain": said.gain,
+            "exchange_s": said.exchange_s,
+            "compute_s": said.compute_s,
+        }
+        if said.gain < -NEGLIGIBLE_GAIN:
+            if said.exchange_s > said.compute_s:
+                fix = (
+                    "its line is what holds the others up: a faster upload, or a run with a sparser exchange"
+                )
+            else:
+                fix = "its computing is what holds the others up: its owner may set global_batch_size, which "
+                fix += "gives slow machines less"
+            yield warning("prediction", text, fix, **figures)
+        else:
+            yield ok("prediction", text, **figures)
+
+
+def _line(name: str, measured: LinkMeasurement) -> list[Finding]:
+    """Round trip and rates to one other."""
+    if measured.rtt_s is None:
+        fix = "nothing: members that cannot reach each other are relayed; only it is not known how fast"
+        return [warning(name, "not measured: it was not reached from here", fix)]
+    up, down = _rate(measured.up_Bps), _rate(measured.down_Bps)
+    text = f"round trip {measured.rtt_s * 1e3:.1f} ms, {up} up, {down} down"
+    figures = {"rtt_s": measured.rtt_s, "up_Bps": measured.up_Bps, "down_Bps": measured.down_Bps}
+    if measured.rtt_s > connection_check.SLOW_ROUND_TRIP_s:
+        return [
+            warning(
+                name, text, "a line with less delay, such as a cable, makes every exchange quicker", **figures
+            )
+        ]
+    if measured.up_Bps is None or measured.down_Bps is None:
+        fix = "256 KiB did not pass in time: the line is slow, or in use by something else"
+        return [warning(name, text, fix, **figures)]
+    if measured.up_Bps < SLOW_UP_Bps:
+        return [warning(name, text, "end other uploads; a run on such lines wants LocalSteps", **figures)]
+    return [ok(name, text, **figures)]
+
+
+def _rate(rate_Bps: float | None) -> str:
+    return "not measured" if rate_Bps is None else f"{rate_Bps * 8 / 1e6:,.1f} Mbit/s"
+
+
+def _reachable(talk: DoctorProbe, address: str | None) -> Finding:
+    if address:
+        return ok("reachable", f"others can connect to this machine, as {address}", address=address)
+    if address is None:
+        return warning(
+            "reachable", "the coordinator did not say whether others reach this machine", "try again"
+        )
+    text = "others cannot connect to this machine: it dials them, or is relayed, and can train all the same"
+    fix = "to be dialled, forward a port to it and join with --listen and --advertise, or open its firewall"
+    return warning("reachable", text, fix, listened=talk.address)
+
+
+def _wall_of(picture: Mapping[str, Any]) -> float | None:
+    value = picture.get("wall_s")
+    return float(value) if isinstance(value, int | float) and 0 < value < 1e11 else None
+
+
+def _plain(value: object) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in str(value)[:200])

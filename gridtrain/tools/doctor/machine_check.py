@@ -1,0 +1,261 @@
+"""What this machine is: Python, torch, GPU, memory, disk, clock.
+
+Decides what is enough to train with.  Never imports torch here: another process does, with a deadline, since
+an import can take long, and a driver can hang for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from gridtrain.runtime.worker_naming import state_directory
+from gridtrain.tools.doctor.findings import Finding, failure, ok, warning
+
+LEAST_PYTHON = (3, 11)
+LITTLE_MEMORY_bytes = 4 << 30
+LITTLE_DISK_bytes = 2 << 30
+BAD_DISK_bytes = 200 << 20
+MOST_SKEW_s = 5.0
+POLL_S = 0.05
+
+TORCH_PROBE = """
+import json, time
+def at(stage): print(json.dumps({"at": stage}), flush=True)
+at("import")
+try:
+    import torch
+except ImportError as error:
+    print(json.dumps({"missing": str(error)}))
+    raise SystemExit
+found = {"version": torch.__version__, "cuda_build": torch.version.cuda or "", "gpus": []}
+try:
+    import safetensors
+except ImportError:
+    found["no_safetensors"] = True
+device = "cpu"
+at("gpu")
+if torch.cuda.is_available():
+    device = "cuda"
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        found["gpus"].append([torch.cuda.get_device_name(index), free, total])
+elif torch.backends.mps.is_available():
+    device = "mps"
+at("product")
+n = 2048 if device != "cpu" else 512
+a = torch.ones(n, n, device=device)
+wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize, "cpu": lambda: None}[device]
+(a @ a).sum().item()
+began = time.perf_counter()
+rounds = 0
+while time.perf_counter() - began < 0.2:
+    b = a @ a
+    wait()
+    rounds += 1
+found |= {"device": device, "flops": 2 * n**3 * rounds / (time.perf_counter() - began)}
+print(json.dumps(found))
+"""
+"""What the other process runs: it says how far it is, then what it found, a JSON object a line.  Flops: of a
+float32 product."""
+
+INSTALL_HINT = "pip install 'gridtrain[torch]' (or first the torch build that fits your GPU, see pytorch.org)"
+
+
+def check_python() -> Finding:
+    ours = platform.python_version()
+    figures = {"version": ours, "platform": sys.platform}
+    if sys.version_info < LEAST_PYTHON:
+        wanted = ".".join(map(str, LEAST_PYTHON))
+        return failure("python", f"Python {ours}", f"install Python {wanted} or newer", **figures)
+    return ok("python", f"Python {ours} on {sys.platform}, {_cores()} CPU cores", **figures, cores=_cores())
+
+
+def _cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+class TorchProbe:
+    """The other process; begun early, as it takes longest.
+
+    Args:
+        command: of the interpreter; another one for tests.
+    """
+
+    def __init__(self, command: tuple[str, ...] = (sys.executable, "-c", TORCH_PROBE)) -> None:
+        self._began_s = time.monotonic()
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def end(self) -> None:
+        """Nothing of it is left."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.communicate()
+
+    def findings(self, until_s: float) -> tuple[list[Finding], float | None]:
+        """What it said by then (`time.monotonic`), and the floating-point operations in a second."""
+        try:
+            out, err = self._process.communicate(timeout=max(0.0, until_s - time.monotonic()))
+        except subprocess.TimeoutExpired as late:
+            self.end()
+            return [_late(late.output, time.monotonic() - self._began_s)], None
+        try:
+            found = json.loads(out.splitlines()[-1])
+        except (IndexError, ValueError):
+            last = (err.strip().splitlines() or [f"exit code {self._process.returncode}"])[-1][:200]
+            return [failure("torch", f"torch cannot be used: {last}", INSTALL_HINT)], None
+        return _torch_findings(found)
+
+
+def _late(said: bytes | str | None, took_s: float) -> Finding:
+    """It had not come to its end: a busy machine imports torch slowly, and that is no reason not to join.
+
+    A driver that does not answer is one: training would wait for it as well.
+    """
+    text = said.decode(errors="replace") if isinstance(said, bytes) else said or ""
+    at = ""
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            at = json.loads(line)["at"]
+    here = _installed() or ("torch" if at in ("gpu", "product") else "")  # it has come in, whoever built it
+    if at == "gpu":
+        check = "python -c 'import torch; print(torch.cuda.is_available())'"
+        return failure(
+            "torch", f"{here}: its GPU driver does not answer within {took_s:.0f} s", f"try: {check}"
+        )
+    if not here:
+        return failure("torch", "torch is not installed here", INSTALL_HINT)
+    doing = "computes" if at == "product" else "is being imported"
+    return warning(
+        "torch",
+        f"slow: {here} still {doing} after {took_s:.0f} s, so how fast it computes is not known",
+        "end other programs and ask again; if it stays so: python -X importtime -c 'import torch'",
+        took_s=took_s,
+    )
+
+
+def _installed() -> str:
+    """As its package says, without an import; "": there is none."""
+    try:
+        return f"torch {version('torch')}"
+    except PackageNotFoundError:
+        return ""
+
+
+def _torch_findings(found: dict[str, Any]) -> tuple[list[Finding], float | None]:
+    if "missing" in found:
+        return [failure("torch", f"torch is not installed here ({found['missing']})", INSTALL_HINT)], None
+    flops = float(found["flops"])
+    named = f"torch {found['version']}"
+    findings = [
+        failure("torch", f"{named}, but no safetensors", "pip install safetensors")
+        if found.get("no_safetensors")
+        else ok(
+            "torch",
+            f"{named} on {found['device']}: {flops / 1e9:,.0f} Gflop/s in float32",
+            version=found["version"],
+            device=found["device"],
+            flops=flops,
+        )
+    ]
+    for index, (name, free, total) in enumerate(found["gpus"]):
+        text = f"{name}: {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+        figures = {"gpu": index, "free_bytes": free, "total_bytes": total}
+        if free < 0.5 * total:
+            fix = "end what uses it, or: gridtrain worker set gpu=pause"
+            findings.append(warning("gpu", f"{text}; something else uses it", fix, **figures))
+        else:
+            findings.append(ok("gpu", text, **figures))
+    if not found["gpus"]:
+        if found["device"] == "mps":
+            findings.append(ok("gpu", "Apple's GPU"))
+        elif found["cuda_build"]:
+            fix = "install or update NVIDIA's driver; nvidia-smi should list the GPU; else the CPU trains"
+            findings.append(
+                warning("gpu", f"torch is built for CUDA {found['cuda_build']}, but finds no GPU", fix)
+            )
+        elif Path("/proc/driver/nvidia/version").exists():
+            fix = "install a torch build for CUDA, see pytorch.org"
+            findings.append(warning("gpu", "there is an NVIDIA driver, but this torch is for the CPU", fix))
+        else:
+            findings.append(ok("gpu", "none that torch can use: the CPU trains"))
+    return findings, flops
+
+
+def check_memory(available_bytes: Callable[[], int | None] | None = None) -> Finding:
+    """`available_bytes`: another source, for tests."""
+    free = (available_bytes or _available_bytes)()
+    if free is None:
+        return warning("memory", "this system does not say how much memory is free", "look yourself")
+    text = f"{free / 2**30:.1f} GiB of memory free"
+    if free < LITTLE_MEMORY_bytes:
+        return warning("memory", text, "end other programs: a model, its gradient and its residual need room",
+                       free_bytes=free)  # fmt: skip
+    return ok("memory", text, free_bytes=free)
+
+
+def _available_bytes() -> int | None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError):
+        try:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        except (ValueError, OSError):
+            return None
+    with_limit = _container_left_bytes()
+    return free if with_limit is None else min(free, with_limit)
+
+
+def _container_left_bytes() -> int | None:
+    """Of a container with a limit of its own (cgroup v2)."""
+    try:
+        folder = Path("/sys/fs/cgroup")
+        most, used = (folder / "memory.max").read_text(), (folder / "memory.current").read_text()
+        return max(0, int(most) - int(used)) if most.strip() != "max" else None
+    except (OSError, ValueError):
+        return None
+
+
+def check_disk(run: str) -> Finding:
+    """Where checkpoints and the final model go."""
+    folder = state_directory(run)
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    text = f"{free / 1e9:.1f} GB free for checkpoints in {folder}"
+    if not os.access(there, os.W_OK):
+        fix = "set XDG_STATE_HOME to a folder that you may write to"
+        return failure("disk", f"{folder} cannot be written to", fix, free_bytes=free)
+    if free < BAD_DISK_bytes:
+        return failure("disk", text, "make room, or set XDG_STATE_HOME to another disk", free_bytes=free)
+    if free < LITTLE_DISK_bytes:
+        return warning("disk", text, "make room, or name another folder with --state-dir", free_bytes=free)
+    return ok("disk", text, free_bytes=free)
+
+
+def check_clock(theirs_s: float | None, ours_s: float) -> Finding:
+    """Compared with the coordinator's wall clock; None: it did not say."""
+    if theirs_s is None:
+        return ok("clock", "not compared: the coordinator did not say what time it is")
+    skew_s = ours_s - theirs_s
+    text = f"{abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} the coordinator's"
+    if abs(skew_s) > MOST_SKEW_s:
+        fix = (
+            "switch the system's time synchronisation on; training does not need it, logs and invitations do"
+        )
+        return warning("clock", text, fix, skew_s=skew_s)
+    return ok("clock", text, skew_s=skew_s)

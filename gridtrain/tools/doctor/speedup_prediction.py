@@ -1,0 +1,159 @@
+"""Would this machine speed a run up?  A step with and without it, by the planner's own model.
+
+Decides which figures stand for what was not measured, and says so.  Never measures.
+
+    the run's network, exchange, shares, computing  --> outlook(P members)      samples a second
+    the same and this machine's line and speed      --> outlook(P + 1 members)  samples a second --> N %
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from gridtrain.core.planning.exchange_comparison import (
+    ExchangeEstimate,
+    estimate_best_order,
+    estimate_exchange,
+)
+from gridtrain.core.planning.network_model import LinkModel, NetworkModel
+from gridtrain.core.planning.workload import CpuCosts, Workload
+from gridtrain.tools.doctor.doctor_probe import LinkMeasurement
+
+MOST_ORDERED = 32
+LEAST_Bps = 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """A run as it is.
+
+    Attributes:
+        network: between its members; None: fewer than two train.
+        compute_s: of each member's step, in rank order; of those that say it.
+        shares: samples of a step, in rank order.
+        global_batch_size: None: each worker brings its own samples.
+        flops: what members say of their speed, as of `machine.TORCH_PROBE`.
+    """
+
+    network: NetworkModel | None
+    load: Workload
+    compute_s: Sequence[float]
+    shares: Sequence[int]
+    global_batch_size: int | None
+    flops: Sequence[float] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedupPrediction:
+    """Attributes:
+    step_s, with_s: a step now, and with this machine.
+    gain: of samples in a second; 0.2: 20 % more.
+    assumed: what was not measured, and what was taken for it.
+    """
+
+    step_s: float
+    joined_step_s: float
+    gain: float
+    exchange_s: float
+    compute_s: float
+    assumptions: tuple[str, ...]
+
+
+def predict_speedup(
+    run: RunStatus, mine: Mapping[int, LinkMeasurement], coordinator: LinkMeasurement, flops: float | None
+) -> SpeedupPrediction:
+    """`mine`: this machine's lines to members, by rank.  `flops`: of this machine; None: not known."""
+    assumed: list[str] = []
+    usual_s = median(run.compute_s)
+    compute_s = usual_s
+    if flops and run.flops:
+        compute_s = usual_s * median(run.flops) / flops
+    else:
+        assumed.append("computing as fast as the members' median, as they do not say how fast they are")
+    if not any(each.up_Bps for each in mine.values()):
+        assumed.append("the line to the members like that to the coordinator")
+    shares, more = _shares(run, usual_s, compute_s)
+    now_s, with_compute_s = max(run.compute_s), _slowest(run, shares, usual_s, compute_s)
+    size = len(run.shares)
+    before = _look(run.load, run.network, now_s) if run.network is not None else None
+    after = _look(run.load, _joined(run.network, size, mine, coordinator), with_compute_s)
+    step_s = before.step_s if before is not None else now_s
+    samples, with_samples = sum(run.shares), sum(run.shares) + more
+    gain = (with_samples / after.step_s) / (samples / step_s) - 1
+    return SpeedupPrediction(step_s, after.step_s, gain, after.cost.exchange_s, compute_s, tuple(assumed))
+
+
+def _shares(run: RunStatus, usual_s: float, compute_s: float) -> tuple[list[float], int]:
+    """Samples of each, this machine last; and how many more a step has."""
+    if run.global_batch_size is None:
+        mine = round(median(run.shares))
+        return [*map(float, run.shares), float(mine)], mine
+    rates = [share / usual_s for share in run.shares]
+    rates.append(median(run.shares) / compute_s)
+    return [sum(run.shares) * rate / sum(rates) for rate in rates], 0
+
+
+def _slowest(run: RunStatus, shares: Sequence[float], usual_s: float, compute_s: float) -> float:
+    """Of the step with this machine: each one's seconds grow with its samples."""
+    known = [*run.compute_s, *[usual_s] * (len(run.shares) - len(run.compute_s))]
+    times = [known[rank] * shares[rank] / max(1, run.shares[rank]) for rank in range(len(run.shares))]
+    mine = compute_s * shares[-1] / max(1.0, median(run.shares))
+    return max(*times, mine)
+
+
+def _look(load: Workload, network: NetworkModel, compute_s: float) -> ExchangeEstimate:
+    look = estimate_best_order if 2 < network.size <= MOST_ORDERED else estimate_exchange
+    return look(load, network, CpuCosts(), compute_s)
+
+
+def _joined(
+    network: NetworkModel | None, size: int, mine: Mapping[int, LinkMeasurement], coordinator: LinkMeasurement
+) -> NetworkModel:
+    """The members' network with this machine as the last rank."""
+    up_Bps = _best([coordinator.up_Bps, *(each.up_Bps for each in mine.values())])
+    down_Bps = _best([coordinator.down_Bps, *(each.down_Bps for each in mine.values())])
+    trips_s = [each.rtt_s for each in (*mine.values(), coordinator) if each.rtt_s]
+    usual = median(trips_s) if trips_s else 0.05
+
+    def link(src: int, dst: int) -> LinkModel:
+        if network is not None and max(src, dst) < size:
+            return network.link(src, dst)
+        if max(src, dst) < size:  # one member: there is no such pair
+            return LinkModel(usual / 2)
+        there = mine.get(min(src, dst), LinkMeasurement())
+        rate_Bps = there.up_Bps if src == size else there.down_Bps
+        alpha_s = (there.rtt_s if there.rtt_s is not None else usual) / 2
+        return LinkModel(alpha_s, max(LEAST_Bps, rate_Bps)) if rate_Bps else LinkModel(alpha_s)
+
+    ups = list(network.up_Bps) if network is not None else [down_Bps] * size
+    downs = list(network.down_Bps) if network is not None else [up_Bps] * size
+    return NetworkModel(
+        link, [*ups, up_Bps], [*downs, down_Bps], network.shared_Bps if network is not None else {}
+    )
+
+
+def _best(rates_Bps: Sequence[float | None]) -> float:
+    """Of a line the fastest that was seen; what was not measured counts as 100 Mbit/s."""
+    known = [rate for rate in rates_Bps if rate]
+    return max(LEAST_Bps, max(known, default=12.5e6))
+
+
+def member_figures(picture: Mapping[str, Any], figure: str) -> list[float]:
+    """A figure of the members that train, of those that say it; never believed where it cannot be."""
+    members = picture.get("members", [])
+    found: list[float] = []
+    for member in members if isinstance(members, list) else []:
+        figures = member.get("figures", {}) if isinstance(member, dict) else {}
+        value = figures.get(figure) if isinstance(figures, dict) else None
+        if member.get("rank") is not None and isinstance(value, int | float) and 1e-9 < value < 1e18:
+            found.append(float(value))
+    return found
+
+
+def member_shares(picture: Mapping[str, Any]) -> list[int]:
+    members = picture.get("members", [])
+    ranked = [x for x in members if isinstance(x, dict) and isinstance(x.get("rank"), int)]
+    return [max(0, int(x.get("share") or 0)) for x in sorted(ranked, key=lambda x: x["rank"])]

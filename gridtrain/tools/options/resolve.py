@@ -1,0 +1,149 @@
+"""Flags > `GRIDTRAIN_*` > run.toml > defaults: what holds, and who said so.
+
+Decides nothing else.  Pure: it is handed the flags, the environment and the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gridtrain.config import ENV_PREFIX
+from gridtrain.errors import ConfigError
+from gridtrain.tools.options.option_table import (
+    PROGRAMS,
+    Option,
+    OptionKind,
+    OptionValue,
+    format_value,
+    known_variables,
+)
+from gridtrain.tools.options.runfile import RunFile, nearest_word
+
+HIDDEN_TEXT = "(set, not shown)"
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedValue:
+    """What holds for one option.
+
+    Attributes:
+        source: "flag", "environment", "run.toml" or "default".
+        where: for people: "--upload-limit", "GRIDTRAIN_UPLOAD_LIMIT", "run.toml [worker] upload_limit", "".
+    """
+
+    option: Option
+    value: OptionValue
+    source: str
+    where: str
+
+    @property
+    def shown(self) -> str:
+        """Without what is secret."""
+        if self.option.is_secret and self.value:
+            return HIDDEN_TEXT
+        return format_value(self.value) or self.option.default_text
+
+
+class OptionValues(Mapping[str, ResolvedValue]):
+    """The values of one program, by the option's name."""
+
+    def __init__(self, program: str, values: Mapping[str, ResolvedValue], runfile: RunFile) -> None:
+        self.program = program
+        self.runfile = runfile
+        self._values = values
+
+    def __getitem__(self, name: str) -> ResolvedValue:
+        return self._values[name]
+
+    def __iter__(self) -> Any:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def text(self, name: str) -> str:
+        """A TEXT or FOLDER; "" where nobody has chosen."""
+        value = self._values[name].value
+        return value if isinstance(value, str) else ""
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """TEXTS; () where nobody has chosen."""
+        value = self._values[name].value
+        return value if isinstance(value, tuple) else ()
+
+    def count(self, name: str) -> int | None:
+        value = self._values[name].value
+        return value if isinstance(value, int) else None
+
+    def switch(self, name: str) -> bool:
+        return bool(self._values[name].value)
+
+    def where(self, name: str) -> str:
+        """Who said so; the flag where nobody did."""
+        return self._values[name].where or self._values[name].option.flag
+
+
+def resolve(
+    program: str, given: Mapping[str, OptionValue], environ: Mapping[str, str], runfile: RunFile
+) -> OptionValues:
+    """What holds for `program`.
+
+    Args:
+        given: on the command line, or to `gridtrain.join`; None: not given.
+
+    Raises:
+        ConfigError: a value that cannot be, or a `GRIDTRAIN_` variable that nobody knows.
+    """
+    check_variables(environ)
+    values = {one.name: _one(program, one, given, environ, runfile) for one in PROGRAMS[program]}
+    return OptionValues(program, values, runfile)
+
+
+def join_settings(
+    given: Mapping[str, str | None], environ: Mapping[str, str], runfile: RunFile
+) -> dict[str, str]:
+    """The texts of `gridtrain.config.JoinConfig` for a script that was started by hand; "" is left out.
+
+    Args:
+        given: what the script passes to `gridtrain.join`; None: nothing.
+
+    Raises:
+        ConfigError: see `resolve`.
+    """
+    named = {one.name: one for one in PROGRAMS["worker"] if one.is_join_option}
+    flags = {
+        name: one.from_text(text, f"gridtrain.join({name}=)")
+        for name, one in named.items()
+        if (text := given.get(name)) is not None
+        and (text or one.kind in (OptionKind.TEXT, OptionKind.FOLDER))
+    }
+    chosen = resolve("worker", flags, environ, runfile)
+    texts = {name: format_value(chosen[name].value) for name in (*named, "donate_limit")}
+    texts["unencrypted"] = "yes" if chosen.switch("unencrypted") else ""
+    return {name: text for name, text in texts.items() if text}
+
+
+def _one(
+    program: str, one: Option, given: Mapping[str, OptionValue], environ: Mapping[str, str], runfile: RunFile
+) -> ResolvedValue:
+    if (value := given.get(one.name)) not in (None, ()):
+        return ResolvedValue(one, value, "flag", one.flag)
+    if not one.is_command_line_only and (text := environ.get(one.variable)):
+        return ResolvedValue(one, one.from_text(text, one.variable), "environment", one.variable)
+    if (found := runfile.option_value(program, one)) is not None:
+        return ResolvedValue(one, found[0], "run.toml", found[1])
+    return ResolvedValue(one, one.default, "default", "")
+
+
+def check_variables(environ: Mapping[str, str]) -> None:
+    """Raises `ConfigError` for the first `GRIDTRAIN_` variable that means nothing."""
+    known = known_variables()
+    for name in sorted(environ):
+        if name.startswith(ENV_PREFIX) and name not in known:
+            near = nearest_word(name, known)
+            raise ConfigError(
+                f"{name} is set, and means nothing to gridtrain",
+                remedy=f"did you mean {near}?  else: unset {name}" if near else f"unset {name}",
+            )

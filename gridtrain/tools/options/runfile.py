@@ -1,0 +1,257 @@
+"""run.toml: what a run is, and how its coordinator and this worker are to behave.
+
+Decides which tables and keys there may be; a word that is none of them is refused with the nearest that is.
+Never looks into the script, and never asks anybody for anything.
+
+    [run]            what volunteers are shown, and run: travels in the bundle (`gridtrain.tools.bundle`)
+    [run.data]       the data set, by its digest
+    [coordinator]    options of `gridtrain coordinator`, with underscores
+    [worker]         options of `gridtrain worker`
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from gridtrain.errors import ConfigError
+from gridtrain.tools.options.option_table import PROGRAMS, Option, OptionKind, OptionValue
+
+RUN_FILE = "run.toml"
+MAX_FILE_BYTES = 1 << 16
+MAX_TEXT = 512
+MAX_ITEMS = 64
+RUN_KEYS = ("name", "about", "script", "digest", "arguments", "files", "requires", "image", "data")
+DATA_KEYS = ("file", "digest", "where")
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_REQUIRED = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?)(?:\s*>=\s*(\d+(?:\.\d+){0,3}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetDescription:
+    """The data set that a run's script reads.
+
+    Attributes:
+        file: relative, below the worker's `data_dir`, or the run's own folder.
+        digest: "sha256:" and 64 digits, of the file's bytes.
+        where: for people: how to get it.
+    """
+
+    file: str
+    digest: str
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDescription:
+    """The table [run].
+
+    Attributes:
+        about: a line for volunteers.
+        script: what is started, relative to run.toml; "": the run has no bundle.
+        digest: of the script, "sha256:..."; "": whatever it is.  Always known in a bundle.
+        arguments: of the script.
+        files: what else is in the bundle, relative.
+        requires: packages, as (name, least version or "").
+        image: a container image with all of it, for those who use one; "": none.
+    """
+
+    name: str = "default"
+    about: str = ""
+    script: str = ""
+    digest: str = ""
+    arguments: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    requires: tuple[tuple[str, str], ...] = ()
+    image: str = ""
+    data: DatasetDescription | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunFile:
+    """A run.toml that was read; without any file, nothing is set."""
+
+    path: Path | None = None
+    run: RunDescription = field(default_factory=RunDescription)
+    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def find(cls, environ: Mapping[str, str], folder: Path | None = None) -> RunFile:
+        """That of `GRIDTRAIN_CONFIG`, else the one in `folder` (the working folder), else none.
+
+        Raises `ConfigError`: it cannot be read, or says what nobody understands.
+        """
+        if named := environ.get("GRIDTRAIN_CONFIG"):
+            return cls.read(Path(named))
+        path = (folder or Path()) / RUN_FILE
+        return cls.read(path) if path.is_file() else cls()
+
+    @classmethod
+    def read(cls, path: Path) -> RunFile:
+        """Raises `ConfigError`."""
+        try:
+            with path.open("rb") as file:
+                content = file.read(MAX_FILE_BYTES + 1)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be read: {error.strerror}", remedy="name another file with GRIDTRAIN_CONFIG"
+            ) from None
+        return cls.parse(content, path)
+
+    @classmethod
+    def parse(cls, content: bytes, path: Path) -> RunFile:
+        """Raises `ConfigError`; `path` is for its words."""
+        if len(content) > MAX_FILE_BYTES:
+            raise ConfigError(
+                f"{path} is longer than {MAX_FILE_BYTES} bytes", remedy="keep data in files of their own"
+            )
+        try:
+            document = tomllib.loads(content.decode("utf-8"))
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+            raise ConfigError(
+                f"{path}: {error or 'lists in lists, too deep'}",
+                remedy="write it as docs/configuration.md shows",
+            ) from None
+        check_keys(path, document, ("run", *PROGRAMS), "")
+        for table, value in document.items():
+            if not isinstance(value, dict):
+                raise ConfigError(f"{path}: {table} is {value!r}", remedy=f"write a table: [{table}]")
+        run = _run(path, document.get("run", {}))
+        for program, options in PROGRAMS.items():
+            places = [one.toml_location(program) for one in options if not one.is_command_line_only]
+            own = [key for table, key in places if table == program]
+            check_keys(path, document.get(program, {}), own, program)
+        return cls(path, run, document)
+
+    def option_value(self, program: str, one: Option) -> tuple[OptionValue, str] | None:
+        """The value and where it stands; None: nothing is said.  Raises `ConfigError`."""
+        table, key = one.toml_location(program)
+        values = self.tables.get(table, {})
+        if one.is_command_line_only or key not in values:
+            return None
+        where = f"{self.path} [{table}] {key}"
+        value = one.from_toml(values[key], where)
+        if one.kind is OptionKind.FOLDER and isinstance(value, str) and value and self.path is not None:
+            value = str(self.path.parent / Path(value).expanduser())  # beside the file, wherever one stands
+        return value, where
+
+
+def check_keys(path: Path, found: Iterable[str], known: Iterable[str], table: str) -> None:
+    """Raises `ConfigError` for the first that is not known, with the one that may have been meant."""
+    names = list(known)
+    for key in found:
+        if key not in names:
+            place = f"[{table}] " if table else ""
+            near = nearest_word(key, names)
+            raise ConfigError(
+                f"{path}: {place}{key!r} is no key that gridtrain knows",
+                remedy=f"did you mean {near!r}?" if near else f"it may have {', '.join(names)}",
+            )
+
+
+def nearest_word(word: str, known: Iterable[str]) -> str | None:
+    """The one that may have been meant."""
+    plain = {name.lower().replace("-", "_"): name for name in known}
+    found = difflib.get_close_matches(word.lower().replace("-", "_"), plain, n=1, cutoff=0.6)
+    return plain[found[0]] if found else None
+
+
+# -- [run] -------------------------------------------------------------------------------------------
+
+
+def _run(path: Path, table: Mapping[str, Any]) -> RunDescription:
+    check_keys(path, table, RUN_KEYS, "run")
+    script = _text(path, table, "script")
+    run = RunDescription(
+        name=_text(path, table, "name") or "default",
+        about=_text(path, table, "about"),
+        script=_relative(path, "script", script) if script else "",
+        digest=_digest(path, "[run] digest", _text(path, table, "digest")),
+        arguments=_texts(path, table, "arguments"),
+        files=tuple(_relative(path, "files", name) for name in _texts(path, table, "files")),
+        requires=tuple(_required(path, text) for text in _texts(path, table, "requires")),
+        image=_text(path, table, "image"),
+        data=_data(path, table["data"]) if "data" in table else None,
+    )
+    if not run.script and (run.files or run.digest or run.arguments):
+        raise ConfigError(
+            f"{path}: [run] has files, a digest or arguments, but no script",
+            remedy='write script = "train.py", or leave them out',
+        )
+    return run
+
+
+def _data(path: Path, table: object) -> DatasetDescription:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: [run] data is {table!r}", remedy="write a table: [run.data]")
+    check_keys(path, table, DATA_KEYS, "run.data")
+    file = _relative(path, "data.file", _text(path, table, "file"))
+    digest = _digest(path, "[run.data] digest", _text(path, table, "digest"))
+    if not digest:
+        raise ConfigError(
+            f"{path}: [run.data] has no digest", remedy=f'write digest = "sha256:...", from: sha256sum {file}'
+        )
+    return DatasetDescription(file, digest, _text(path, table, "where"))
+
+
+def _text(path: Path, table: Mapping[str, Any], key: str) -> str:
+    value = table.get(key, "")
+    return _plain(path, key, value)
+
+
+def _plain(path: Path, key: str, value: object) -> str:
+    if isinstance(value, str) and len(value) <= MAX_TEXT and value.isprintable():
+        return value
+    raise ConfigError(
+        f"{path}: [run] {key} is {value!r:.200}", remedy=f"write one line of at most {MAX_TEXT} letters"
+    )
+
+
+def _texts(path: Path, table: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    values = table.get(key, [])
+    if not isinstance(values, list) or len(values) > MAX_ITEMS:
+        raise ConfigError(
+            f"{path}: [run] {key} is {values!r:.200}", remedy=f"write a list of at most {MAX_ITEMS} texts"
+        )
+    return tuple(_plain(path, key, value) for value in values)
+
+
+def _relative(path: Path, key: str, text: str) -> str:
+    if not is_safe_relative_name(text):
+        raise ConfigError(
+            f"{path}: [run] {key} names {text!r}",
+            remedy="name a file beside run.toml or in a folder below it, of letters, digits and . _ - alone",
+        )
+    return text
+
+
+def is_safe_relative_name(name: str) -> bool:
+    """A plain relative name: no way out of the folder, nothing hidden, nothing that a shell or a terminal
+    treats specially."""
+    parts = PurePosixPath(name).parts
+    plain = re.fullmatch(r"[A-Za-z0-9._/-]{1,100}", name) is not None and "/".join(parts) == name
+    return plain and all(part[0] not in ".-/" and not part.endswith(".") for part in parts)
+
+
+def _digest(path: Path, key: str, text: str) -> str:
+    if text and not _DIGEST.fullmatch(text):
+        raise ConfigError(
+            f"{path}: {key} is {text!r}",
+            remedy='write "sha256:" and 64 digits, as sha256sum prints them, or leave it out',
+        )
+    return text
+
+
+def _required(path: Path, text: str) -> tuple[str, str]:
+    match = _REQUIRED.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(
+            f"{path}: [run] requires {text!r}",
+            remedy='write a package, or one with its least version: "torch>=2.4"',
+        )
+    return match[1], match[2] or ""

@@ -1,0 +1,1 @@
+"""Replicated state as bytes: serialization, checkpoint stores, merging of stages, export."""

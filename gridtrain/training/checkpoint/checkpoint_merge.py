@@ -1,0 +1,185 @@
+"""A stage put together from checkpoints of stages of another cut, parameter by parameter.
+
+Decides which checkpoint a value is taken from.  Never reads a disk, never decides where the model is cut.
+
+    [0 2) at step 20    embed.weight, body.0.*          a parameter is found by its name in the whole model,
+    [2 4) at step 20    body.1.*, body.2.*              its optimizer's state by the parameter, its residual
+         |                                              by its place in the flat gradient
+    [0 3)               embed.weight, body.0.*, body.1.*
+
+Random numbers need nothing: they belong to layers and steps (decision 0026).  What belongs to a stage as a
+whole must be the same in all checkpoints: settings of the optimizer's groups, and what `Grid.track` tracks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gridtrain.errors import RemoteProtocolError
+from gridtrain.training.checkpoint import serialization
+from gridtrain.training.checkpoint.checkpoint_store import Checkpoint
+from gridtrain.training.checkpoint.flat_gradient import FlatGradient, canonical_parameters
+
+PARAMETER_ORDER_KEY, FROZEN_KEY = "order", "frozen"
+"""Of a checkpoint's document: names of the parameters as the optimizer numbers them, and of those which are
+not trained."""
+
+_REMEDY = "start the run again with as many workers as it has stages"
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckpointSource:
+    """One checkpoint, its optimizer's state and settings by parameter."""
+
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    states: Mapping[str, Any]
+    groups: Mapping[str, Mapping[str, Any]]
+    trackers: Mapping[str, Any]
+    residual: Mapping[str, Tensor]
+
+
+def parameter_order(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """What `ORDER` stands for."""
+    names = {id(parameter): name for name, parameter in canonical_parameters(module)}
+    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def load_merged(
+    founds: Sequence[Checkpoint],
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    trackers: serialization.Trackers,
+    tied: Sequence[frozenset[str]],
+) -> None:
+    """Make a stage that was built anew what it is in these checkpoints, which together have all of it.
+
+    Args:
+        tied: names, in the whole model, of one parameter that several blocks hold.
+
+    Raises:
+        RemoteProtocolError: something is missing, or the checkpoints differ in what must be the same.
+    """
+    sources = [_read_source(found) for found in founds]
+    names = [name for name, _ in canonical_parameters(module)]
+    others = {name: group for group in tied for name in group}
+
+    def of(what: str, name: str) -> Any:
+        for known in (name, *sorted(others.get(name, ()))):
+            for source in sources:
+                if known in getattr(source, what):
+                    return getattr(source, what)[known]
+        return None
+
+    if missing := [name for name in names if of("parameters", name) is None]:
+        raise RemoteProtocolError(f"no checkpoint has {missing[0]!r} and {len(missing) - 1} more")
+    buffers: dict[str, Any] = {}
+    for source in reversed(sources):
+        buffers |= source.buffers
+    own = dict(serialization.buffers_of(module))
+    order = parameter_order(module, optimizer)
+    serialization.load_state(
+        {
+            "parameters": {name: of("parameters", name) for name in names},
+            "buffers": {name: buffers[name] for name in own if name in buffers},
+            "optimizer": _optimizer_state(optimizer, order, of),
+            "trackers": _same_trackers(sources),
+        },
+        module,
+        optimizer,
+        trackers,
+    )
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer, order: Sequence[str], of: Any) -> dict[str, Any]:
+    state = optimizer.state_dict()
+    found = {index: of("states", name) for index, name in enumerate(order)}
+    for group in state["param_groups"]:
+        known = [of("groups", order[index]) for index in group["params"]]
+        if any(fields is None or not _is_equal(fields, known[0]) for fields in known):
+            raise RemoteProtocolError(
+                "the optimizer is set otherwise for some of the parameters of a group", remedy=_REMEDY
+            )
+        if known:
+            group.update(known[0])
+    return {"state": {i: one for i, one in found.items() if one is not None}, **_groups(state)}
+
+
+def _groups(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name != "state"}
+
+
+def _read_source(found: Checkpoint) -> _CheckpointSource:
+    values = serialization.read_state(found.document, found.tensors)
+    try:
+        order = [str(name) for name in found.document[PARAMETER_ORDER_KEY]]
+        optimizer = values["optimizer"]
+        groups = {
+            order[index]: {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            for group in optimizer["param_groups"]
+            for index in group["params"]
+        }
+        states = {order[index]: one for index, one in optimizer["state"].items()}
+        parameters, buffers = dict(values["parameters"]), dict(values["buffers"])
+        return _CheckpointSource(
+            parameters, buffers, states, groups, dict(values["trackers"]), found.residual
+        )
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise RemoteProtocolError(
+            f"the checkpoint {found.path} does not say which state is whose: {error!r}", remedy=_REMEDY
+        ) from error
+
+
+def _same_trackers(sources: Sequence[_CheckpointSource]) -> Mapping[str, Any]:
+    first = sources[0].trackers
+    if any(not _is_equal(source.trackers, first) for source in sources):
+        raise RemoteProtocolError(
+            f"what {', '.join(sorted(first))} tracks differs from stage to stage", remedy=_REMEDY
+        )
+    return first
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_is_equal(a[name], b[name]) for name in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_is_equal, a, b))
+    return bool(a == b)
+
+
+def merged_residual(founds: Sequence[Checkpoint], module: nn.Module, flat: FlatGradient) -> dict[str, Tensor]:
+    """What this worker had not sent of these parameters, as flat vectors (n,); {}: nothing is known."""
+    kinds = {kind for found in founds for kind in found.residual}
+    trained = {name: p.numel() for name, p in canonical_parameters(module) if p.requires_grad}
+    whole = {kind: torch.zeros(flat.n) for kind in kinds}
+    done: set[str] = set()
+    for found in founds:
+        shapes = serialization.read_state(found.document, found.tensors)["parameters"]
+        sizes = {name: int(value.numel()) for name, value in shapes.items()}
+        frozen = set(found.document.get(FROZEN_KEY, ()))
+        places = _parameter_slices({name: size for name, size in sizes.items() if name not in frozen})
+        ends = max((stop for _, stop in places.values()), default=0)
+        if any(int(vector.numel()) != ends for vector in found.residual.values()):
+            continue  # of another exchange
+        for name, (start, stop) in _parameter_slices(trained).items():
+            if name in places and name not in done and found.residual:
+                done.add(name)
+                for kind, vector in found.residual.items():
+                    whole[kind][start:stop] = vector[slice(*places[name])]
+    return whole
+
+
+def _parameter_slices(sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Of each parameter in a flat vector."""
+    places, at = {}, 0
+    for name, size in sizes.items():
+        places[name] = (at, at + size)
+        at += size
+    return places

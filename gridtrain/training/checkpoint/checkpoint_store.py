@@ -1,0 +1,362 @@
+"""Checkpoints on a worker's disk: the replicated state after a step, and this worker's residual.
+
+Decides when one is due, how it lies on the disk, and which ones are kept.  Never decides whether a run
+goes on from one: the coordinator does (`protocol.membership`), as it knows what the others hold.
+
+    <folder>/step-00000200/
+        state.json             run, step, history, ledger, facts, and where each tensor belongs
+        tensors.safetensors    parameters, buffers, optimizer, trackers
+        residual.safetensors   what this worker had not sent yet (sparse exchanges)
+
+Copies are made on the training thread between two steps; a thread of its own writes them aside and renames
+the folder when everything is on the disk, so that there is either a whole checkpoint or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from gridtrain.core.commit.ledger_record import ledger_entry, parse_ledger
+from gridtrain.core.messages import CheckpointInfo, Facts
+from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.runtime.state_transfer.checkpoint_copy import RESIDUAL_FILE
+from gridtrain.training.checkpoint.serialization import content_digest
+
+log = logging.getLogger("gridtrain")
+
+FORMAT = 1
+MAX_JSON_BYTES = 256 << 20
+_NAME = re.compile(r"step-(\d{8,})")
+_PARTIAL = ".step-*.partial"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One as it was read.
+
+    Attributes:
+        facts: what the worker trained, as in `Setup.facts`.
+        document: where the tensors belong; `state_sync.restore_from` takes it.
+        residual: empty if there was none.
+    """
+
+    path: Path
+    position: CheckpointInfo
+    facts: Facts
+    document: dict[str, Any]
+    tensors: dict[str, Tensor]
+    residual: dict[str, Tensor]
+
+    @property
+    def step(self) -> int:
+        """Steps that had been committed."""
+        return self.position.applied + 1
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointContent:
+    """What is to be written: copies that nobody changes any more."""
+
+    position: CheckpointInfo
+    facts: Facts
+    document: dict[str, Any]
+    tensors: Mapping[str, Tensor]
+    residual: Mapping[str, Tensor]
+
+
+class CheckpointStore:
+    """The checkpoints of one worker in one run.
+
+    Args:
+        folder: made when the first one is written.
+        every: steps between two; 0: none are written.
+        keep: so many of the latest stay.
+    """
+
+    def __init__(self, folder: Path, *, every: int, keep: int) -> None:
+        if every < 0 or keep < 1:
+            raise ConfigError(
+                f"checkpoints every {every} steps, {keep} kept; the first must be >= 0, the second >= 1",
+                remedy="try every=500 and keep=2",
+            )
+        self.folder = folder
+        self._every, self._keep = every, keep
+        self._writer: threading.Thread | None = None
+        self._failed = ""
+        self._latest: int | None = None
+        self._mine: list[Path] = []  # oldest first; others on the disk may be of a history that was left
+        self._lock: int | None = None
+        self._dropped_residuals: int | None = None
+
+    def claim(self) -> None:
+        """For this worker alone, until `release`.  What cannot be written to is said now, not after hours.
+
+        Raises:
+            ConfigError: another worker has it.
+        """
+        if not self._every:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # a residual holds traces of samples
+            self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._remove_partial()
+        except BlockingIOError:
+            self.release()
+            raise ConfigError(
+                f"the folder of checkpoints {self.folder} is in use by another worker",
+                remedy="give each worker a state directory of its own: --state-dir",
+            ) from None
+        except OSError as error:
+            log.warning("there will be no checkpoints: %s cannot be written to: %s", self.folder, error)
+
+    def _remove_partial(self) -> None:
+        """What a process that was killed had begun to write.  A state is large, and nobody else comes by."""
+        for left in (*self.folder.glob(_PARTIAL), *self.folder.glob(f"*/{_PARTIAL}")):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def mark_verified(self) -> None:
+        """The training goes on from the latest one: what is on the disk is of this history."""
+        with contextlib.suppress(OSError):
+            self._mine = list_checkpoints(self.folder)
+
+    def is_due(self, step: int) -> bool:
+        """After `step` committed steps; later, if the one before is still being written then."""
+        if self._latest is None:
+            self._latest = step  # where this worker begins
+        return (
+            self._every > 0 and not self._is_writing() and step // self._every > self._latest // self._every
+        )
+
+    def write(self, snapshot: CheckpointContent) -> None:
+        """In the background.  A full disk costs the checkpoint, not the training: it is logged."""
+        self.wait()
+        self._dropped_residuals = None
+        self._latest = snapshot.position.applied + 1
+        self._writer = threading.Thread(
+            target=self._write, args=(snapshot,), name="gridtrain-checkpoint", daemon=True
+        )
+        self._writer.start()
+
+    def drop_residual(self, step: int) -> None:
+        """Somebody else has the residual of this step: its checkpoint, which may be on its way to the disk,
+        must not bring it back."""
+        self._dropped_residuals = step  # first: whoever renames it afterwards looks here
+        self._drop_residual(step)
+
+    def _drop_residual(self, step: int) -> None:
+        with contextlib.suppress(OSError):
+            (step_folder(self.folder, step) / RESIDUAL_FILE).unlink()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until what is being written is on the disk."""
+        if self._writer is not None:
+            self._writer.join(timeout_s)
+
+    def latest(self, facts: Facts) -> Checkpoint | None:
+        """The latest one of this training that can be read; None: there is none.
+
+        A damaged one is skipped with a warning, and so is one of another model or other data.
+        """
+        try:
+            paths = list_checkpoints(self.folder)
+        except OSError as error:
+            log.warning("checkpoints in %s cannot be looked at: %s", self.folder, error)
+            paths = []
+        for path in reversed(paths):
+            try:
+                checkpoint = read(path)
+            except ConfigError as error:
+                log.warning("%s", error)
+                continue
+            if checkpoint.facts == facts:
+                return checkpoint
+            log.warning("the checkpoint %s is of another training, and is left alone", path)
+        return None
+
+    def _is_writing(self) -> bool:
+        return self._writer is not None and self._writer.is_alive()
+
+    def _write(self, snapshot: CheckpointContent) -> None:
+        step = snapshot.position.applied + 1
+        try:
+            save(snapshot, step_folder(self.folder, step))
+            if step == self._dropped_residuals:
+                self._drop_residual(step)
+            self._mine = [path for path in self._mine if path.name != checkpoint_folder_name(step)]
+            self._mine.append(step_folder(self.folder, step))
+            while len(self._mine) > self._keep:
+                shutil.rmtree(self._mine.pop(0), ignore_errors=True)
+            self._failed = ""
+        except OSError as error:
+            if self._failed != str(error):
+                log.error("no checkpoint of step %d: %s; the training goes on", step, error)
+            self._failed = str(error)
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint after so many steps lies."""
+    return folder / checkpoint_folder_name(step)
+
+
+def checkpoint_folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def save(snapshot: CheckpointContent, path: Path) -> None:
+    """Write a checkpoint to the new folder `path`, whole or not at all.  Raises `OSError`."""
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        residual = safetensors.torch.save(dict(snapshot.residual)) if snapshot.residual else b""
+        body = {
+            "format": FORMAT,
+            "applied": snapshot.position.applied,
+            "history": snapshot.position.history.hex(),
+            "ledger": ledger_entry(snapshot.position.ledger),
+            "facts": [list(fact) for fact in snapshot.facts],
+            "content": content_digest(snapshot.document, snapshot.tensors).hex(),
+            "residual": _digest(residual),
+            "state": snapshot.document,
+        }
+        _write_file(partial / "tensors.safetensors", safetensors.torch.save(dict(snapshot.tensors)))
+        if snapshot.residual:
+            _write_file(partial / RESIDUAL_FILE, residual)
+        _write_file(partial / "state.json", json.dumps(body, separators=(",", ":")).encode())
+        publish_folder(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def read(path: Path) -> Checkpoint:
+    """Raises `ConfigError` if it cannot be read, or is damaged."""
+    try:
+        text = _read_text(path / "state.json")
+        body = json.loads(text)
+        if body["format"] != FORMAT:
+            raise ValueError(f"it has format {body['format']!r}, this gridtrain reads {FORMAT}")
+        held = _parse_position(body)
+        facts = tuple((str(name), str(value)) for name, value in body["facts"])
+        tensors = safetensors.torch.load_file(path / "tensors.safetensors")
+        residual = _read_residual(path / RESIDUAL_FILE, body.get("residual", ""))
+        if held.digest and content_digest(dict(body["state"]), tensors) != held.digest:
+            raise ValueError("its tensors are not those that were written")
+        return Checkpoint(path, held, facts, dict(body["state"]), tensors, residual)
+    except RemoteProtocolError as error:
+        raise _unreadable_error(path, error) from None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
+        raise _unreadable_error(path, error) from None
+
+
+def _read_residual(path: Path, written: str) -> dict[str, Tensor]:
+    """Empty where there is none, or another one than was written: the state beside it is good all the same.
+
+    `written`: its digest; older checkpoints have none.
+    """
+    if not path.exists():
+        return {}
+    data = path.read_bytes()
+    if written and _digest(data) != written:
+        log.warning("the residual %s is not what was written: it is lost, the state is not", path)
+        return {}
+    return safetensors.torch.load(data)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=32).hexdigest()
+
+
+def read_header(path: Path) -> tuple[CheckpointInfo, Facts]:
+    """Which state it is, and of what training; `read` may still find it damaged.  Raises `ConfigError`."""
+    try:
+        body = json.loads(_read_text(path / "state.json"))
+        return _parse_position(body), tuple((str(name), str(value)) for name, value in body["facts"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise _unreadable_error(path, error) from None
+
+
+def _parse_position(body: Mapping[str, Any]) -> CheckpointInfo:
+    digest = bytes.fromhex(body.get("content", ""))  # older ones have none
+    history = bytes.fromhex(body["history"])
+    return CheckpointInfo(int(body["applied"]), history, parse_ledger(body["ledger"]), digest=digest)
+
+
+def _unreadable_error(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the checkpoint {path} cannot be read: {type(error).__name__}: {error}",
+        remedy="an older one beside it may do; move this one away",
+    )
+
+
+def checkpoint_step(path: Path) -> int:
+    """Committed steps of a checkpoint that `folders` has found."""
+    return int(path.name.removeprefix("step-"))
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints, the oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def _read_text(path: Path) -> bytes:
+    with path.open("rb") as file:
+        text = file.read(MAX_JSON_BYTES + 1)
+    if len(text) > MAX_JSON_BYTES:
+        raise ValueError(f"{path.name} is larger than {MAX_JSON_BYTES} bytes")
+    return text
+
+
+def publish_folder(partial: Path, path: Path) -> None:
+    """A folder whose files are on the disk for good becomes `path`.  Raises `OSError`."""
+    sync_folder(partial)
+    shutil.rmtree(path, ignore_errors=True)  # of an earlier life of the run, or before a rollback
+    os.rename(partial, path)
+    sync_folder(path.parent)
+
+
+def sync_files(folder: Path) -> None:
+    """Those that somebody else has written.  Raises `OSError`."""
+    for path in folder.iterdir():
+        sync_folder(path)
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Or a file.  Raises `OSError`."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,224 @@
+"""One flat float32 vector that stands for all trainable parameters of a model.
+
+Decides the order of its elements and whether model and optimizer fit together; never talks to anybody.
+
+    named_parameters, tied ones once, frozen ones not         flat_N, float32, on the first parameter's device
+    embed.weight (256, 64)   |  block.0.weight (64, 64)  |    ----- views_P -----
+    head.weight  = embed.weight                          |    [ embed.weight | block.0.weight | ... ]
+
+A gradient of another dtype or device is converted on its way in, and the update on its way back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from gridtrain.errors import ConfigError
+from gridtrain.network.wire.sparse_payload import SparseVector
+
+_COMPILED = "_orig_mod."
+_DATA_PARALLEL = "module."
+
+
+def canonical_names(names: Sequence[str]) -> list[str]:
+    """Names as the plain model has them: without what torch.compile and DataParallel wrap around it.
+
+    `module.` goes only where everything is under it: then it cannot be a model's own sub-module among others.
+    """
+    plain = [name.replace(_COMPILED, "") for name in names]
+    while plain and all(name.startswith(_DATA_PARALLEL) for name in plain):
+        plain = [name.removeprefix(_DATA_PARALLEL) for name in plain]
+    return plain
+
+
+def canonical_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(name, parameter) in the model's order, tied parameters once, under their first name."""
+    named = list(model.named_parameters(remove_duplicate=True))
+    return list(zip(canonical_names([name for name, _ in named]), (p for _, p in named), strict=True))
+
+
+def model_digest(model: nn.Module) -> tuple[str, bytes]:
+    """A text for people and a digest over names, shapes, dtypes and what is trainable, not over values."""
+    parameters = canonical_parameters(model)
+    lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in parameters]
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=32).digest()
+    trainable = sum(p.numel() for _, p in parameters if p.requires_grad)
+    frozen = sum(p.numel() for _, p in parameters) - trainable
+    also = f" (and {frozen} frozen)" if frozen else ""
+    return f"{trainable} parameters{also} in {len(parameters)} tensors, digest {digest.hex()[:12]}", digest
+
+
+class FlatGradient:
+    """The flat vector, with a view for every trainable parameter.
+
+    Args:
+        model: whose trainable parameters take part.
+        optimizer: must hold all of these, and none that the model does not have.
+
+    Raises:
+        ConfigError: they do not fit together, or a parameter cannot take part.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        _check_trainable(model, held)
+        self._optimizer, self._optimizer_parameters = optimizer, [id(p) for p in held]
+        self._named = [(name, p) for name, p in canonical_parameters(model) if p.requires_grad]
+        self._excluded = [p for p in held if not p.requires_grad]
+        sizes = [p.numel() for _, p in self._named]
+        self.flat_N = torch.zeros(sum(sizes), dtype=torch.float32, device=self._named[0][1].device)
+        pieces = torch.split(self.flat_N, sizes)
+        self._views_P = [piece.view(p.shape) for piece, (_, p) in zip(pieces, self._named, strict=True)]
+        self.scale = 1.0  # of the gradients, on their way in
+
+    @property
+    def n(self) -> int:
+        return self.flat_N.numel()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """In the vector's order; `sizes`: elements of each."""
+        return [parameter for _, parameter in self._named]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [view.numel() for view in self._views_P]
+
+    @property
+    def views(self) -> list[tuple[Tensor, nn.Parameter]]:
+        """Of every trainable parameter its view of flat_N, in order."""
+        return [(view, parameter) for view, (_, parameter) in zip(self._views_P, self._named, strict=True)]
+
+    def check_unchanged(self) -> None:
+        """Raise `ConfigError` for what is trained since the start without being in the vector."""
+        if any(p.grad is not None and p.requires_grad for p in self._excluded):
+            raise ConfigError(
+                "a parameter that was frozen when the optimizer was wrapped has a gradient now",
+                remedy="unfreeze parameters before grid.optimizer(...), on all workers alike",
+            )
+        if [
+            id(p) for group in self._optimizer.param_groups for p in group["params"]
+        ] != self._optimizer_parameters:
+            raise ConfigError(
+                "the wrapped optimizer was given other parameters, which no other worker would learn of",
+                remedy="add all groups to the inner optimizer before grid.optimizer(...)",
+            )
+
+    def _check_not_frozen(self) -> None:
+        """Its gradient would be zeros, by which momentum and weight decay move it all the same."""
+        if frozen := [name for name, parameter in self._named if not parameter.requires_grad]:
+            raise ConfigError(
+                f"parameter {frozen[0]!r} was frozen after the optimizer was wrapped",
+                remedy="freeze it before grid.optimizer(...), or put it into a group of its own and set that "
+                "group's lr to 0 later, on all workers alike",
+            )
+
+    @torch.no_grad()
+    def gather(self, indices: Sequence[int] | None = None) -> None:
+        """flat_N = the gradients, zeros where there is none; `indices`: of these parameters alone.
+
+        Raises `ConfigError` for a sparse gradient, and where other parameters are trained than at the start.
+        """
+        self.check_unchanged()
+        self._check_not_frozen()
+        for index in range(len(self._named)) if indices is None else indices:
+            view, (name, parameter) = self._views_P[index], self._named[index]
+            gradient = parameter.grad
+            if gradient is None:
+                view.zero_()
+            elif gradient.layout is not torch.strided:
+                raise _sparse_gradient_error(name)
+            else:
+                view.copy_(gradient)
+                if self.scale != 1.0:
+                    view.mul_(self.scale)
+
+    @torch.no_grad()
+    def rescale(self, factor: float) -> None:
+        """The gradients themselves, in their place."""
+        for _, parameter in self._named:
+            if factor != 1.0 and parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    @torch.no_grad()
+    def has_changed(self, indices: Sequence[int]) -> bool:
+        """Whether a gradient of these parameters is not what `gather` has found; NaN is like NaN."""
+        unlike = []
+        for index in indices:
+            view, (_, parameter) = self._views_P[index], self._named[index]
+            now = torch.zeros_like(view) if parameter.grad is None else parameter.grad.to(view)
+            now = now if self.scale == 1.0 else now * self.scale
+            if view.device.type == "cpu" and torch.equal(view, now):
+                continue  # one pass, without temporaries; of a device it would be a question each
+            unlike.append(((view != now) & (view == view)).any())
+        return bool(torch.stack(unlike).any()) if unlike else False  # asks the device once
+
+    @torch.no_grad()
+    def load_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
+        """flat_N = a committed update, dense (n,) or sparse."""
+        if isinstance(update, SparseVector):
+            self.flat_N.zero_()
+            where = torch.from_numpy(update.indices).to(self.flat_N.device)
+            self.flat_N[where] = torch.from_numpy(update.values).to(self.flat_N.device)
+        else:
+            self.flat_N.copy_(torch.from_numpy(update))
+
+    @torch.no_grad()
+    def scatter(self) -> None:
+        """Every trainable parameter's `grad` = its part of flat_N, in the parameter's dtype and device."""
+        for view, (_, parameter) in zip(self._views_P, self._named, strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(view)
+
+
+def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
+    named = canonical_parameters(model)
+    held_ids, model_ids = {id(p) for p in held}, {id(p) for _, p in named}
+    strangers = len(held_ids - model_ids)
+    if strangers:
+        raise ConfigError(
+            f"the optimizer holds {strangers} parameters that the model does not have",
+            remedy="build the optimizer from model.parameters() of the model that you pass",
+        )
+    forgotten = [name for name, p in named if p.requires_grad and id(p) not in held_ids]
+    if forgotten:
+        raise ConfigError(
+            f"{len(forgotten)} trainable parameters are in no group of the optimizer, first {forgotten[0]!r}",
+            remedy="add them to the optimizer, or freeze them with parameter.requires_grad_(False)",
+        )
+    trainable = [(name, p) for name, p in named if p.requires_grad]
+    if not any(p.numel() for _, p in trainable):
+        raise ConfigError(
+            "the model has no trainable parameter", remedy="check requires_grad of its parameters"
+        )
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    sparse_ids = {id(module.weight) for module in embeddings if module.sparse}
+    normed_ids = {id(module.weight) for module in embeddings if module.max_norm is not None}
+    if normed := [name for name, p in named if id(p) in normed_ids]:
+        raise ConfigError(
+            f"the embedding of {normed[0]!r} has max_norm: each forward changes rows of the weight, on each "
+            "worker those of its own samples",
+            remedy="build it without max_norm, and normalise what it returns",
+        )
+    for name, parameter in trainable:
+        if id(parameter) in sparse_ids:
+            raise _sparse_gradient_error(name)
+        if not parameter.is_floating_point():
+            raise ConfigError(
+                f"parameter {name!r} is {parameter.dtype}; only real floating-point ones can be trained",
+                remedy="keep complex parameters as torch.view_as_real(...)",
+            )
+
+
+def _sparse_gradient_error(name: str) -> ConfigError:
+    return ConfigError(
+        f"parameter {name!r} has sparse gradients, which have no place in the flat vector",
+        remedy="build the embedding with sparse=False; GTopK sends only the large entries anyway",
+    )

@@ -1,0 +1,216 @@
+"""A checkpoint as a plain file that any PyTorch program loads: no gridtrain needed.
+
+Decides which checkpoint is meant and in which format it goes out.  Never changes a checkpoint, never talks to
+anybody.
+
+    gridtrain export FOLDER OUT        FOLDER: one checkpoint, or any folder above some of them
+                                       OUT:    .safetensors, or .pt/.pth for torch.load(weights_only=True)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from gridtrain.core.stages.repartition import uncovered_spans
+from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.training.checkpoint import checkpoint_store
+from gridtrain.training.checkpoint.checkpoint_store import Checkpoint
+from gridtrain.training.checkpoint.flat_gradient import canonical_names
+from gridtrain.training.checkpoint.serialization import model_tensors
+from gridtrain.training.checkpoint.stage_checkpoint_store import parse_stage_folder
+
+_NAME = re.compile(r"step-(\d{8,})")
+MAX_DEPTH = 5  # run / checkpoints / coordinator / worker / step
+
+
+@dataclass(frozen=True, slots=True)
+class ExportResult:
+    """What was written."""
+
+    source: Path
+    step: int
+    tensors: int
+    elements: int
+
+
+def export_model(folder: Path, out: Path, step: int | None = None) -> ExportResult:
+    """Write the model of the latest checkpoint, or of that of `step`, in or below `folder`.
+
+    Written aside and renamed.  A damaged checkpoint is passed over where another worker has one of the step,
+    and no step was asked for.
+
+    Raises:
+        ConfigError: there is none, it cannot be read, or `out` cannot be written.
+    """
+    write = _writer(out)
+    found = _find_checkpoints(folder, step)
+    complaint: ConfigError | None = None
+    for path in found:
+        try:
+            read = checkpoint_store.read(path)
+            tensors = model_tensors(read.document, read.tensors)
+            tensors |= _load_other_stages(read, found)
+        except RemoteProtocolError as error:
+            complaint = ConfigError(
+                f"the checkpoint {path} cannot be read: {error.reason}",
+                remedy="name another one: --step N, or another worker's --state-dir",
+            )
+            continue
+        except ConfigError as error:
+            complaint = complaint or error
+            continue
+        _write_atomically(tensors, out, write)
+        return ExportResult(path, read.step, len(tensors), sum(t.numel() for t in tensors.values()))
+    assert complaint is not None
+    raise complaint
+
+
+def save_model(state: Mapping[str, Any], out: Path) -> None:
+    """A `state_dict` as a .safetensors file.  What is no tensor in it (a module's extra state) is left out.
+
+    Raises:
+        ConfigError: `out` cannot be written.
+    """
+    tensors = {name: value.detach().cpu() for name, value in state.items() if isinstance(value, Tensor)}
+    _write_atomically(tensors, out, _write_safetensors)
+
+
+def plain_state(model: nn.Module) -> dict[str, Any]:
+    """Its `state_dict` under the plain model's names, however it is compiled or wrapped."""
+    state = model.state_dict()
+    return dict(zip(canonical_names(list(state)), state.values(), strict=True))
+
+
+def _load_other_stages(read: Checkpoint, found: Sequence[Path]) -> dict[str, Tensor]:
+    """Of a model in stages: what the other stages' checkpoints of the same step and history hold.
+
+    Raises:
+        ConfigError: a block is missing.
+    """
+    count = int(dict(read.facts).get("blocks", "0"))
+    here = parse_stage_folder(read.path.parent.name)
+    tensors: dict[str, Tensor] = {}
+    if not count or here is None:
+        return tensors
+    have = {here}
+    for path in found:
+        blocks = parse_stage_folder(path.parent.name)
+        if path.name != read.path.name or blocks is None or blocks in have:
+            continue
+        other = checkpoint_store.read(path)
+        if (other.position.history, other.facts) == (read.position.history, read.facts):
+            tensors |= model_tensors(other.document, other.tensors)
+            have.add(blocks)
+    if lacking := uncovered_spans(have, count):
+        raise ConfigError(
+            f"of step {read.step} there are not all {count} blocks of the model: the first that lacks is "
+            f"{lacking[0].start}",
+            remedy="name a folder above all workers' state directories, or another step",
+        )
+    return tensors
+
+
+def _find_checkpoints(folder: Path, step: int | None) -> list[Path]:
+    """The latest first."""
+    if _NAME.fullmatch(folder.name) and (folder / "state.json").exists():
+        candidates = [folder]
+    else:
+        candidates = _search_folders(folder, MAX_DEPTH)
+    steps = {path: int(match[1]) for path in candidates if (match := _NAME.fullmatch(path.name))}
+    if not steps:
+        raise ConfigError(
+            f"there is no checkpoint in {folder}",
+            remedy="name a worker's --state-dir; workers write one every --checkpoint-every steps",
+        )
+    if step is not None and step not in steps.values():
+        known = ", ".join(map(str, sorted(set(steps.values()))))
+        raise ConfigError(f"there is no checkpoint of step {step} in {folder}", remedy=f"there are: {known}")
+    chosen = [path for path in steps if step is None or steps[path] == step]
+    return sorted(chosen, key=lambda path: (-steps[path], str(path)))
+
+
+def _search_folders(folder: Path, depth: int) -> list[Path]:
+    try:
+        inside = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be looked into: {error.strerror}", remedy="name a folder with checkpoints"
+        ) from None
+    whole = [path for path in inside if _NAME.fullmatch(path.name)]
+    deeper = [path for path in inside if path not in whole] if depth > 1 else []
+    return whole + [path for below in deeper for path in _search_folders(below, depth - 1)]
+
+
+Writer = Callable[[Mapping[str, Tensor], Path], None]
+
+
+def _writer(out: Path) -> Writer:
+    match out.suffix:
+        case ".safetensors":
+            return _write_safetensors
+        case ".pt" | ".pth":
+            return _write_torch
+    raise ConfigError(
+        f"{out.name} does not say which format it is to have", remedy="end its name in .safetensors or .pt"
+    )
+
+
+class _ErrorRecordingFile:
+    """A file that remembers why it could not be written: torch tells of its own archive instead."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.failed: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.failed = self.failed or error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _write_torch(tensors: Mapping[str, Tensor], path: Path) -> None:
+    with path.open("wb") as file:
+        disk = _ErrorRecordingFile(file)
+        try:
+            torch.save(dict(tensors), cast(BinaryIO, disk))
+        except RuntimeError:
+            if disk.failed is not None:
+                raise disk.failed from None
+            raise
+
+
+def _write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """It refuses memory that two names share: a tied tensor is written under each of its names.  And strides
+    of another order, as a model in channels_last has them."""
+    own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    safetensors.torch.save_file(own, path)
+
+
+def _write_atomically(tensors: Mapping[str, Tensor], out: Path, write: Writer) -> None:
+    partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
+    try:
+        write(tensors, partial)
+        checkpoint_store.sync_folder(partial)
+        os.replace(partial, out)
+    except (OSError, RuntimeError, safetensors.SafetensorError) as error:  # torch raises RuntimeError
+        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(
+            f"{out} cannot be written: {text}", remedy="make room there, or name another folder"
+        ) from None
+    finally:
+        partial.unlink(missing_ok=True)

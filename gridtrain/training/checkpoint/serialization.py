@@ -1,0 +1,637 @@
+"""The replicated state as bytes: what a joining worker receives, and a digest to compare replicas by.
+
+Decides what belongs to the state and how it is laid out.  Never unpickles, never sends anything.
+
+    own part      buffers:    {name: tensor}                         each part: u64 J | u64 T |
+                  trackers:   {name: state_dict} of schedulers, ...  J bytes of JSON | T bytes of safetensors
+                  settings:   of the optimizer's groups              (a tensor stands in the
+    common part   parameters: {name: tensor}                         JSON as {"tensor": "7"})
+                  optimizer:  the inner optimizer's state_dict
+
+The common part is bit-identical on all members.  The own one may differ between two averagings of buffers;
+without the common part it is what a worker lacks that has replayed all updates.
+
+Residuals belong to neither: every worker has its own, and one that joins begins with none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.training.checkpoint.flat_gradient import canonical_names, canonical_parameters
+
+_T = TypeVar("_T")
+
+_LENGTHS = struct.Struct("<2Q")
+_MAX_DEPTH = 32
+_PARTS = ("parameters", "buffers", "optimizer", "settings")
+_PACKED = ("parameters", "buffers", "optimizer", "trackers")
+
+
+class Stateful(Protocol):
+    """A scheduler, an average of weights, a GradScaler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+Trackers = Mapping[str, Stateful]
+
+INTERNAL_PREFIX = ":"
+"""So begin names of trackers that no script has named: a worker may lack them, and keeps what it has where a
+state lacks them (of an older program, or of a worker without a loss scale)."""
+
+
+# -- the whole state -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StateCopy:
+    """The state at one moment; `own` and `common` make bytes of it, which takes its time."""
+
+    private_part: tuple[dict[str, Any], dict[str, Tensor]]
+    shared_part: tuple[dict[str, Any], dict[str, Tensor]]
+
+    def private_bytes(self) -> bytes:
+        return _frame(*self.private_part)
+
+    def shared_bytes(self) -> bytes:
+        return _frame(*self.shared_part)
+
+
+def copy_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers, *, whole: bool = True
+) -> StateCopy:
+    """A copy of the state, or of its own part alone.
+
+    Raises:
+        ConfigError: a state_dict holds something that is neither a tensor nor plain data.
+    """
+    own, common = _Packer(), _Packer()
+    own_document = {
+        "buffers": own.pack(dict(_buffers(model)), "model"),
+        "trackers": {name: own.pack(item.state_dict(), name) for name, item in trackers.items()},
+        "settings": own.pack(_plain_groups(optimizer), "optimizer"),
+    }
+    common_document = (
+        {
+            "parameters": common.pack(dict(canonical_parameters(model)), "model"),
+            "optimizer": common.pack(optimizer.state_dict(), "optimizer"),
+        }
+        if whole
+        else {}
+    )
+    return StateCopy((own_document, own.tensors), (common_document, common.tensors))
+
+
+def capture_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers, *, whole: bool = True
+) -> list[bytes]:
+    """A copy of the state in parts: the own one and, if it is to be `whole`, the common one.
+
+    Raises as `copy`.
+    """
+    taken = copy_state(model, optimizer, trackers, whole=whole)
+    return [taken.private_bytes(), taken.shared_bytes()] if whole else [taken.private_bytes()]
+
+
+def _frame(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
+    text = json.dumps(document, separators=(",", ":")).encode()
+    data = safetensors.torch.save(dict(tensors))
+    return b"".join((_LENGTHS.pack(len(text), len(data)), text, data))
+
+
+def pack_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A copy of the state: what goes into the JSON, and the tensors that it names.  Raises as `capture`."""
+    packer = _Packer()
+    document = {
+        "parameters": packer.pack(dict(canonical_parameters(model)), "model"),
+        "buffers": packer.pack(dict(_buffers(model)), "model"),
+        "optimizer": packer.pack(optimizer.state_dict(), "optimizer"),
+        "trackers": {name: packer.pack(item.state_dict(), name) for name, item in trackers.items()},
+        "aliases": _aliases(model),
+    }
+    return document, packer.tensors
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Further names of tied tensors, as a state_dict has them -> the name under which they are packed."""
+    packed = {id(tensor): name for name, tensor in (*canonical_parameters(model), *_buffers(model))}
+    state = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
+    named = zip(canonical_names(list(state)), state.values(), strict=True)
+    return {name: packed[id(x)] for name, x in named if packed.get(id(x), name) != name}
+
+
+def frame_state(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[bytes]:
+    """What `pack` gave, as what `restore` takes."""
+    return [_frame({name: document[name] for name in document if name in _PACKED}, tensors), b""]
+
+
+def content_digest(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
+    """32 bytes of what `pack` gave: parameters, buffers, optimizer and trackers.  Raises as `unpack`."""
+    return _digest_of(_read(document, tensors))
+
+
+def initial_digest(model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers) -> bytes:
+    """32 bytes of all that `capture` gives, bit for bit, without a copy of it: about a second for a gigabyte.
+
+    Workers that have built the same have the same; a state_dict with something that is neither a tensor nor
+    plain data, which cannot be sent, may have another one on each of them.
+    """
+    values = {
+        "parameters": dict(canonical_parameters(model)),
+        "buffers": dict(_buffers(model)),
+        "optimizer": optimizer.state_dict(),
+        "trackers": {name: item.state_dict() for name, item in _script_trackers(trackers).items()},
+    }
+    return _digest_of(values)
+
+
+def _script_trackers(trackers: Mapping[str, _T]) -> dict[str, _T]:
+    """Those that have to be there on all workers."""
+    return {name: item for name, item in trackers.items() if not name.startswith(INTERNAL_PREFIX)}
+
+
+def check_content(blobs: Sequence[bytes | memoryview], digest: bytes) -> None:
+    """What another worker gave is the state with this `content_digest`.
+
+    Raises:
+        RemoteProtocolError: it is another one, or none.
+    """
+    came = _digest_of(_parse_values(blobs))
+    if came != digest:
+        raise RemoteProtocolError(
+            f"the state that came has the digest {came.hex()[:12]}; the group's has {digest.hex()[:12]}",
+            remedy="it is taken from another worker",
+        )
+
+
+def _digest_of(values: Mapping[str, Any]) -> bytes:
+    total = hashlib.blake2b(digest_size=32)
+    for part in ("parameters", "buffers", "optimizer", "trackers"):
+        _hash(values.get(part), total)
+    return total.digest()
+
+
+def _hash(value: Any, total: hashlib.blake2b) -> None:
+    """Unambiguously, and alike for whatever JSON and safetensors give back."""
+    match value:
+        case Tensor():
+            flat = value.detach().cpu().contiguous()
+            total.update(f"tensor {flat.dtype} {tuple(flat.shape)};".encode())
+            total.update(flat.reshape(-1).view(torch.uint8).numpy().data)
+        case Mapping():
+            total.update(f"dict {len(value)};".encode())
+            for key in sorted(value, key=repr):
+                total.update(f"key {key!r};".encode())
+                _hash(value[key], total)
+        case list() | tuple():
+            total.update(f"{type(value).__name__} {len(value)};".encode())
+            for item in value:
+                _hash(item, total)
+        case _:
+            total.update(f"{type(value).__name__} {value!r};".encode())
+
+
+def model_tensors(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters and buffers by name, as a plain state_dict.  Raises `RemoteProtocolError`."""
+    try:
+        named = _unpack(document["parameters"], tensors) | _unpack(document["buffers"], tensors)
+        named |= {alias: named[name] for alias, name in document.get("aliases", {}).items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _invalid_state(f"{type(error).__name__}: {error}") from error
+    return {str(name): tensor for name, tensor in named.items()}
+
+
+def restore_state(
+    blobs: bytes | memoryview | Sequence[bytes | memoryview],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    trackers: Trackers,
+) -> None:
+    """Make model, optimizer and trackers bit-identical to what `capture` saw; from an own part alone only
+    buffers, trackers and the optimizer's settings.
+
+    Args:
+        blobs: what `capture` returned, cut in any way.
+
+    Raises:
+        RemoteProtocolError: not such a state, or that of another model; nothing was changed before
+            parameters and buffers were checked.
+    """
+    pieces = [blobs] if isinstance(blobs, bytes | memoryview) else blobs
+    _load(_parse_values(pieces), model, optimizer, trackers)
+
+
+def _parse_values(pieces: Sequence[bytes | memoryview]) -> dict[str, Any]:
+    data = b"".join(pieces)
+    own, end = _parse(data, 0)
+    common, end = _parse(data, end) if end < len(data) else ({}, end)
+    if end != len(data):
+        raise _invalid_state(f"{len(data) - end} bytes after its end")
+    return own | common
+
+
+def unpack_state(
+    document: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    trackers: Trackers,
+) -> None:
+    """Take over what `pack` copied.  Raises as `restore`."""
+    _load(_read(document, tensors), model, optimizer, trackers)
+
+
+def _load(
+    values: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers
+) -> None:
+    whole = "parameters" in values
+    try:
+        parameters = values["parameters"] if whole else {}
+        buffers, tracked = values["buffers"], values["trackers"]
+        optimizer_state = values["optimizer"] if whole else None
+        settings = None if whole else values["settings"]
+    except KeyError as error:
+        raise _invalid_state(f"{error} is missing") from error
+    if whole and not _has_named_groups(optimizer_state):
+        raise _invalid_state("the optimizer's groups are not a list of named values")
+    if not isinstance(tracked, dict) or not all(isinstance(name, str) for name in tracked):
+        raise _invalid_state("the trackers are not named values")
+    theirs, mine = _script_trackers(tracked), _script_trackers(trackers)
+    if theirs.keys() != mine.keys():
+        raise RemoteProtocolError(
+            f"the state tracks {sorted(theirs)}, this worker tracks {sorted(mine)}",
+            remedy="call grid.track(...) with the same names on all workers, before the first batch",
+        )
+    own_parameters, own_buffers = dict(canonical_parameters(model)), dict(_buffers(model))
+    if whole:
+        _check_same("parameters", parameters, own_parameters)
+    _check_same("buffers", buffers, own_buffers)
+    with torch.no_grad():
+        for name, parameter in own_parameters.items() if whole else ():
+            parameter.copy_(parameters[name])
+        for name, buffer in own_buffers.items():
+            buffer.copy_(buffers[name])
+    try:
+        if optimizer_state is not None:
+            optimizer.load_state_dict(optimizer_state)
+            keep_dtypes(optimizer, optimizer_state.get("state"))
+        else:
+            load_hyperparameters(optimizer, settings)
+        for name, item in trackers.items():
+            if name in tracked:
+                item.load_state_dict(tracked[name])
+    except Exception as error:  # other people's code, given what a peer made up: it may raise anything
+        raise RemoteProtocolError(
+            f"the optimizer's or a tracker's state does not fit: {type(error).__name__}: {error}",
+            remedy="build optimizer and schedulers alike on all workers",
+        ) from error
+
+
+def keep_dtypes(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """After `load_state_dict`, which casts a state's tensors to their parameters' dtype: the bits that came.
+
+    NAdam and ASGD have float32 numbers for any parameter, others float32 moments for bfloat16 ones.
+    """
+    _keep_dtypes(optimizer.state_dict().get("state"), state)
+
+
+def _keep_dtypes(own: Any, came: Any) -> None:
+    if isinstance(own, dict) and isinstance(came, Mapping):
+        places: Any = own.keys() & came.keys()
+    elif isinstance(own, list) and isinstance(came, list | tuple):
+        places = range(min(len(own), len(came)))
+    else:
+        return
+    for place in places:
+        mine, theirs = own[place], came[place]
+        if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor):
+            _keep_dtypes(mine, theirs)
+        elif mine.is_floating_point() and theirs.is_floating_point() and mine.dtype != theirs.dtype:
+            own[place] = theirs.detach().to(mine.device, copy=True)
+
+
+def read_state(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What `pack` was given, by part: parameters, buffers, optimizer, trackers.  Raises as `restore`."""
+    return _read(document, tensors)
+
+
+def load_state(
+    values: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers
+) -> None:
+    """Take over what `read` returned, or others have put together of it.  Raises as `restore`."""
+    _load(values, model, optimizer, trackers)
+
+
+def buffers_of(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Those that belong to the state, by name."""
+    return _buffers(model)
+
+
+def _parse(data: bytes, start: int) -> tuple[dict[str, Any], int]:
+    """The part that begins at `start`, and where it ends."""
+    if len(data) - start < _LENGTHS.size:
+        raise _invalid_state(f"{len(data)} bytes")
+    text_bytes, tensors_bytes = _LENGTHS.unpack_from(data, start)
+    begin = start + _LENGTHS.size
+    if text_bytes + tensors_bytes > len(data) - begin:
+        raise _invalid_state(f"its JSON of {text_bytes} bytes does not fit into {len(data)}")
+    end = begin + text_bytes
+    try:
+        document = json.loads(data[begin:end])
+        tensors = safetensors.torch.load(data[end : end + tensors_bytes])
+    except (ValueError, RecursionError, SafetensorError) as error:
+        raise _invalid_state(str(error)) from error
+    if not isinstance(document, dict):
+        raise _invalid_state(f"its JSON is a {type(document).__name__}")
+    return _read(document, tensors), end + tensors_bytes
+
+
+def _read(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    try:
+        trackers = document.get("trackers")
+        values = {name: _unpack(document[name], tensors) for name in _PARTS if name in document}
+        if trackers is not None:
+            values["trackers"] = {name: _unpack(state, tensors) for name, state in trackers.items()}
+        return values
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _invalid_state(f"{type(error).__name__}: {error}") from error
+
+
+def _has_named_groups(state: Any) -> bool:
+    """As every `Optimizer.state_dict()` has them; torch takes others too, and we compute with the names."""
+    groups = state.get("param_groups") if isinstance(state, dict) else None
+    return isinstance(groups, list) and all(
+        isinstance(group, dict) and all(isinstance(name, str) for name in group) for group in groups
+    )
+
+
+def _check_same(what: str, theirs: Any, own: Mapping[str, Tensor]) -> None:
+    if not isinstance(theirs, dict) or not all(
+        isinstance(name, str) and isinstance(t, Tensor) for name, t in theirs.items()
+    ):
+        raise _invalid_state(f"{what} are not named tensors")
+    described = {name: (tuple(t.shape), t.dtype) for name, t in theirs.items()}
+    expected = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
+    different = sorted(n for n in described.keys() | expected.keys() if described.get(n) != expected.get(n))
+    if different:
+        first = different[0]
+        raise RemoteProtocolError(
+            f"{len(different)} {what} differ, the first is {first!r}: "
+            f"{described.get(first, 'absent')} there, {expected.get(first, 'absent')} here",
+            remedy="run the same model code on all workers",
+        )
+
+
+def _invalid_state(reason: str) -> RemoteProtocolError:
+    return RemoteProtocolError(
+        f"what came is not a training state: {reason}", remedy="ask another worker for it"
+    )
+
+
+def pack_private(state: Mapping[str, Any], tensors: dict[str, Tensor]) -> Any:
+    """A further state for a checkpoint: its JSON; copies of its tensors are added to `tensors`."""
+    packer = _Packer()
+    packer.tensors = tensors
+    return packer.pack(state, "optimizer")
+
+
+def unpack_private(node: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What `pack_private` was given.  Raises `RemoteProtocolError`."""
+    try:
+        return dict(_unpack(node, tensors))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _invalid_state(f"{type(error).__name__}: {error}") from error
+
+
+# -- nested state_dicts as JSON and tensors ------------------------------------------------------
+
+
+class _Packer:
+    """Plain data becomes JSON that remembers int keys and tuples; tensors are numbered and copied out."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+
+    def pack(self, value: Any, where: str) -> Any:
+        if isinstance(value, Tensor):
+            name = str(len(self.tensors))
+            # Cloned: safetensors refuses memory that two tensors share.
+            self.tensors[name] = value.detach().cpu().contiguous().clone()
+            return {"tensor": name}
+        if isinstance(value, np.generic):
+            value = value.item()
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, Mapping):
+            kind = "counter" if isinstance(value, Counter) else "dict"
+            items = [[self.pack(k, where), self.pack(v, f"{where}.{k}")] for k, v in value.items()]
+            return {kind: items}
+        if isinstance(value, list | tuple):
+            kind = "tuple" if isinstance(value, tuple) else "list"
+            return {kind: [self.pack(v, f"{where}[{i}]") for i, v in enumerate(value)]}
+        raise ConfigError(
+            f"{where} is a {type(value).__name__}, which a joining worker cannot be sent",
+            remedy="keep tensors, numbers, strings, lists and dicts in state_dict()",
+        )
+
+
+def _unpack(node: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
+    """Raises `ValueError`, `KeyError` or `TypeError` for what `_Packer` would not have written."""
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"nested deeper than {_MAX_DEPTH}")
+    if not isinstance(node, dict):
+        if isinstance(node, list):
+            raise ValueError("a bare list")
+        return node
+    ((kind, content),) = node.items()
+    match kind:
+        case "tensor":
+            return tensors[content]
+        case "list" | "tuple":
+            values = [_unpack(item, tensors, depth + 1) for item in content]
+            return tuple(values) if kind == "tuple" else values
+        case "dict" | "counter":
+            items = {_unpack(k, tensors, depth + 1): _unpack(v, tensors, depth + 1) for k, v in content}
+            return Counter(items) if kind == "counter" else items
+    raise ValueError(f"unknown kind {kind!r}")
+
+
+# -- digests -------------------------------------------------------------------------------------
+
+
+def replica_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
+    """32-byte digest of all parameters, the optimizer's state and its hyper-parameters, bit for bit.
+
+    Buffers are left out: between their averagings they may differ (promise 1).
+    """
+    packer = _Packer()
+    layout = {
+        "parameters": packer.pack(dict(canonical_parameters(model)), "model"),
+        "state": packer.pack(_sorted(optimizer.state_dict()["state"]), "optimizer"),
+    }
+    total = hashlib.blake2b(json.dumps(layout).encode(), digest_size=32)
+    for tensor in packer.tensors.values():
+        total.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(tensor_bytes(tensor).data)
+    total.update(hyperparameter_digest(optimizer))
+    return total.digest()
+
+
+def hyperparameter_digest(optimizer: torch.optim.Optimizer) -> bytes:
+    """32-byte digest of the optimizer's kind and all plain fields of its groups (lr, weight_decay, ...)."""
+    return hashlib.blake2b(hyperparameters_json(optimizer), digest_size=32).digest()
+
+
+def hyperparameters_json(optimizer: torch.optim.Optimizer) -> bytes:
+    """The optimizer's kind and all plain fields of its groups, as JSON: what an update was applied with."""
+    return json.dumps([type(optimizer).__name__, _plain_groups(optimizer)], sort_keys=True).encode()
+
+
+def load_hyperparameters(optimizer: torch.optim.Optimizer, groups: Any) -> None:
+    """Take over what `settings` gave of each group.  Raises `ValueError` if there are other groups."""
+    if not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
+        raise ValueError(f"settings of other than {len(optimizer.param_groups)} groups")
+    for group, fields in zip(optimizer.param_groups, groups, strict=True):
+        if not isinstance(fields, dict) or not fields.keys() <= group.keys() - set(_NAMES):
+            raise ValueError("settings that this optimizer does not have")
+        for name, value in fields.items():
+            group[name] = _convert_like(group[name], value, name)
+
+
+def _convert_like(own: Any, value: Any, name: str) -> Any:
+    """`value` as JSON gave it, in the form that it has here.  Raises `ValueError` if it cannot be it."""
+    if isinstance(own, Tensor) and isinstance(value, int | float):
+        return own.fill_(value)
+    if isinstance(own, tuple | list) and isinstance(value, tuple | list) and len(own) == len(value):
+        return type(own)(_convert_like(mine, theirs, name) for mine, theirs in zip(own, value, strict=True))
+    numbers = (int, float)
+    alike = isinstance(own, bool) == isinstance(value, bool)
+    if type(own) is type(value) or (alike and isinstance(own, numbers) and isinstance(value, numbers)):
+        return value
+    raise ValueError(f"{name} is {value!r} there, {own!r} here")
+
+
+def hyperparameter_lines(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The same for people, as "name=value" lines: first the fields that schedulers change, of all groups."""
+    groups = _plain_groups(optimizer)
+    pairs = [(name, number) for number, group in enumerate(groups) for name in group]
+    pairs.sort(key=lambda pair: (pair[0] not in _OFTEN_CHANGED, pair))
+    several = len(groups) > 1
+    return [
+        f"{name}{f' of group {number}' if several else ''}={groups[number][name]}" for name, number in pairs
+    ]
+
+
+def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    groups = []
+    for group in optimizer.param_groups:
+        fields = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items()}
+        groups.append({k: v for k, v in fields.items() if k not in _NAMES and _is_plain(v)})
+    return groups
+
+
+_OFTEN_CHANGED = ("lr", "momentum", "weight_decay")
+_NAMES = ("params", "param_names")  # the model's, and differently prefixed under torch.compile
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _sorted(state: Any) -> Any:
+    return {k: _sorted(state[k]) for k in sorted(state, key=str)} if isinstance(state, dict) else state
+
+
+def tensor_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    """The tensor's bits in logical order, (bytes,)."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    array: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return array
+
+
+# -- buffers: float ones are averaged, integer ones taken from the lowest rank ---------------------
+
+
+def _buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Persistent buffers (those in `state_dict`), in the model's order, shared ones once."""
+    persistent = model.state_dict(keep_vars=True).keys()
+    named: dict[int, tuple[str, Tensor]] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in persistent:  # of several names the first may be one that is not
+            named.setdefault(id(buffer), (name, buffer))
+    names = canonical_names([name for name, _ in named.values()])
+    return list(zip(names, (buffer for _, buffer in named.values()), strict=True))
+
+
+def _buffers_of_type(model: nn.Module, *, floating: bool) -> list[Tensor]:
+    return [b for _, b in _buffers(model) if b.is_floating_point() == floating and not b.is_complex()]
+
+
+def float_buffers(model: nn.Module) -> list[Tensor]:
+    """The floating-point ones, in the order of `buffers_vector`."""
+    return _buffers_of_type(model, floating=True)
+
+
+def has_buffers(model: nn.Module) -> bool:
+    return bool(_buffers(model))
+
+
+def buffers_digest(model: nn.Module) -> tuple[str, bytes]:
+    """As `flat.model_digest`, of the persistent buffers: over names, shapes and dtypes, not over values."""
+    named = _buffers(model)
+    lines = [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in named]
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=32).digest()
+    text = f"{len(named)} tensor{'s' * (len(named) > 1)}, digest {digest.hex()[:12]}" if named else "none"
+    return text, digest
+
+
+def buffers_vector(model: nn.Module) -> npt.NDArray[np.float32]:
+    """All floating-point buffers (batch-norm statistics, ...) as one (n,) float32 vector."""
+    return _concatenate(_buffers_of_type(model, floating=True), torch.float32)
+
+
+def integer_buffers_vector(model: nn.Module) -> npt.NDArray[np.int64]:
+    """All integer and boolean buffers (batch counters, ...) as one (n,) int64 vector."""
+    return _concatenate(_buffers_of_type(model, floating=False), torch.int64)
+
+
+def load_integer_buffers_vector(model: nn.Module, vector_N: npt.NDArray[np.int64]) -> None:
+    """Write the lowest rank's `integer_buffers_vector` back."""
+    _scatter(_buffers_of_type(model, floating=False), vector_N)
+
+
+def _concatenate(tensors: Sequence[Tensor], dtype: torch.dtype) -> npt.NDArray[Any]:
+    pieces = [t.detach().cpu().reshape(-1).to(dtype) for t in tensors]
+    return np.asarray(torch.cat([torch.empty(0, dtype=dtype), *pieces]).numpy())
+
+
+def _scatter(tensors: Sequence[Tensor], vector_N: npt.NDArray[Any]) -> None:
+    expected = sum(t.numel() for t in tensors)
+    if vector_N.shape != (expected,):
+        raise RemoteProtocolError(f"buffers of shape {vector_N.shape}, this model's are ({expected},)")
+    with torch.no_grad():
+        for tensor, piece in zip(
+            tensors, torch.split(torch.from_numpy(vector_N), [t.numel() for t in tensors]), strict=True
+        ):
+            tensor.copy_(piece.view(tensor.shape))

@@ -1,0 +1,133 @@
+"""What a user gave to `Grid`: sizes, numbers, an optimizer, checked and put into words.
+
+Decides what is refused, with what to give instead.  Never talks to anybody, and knows of no step.
+
+    batch_size=32, accumulate=2, H = 4 calls a step      --> Sizes.share: 256 samples of each step
+    global_batch_size=512, max_batch_size=64             --> Sizes.whole_step, at most `share` of it here
+    AdamW(lr=0.1, weight_decay=0.5), two groups          --> "AdamW(lr=0.1, ...) and 1 more group, ..."
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gridtrain.errors import ConfigError
+from gridtrain.training.checkpoint import serialization
+from gridtrain.training.data import readers
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """How many samples a step takes, as `Grid.batches` was told: `each` worker's, or a `whole` step's."""
+
+    per_worker: int | None
+    per_step: int | None
+    max_per_worker: int | None = None
+    accumulate: int = 1
+    calls_per_step: int = 1  # calls of `optimizer.step` in a step of the run
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """For `Setup.global_batch_size`."""
+        return None if self.per_step is None else self.per_step * self.calls_per_step
+
+    @property
+    def batch_size(self) -> int:
+        """For `Setup.batch_size`: of a step on this worker, or the most of it; 0: any number."""
+        return (
+            ((self.per_worker if self.per_step is None else self.max_per_worker) or 0)
+            * self.accumulate
+            * self.calls_per_step
+        )
+
+    def check(self) -> None:
+        """Raises `ConfigError`."""
+        if (self.per_worker is None) == (self.per_step is None):
+            raise ConfigError(
+                f"batch_size={self.per_worker}, global_batch_size={self.per_step}; exactly one must be given",
+                remedy="batch_size=32 for 32 samples on each worker",
+            )
+        if self.max_per_worker is not None and self.per_step is None:
+            raise ConfigError(
+                f"max_batch_size={self.max_per_worker} without global_batch_size: this worker's batch size is fixed",
+                remedy="leave max_batch_size out",
+            )
+        named = {
+            "batch_size": self.per_worker,
+            "global_batch_size": self.per_step,
+            "max_batch_size": self.max_per_worker,
+        }
+        for name, value in named.items():
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be >= 1", remedy="try batch_size=32")
+        if self.accumulate < 1:
+            raise ConfigError(f"accumulate is {self.accumulate}; it must be >= 1", remedy="try accumulate=1")
+
+
+def unsupported_scaler_error() -> ConfigError:
+    return ConfigError(
+        "grid.scaler() with a pipeline, whose backward is inside of pipe.step, where no scale reaches it",
+        remedy="train in float32 or bfloat16, which need no scale; wire='fp16' or 'bf16' for what travels",
+    )
+
+
+def largest_state_bytes(model: nn.Module) -> int:
+    """What a donor may send: optimizers keep two or three copies of the model, averages one more each."""
+    tensors = (*model.parameters(), *model.buffers())
+    return (64 << 20) + 16 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def check_readers(dataset: Any, num_workers: int, prefetch_factor: int) -> None:
+    most = 1 if readers.is_iterable(dataset) else None
+    if num_workers < 0 or (most is not None and num_workers > most):
+        bound = "0 or 1 for a data set that is read from the front" if most else ">= 0"
+        raise ConfigError(f"num_workers is {num_workers}; it must be {bound}", remedy="try num_workers=1")
+    if prefetch_factor < 1:
+        raise ConfigError(
+            f"prefetch_factor is {prefetch_factor}; it must be >= 1", remedy="try prefetch_factor=2"
+        )
+
+
+def describe_optimizer(inner: torch.optim.Optimizer) -> str:
+    """For comparison and for people: the kind, and what the first group has other than by default."""
+    defaults = {name: p.default for name, p in inspect.signature(type(inner)).parameters.items()}
+    first, *others = inner.param_groups
+    options = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in first.items()}
+    shown = ", ".join(
+        f"{name}={value}"
+        for name, value in sorted(options.items())
+        if name == "lr" or (isinstance(value, int | float | str | tuple) and value != defaults.get(name))
+    )
+    text, settings = f"{type(inner).__name__}({shown})", serialization.hyperparameter_digest(inner).hex()[:12]
+    if others:
+        text += f" and {len(others)} more group{'s' * (len(others) > 1)}, settings {settings}"
+    return text if len(text) <= 400 else f"{text[:360]}... {settings}"
+
+
+def to_ints(**named: Any) -> list[Any]:
+    """These as plain ints, in their order, None where nothing was given: numpy's are no ints to the wire.
+
+    Raises `ConfigError` for what is no whole number: 1e3, 1.5, "32"; and for a seed that is None.
+    """
+    plain = []
+    for name, value in named.items():
+        optional = name not in ("accumulate", "seed")
+        try:
+            plain.append(None if value is None and optional else operator.index(value))
+        except TypeError:
+            raise ConfigError(
+                f"{name} is {value!r}, and not a whole number", remedy=f"give an int: {name}=32"
+            ) from None
+    return plain
+
+
+def parse_int(name: str, text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"{name} is {text!r}; it must be a whole number >= 0", remedy=f"try {name}=500")
+    return int(text)

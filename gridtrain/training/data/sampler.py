@@ -1,0 +1,191 @@
+"""From positions of the run to samples of a data set.
+
+Decides which sample a position means, the same on every worker and machine.  Who holds which positions, and
+when they are used up, is the ledger's affair (DESIGN section 8).
+
+    position          0   1   2   3   4 |  5   6   7   8   9 | 10 ...      size = 5
+    pass                       0        |          1         |
+    permutation(5, seed, pass)  3 0 4 1 2   1 4 0 2 3
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler, default_collate
+
+from gridtrain.core.messages import LedgerSpec, Span
+from gridtrain.errors import ConfigError
+from gridtrain.training.checkpoint.serialization import tensor_bytes
+
+DIGEST_SAMPLES = 16
+collate = default_collate
+
+
+@lru_cache(maxsize=2)  # a step with re-queued positions may touch two passes
+def permutation(size: int, seed: int, pass_number: int) -> npt.NDArray[np.int64]:
+    """Order of the samples in one pass over the data: (size,) int64, read only.
+
+    numpy's `RandomState`, because its stream is frozen by numpy's policy: the same on every version.
+    """
+    words = [seed & 0xFFFFFFFF, seed >> 32, pass_number & 0xFFFFFFFF, pass_number >> 32]
+    order = np.random.RandomState(words).permutation(size).astype(np.int64)
+    order.flags.writeable = False
+    return order
+
+
+def sample_indices(spec: LedgerSpec, spans: Sequence[Span]) -> list[int]:
+    """Samples of the data set at the positions of `spans`, in their order."""
+    indices: list[int] = []
+    for span in spans:
+        start = span.start
+        while start < span.stop:
+            pass_number, offset = divmod(start, spec.size)
+            count = min(span.stop - start, spec.size - offset)
+            order = permutation(spec.size, spec.seed, pass_number)
+            indices.extend(order[offset : offset + count].tolist())
+            start += count
+    return indices
+
+
+def split_spans(spans: Sequence[Span], count: int) -> list[tuple[Span, ...]]:
+    """`spans` in `count` near-equal runs of positions; where there are fewer than that, some come twice."""
+    total = sum(span.stop - span.start for span in spans)
+    bounds = [total * part // count for part in range(count + 1)]
+    pairs = [(a, b) if a < b else (a % total, a % total + 1) for a, b in pairwise(bounds)]
+    return [_slice_spans(spans, start, stop) for start, stop in pairs]
+
+
+def _slice_spans(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
+    """From the start-th to before the stop-th position of `spans`."""
+    taken, before = [], 0
+    for span in spans:
+        first, last = max(start - before, 0), min(stop - before, span.stop - span.start)
+        if first < last:
+            taken.append(Span(span.start + first, span.start + last))
+        before += span.stop - span.start
+    return tuple(taken)
+
+
+def fetch_batch(
+    dataset: Any, indices: Sequence[int], collate_fn: Callable[[list[Any]], Any] = collate
+) -> Any:
+    """One batch, as DataLoader would build it."""
+    if hasattr(dataset, "__getitems__"):
+        return collate_fn(dataset.__getitems__(list(indices)))
+    return collate_fn([dataset[index] for index in indices])
+
+
+class GridSampler(Sampler[list[int]]):
+    """For `DataLoader(dataset, batch_sampler=...)`: one list of sample indices for each step of this worker.
+
+    Args:
+        spec: the run's ledger.
+        turns: called at each iteration; yields this worker's spans of one step after the other.
+    """
+
+    def __init__(self, spec: LedgerSpec, turns: Callable[[], Iterator[Sequence[Span]]]) -> None:
+        self._spec = spec
+        self._turns = turns
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for spans in self._turns():
+            yield sample_indices(self._spec, spans)
+
+
+# -- do all workers have the same data? ------------------------------------------------------------
+
+
+def dataset_digest(dataset: Any) -> tuple[str, bytes]:
+    """A text for people and a 32-byte digest: the length, and up to 16 evenly spaced samples.
+
+    Each of these is read twice, with other random numbers, which are the same on all workers; if one differs
+    from itself (random augmentation) or holds something else than tensors, arrays, numbers, strings and
+    containers of these, only the length counts.
+
+    Raises:
+        ConfigError: the data set has no length, or is empty.
+    """
+    try:
+        size = len(dataset)
+    except TypeError:
+        size = 0
+    if size < 1:
+        raise ConfigError(
+            f"a {type(dataset).__name__} without samples or without a length cannot be shared out",
+            remedy="use a map-style data set with __len__ and __getitem__",
+        )
+    total = hashlib.blake2b(str(size).encode(), digest_size=32)
+    samples = _samples_digest(dataset, size)
+    if samples is None:
+        return f"{size} samples (contents not compared)", total.digest()
+    total.update(samples)
+    return f"{size} samples, digest {total.hexdigest()[:12]}", total.digest()
+
+
+def _samples_digest(dataset: Any, size: int) -> bytes | None:
+    total = hashlib.blake2b(digest_size=32)
+    count = min(size, DIGEST_SAMPLES)
+    with preserve_random_state():
+        for index in (i * size // count for i in range(count)):
+            first, again = (value_digest(_read_sample(dataset, index, reading)) for reading in range(2))
+            if first is None or first != again:
+                return None
+            total.update(first)
+    return total.digest()
+
+
+def _read_sample(dataset: Any, index: int, reading: int) -> Any:
+    seed_random(2 * index + reading)
+    return dataset[index]
+
+
+def value_digest(value: Any) -> bytes | None:
+    """None for a type whose bits mean nothing to another process."""
+    if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
+        array = np.ascontiguousarray(value)
+        return _digest(f"{array.dtype.str} {array.shape}", array.tobytes())
+    if isinstance(value, Tensor) and value.layout is torch.strided:
+        return _digest(f"{value.dtype} {tuple(value.shape)}", tensor_bytes(value).tobytes())
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return _digest(type(value).__name__, repr(value).encode())
+    if isinstance(value, dict):
+        value = [item for pair in value.items() for item in pair]
+    if isinstance(value, list | tuple):
+        parts = [value_digest(item) for item in value]
+        return None if None in parts else _digest("sequence", b"".join(cast(list[bytes], parts)))
+    return None
+
+
+def _digest(kind: str, content: bytes) -> bytes:
+    return hashlib.blake2b(kind.encode() + b"\0" + content, digest_size=32).digest()
+
+
+def seed_random(seed: int) -> None:
+    """For what follows, on all workers: where augmentation is rare, it would be chance whether a worker sees
+    any of it, and those who have would refuse those who have not.  To be called in `random_state_kept`."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)  # of the CPU alone, as that is what is kept
+
+
+@contextmanager
+def preserve_random_state() -> Iterator[None]:
+    """Reading samples for a digest must not shift a training run's random numbers."""
+    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)

@@ -1,0 +1,102 @@
+"""Whose optimizer settings differ: asked only when a step has been aborted.
+
+Decides which workers have to leave when learning rates and the like have forked.  Their digest is part of
+every vote, so that a fork never commits; without this module it would abort for ever instead.  A retry
+carries the settings of all ranks as text, in one more dense vector of the same round:
+
+    attempt 0   update                         ABORT: the votes' digests differ
+    attempt 1   update | row 0 | row 1 | ...   ABORT, but everybody has read the rows: the largest party (of
+                                               equal ones that of the lowest rank) goes on, the others raise
+
+    row (512 values, one byte each): checksum 8 | digest 32 | name=value lines, cut to fit
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gridtrain.core.collectives.collective import Collective
+from gridtrain.core.commit.two_phase_commit import largest_agreeing_group
+from gridtrain.errors import ConfigError
+from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
+from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.training.checkpoint import serialization
+
+ROW_BYTES = 512
+_CHECKSUM_BYTES = 8
+_DIGEST_BYTES = 32
+_MAX_NAMED = 3
+
+HyperparameterRow = tuple[bytes, tuple[str, ...]]  # digest, name=value lines
+
+
+class _HyperparameterBuffer(DenseRingBuffer):
+    """One row for each rank.  Also a member whose gradient is not finite brings its row."""
+
+    def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
+        return super().make_collective(rank, world_size, skip=False)
+
+
+def make_hyperparameter_buffer(plan: StepPlan, optimizer: torch.optim.Optimizer) -> DenseRingBuffer | None:
+    """This worker's row among zeros, in a retry; None in a first attempt."""
+    if plan.attempt == 0:
+        return None
+    body = (
+        serialization.hyperparameter_digest(optimizer)
+        + "\n".join(serialization.hyperparameter_lines(optimizer)).encode()
+    )
+    body = body[: ROW_BYTES - _CHECKSUM_BYTES].ljust(ROW_BYTES - _CHECKSUM_BYTES)
+    rows = np.zeros((plan.world_size, ROW_BYTES), np.float32)
+    rows[plan.rank] = np.frombuffer(_checksum(body) + body, np.uint8)
+    return _HyperparameterBuffer(rows.reshape(-1), plan.world_size)
+
+
+def check_hyperparameters(plan: StepPlan, sums: DenseRingBuffer) -> None:
+    """To be called after the abort of an attempt that carried `workspace`.
+
+    Raises `ConfigError` if this worker's settings are not those of the largest party.
+    """
+    read = [_read_row(row) for row in sums.update_N.reshape(plan.world_size, ROW_BYTES)]
+    rows = [row for row in read if row is not None]
+    if len(rows) < plan.world_size:
+        return  # the exchange broke off: another reason than a fork, or none that can be known
+    staying = largest_agreeing_group({rank: digest for rank, (digest, _) in enumerate(rows)})
+    if plan.rank in staying:
+        return
+    mine, theirs = _difference(rows[plan.rank], rows[staying[0]])
+    raise ConfigError(
+        f"step {plan.step} cannot be committed: rank {plan.rank} has {mine}, but {len(staying)} of "
+        f"{plan.world_size} workers (rank {staying[0]}) have {theirs}; they go on without rank {plan.rank}",
+        remedy="change the optimizer's settings on all workers alike: step ReduceLROnPlateau by "
+        "grid.mean(loss), and name schedulers in grid.track(scheduler=...) for workers that join later",
+    )
+
+
+def _read_row(row: npt.NDArray[np.float32]) -> HyperparameterRow | None:
+    """None if it did not arrive whole."""
+    raw = np.clip(np.nan_to_num(row), 0, 255).astype(np.uint8).tobytes()
+    checksum, body = raw[:_CHECKSUM_BYTES], raw[_CHECKSUM_BYTES:]
+    if _checksum(body) != checksum:
+        return None
+    text = body[_DIGEST_BYTES:].decode(errors="replace").rstrip()
+    return body[:_DIGEST_BYTES], tuple(text.split("\n"))
+
+
+def _difference(mine: HyperparameterRow, theirs: HyperparameterRow) -> tuple[str, str]:
+    """What differs, as either side has it; `theirs` came over the network."""
+    pairs = [(a, b) for a, b in zip(mine[1], theirs[1], strict=False) if a != b][:_MAX_NAMED]
+    if not pairs:  # beyond what fits into a row
+        pairs = [(f"settings {mine[0].hex()[:8]}", f"settings {theirs[0].hex()[:8]}")]
+    return ", ".join(_printable(a) for a, _ in pairs), ", ".join(_printable(b) for _, b in pairs)
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def _checksum(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest()

@@ -1,0 +1,337 @@
+"""`LocalSteps`: a worker trains alone for a while, then the group agrees on how far all have come.
+
+Decides what is exchanged and how it is applied.  The exchange itself, its residual, its vote and its retries
+are `optim.wrapper`'s and all below it: to them the change of the parameters is just another gradient.
+
+    anchor                parameters after the last committed round, bit-identical on all workers
+      |  inner.step()     `every` times, each worker with gradients and moments of its own
+      v
+    local parameters      change_N = anchor - local, weighted with n_i / N;  parameters = anchor
+                             |
+                             +--> round (Dense, TopK, GTopK; error feedback)  --> update_N on all workers
+    next anchor  <-------- anchor - outer_learning_rate * nesterov(update_N)
+
+After DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1), with a sparse exchange after SparseLoCo
+(Sarfi et al. 2025, arXiv 2508.15706).  Equal on all workers after each committed round, compared and sent to
+newcomers: the parameters and the outer velocity.  A worker's own: the moments of its inner optimizer.
+
+The parameters are back at the anchor *before* the round begins.  So what others may ask for while this worker
+waits (its state for a newcomer, an image), and what may be loaded into it, is never a half-trained model.
+Settings and trackers in it are those with which the turn began (`optim.before`).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from gridtrain.config import LocalSteps, Overlap
+from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.network.wire.sparse_payload import SparseVector
+from gridtrain.training.checkpoint import serialization
+from gridtrain.training.checkpoint.flat_gradient import FlatGradient
+from gridtrain.training.exchangers import largest_magnitude
+from gridtrain.training.optimizer import GridOptimizer
+from gridtrain.training.session_interface import TrainingSession
+from gridtrain.training.turn_start_state import TurnStartState
+
+log = logging.getLogger("gridtrain")
+
+_VELOCITY = "velocity"
+_ZERO_TIMINGS = dict.fromkeys(("waiting_s", "selecting_s", "communicating_s", "applying_s"), 0.0)
+
+
+class OuterOptimizer(torch.optim.Optimizer):
+    """Moves the parameters by an update that the group committed; its state is the same on all workers.
+
+    It shows the groups of the inner optimizer (so that learning rates travel and are compared as ever), and
+    the velocity as its state: (n,) float32, absent without momentum.
+
+    Args:
+        flat: whose `flat_N` holds the update when `step` is called.
+    """
+
+    inner: torch.optim.Optimizer
+
+    def __init__(self, inner: torch.optim.Optimizer, flat: FlatGradient, exchange: LocalSteps) -> None:
+        self.__setstate__({"inner": inner})  # as in GridOptimizer
+        self._flat = flat
+        self._rate, self._momentum = exchange.outer_learning_rate, exchange.outer_momentum
+        self._velocity_N = torch.zeros_like(flat.flat_N) if self._momentum else None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.inner.defaults
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return {} if self._velocity_N is None else {0: {_VELOCITY: self._velocity_N}}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.state, "param_groups": self.inner.state_dict()["param_groups"]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises `ValueError` for a state of another model or momentum."""
+        velocity_N = _velocity_of(state_dict["state"])
+        mine_N = self._velocity_N
+        if (velocity_N is None) != (mine_N is None):
+            raise ValueError("there is an outer velocity on one side only")
+        if velocity_N is not None and _shape_and_dtype(velocity_N) != _shape_and_dtype(mine_N):
+            raise ValueError(f"an outer velocity of {_shape_and_dtype(velocity_N)}")
+        own = self.inner.state_dict()["state"]
+        self.inner.load_state_dict({"state": own, "param_groups": state_dict["param_groups"]})
+        serialization.keep_dtypes(self.inner, own)
+        if velocity_N is not None and mine_N is not None:
+            mine_N.copy_(velocity_N)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """SGD as in torch (Nesterov after Sutskever et al. 2013), product and sum apart: how a fused one
+        rounds depends on how the work falls to threads, and all workers must get the same bits."""
+        step_N = self._flat.flat_N
+        if self._velocity_N is not None:
+            self._velocity_N.mul_(self._momentum).add_(step_N)
+            step_N.add_(self._velocity_N * self._momentum)
+        step_N.mul_(self._rate)
+        for view, parameter in self._flat.views:
+            parameter.copy_(_to_float32(parameter) - view.to(parameter.device))
+
+
+class LocalSGDOptimizer(GridOptimizer):
+    """A `GridOptimizer` that exchanges once in `exchange.every` calls of `step`.
+
+    `param_groups`, `state` and `state_dict` are the inner optimizer's.  Clip the local gradients between
+    backward and `step`, as without a group.
+
+    Args as in `GridOptimizer`; `clip_norm` must be None.  Attributes as there, and:
+        replicated: the outer optimizer.
+        local_calls: calls of `step` since the last exchange.
+    """
+
+    shares_scale = False
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        model: nn.Module,
+        exchange: LocalSteps,
+        session: TrainingSession,
+        *,
+        clip_norm: float | None = None,
+        average_buffers_every: int = 0,
+        compare_every: int = 0,
+        overlap: Overlap | None = None,
+    ) -> None:
+        if overlap is not None:
+            raise ConfigError(
+                "overlap with LocalSteps, where no gradient is exchanged that could be sent early",
+                remedy="leave overlap out",
+            )
+        if clip_norm is not None:
+            raise ConfigError(
+                f"clip_norm={clip_norm} with LocalSteps, where no gradient is exchanged that it could clip",
+                remedy="clip each worker's: clip_grad_norm_(...) between backward() and step()",
+            )
+        super().__init__(
+            inner,
+            model,
+            exchange,
+            session,
+            average_buffers_every=average_buffers_every,
+            compare_every=compare_every,
+        )
+        self._every = exchange.every
+        self.replicated = OuterOptimizer(inner, self._flat, exchange)
+        self._is_new = copy.deepcopy(inner.state_dict()["state"])
+        self._anchor: list[Tensor] = []
+        self.local_calls = 0
+        self._trained_calls = self._every  # of a turn's calls so many are for samples
+        self._calls_left: int | None = None  # calls until the turn ends; None: nobody counts turns
+        self._computing_s = 0.0
+
+    # -- turns ---------------------------------------------------------------------------------------
+
+    @property
+    def calls_per_turn(self) -> int:
+        return self._every
+
+    def begin_turn(self, trained: int) -> None:
+        self.local_calls, self._calls_left, self._trained_calls = 0, self._every, trained
+        self._save_turn_start()
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """A step of the inner optimizer; after the last one of a turn, the exchange.
+
+        Raises:
+            ConfigError: it is called more often than there are batches.
+        """
+        if closure is not None:
+            super().step(closure)  # refuses it
+        if self._calls_left == 0:
+            raise ConfigError(
+                f"optimizer.step() was called {self._every + 1} times for a step's {self._every} batches",
+                remedy="call it once for each batch, or once for every a batches of "
+                "grid.batches(..., accumulate=a)",
+            )
+        self._calls_left = None if self._calls_left is None else self._calls_left - 1
+        if self.local_calls == 0:
+            self._remember_anchor()
+        self.local_calls += 1
+        self._local_step()
+        if self.local_calls < self._every:
+            self._report_local()
+        else:
+            self._global_step()
+
+    def exchange(self) -> bool:
+        raise ConfigError(
+            "optimizer.exchange() was called with LocalSteps, where no gradient is exchanged",
+            remedy="call optimizer.step() only; clip between loss.backward() and optimizer.step()",
+        )
+
+    # -- alone -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _remember_anchor(self) -> None:
+        """At the first step of a turn, so that whatever was loaded since the last one counts."""
+        if self._calls_left is None:
+            self._save_turn_start()
+        parameters = [parameter for _, parameter in self._flat.views]
+        if not self._anchor:
+            self._anchor = [parameter.detach().clone() for parameter in parameters]
+            return
+        for kept, parameter in zip(self._anchor, parameters, strict=True):
+            kept.copy_(parameter)
+
+    def _local_step(self) -> None:
+        self._flat.check_unchanged()
+        overflowed = self._unscale_local()
+        if not overflowed and self.local_calls <= self._trained_calls:
+            self._flat.rescale(self._flat.scale)
+            self.inner.step()
+        self.last_skipped = overflowed
+
+    def _unscale_local(self) -> bool:
+        """As `GridOptimizer._unscale`, for the gradients themselves."""
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        overflowed = float(getattr(self, "found_inf", 0.0)) > 0.0
+        if scale is not None and not overflowed:
+            inverse = 1.0 / float(scale)
+            for _, parameter in self._flat.views:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(inverse)
+        return overflowed
+
+    def _report_local(self) -> None:
+        self._stopwatch.lap("computing_s")
+        alone_s = self._stopwatch.reset()
+        self._computing_s += alone_s["computing_s"]
+        self.timings = _ZERO_TIMINGS | alone_s
+        self._session.report_figures({})  # a sign of life: the others may wait in the round already
+
+    # -- together --------------------------------------------------------------------------------------
+
+    def _global_step(self) -> None:
+        self.local_calls = 0
+        self._compute_delta()
+        finite = math.isfinite(largest_magnitude(self._flat.flat_N))
+        if not finite:
+            self._reset_inner()
+        self._run_attempts(finite)
+        self._apply()
+
+    @torch.no_grad()
+    def _compute_delta(self) -> None:
+        """flat_N = anchor - parameters; parameters = anchor."""
+        for (view, parameter), kept in zip(self._flat.views, self._anchor, strict=True):
+            view.copy_(_to_float32(kept) - _to_float32(parameter))
+            parameter.copy_(kept)
+
+    def _reset_inner(self) -> None:
+        """What led to parameters that are not finite is mostly in the moments as well."""
+        log.warning(
+            "this worker's parameters are not finite after %d local steps: the group skips the step, and its "
+            "%s starts with fresh moments from the parameters that all have",
+            self._every,
+            type(self.inner).__name__,
+        )
+        self._load_moments(copy.deepcopy(self._is_new))  # what is loaded is not copied, and trained on
+
+    def _apply(self) -> None:
+        if not self.last_skipped:
+            self.replicated.step()
+        self._compare()
+        self._stopwatch.lap("applying_s")
+        timings = self._stopwatch.reset()
+        alone_s, self._computing_s = self._computing_s, 0.0
+        self.timings = timings
+        self._session.report_figures(timings | {"computing_s": timings.get("computing_s", 0.0) + alone_s})
+
+    def _load_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
+        """Into flat_N alone, where the outer optimizer reads it: no gradient of a parameter is touched."""
+        self._flat.load_update(update)
+
+    # -- what others are given ---------------------------------------------------------------------------
+
+    def _save_turn_start(self) -> None:
+        """With averages: a loop moves them after each of its steps."""
+        self._turn_start = TurnStartState.capture(self.inner, self._trackers, averages=True)
+
+    # -- this worker's own part of a checkpoint ----------------------------------------------------------
+
+    def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """As in `GridOptimizer`, with the inner optimizer's moments: for this worker's own disk."""
+        document, tensors = super().pack()
+        moments = serialization.pack_private({"state": self.inner.state_dict()["state"]}, tensors)
+        return document | {"moments": moments}, tensors
+
+    def unpack(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        super().unpack(document, tensors)
+        if "moments" not in document:
+            return
+        try:
+            self._load_moments(serialization.unpack_private(document["moments"], tensors)["state"])
+        except Exception as error:  # other people's code may raise anything
+            text = f"the moments of {type(self.inner).__name__} do not fit: {type(error).__name__}: {error}"
+            raise RemoteProtocolError(text, remedy="build the optimizer as before") from error
+
+    def _load_moments(self, state: Any) -> None:
+        groups = self.inner.state_dict()["param_groups"]
+        self.inner.load_state_dict({"state": state, "param_groups": groups})
+        serialization.keep_dtypes(self.inner, state)
+
+
+def _to_float32(values: Tensor) -> Tensor:
+    """At least float32, detached: a difference of bfloat16 values is no bfloat16 value."""
+    wide = torch.promote_types(values.dtype, torch.float32)
+    return values.detach().to(wide)
+
+
+def _shape_and_dtype(values: Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
+    return None if values is None else (values.shape, values.dtype)
+
+
+def _velocity_of(state: Any) -> Tensor | None:
+    """Raises `ValueError` if it is no state of an `OuterOptimizer`."""
+    if state == {}:
+        return None
+    try:
+        ((position, fields),) = state.items()
+        ((name, velocity_N),) = fields.items()
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError("the outer optimizer's state is not one velocity") from None
+    if position != 0 or name != _VELOCITY or not isinstance(velocity_N, Tensor):
+        raise ValueError("the outer optimizer's state is not one velocity")
+    return velocity_N

@@ -1,0 +1,199 @@
+"""Sending the gradient while backward still computes it: last layers first (Baidu, 2017).
+
+Decides when a bucket's gradient is complete, and sends it then, in steps that are cut: which ones, is decided
+by `overlap_trial`.  Never waits: what could not be sent early is sent by `step`.
+
+    backward     layer 4   layer 3   layer 2   layer 1  |  step
+    ready            [ bucket 1 ]        [ bucket 0 ]   |
+    network              [===== bucket 1 =====][======= bucket 0 =====] vote
+                                                        ^ only what is right of here is waited for
+
+A round commits as a whole, so nothing of its update is used before the last bucket is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gridtrain.config import Exchange, Overlap
+from gridtrain.errors import ConfigError
+from gridtrain.runtime.buffers.buckets import BucketedBuffer, bucket_bounds
+from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
+from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.training.checkpoint.flat_gradient import FlatGradient
+from gridtrain.training.exchangers import ExchangeAttempt, Exchanger, make_exchanger
+from gridtrain.training.overlap_trial import OverlapTrial
+from gridtrain.training.session_interface import TrainingSession
+
+log = logging.getLogger("gridtrain")
+
+
+def make_overlapper(
+    flat: FlatGradient, whole: Exchanger, session: TrainingSession, overlap: Overlap, exchange: Exchange
+) -> Overlapper | None:
+    """None: the gradient is too short to be cut, and overlap would change nothing."""
+    least = overlap.least_of(exchange)
+    bounds = bucket_bounds(flat.sizes, overlap.buckets, least)
+    if len(bounds) == 2:
+        text = "overlap is left out: %d elements in %d parameters cannot be cut into buckets of at least %d"
+        log.warning(text, flat.n, len(flat.sizes), least)
+        return None
+    parts = make_exchanger(exchange, bounds, flat.flat_N.device, whole.feedback)
+    return Overlapper(flat, whole, parts, session, OverlapTrial(overlap.adaptive))
+
+
+class Overlapper:
+    """Watches the gradients of one model, and sends a bucket when its last one is complete.
+
+    Args:
+        whole, parts: the same exchange, of the vector in one piece and in buckets, over one error feedback.
+        trial: in which steps it is which.
+
+    Attributes:
+        backwards: backward passes in one step (`grid.batches(accumulate=)`).
+        selecting_s: seconds of the current backward spent on selection here.
+    """
+
+    def __init__(
+        self,
+        flat: FlatGradient,
+        whole: Exchanger,
+        parts: Exchanger,
+        session: TrainingSession,
+        trial: OverlapTrial,
+    ) -> None:
+        self._flat, self._session = flat, session
+        self._whole_exchanger, self._bucket_exchanger, self._trial = whole, parts, trial
+        self._bucket_parameters = _bucket_members(flat.sizes, parts.bounds)
+        self._bucket_of = {p: b for b, members in enumerate(self._bucket_parameters) for p in members}
+        self.backwards = 1
+        self.selecting_s = 0.0
+        self._began_s: float | None = None  # the backward of this step
+        self._current_plan: StepPlan | None = None  # the latest attempt at it
+        self._reset()
+        for index, parameter in enumerate(flat.parameters):
+            parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
+
+    def _reset(self) -> None:
+        self._backward_counts = [0] * len(self._flat.sizes)
+        self._missing_counts = [len(members) for members in self._bucket_parameters]
+        self._plan: StepPlan | None = None
+        self._has_plan = False
+        self._sent: dict[int, ExchangeAttempt] = {}
+
+    @property
+    def is_active(self) -> bool:
+        """Steps are cut, trials apart."""
+        return self._trial.is_worthwhile
+
+    # -- in the middle of backward -------------------------------------------------------------------
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        return lambda _: self._complete(index)
+
+    def _complete(self, index: int) -> None:
+        bucket = self._bucket_of[index]
+        if self._began_s is None:
+            self._began_s = time.perf_counter()
+        if bucket in self._sent:
+            raise ConfigError(
+                f"more than {self.backwards} backward passes before one step(), and their gradients are sent",
+                remedy="use grid.batches(..., accumulate=a) for a backward passes a step, or overlap=None",
+            )
+        self._backward_counts[index] += 1
+        if self._backward_counts[index] == self.backwards:
+            self._missing_counts[bucket] -= 1
+            if self._missing_counts[bucket] == 0:
+                self._send(bucket)
+
+    @torch.no_grad()
+    def _send(self, bucket: int) -> None:
+        if not self._has_plan:
+            self._has_plan, plan = True, self._session.predict_plan()
+            self._plan = plan if plan is not None and self._trial.is_overlapped(plan) else None
+        if self._plan is None:
+            return
+        began_s = time.perf_counter()
+        members = self._bucket_parameters[bucket]
+        self._flat.gather(members)
+        start, stop = self._bucket_exchanger.bounds[bucket : bucket + 2]
+        gradient_B = self._flat.flat_N[start:stop]
+        attempt = self._bucket_exchanger.prepare_bucket(bucket, gradient_B, self._plan, usable=True)
+        self._sent[bucket] = attempt
+        self.selecting_s += time.perf_counter() - began_s
+        assert not isinstance(attempt.buffer, BucketedBuffer)
+        self._session.begin_bucket(self._plan, bucket, attempt.buffer, attempt.skip)
+
+    # -- in step -------------------------------------------------------------------------------------
+
+    def take_sent(self) -> tuple[StepPlan | None, dict[int, ExchangeAttempt]]:
+        """The plan that buckets were sent for, and these buckets; what is under way stays so.
+
+        The flat vector holds the gradients of the other ones, too, after this.
+
+        Raises `ConfigError` if a gradient was changed after it was sent.
+        """
+        plan, sent = self._plan, self._sent
+        changed = self._flat.has_changed(
+            [index for bucket in sent for index in self._bucket_parameters[bucket]]
+        )
+        self._reset()
+        if changed:
+            raise ConfigError(
+                "gradients were changed after they had been sent",
+                remedy="with overlap, clip by grid.optimizer(..., clip_norm=...); for anything else between "
+                "backward and step leave overlap out",
+            )
+        rest = (members for bucket, members in enumerate(self._bucket_parameters) if bucket not in sent)
+        self._flat.gather([index for members in rest for index in members])
+        return plan, sent
+
+    def exchanger(self, plan: StepPlan) -> Exchanger:
+        """How all members cut their gradients in this attempt."""
+        self._current_plan = plan
+        return self._bucket_exchanger if self._trial.is_overlapped(plan) else self._whole_exchanger
+
+    def make_trial_buffer(self, plan: StepPlan) -> DenseRingBuffer | None:
+        """What else this attempt exchanges: how long either way takes; see `overlap_trial`."""
+        return self._trial.make_table(plan)
+
+    def finish_trial(self, plan: StepPlan, table: DenseRingBuffer) -> None:
+        """The round is committed, and with it the table."""
+        news = self._trial.apply_table(plan, table.update_N)
+        if news:
+            log.log(logging.INFO if self._trial.is_worthwhile else logging.WARNING, "%s", news)
+
+    def end_step(self) -> float:
+        """A step is over; returns the seconds of selection within its backward."""
+        plan, self._current_plan = self._current_plan, None
+        began_s, self._began_s = self._began_s, None
+        if plan is not None and began_s is not None:
+            self._trial.record_duration(plan, time.perf_counter() - began_s)
+        selecting_s, self.selecting_s = self.selecting_s, 0.0
+        return selecting_s
+
+
+def _bucket_members(sizes: Sequence[int], bounds: Sequence[int]) -> list[list[int]]:
+    """Indices of each bucket's parameters."""
+    members: list[list[int]] = [[] for _ in bounds[1:]]
+    at = bucket = 0
+    for index, size in enumerate(sizes):
+        while bucket + 2 < len(bounds) and at >= bounds[bucket + 1]:
+            bucket += 1
+        members[bucket].append(index)
+        at += size
+    return members
+
+
+def check_no_scaler(optimizer: object) -> None:
+    """Raises `ConfigError`: what is sent before `step` has not been unscaled."""
+    if getattr(optimizer, "grad_scale", None) is not None:
+        raise ConfigError(
+            "a GradScaler scales gradients that overlap sends before they are unscaled",
+            remedy="use bfloat16 autocast, which needs no scaler, or leave overlap out",
+        )

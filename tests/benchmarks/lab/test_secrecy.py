@@ -1,0 +1,203 @@
+"""What an eavesdropper on the internet's bridge, and a relay, see of three workers that train.
+
+                 hub 10.77.0.2: coordinator, and the relay between anna and bert
+                      |
+    ------+-----------+-----------+--------- bridge, where the eavesdropper sits
+          | NAT       | NAT       |
+        anna        bert        cleo         anna and bert cannot dial each other
+
+Each process writes down samples of the gradients and the state that it sends, and all that it is sent
+(spy/sitecustomize.py).  Without encryption the eavesdropper finds the samples and the names: so it is not
+for want of looking that it finds nothing with encryption.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from zmq.utils import z85
+
+from lab.group import Group, Plan, hostname, start
+from lab.net import Host, Net
+from lab.sniff import Sniffer
+
+pytestmark = pytest.mark.integration
+
+SCRIPT = Path(__file__).parents[2] / "integration" / "scripts" / "train.py"
+SPY = Path(__file__).parent / "spy"
+NAMES = ("anna-fe64a1", "bert-07bd93", "cleo-c31d58")
+STEPS = 30
+MOST_SAMPLES = 150
+TIMEOUT_S = 150.0
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A finished run.
+
+    Attributes:
+        samples: bytes of payloads, by what they belong to ("Data": gradients; "StateBlock": parameters).
+        received: all that a member was sent, decrypted, by its name; "hub" is the coordinator.
+    """
+
+    net: Net
+    group: Group
+    sniffer: Sniffer
+    samples: dict[str, list[bytes]]
+    received: dict[str, bytes]
+
+
+def listen_to(plan: Plan, folder: Path) -> Iterator[Heard]:
+    spied = folder / "spied"
+    spied.mkdir()
+    run = json.dumps({"exchange": "dense", "batch_size": 8, "steps": STEPS})
+    with Net() as net:
+        with Sniffer(net, folder / "all.pcap") as sniffer:
+            group = start(net, plan, folder, lambda name: (sys.executable, str(SCRIPT), run))
+            group.wait(TIMEOUT_S)
+        lines = [line.split() for path in spied.glob("*.sent") for line in path.read_text().splitlines()]
+        samples = {
+            kind: chosen([bytes.fromhex(text) for what, text in lines if what == kind])
+            for kind in ("Data", "StateBlock")
+        }
+        received = {
+            name: b"\n".join(path.read_bytes() for path in spied.glob(f"{name}-*.received"))
+            for name in (*NAMES, "hub")
+        }
+        yield Heard(net, group, sniffer, samples, received)
+
+
+def spying_plan(folder: Path, **options: Any) -> Plan:
+    path = os.pathsep.join(filter(None, [str(SPY), os.environ.get("PYTHONPATH")]))
+    spy = {"PYTHONPATH": path, "LAB_SPY": str(folder / "spied")}
+    return Plan(3, names=NAMES, environment=spy, **options)
+
+
+def chosen(samples: Sequence[bytes]) -> list[bytes]:
+    """Some of them, of the whole run."""
+    different = sorted(set(samples))
+    return random.Random(0).sample(different, min(MOST_SAMPLES, len(different)))
+
+
+@pytest.fixture(scope="module")
+def clear(lab: None, whole_group: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Heard]:
+    folder = tmp_path_factory.mktemp("clear")
+    yield from listen_to(spying_plan(folder, encrypted=False), folder)
+
+
+@pytest.fixture(scope="module")
+def encrypted(lab: None, whole_group: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Heard]:
+    folder = tmp_path_factory.mktemp("encrypted")
+    # Nobody but the hub relays: all else that it sees is then no gradient at all.
+    yield from listen_to(spying_plan(folder, nat="half", relay="hub"), folder)
+
+
+# -- what nobody may see ---------------------------------------------------------------------------
+
+
+def forms(secret: bytes) -> list[bytes]:
+    """The ways in which 32 bytes might be written down."""
+    text = (secret.hex().encode(), secret.hex().upper().encode(), z85.encode(secret))
+    in_64 = (base64.b64encode(secret), base64.urlsafe_b64encode(secret))
+    return [
+        secret,
+        *text,
+        *(word.rstrip(b"=")[:-1] for word in in_64),
+    ]  # the last letter hangs on what follows
+
+
+def secrets_of(group: Group) -> dict[str, list[bytes]]:
+    """By what they are: keys of everybody, the invitation's token and the invitation itself."""
+    from gridtrain.core.group.invitation import PREFIX, parse
+    from gridtrain.network.transport.identity import Identity
+
+    paths = sorted(group.folder.glob("state-*/**/*.key"))
+    secrets = {path.relative_to(group.folder).as_posix(): forms(Identity.read(path).secret) for path in paths}
+    secrets["token"] = forms(parse(group.invitation).token)
+    secrets["invitation"] = [group.invitation.removeprefix(PREFIX).encode()]
+    return secrets
+
+
+def personal() -> list[bytes]:
+    return [word.encode() for name in NAMES for word in (name, hostname(name))]
+
+
+def say(sender: Host, receiver: Host, text: bytes) -> None:
+    with receiver.listen() as listener:
+        outgoing = sender.dial(receiver.address, listener.getsockname()[1])
+        incoming, _ = listener.accept()
+    with outgoing, incoming:
+        outgoing.sendall(text)
+        outgoing.close()
+        while incoming.recv(1 << 16):
+            pass
+
+
+def seen(find: Callable[[bytes], object], patterns: Sequence[bytes]) -> list[bytes]:
+    return [pattern for pattern in patterns if find(pattern)]
+
+
+# -- the eavesdropper ------------------------------------------------------------------------------
+
+
+def test_without_encryption_it_finds_every_gradient_the_state_and_the_names(clear: Heard) -> None:
+    assert clear.sniffer.complete
+    assert len(clear.samples["Data"]) > 50 and clear.samples["StateBlock"]
+    for kind, samples in clear.samples.items():
+        found = seen(clear.sniffer.found, samples)
+        print(f"{kind}: {len(found)} of {len(samples)} samples found")
+        assert found == samples
+    assert seen(clear.sniffer.found, [name.encode() for name in NAMES]) == [name.encode() for name in NAMES]
+
+
+def test_with_encryption_it_finds_neither_gradients_nor_state(encrypted: Heard) -> None:
+    assert encrypted.sniffer.complete
+    assert len(encrypted.samples["Data"]) > 50 and encrypted.samples["StateBlock"]
+    print(f"{encrypted.sniffer.frames} frames, {encrypted.sniffer.nbytes} bytes heard")
+    for samples in encrypted.samples.values():
+        assert seen(encrypted.sniffer.found, samples) == []
+
+
+def test_with_encryption_it_finds_no_key_token_name_or_hostname(encrypted: Heard) -> None:
+    secrets = secrets_of(encrypted.group)
+    assert len(secrets) >= 3 + 1 + 2, "keys of three workers and the coordinator, token, invitation"
+    for what, patterns in secrets.items():
+        assert seen(encrypted.sniffer.found, patterns) == [], what
+    assert seen(encrypted.sniffer.found, personal()) == []
+
+
+def test_it_would_have_found_each_of_them(encrypted: Heard, tmp_path: Path) -> None:
+    """Said once over a plain socket in the same network."""
+    patterns = [pattern for forms in secrets_of(encrypted.group).values() for pattern in forms]
+    patterns += [*personal(), *encrypted.samples["Data"]]
+    anna, hub = encrypted.group.hosts[NAMES[0]], encrypted.group.hub
+    with Sniffer(encrypted.net, tmp_path / "said.pcap") as sniffer:
+        say(anna, hub, b" ".join(patterns))
+    assert seen(sniffer.found, patterns) == patterns
+
+
+# -- the relay -------------------------------------------------------------------------------------
+
+
+def test_the_relay_passes_gradients_on_and_sees_none(encrypted: Heard) -> None:
+    """A ring of three has all three edges, so one third of the gradients goes through the hub."""
+    hub, workers = encrypted.received["hub"], [encrypted.received[name] for name in NAMES]
+    data = encrypted.samples["Data"]
+    by_workers = seen(lambda pattern: any(pattern in heard for heard in workers), data)
+    assert by_workers == data, "the members themselves do see them, so the spy works"
+    smallest = min(len(heard) for heard in workers)
+    assert len(hub) > smallest / 2, f"the hub was sent {len(hub)} bytes: hardly what anna and bert exchange"
+    for samples in encrypted.samples.values():
+        assert seen(hub.__contains__, samples) == []
+    for what, patterns in secrets_of(encrypted.group).items():
+        assert seen(hub.__contains__, patterns) == [], what
+    assert seen(hub.__contains__, [hostname(name).encode() for name in NAMES]) == []

@@ -1,0 +1,240 @@
+"""A whole group's exchange in one process: the real cores and workspaces on the virtual network.
+
+Decides nothing: it does what the worker's loop does with effects, for all ranks at once.
+
+    group = CollectiveGroup([DenseWorkspace(x, 3) for x in contributions], seed=7)
+    group.run()
+    group.verdicts        # skip or not, as each rank knows it; None: did not complete
+
+`lockstep` runs cores alone, without numbers, all messages taking one tick: a schedule to look at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+
+import numpy as np
+from simulation.virtual_network import LinkProperties, VirtualNetwork
+
+from gridtrain.core.collectives.collective import (
+    AddSlice,
+    Collective,
+    CollectiveComplete,
+    CollectiveEffect,
+    MergePayload,
+    PayloadReceived,
+    ReplacePayload,
+    SendTo,
+    StoreFromRank,
+    StoreSlice,
+)
+from gridtrain.core.messages import PayloadSlot
+from gridtrain.network.wire.sparse_payload import SparseVector, ValueKind, decode, encode
+from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer
+from gridtrain.sparsify.merge import FloatArray
+
+MAX_EVENTS = 1_000_000
+
+
+class CollectiveGroup:
+    """Ranks 0 .. P-1, one workspace each.
+
+    Args:
+        skipping: ranks whose gradient is not finite.
+        seed: of the delays, and of the moments at which the ranks start (some are late, so that
+            they are sent payloads before they begin).
+    """
+
+    def __init__(
+        self,
+        workspaces: Sequence[CollectiveBuffer],
+        *,
+        seed: int,
+        skipping: Collection[int] = (),
+        link: LinkProperties | None = None,
+    ) -> None:
+        world_size = len(workspaces)
+        self.buffers = workspaces
+        self.cores = [w.make_collective(r, world_size, r in skipping) for r, w in enumerate(workspaces)]
+        self.verdicts: list[bool | None] = [None] * world_size
+        self.sent: list[tuple[int, int, PayloadSlot]] = []
+        self.network: VirtualNetwork[int, PayloadReceived] = VirtualNetwork(seed, link)
+        starts = Random(seed)
+        for rank in range(world_size):
+            self.network.attach(rank, self._deliver)
+            self.network.call_at(starts.uniform(0.0, 0.02), partial(self._start, rank), node=rank)
+
+    def run(self) -> None:
+        """Until nothing is in flight any more."""
+        for _ in range(MAX_EVENTS):
+            if self.network.idle:
+                return
+            self.network.step()
+        raise AssertionError(f"the exchange is not over after {MAX_EVENTS} events")
+
+    def _start(self, rank: int) -> None:
+        self._execute(rank, self.cores[rank].start(self.network.clock.now_s))
+
+    def _deliver(self, src: int, dst: int, message: PayloadReceived) -> None:
+        self._execute(dst, self.cores[dst].handle(message, self.network.clock.now_s))
+
+    def _execute(self, rank: int, effects: Sequence[CollectiveEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case SendTo(to_rank, place, skip):
+                    payload = self.buffers[rank].payload(place)
+                    self.sent.append((rank, to_rank, place))
+                    self.network.send(
+                        rank, to_rank, PayloadReceived(rank, place, skip, payload), len(payload)
+                    )
+                case CollectiveComplete(skip):
+                    self.verdicts[rank] = skip
+                case AddSlice() | StoreSlice() | StoreFromRank() | MergePayload() | ReplacePayload():
+                    self.buffers[rank].apply(effect)
+
+    def find_blamed(self, rank: int) -> set[int]:
+        """Whom `rank` waits for, whom those wait for, and so on."""
+        blamed: set[int] = set()
+        asked = [rank]
+        while asked:
+            fresh = self.cores[asked.pop()].waiting_for() - blamed
+            blamed |= fresh
+            asked += fresh
+        return blamed
+
+
+def assert_crash_is_blamed(
+    group: CollectiveGroup, undisturbed: CollectiveGroup, seed: int, *, within_s: float = 0.05
+) -> None:
+    """Run both, a rank of `group` dying within `within_s`: the others blame it, or end with the same bits."""
+    undisturbed.run()
+    ranks = range(len(group.buffers))
+    dead = Random(seed).randrange(len(ranks))
+    group.network.call_at(Random(seed).uniform(0, within_s), lambda: group.network.crash(dead))
+    group.run()
+    for rank in set(ranks) - {dead}:
+        if group.verdicts[rank] is None:
+            assert dead in group.find_blamed(rank), f"seed {seed}: rank {rank} blames the wrong ones"
+        else:
+            assert group.buffers[rank].compute_digest() == undisturbed.buffers[rank].compute_digest(), (
+                f"seed {seed}"
+            )
+
+
+def run_lockstep(cores: Sequence[Collective], *, max_ticks: int = 1000) -> list[list[tuple[int, SendTo]]]:
+    """For each tick, who sends what: (rank, SendTo).  A payload is the name of its sender."""
+    ticks: list[list[tuple[int, SendTo]]] = []
+    sends = [(rank, send) for rank, core in enumerate(cores) for send in _sends(core.start(0.0))]
+    while sends and len(ticks) < max_ticks:
+        ticks.append(sends)
+        sends = []
+        for rank, send in ticks[-1]:
+            arrived = PayloadReceived(rank, send.slot, send.skip, f"from {rank}")
+            effects = cores[send.to_rank].handle(arrived, float(len(ticks)))
+            sends += [(send.to_rank, onward) for onward in _sends(effects)]
+    return ticks
+
+
+def _sends(effects: Iterable[CollectiveEffect]) -> list[SendTo]:
+    return [effect for effect in effects if isinstance(effect, SendTo)]
+
+
+def select_locally(
+    residual_N: FloatArray, contribution_N: FloatArray, k: int, kind: ValueKind
+) -> tuple[bytes, FloatArray]:
+    """What a member sends, and its residual after a commit, before what it keeps of merges.
+
+    The reference in numpy for the selection on the device: the k largest |residual + contribution|,
+    ties by index; the rounding of the wire stays in the residual.
+    """
+    acc_N = residual_N + contribution_N
+    indices = np.sort(np.argsort(-np.abs(acc_N), kind="stable")[:k])
+    payload = encode(indices, acc_N[indices], n=acc_N.size, kind=kind)
+    acc_N[indices] -= decode(payload, n=acc_N.size, max_entries=k, kind=kind).values
+    return payload, acc_N
+
+
+@dataclass(frozen=True)
+class SparseInputs:
+    """One step of a group: k of n elements travel; `members` holds (residual_N, contribution_N).
+
+    `scale` None: floats.  Else all inputs are small integers times this power of two, so that
+    every sum is exact, and so must be the books.
+    """
+
+    n: int
+    k: int
+    kind: ValueKind
+    scale: float | None
+    members: list[tuple[FloatArray, FloatArray]]
+
+    def select(self) -> tuple[list[bytes], list[FloatArray]]:
+        """Each member's payload, and what stays behind of its vector."""
+        selected = [select_locally(r, c, self.k, self.kind) for r, c in self.members]
+        return [payload for payload, _ in selected], [residual_N for _, residual_N in selected]
+
+    def assert_conserved(self, residuals: Sequence[FloatArray], update: SparseVector, says: str) -> None:
+        """Promise 2a, element by element: residuals after + update == residuals before + contributions."""
+        terms = np.array([vector for member in self.members for vector in member], np.float64)
+        after = np.array(residuals, np.float64).sum(axis=0)
+        after[update.indices] += update.values
+        error_N = np.abs(after - terms.sum(axis=0))
+        bound_N = (math.log2(len(self.members)) + 3) * 2.0**-23 * np.abs(terms).sum(axis=0)
+        if self.scale is not None:
+            bound_N[:] = 0.0
+        worst = int(np.argmax(error_N - bound_N))
+        assert (error_N <= bound_N).all(), (
+            f"{says}: {error_N[worst]} is lost at index {worst}, the bound is {bound_N[worst]}"
+        )
+
+    def next_round(self, rng: np.random.Generator, residuals: Sequence[FloatArray]) -> SparseInputs:
+        fresh = [_vector(rng, self.n, self.scale) for _ in residuals]
+        return replace(self, members=list(zip(residuals, fresh, strict=True)))
+
+
+def random_inputs(
+    rng: np.random.Generator, world_size: int, *, integers: bool | None = None, dense: bool = False
+) -> SparseInputs:
+    """Any n, k and kind of values; many ties among integers, a wide range among floats.
+
+    `integers` and `dense` (k = n, and values that lose nothing on the wire) fix what else is drawn.
+    """
+    n = int(rng.integers(1, 150))
+    k = n if dense or rng.random() < 0.1 else int(rng.integers(1, n + 1))
+    kind = ValueKind.FP32 if dense else ValueKind(int(rng.integers(len(ValueKind))))
+    draw_integers = rng.random() < 0.5 if integers is None else integers
+    scale = 2.0 ** int(rng.integers(-20, 20)) if draw_integers else None
+    members = [(_vector(rng, n, scale), _vector(rng, n, scale)) for _ in range(world_size)]
+    return SparseInputs(n, k, kind, scale, members)
+
+
+@dataclass(frozen=True)
+class DenseInputs:
+    """One dense step of a group: each rank's vector; `exact`: their sum is, in any order."""
+
+    vectors: list[FloatArray]
+    exact: bool
+
+    def assert_sum(self, update_N: FloatArray, skipping: Collection[int], says: str) -> None:
+        """The sum of those who do not skip, within what its roundings to float32 may be off."""
+        terms = [v * 0 if rank in skipping else v for rank, v in enumerate(self.vectors)]
+        error_N = np.abs(update_N - np.sum(terms, axis=0, dtype=np.float64))
+        bound_N = (np.log2(len(terms)) + 3) * 2.0**-23 * np.abs(terms).sum(axis=0, dtype=np.float64)
+        assert (error_N <= (0 if self.exact else bound_N)).all(), f"{says}: off by {error_N.max()}"
+
+
+def random_vectors(rng: np.random.Generator, world_size: int) -> DenseInputs:
+    """Small integers times one power of two (exact in any order), or floats over a wide range."""
+    inputs = random_inputs(rng, world_size)
+    return DenseInputs([contribution_N for _, contribution_N in inputs.members], inputs.scale is not None)
+
+
+def _vector(rng: np.random.Generator, n: int, scale: float | None) -> FloatArray:
+    if scale is None:
+        return np.asarray(rng.standard_normal(n) * 2.0 ** rng.integers(-30, 30, n), np.float32)
+    largest = int(rng.choice([2, 20, 5000]))  # few different values: many ties
+    return np.asarray(rng.integers(-largest, largest + 1, n) * scale, np.float32)

@@ -1,0 +1,89 @@
+"""A board that a simulated run has filled, and the application over it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gridtrain.core.messages import OperatorReply, Refused, RemoveWorker, Unban
+
+if TYPE_CHECKING:
+    from starlette.testclient import TestClient
+
+    from gridtrain_coordinator.dashboard.board import Board
+
+TOKEN = "t" * 43
+
+
+def filled(workers: int, seconds: int, shape: str = "butterfly", stages: int = 1) -> Board:
+    from gridtrain_coordinator.dashboard.board import Board
+    from showing.simulated import Run
+
+    board = Board()
+    for at_s, picture, events in Run(workers, shape, stages=stages).pictures(seconds):
+        for event in events:
+            board.add_event(*event)
+        board.update(picture, at_s)
+    return board
+
+
+@dataclass
+class Desk:
+    """The application, what was ordered there, and what the daemon answers."""
+
+    board: Board
+    client: TestClient
+    orders: list[RemoveWorker | Unban] = field(default_factory=list)
+    reply: OperatorReply | Refused | None = field(default_factory=lambda: OperatorReply("it is out"))
+    now_s: float = 0.0
+    token: str = TOKEN
+
+    @property
+    def owner(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.token}"}
+
+
+Desks = Callable[..., Desk]
+
+
+@pytest.fixture
+def desk() -> Iterator[Desks]:
+    """`desk(workers, seconds)`; None as the daemon's reply: it never answers."""
+    for name in ("starlette", "prometheus_client", "httpx"):
+        pytest.importorskip(name, reason="the extra `coordinator` or httpx is not installed")
+    from starlette.testclient import TestClient
+
+    from gridtrain_coordinator.dashboard.dashboard_service import encoded
+    from gridtrain_coordinator.dashboard.event_stream import EventStream
+    from gridtrain_coordinator.dashboard.http_api import Api, create_app
+
+    opened: list[TestClient] = []
+
+    def make(workers: int = 4, seconds: int = 30, *, named: tuple[str, ...] = (), **run: object) -> Desk:
+        board = filled(workers, seconds, **run)  # type: ignore[arg-type]
+        made: Desk
+
+        def obey(order: RemoveWorker | Unban) -> Future[OperatorReply | Refused]:
+            made.orders.append(order)
+            answer: Future[OperatorReply | Refused] = Future()
+            if made.reply is not None:
+                answer.set_result(made.reply)
+            return answer
+
+        async def stream() -> EventStream:  # an asyncio.Event belongs to a loop only when it is waited for
+            return EventStream(lambda: encoded(board.full_state()))
+
+        api = Api(board, asyncio.run(stream()), TOKEN, obey, lambda: made.now_s)
+        client = TestClient(create_app(api, named=named), base_url="http://127.0.0.1:7780")
+        made = Desk(board, client, now_s=board.updated_s or 0.0)
+        opened.append(client)
+        return made
+
+    yield make
+    for client in opened:
+        client.close()

@@ -1,0 +1,332 @@
+"""The page in a real Chromium: it lives, can be used with the keyboard, and nothing is cut or overlaps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gridtrain.core.messages import RemoveWorker
+from showing import chromium
+from showing.chromium import LOADED, LOOKS
+from showing.simulated import HOSTILE, Run
+
+pytest.importorskip("uvicorn", reason="no extra `coordinator` here")
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(chromium.found() is None, reason="no Chromium: apt-get install chromium"),
+    pytest.mark.timeout(300),
+]
+SIZES = {
+    "desktop": (1280, 900, False),
+    "tablet": (820, 1100, False),
+    "phone": (390, 844, True),
+    "small": (320, 640, True),
+}
+TAB, ENTER, ESCAPE = ("Tab", 9), ("Enter", 13), ("Escape", 27)
+FOCUS = (
+    "document.activeElement.id || document.activeElement.textContent.trim() || document.activeElement.value"
+)
+AXE_AT = (
+    os.environ.get("GRIDTRAIN_AXE", ""),
+    str(Path(__file__).parent / "node_modules" / "axe-core" / "axe.min.js"),
+)
+HOW = "no axe-core: npm install --prefix tests/dashboard axe-core@4.14.1, or GRIDTRAIN_AXE=path/to/axe.min.js"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[chromium.Browser]:
+    with chromium.Browser() as started:
+        yield started
+
+
+@pytest.fixture
+def stage():  # type: ignore[no-untyped-def]
+    from showing.stage import Stage
+
+    opened: list[Stage] = []
+
+    def make(run: Run, **more: object) -> Stage:
+        made = Stage(run, **more)  # type: ignore[arg-type]
+        opened.append(made.__enter__())
+        return made
+
+    yield make
+    for each in opened:
+        each.service.close()
+
+
+def drawn(page: chromium.Page) -> None:
+    """Two frames later everything that was told is on the page."""
+    page.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+@pytest.fixture
+def opened(browser: chromium.Browser, stage):  # type: ignore[no-untyped-def]
+    def make(
+        workers: int,
+        size: str = "desktop",
+        *,
+        dark: bool = False,
+        shape: str = "butterfly",
+        stages: int = 1,
+        state: str = "training",
+    ):  # type: ignore[no-untyped-def]
+        width, height, mobile = SIZES[size]
+        shown = stage(Run(workers, shape, stages=stages, state=state), past=130)
+        page = browser.page(width=width, height=height, dark=dark, mobile=mobile)
+        page.open(shown.url)
+        page.until(LOADED)
+        shown.play(2)
+        drawn(page)
+        return page, shown
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("workers", "size", "dark"),
+    [
+        (4, "desktop", False),
+        (4, "phone", True),
+        (40, "desktop", True),
+        (40, "tablet", False),
+        (40, "small", False),
+        (300, "desktop", False),
+        (300, "desktop", True),
+        (300, "phone", False),
+    ],
+)
+def test_nothing_is_cut_or_overlaps_and_axe_finds_no_serious_fault(
+    opened, workers: int, size: str, dark: bool
+) -> None:  # type: ignore[no-untyped-def]
+    shape = {4: "ring", 40: "tree", 300: "butterfly"}[workers]
+    page, _ = opened(workers, size, dark=dark, shape=shape)
+    assert page.run("matchMedia('(prefers-color-scheme: dark)').matches") is dark
+    page.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    drawn(page)
+    assert page.run(LOOKS) == []
+    assert page.complaints == []
+    axe = next((path for path in AXE_AT if path and Path(path).exists()), None)
+    if axe is None:
+        pytest.skip(HOW)
+    page.run(Path(axe).read_text(encoding="utf-8") + "; true")
+    told = page.run(
+        "axe.run(document, {resultTypes: ['violations']}).then((found) => found.violations.map((each) => "
+        "[each.impact, each.id, each.nodes.slice(0, 3).map((node) => node.target.join(' '))]))"
+    )
+    assert [each for each in told if each[0] in ("serious", "critical")] == []
+
+
+@pytest.mark.parametrize(
+    ("workers", "shape", "stages"),
+    [(2, "ring", 1), (3, "star", 1), (16, "butterfly", 1), (12, "ring", 4), (40, "all-gather", 1)],
+)
+@pytest.mark.parametrize("size", ["desktop", "phone"])
+def test_other_topologies_are_drawn_without_overlaps(
+    opened, workers: int, shape: str, stages: int, size: str
+) -> None:  # type: ignore[no-untyped-def]
+    page, _ = opened(workers, size, shape=shape, stages=stages)
+    assert page.run("document.querySelectorAll('#topology .node').length") == workers
+    assert page.run(LOOKS) == []
+
+
+@pytest.mark.parametrize(
+    ("state", "size", "phase", "said", "drawn"),
+    [
+        ("resting", "desktop", "training", "5 workers since step ", 5),
+        ("away", "phone", "paused", "all 6 members are away; they are waited for", 6),
+        ("standstill", "small", "paused", "the coordinator decides nothing more, because the journal ", 6),
+        ("waiting", "desktop", "waiting", "waiting for 64 workers", 0),
+        ("finished", "phone", "finished", "6 workers reached the end of the run", 0),
+    ],
+)
+def test_a_run_that_does_not_train_looks_like_it(
+    opened, state: str, size: str, phase: str, said: str, drawn: int
+) -> None:  # type: ignore[no-untyped-def]
+    page, _ = opened(6, size, shape="ring", stages=1 if state == "resting" else 3, state=state)
+    assert page.run("document.getElementById('phase').textContent") == phase
+    assert page.run("document.getElementById('reason').textContent").startswith(said)
+    assert page.run("document.querySelectorAll('#topology .node').length") == drawn
+    waited = page.run("document.getElementById('waited').textContent")
+    assert bool(waited) is (phase == "training"), waited  # nobody is waited for where nobody trains
+    assert page.run(LOOKS) == [] and page.complaints == []
+
+
+def test_stages_and_paused_workers_are_in_the_table(opened) -> None:  # type: ignore[no-untyped-def]
+    page, _ = opened(6, shape="ring", stages=3)
+    assert page.run("document.getElementById('shape').textContent") == "3 stages \u00d7 2 workers"
+    rows = "[...document.querySelectorAll('#body tr')].map((row) => row.cells[0].textContent)"
+    assert page.run(rows)[:4] == ["0, stage 0", "1, stage 0", "2, stage 1", "3, stage 1"]
+    page, _ = opened(6, state="resting")
+    last = "document.querySelector('#body tr:last-child').cells"
+    assert page.run(f"[{last}[0].textContent, {last}[2].textContent]") == [
+        "\u2013",
+        "pausedpaused by its owner: the computer is in use",
+    ]
+
+
+def test_the_check_of_looks_finds_what_is_wrong(opened) -> None:  # type: ignore[no-untyped-def]
+    page, _ = opened(4)
+    assert page.run(LOOKS) == []
+    page.run("document.querySelector('#tiles dd').style.marginTop = '-20px'")
+    assert any("overlap" in each for each in page.run(LOOKS))
+    page.run("document.querySelector('#tiles dd').style.marginTop = ''")
+    page.run("document.querySelector('#tiles dd').textContent = '123,456,789,012,345'")
+    assert any("leaves its box" in each for each in page.run(LOOKS))
+    page.run("document.getElementById('reason').style.width = '3000px'")
+    assert any("the window" in each for each in page.run(LOOKS))
+
+
+def test_it_lives(opened) -> None:  # type: ignore[no-untyped-def]
+    page, shown = opened(4)
+    step = page.run("document.querySelector('#tiles dd').textContent")
+    points = "document.querySelectorAll('#plots canvas').length"
+    assert page.run(points) == 3
+    shown.play(5)
+    page.until(f"document.querySelector('#tiles dd').textContent !== {step!r}", 10.0)
+    shown.service.note("warning", "lost", {"name": "anna", "reason": "silent for 10.0 s"})
+    shown.play()
+    page.until("document.querySelector('#events li').textContent.includes('lost: anna')", 10.0)
+    assert page.complaints == []
+
+
+def test_every_way_to_look_at_the_curves(opened) -> None:  # type: ignore[no-untyped-def]
+    page, shown = opened(4)
+    for window in ("recent", "whole"):
+        for against in ("bytes", "step", "time"):
+            page.run(f"document.querySelector('input[value={window}]').click()")
+            page.run(f"document.querySelector('input[value={against}]').click()")
+            shown.play()
+            drawn(page)
+            said = page.run("[...document.querySelectorAll('#plots .canvas')].map((each) => each.ariaLabel)")
+            assert all(f"against {against}: " in words and "\u2013" not in words for words in said), said
+    assert page.run(LOOKS) == [] and page.complaints == []
+
+
+def test_with_the_keyboard(opened) -> None:  # type: ignore[no-untyped-def]
+    page, _ = opened(60)
+    page.press(*TAB)
+    assert page.run(FOCUS) == "Skip to the workers"
+    page.press(*ENTER, text="\r")
+    assert page.run(FOCUS) == "workers"
+    seen = []
+    while len(seen) < 40 and (not seen or seen[-1] != "anna"):
+        page.press(*TAB)
+        seen.append(page.run(FOCUS))
+        assert page.run("document.activeElement.matches(':focus-visible')"), seen[-1]
+    assert seen[0] == "find" and {"state", "Rank", "Step time", "anna"} <= set(seen), seen
+    page.press(*ENTER, text="\r")
+    assert page.until("document.getElementById('details').open")
+    assert page.run("document.getElementById('details').contains(document.activeElement)")
+    page.press(*ESCAPE)
+    assert page.until("!document.getElementById('details').open")
+    assert page.run(FOCUS) == "anna"  # back where one was
+
+
+def test_sorting_finding_and_pages(opened) -> None:  # type: ignore[no-untyped-def]
+    page, _ = opened(60)
+    names = "[...document.querySelectorAll('#body .name')].map((each) => each.textContent)"
+    assert len(page.run(names)) == 50
+    page.run("document.getElementById('later').click()")
+    assert (
+        len(page.run(names)) == 10
+        and page.run("document.getElementById('page').textContent") == "51 to 60 of 60"
+    )
+    page.run("document.querySelector('th[data-key=name] button').click()")
+    assert page.run("document.querySelector('th[data-key=name]').ariaSort") == "ascending"
+    page.run("document.getElementById('earlier').click()")
+    assert page.run(names)[1:4] == ["anna", "anna-2", "anna-3"]
+    page.run(
+        "find = document.getElementById('find'); find.value = 'ANNA-2';find.dispatchEvent(new Event('input'))"
+    )
+    assert page.run(names) == ["anna-2"]
+    page.run("find.value = 'nobody'; find.dispatchEvent(new Event('input'))")
+    assert page.run("document.getElementById('page').textContent") == "no worker"
+
+
+def test_a_hostile_name_is_only_text(opened) -> None:  # type: ignore[no-untyped-def]
+    page, shown = opened(4)
+    shown.service.note(
+        "warning", "violation", {"peer": HOSTILE, "reason": "</script><script>window.hurt = 1</script>"}
+    )
+    shown.play(2)
+    page.until("document.querySelector('#events').textContent.includes('window.hurt')", 10.0)
+    assert page.run("[document.querySelectorAll('main img, main script').length, typeof window.hurt]") == [
+        0,
+        "undefined",
+    ]
+    assert page.run("[...document.querySelectorAll('#body .name')][2].textContent").startswith("<img src=x")
+    with pytest.raises(RuntimeError, match="TrustedHTML"):  # the page could not make markup if it wanted to
+        page.run("document.body.innerHTML = '<b>x</b>'")
+    page.complaints.clear()
+
+
+def test_the_token_leaves_the_address_and_gives_orders(opened) -> None:  # type: ignore[no-untyped-def]
+    page, shown = opened(4)
+    assert "#token=" in shown.url and page.run("location.href") == shown.address
+    page.run(
+        "[...document.querySelectorAll('#body .name')].find((each) => each.textContent === 'bert').click()"
+    )
+    page.until("document.querySelector('#details .facts').textContent.includes('192.0.2.1')", 10.0)
+    kick = "[...document.querySelectorAll('#details button.danger')][0]"
+    page.run(f"document.getElementById('d-reason').value = 'too slow'; {kick}.click()")
+    assert page.run(f"{kick}.textContent") == "Really kick?" and shown.orders == []
+    page.run(f"{kick}.click()")
+
+    def told() -> bool:
+        shown.play()
+        return bool(
+            page.run("document.querySelector('#details [role=status]').textContent.includes('simulated')")
+        )
+
+    chromium.until(told, "the answer", 10.0)
+    (order,) = shown.orders
+    assert isinstance(order, RemoveWorker) and (order.ban, order.reason) == (False, "too slow")
+    assert page.run(LOOKS) == []
+
+
+def test_without_the_token_nothing_can_be_ordered(browser: chromium.Browser, stage) -> None:  # type: ignore[no-untyped-def]
+    shown = stage(Run(4), past=30)
+    page = browser.page()
+    page.open(shown.address)
+    page.until(LOADED)
+    page.run("document.querySelector('#body .name').click()")
+    assert page.run("document.querySelectorAll('#details button.danger').length") == 0
+    assert "shown with the token" in page.run("document.getElementById('details').textContent")
+
+
+def test_light_and_dark_by_the_switch(opened) -> None:  # type: ignore[no-untyped-def]
+    page, _ = opened(4)
+    colour = "getComputedStyle(document.body).backgroundColor"
+    light = page.run(colour)
+    seen = []
+    for _ in range(3):
+        page.run("document.getElementById('theme').click()")
+        seen.append((page.run("document.getElementById('theme').textContent"), page.run(colour) == light))
+    assert seen == [("Theme: light", True), ("Theme: dark", False), ("Theme: system", True)]
+
+
+def test_a_reload_keeps_the_curves_and_a_restart_is_noticed(browser: chromium.Browser, stage) -> None:  # type: ignore[no-untyped-def]
+    shown = stage(Run(4), past=400)
+    page = browser.page()
+    page.open(shown.address)
+    page.until(LOADED)
+    page.open(shown.address)
+    page.until(LOADED)
+    assert page.run("fetch('api/v1/history').then((a) => a.json()).then((h) => h.points.length)") > 400
+    shown.service.close()
+    page.until("document.getElementById('live').textContent.includes('no connection')", 20.0)
+    stage(Run(4), past=10, listen=shown.address.removeprefix("http://").rstrip("/"))
+    page.until("document.getElementById('live').textContent === 'live'", 30.0)
+
+
+def test_it_asks_nobody_else_and_weighs_less_than_300_kB(browser: chromium.Browser, stage) -> None:  # type: ignore[no-untyped-def]
+    shown = stage(Run(4), past=30)
+    page = browser.page()
+    page.open(shown.address)
+    page.until(LOADED)
+    assert page.requests and all(each.startswith(shown.address) for each in page.requests)
+    assert 50_000 < page.received_bytes < 300_000

@@ -1,0 +1,156 @@
+"""The daemon with a dashboard: what the window is shown, and that an order there is an order."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gridtrain.core.messages import OperatorReply, Refused, RemoveWorker, Unban
+from gridtrain.errors import ConfigError
+from gridtrain.network.transport.in_memory import MemoryHub, MemoryTransport
+from gridtrain_coordinator.access.authorization import Authorization
+from gridtrain_coordinator.access_handler import connection_gate
+from gridtrain_coordinator.daemon import Coordinator
+from gridtrain_coordinator.dashboard import startup
+from gridtrain_coordinator.dashboard.listen_address import DashboardAddress, parse_address
+from gridtrain_coordinator.journal.store import JournalFull, JournalStore
+
+COORDINATOR, OPERATOR, INVITATION, ANNA = (letter * 32 for letter in (b"c", b"o", b"i", b"a"))
+
+
+class Window:
+    """Gives these orders at the first look."""
+
+    def __init__(self, *orders: RemoveWorker | Unban) -> None:
+        self.pictures: list[Mapping[str, Any]] = []
+        self.given = [(order, Future[OperatorReply | Refused]()) for order in orders]
+        self._left = list(self.given)
+
+    def publish(self, picture: Mapping[str, Any]) -> None:
+        self.pictures.append(picture)
+
+    def take_orders(self) -> Iterator[tuple[RemoveWorker | Unban, Future[OperatorReply | Refused]]]:
+        while self._left:
+            yield self._left.pop(0)
+
+    def replies(self) -> list[OperatorReply | Refused]:
+        return [answer.result(0) for _, answer in self.given]
+
+
+class Turns:
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    def is_set(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def coordinator(window: Window, store: JournalStore) -> Coordinator:
+    door = Authorization(operator=OPERATOR, coordinator=COORDINATOR)
+    door.invite(INVITATION, 2, 600.0, time.time())
+    door.enrol(INVITATION, ANNA, "", time.time())
+    transport = MemoryTransport(COORDINATOR, MemoryHub(), gate=connection_gate(door, time.time))
+    transport.listen("memory://c")
+    return Coordinator.for_run(transport, store, door, operator=OPERATOR, window=window)
+
+
+def test_the_window_is_shown_what_the_operator_would_be_told() -> None:
+    window = Window()
+    coordinator(window, JournalStore.open(":memory:")).run(Turns(2))
+    (picture,) = window.pictures
+    assert (picture["phase"], picture["step"], picture["members"]) == ("waiting", 0, [])
+    assert picture["door"]["enrolled_total"] == 1
+    assert {"stages", "relayed", "links", "steps_per_s", "uptime_s"} <= set(picture)
+
+
+def test_orders_are_those_of_the_operator_and_in_the_journal(tmp_path: Path) -> None:
+    window = Window(
+        RemoveWorker(ANNA, True, "why"),
+        RemoveWorker(ANNA, False, ""),
+        RemoveWorker(OPERATOR, True, ""),
+        Unban(ANNA),
+    )
+    path = tmp_path / "journal.sqlite"
+    coordinator(window, JournalStore.open(path)).run(Turns(2))
+    banned, again, ours, pardoned = window.replies()
+    assert isinstance(banned, OperatorReply) and "is banned" in banned.text
+    assert isinstance(again, OperatorReply) and "banned already" in again.text
+    assert isinstance(ours, Refused) and ours.code == "ours"
+    assert isinstance(pardoned, OperatorReply)
+    again_open = JournalStore.open(path)
+    kinds = [entry.kind for entry in again_open.entries()]
+    again_open.close()
+    assert kinds[-2:] == ["expelled", "pardoned"]
+
+
+def test_without_room_an_order_is_refused_not_lost() -> None:
+    store = JournalStore.open(":memory:")
+    window = Window(RemoveWorker(ANNA, True, "why"))
+    daemon = coordinator(window, store)
+    real = store.append_all
+
+    def full(entries: Any) -> None:
+        if any(kind == "expelled" for kind, _ in entries):
+            raise JournalFull("no room")
+        real(entries)
+
+    store.append_all = full  # type: ignore[method-assign]
+    daemon.run(Turns(2))
+    (reply,) = window.replies()
+    assert isinstance(reply, Refused) and reply.code == "no-room"
+
+
+def test_who_has_gone_is_not_answered_and_nothing_is_done() -> None:
+    window = Window(RemoveWorker(ANNA, True, "why"))
+    window.given[0][1].cancel()
+    store = JournalStore.open(":memory:")
+    coordinator(window, store).run(Turns(2))
+    assert window.given[0][1].cancelled()
+
+
+# -- whether there is one ------------------------------------------------------------------------------
+
+
+def test_without_the_extra_the_run_goes_on_unless_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup, "missing", lambda: ["starlette", "uvicorn"])
+    found = startup.open_dashboard(DashboardAddress(), tmp_path, lambda *line: None)
+    assert found.service is None
+    (line,) = found.startup_lines(is_terminal=True)
+    assert "starlette, uvicorn not installed; pip install 'gridtrain[coordinator]'" in line
+    with pytest.raises(ConfigError, match="not installed"):
+        startup.open_dashboard(parse_address("127.0.0.1:0"), tmp_path, lambda *line: None)
+    assert startup.open_dashboard(None, tmp_path, lambda *line: None).startup_lines(is_terminal=True) == []
+
+
+def test_the_token_is_printed_for_a_terminal_only(tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn", reason="no extra `coordinator` here")
+    found = startup.open_dashboard(parse_address("127.0.0.1:0"), tmp_path, lambda *line: None)
+    token = (tmp_path / "dashboard.token").read_text().strip()
+    assert f"/#token={token}" in found.startup_lines(is_terminal=True)[0]
+    assert token not in "".join(found.startup_lines(is_terminal=False))
+    found.close()
+    wide = startup.open_dashboard(
+        parse_address("0.0.0.0:0", open_to_network=True), tmp_path, lambda *line: None
+    )
+    assert "OPEN TO THE NETWORK" in wide.startup_lines(is_terminal=False)[1]
+    wide.close()
+
+
+def test_the_daemon_loads_no_web_server_until_it_serves_one() -> None:
+    code = (
+        "import sys, gridtrain_coordinator.serving\n"
+        "names = ('starlette', 'uvicorn', 'prometheus_client', 'torch')\n"
+        "print([name for name in names if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr

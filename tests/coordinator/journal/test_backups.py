@@ -1,0 +1,167 @@
+"""A backup is whole or not there, is for its owner's eyes, and a standby begins from it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gridtrain.errors import ConfigError, JournalError
+from gridtrain.network.transport.identity import Identity
+from gridtrain.runtime.client.endpoint_file import COORDINATOR_KEY, OPERATOR_KEY
+from gridtrain_coordinator.journal import backups as module
+from gridtrain_coordinator.journal.backups import JOURNAL, Backups, latest_backup, restore
+from gridtrain_coordinator.journal.store import JournalStore
+from gridtrain_coordinator.keys import operator_identity
+
+
+def running(state: Path) -> JournalStore:
+    """The journal of a coordinator that has started."""
+    state.mkdir(exist_ok=True)
+    store = JournalStore.open(state / JOURNAL)
+    store.identity(), operator_identity(state / JOURNAL)
+    store.next_term()
+    return store
+
+
+def test_a_standby_begins_with_all_that_was_written_down(tmp_path: Path) -> None:
+    store = running(tmp_path / "state")
+    store.append_all([("enrolled", {"peer": "ab" * 32}), ("state", {"state": "training"})])
+    path = Backups(tmp_path / "backups", tmp_path / "state").make(store, 0.0)
+    assert path.name == "backup-1-00000003"
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()}
+    assert modes == dict.fromkeys((JOURNAL, COORDINATOR_KEY, OPERATOR_KEY), 0o600)
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+    assert restore(tmp_path / "backups", tmp_path / "standby") == path
+    assert sorted(os.listdir(tmp_path / "standby")) == [COORDINATOR_KEY, JOURNAL, OPERATOR_KEY]
+    standby = JournalStore.open(tmp_path / "standby" / JOURNAL)
+    assert standby.entries() == store.entries()
+    assert standby.identity() == store.identity()
+    assert standby.next_term() == 2
+
+
+def test_what_lies_beside_a_journal_that_is_gone_does_not_alter_the_backup(tmp_path: Path) -> None:
+    """A damaged journal.sqlite was removed, and not its -wal: SQLite would write that over the backup."""
+    store = running(tmp_path / "state")
+    path = Backups(tmp_path / "backups", tmp_path / "state").make(store, 0.0)
+    before = store.entries()
+    store.append_all([("state", {"number": number}) for number in range(50)])
+    (tmp_path / "again").mkdir()
+    shutil.copy(tmp_path / "state" / f"{JOURNAL}-wal", tmp_path / "again" / f"{JOURNAL}-wal")
+    assert restore(tmp_path / "backups", tmp_path / "again") == path
+    assert JournalStore.open(tmp_path / "again" / JOURNAL).entries() == before
+
+
+def test_the_latest_is_that_of_the_latest_term(tmp_path: Path) -> None:
+    """A standby that began from an older backup has fewer entries, and knows better."""
+    store = running(tmp_path / "state")
+    first = Backups(tmp_path / "backups", tmp_path / "state").make(store, 0.0)
+    restore(first, tmp_path / "standby")
+    store.append_all([("state", {})] * 9)
+    Backups(tmp_path / "backups", tmp_path / "state").make(store, 0.0)
+    standby = JournalStore.open(tmp_path / "standby" / JOURNAL)
+    standby.next_term()
+    path = Backups(tmp_path / "backups", tmp_path / "standby", keep=2).make(standby, 0.0)
+    assert latest_backup(tmp_path / "backups") == path == tmp_path / "backups" / "backup-2-00000002"
+    assert sorted(os.listdir(tmp_path / "backups")) == ["backup-1-00000010", "backup-2-00000002"]
+
+
+def test_a_journal_is_not_replaced(tmp_path: Path) -> None:
+    store = running(tmp_path / "state")
+    Backups(tmp_path / "backups", tmp_path / "state").make(store, 0.0)
+    running(tmp_path / "other").close()
+    before = (tmp_path / "other" / JOURNAL).read_bytes()
+    with pytest.raises(ConfigError, match="already, which a backup must not replace") as caught:
+        restore(tmp_path / "backups", tmp_path / "other")
+    assert "leave --from-backup out" in caught.value.remedy
+    assert (tmp_path / "other" / JOURNAL).read_bytes() == before
+
+
+def test_there_is_no_backup(tmp_path: Path) -> None:
+    (tmp_path / ".backup.partial").mkdir()
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(ConfigError, match="there is no backup in"):
+            restore(folder, tmp_path / "standby")
+
+
+def test_a_damaged_backup_makes_no_standby(tmp_path: Path) -> None:
+    store = running(tmp_path / "state")
+    path = Backups(tmp_path / "backups", tmp_path / "state").make(store, 0.0)
+    content = (path / JOURNAL).read_bytes()
+    (path / JOURNAL).write_bytes(content.replace(b'"term":1', b'"term":7'))
+    with pytest.raises(JournalError, match="cannot be used: .* is damaged") as caught:  # noqa: RUF043
+        restore(path, tmp_path / "standby")
+    assert "older one" in caught.value.remedy
+    assert not [name for name in os.listdir(tmp_path / "standby") if JOURNAL in name]
+    (path / JOURNAL).write_bytes(content)
+    restore(path, tmp_path / "standby")  # a start that failed can be repeated
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    one, other = running(tmp_path / "one"), running(tmp_path / "other")
+    Backups(tmp_path / "backups", tmp_path / "one").make(one, 0.0)
+    with pytest.raises(JournalError, match="is of another coordinator"):
+        Backups(tmp_path / "backups", tmp_path / "other").make(other, 0.0)
+    assert os.listdir(tmp_path / "backups") == ["backup-1-00000001"]
+    with pytest.raises(ConfigError, match="the folder of the journal itself"):
+        Backups(tmp_path / "one", tmp_path / "one")
+
+
+def test_a_full_disk_leaves_the_earlier_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = running(tmp_path / "state")
+    backups = Backups(tmp_path / "backups", tmp_path / "state")
+    backups.make(store, 0.0)
+    store.append("state", {})
+
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_sync", full)
+        with pytest.raises(JournalError, match="No space left on device"):
+            backups.make(store, 0.0)
+    assert os.listdir(tmp_path / "backups") == ["backup-1-00000001"] and backups.failure
+    backups.make(store, 0.0)
+    assert not backups.failure and latest_backup(tmp_path / "backups").name == "backup-1-00000002"
+
+
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from gridtrain_coordinator import backups
+from gridtrain_coordinator.journal.store import Store
+state, folder, left = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+store = Store.open(state / "journal.sqlite")
+store.append("state", {"n": left})
+def dies(frame, event, arg):
+    global left
+    left -= frame.f_code.co_filename == backups.__file__
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return dies
+sys.settrace(dies)
+backups.Backups(folder, state, keep=1).make(store, 0.0)
+"""
+
+
+def test_killed_at_any_line_there_is_always_a_whole_backup(tmp_path: Path) -> None:
+    store = running(tmp_path / "state")
+    Backups(tmp_path / "backups", tmp_path / "state").make(store, 0.0)
+    store.close()
+    killed = 0
+    for line in range(0, 70, 3):
+        argv = (sys.executable, "-c", DIES, str(tmp_path / "state"), str(tmp_path / "backups"), str(line))
+        killed += subprocess.run(argv, timeout=60).returncode == -signal.SIGKILL
+        standby = tmp_path / f"standby-{line}"
+        restore(tmp_path / "backups", standby)
+        restored = JournalStore.open(standby / JOURNAL)
+        assert restored.identity() == Identity.read(tmp_path / "state" / COORDINATOR_KEY)
+        restored.close()
+    assert killed >= 5

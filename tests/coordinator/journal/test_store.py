@@ -1,0 +1,287 @@
+"""The journal survives what kills a coordinator, and says clearly what is wrong with a file."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gridtrain.errors import JournalError
+from gridtrain_coordinator.journal import store as module
+from gridtrain_coordinator.journal.store import JournalStore
+
+GENERATION = {
+    "term": 1,
+    "generation": 1,
+    "step": 0,
+    "verdict": "ABORT",
+    "digest": "ab",
+    "members": [],
+    "ledger": {},
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal.sqlite"
+
+
+def test_a_journal_reads_as_it_was_written(path: Path) -> None:
+    store = JournalStore.open(path)
+    assert store.next_term() == 1
+    store.append("run", {"facts": {"model": "120576 parameters"}})
+    store.append_all([("generation", GENERATION), ("state", {"state": "training"})])
+    store.close()
+
+    entries = JournalStore.open(path).entries()
+    assert [(entry.id, entry.kind, entry.body) for entry in entries] == [
+        (1, "term", {"term": 1}),
+        (2, "run", {"facts": {"model": "120576 parameters"}}),
+        (3, "generation", GENERATION),
+        (4, "state", {"state": "training"}),
+    ]
+    assert all(entry.at.endswith("+00:00") for entry in entries)
+
+
+def test_others_cannot_read_it(path: Path) -> None:
+    store = JournalStore.open(path)
+    store.next_term()
+    modes = {file.name: oct(file.stat().st_mode & 0o777) for file in path.parent.glob("journal.sqlite*")}
+    assert modes == {"journal.sqlite": "0o600", "journal.sqlite-wal": "0o600"}
+
+
+def test_every_start_is_a_new_term_and_the_key_stays(path: Path) -> None:
+    seen = []
+    for _ in range(3):
+        store = JournalStore.open(path)
+        seen.append((store.next_term(), store.identity()))
+        store.close()
+    key = seen[0][1]
+    assert seen == [(1, key), (2, key), (3, key)] and len(key.public) == 32
+
+
+def test_the_cores_own_term_entry_does_not_count_twice(path: Path) -> None:
+    store = JournalStore.open(path)
+    term = store.next_term()
+    store.append("term", {"term": term, "run": "default"})
+    assert store.next_term() == term + 1
+
+
+DIES_AFTER_APPEND = """
+import os, signal, sys
+from gridtrain_coordinator.journal.store import Store
+store = Store.open(sys.argv[1])
+store.next_term()
+store.append("state", {"state": "training"})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_was_appended_survives_sigkill(path: Path) -> None:
+    died = subprocess.run([sys.executable, "-c", DIES_AFTER_APPEND, str(path)], timeout=60)
+    assert died.returncode == -signal.SIGKILL
+    store = JournalStore.open(path)  # the lock died with its process
+    assert [entry.kind for entry in store.entries()] == ["term", "state"]
+    assert store.next_term() == 2
+
+
+def test_a_commit_waits_for_the_disk(path: Path) -> None:
+    store = JournalStore.open(path)
+    (synchronous,) = store._connection.execute("PRAGMA synchronous").fetchone()
+    assert synchronous == 2, "2 is FULL"
+
+
+def test_entries_of_one_call_become_durable_together_or_not_at_all(path: Path) -> None:
+    store = JournalStore.open(path)
+    with pytest.raises(JournalError, match="refused"):
+        store.append_all([("state", {"state": "training"}), ("gossip", {})])
+    assert store.entries() == []
+    store.append("state", {"state": "paused"})  # and it goes on
+    assert len(store.entries()) == 1
+
+
+def test_a_journalled_verdict_never_changes(path: Path) -> None:
+    store = JournalStore.open(path)
+    store.append("generation", GENERATION)
+    with pytest.raises(JournalError):
+        store.append("generation", {**GENERATION, "verdict": "COMMIT"})
+    for change in ("UPDATE journal SET body = '{}'", "DELETE FROM journal"):
+        with pytest.raises(sqlite3.IntegrityError, match="append-only"):
+            store._connection.execute(change)
+    assert [entry.body for entry in store.entries()] == [GENERATION]
+
+
+def test_generations_can_be_read_as_a_table(path: Path) -> None:
+    store = JournalStore.open(path)
+    store.append("generation", GENERATION)
+    row = store._connection.execute(
+        "SELECT term, generation, step, verdict, digest FROM generations"
+    ).fetchone()
+    assert row == (1, 1, 0, "ABORT", "ab")
+
+
+# -- migrations ------------------------------------------------------------------------------------
+
+FIRST, DOOR, CHAIN = module._migrations()
+MORE = "CREATE TABLE links (a, b);"
+
+
+def old_journal(path: Path) -> None:
+    """What gridtrain wrote before there were keys: version 1, with an identity that has no secret."""
+    with sqlite3.connect(path, isolation_level=None) as connection:
+        connection.executescript(FIRST)
+        connection.execute(f"PRAGMA application_id = {module.APPLICATION_ID}")
+        connection.execute("PRAGMA user_version = 1")
+        connection.execute("INSERT INTO identity VALUES (1, ?)", (b"i" * 32,))
+        lines = [("term", {"term": 1}), ("generation", GENERATION), ("state", {"state": "training"})]
+        for number, (kind, body) in enumerate(lines):
+            row = (10 * number + 7, f"2024-05-0{number + 1}", kind, json.dumps(body))
+            connection.execute("INSERT INTO journal (id, at, kind, body) VALUES (?, ?, ?, ?)", row)
+    connection.close()
+
+
+def test_a_journal_of_the_first_version_is_taken_over(path: Path) -> None:
+    old_journal(path)
+    store = JournalStore.open(path)
+    assert [(entry.id, entry.at, entry.kind, entry.body) for entry in store.entries()] == [
+        (7, "2024-05-01", "term", {"term": 1}),
+        (17, "2024-05-02", "generation", GENERATION),
+        (27, "2024-05-03", "state", {"state": "training"}),
+    ]
+    assert store.key() is None, "nobody could prove to be the old identity"
+    assert store.identity().public == store.key() != b"i" * 32
+    assert store.next_term() == 2
+    with pytest.raises(JournalError):
+        store.append("generation", {**GENERATION, "verdict": "COMMIT"})
+    for change in ("UPDATE journal SET body = '{}'", "DELETE FROM journal"):
+        with pytest.raises(sqlite3.IntegrityError, match="append-only"):
+            store._connection.execute(change)
+    row = store._connection.execute("SELECT term, generation, verdict FROM generations").fetchone()
+    assert row == (1, 1, "ABORT")
+
+
+def test_an_old_and_a_new_journal_have_one_schema(tmp_path: Path) -> None:
+    def schema(path: Path) -> list[tuple[str, ...]]:
+        store = JournalStore.open(path)
+        rows = store._connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY name")
+        found = rows.fetchall()
+        store.close()
+        return found
+
+    old_journal(tmp_path / "old.sqlite")
+    names = [row[1] for row in schema(tmp_path / "old.sqlite")]
+    assert schema(tmp_path / "old.sqlite") == schema(tmp_path / "new.sqlite")
+    assert "identity" not in names and "journal_of_version_1" not in names
+
+
+@pytest.mark.parametrize("kind", ["invitation", "enrolled", "expelled", "pardoned", "strike"])
+def test_what_the_door_decides_is_kept(path: Path, kind: str) -> None:
+    store = JournalStore.open(path)
+    store.append(kind, {"peer": "ab" * 32})
+    store.close()
+    assert [(entry.kind, entry.body) for entry in JournalStore.open(path).entries()] == [
+        (kind, {"peer": "ab" * 32})
+    ]
+
+
+def test_migrations_are_applied_once_and_in_order(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = JournalStore.open(path)
+    store.next_term()
+    store.close()
+    monkeypatch.setattr(module, "_migrations", lambda: [FIRST, DOOR, CHAIN, MORE])
+    for _ in range(2):  # the second time there is nothing to do
+        store = JournalStore.open(path)
+        assert store._connection.execute("PRAGMA user_version").fetchone() == (4,)
+        assert store._connection.execute("SELECT count(*) FROM links").fetchone() == (0,)
+        assert [entry.kind for entry in store.entries()] == ["term"]
+        store.close()
+
+
+def test_a_migration_that_fails_leaves_no_trace(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    JournalStore.open(path).close()
+    monkeypatch.setattr(
+        module, "_migrations", lambda: [FIRST, DOOR, CHAIN, MORE + "CREATE TABLE links (again);"]
+    )
+    with pytest.raises(JournalError):
+        JournalStore.open(path)
+    monkeypatch.undo()
+    store = JournalStore.open(path)
+    assert store._connection.execute("PRAGMA user_version").fetchone() == (3,)
+    assert store._connection.execute("SELECT name FROM sqlite_master WHERE name = 'links'").fetchall() == []
+
+
+# -- what can be wrong with a file -----------------------------------------------------------------
+
+
+def complaint(path: Path) -> str:
+    with pytest.raises(JournalError) as caught:
+        JournalStore.open(path)
+    assert caught.value.remedy, "says what to do next"
+    return caught.value.reason
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    assert "does not exist" in complaint(tmp_path / "missing" / "journal.sqlite")
+
+
+def test_a_directory_in_its_place(tmp_path: Path) -> None:
+    assert "cannot be opened" in complaint(tmp_path)
+
+
+def test_not_a_database(path: Path) -> None:
+    path.write_text("these are my notes, " * 100)
+    assert "is not a journal" in complaint(path)
+
+
+def test_another_programs_database(path: Path) -> None:
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE recipes (name)")
+    connection.close()
+    assert "another program's database" in complaint(path)
+
+
+def test_a_damaged_journal(path: Path) -> None:
+    store = JournalStore.open(path)
+    store.append_all([("state", {"state": "training", "note": "x" * 500})] * 100)
+    store.close()
+    content = bytearray(path.read_bytes())
+    content[1000:] = b"\xff" * (len(content) - 1000)
+    path.write_bytes(content)
+    with pytest.raises(JournalError, match="damaged"):
+        JournalStore.open(path).entries()
+
+
+def test_a_newer_version(path: Path) -> None:
+    store = JournalStore.open(path)
+    store._connection.execute("PRAGMA user_version = 9")
+    store.close()
+    assert "version 9; this gridtrain knows up to 3" in complaint(path)
+
+
+def test_two_coordinators_on_one_journal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BUSY_S", 0.01)
+    first = JournalStore.open(path)
+    assert "is in use" in complaint(path)
+    first.next_term()  # the first is not disturbed
+
+
+def test_a_full_disk(path: Path) -> None:
+    store = JournalStore.open(path)
+    (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
+    store._connection.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(JournalError, match="disk is full"):
+        store.append("state", {"note": "x" * 10_000})
+    assert store.entries() == []
+
+
+def test_a_group_in_one_process_journals_to_memory() -> None:
+    store = JournalStore.open(":memory:")
+    assert store.next_term() == 1
+    store.append("generation", GENERATION)
+    assert [entry.kind for entry in store.entries()] == ["term", "generation"]
+    assert store.identity() == store.identity() != JournalStore.open(":memory:").identity()

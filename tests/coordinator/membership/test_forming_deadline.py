@@ -1,0 +1,277 @@
+"""A generation that forms while a state is on its way, and one whose members have all built the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gridtrain.config import Deadlines
+from gridtrain.core import messages as m
+from gridtrain.core.group import member_events as io
+from gridtrain.core.member.member import MemberCore
+from gridtrain_coordinator.membership import forming_deadline
+from gridtrain_coordinator.membership.membership import Membership
+from gridtrain_coordinator.run.events import (
+    DialBackResult,
+    Effect,
+    Event,
+    MessageReceived,
+    PeerConnected,
+    Send,
+)
+
+ME = b"0" * 32
+A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
+SETUP = m.Setup((("model", "100 parameters"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
+HELD = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=20))
+
+
+class Group:
+    """A coordinator, and workers that join one virtual tenth of a second after the other."""
+
+    def __init__(self, min_workers: int) -> None:
+        limits = Deadlines(silence_s=1e9, settle_s=0.0)
+        self.core = Membership(me=ME, run="r", term=1, deadlines=limits, software="", min_workers=min_workers)
+        self.now_s = 0.0
+        self.left = dict.fromkeys((A, B, C, D), 0.0)
+        self.sent: list[Effect] = []
+
+    def hear(self, event: Event) -> list[Effect]:
+        self.now_s += 0.1
+        effects = self.core.handle(event, self.now_s)
+        if self.now_s >= self.core.deadline_s:  # as the daemon does after each round of its loop
+            effects += self.core.tick(self.now_s)
+        assert self.core.deadline_s > self.now_s, "a tick has done all that was due"
+        self.sent += effects
+        return effects
+
+    def say(self, peer: m.PeerId, *messages: m.Message) -> None:
+        for message in messages:
+            self.hear(MessageReceived(peer, message))
+
+    def join(self, peer: m.PeerId, setup: m.Setup, *, reachable: bool = True) -> None:
+        self.hear(PeerConnected(peer, peer.hex()[:8]))
+        self.say(peer, m.Join("r", peer[:1].decode(), "memory://x"))
+        self.hear(DialBackResult(peer, "memory://x" if reachable else ""))
+        self.say(peer, setup, m.LinkLatencies(()))
+
+    def way(self, viewer: m.PeerId, other: m.PeerId) -> str:
+        """As the latest Roster tells the one of the other."""
+        sent = [x.message for x in self.sent if isinstance(x, Send) and x.peer == viewer]
+        rosters = [message for message in sent if isinstance(message, m.MemberListPage)]
+        return next(member.address for member in rosters[-1].members if member.peer == other)
+
+    def ready(self, *peers: m.PeerId) -> None:
+        assert self.core.run.view is not None
+        for peer in peers:
+            self.say(peer, m.Ready(1, self.core.generation, self.core.run.view.history))
+
+    def beats(self, seconds: float, **came_Bps: float) -> None:
+        """All live on; to those that are named so much of their state comes in a second."""
+        for _ in range(round(seconds)):
+            for peer in self.left:
+                self.left[peer] = max(0.0, self.left[peer] - came_Bps.get(peer[:1].decode(), 0.0))
+                figures = ((forming_deadline.STATE_LEFT, self.left[peer]),) if self.left[peer] else ()
+                self.say(peer, m.Heartbeat(1, 0, round(1000 * self.now_s), figures))
+            self.now_s = round(self.now_s + 1.0 - 0.4, 3)
+
+    @property
+    def roster(self) -> str:
+        """ "a b C": c is to be sent the state."""
+        letters = {x.peer: x.peer[:1].decode() for x in self.core.run.member_list}
+        return " ".join(sorted(letters[x.peer].upper() if x.joining else letters[x.peer]
+                               for x in self.core.run.member_list))  # fmt: skip
+
+    @property
+    def frozen(self) -> int:
+        return sum(isinstance(x, Send) and isinstance(x.message, m.Freeze) and x.peer == A for x in self.sent)
+
+
+def test_who_has_built_the_same_is_sent_nothing() -> None:
+    """16 newcomers with 100 MB each over the eldest's one line of 100 Mbit/s would be two minutes."""
+    group = Group(4)
+    same = replace(SETUP, initial_state_digest=b"3f" * 16)
+    for peer, setup in (
+        (A, same),
+        (B, same),
+        (C, replace(SETUP, initial_state_digest=b"77" * 16)),
+        (D, SETUP),
+    ):
+        group.join(peer, setup)
+    assert group.roster == "C D a b"
+
+
+def test_who_only_says_that_it_holds_the_state_gives_it_to_nobody() -> None:
+    """Else a newcomer that tells the eldest's digest could give its own state to most of the others."""
+    group = Group(4)
+    same = replace(SETUP, initial_state_digest=b"3f" * 16)
+    for peer, setup in ((A, same), (B, same), (C, SETUP), (D, SETUP)):
+        group.join(peer, setup)
+    order = [member.peer for member in group.core.run.member_list]
+    donors = {member.peer: member.donor for member in group.core.run.member_list}
+    assert donors == {A: -1, B: -1, C: order.index(A), D: order.index(A)}
+    group.say(B, m.Leave(""))
+    view = group.core.run.view
+    assert view is not None
+    for peer in (A, C, D):
+        group.say(peer, m.FreezeReport(1, 1, peer == A, -1, view.history, m.LedgerState(), None, b"", False))
+    order = [member.peer for member in group.core.run.member_list]
+    assert {x.donor for x in group.core.run.member_list if x.joining} == {order.index(A)}
+
+
+def test_an_eldest_that_says_nothing_is_like_nobody() -> None:
+    group = Group(2)
+    group.join(A, SETUP), group.join(B, SETUP)
+    assert group.roster == "B a"
+
+
+def test_until_the_first_step_is_committed_a_newcomer_may_have_built_the_same() -> None:
+    group = Group(1)
+    same = replace(SETUP, initial_state_digest=b"3f" * 16)
+    group.join(A, same)
+    group.ready(A)
+    group.join(B, same)
+    group.beats(2)
+    view = group.core.run.view
+    assert view is not None and group.frozen == 1
+    group.say(A, m.FreezeReport(1, 1, True, -1, view.history, m.LedgerState(), None, b"", False))
+    assert group.roster == "a b"
+    group.ready(A, B)
+    group.join(C, same)
+    group.beats(2)
+    after = m.LedgerState(step=1, cursor=8, consumed=8)
+    for peer in (A, B):
+        group.say(peer, m.FreezeReport(1, 2, True, 0, b"1" * 32, after, None, b"", False))
+    assert group.roster == "C a b", "a step has been taken, and what c has built is nobody's state any more"
+
+
+def test_a_checkpoint_is_not_what_the_script_has_built() -> None:
+    group = Group(2)
+    group.join(A, replace(SETUP, initial_state_digest=b"3f" * 16))
+    group.join(B, replace(SETUP, initial_state_digest=b"3f" * 16, checkpoint=HELD))
+    assert group.roster == "A b", "the run goes on from b's checkpoint"
+
+
+def test_of_a_run_that_was_given_up_nobody_has_what_it_began_with() -> None:
+    group = Group(2)
+    same = replace(SETUP, initial_state_digest=b"3f" * 16)
+    group.join(A, same), group.join(B, same)
+    group.ready(A, B)
+    group.join(C, same)
+    group.say(A, m.Leave("")), group.say(B, m.Leave(""))
+    assert [w.setup.initial_state_digest for w in group.core.run.workers.values() if w.setup] == [b""]
+
+
+def one_pair_without_a_way() -> Group:
+    """b cannot reach c, and d has 40 of the 100 MB that a sends to each of the others."""
+    group = Group(4)
+    for peer in (A, B, C, D):
+        group.join(peer, SETUP)
+    assert group.roster == "B C D a"
+    group.left[D] = 60e6
+    group.beats(1)
+    group.say(B, m.PeersUnreachable(1, 1, (C,)))
+    return group
+
+
+def test_no_generation_is_remade_while_a_state_is_on_its_way() -> None:
+    """With the next generation all 100 MB would come again."""
+    group = one_pair_without_a_way()
+    group.beats(29, d=2e6)
+    assert group.frozen == 0 and group.core.generation == 1
+    group.beats(3, d=2e6)
+    assert group.frozen == 1, "d has it all: now the way between b and c can be another one"
+
+
+def test_a_state_of_which_nothing_more_comes_holds_nobody_up() -> None:
+    group = one_pair_without_a_way()
+    group.beats(15)
+    assert group.frozen == 0
+    group.beats(8)
+    assert group.frozen == 1
+
+
+def test_a_pair_that_finds_its_way_after_all_needs_no_other_generation() -> None:
+    group = one_pair_without_a_way()
+    group.beats(5, d=2e6)
+    group.ready(A, B, C, D)
+    group.beats(5)
+    assert group.frozen == 0 and group.core.phase == "training"
+
+
+def test_only_a_way_that_was_told_is_given_up() -> None:
+    """Both ends report a relay that does not work, and one of them twice: the other relay was not tried."""
+    group = Group(4)
+    for peer in (A, B, C, D):
+        group.join(peer, SETUP, reachable=peer in (A, B))
+    relays = {f"relay:{peer.hex()}" for peer in (A, B)}
+    first = group.way(C, D)
+    assert first == group.way(D, C) and first in relays
+    group.left[B] = 20e6
+    group.beats(1)
+    for peer, other in ((C, D), (D, C), (C, D)):
+        group.say(peer, m.PeersUnreachable(1, 1, (other,)))
+    group.beats(9, b=2e6)
+    assert not group.frozen
+    group.beats(1, b=2e6)
+    assert group.frozen
+    view = group.core.run.view
+    assert view is not None
+    for peer in (A, B, C, D):
+        group.say(peer, m.FreezeReport(1, 1, peer == A, -1, view.history, m.LedgerState(), None, b"", False))
+    assert group.core.generation == 2 and {group.way(C, D)} == relays - {first}
+
+
+def test_the_time_for_forming_grows_with_the_bytes_that_are_due() -> None:
+    assert forming_deadline.max_forming_s(0, 25_600_000, None) == forming_deadline.MAX_FORMING_S
+    few, many = (forming_deadline.max_forming_s(count, 25_600_000, 12.5e6) for count in (1, 15))
+    assert many - forming_deadline.MAX_FORMING_S > 15 * 102.4e6 / 12.5e6
+    assert round(many - forming_deadline.MAX_FORMING_S) == round(15 * (few - forming_deadline.MAX_FORMING_S))
+    assert forming_deadline.max_forming_s(1, 1000, 1.0) == forming_deadline.max_forming_s(
+        1, 1000, forming_deadline.MIN_RATE_Bps
+    ), "a liar's line"
+
+
+# -- a member's side -------------------------------------------------------------------------------
+
+
+def member() -> MemberCore:
+    core = MemberCore(A, ME, m.Join("r", "a", "tcp://a:1"), Deadlines())
+    core.handle(io.PeerConnected(ME), 0.0)
+    core.handle(io.MessageReceived(ME, m.Welcome(1, "r", "")), 0.0)
+    core.handle(
+        io.TrainerJoined(
+            replace(SETUP, initial_state_digest=b"3f" * 16), lambda r, n: frozenset(range(n)) - {r}
+        ),
+        0.0,
+    )
+    members = (m.Member(B, "b", "tcp://b:1", 4, False), m.Member(A, "a", "tcp://a:1", 4, True))
+    core.handle(io.MessageReceived(ME, m.MemberListPage(1, 1, 0, 1, members)), 0.0)
+    view = m.MembershipView(1, 1, 2, m.Verdict.ABORT, None, -1, core.history, m.LedgerState(), "")
+    core.handle(io.MessageReceived(ME, view), 0.0)
+    return core
+
+
+def told(effects: list[io.MemberEffect], kind: type[m.Message]) -> list[m.Message]:
+    return [x.message for x in effects if isinstance(x, io.Send) and isinstance(x.message, kind)]
+
+
+def test_a_connection_that_breaks_late_has_its_time_to_come_back() -> None:
+    """It was up, so there is a way.  Counted from the View, as an edge that never came up, it had none."""
+    core = member()
+    core.handle(io.PeerConnected(B), 1.0)
+    core.handle(io.PeerDisconnected(B, "the line is full"), 40.0)
+    assert not told(core.tick(47.9), m.PeersUnreachable)
+    assert told(core.tick(48.1), m.PeersUnreachable)
+    core.handle(io.PeerConnected(B), 50.0)
+    core.handle(io.PeerDisconnected(B, "again"), 60.0)
+    assert told(core.tick(68.1), m.PeersUnreachable), "said again, as it is news"
+
+
+def test_who_was_sent_a_state_does_not_say_any_more_what_it_has_built() -> None:
+    core = member()
+    again = core.handle(io.MessageReceived(ME, m.Welcome(1, "r", "")), 1.0)
+    assert [x.initial_state_digest for x in told(again, m.Setup)] == [b"3f" * 16]  # type: ignore[attr-defined]
+    core.handle(io.PeerConnected(B), 1.0)
+    core.handle(io.StateLoaded(1, 1), 2.0)
+    again = core.handle(io.MessageReceived(ME, m.Welcome(1, "r", "")), 3.0)
+    assert [x.initial_state_digest for x in told(again, m.Setup)] == [b""]  # type: ignore[attr-defined]

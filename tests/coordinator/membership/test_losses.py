@@ -1,0 +1,220 @@
+"""How long the coordinator waits for a member that is gone, and for members that come back to it.
+
+Each is a stall of the others, so each has a picture: who says what, at which second.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from gridtrain.config import Deadlines
+from gridtrain.core import messages as m
+from gridtrain_coordinator.membership.journal_recovery import recover_run
+from gridtrain_coordinator.membership.membership import Membership
+from gridtrain_coordinator.run.events import (
+    DialBackResult,
+    Effect,
+    JournalEntry,
+    LogEvent,
+    MessageReceived,
+    PeerConnected,
+    PeerDisconnected,
+    Send,
+)
+
+ME = b"0" * 32
+A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
+SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
+LIMITS = Deadlines()
+
+
+class Told:
+    """A coordinator, what it did, and its journal; the time is said with each event."""
+
+    def __init__(self, journal: list[tuple[str, dict[str, Any]]] | None = None, term: int = 1) -> None:
+        self.journal = journal if journal is not None else []
+        self.done: list[Effect] = []
+        recovered = recover_run(self.journal) if self.journal else None
+        self.core = Membership(
+            me=ME, run="r", term=term, deadlines=LIMITS, software="", min_workers=3, recovered=recovered
+        )
+        self._keep(self.core.start(0.0))
+
+    def _keep(self, effects: list[Effect]) -> list[Effect]:
+        for effect in effects:
+            if isinstance(effect, JournalEntry):
+                self.journal.append((effect.kind, json.loads(json.dumps(effect.body))))
+        self.done += effects
+        return effects
+
+    def join(self, peer: m.PeerId, now_s: float, *, setup: bool = True, anew: bool = False) -> None:
+        """`anew`: another process, with the same key."""
+        self._keep(self.core.handle(PeerConnected(peer, "host"), now_s))
+        generation, address = 0 if anew else self.core.generation, "memory://" + peer[:1].decode()
+        self.say(peer, m.Join("r", peer[:1].decode(), address, True, generation > 0, generation), now_s)
+        self._keep(self.core.handle(DialBackResult(peer, address), now_s))
+        if setup:
+            self.say(peer, SETUP, now_s)
+
+    def say(self, peer: m.PeerId, message: m.Message, now_s: float) -> list[Effect]:
+        return self._keep(self.core.handle(MessageReceived(peer, message), now_s))
+
+    def lose(self, peer: m.PeerId, now_s: float) -> None:
+        self._keep(self.core.handle(PeerDisconnected(peer, "reset"), now_s))
+
+    def pass_to(self, now_s: float, *alive: m.PeerId) -> None:
+        """The time goes on; those who live beat."""
+        for peer in alive:
+            self.say(peer, m.Heartbeat(1, 0, round(now_s), ()), min(now_s, self.core.deadline_s))
+        for _ in range(1000):
+            if (at_s := self.core.deadline_s) > now_s:
+                for peer in alive:
+                    self.say(peer, m.Heartbeat(1, 0, round(now_s), ()), now_s)
+                return
+            for peer in alive:
+                self.say(peer, m.Heartbeat(1, 0, round(at_s), ()), at_s)
+            self._keep(self.core.tick(at_s))
+        raise AssertionError(f"the core wants to be called again and again at {at_s}")
+
+    def train(self) -> None:
+        """A, B and C are in generation 1 at second 3."""
+        for peer in (A, B, C):
+            self.join(peer, 0.0)
+        for peer in (A, B, C):
+            self.say(peer, m.LinkLatencies(()), 1.0)
+        self.ready(3.0, A, B, C)
+        assert self.core.snapshot(1.0)["phase"] == "training"
+
+    def ready(self, now_s: float, *peers: m.PeerId) -> None:
+        self.pass_to(now_s, *peers)
+        for peer in peers:
+            view = self.core.run.view
+            assert view is not None
+            self.say(peer, m.Ready(self.core.term, self.core.generation, view.history), now_s)
+
+    def report(self, peer: m.PeerId, now_s: float, *, synced: bool = True) -> None:
+        view = self.core.run.view
+        assert view is not None
+        told = (self.core.term, view.generation, synced, view.applied, view.history, view.ledger)
+        self.say(peer, m.FreezeReport(*told, None, b"", False), now_s)
+
+    def frozen(self) -> list[m.PeerId]:
+        return [e.peer for e in self.done if isinstance(e, Send) and isinstance(e.message, m.Freeze)]
+
+    def lost(self) -> list[tuple[str, str]]:
+        return [
+            (e.fields["name"], e.fields["reason"])
+            for e in self.done
+            if isinstance(e, LogEvent) and e.event == "lost"
+        ]
+
+
+def test_two_connections_that_break_together_are_the_end_of_a_process() -> None:
+    """10.00  C's connection to the coordinator is reset;  10.02  A's to C as well;  10.10  C is out."""
+    told = Told()
+    told.train()
+    told.pass_to(9.9, A, B, C)
+    told.lose(C, 10.0)
+    told.say(A, m.ConnectionLost(1, 1, C), 10.02)
+    told.pass_to(10.0 + LIMITS.ended_s - 0.01, A, B)
+    assert not told.lost()
+    told.pass_to(10.0 + LIMITS.ended_s, A, B)
+    assert told.lost() == [("c", "its connections to this coordinator and to a member broke")]
+    assert told.frozen() == [A, B]
+
+
+def test_one_broken_connection_may_come_back() -> None:
+    """10.0  C's connection breaks;  10.9  it is back;  20.0  it breaks again;  21.0  C is out."""
+    told = Told()
+    told.train()
+    told.pass_to(9.9, A, B, C)
+    told.lose(C, 10.0)
+    told.pass_to(10.9, A, B)
+    told.join(C, 10.9)
+    told.pass_to(19.9, A, B, C)
+    told.lose(C, 20.0)
+    told.pass_to(20.0 + LIMITS.regreet_s - 0.01, A, B)
+    assert not told.lost()
+    told.pass_to(20.0 + LIMITS.regreet_s, A, B)
+    assert told.lost() == [("c", "its connection broke and did not come back")]
+
+
+def test_what_a_member_said_long_ago_is_no_second_connection() -> None:
+    told = Told()
+    told.train()
+    told.say(A, m.ConnectionLost(1, 1, C), 3.5)
+    told.pass_to(9.9, A, B, C)
+    told.lose(C, 10.0)
+    told.pass_to(10.0 + LIMITS.regreet_s - 0.01, A, B)
+    assert not told.lost()
+
+
+def restarted() -> Told:
+    before = Told()
+    before.train()
+    return Told(before.journal, term=2)
+
+
+def test_members_train_on_until_all_are_back_at_a_restarted_coordinator() -> None:
+    """One FREEZE for all at second 3, and not at the first one's return."""
+    told = restarted()
+    told.join(A, 1.0)
+    told.join(B, 2.0)
+    assert told.frozen() == []
+    told.join(C, 3.0)
+    assert sorted(told.frozen()) == [A, B, C]
+    for peer in (A, B, C):
+        told.report(peer, 3.1)
+    assert told.core.generation == 2
+
+
+def test_who_died_with_the_coordinator_is_not_waited_for_until_regather_s() -> None:
+    """Was 60 s of standing still.  1.0  A and B are back;  4.0  FREEZE, and the next generation."""
+    told = restarted()
+    told.join(A, 1.0)
+    told.join(B, 1.2)
+    told.pass_to(3.9, A, B)
+    assert told.frozen() == []
+    told.pass_to(4.0, A, B)
+    assert sorted(told.frozen()) == [A, B]
+    told.report(A, 4.1)
+    told.report(B, 4.1)
+    assert told.core.generation == 2 and {x.peer for x in told.core.run.member_list} == {A, B}
+
+
+def test_a_stall_that_is_told_of_ends_the_wait_sooner() -> None:
+    told = restarted()
+    told.join(A, 1.0)
+    told.join(B, 1.2)
+    told.say(A, m.RoundStalled(m.RoundId(1, 1, 0, 0), (C,), 0.0, "no connection to c"), 1.3)
+    told.pass_to(1.3 + LIMITS.report_s, A, B)
+    assert sorted(told.frozen()) == [A, B]
+
+
+def test_a_fresh_process_alone_does_not_begin_anew_while_the_holders_may_return() -> None:
+    """C's machine restarted it without a state.  A, who has it, comes after 30 s: nothing is lost."""
+    told = restarted()
+    told.join(C, 1.0, anew=True)
+    told.pass_to(4.0, C)
+    told.pass_to(29.9, C)
+    assert told.core.generation == 1, "nothing was begun"
+    told.join(A, 30.0)
+    told.pass_to(33.0, A, C)
+    assert told.frozen() == [A], "B, who may come with A, had its time"
+    told.report(A, 33.1)
+    told.pass_to(33.1 + LIMITS.silence_s, A, C)
+    assert told.core.generation == 2
+    assert {x.peer: x.joining for x in told.core.run.member_list} == {A: False, C: True}
+
+
+def test_a_process_that_was_started_anew_is_not_waited_for_while_it_builds_its_model() -> None:
+    """Was 1.0 s of the others' time: C's new process has joined, and is still at its imports."""
+    told = restarted()
+    told.join(A, 1.0)
+    told.join(B, 1.0)
+    told.join(C, 1.0, setup=False, anew=True)
+    assert sorted(told.frozen()) == [A, B]
+    told.report(A, 1.1)
+    told.report(B, 1.1)
+    assert told.core.generation == 2 and {x.peer for x in told.core.run.member_list} == {A, B}

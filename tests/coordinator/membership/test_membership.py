@@ -1,0 +1,729 @@
+"""The coordinator's core by itself: what the whole-group simulation reaches only by luck."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from gridtrain.config import Deadlines
+from gridtrain.core import messages as m
+from gridtrain.core.planning.batch_shares import WorkerSpeeds
+from gridtrain_coordinator.membership.catch_up import choose_snapshot_step
+from gridtrain_coordinator.membership.membership import Membership
+from gridtrain_coordinator.run.events import (
+    DialBack,
+    DialBackResult,
+    Disconnect,
+    Effect,
+    Event,
+    JournalEntry,
+    MessageReceived,
+    PeerConnected,
+    PeerDisconnected,
+    RecordViolation,
+    RunPhase,
+    Send,
+    WorkerRemoved,
+)
+from gridtrain_coordinator.run.registry import Worker, unique_name
+
+ME = b"0" * 32
+A, B, C, D, E = (letter * 32 for letter in (b"a", b"b", b"c", b"d", b"e"))
+SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
+
+
+class Run:
+    """A coordinator and workers that do as they are told, one virtual second after the other."""
+
+    def __init__(self, *peers: m.PeerId) -> None:
+        limits = Deadlines(silence_s=1e9, settle_s=0.0, report_s=100.0)
+        self.core = Membership(me=ME, run="r", term=1, deadlines=limits, software="", min_workers=len(peers))
+        self.now_s = 0.0
+        self.effects: list[Effect] = []
+        for peer in peers:
+            self.join(peer)
+        self.start(*peers)
+
+    def join(self, peer: m.PeerId, *, reachable: bool = True) -> list[Effect]:
+        address = "memory://" + peer[:1].decode()
+        effects = self.say(peer, m.Join("r", peer[:1].decode(), address))
+        effects += self.hear(DialBackResult(peer, address if reachable else ""))
+        return effects + self.say(peer, SETUP) + self.say(peer, m.LinkLatencies(()))
+
+    def hear(self, event: Event) -> list[Effect]:
+        self.now_s += 1.0
+        self.effects = self.core.handle(event, self.now_s)
+        return self.effects
+
+    def say(self, peer: m.PeerId, message: m.Message) -> list[Effect]:
+        return self.hear(MessageReceived(peer, message))
+
+    def start(self, *peers: m.PeerId) -> None:
+        assert self.core.run.view is not None
+        for peer in peers:
+            self.say(peer, m.Ready(1, self.core.generation, self.core.run.view.history))
+        assert self.core.phase is RunPhase.TRAINING
+
+    def report(self, peer: m.PeerId) -> None:
+        view = self.core.run.view
+        assert view is not None
+        self.say(
+            peer,
+            m.FreezeReport(
+                1, view.generation, True, view.applied, view.history, view.ledger, None, b"", False
+            ),
+        )
+
+    def beat(self, *peers: m.PeerId) -> None:
+        for number, peer in enumerate(peers):
+            self.say(peer, m.Heartbeat(1, 0, int(self.now_s) + number, ()))
+
+
+def test_the_journal_comes_before_what_it_decides() -> None:
+    run = Run(A)
+    run.join(B)
+    run.report(A)
+    kinds = [type(effect) for effect in run.effects]
+    assert kinds.index(JournalEntry) < kinds.index(Send)
+    views = [e for e in run.effects if isinstance(e, Send) and isinstance(e.message, m.MembershipView)]
+    assert {e.peer for e in views} == {A, B}
+
+
+def test_two_workers_of_one_name_are_told_apart() -> None:
+    run = Run(A)
+    for peer in (B, C):
+        run.say(peer, m.Join("r", "a", "memory://" + peer.hex()))
+        run.say(peer, m.Join("r", "a", "memory://" + peer.hex()))  # again, after a broken connection
+    names = [worker.name for worker in run.core.run.workers.values()]
+    assert names == ["a", "a-2", "a-3"]
+    longest = "é" * 32
+    assert unique_name(longest, {longest}) == "é" * 31 + "-2"
+
+
+def test_a_worker_of_another_run_or_with_another_model_is_refused() -> None:
+    run = Run(A)
+    (refused,) = [e.message for e in run.say(B, m.Join("other", "b", "")) if isinstance(e, Send)]
+    assert isinstance(refused, m.Refused)
+    assert (refused.code, refused.reason) == ("wrong-run", 'this coordinator serves the run "r", not "other"')
+    run.say(C, m.Join("r", "c", ""))
+    other = m.Setup((("model", "huge"),), SETUP.ledger, 4, None)
+    (refused,) = [e.message for e in run.say(C, other) if isinstance(e, Send)]
+    assert isinstance(refused, m.Refused)
+    assert "model is huge here and tiny in the run" in refused.reason
+
+
+UNBALANCED = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=19))
+REFUSED_FIRST = {
+    "batch-size": replace(SETUP, facts=(("model", "mine"),), batch_size=0),
+    "checkpoint": replace(SETUP, facts=(("model", "mine"),), checkpoint=UNBALANCED),
+    "stage": replace(SETUP, facts=(("model", "mine"),), stages=2, stage_checkpoints=(UNBALANCED,)),
+    "ledger": replace(SETUP, facts=(("model", "mine"),), ledger=m.LedgerSpec(0, 0, epochs=1)),
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED_FIRST.values(), ids=REFUSED_FIRST)
+def test_who_is_refused_does_not_define_the_run(wrong: m.Setup) -> None:
+    """Was: honest workers were told of a "different-run" that no journal knew, until a restart."""
+    core = Membership(me=ME, run="r", term=1, deadlines=Deadlines(), software="")
+
+    def sets_up(peer: m.PeerId, setup: m.Setup) -> list[Effect]:
+        core.handle(MessageReceived(peer, m.Join("r", peer[:1].decode(), "")), 1.0)
+        return core.handle(MessageReceived(peer, setup), 1.0)
+
+    effects = sets_up(A, wrong)
+    assert [e.message.code for e in effects if isinstance(e, Send) and isinstance(e.message, m.Refused)]
+    assert core.run.definition is None and not core.snapshot(1.0)["facts"]
+    effects = sets_up(B, SETUP)
+    assert [e.body["facts"] for e in effects if isinstance(e, JournalEntry) and e.kind == "run"] == [
+        {"model": "tiny"}
+    ]
+    assert core.run.accepted_workers == {B}
+
+
+def test_who_waits_is_told_how_many_there_are() -> None:
+    core = Membership(me=ME, run="r", term=1, deadlines=Deadlines(), software="", min_workers=3)
+    said = [core.run.reason]
+    for peer in (A, B):
+        effects = core.handle(MessageReceived(peer, m.Join("r", peer[:1].decode(), "")), 1.0)
+        said += [
+            e.message.reason
+            for e in effects
+            if isinstance(e, Send) and isinstance(e.message, m.RunStateUpdate)
+        ]
+    core.handle(MessageReceived(A, m.Leave("enough")), 1.0)
+    said.append(core.snapshot(1.0)["reason"])
+    assert said == [
+        "waiting for 3 workers",
+        "waiting for 3 workers; 1 of 3 has joined",
+        "waiting for 3 workers; 2 of 3 have joined",
+        "waiting for 3 workers; 1 of 3 has joined",
+    ]
+
+
+def test_a_worker_that_rests_is_still_known_by_its_name() -> None:
+    """So that it can be banned, and the ban lifted, by that."""
+    run = Run(A, B)
+    assert run.core.worker_name(B) == "b" and run.core.worker_name(C) == ""
+    run.say(B, m.TemporaryLeave("a game"))
+    assert B not in run.core.run.workers and run.core.worker_name(B) == "b"
+
+
+def test_a_suspect_that_shows_no_progress_is_taken_out() -> None:
+    run = Run(A, B, C)
+    run.beat(A, B)
+    run.now_s += 10.0
+    run.beat(A, C)
+    run.now_s += 3.0
+    run.say(A, m.RoundStalled(m.RoundId(1, 1, 0, 1), (B,), 5.0, "rank 1 is silent"))
+    assert Disconnect(B) in run.effects
+    assert [member["name"] for member in run.core.snapshot(run.now_s)["members"]] == ["a", "c"]
+
+
+def test_who_holds_up_one_step_three_times_is_taken_out_although_it_moves() -> None:
+    run = Run(A, B)
+    for attempt, dismissed in ((1, False), (2, False), (3, True)):
+        run.beat(A, B)
+        stalled = m.RoundStalled(m.RoundId(1, run.core.generation, 0, 1), (B,), 0.0, "updates differ")
+        run.say(A, stalled)
+        assert (Disconnect(B) in run.effects) is dismissed, attempt
+        run.report(A)
+        if not dismissed:
+            run.report(B)
+            run.start(A, B)
+    run.start(A)
+    assert run.core.snapshot(run.now_s)["world_size"] == 1
+
+
+def test_what_a_tick_has_done_is_not_due_any_more() -> None:
+    limits = Deadlines(regreet_s=3.0)
+    core = Membership(me=ME, run="r", term=1, deadlines=limits, software="")
+    core.handle(MessageReceived(A, m.Join("r", "a", "memory://a")), 0.0)
+    core.handle(PeerDisconnected(A, "line"), 1.0)
+    assert core.deadline_s == 4.0
+    core.tick(4.0)  # the first call since then: it looks whether it has slept, and so at its deadline
+    assert not core.run.workers and core.deadline_s == math.inf
+
+
+# -- how members reach each other --------------------------------------------------------------------
+
+
+def told(run: Run, viewer: m.PeerId) -> dict[m.PeerId, str]:
+    """The addresses in the Roster that `viewer` was sent last."""
+    rosters = [
+        e.message
+        for e in run.effects
+        if isinstance(e, Send) and e.peer == viewer and isinstance(e.message, m.MemberListPage)
+    ]
+    return {member.peer: member.address for member in rosters[-1].members}
+
+
+def test_a_worker_is_admitted_when_it_is_known_how_others_reach_it() -> None:
+    run = Run(A)
+    callback, *_ = [e for e in run.say(B, m.Join("r", "b", "tcp://10.0.0.2:70")) if isinstance(e, DialBack)]
+    assert callback == DialBack(B, ("tcp://10.0.0.2:70",))
+    assert not [e for e in run.say(B, SETUP) if isinstance(e, Send) and isinstance(e.message, m.Admitted)]
+    sent = {type(e.message): e for e in run.hear(DialBackResult(B, "")) if isinstance(e, Send)}
+    assert sent[m.Reachability].message == m.Reachability("")
+    assert sent[m.ExpectProbes] == Send(A, m.ExpectProbes(((B, ""),)))
+    assert sent[m.Admitted] == Send(B, m.Admitted(((A, "memory://a"),)))
+
+
+def test_of_workers_that_come_together_each_pair_is_measured_and_no_two_begin_with_the_same() -> None:
+    run = Run(A)
+    for peer in (D, B, C):
+        run.say(peer, m.Join("r", peer[:1].decode(), f"tcp://10.0.0.{peer[0]}:70"))
+        run.hear(DialBackResult(peer, f"tcp://10.0.0.{peer[0]}:70"))
+    probed = {}
+    for peer in (B, C, D):  # none of them has answered with its Links yet
+        sent = [e for e in run.say(peer, SETUP) if isinstance(e, Send)]
+        (admitted,) = [e.message for e in sent if isinstance(e.message, m.Admitted)]
+        probed[peer] = [other for other, _ in admitted.probe_targets]
+        assert {e.peer for e in sent if isinstance(e.message, m.ExpectProbes)} == set(probed[peer])
+    assert probed == {B: [A], C: [B, A], D: [C, B, A]}
+
+
+def test_each_member_is_told_its_own_way_to_every_other() -> None:
+    run = Run(A, B)
+    run.join(C, reachable=False)
+    run.report(A)
+    run.report(B)
+    assert told(run, A) == {A: "", B: "", C: ""}
+    assert told(run, B) == {A: "memory://a", B: "", C: ""}
+    assert told(run, C) == {A: "memory://a", B: "memory://b", C: ""}
+
+
+def test_a_way_that_does_not_work_is_not_taken_again() -> None:
+    run = Run(A, B)
+    run.now_s += 10.0
+    run.say(B, m.PeersUnreachable(1, run.core.generation, (A,)))
+    assert [e.message for e in run.effects if isinstance(e, Send) and e.peer == A] == [
+        m.Freeze(1, 1, "b cannot reach a as planned")
+    ]
+    run.report(A)
+    run.report(B)
+    assert told(run, A) == {A: "", B: "memory://b"}
+    assert told(run, B) == {A: "", B: ""}
+    run.now_s += 10.0
+    run.say(A, m.PeersUnreachable(1, run.core.generation, (B,)))  # before anybody was READY
+    run.report(A)
+    run.report(B)
+    assert told(run, A)[B] == told(run, B)[A] == "relay:" + ME.hex()
+
+
+def test_a_report_about_an_earlier_generation_blocks_nothing() -> None:
+    run = Run(A, B)
+    run.now_s += 10.0
+    run.say(B, m.PeersUnreachable(1, run.core.generation - 1, (A,)))
+    run.say(B, m.PeersUnreachable(1, run.core.generation, (B, C)))  # itself, and no member
+    assert run.effects == []
+
+
+def test_a_member_that_came_back_is_planned_for_only_when_its_place_is_known() -> None:
+    """As after a restart of the coordinator, when all report before the first callback is through."""
+    run = Run(A, B)
+    run.now_s += 10.0
+    run.core.handle(PeerDisconnected(B, "line"), run.now_s)
+    run.core.handle(PeerConnected(B, "198.51.100.7"), run.now_s)
+    again = m.Join("r", "b", "memory://b", is_rejoin=True, generation=1)
+    assert [e for e in run.say(B, again) if isinstance(e, DialBack)]
+    run.join(C)
+    run.report(A)
+    run.report(B)
+    assert not [e for e in run.effects if isinstance(e, Send) and isinstance(e.message, m.MembershipView)]
+    run.hear(DialBackResult(B, ""))
+    assert told(run, B) == {A: "memory://a", B: "", C: "memory://c"}
+
+
+# -- offences ----------------------------------------------------------------------------------------
+
+
+def test_an_accusation_is_for_the_door_to_judge() -> None:
+    run = Run(A, B)
+    assert run.say(A, m.ViolationReport(B, "sent NaN")) == [RecordViolation(B, "sent NaN", accuser=A)]
+    assert run.say(A, m.ViolationReport(C, "is no member")) == []
+    assert run.say(A, m.ViolationReport(A, "itself")) == []
+    assert run.say(B, m.Welcome(1, "r", "")) == [
+        RecordViolation(B, "sent Welcome, which only others may send")
+    ]
+
+
+def test_who_is_put_out_hears_why_and_the_others_go_on() -> None:
+    run = Run(A, B)
+    run.now_s += 10.0
+    effects = run.hear(WorkerRemoved(B, "kicked", "was put out of the run", "ask"))
+    assert Send(B, m.Refused("kicked", "was put out of the run", "ask")) in effects
+    assert Disconnect(B) in effects
+    run.report(A)
+    run.start(A)
+    assert run.core.snapshot(run.now_s)["world_size"] == 1
+
+
+def test_who_is_not_there_any_more_is_at_least_cut_off() -> None:
+    run = Run(A)
+    assert run.hear(WorkerRemoved(C, "kicked", "", "")) == [Disconnect(C)]
+
+
+def test_the_others_are_told_at_once_whom_to_cut_off() -> None:
+    run = Run(A, B)
+    run.now_s += 10.0
+    effects = run.hear(WorkerRemoved(B, "kicked", "was put out of the run", "ask"))
+    assert Send(A, m.Freeze(1, 1, "b was put out of the run", (B,))) in effects
+
+
+def test_only_members_report_a_stall_and_their_word_for_the_step_is_not_needed() -> None:
+    run = Run(A, B)
+    run.now_s += 100.0
+    run.say(C, m.Join("r", "c", "memory://c"))
+    assert run.say(C, m.RoundStalled(m.RoundId(1, 1, 0, 0), (A, B), 1e-6, "all are silent")) == []
+    run.beat(A, B)
+    run.say(B, m.RoundStalled(m.RoundId(1, 1, 7, 0), (A,), 1e-6, "a is silent"))
+    assert Disconnect(A) not in run.effects, "it has just moved"
+
+
+def flap(run: Run, pairs: list[tuple[m.PeerId, m.PeerId]]) -> list[Effect]:
+    """The first of each pair says that its connection to the second broke; what followed."""
+    effects: list[Effect] = []
+    for reporter, peer in pairs:
+        effects += run.say(reporter, m.ConnectionLost(1, run.core.generation, peer))
+    return effects
+
+
+def test_the_member_that_all_broken_connections_have_in_common_goes() -> None:
+    run = Run(A, B, C)
+    effects = flap(run, [(A, C), (B, C)] * 4)
+    assert [e for e in effects if isinstance(e, Disconnect)] == [Disconnect(C)]
+    assert not [e for e in effects if isinstance(e, RecordViolation)], "a bad line is no offence"
+
+
+def test_a_liar_about_broken_connections_blames_itself_alone() -> None:
+    run = Run(A, B, C)
+    effects = flap(run, [(C, A), (C, B), (C, A), (C, B)] * 4)
+    assert [e for e in effects if isinstance(e, Disconnect)] == [Disconnect(C)]
+
+
+def dismissed(effects: list[Effect]) -> list[m.PeerId]:
+    return [effect.peer for effect in effects if isinstance(effect, Disconnect)]
+
+
+def neighbours(run: Run, peer: m.PeerId) -> set[m.PeerId]:
+    order = [member.peer for member in run.core.run.member_list]
+    rank = order.index(peer)
+    return {order[rank - 1], order[(rank + 1) % len(order)]}
+
+
+def accused_by_two() -> Run:
+    """D is the neighbour of A and of C, who say that its connections break."""
+    run = Run(A, B, C, D)
+    assert neighbours(run, D) == {A, C}
+    assert dismissed(flap(run, [(A, D), (C, D)] * 4)) == []
+    for peer in (A, B, C, D):
+        run.report(peer)
+    run.start(A, B, C, D)
+    assert run.core.generation == 2 and B in neighbours(run, D)
+    return run
+
+
+def test_two_that_agree_cannot_put_a_third_one_out() -> None:
+    run = accused_by_two()
+    assert dismissed(flap(run, [(A, D), (C, D)] * 40)) == []
+    assert run.core.generation == 2 and not run.core._view_change.reason, "and they cost one generation"
+
+
+def test_a_bad_line_shows_beside_the_next_neighbour_too() -> None:
+    assert dismissed(flap(accused_by_two(), [(B, D)] * 4)) == [D]
+    run = accused_by_two()
+    assert dismissed(flap(run, [(D, B)] * 4)) == [D], "its own word is as good"
+
+
+def test_two_that_accuse_all_are_what_the_broken_pairs_have_in_common() -> None:
+    run = Run(A, B, C, D)
+    assert dismissed(flap(run, [(A, C), (A, D), (B, C), (B, D)] * 4)) == []
+    for peer in (A, B, C, D):
+        run.report(peer)
+    run.start(A, B, C, D)
+    assert set(dismissed(flap(run, [(A, B)] * 4))) <= {A, B}
+
+
+def test_one_pairs_bad_line_and_old_breaks_are_nobodys_fault() -> None:
+    run = Run(A, B, C)
+    assert not [e for e in flap(run, [(A, C), (C, A)] * 8) if isinstance(e, Disconnect)]
+    run = Run(A, B, C)
+    for _ in range(8):
+        assert not [e for e in flap(run, [(A, C), (B, C)]) if isinstance(e, Disconnect)]
+        run.now_s += 10.0
+
+
+def stall(run: Run, members: tuple[m.PeerId, ...], *suspects: m.PeerId) -> list[m.PeerId]:
+    """The first member tells of a stalled round, and those who stay begin anew; who was dismissed."""
+    generation = run.core.generation
+    effects = run.say(members[0], m.RoundStalled(m.RoundId(1, generation, 0, 0), suspects, 0.0, "voted NO"))
+    dismissed = [e.peer for e in effects if isinstance(e, Disconnect)]
+    rest = [peer for peer in members if peer not in dismissed]
+    for peer in rest:
+        run.report(peer)
+    run.start(*rest)
+    return dismissed
+
+
+def test_where_nobody_is_named_the_youngest_goes_and_the_run_goes_on() -> None:
+    run = Run(A, B)
+    assert [stall(run, (A, B)) for _ in range(6)] == [[]] * 5 + [[B]]
+    assert [stall(run, (A,)) for _ in range(9)] == [[]] * 9, "the last one has the model"
+
+
+def test_who_votes_no_in_three_generations_goes_and_who_does_so_once_stays() -> None:
+    run = Run(A, B, C)
+    members = (A, B, C)
+    assert [stall(run, members, B), stall(run, members, C), stall(run, members, C)] == [[]] * 3
+    assert stall(run, members, C) == [C]
+
+
+# -- shares that follow measured speed ---------------------------------------------------------------
+
+
+class Sharers(Run):
+    """Workers of a run with a global batch, that compute what the roster says, at a speed of their own."""
+
+    def __init__(self, speeds: dict[m.PeerId, float], whole: int, most: dict[m.PeerId, int]) -> None:
+        self.speeds, self.whole, self.most = speeds, whole, most
+        self.told = {peer: (0.0, 0.0) for peer in speeds}
+        super().__init__(*speeds)
+
+    def join(self, peer: m.PeerId, *, reachable: bool = True) -> list[Effect]:
+        address = "memory://" + peer[:1].decode()
+        self.say(peer, m.Join("r", peer[:1].decode(), address))
+        self.hear(DialBackResult(peer, address))
+        spec = m.LedgerSpec(100_000, 0, epochs=1)
+        self.say(peer, m.Setup((("model", "tiny"),), spec, self.most.get(peer, 0), self.whole))
+        return self.say(peer, m.LinkLatencies(()))
+
+    @property
+    def shares(self) -> dict[m.PeerId, int]:
+        return {member.peer: member.share for member in self.core.run.member_list}
+
+    def compute(self, beats: int) -> list[Effect]:
+        """All effects of so many beats of each."""
+        effects = []
+        for number in range(beats):
+            for peer, share in self.shares.items():
+                samples, seconds_s = self.told[peer]
+                self.told[peer] = samples + share, seconds_s + share / self.speeds[peer]
+                figures = (("computed_samples", self.told[peer][0]), ("computed_s", self.told[peer][1]))
+                effects += self.say(peer, m.Heartbeat(number, 0, int(self.now_s), figures))
+        return effects
+
+
+def freezes(effects: list[Effect]) -> list[str]:
+    return sorted(
+        {e.message.reason for e in effects if isinstance(e, Send) and isinstance(e.message, m.Freeze)}
+    )
+
+
+def test_shares_follow_the_speed_that_beats_tell() -> None:
+    run = Sharers({A: 40.0, B: 10.0, C: 10.0}, 60, {})
+    assert run.shares == {A: 20, B: 20, C: 20}
+    began_s = run.now_s
+    effects = run.compute(30)
+    assert freezes(effects) == ["shares by measured speed make the computing of a step 2.00 times as fast"]
+    assert run.now_s - began_s >= 30.0, "not before some tens of seconds have passed"
+    for peer in (A, B, C):
+        run.report(peer)
+    assert run.core.generation == 2 and run.shares == {A: 40, B: 10, C: 10}
+    assert run.core.snapshot(0.0)["plan_reason"].endswith(
+        "60 samples shared by measured speed: a 40 (40/s), b 10 (10/s), c 10 (10/s)"
+    )
+    run.start(A, B, C)
+    assert freezes(run.compute(60)) == [], "there is nothing left to gain"
+
+
+def test_a_small_gain_is_worth_no_generation() -> None:
+    run = Sharers({A: 11.0, B: 10.0, C: 10.0}, 600, {})
+    assert freezes(run.compute(60)) == []
+
+
+def test_what_fits_a_worker_bounds_its_share() -> None:
+    run = Sharers({A: 40.0, B: 10.0, C: 10.0}, 60, {A: 30})
+    assert freezes(run.compute(30))
+    for peer in (A, B, C):
+        run.report(peer)
+    assert run.shares == {A: 30, B: 15, C: 15}
+
+
+def test_whoever_joins_is_dealt_the_median_of_the_others() -> None:
+    run = Sharers({A: 30.0, B: 10.0}, 60, {})
+    run.speeds[C] = 20.0
+    run.compute(10)
+    run.join(C)
+    run.report(A), run.report(B)
+    assert run.shares == {A: 30, B: 10, C: 20}
+
+
+FOLLOWS = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None, can_catch_up=True)
+
+
+def newcomer(run: Run, peer: m.PeerId) -> list[Effect]:
+    """One that can follow joins; everything that is sent."""
+    effects = run.say(peer, m.Join("r", peer[:1].decode(), "memory://new"))
+    effects += run.hear(DialBackResult(peer, "memory://new"))
+    return effects + run.say(peer, FOLLOWS) + run.say(peer, m.LinkLatencies(()))
+
+
+def donations(effects: list[Effect]) -> list[tuple[m.PeerId, m.ServeCatchUp]]:
+    return [
+        (e.peer, e.message) for e in effects if isinstance(e, Send) and isinstance(e.message, m.ServeCatchUp)
+    ]
+
+
+def test_a_follower_is_served_until_it_is_a_member() -> None:
+    run = Run(A, B)
+    told = donations(newcomer(run, C))
+    assert {peer for peer, _ in told} == {A, B} and all(donate.receivers == (C,) for _, donate in told)
+    assert run.core.run.view is not None and run.core.run.view.world_size == 2, "the members train on"
+    effects = run.say(C, m.CatchUpReport(7, b"h"))
+    assert not [donate for _, donate in donations(effects) if donate.receivers == ()], (
+        "there are updates to come"
+    )
+    assert any(isinstance(e, Send) and isinstance(e.message, m.Freeze) for e in effects)
+
+
+def ways_of(effects: list[Effect], peer: m.PeerId) -> dict[str, list[tuple[str, str]]]:
+    """By the message that tells it."""
+    lists = {
+        type(e.message).__name__: e.message.sources
+        if isinstance(e.message, m.CatchUpFrom)
+        else e.message.peers
+        for e in effects
+        if isinstance(e, Send) and e.peer == peer and isinstance(e.message, m.CatchUpFrom | m.ExpectProbes)
+    }
+    return {kind: [(x[:1].decode(), way) for x, way in ways] for kind, ways in lists.items()}
+
+
+def test_a_follower_that_reaches_no_donor_goes_other_ways_and_at_last_over_a_relay() -> None:
+    """Was: for a minute nobody knew; what it said of that counts from members alone."""
+    run = Run(A, B)
+    run.now_s += 10.0
+    effects = newcomer(run, C)
+    assert ways_of(effects, C)["Fetch"] == [("a", "memory://a"), ("b", "memory://b")]
+    run.now_s -= 2.0
+    assert not run.say(C, m.PeersUnreachable(1, 0, (A, B))), "it has not heard yet what it was told last"
+    for _ in range(2):  # seconds pass with each message
+        run.now_s += 10.0
+        effects = run.say(C, m.PeersUnreachable(1, 0, (A, B)))
+    relay = "relay:" + ME.hex()
+    assert ways_of(effects, C)["Fetch"] == [("a", relay), ("b", relay)]
+    assert ways_of(effects, A) == {"Expect": [("c", relay)]} and ways_of(effects, B) == ways_of(effects, A)
+    assert not freezes(effects) and not run.core.run.workers[C].has_caught_up, "the members train on"
+    run.now_s += 10.0
+    assert not ways_of(run.say(C, m.PeersUnreachable(1, 0, (D,))), C), "a stranger"
+    run.say(C, m.CatchUpReport(7, b"h")), run.report(A), run.report(B)
+    assert told(run, C) == {A: relay, B: relay, C: ""}, "where it enters, that is known"
+
+
+def test_a_followers_relay_is_a_member_that_it_has_reached() -> None:
+    """Of four members the eldest three are donors; C reaches the fourth, which may not know it any more."""
+    run = Run(A, B, E, D)
+    run.now_s += 10.0
+    newcomer(run, C)
+    for _ in range(2):
+        run.now_s += 10.0
+        effects = run.say(C, m.PeersUnreachable(1, 0, (A, B, E)))
+    relay = "relay:" + D.hex()
+    assert ways_of(effects, C)["Fetch"] == [("a", relay), ("b", relay), ("e", relay)]
+    assert {x for x, _ in ways_of(effects, D)["Expect"]} == {"a", "b", "c", "e"}
+    assert ("d", "") in ways_of(effects, C)["Expect"], "it is dialled by D, with the larger key"
+    assert ("c", "memory://new") in ways_of(effects, D)["Expect"]
+
+
+def test_a_step_that_a_member_makes_up_delays_no_image() -> None:
+    run = Run(A, B, C)
+    run.say(A, m.Heartbeat(1, 2**63 - 1, 1, ()))
+    run.say(B, m.Heartbeat(1, 5, 1, ()))
+    run.say(C, m.Heartbeat(1, 6, 1, ()))
+    told = donations(newcomer(run, b"d" * 32))
+    assert told and all(7 <= donate.step < 100 for _, donate in told)
+
+
+def test_a_group_that_becomes_slower_delays_no_image() -> None:
+    """A step was named from a quick beginning; the group is not near it after some seconds: a nearer one."""
+    run = Run(A, B)
+    for peer in (A, B):
+        run.say(peer, m.Heartbeat(1, 1000, 1, ()))  # some ninety steps a second
+    (step,) = {donate.step for _, donate in donations(newcomer(run, C))}
+    assert step > 1050
+    told: list[tuple[m.PeerId, m.ServeCatchUp]] = []
+    for slow in range(10):  # now one in three seconds
+        for peer in (A, B):
+            told += donations(run.say(peer, m.Heartbeat(1, 1000 + slow, 1, ())))
+        run.say(C, m.Heartbeat(0, -1, 0, ()))
+    assert {peer for peer, _ in told} == {A, B} and all(donate.receivers == (C,) for _, donate in told)
+    assert min(donate.step for _, donate in told) < step and len(told) <= 2 * 8, "named anew at most in 4 s"
+
+
+def test_few_quick_steps_after_a_generation_say_little_of_the_rate() -> None:
+    """150 in a second, for a tenth of one: no more are assumed for the next second and a half."""
+    assert choose_snapshot_step(latest=15, made=15, running_s=0.1) == 30
+    assert choose_snapshot_step(latest=1500, made=1500, running_s=10.0) == 1725
+
+
+def test_states_are_compared_by_the_coordinator_and_a_liar_moves_only_itself() -> None:
+    run = Run(A, B, C)
+    generation = run.core.generation
+    effects = run.say(A, m.ReplicaDigest(1, generation, 9, b"same"))
+    effects += run.say(B, m.ReplicaDigest(1, generation, 9, b"other"))
+    effects += run.say(b"e" * 32, m.ReplicaDigest(1, generation, 9, b"a stranger's"))
+    assert not [e for e in effects if isinstance(e, Send) and isinstance(e.message, m.ReplicaDiverged)]
+    effects = run.say(C, m.ReplicaDigest(1, generation, 9, b"same"))
+    told = [e for e in effects if isinstance(e, Send) and isinstance(e.message, m.ReplicaDiverged)]
+    assert [e.peer for e in told] == [B]
+    assert run.core.snapshot(run.now_s)["drifts"] == 1
+
+
+def test_who_has_drifted_is_told_again_until_it_has_the_state_anew() -> None:
+    """Drifted and FREEZE are lost with B's line.  B's history is the others': it would report it."""
+    run = Run(A, B, C)
+    run.now_s += 10.0
+    for peer, digest in ((A, b"same"), (C, b"same"), (B, b"other")):
+        run.say(peer, m.ReplicaDigest(1, 1, 9, digest))
+    run.core.handle(PeerDisconnected(B, "reset"), run.now_s)
+    run.core.handle(PeerConnected(B, ""), run.now_s)
+    again = m.Join("r", "b", "memory://b", is_rejoin=True, generation=1)
+    told = [e.message for e in run.say(B, again) if isinstance(e, Send) and e.peer == B]
+    kinds = [type(message).__name__ for message in told]
+    assert kinds == ["Welcome", "RunState", "Drifted", "Roster", "View", "Freeze"]
+    for peer in (A, B, C):
+        run.report(peer)
+    assert {x.peer: x.joining for x in run.core.run.member_list} == {A: False, B: True, C: False}
+    sent = [type(e.message).__name__ for e in run.effects if isinstance(e, Send) and e.peer == B]
+    assert sent == ["Drifted", "Roster", "View"], "its line may have come back only now"
+    run.start(A, B, C)
+    again = replace(again, generation=2)
+    assert not [
+        e for e in run.say(B, again) if isinstance(e, Send) and isinstance(e.message, m.ReplicaDiverged)
+    ]
+    run.join(D)
+    for peer in (A, B, C):
+        run.report(peer)
+    assert {x.peer: x.joining for x in run.core.run.member_list} == {A: False, B: False, C: False, D: True}
+
+
+def test_beats_of_a_settled_group_look_at_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator of N workers hears 2 N beats a second: each that looked at all would be N looks."""
+    looks: list[m.PeerId] = []
+    deadline_s = Worker.deadline_s
+    monkeypatch.setattr(
+        Worker, "deadline_s", lambda worker, limits: looks.append(worker.peer) or deadline_s(worker, limits)
+    )
+    run = Run(A, B, C)
+    due_s = run.core.deadline_s
+    looks.clear()
+    for sequence in range(50):
+        for peer in (A, B, C):
+            run.say(peer, m.Heartbeat(sequence, 5, sequence, ()))
+            assert run.core.deadline_s == due_s, "a beat only puts it off"
+    assert not looks
+    run.core.tick(due_s)
+    assert run.core.deadline_s > due_s and len(looks) == 3
+
+
+def test_shares_are_looked_at_once_in_a_beats_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a global batch size: each look is at all of them."""
+    looks: list[float] = []
+    run = Run(A, B, C)
+    monkeypatch.setattr(run.core.run, "reference", replace(SETUP, global_batch_size=12))
+    monkeypatch.setattr(WorkerSpeeds, "worth", lambda *args: looks.append(run.now_s) or "")
+    run.now_s += 100.0
+    for sequence in range(10):
+        for peer in (A, B, C):
+            run.core.handle(MessageReceived(peer, m.Heartbeat(sequence, 5, sequence, ())), run.now_s)
+            run.now_s += 0.1
+        run.now_s += 0.2
+    assert 5 <= len(looks) <= 10, "30 beats within 5 s"
+
+
+def test_whom_it_follows_may_be_back_in_a_moment() -> None:
+    """Was: at the second of two lines that broke together C was taken for caught up, and all stood still."""
+    run = Run(A, B)
+    run.now_s += 10.0
+    newcomer(run, C)
+    for peer in (A, B):
+        effects = run.hear(PeerDisconnected(peer, "the coordinator's line"))
+        run.now_s -= 0.9
+        assert not run.core.run.workers[C].has_caught_up and freezes(effects) == []
+    for peer in (A, B):
+        run.hear(PeerConnected(peer, ""))
+        told = run.say(peer, m.Join("r", peer[:1].decode(), "memory://" + peer[:1].decode(), True, True, 1))
+        assert donations(told), "what it was told may have been lost with its line"
+    assert not run.core.run.workers[C].has_caught_up
+
+
+def test_whom_it_follows_are_gone_for_good() -> None:
+    run = Run(A)
+    run.now_s += 10.0
+    newcomer(run, C)
+    run.hear(PeerDisconnected(A, "reset"))
+    run.now_s += 1.1
+    assert run.core.deadline_s <= run.now_s
+    run.core.tick(run.now_s)
+    assert run.core.run.workers[C].has_caught_up, "there is nobody to follow"

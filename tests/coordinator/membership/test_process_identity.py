@@ -1,0 +1,283 @@
+"""A worker's process ends, and another one comes with its key before anybody could notice.
+
+It has the key and the disk of the dead one, and nothing of what the coordinator knows of that key: no state,
+no seat, no set-up.  How it comes to that: an agent that restarts its script, a container, a copied identity.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gridtrain.config import Deadlines
+from gridtrain.core import messages as m
+from gridtrain.core.group import member_events
+from gridtrain.core.member.member import MemberCore
+from gridtrain_coordinator.membership.journal_recovery import recover_run
+from gridtrain_coordinator.membership.membership import Membership
+from gridtrain_coordinator.run.events import (
+    DialBackResult,
+    Effect,
+    Event,
+    JournalEntry,
+    LogEvent,
+    MessageReceived,
+    PeerConnected,
+    PeerDisconnected,
+    RunPhase,
+    Send,
+)
+
+ME, A, B, C = (letter * 32 for letter in (b"0", b"a", b"b", b"c"))
+SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, steps=20), 4, None)
+LIMITS = Deadlines()
+
+
+class Run:
+    """A coordinator, and workers that say what this text lets them say."""
+
+    def __init__(self, least: int = 1, journal: list[tuple[str, dict[str, Any]]] | None = None) -> None:
+        self.journal = journal if journal is not None else []
+        self.core = Membership(
+            me=ME, run="r", term=2 if journal else 1, deadlines=LIMITS, software="", min_workers=least,
+            recovered=recover_run(journal) if journal else None,
+        )  # fmt: skip
+        self.now_s = 0.0
+        self.done: list[Effect] = []
+        self._keep(self.core.start(0.0))
+
+    def _keep(self, effects: list[Effect]) -> list[Effect]:
+        self.done += effects
+        self.journal += [
+            (e.kind, json.loads(json.dumps(e.body))) for e in effects if isinstance(e, JournalEntry)
+        ]
+        return effects
+
+    def hear(self, event: Event) -> list[Effect]:
+        return self._keep(self.core.handle(event, self.now_s))
+
+    def say(self, peer: m.PeerId, *messages: m.Message) -> list[Effect]:
+        return [effect for message in messages for effect in self.hear(MessageReceived(peer, message))]
+
+    def join(self, peer: m.PeerId, *, again: bool = False, generation: int = 0) -> list[str]:
+        """What it is told for it."""
+        name, address = peer[:1].decode(), "memory://" + peer[:1].decode()
+        self.hear(PeerConnected(peer, "host"))
+        told = self.say(peer, m.Join("r", name, address, True, again, generation))
+        self.hear(DialBackResult(peer, address))
+        return [type(e.message).__name__ for e in told if isinstance(e, Send) and e.peer == peer]
+
+    def enter(self, peer: m.PeerId, setup: m.Setup = SETUP) -> None:
+        self.say(peer, setup, m.LinkLatencies(()))
+
+    def form(self) -> None:
+        """A generation is made."""
+        before = self.core.generation
+        while self.core.generation == before:
+            self.now_s = max(self.now_s, self.core.deadline_s)
+            self._keep(self.core.tick(self.now_s))
+
+    def later(self, seconds: float) -> None:
+        self.now_s += seconds
+        self._keep(self.core.tick(self.now_s))
+
+    def ready(self, *peers: m.PeerId) -> None:
+        view = self.core.run.view
+        assert view is not None
+        for peer in peers:
+            self.say(peer, m.Ready(self.core.term, view.generation, view.history))
+
+    def train(self, *peers: m.PeerId) -> None:
+        for peer in peers:
+            self.join(peer)
+            self.enter(peer)
+        self.form()
+        self.ready(*peers)
+        assert self.core.phase is RunPhase.TRAINING
+
+    def steps(self, step: int, *peers: m.PeerId) -> None:
+        self.say_all(peers, m.Heartbeat(1, step, step, ()))
+
+    def say_all(self, peers: tuple[m.PeerId, ...], message: m.Message) -> None:
+        for peer in peers:
+            self.say(peer, message)
+
+    def frozen(self) -> list[tuple[m.PeerId, tuple[m.PeerId, ...]]]:
+        return [(e.peer, e.message.removed) for e in self.done
+                if isinstance(e, Send) and isinstance(e.message, m.Freeze)]  # fmt: skip
+
+    def notes(self, event: str) -> list[dict[str, Any]]:
+        return [e.fields for e in self.done if isinstance(e, LogEvent) and e.event == event]
+
+    def joining(self) -> dict[m.PeerId, bool]:
+        return {x.peer: x.joining for x in self.core.run.member_list}
+
+
+def report(run: Run, peer: m.PeerId, step: int) -> None:
+    state = m.LedgerState(step=step, cursor=8 * step, consumed=8 * step)
+    told = m.FreezeReport(
+        run.core.term, run.core.generation, True, step - 1, b"h" * 32, state, None, b"", False
+    )
+    run.say(peer, told)
+
+
+@pytest.mark.parametrize("noticed", [True, False], ids=["its line broke", "its line was replaced"])
+def test_it_has_no_seat_and_the_others_go_on_from_what_they_hold(noticed: bool) -> None:
+    """A and B are at step 7.  A' is told of no VIEW and no START; B goes on, and A' joins as anybody does."""
+    run = Run(least=2)
+    run.train(A, B)
+    run.steps(7, A, B)
+    if noticed:
+        run.hear(PeerDisconnected(A, "reset"))
+    run.now_s += LIMITS.regreet_s / 2
+    assert run.join(A) == ["Welcome", "RunState"]
+    assert run.notes("lost") == [
+        {"name": "a", "reason": "its process has ended, and another one came with its key"}
+    ]
+    assert run.frozen() == [(B, (A,))]
+    run.enter(A, SETUP)
+    report(run, B, 7)
+    assert run.core.run.view is not None and run.core.run.view.applied == 6
+    assert run.joining() == {B: False, A: True}
+
+
+def test_alone_it_begins_from_its_checkpoint_and_the_loss_is_told() -> None:
+    """Was: the run went on from the step at which the generation had begun, and never ended."""
+    run = Run()
+    run.train(A)
+    run.steps(9, A)
+    run.join(A)
+    assert run.core.phase is RunPhase.WAITING
+    held = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=20))
+    run.enter(A, m.Setup(SETUP.facts, SETUP.ledger, 4, None, held))
+    run.form()
+    assert run.notes("rollback") == [{"from": 9, "to": 5}]
+    assert run.core.run.view is not None and run.core.run.view.applied == 4
+
+
+def test_what_the_dead_one_said_of_being_ready_does_not_count() -> None:
+    run = Run(least=2)
+    for peer in (A, B):
+        run.join(peer), run.enter(peer)
+    run.form()
+    run.ready(A)
+    run.join(A)
+    run.ready(B)
+    assert run.core.phase is not RunPhase.TRAINING
+    assert not [e for e in run.done if isinstance(e, Send) and isinstance(e.message, m.StartGeneration)]
+
+
+def test_a_worker_that_is_no_member_yet_is_named_only_when_its_new_process_is_set_up() -> None:
+    """Else the others would stand still while its script builds its model."""
+    run = Run()
+    run.train(A)
+    run.join(B), run.enter(B)
+    run.join(B)
+    run.later(LIMITS.generation_gap_s)
+    report(run, A, 1)
+    assert run.joining() == {A: False}
+    run.ready(A)
+    run.enter(B)
+    run.later(LIMITS.generation_gap_s)
+    report(run, A, 1)
+    assert run.joining() == {A: False, B: True}
+
+
+def restarted() -> tuple[Run, Run]:
+    """A and B train; the coordinator, and another one from its journal."""
+    run = Run(least=2)
+    run.train(A, B)
+    return run, Run(least=2, journal=run.journal)
+
+
+def test_a_restarted_coordinator_asks_it_for_nothing_either() -> None:
+    """The journal names A; A' could only say that it holds what all began with."""
+    _, again = restarted()
+    assert "View" not in again.join(A)
+    again.enter(A)
+    again.join(B, again=True, generation=1)
+    again.enter(B)
+    assert again.frozen() == [(B, (A,))]
+    report(again, B, 7)
+    assert again.joining() == {B: False, A: True}
+
+
+def test_a_process_that_was_welcomed_before_the_restart_but_never_had_a_seat_is_another_one_too() -> None:
+    run, again = restarted()
+    assert "View" not in again.join(A, again=True)
+    assert "View" not in run.join(A, again=True), "as when it was another coordinator that welcomed it"
+    assert run.frozen() == [(B, (A,))]
+
+
+def test_who_only_lost_its_line_keeps_its_seat() -> None:
+    run = Run(least=2)
+    run.train(A, B)
+    run.hear(PeerDisconnected(A, "reset"))
+    assert run.join(A, again=True, generation=1)[-2:] == ["View", "Start"]
+    assert run.notes("lost") == [] and run.frozen() == []
+
+
+def test_its_report_is_no_word_of_the_dead_one() -> None:
+    """It may have a checkpoint, and take that for the state that it holds."""
+    run = Run(least=3)
+    run.train(A, B, C)
+    run.steps(9, A, B, C)
+    run.join(A), run.enter(A)
+    report(run, A, 5)
+    report(run, B, 9)
+    report(run, C, 9)
+    assert run.core.run.view is not None and run.core.run.view.applied == 8
+    assert run.joining() == {A: True, B: False, C: False}
+
+
+def member(peer: m.PeerId = A, held: m.CheckpointInfo | None = None) -> MemberCore:
+    core = MemberCore(peer, ME, m.Join("r", "a", ""), LIMITS)
+    core.handle(member_events.PeerConnected(ME), 0.0)
+    core.handle(heard(m.Welcome(1, "r", "")), 0.0)
+    setup = m.Setup(SETUP.facts, SETUP.ledger, 4, None, held)
+    core.handle(member_events.TrainerJoined(setup, lambda rank, size: frozenset()), 0.0)
+    return core
+
+
+def heard(message: m.Message) -> member_events.MessageReceived:
+    return member_events.MessageReceived(ME, message)
+
+
+def joins(core: MemberCore) -> list[m.Message]:
+    core.handle(member_events.PeerDisconnected(ME, "reset"), 0.0)
+    return [
+        x.message
+        for x in core.handle(member_events.PeerConnected(ME), 0.0)
+        if isinstance(x, member_events.Send)
+    ]
+
+
+def begins(core: MemberCore, *, joining: bool) -> None:
+    roster = (m.Member(A, "a", "", 4, joining), m.Member(B, "b", "", 4, False))
+    core.handle(heard(m.MemberListPage(1, 3, 0, 1, roster)), 0.0)
+    state = m.LedgerState(step=10, cursor=40, consumed=40)
+    core.handle(heard(m.MembershipView(1, 3, 2, m.Verdict.ABORT, None, 9, b"h" * 32, state, "why")), 0.0)
+
+
+def test_a_join_says_whether_the_process_is_known_and_where_it_is() -> None:
+    fresh = MemberCore(A, ME, m.Join("r", "a", ""), LIMITS)
+    (first,) = fresh.handle(member_events.PeerConnected(ME), 0.0)
+    assert first == member_events.Send(ME, m.Join("r", "a", "", True, False, 0))
+    core = member()
+    assert joins(core) == [m.Join("r", "a", "", True, True, 0)]
+    begins(core, joining=True)
+    assert joins(core) == [m.Join("r", "a", "", True, True, 3)]
+
+
+@pytest.mark.parametrize(
+    "held", [None, m.CheckpointInfo(14, b"x" * 32, m.LedgerState(step=15, cursor=60, consumed=60))]
+)
+def test_a_start_for_which_this_process_was_not_ready_begins_nothing(held: m.CheckpointInfo | None) -> None:
+    """It was another process that had said READY with this key."""
+    core = member(held=held)
+    begins(core, joining=False)
+    effects = core.handle(heard(m.StartGeneration(1, 3)), 0.0)
+    assert core.phase is member_events.MemberPhase.FORMING and core.next_round is None
+    assert [e.event for e in effects if isinstance(e, member_events.LogEvent)] == ["not_ready"]

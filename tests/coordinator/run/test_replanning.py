@@ -1,0 +1,160 @@
+"""A run whose links change gets another order, when it is worth it, and not at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from gridtrain.config import Deadlines
+from gridtrain.core import messages as m
+from gridtrain.core.planning import rank_order
+from gridtrain_coordinator.membership.link_failures import FAILURES_BEFORE_AVOIDING
+from gridtrain_coordinator.membership.membership import Membership
+from gridtrain_coordinator.run.events import DialBackResult, Effect, MessageReceived, RunPhase, Send
+from gridtrain_coordinator.run.link_reports import LinkReports
+from gridtrain_coordinator.run.registry import AVOIDED_PAIR_RTT_S
+
+PEERS = A, B, C, D = tuple(name.encode() * 32 for name in "abcd")
+FACTS = (("model", "25600000 parameters in 1 tensors"), ("exchange", "GTopK(density=0.001, values=fp16)"))
+SETUP = m.Setup(FACTS, m.LedgerSpec(100, 0, epochs=1), 4, None)
+FAST_Bps, SLOW_Bps = 1.25e8, 5e5
+
+
+class Run:
+    """A coordinator and four workers that do as they are told, one virtual second after the other."""
+
+    def __init__(self) -> None:
+        limits = Deadlines(silence_s=1e9, settle_s=0.0, report_s=100.0)
+        self.core = Membership(me=b"0" * 32, run="r", term=1, deadlines=limits, software="", min_workers=4)
+        self.now_s = 0.0
+        for peer in PEERS:
+            address = "memory://" + peer[:1].decode()
+            self.say(peer, m.Join("r", peer[:1].decode(), address))
+            self.now_s += 1.0
+            self.core.handle(DialBackResult(peer, address), self.now_s)
+            self.say(peer, SETUP)
+            self.say(peer, m.LinkLatencies(tuple((other, 0.001) for other in PEERS if other != peer)))
+        self.begin()
+
+    def say(self, peer: m.PeerId, message: m.Message) -> list[Effect]:
+        self.now_s += 1.0
+        return self.core.handle(MessageReceived(peer, message), self.now_s)
+
+    def begin(self) -> None:
+        view = self.core.run.view
+        assert view is not None
+        for peer in PEERS:
+            self.say(peer, m.Ready(1, self.core.generation, view.history))
+        assert self.core.phase is RunPhase.TRAINING
+
+    def rates(self, slow: set[frozenset[m.PeerId]]) -> list[Effect]:
+        effects: list[Effect] = []
+        for a in PEERS:
+            rates = [(b, SLOW_Bps if frozenset((a, b)) in slow else FAST_Bps) for b in PEERS if b != a]
+            effects += self.say(a, m.LinkRates(tuple((b, rate, rate) for b, rate in rates)))
+        return effects
+
+    def beat_until_frozen(self, limit_s: float) -> str:
+        """The reason of the FREEZE; empty: there was none for so long."""
+        until_s = self.now_s + limit_s
+        while self.now_s < until_s:
+            for effect in self.say(A, m.Heartbeat(0, 0, 0, ())):
+                if isinstance(effect, Send) and isinstance(effect.message, m.Freeze):
+                    return effect.message.reason
+        return ""
+
+    def next_generation(self) -> None:
+        view = self.core.run.view
+        assert view is not None
+        for peer in PEERS:
+            self.say(
+                peer,
+                m.FreezeReport(
+                    1, view.generation, True, view.applied, view.history, view.ledger, None, b"", False
+                ),
+            )
+        self.begin()
+
+    @property
+    def order(self) -> str:
+        return "".join(member.name for member in self.core.run.member_list)
+
+
+def test_links_that_have_changed_make_another_order_but_not_at_once() -> None:
+    run = Run()
+    assert run.order == "abcd"
+    made_s = run.core._view_change.last_installed_s
+    run.rates({frozenset((A, B)), frozenset((B, D))})
+    reason = run.beat_until_frozen(60.0)
+    assert run.now_s - made_s >= 30.0, "not before reshare_s has passed"
+    assert reason.startswith("links have changed: another order makes an exchange ")
+    run.next_generation()
+    # B's only good link is to C: one of its two partners is still behind a thin one, the other one is C.
+    assert run.order.index("b") ^ run.order.index("c") in (1, 2)
+    assert "predicted time" in run.core.snapshot(run.now_s)["plan_reason"]
+    assert run.beat_until_frozen(100.0) == "", "the same links do not make yet another one"
+
+
+def test_a_small_change_is_not_worth_a_generation() -> None:
+    run = Run()
+    run.rates(set())
+    assert run.beat_until_frozen(100.0) == ""
+    assert run.core.generation == 1
+
+
+def test_links_are_compared_with_the_pairs_that_the_ring_avoids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what was planned round a broken pair looks slow, and a generation undoes it."""
+    run, seen = Run(), []
+    for _ in range(FAILURES_BEFORE_AVOIDING):
+        run.core._planner.link_failures.record(A, B, run.now_s)
+    assert run.core._planner.link_failures.begin_avoiding(run.now_s) == {(A, B)}
+    monkeypatch.setattr(rank_order, "worth", lambda load, links, *rest: seen.append(links.rtt_s[A, B]) or "")
+    run.rates(set())
+    run.beat_until_frozen(60.0)
+    assert seen == [AVOIDED_PAIR_RTT_S]
+
+
+def test_a_word_counts_once_for_each_introduction() -> None:
+    run = Run()
+    run.rates(set())
+    run.say(B, m.LinkRates(((A, SLOW_Bps, SLOW_Bps), (D, SLOW_Bps, SLOW_Bps))))
+    assert run.core._planner.measured_links.rate_Bps(B, A) == FAST_Bps, "it has had its word"
+    assert run.beat_until_frozen(100.0) == ""
+    run.say(B, SETUP)  # as a worker does that measures its links again
+    run.say(B, m.LinkRates(((A, SLOW_Bps, SLOW_Bps),)))
+    assert run.core._planner.measured_links.rate_Bps(B, A) == SLOW_Bps
+    assert run.beat_until_frozen(100.0) == "", "nobody else says so"
+
+
+def test_who_brings_orders_about_has_to_wait_ever_longer() -> None:
+    """What is told at once leads to an order at 0, 30, 90, 210 s."""
+    tellers, found_s = LinkReports(pause_s=30.0), []
+    for now_s in range(400):
+        tellers.mark_changed(A)
+        if now_s % 60 == 0:
+            tellers.forget(A)  # it leaves and comes anew
+            tellers.mark_changed(A)
+        if due := tellers.due_reporters(float(now_s)):
+            tellers.record_evaluation(due, float(now_s), found=True)
+            found_s.append(now_s)
+    assert found_s == [0, 30, 90, 210]
+
+
+def test_a_look_that_finds_nothing_costs_no_waiting() -> None:
+    tellers = LinkReports(pause_s=30.0)
+    tellers.mark_changed(A)
+    tellers.record_evaluation(tellers.due_reporters(0.0), 0.0, found=False)
+    assert tellers.due_reporters(1.0) == frozenset()
+    tellers.mark_changed(A)
+    assert tellers.due_reporters(1.0) == {A}
+    tellers.clear_changes()
+    assert tellers.due_reporters(1.0) == frozenset(), "the plan has taken it up"
+
+
+def test_rates_of_strangers_are_not_kept() -> None:
+    run = Run()
+    stranger = b"x" * 32
+    run.say(A, m.LinkRates(((stranger, 1e6, 1e6), (B, 2e6, 0.0))))
+    assert run.core._planner.measured_links.rate_Bps(A, stranger) is None
+    assert run.core._planner.measured_links.rate_Bps(A, B) == 2e6
+    run.say(B, m.Leave("enough"))
+    assert run.core._planner.measured_links.rate_Bps(A, B) is None

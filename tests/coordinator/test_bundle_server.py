@@ -1,0 +1,55 @@
+"""Who asks for the bundle gets its blocks, and not more often than a worker needs."""
+
+from __future__ import annotations
+
+from gridtrain.core import messages as m
+from gridtrain.network.wire.schema import MAX_BLOCK_BYTES
+from gridtrain.tools.bundle import Bundle, digest_of
+from gridtrain.tools.bundle.bundle_archive import pack
+from gridtrain.tools.options.runfile import RunDescription
+from gridtrain_coordinator.bundle_server import MAX_BUNDLES_PER_WORKER, RATE_WINDOW_S, BundleServer
+from gridtrain_coordinator.run import events as io
+
+ANNA, BERT = b"a" * 32, b"b" * 32
+FILES = {"train.py": bytes(MAX_BLOCK_BYTES + 5), "run.toml": b""}
+ARCHIVE = pack(FILES)
+BUNDLE = Bundle(digest_of(ARCHIVE), RunDescription(script="train.py"), FILES, ARCHIVE)
+DIGEST = bytes.fromhex(BUNDLE.digest.removeprefix("sha256:"))
+
+
+def answer(
+    shelf: BundleServer, peer: m.PeerId, index: int, now_s: float, digest: bytes = DIGEST
+) -> m.Message:
+    (effect,) = shelf.answer(peer, m.BundleRequest(digest, index), now_s)
+    assert isinstance(effect, io.Send) and effect.peer == peer
+    return effect.message
+
+
+def code(message: m.Message) -> str:
+    assert isinstance(message, m.Refused) and message.remedy
+    return message.code
+
+
+def test_the_blocks_give_the_archive() -> None:
+    shelf = BundleServer(BUNDLE)
+    assert shelf.status() == {"digest": BUNDLE.digest, "bytes": len(ARCHIVE), "script": "train.py"}
+    blocks = [answer(shelf, ANNA, index, 0.0) for index in range(2)]
+    assert all(isinstance(block, m.BundleBlock) and block.total == 2 for block in blocks)
+    assert b"".join(block.payload for block in blocks if isinstance(block, m.BundleBlock)) == ARCHIVE
+
+
+def test_what_is_refused() -> None:
+    assert code(answer(BundleServer(), ANNA, 0, 0.0)) == "no-bundle"
+    assert BundleServer().status() is None
+    shelf = BundleServer(BUNDLE)
+    assert code(answer(shelf, ANNA, 2, 0.0)) == "bundle"
+    assert code(answer(shelf, ANNA, 0, 0.0, b"x" * 32)) == "bundle"
+
+
+def test_an_asker_gets_so_many_and_no_more_and_others_their_own() -> None:
+    shelf = BundleServer(BUNDLE)
+    for _ in range(MAX_BUNDLES_PER_WORKER * 2):
+        assert isinstance(answer(shelf, ANNA, 0, 0.0), m.BundleBlock)
+    assert code(answer(shelf, ANNA, 0, RATE_WINDOW_S - 1)) == "too-often"
+    assert isinstance(answer(shelf, BERT, 0, RATE_WINDOW_S - 1), m.BundleBlock)
+    assert isinstance(answer(shelf, ANNA, 0, RATE_WINDOW_S), m.BundleBlock)

@@ -1,0 +1,68 @@
+"""Counters that only grow become rates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gridtrain_coordinator.status_report import RateMeter, redact_addresses
+
+
+def snapshot(step: int, **sent_bytes: float) -> dict[str, Any]:
+    members = [{"peer": peer, "figures": {"sent_bytes": sent}} for peer, sent in sent_bytes.items()]
+    return {"step": step, "members": members}
+
+
+def observed(*rows: tuple[float, dict[str, Any]]) -> RateMeter:
+    speed = RateMeter()
+    for at_s, picture in rows:
+        speed.observe(picture, at_s)
+    return speed
+
+
+def test_rates_over_the_window() -> None:
+    speed = observed((0, snapshot(10, a=1000)), (1, snapshot(12, a=3000)), (2, snapshot(14, a=5000)))
+    assert (speed.steps_per_s(), speed.figure_per_s("a", "sent_bytes")) == (2.0, 2000.0)
+
+
+def test_old_samples_are_forgotten() -> None:
+    speed = observed((0, snapshot(0, a=1)), (5, snapshot(50, a=2)), (12, snapshot(50, a=2)))
+    assert speed.steps_per_s() == 0.0
+
+
+def test_before_anybody_has_said_where_the_run_is_there_is_no_speed() -> None:
+    """A coordinator that was restarted begins at step 0 until the workers are back."""
+    speed = observed((0, snapshot(0)), (1, snapshot(2000, a=1)), (2, snapshot(2003, a=2)))
+    assert speed.steps_per_s() == 3.0
+
+
+def test_what_is_not_known_is_none() -> None:
+    speed = observed((0, snapshot(10, a=1000)))
+    assert speed.steps_per_s() is None
+    assert speed.figure_per_s("a", "sent_bytes") is None
+    assert speed.figure_per_s("nobody", "sent_bytes") is None
+
+
+def test_a_restarted_worker_has_no_negative_rate() -> None:
+    speed = observed((0, snapshot(100, a=9000)), (1, snapshot(0, a=10)))
+    assert (speed.steps_per_s(), speed.figure_per_s("a", "sent_bytes")) == (None, None)
+
+
+def test_where_members_are_is_withheld_and_nothing_else() -> None:
+    called_back = {
+        "event": "called_back",
+        "name": "anna",
+        "reachable": True,
+        "address": "tcp://10.0.0.6:7001",
+    }
+    picture = {
+        "members": [{"name": "anna", "address": "tcp://10.0.0.6:7001", "reach": "direct"}],
+        "events": [called_back, {"event": "no_route", "tried": ["tcp://10.0.0.6:7001"], "name": "anna"}],
+    }
+    redact_addresses(picture)
+    assert picture == {
+        "members": [{"name": "anna", "address": "", "reach": "direct"}],
+        "events": [
+            {"event": "called_back", "name": "anna", "reachable": True},
+            {"event": "no_route", "name": "anna"},
+        ],
+    }

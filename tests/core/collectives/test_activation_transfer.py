@@ -1,0 +1,336 @@
+"""What a stage hands to its neighbour, collectives among some ranks, and rounds that are open meanwhile."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gridtrain.core import messages as m
+from gridtrain.core.collectives import ring
+from gridtrain.core.collectives.activation_transfer import (
+    MAX_PIECES,
+    ActivationReceiver,
+    ActivationSender,
+    stage_channel,
+)
+from gridtrain.core.collectives.allgather import AllGather
+from gridtrain.core.collectives.collective import CollectiveComplete, PayloadReceived, SendTo, StoreSlice
+from gridtrain.core.collectives.ring import RingAllReduce
+from gridtrain.core.collectives.subgroup import Subgroup, neighbours_within
+from gridtrain.core.commit.attempts import Attempts, RankAssignment, StepCommitted
+from gridtrain.core.commit.two_phase_commit import Failed, Prepared
+from gridtrain.core.group.member_events import (
+    AddCollectives,
+    CollectiveCompleted,
+    ComputeDigest,
+    ResolveRound,
+    Send,
+)
+from gridtrain.core.group.rank_layout import RankLayout
+from gridtrain.core.messages import CollectivePhase, PayloadSlot
+from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+from gridtrain.runtime.activation_buffers import (
+    MAX_JOINED_BYTES,
+    PIECE_BYTES,
+    ActivationReceiveBuffer,
+    ActivationSendBuffer,
+    StageSummary,
+    StageSummaryBuffer,
+)
+
+
+def carry(buffers: list[bytes], limit_bytes: int = 1 << 30, seed: int = 0) -> list[bytes]:
+    """From one workspace to the other, the pieces in any order."""
+    out, back = ActivationSendBuffer([memoryview(b) for b in buffers]), ActivationReceiveBuffer(limit_bytes)
+    taking = back.make_receive(1, 0, 2)
+    sends = [e for e in out.make_send(0, 1).start(0.0) if isinstance(e, SendTo)]
+    random.Random(seed).shuffle(sends)
+    for send in sends:
+        for effect in taking.handle(PayloadReceived(0, send.slot, False, out.payload(send.slot)), 0.0):
+            if isinstance(effect, StoreSlice):
+                back.apply(effect)
+    assert taking.complete
+    return [bytes(buffer) for buffer in back.take_buffers()]
+
+
+@pytest.mark.parametrize(
+    "lengths", [[], [0], [0, 0], [1], [5, 0, 7], [PIECE_BYTES], [PIECE_BYTES + 1, 3], [3 * PIECE_BYTES - 1]]
+)
+def test_buffers_arrive_as_they_were_sent(lengths: list[int]) -> None:
+    rng = np.random.default_rng(len(lengths))
+    buffers = [rng.bytes(length) for length in lengths]
+    for seed in range(3):
+        assert carry(buffers, seed=seed) == buffers
+
+
+def test_what_is_handed_over_may_be_written_over_at_once() -> None:
+    """Of a small one: a module may give the same buffer for the next micro-batch."""
+    own = bytearray(b"now")
+    workspace = ActivationSendBuffer([memoryview(own)])
+    own[:] = b"own"
+    assert bytes(workspace.payload(PayloadSlot(CollectivePhase.ACTIVATION, hop=1))).endswith(b"now")
+
+
+def test_a_payload_over_the_limit_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="at most 100 are possible"):
+        carry([bytes(200)], limit_bytes=100)
+
+
+@pytest.mark.parametrize(
+    ("table", "pieces"),
+    [
+        (np.array([3], "<u8").tobytes(), [b"four"]),
+        (np.array([2**63], "<u8").tobytes(), [b"x"]),
+        (np.array([1], "<u8").tobytes(), []),
+        (b"odd", []),
+        (b"", [b"x"]),
+    ],
+)
+def test_pieces_that_their_table_does_not_tell_are_refused(table: bytes, pieces: list[bytes]) -> None:
+    workspace = ActivationReceiveBuffer(1 << 20)
+    taking = workspace.make_receive(1, 0, 2)
+    payloads = [table, *pieces]
+    with pytest.raises(RemoteProtocolError, match="rank 0 handed over"):
+        for i, payload in enumerate(payloads):
+            place = PayloadSlot(CollectivePhase.ACTIVATION, hop=len(payloads), slice=i)
+            for effect in taking.handle(PayloadReceived(0, place, False, payload), 0.0):
+                if isinstance(effect, StoreSlice):
+                    workspace.apply(effect)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        b"",
+        b"short",
+        np.array([1], "<u8").tobytes(),  # one buffer, and no table
+        np.array([1, 4], "<u8").tobytes() + b"abc",  # it is shorter than it says
+        np.array([1, 2], "<u8").tobytes() + b"abc",  # and longer
+        np.array([2, 2**63, 2**63 + 3], "<u8").tobytes() + b"abc",
+        np.array([2**61], "<u8").tobytes(),  # a table that wraps around 64 bits
+        np.array([5000, *[0] * 5000], "<u8").tobytes(),
+    ],
+)
+def test_one_piece_that_is_not_what_it_says_is_refused(piece: bytes) -> None:
+    workspace = ActivationReceiveBuffer(1 << 20)
+    effects = workspace.make_receive(1, 0, 2).handle(
+        PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=1), False, piece), 0.0
+    )
+    with pytest.raises(RemoteProtocolError, match="rank 0 handed over"):
+        for effect in effects:
+            if isinstance(effect, StoreSlice):
+                workspace.apply(effect)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "messages"),
+    [([], 1), ([125_000], 1), ([MAX_JOINED_BYTES - 24, 8], 1), ([MAX_JOINED_BYTES], 2)],
+)
+def test_what_is_small_is_one_message(lengths: list[int], messages: int) -> None:
+    sends = ActivationSendBuffer([memoryview(bytes(n)) for n in lengths]).make_send(0, 1).start(0.0)
+    assert len([effect for effect in sends if isinstance(effect, SendTo)]) == messages
+
+
+@pytest.mark.parametrize(
+    "arrived",
+    [
+        PayloadReceived(2, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=1), False, b""),  # another's
+        PayloadReceived(
+            0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=0), False, b""
+        ),  # the same one twice
+        PayloadReceived(
+            0, PayloadSlot(CollectivePhase.ACTIVATION, hop=3, slice=1), False, b""
+        ),  # as if there were more
+        PayloadReceived(
+            0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=2), False, b""
+        ),  # beyond the last
+        PayloadReceived(0, PayloadSlot(CollectivePhase.ALL_GATHER, hop=2, slice=1), False, b""),
+        PayloadReceived(
+            0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=1), True, b""
+        ),  # a hand-off never skips
+    ],
+)
+def test_a_piece_that_is_not_due_is_refused(arrived: PayloadReceived) -> None:
+    taking = ActivationReceiver(1, 0, 3)
+    taking.handle(
+        PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=0), False, b""), 0.0
+    )
+    with pytest.raises(RemoteProtocolError):
+        taking.handle(arrived, 0.0)
+    assert not taking.complete and taking.waiting_for() == {0}
+
+
+def test_nothing_comes_at_a_sender_and_no_number_of_pieces_makes_one_wait_without_end() -> None:
+    with pytest.raises(RemoteProtocolError):
+        ActivationSender(0, 1, 1).handle(
+            PayloadReceived(1, PayloadSlot(CollectivePhase.ACTIVATION, hop=1), False, b""), 0.0
+        )
+    taking = ActivationReceiver(1, 0, 2)
+    with pytest.raises(RemoteProtocolError):
+        taking.handle(PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=0), False, b""), 0.0)
+    huge = ActivationReceiver(1, 0, 2)
+    huge.handle(PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2**31 - 1), False, b""), 0.0)
+    assert len(huge._missing) < MAX_PIECES
+
+
+def test_two_pairs_of_stages_never_use_one_channel() -> None:
+    where = {
+        stage_channel(a, b, m.Channel(kind=kind, index=index))
+        for a in (0, 1, 2, 1023)
+        for b in (0, 1, 2, 1023)
+        for kind in (1, 2)
+        for index in range(3)
+    }
+    assert len(where) == 4 * 4 * 2 * 3
+
+
+# -- among some ranks ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make", [lambda r, n: RingAllReduce(r, n, 1, False), lambda r, n: AllGather(r, n, False)]
+)
+def test_a_subgroup_talks_to_its_own_ranks_alone(make: Any) -> None:
+    ranks = (3, 5, 8)
+    cores = {rank: Subgroup(make(i, len(ranks)), ranks) for i, rank in enumerate(ranks)}
+    wire = [(rank, effect) for rank, core in cores.items() for effect in core.start(0.0)]
+    while wire:
+        rank, effect = wire.pop(0)
+        if isinstance(effect, SendTo):
+            assert effect.to_rank in ranks and effect.to_rank != rank
+            arrived = PayloadReceived(rank, effect.slot, effect.skip, b"")
+            wire += [(effect.to_rank, e) for e in cores[effect.to_rank].handle(arrived, 0.0)]
+        elif not isinstance(effect, CollectiveComplete):
+            assert effect.provenance.rank in ranks
+    assert all(core.complete for core in cores.values())
+
+
+def test_a_stranger_to_a_subgroup_is_refused() -> None:
+    core = Subgroup(AllGather(0, 2, False), (4, 5))
+    with pytest.raises(RemoteProtocolError, match=r"exchange of ranks \(4, 5\) alone"):
+        core.handle(PayloadReceived(1, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 1), False, b""), 0.0)
+
+
+def test_edges_within_a_subgroup() -> None:
+    assert neighbours_within(ring.neighbours, (2, 3), 3) == {2}
+    assert neighbours_within(ring.neighbours, (2,), 2) == frozenset()
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def sealed(rows: dict[int, StageSummary], seats: RankLayout) -> dict[int, bytes]:
+    workspaces = {rank: StageSummaryBuffer(seats, rank, row) for rank, row in rows.items()}
+    for workspace in workspaces.values():
+        workspace._payloads = [rows[rank].pack() for rank in range(seats.world_size)]
+    return {rank: workspace.compute_digest() for rank, workspace in workspaces.items()}
+
+
+def test_whoever_holds_another_update_than_its_replicas_votes_for_another_digest() -> None:
+    seats = RankLayout(2, 3)
+    rows = {rank: StageSummary(bytes([rank // 3]) * 32, bytes(32), 1.0, 2.0) for rank in range(6)}
+    assert len(set(sealed(rows, seats).values())) == 1
+    rows[4] = StageSummary(b"x" * 32, bytes(32), 1.0, 2.0)
+    digests = sealed(rows, seats)
+    assert len({digests[rank] for rank in (0, 1, 2, 3, 5)}) == 1 and digests[4] != digests[0]
+
+
+def test_a_row_of_another_length_is_refused() -> None:
+    from gridtrain.core.collectives.collective import Provenance, StoreFromRank
+
+    workspace = StageSummaryBuffer(RankLayout(2, 1), 0, StageSummary(bytes(32), bytes(32), 0.0, 0.0))
+    with pytest.raises(RemoteProtocolError, match="with 3 bytes, must be 120"):
+        workspace.apply(StoreFromRank(1, b"abc", Provenance(1, 1, 2, 1)))
+
+
+def test_a_row_whose_norm_has_no_root_is_refused() -> None:
+    """After the commit everybody takes that root, in which all of them would end."""
+    from gridtrain.core.collectives.collective import Provenance, StoreFromRank
+
+    workspace = StageSummaryBuffer(RankLayout(2, 1), 0, StageSummary(bytes(32), bytes(32), 0.0, 0.0))
+    with pytest.raises(RemoteProtocolError, match="negative square"):
+        workspace.apply(
+            StoreFromRank(1, StageSummary(bytes(32), bytes(32), 0.0, -1.0).pack(), Provenance(1, 1, 2, 1))
+        )
+
+
+# -- a round that is open meanwhile --------------------------------------------------------------
+
+
+ROSTER = tuple(m.Member(bytes([i]) * 32, f"w{i}", "", 1, False) for i in range(2))
+HERE = m.RoundId(1, 1, 0, 0)
+ACTIVATION, UPDATE = stage_channel(0, 1, m.Channel(kind=1)), m.Channel()
+
+
+def member(rank: int) -> Attempts:
+    return Attempts(RankAssignment(ROSTER[rank].peer, 1, 1, ROSTER), 0)
+
+
+def data(channel: m.Channel, place: PayloadSlot) -> m.Data:
+    return m.Data(HERE, channel, place, False, b"")
+
+
+def test_a_round_with_more_to_come_seals_after_its_last_collective() -> None:
+    mine = member(1)
+    opened = mine.submit(HERE, {ACTIVATION: ActivationReceiver(1, 0, 2)}, 10.0, 0.0, more=True)
+    assert not any(isinstance(effect, ComputeDigest) for effect in opened)
+    # What belongs to a collective that is still to come is held, not taken for an offence.
+    early = data(m.Channel(kind=16), PayloadSlot(CollectivePhase.ALL_GATHER, 0, 0))
+    assert mine.receive(ROSTER[0].peer, early, 10, 0.0) == [] and mine.early_bytes(ROSTER[0].peer) == 10
+    came = mine.receive(
+        ROSTER[0].peer, data(ACTIVATION, PayloadSlot(CollectivePhase.ACTIVATION, hop=1)), 10, 0.0
+    )
+    assert CollectiveCompleted(ACTIVATION, False) in came and not any(
+        isinstance(e, ComputeDigest) for e in came
+    )
+    last = mine.add_collectives(
+        AddCollectives(HERE, {m.Channel(kind=16): AllGather(1, 2, False)}, has_more=False), 0.0
+    )
+    assert ComputeDigest(False) in last and mine.early_bytes(ROSTER[0].peer) == 0
+    voted = mine.advance(Prepared(b"d" * 32), 0.0)
+    assert [e.message.yes for e in voted if isinstance(e, Send)] == [True]
+    with pytest.raises(RemoteProtocolError):
+        mine.receive(
+            ROSTER[0].peer, data(m.Channel(kind=99), PayloadSlot(CollectivePhase.ACTIVATION, hop=1)), 10, 0.0
+        )
+
+
+def test_a_no_ends_the_round_of_who_still_waits_for_an_activation() -> None:
+    root = member(0)
+    root.submit(
+        HERE, {stage_channel(1, 0, m.Channel(kind=2)): ActivationReceiver(0, 1, 2)}, 10.0, 0.0, more=True
+    )
+    ended = root.receive(ROSTER[1].peer, m.Vote(HERE, False, b"", "a stage failed"), 10, 0.0)
+    assert [e.committed for e in ended if isinstance(e, ResolveRound)] == [False]
+    assert root.add_collectives(AddCollectives(HERE, {UPDATE: AllGather(0, 2, False)}), 0.0) == []
+    assert root.next_round.attempt == 1
+
+
+def test_a_member_that_cannot_go_on_votes_no_at_once() -> None:
+    mine = member(1)
+    mine.submit(HERE, {ACTIVATION: ActivationReceiver(1, 0, 2)}, 10.0, 0.0, more=True)
+    told = mine.add_collectives(AddCollectives(HERE, {}, failure="its line broke"), 0.0)
+    assert [(e.message.yes, e.message.reason) for e in told if isinstance(e, Send)] == [
+        (False, "its line broke")
+    ]
+    assert mine.advance(Failed("once more"), 0.0) == []
+
+
+def test_patience_with_a_silent_pipeline_ends() -> None:
+    root = member(0)
+    root.submit(HERE, {ACTIVATION: ActivationSender(0, 1, 1)}, 10.0, 0.0, more=True)
+    assert root.tick(9.0) == []
+    ended = root.tick(10.0)
+    assert any(isinstance(e, ResolveRound) and not e.committed for e in ended)
+    assert not any(isinstance(e, StepCommitted) for e in ended)
+
+
+def test_nothing_comes_after_the_last_collective() -> None:
+    mine = member(1)
+    mine.submit(HERE, {ACTIVATION: ActivationReceiver(1, 0, 2)}, 10.0, 0.0, more=True)
+    mine.add_collectives(AddCollectives(HERE, {UPDATE: AllGather(1, 2, False)}, has_more=False), 0.0)
+    with pytest.raises(LocalProtocolError, match="after its last collective"):
+        mine.add_collectives(AddCollectives(HERE, {m.Channel(index=1): AllGather(1, 2, False)}), 0.0)

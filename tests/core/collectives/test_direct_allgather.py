@@ -1,0 +1,80 @@
+"""Rows of a pipeline: one hop for a few members, an all-gather for many, whoever is last."""
+
+import pytest
+
+from gridtrain.core.collectives.allgather import neighbours as gathered
+from gridtrain.core.collectives.collective import (
+    CollectiveComplete,
+    CollectiveEffect,
+    PayloadReceived,
+    SendTo,
+    StoreFromRank,
+)
+from gridtrain.core.collectives.direct_allgather import MAX_DIRECT_MEMBERS, make_allgather, neighbours
+from gridtrain.core.messages import CollectivePhase, PayloadSlot
+from gridtrain.errors import RemoteProtocolError
+
+
+def hops_after(last: int, world_size: int) -> int:
+    """`last` begins at time 100, all others at 0; a message takes 1: when everybody has everything."""
+    cores = [make_allgather(rank, world_size, rank == last) for rank in range(world_size)]
+    held: list[PayloadReceived] = []
+    done: dict[int, int] = {}
+    under_way: list[tuple[int, int, PayloadReceived]] = []  # (when, to whom, what)
+
+    def do(now: int, rank: int, effects: list[CollectiveEffect]) -> None:
+        for effect in effects:
+            if isinstance(effect, CollectiveComplete):
+                assert effect.skip and rank not in done
+                done[rank] = now
+            if isinstance(effect, SendTo):
+                assert effect.to_rank in neighbours(rank, world_size)
+                arrived = PayloadReceived(rank, effect.slot, effect.skip, effect.slot.segment)
+                under_way.append((now + 1, effect.to_rank, arrived))
+
+    for now in (0, 100):
+        begins = [rank for rank in range(world_size) if (rank == last) is (now == 100)]
+        for rank in begins:
+            do(now, rank, cores[rank].start(0.0))
+        for early in held:  # what came before its round was open
+            do(now, last, cores[last].handle(early, 0.0))
+        while under_way:
+            when, to, arrived = under_way.pop(0)
+            if to == last and now == 0:
+                held.append(arrived)
+            else:
+                do(when, to, cores[to].handle(arrived, 0.0))
+    return max(done.values()) - 100 if len(done) == world_size else -1
+
+
+@pytest.mark.parametrize(("world_size", "hops"), [(2, 1), (3, 1), (4, 1), (8, 1), (9, 3), (16, 4)])
+def test_what_the_last_one_says_is_with_all_after_so_many_hops(world_size: int, hops: int) -> None:
+    assert hops_after(0, world_size) == hops
+
+
+def test_a_few_need_all_edges_and_many_the_all_gather_s() -> None:
+    assert neighbours(1, 4) == {0, 2, 3} == gathered(1, 4)
+    assert len(neighbours(0, MAX_DIRECT_MEMBERS)) == MAX_DIRECT_MEMBERS - 1
+    assert neighbours(5, MAX_DIRECT_MEMBERS + 1) == gathered(5, MAX_DIRECT_MEMBERS + 1)
+
+
+def test_a_transcript_of_rank_1_of_three() -> None:
+    core = make_allgather(1, 3, skip=False)
+    place = PayloadSlot(CollectivePhase.ALL_GATHER, 0, 1)
+    assert core.start(0.0) == [SendTo(0, place, False), SendTo(2, place, False)]
+    (stored,) = core.handle(
+        PayloadReceived(2, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 2), False, "two"), 0.0
+    )
+    assert isinstance(stored, StoreFromRank) and (stored.rank, stored.payload) == (2, "two")
+    assert core.waiting_for() == {0}
+    assert core.handle(PayloadReceived(0, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 0), True, "nil"), 0.0)[
+        -1
+    ] == CollectiveComplete(True)
+    assert core.complete
+
+
+def test_nobody_speaks_for_another_one() -> None:
+    core = make_allgather(1, 3, skip=False)
+    core.start(0.0)
+    with pytest.raises(RemoteProtocolError, match="rank 2"):
+        core.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 0), False, "nil"), 0.0)

@@ -1,0 +1,258 @@
+"""The ring: its schedule as a picture, and promises 1 and 2 on a virtual network that reorders."""
+
+from random import Random
+
+import numpy as np
+import pytest
+from collective_group import (
+    CollectiveGroup,
+    assert_crash_is_blamed,
+    random_vectors,
+    run_lockstep,
+)
+
+from gridtrain.core.collectives.collective import (
+    AddSlice,
+    CollectiveComplete,
+    PayloadReceived,
+    Provenance,
+    SendTo,
+    StoreSlice,
+)
+from gridtrain.core.collectives.ring import RingAllReduce, neighbours, ring_message_count
+from gridtrain.core.messages import CollectivePhase, PayloadSlot
+from gridtrain.errors import RemoteProtocolError
+from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
+
+WORLD_SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 31, 32]
+
+
+def test_the_schedule_of_three_ranks():
+    """R2: a partial sum of segment 2; G2: its whole sum."""
+    ticks = run_lockstep([RingAllReduce(rank, 3, slices=1, skip=False) for rank in range(3)])
+    picture = "\n".join(
+        f"tick {tick}  "
+        + "  ".join(
+            f"{rank} -> {send.to_rank}: {send.slot.phase.name[0]}{send.slot.segment}"
+            for rank, send in sorted(sends, key=lambda sent: sent[0])
+        )
+        for tick, sends in enumerate(ticks)
+    )
+    assert picture == (
+        "tick 0  0 -> 1: R0  1 -> 2: R1  2 -> 0: R2\n"
+        "tick 1  0 -> 1: R2  1 -> 2: R0  2 -> 0: R1\n"
+        "tick 2  0 -> 1: G1  1 -> 2: G2  2 -> 0: G0\n"
+        "tick 3  0 -> 1: G0  1 -> 2: G1  2 -> 0: G2"
+    )
+
+
+def test_a_transcript_of_rank_0_of_three():
+    ring = RingAllReduce(0, 3, slices=1, skip=False)
+    whole = Provenance(2, contributors=3, world_size=3, roundings=3)
+
+    def came(phase, hop, segment, skip=False):
+        return ring.handle(
+            PayloadReceived(2, PayloadSlot(phase, hop, segment), skip, f"{phase.name} {segment}"), 0.0
+        )
+
+    assert ring.start(0.0) == [SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 0, 0), False)]
+    assert came(CollectivePhase.REDUCE, 0, 2, skip=True) == [  # rank 2 skips: its mark goes along
+        AddSlice(2, 0, "REDUCE 2", Provenance(2, contributors=1, world_size=3, roundings=1)),
+        SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 1, 2), True),
+    ]
+    assert came(CollectivePhase.REDUCE, 1, 1, skip=True) == [  # segment 1 is whole here
+        AddSlice(1, 0, "REDUCE 1", Provenance(2, contributors=2, world_size=3, roundings=2)),
+        SendTo(1, PayloadSlot(CollectivePhase.GATHER, 0, 1), True),
+    ]
+    assert came(CollectivePhase.GATHER, 0, 0, skip=True) == [
+        StoreSlice(0, 0, "GATHER 0", whole),
+        SendTo(1, PayloadSlot(CollectivePhase.GATHER, 1, 0), True),
+    ]
+    assert ring.waiting_for() == {2} and not ring.complete
+    assert came(CollectivePhase.GATHER, 1, 2, skip=True) == [
+        StoreSlice(2, 0, "GATHER 2", whole),
+        CollectiveComplete(True),
+    ]
+    assert ring.waiting_for() == frozenset() and ring.complete
+
+
+def test_slices_do_not_wait_for_each_other():
+    ring = RingAllReduce(0, 2, slices=2, skip=False)
+    ring.start(0.0)
+    for phase, slice_ in [(CollectivePhase.REDUCE, 1), (CollectivePhase.REDUCE, 0)]:
+        effects = ring.handle(PayloadReceived(1, PayloadSlot(phase, 0, 1, slice_), False, "x"), 0.0)
+        assert effects[1] == SendTo(1, PayloadSlot(CollectivePhase.GATHER, 0, 1, slice_), False)
+
+
+def test_one_who_skips_marks_all_that_it_passes_on():
+    ring = RingAllReduce(0, 3, slices=1, skip=True)
+    assert ring.start(0.0) == [SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 0, 0), True)]
+    effects = ring.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 0, 2), False, "x"), 0.0)
+    assert effects[1] == SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 1, 2), True)
+
+
+def test_one_rank_is_complete_at_once():
+    ring = RingAllReduce(0, 1, slices=3, skip=True)
+    assert ring.start(0.0) == [CollectiveComplete(True)]
+    assert ring.complete and neighbours(0, 1) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("from_rank", "place"),
+    [
+        (1, PayloadSlot(CollectivePhase.REDUCE, 0, 2)),  # the right neighbour, not the left
+        (0, PayloadSlot(CollectivePhase.REDUCE, 0, 2)),  # myself
+        (2, PayloadSlot(CollectivePhase.REDUCE, 1, 2)),  # segment 2 comes at hop 0
+        (2, PayloadSlot(CollectivePhase.REDUCE, 0, 0)),  # mine, which nobody reduces before me
+        (2, PayloadSlot(CollectivePhase.GATHER, 0, 2)),  # gathered before it was reduced here
+        (2, PayloadSlot(CollectivePhase.GATHER, 2, 1)),  # became whole here
+        (2, PayloadSlot(CollectivePhase.REDUCE, 0, 3)),  # no such segment
+        (2, PayloadSlot(CollectivePhase.REDUCE, 0, -1)),
+        (2, PayloadSlot(CollectivePhase.REDUCE, 0, 2, 1)),  # no such slice
+        (2, PayloadSlot(CollectivePhase.SWAP, 0, 2)),  # another exchange
+    ],
+)
+def test_what_cannot_be_is_refused(from_rank, place):
+    ring = RingAllReduce(0, 3, slices=1, skip=False)
+    ring.start(0.0)
+    with pytest.raises(RemoteProtocolError, match=f"rank {from_rank} sent"):
+        ring.handle(PayloadReceived(from_rank, place, False, "x"), 0.0)
+
+
+def test_the_same_place_twice_is_refused():
+    ring = RingAllReduce(0, 3, slices=1, skip=False)
+    event = PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 0, 2), False, "x")
+    ring.start(0.0)
+    ring.handle(event, 0.0)
+    with pytest.raises(RemoteProtocolError, match=r"due was Place.*GATHER.* from rank 2"):
+        ring.handle(event, 0.0)
+
+
+def test_all_ranks_end_with_the_same_bits_and_the_sum(seeds):
+    for seed in seeds(300):
+        rng = np.random.default_rng(seed)
+        world_size = WORLD_SIZES[seed % len(WORLD_SIZES)]
+        vectors = random_vectors(rng, world_size)
+        skipping = {r for r in range(world_size) if rng.random() < 0.05}
+
+        workspaces = [DenseRingBuffer(v.copy(), world_size, slice_bytes=16) for v in vectors.vectors]
+        group = CollectiveGroup(workspaces, seed=seed, skipping=skipping)
+        group.run()
+
+        assert group.verdicts == [bool(skipping)] * world_size, f"seed {seed}"
+        assert len({w.compute_digest() for w in workspaces}) == 1, f"seed {seed}: the ranks differ"
+        vectors.assert_sum(workspaces[0].update_N, skipping, f"seed {seed}")
+        messages = ring_message_count(world_size, workspaces[0].slices)
+        for rank in range(world_size):
+            partners = {to for src, to, _ in group.sent if src == rank}
+            assert partners <= neighbours(rank, world_size), f"seed {seed}"
+            assert sum(src == rank for src, _, _ in group.sent) == messages, f"seed {seed}"
+
+
+def sent_bytes(sent, workspaces):
+    """Bytes of all payloads that were sent, RESUME's apart."""
+    resume = sum(
+        len(workspaces[src].payload(place)) for src, _, place in sent if place.phase is CollectivePhase.RESUME
+    )
+    data = sum(
+        len(workspaces[src].payload(place))
+        for src, _, place in sent
+        if place.phase is not CollectivePhase.RESUME
+    )
+    return data, resume
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+@pytest.mark.parametrize("part", [0.0, 0.25, 0.5, 0.9, 1.0])
+def test_a_retry_sends_only_what_is_missing(world_size, part):
+    """A connection dropped after `part` of all payloads had come; what was in flight is lost."""
+    vectors = np.random.default_rng(7).standard_normal((world_size, 4000)).astype(np.float32)
+
+    def fresh():
+        return [DenseRingBuffer(v.copy(), world_size, slice_bytes=64) for v in vectors]
+
+    calm = CollectiveGroup(fresh(), seed=1)
+    calm.run()
+    whole_bytes, _ = sent_bytes(calm.sent, calm.buffers)
+    torn = CollectiveGroup(fresh(), seed=2)
+    came_bytes = 0
+    while came_bytes < part * whole_bytes and not torn.network.idle:
+        delivery = torn.network.step()
+        came_bytes += len(delivery.message.payload) if delivery is not None else 0
+    retry = CollectiveGroup(torn.buffers, seed=3)
+    retry.run()
+
+    assert {w.compute_digest() for w in retry.buffers} == {calm.buffers[0].compute_digest()}, "the same bits"
+    assert retry.verdicts == [False] * world_size
+    again_bytes, resume_bytes = sent_bytes(retry.sent, retry.buffers)
+    assert again_bytes == whole_bytes - came_bytes, "not one payload twice"
+    slices = world_size * retry.buffers[0].slices
+    assert resume_bytes == world_size * slices <= 0.02 * whole_bytes + slices * world_size
+
+
+def test_retries_hold_the_skip_and_end_with_the_same_bits_however_often_they_are_torn(seeds):
+    for seed in seeds(150):
+        rng, random = np.random.default_rng(seed), Random(seed)
+        world_size = random.randint(2, 9)
+        vectors = random_vectors(rng, world_size).vectors
+        skipping = {r for r in range(world_size) if random.random() < 0.1}
+
+        def fresh(vectors=vectors, world_size=world_size):
+            return [DenseRingBuffer(v.copy(), world_size, slice_bytes=16) for v in vectors]
+
+        calm = CollectiveGroup(fresh(), seed=seed, skipping=skipping)
+        calm.run()
+        workspaces = fresh()
+        for attempt in range(random.randint(1, 4)):
+            torn = CollectiveGroup(workspaces, seed=seed + attempt, skipping=skipping)
+            for _ in range(random.randint(0, len(calm.sent))):
+                if not torn.network.idle:
+                    torn.network.step()
+        last = CollectiveGroup(workspaces, seed=seed, skipping=skipping)
+        last.run()
+        assert last.verdicts == calm.verdicts, f"seed {seed}"
+        assert {w.compute_digest() for w in workspaces} == {calm.buffers[0].compute_digest()}, f"seed {seed}"
+
+
+def test_a_neighbour_that_asks_for_what_it_must_have_is_dropped():
+    """Rank 0 of 3 holds the total of segment 2, rank 1 gave its part: so it had the partial sum of rank 0."""
+    ring = RingAllReduce(0, 3, slices=1, skip=False)
+    ring.start(0.0)
+    ring.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 0, 2), False, "partial"), 0.0)
+    ring.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.GATHER, 1, 2), False, "total"), 0.0)
+    for lacks, words in (
+        (bytes([2, 1, 0]), "is in its total"),
+        (bytes([2, 0, 2]), "never is sent"),  # rank 1 starts segment 1 itself
+        (bytes([2, 1, 1]), "never is sent"),  # and completes segment 2
+        (bytes([2, 1]), "2 bytes"),
+        (bytes([2, 1, 3]), "up to 3"),
+    ):
+        again = ring.next_attempt()
+        assert again.start(0.0) == [SendTo(2, PayloadSlot(CollectivePhase.RESUME), False)]
+        assert again.received == bytes([1, 0, 2])
+        with pytest.raises(RemoteProtocolError, match=words):
+            again.handle(PayloadReceived(1, PayloadSlot(CollectivePhase.RESUME), False, lacks), 0.0)
+    again = ring.next_attempt()
+    resume = PayloadReceived(1, PayloadSlot(CollectivePhase.RESUME), False, bytes([0, 1, 2]))
+    assert again.handle(resume, 0.0) == [SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 0, 0), False)]
+    came = again.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 1, 1), False, "partial"), 0.0)
+    assert came[1:] == [SendTo(1, PayloadSlot(CollectivePhase.GATHER, 0, 1), False)], (
+        "passed on when it comes, as ever"
+    )
+    with pytest.raises(RemoteProtocolError, match="due was no RESUME"):
+        again.handle(resume, 0.0)
+    with pytest.raises(RemoteProtocolError, match="due was no RESUME"):
+        ring.handle(resume, 0.0)  # the first attempt has nothing to resume
+
+
+def test_when_a_rank_dies_nobody_completes_wrongly_and_all_blame_it(seeds):
+    for seed in seeds(200):
+        rng = np.random.default_rng(seed)
+        world_size = int(rng.integers(2, 10))
+        vectors = random_vectors(rng, world_size).vectors
+
+        def group_of(vectors, world_size=world_size, seed=seed):
+            workspaces = [DenseRingBuffer(v.copy(), world_size, slice_bytes=64) for v in vectors]
+            return CollectiveGroup(workspaces, seed=seed)
+
+        assert_crash_is_blamed(group_of(vectors), group_of(vectors), seed, within_s=0.1)

@@ -1,0 +1,274 @@
+"""The ledger: every position of every pass exactly once, whatever happens to the members."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gridtrain.core.commit import data_ledger
+from gridtrain.core.commit.data_ledger import Assignment
+from gridtrain.core.messages import LedgerSpec, LedgerState, PeerId, Span
+from gridtrain.errors import ConfigError, LocalProtocolError
+
+A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
+
+
+def spans(text: str) -> tuple[Span, ...]:
+    """`spans("8-9 20-22")`: both ends included, as a person writes them."""
+    pairs = (part.split("-") for part in text.split())
+    return tuple(Span(int(pair[0]), int(pair[-1]) + 1) for pair in pairs)
+
+
+def show(spans: tuple[Span, ...]) -> str:
+    return " ".join(f"{s.start}-{s.stop - 1}" if s.stop - s.start > 1 else f"{s.start}" for s in spans)
+
+
+def row(assignment: Assignment) -> str:
+    return "  ".join(f"{peer[:1].decode()}: {show(spans) or '.'}" for peer, spans in assignment.items())
+
+
+def test_a_run_reads_like_this() -> None:
+    """Ten samples, two passes; b dies in step 1, c comes, and the lost positions go out first."""
+    spec = LedgerSpec(size=10, seed=0, epochs=2)
+    state = LedgerState()
+    transcript = []
+
+    def take(*shares: tuple[PeerId, int]) -> Assignment:
+        assignment = data_ledger.assign(spec, state, shares)
+        transcript.append(f"step {state.step}  {row(assignment)}")
+        return assignment
+
+    state = data_ledger.commit(spec, state, take((A, 2), (B, 2)), skipped=False)
+    state = data_ledger.reassign(spec, state, take((A, 2), (B, 2)), survivors=[A])  # b is gone
+    state = data_ledger.commit(
+        spec, state, take((A, 2), (C, 3)), skipped=False
+    )  # c is new: a alone holds samples
+    while not data_ledger.is_finished(spec, state):
+        state = data_ledger.commit(spec, state, take((A, 2), (C, 3)), skipped=state.step == 4)
+
+    assert transcript == [
+        "step 0  a: 0-1  b: 2-3",
+        "step 1  a: 4-5  b: 6-7",  # aborts: b dies
+        "step 1  a: 4-5  c: .",  # a keeps its gradient, 6-7 are re-queued
+        "step 2  a: 6-7  c: 8-9",  # 6-7 first; the pass ends: 4 samples for 5 places
+        "step 3  a: 10-11  c: 12-14",
+        "step 4  a: 15-16  c: 17-19",  # skipped: consumed all the same
+    ]
+    assert state == LedgerState(step=5, cursor=20, consumed=20, skipped=5)
+
+
+def test_steps_cycle_through_the_data_and_end_by_their_number() -> None:
+    spec = LedgerSpec(size=4, seed=0, steps=5)
+    state, rows = LedgerState(), []
+    while not data_ledger.is_finished(spec, state):
+        assignment = data_ledger.assign(spec, state, [(A, 2), (B, 1)])
+        rows.append(row(assignment))
+        state = data_ledger.commit(spec, state, assignment, skipped=False)
+    assert rows == [
+        "a: 0-1  b: 2",
+        "a: 3  b: .",  # a pass ends here
+        "a: 4-5  b: 6",
+        "a: 7  b: .",
+        "a: 8-9  b: 10",
+    ]
+    assert data_ledger.assign(spec, state, [(A, 2), (B, 1)]) == {A: (), B: ()}
+
+
+@pytest.mark.parametrize(
+    ("left", "shares", "counts"),
+    [
+        (12, (4, 4, 4), (4, 4, 4)),
+        (9, (4, 4, 4), (3, 3, 3)),
+        (10, (4, 4, 4), (4, 3, 3)),  # equal remainders: the lower rank
+        (2, (4, 4, 4), (1, 1, 0)),
+        (7, (8, 4, 2), (4, 2, 1)),
+        (5, (1, 8, 1), (1, 4, 0)),  # remainders 5/10, 0, 5/10
+        (3, (0, 2, 2), (0, 2, 1)),
+    ],
+)
+def test_a_short_step_is_split_in_proportion(
+    left: int, shares: tuple[int, ...], counts: tuple[int, ...]
+) -> None:
+    assignment = data_ledger.assign(
+        LedgerSpec(size=left, seed=0, epochs=1),
+        LedgerState(),
+        list(zip((A, B, C), shares, strict=True)),
+    )
+    assert tuple(data_ledger.count_samples(spans) for spans in assignment.values()) == counts
+
+
+def test_a_chain_of_failures_before_the_step_commits() -> None:
+    spec = LedgerSpec(size=100, seed=0, epochs=1)
+    members = [A, B, C, D]
+    state = LedgerState()
+    for survivors in ([A, C, D], [A, D], [D]):
+        assignment = data_ledger.assign(spec, state, [(peer, 2) for peer in members])
+        state = data_ledger.reassign(spec, state, assignment, survivors)
+        members = survivors
+    assert state == LedgerState(cursor=8, requeued=spans("0-5"), holders=((D, spans("6-7")),))
+
+    assignment = data_ledger.assign(spec, state, [(B, 2), (D, 2)])  # b came back
+    assert row(assignment) == "b: .  d: 6-7"
+    state = data_ledger.commit(spec, state, assignment, skipped=False)
+    assert state == LedgerState(step=1, cursor=8, requeued=spans("0-5"), consumed=2)
+    assert row(data_ledger.assign(spec, state, [(B, 2), (D, 2)])) == "b: 0-1  d: 2-3"
+
+
+def test_when_nobody_is_left_who_holds_samples_the_step_commits_without_any() -> None:
+    spec = LedgerSpec(size=100, seed=0, epochs=1)
+    assignment = data_ledger.assign(spec, LedgerState(), [(A, 3), (B, 0)])
+    state = data_ledger.reassign(spec, LedgerState(), assignment, survivors=[B])
+    assert state == LedgerState(cursor=3, requeued=spans("0-2"), holders=())
+    empty = data_ledger.assign(spec, state, [(B, 1), (C, 4)])
+    assert row(empty) == "b: .  c: ."
+    state = data_ledger.commit(spec, state, empty, skipped=False)
+    assert row(data_ledger.assign(spec, state, [(B, 1), (C, 4)])) == "b: 0  c: 1-2 3-4"
+
+
+def test_requeued_spans_join_their_neighbours_but_not_over_the_end_of_a_pass() -> None:
+    spec = LedgerSpec(size=10, seed=0, epochs=2)
+    state = LedgerState(cursor=14, consumed=10, requeued=spans("8-9 12-13"))
+    state = replace(state, holders=((A, spans("10")), (B, spans("11"))), consumed=8)
+    survivors_gone = data_ledger.reassign(spec, state, dict(state.holders or ()), survivors=[])
+    assert survivors_gone.requeued == spans("8-9 10-13")
+
+
+class World:
+    """A run under joins, leaves, crashes and skips, drawn from one seed; it checks as it goes."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.hint = f"GRIDTRAIN_SEED={seed} make sweep"
+        self.spec = LedgerSpec(size=self.rng.randint(1, 60), seed=seed, epochs=self.rng.randint(1, 4))
+        self.state = LedgerState()
+        self.positions_committed: list[int] = []
+        self.names = (bytes([number]) * 32 for number in range(256))
+        self.shares: list[tuple[PeerId, int]] = []
+
+    def run(self) -> None:
+        total = self.spec.size * (self.spec.epochs or 0)
+        for _ in range(5000):
+            if data_ledger.is_finished(self.spec, self.state):
+                break
+            self.joins()
+            assignment = self.assignment()
+            if self.rng.random() < 0.3:
+                self.members_change(assignment)
+            else:
+                self.commit(assignment)
+        assert sorted(self.positions_committed) == list(range(total)), self.hint
+        assert self.state.consumed == self.state.cursor == total, self.hint
+        assert not self.state.requeued and self.state.holders is None, self.hint
+
+    def joins(self) -> None:
+        while not self.shares or (len(self.shares) < 9 and self.rng.random() < 0.1):
+            newcomer = (next(self.names), self.rng.randint(1, 9))
+            self.shares.insert(self.rng.randint(0, len(self.shares)), newcomer)
+
+    def assignment(self) -> Assignment:
+        state, spec = self.state, self.spec
+        assignment = data_ledger.assign(spec, state, self.shares)
+        assert assignment == data_ledger.assign(spec, state, list(self.shares)), self.hint
+        assert list(assignment) == [peer for peer, _ in self.shares], self.hint
+        for peer, share in self.shares:
+            mine = assignment[peer]
+            assert data_ledger.count_samples(mine) <= share, self.hint
+            assert all(s.start // spec.size == (s.stop - 1) // spec.size for s in mine), self.hint
+        fresh = {p // spec.size for p in positions(assignment) if p >= state.cursor}
+        assert len(fresh) <= 1, f"one step took from passes {fresh} at the cursor: {self.hint}"
+        # A step is empty only where all who held its positions were lost.
+        assert positions(assignment) or state.holders == (), f"an empty step: {self.hint}"
+        return assignment
+
+    def commit(self, assignment: Assignment) -> None:
+        skipped = self.rng.random() < 0.2
+        before = self.state
+        self.state = data_ledger.commit(self.spec, before, assignment, skipped=skipped)
+        taken = positions(assignment)
+        self.positions_committed += taken
+        assert self.state.step == before.step + 1, self.hint
+        assert self.state.skipped - before.skipped == (len(taken) if skipped else 0), self.hint
+
+    def members_change(self, assignment: Assignment) -> None:
+        survivors = [share for share in self.shares if self.rng.random() < 0.7]
+        kept = {peer for peer, _ in survivors}
+        self.state = data_ledger.reassign(self.spec, self.state, assignment, kept)
+        self.shares = survivors
+        self.joins()
+        again = data_ledger.assign(self.spec, self.state, self.shares)
+        if any(assignment[peer] for peer in kept):
+            assert {peer: s for peer, s in again.items() if s} == {
+                peer: s for peer, s in assignment.items() if s and peer in kept
+            }, f"a survivor's positions changed: {self.hint}"
+
+
+def positions(assignment: Assignment) -> list[int]:
+    return [p for spans in assignment.values() for span in spans for p in range(span.start, span.stop)]
+
+
+def test_every_position_exactly_once_under_churn(seeds: Callable[[int], Iterator[int]]) -> None:
+    for seed in seeds(2000):
+        World(seed).run()
+
+
+@given(total=st.integers(0, 10**6), shares=st.lists(st.integers(0, 1000), min_size=1, max_size=40))
+def test_the_split_is_exact_fair_and_never_above_a_share(total: int, shares: list[int]) -> None:
+    whole = sum(shares)
+    if whole == 0:
+        return
+    size = min(total, whole) or 1
+    members = [(bytes([rank]) * 32, share) for rank, share in enumerate(shares)]
+    assignment = data_ledger.assign(LedgerSpec(size=size, seed=0, epochs=1), LedgerState(), members)
+    counts = [data_ledger.count_samples(spans) for spans in assignment.values()]
+    assert sum(counts) == size
+    assert all(abs(count - size * share / whole) < 1 for count, share in zip(counts, shares, strict=True))
+    assert all(count <= share for count, share in zip(counts, shares, strict=True))
+
+
+def test_an_assignment_of_another_state_is_our_own_bug() -> None:
+    spec = LedgerSpec(size=100, seed=0, epochs=1)
+    old = data_ledger.assign(spec, LedgerState(), [(A, 2), (B, 2)])
+    state = data_ledger.commit(spec, LedgerState(), old, skipped=False)
+    with pytest.raises(LocalProtocolError, match="does not balance"):
+        data_ledger.commit(spec, state, old, skipped=False)
+    with pytest.raises(LocalProtocolError, match="does not balance"):
+        data_ledger.reassign(spec, state, old, survivors=[A])
+    ahead = {A: (Span(6, 8),)}
+    with pytest.raises(LocalProtocolError, match="does not balance"):
+        data_ledger.commit(spec, state, ahead, skipped=False)
+
+
+@pytest.mark.parametrize("shares", [[], [(A, 0)], [(A, -1), (B, 3)], [(A, 1), (A, 1)]])
+def test_shares_that_cannot_make_a_step_are_our_own_bug(shares: list[tuple[PeerId, int]]) -> None:
+    with pytest.raises(LocalProtocolError, match="shares of step 0"):
+        data_ledger.assign(LedgerSpec(size=10, seed=0, epochs=1), LedgerState(), shares)
+
+
+def test_a_holder_that_is_no_member_is_our_own_bug() -> None:
+    state = LedgerState(cursor=2, holders=((A, spans("0-1")),))
+    with pytest.raises(LocalProtocolError, match=r"no members: .*61616161"):
+        data_ledger.assign(LedgerSpec(size=10, seed=0, epochs=1), state, [(B, 2)])
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (LedgerSpec(size=0, seed=0, epochs=1), "0 samples"),
+        (LedgerSpec(size=5, seed=-1, epochs=1), "seed is -1"),
+        (LedgerSpec(size=5, seed=0), "exactly one"),
+        (LedgerSpec(size=5, seed=0, epochs=1, steps=1), "exactly one"),
+        (LedgerSpec(size=5, seed=0, epochs=0), "epochs=0"),
+        (LedgerSpec(size=2**62, seed=0, epochs=2), "epochs=2"),
+        (LedgerSpec(size=5, seed=0, steps=0), "steps=0"),
+    ],
+)
+def test_a_spec_that_cannot_work_says_why(spec: LedgerSpec, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        data_ledger.validate(spec)
+    data_ledger.validate(LedgerSpec(size=5, seed=0, epochs=1))
+    data_ledger.validate(LedgerSpec(size=5, seed=0, steps=1))

@@ -1,0 +1,141 @@
+"""The vote on one attempt, as transcripts: who says what, and what follows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from gridtrain.core.commit.two_phase_commit import (
+    AnnounceDecision,
+    CastVote,
+    CommitEffect,
+    Decided,
+    DecisionReceived,
+    Failed,
+    LaterStepSeen,
+    Prepared,
+    ProgressReceived,
+    TwoPhaseCommit,
+    VoteReceived,
+)
+from gridtrain.core.messages import RoundId, Verdict
+from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+
+ID = RoundId(1, 1, 7, 0)
+COMMIT, ABORT = Verdict.COMMIT, Verdict.ABORT
+
+
+def round_of(rank: int, world_size: int = 3) -> TwoPhaseCommit:
+    return TwoPhaseCommit(ID, rank, world_size, patience_s=5.0, now_s=0.0)
+
+
+def yes(rank: int, digest: bytes = b"u") -> VoteReceived:
+    return VoteReceived(rank, True, digest, "")
+
+
+def outcome(effects: list[CommitEffect]) -> tuple[Verdict, tuple[int, ...]]:
+    (decided,) = [effect for effect in effects if isinstance(effect, Decided)]
+    return decided.verdict, decided.suspects
+
+
+def test_the_root_commits_when_all_have_voted_for_one_update() -> None:
+    root = round_of(0)
+    assert root.handle(yes(2), 1.0) == []
+    assert root.handle(Prepared(b"u"), 1.1) == []
+    reason = "3 of 3 voted YES"
+    assert root.handle(yes(1), 1.2) == [AnnounceDecision(COMMIT, reason), Decided(COMMIT, reason)]
+
+
+def test_alone_a_prepared_update_is_committed() -> None:
+    assert outcome(round_of(0, world_size=1).handle(Prepared(b"u"), 1.0)) == (COMMIT, ())
+
+
+def test_one_no_aborts_at_once() -> None:
+    root = round_of(0)
+    effects = root.handle(VoteReceived(1, False, b"", "a payload is too long"), 1.0)
+    assert effects[0] == AnnounceDecision(ABORT, "rank 1 voted NO: a payload is too long")
+    assert root.handle(yes(2), 1.1) == []  # decided once
+
+
+@pytest.mark.parametrize(
+    ("digests", "suspects"),
+    [
+        ({0: b"u", 1: b"x", 2: b"u"}, (1,)),
+        ({0: b"x", 1: b"u", 2: b"u"}, (0,)),
+        ({0: b"u", 1: b"v", 2: b"w"}, (1, 2)),  # a tie goes to the lowest rank
+    ],
+)
+def test_updates_that_differ_abort_and_the_smaller_party_is_suspected(
+    digests: dict[int, bytes], suspects: tuple[int, ...]
+) -> None:
+    root = round_of(0)
+    root.handle(Prepared(digests[0]), 1.0)
+    root.handle(yes(1, digests[1]), 1.0)
+    assert outcome(root.handle(yes(2, digests[2]), 1.0)) == (ABORT, suspects)
+
+
+def test_a_member_votes_once_and_waits() -> None:
+    member = round_of(1)
+    assert member.handle(Prepared(b"u"), 1.0) == [CastVote(True, b"u", "")]
+    assert member.is_prepared
+    assert member.handle(Failed("too late to fail"), 1.1) == []  # after a YES it never aborts by itself
+    with pytest.raises(LocalProtocolError, match="a second vote"):
+        member.handle(Prepared(b"v"), 1.2)
+    assert outcome(member.handle(DecisionReceived(0, COMMIT, ""), 2.0)) == (COMMIT, ())
+    assert not member.is_prepared
+
+
+def test_a_message_of_the_next_step_proves_the_commit() -> None:
+    member = round_of(1)
+    member.handle(Prepared(b"u"), 1.0)
+    assert outcome(member.handle(LaterStepSeen(), 2.0)) == (COMMIT, ())
+
+
+def test_nobody_is_committed_without_a_yes() -> None:
+    with pytest.raises(RemoteProtocolError, match="without the YES of rank 1"):
+        round_of(1).handle(DecisionReceived(0, COMMIT, ""), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("rank", "event", "says"),
+    [
+        (1, yes(2), "the root is rank 0"),
+        (1, DecisionReceived(2, ABORT, ""), "only rank 0 decides"),
+        (0, DecisionReceived(1, ABORT, ""), "only rank 0 decides"),
+    ],
+)
+def test_roles_are_kept(rank: int, event: VoteReceived | DecisionReceived, says: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=says):
+        round_of(rank).handle(event, 1.0)
+
+
+def test_two_different_votes_of_one_member_are_refused() -> None:
+    root = round_of(0)
+    root.handle(yes(1, b"u"), 1.0)
+    assert root.handle(yes(1, b"u"), 1.1) == []  # repeated after its connection came back
+    with pytest.raises(RemoteProtocolError, match="voted twice"):
+        root.handle(yes(1, b"v"), 1.2)
+
+
+def test_the_root_gives_up_on_who_is_silent_but_not_on_who_waits() -> None:
+    root = round_of(0)
+    root.handle(Prepared(b"u"), 0.0)
+    root.handle(ProgressReceived(1, has_moved=True), 4.0)
+    assert root.deadline_s == 5.0  # rank 2 has been silent since 0.0
+    assert root.tick(4.9) == []
+    effects = root.tick(5.0)
+    assert outcome(effects) == (ABORT, (2,))
+    assert effects[0] == AnnounceDecision(ABORT, "no vote and no sign of life from rank 2 for 5.0 s")
+    assert root.deadline_s == math.inf
+
+
+def test_the_root_gives_up_when_all_live_and_nothing_moves() -> None:
+    """A payload was lost with a connection: everybody waits for it, nobody is to blame."""
+    root = round_of(0)
+    for now_s in (1.0, 2.0, 3.0, 4.0):
+        for rank in (0, 1, 2):
+            root.handle(ProgressReceived(rank, has_moved=False), now_s)
+    effects = root.tick(5.0)
+    assert outcome(effects) == (ABORT, ())
+    assert effects[0] == AnnounceDecision(ABORT, "nothing moved anywhere for 5.0 s")

@@ -1,0 +1,53 @@
+"""What the coordinator believes of what frozen members say of themselves."""
+
+from __future__ import annotations
+
+from gridtrain.core import messages as m
+from gridtrain.core.commit.verdict import Outcome, decide_outcome
+
+SPEC = m.LedgerSpec(1000, 0, epochs=1)
+TRUE, FALSE = b"t" * 32, b"f" * 32
+
+
+def report(applied: int, history: bytes = TRUE) -> m.FreezeReport:
+    step = applied + 1
+    ledger = m.LedgerState(step, 4 * step, (), 4 * step, 0, None)
+    return m.FreezeReport(1, 1, True, applied, history, ledger, None, b"", False)
+
+
+def judged(*reports: m.FreezeReport) -> Outcome:
+    """The longest-serving member first: a, b, c ..."""
+    told = {bytes([97 + i]) * 32: one for i, one in enumerate(reports)}
+    return decide_outcome(told, SPEC, [(peer, 4) for peer in told])
+
+
+def holders(outcome: Outcome) -> str:
+    return "".join(sorted(chr(peer[0]) for peer in outcome.holders))
+
+
+def test_honest_members_are_one_step_apart_and_the_later_one_counts() -> None:
+    outcome = judged(report(9), report(10), report(9))
+    assert (outcome.applied, holders(outcome)) == (10, "b")
+
+
+def test_a_claim_far_ahead_of_the_others_is_not_believed() -> None:
+    outcome = judged(report(9), report(50, FALSE), report(9))
+    assert (outcome.applied, outcome.history, holders(outcome)) == (9, TRUE, "ac")
+    outcome = judged(report(2**62, FALSE), report(9), report(10))
+    assert (outcome.applied, holders(outcome)) == (10, "c")
+
+
+def test_the_history_that_most_members_tell_is_the_runs() -> None:
+    outcome = judged(report(9, FALSE), report(9), report(9))
+    assert (outcome.history, holders(outcome)) == (TRUE, "bc")
+
+
+def test_of_two_the_longer_serving_one_is_believed() -> None:
+    assert judged(report(9), report(50, FALSE)).applied == 9
+    assert judged(report(50), report(9)).applied == 50  # the other one was away
+    assert judged(report(9), report(9, FALSE)).history == TRUE
+
+
+def test_who_was_away_for_long_is_sent_the_state() -> None:
+    outcome = judged(report(100), report(3), report(100))
+    assert (outcome.applied, holders(outcome)) == (100, "ac")

@@ -1,0 +1,161 @@
+"""One line that survives mail programs, and that nobody takes for another one."""
+
+from __future__ import annotations
+
+import string
+
+import pytest
+from defences import disable_defences
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from gridtrain.core.group import invitation as module
+from gridtrain.core.group.invitation import MAX_TEXT_LENGTH, PREFIX, Invitation, looks_like, parse
+from gridtrain.errors import ConfigError
+
+KEY, TOKEN = bytes(range(32)), bytes(range(100, 132))
+ONE = Invitation("tcp://192.0.2.7:7700", KEY, TOKEN, "default")
+TEXT = ONE.text()
+
+hosts = st.text(string.ascii_lowercase + string.digits + ".-", min_size=1, max_size=100)
+invitations = st.builds(
+    Invitation,
+    address=st.builds("tcp://{}:{}".format, hosts, st.integers(1, 65535)),
+    coordinator=st.binary(min_size=32, max_size=32),
+    token=st.binary(min_size=32, max_size=32),
+    run=st.from_regex(module.RUN_NAME, fullmatch=True),
+    encrypted=st.booleans(),
+)
+
+
+def complaint(text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert caught.value.remedy, "says what to do next"
+    return caught.value.reason
+
+
+def test_how_one_looks() -> None:
+    assert (
+        "gridtrain1:AQABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4fZGVmZ2hpamtsbW5vcHFyc3R1dnd4eXp7fH1-f4CBgoMH"
+        "ZGVmYXVsdHRjcDovLzE5Mi4wLjIuNzo3NzAw" + TEXT[-11:]
+    ) == TEXT
+    assert parse(TEXT) == ONE
+
+
+@given(invitations)
+@example(Invitation("tcp://" + "x" * 122, KEY, TOKEN, "r" * 64))
+def test_it_comes_back_as_it_was_made(invitation: Invitation) -> None:
+    text = invitation.text()
+    assert parse(text) == invitation and len(text) <= MAX_TEXT_LENGTH
+    assert set(text) <= set(string.ascii_letters + string.digits + "-_:"), "no shell needs it quoted"
+
+
+def test_the_token_is_not_shown() -> None:
+    shown = f"{ONE} {ONE!r}"
+    assert "token" not in shown and repr(TOKEN) not in shown and TOKEN.hex() not in shown
+
+
+@pytest.mark.parametrize(
+    "pasted",
+    [
+        f"  {TEXT}\n",
+        f'"{TEXT}"',
+        f"\u201c{TEXT}\u201d",
+        f"`{TEXT}`",
+        f"<{TEXT}>",
+        "\r\n".join(TEXT[i : i + 72] for i in range(0, len(TEXT), 72)),
+        f"{TEXT[:50]}\u00a0{TEXT[50:90]}\u200b{TEXT[90:]}",
+    ],
+    ids=["spaces", "quotes", "typographic", "backquotes", "angles", "wrapped", "invisible"],
+)
+def test_what_mail_programs_do_does_not_matter(pasted: str) -> None:
+    assert parse(pasted) == ONE
+
+
+def test_every_change_of_one_letter_is_refused() -> None:
+    """All 93 other printable letters at all places: 0 of about 14,000 are taken."""
+    printable = [chr(code) for code in range(33, 127)]
+    taken = []
+    for place, letter in enumerate(TEXT):
+        for other in printable:
+            changed = TEXT[:place] + other + TEXT[place + 1 :]
+            if other != letter and reads(changed):
+                taken.append((place, other))
+    assert taken == []
+
+
+def reads(text: str) -> bool:
+    try:
+        parse(text)
+    except ConfigError:
+        return False
+    return True
+
+
+@given(invitations, st.data())
+def test_a_changed_a_lost_and_a_doubled_letter_are_refused(
+    invitation: Invitation, data: st.DataObject
+) -> None:
+    text = invitation.text()
+    place = data.draw(st.integers(0, len(text) - 1))
+    other = data.draw(st.characters(codec="utf-8"))
+    changed = text[:place] + other + text[place + 1 :]
+    assert other == text[place] or not reads(changed)
+    assert not reads(text[:place] + text[place + 1 :])
+    doubled = text[: place + 1] + text[place:]
+    assert not reads(doubled)
+
+
+def test_any_part_of_it_is_refused() -> None:
+    for length in range(len(PREFIX), len(TEXT)):
+        assert complaint(TEXT[:length]) == "this invitation was cut short or changed on its way"
+
+
+def test_without_the_checksum_an_altered_one_is_taken() -> None:
+    """The attack: a letter of the address is mistyped, and the volunteer connects somewhere else."""
+    altered = TEXT.replace("NzAw", "NzAx")  # port 7700 -> 7701
+    assert complaint(altered) == "this invitation was cut short or changed on its way"
+    with disable_defences("invite-checksum"):
+        assert parse(altered).address == "tcp://192.0.2.7:7701"
+
+
+def test_a_newer_gridtrain_made_it() -> None:
+    assert "made by a newer gridtrain" in complaint(TEXT.replace("gridtrain1:", "gridtrain2:"))
+    assert "newer" not in complaint(TEXT.replace("gridtrain1:", "gridtrain0:"))
+
+
+@pytest.mark.parametrize("text", ["", "tcp://192.0.2.7:7700", "hello", "Gridtrain1:AQAB", "x" * 100_000])
+def test_something_else(text: str) -> None:
+    assert "is not an invitation, which begins with gridtrain1:" in complaint(text)
+    assert not looks_like(text)
+
+
+def test_it_can_be_told_from_an_address() -> None:
+    assert looks_like(f' "{TEXT}"') and looks_like("gridtrain7:") and not looks_like("gridtrain")
+
+
+def test_too_long() -> None:
+    assert "changed on its way" in complaint(PREFIX + "A" * 10_000_000)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"address": "ipc:///tmp/socket"}, "address"),
+        ({"address": "tcp://a b"}, "address"),
+        ({"address": "tcp://" + "x" * 123}, "address"),
+        ({"run": "../up"}, "run's name"),
+        ({"run": ""}, "run's name"),
+        ({"coordinator": b"short"}, "32 bytes"),
+        ({"token": b"short"}, "32 bytes"),
+    ],
+)
+def test_fields_out_of_bounds_cannot_be_packed_or_unpacked(changes: dict[str, object], words: str) -> None:
+    fields = {"address": ONE.address, "coordinator": KEY, "token": TOKEN, "run": "default"} | changes
+    with pytest.raises(ConfigError, match=words):
+        Invitation(**fields)  # type: ignore[arg-type]
+    forged = object.__new__(Invitation)  # what an attacker packs, who does not use our constructor
+    for name, value in (fields | {"encrypted": True}).items():
+        object.__setattr__(forged, name, value)
+    assert not reads(forged.text())

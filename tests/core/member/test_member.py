@@ -1,0 +1,240 @@
+"""A worker's core by itself: whom it deals with, and what it does about who breaks the protocol."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gridtrain.config import Deadlines
+from gridtrain.core import messages as m
+from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY
+from gridtrain.core.group import member_events as io
+from gridtrain.core.member.member import MemberCore
+
+COORDINATOR = b"0" * 32
+ME, A, B, J = (letter * 32 for letter in (b"m", b"a", b"b", b"j"))
+LIMITS = Deadlines(route_s=8.0)
+SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
+
+
+class Worker:
+    """A member core that is welcomed, and says what it does."""
+
+    def __init__(self, setup: m.Setup = SETUP) -> None:
+        self.core = MemberCore(ME, COORDINATOR, m.Join("r", "me", "tcp://me:1"), LIMITS)
+        self.now_s = 0.0
+        self.hear(io.PeerConnected(COORDINATOR))
+        self.say(m.Welcome(1, "r", ""))
+        self.hear(io.TrainerJoined(setup, lambda rank, size: frozenset(range(size)) - {rank}))
+
+    def hear(self, event: io.MemberEvent) -> list[io.MemberEffect]:
+        return self.core.handle(event, self.now_s)
+
+    def say(self, message: m.Message, peer: m.PeerId = COORDINATOR) -> list[io.MemberEffect]:
+        return self.hear(io.MessageReceived(peer, message))
+
+    def view(self, generation: int, **addresses: str) -> list[io.MemberEffect]:
+        """A generation of this worker and others, by letter; it is the last in rank."""
+        peers = [*(name.encode() * 32 for name in addresses), ME]
+        ways = [*addresses.values(), ""]
+        members = tuple(
+            m.Member(p, p[:1].decode(), way, 4, False) for p, way in zip(peers, ways, strict=True)
+        )
+        self.say(m.MemberListPage(1, generation, 0, 1, members))
+        history, ledger = self.core.history, m.LedgerState()
+        view = m.MembershipView(1, generation, len(peers), m.Verdict.ABORT, None, -1, history, ledger, "")
+        return self.say(view)
+
+
+def dials(effects: list[io.MemberEffect]) -> dict[m.PeerId, str]:
+    return {effect.peer: effect.address for effect in effects if isinstance(effect, io.Dial)}
+
+
+def test_only_the_coordinator_is_known_at_first_then_the_roster() -> None:
+    worker = Worker()
+    assert worker.core.known_peers == {COORDINATOR}
+    worker.view(1, a="tcp://a:1", b="tcp://b:1")
+    assert worker.core.known_peers == {COORDINATOR, ME, A, B}
+    worker.hear(io.PeerConnected(A)), worker.hear(io.PeerConnected(B))
+    effects = worker.view(2, b="tcp://b:1")
+    assert worker.core.known_peers == {COORDINATOR, ME, B}
+    assert io.Disconnect(A) in effects and io.Disconnect(B) not in effects
+
+
+def test_it_dials_whom_it_is_told_to_and_the_relays_on_the_way() -> None:
+    worker = Worker()
+    relayed = "relay:" + B.hex()
+    assert dials(worker.view(1, a=relayed, b="tcp://b:1")) == {A: relayed, B: "tcp://b:1"}
+    through_the_coordinator = "relay:" + COORDINATOR.hex()
+    assert dials(worker.view(2, a=through_the_coordinator, b="")) == {A: through_the_coordinator}
+
+
+def test_a_newcomer_that_was_announced_may_measure_until_the_generation_after_the_next() -> None:
+    worker = Worker()
+    worker.view(1, a="")
+    assert dials(worker.say(m.ExpectProbes(((J, "tcp://j:1"), (B, ""))))) == {J: "tcp://j:1"}
+    assert {J, B} <= worker.core.known_peers
+    worker.view(2, a="", b="")
+    assert J in worker.core.known_peers
+    worker.view(3, a="")
+    assert J not in worker.core.known_peers and B not in worker.core.known_peers
+
+
+def test_only_the_coordinator_announces() -> None:
+    worker = Worker()
+    worker.view(1, a="")
+    with pytest.raises(Exception, match="only the coordinator may send it"):
+        worker.say(m.ExpectProbes(((J, ""),)), peer=A)
+    assert J not in worker.core.known_peers
+
+
+def test_an_edge_that_does_not_come_up_is_reported_once_by_whoever_was_to_dial() -> None:
+    worker = Worker()
+    worker.view(1, a="tcp://a:1", b="")
+    assert worker.core.deadline_s == LIMITS.route_s
+    worker.now_s = LIMITS.route_s
+    (post,) = [e for e in worker.core.tick(worker.now_s) if isinstance(e, io.Send)]
+    assert post == io.Send(COORDINATOR, m.PeersUnreachable(1, 1, (A,)))
+    assert worker.core.deadline_s == float("inf")
+
+
+def test_a_follower_that_reaches_no_donor_says_so_once_for_each_way_that_it_is_told() -> None:
+    worker = Worker()
+    worker.say(m.Admitted(((A, "tcp://a:1"), (B, ""), (J, "tcp://j:1"))))
+    worker.say(m.CatchUpFrom(1, ((A, "tcp://a:1"), (B, ""))))
+    worker.hear(io.PeerConnected(J))
+    assert worker.core.deadline_s == LIMITS.route_s
+    assert worker.core.tick(LIMITS.route_s - 0.1) == []
+    worker.now_s = LIMITS.route_s
+    told = posts(worker.core.tick(worker.now_s))
+    assert told == [m.PeersUnreachable(1, 0, (A, B))], "not of J, which might be a relay"
+    assert worker.core.deadline_s == float("inf")
+    relayed = "relay:" + J.hex()
+    assert dials(worker.say(m.CatchUpFrom(1, ((A, relayed), (B, ""))))) == {A: relayed}
+    worker.hear(io.PeerConnected(A))
+    assert worker.core.deadline_s == float("inf"), "one donor is enough"
+    worker.hear(io.PeerDisconnected(A, "reset"))
+    assert worker.core.deadline_s == worker.now_s + LIMITS.route_s, "it may come back by itself"
+    worker.hear(io.PeerConnected(A))
+    assert worker.core.tick(worker.now_s + 2 * LIMITS.route_s) == []
+
+
+def test_an_offender_is_dropped_accused_once_and_let_in_again_by_the_next_generation() -> None:
+    worker = Worker()
+    worker.view(1, a="tcp://a:1", b="")
+    worker.hear(io.PeerConnected(A)), worker.hear(io.PeerConnected(B))
+    effects = worker.hear(io.ProtocolViolation(A, "sent NaN"))
+    assert io.Disconnect(A) in effects
+    assert io.Send(COORDINATOR, m.ViolationReport(A, "sent NaN")) in effects
+    assert A not in worker.core.known_peers
+    again = worker.hear(io.ProtocolViolation(A, "sent NaN again"))
+    assert not [e for e in again if isinstance(e, io.Send)]
+    worker.view(2, a="tcp://a:1", b="")
+    assert A in worker.core.known_peers
+
+
+def test_who_is_no_member_is_dropped_without_a_word_to_the_coordinator() -> None:
+    worker = Worker()
+    worker.view(1, a="")
+    worker.say(m.ExpectProbes(((J, ""),)))
+    effects = worker.hear(io.ProtocolViolation(J, "sent garbage"))
+    assert io.Disconnect(J) in effects and not [e for e in effects if isinstance(e, io.Send)]
+
+
+def test_a_worker_that_never_reached_its_coordinator_is_not_paused() -> None:
+    core = MemberCore(ME, COORDINATOR, m.Join("r", "me", ""), LIMITS)
+    assert core.pause_reason == ""
+    worker = Worker()
+    worker.hear(io.PeerDisconnected(COORDINATOR, "line"))
+    assert "needs the coordinator" in worker.core.pause_reason
+
+
+def test_a_freeze_names_who_is_cut_off_before_the_next_view() -> None:
+    worker = Worker()
+    worker.view(1, a="tcp://a:1", b="")
+    worker.hear(io.PeerConnected(A)), worker.hear(io.PeerConnected(B))
+    effects = worker.say(m.Freeze(1, 1, "a was put out", (A,)))
+    assert io.Disconnect(A) in effects
+    assert worker.core.known_peers == {COORDINATOR, ME, B}
+
+
+def test_many_rejoins_are_answered_by_one_join() -> None:
+    """As when all that was said during a silence of the line arrives at once."""
+    worker = Worker()
+    joins = [e for _ in range(24) for e in worker.say(m.Rejoin("you are not on the roll"))]
+    assert [e.message for e in joins if isinstance(e, io.Send)] == [
+        m.Join("r", "me", "tcp://me:1", is_rejoin=True)
+    ]
+
+
+def posts(effects: list[io.MemberEffect]) -> list[m.Message]:
+    return [effect.message for effect in effects if isinstance(effect, io.Send)]
+
+
+def test_an_average_is_asked_for_again_when_the_root_is_back() -> None:
+    """No round is open between two steps, so nothing else would end the wait."""
+    worker = Worker()
+    worker.hear(io.PeerConnected(A))
+    worker.view(1, a="tcp://a:1")
+    worker.say(m.StartGeneration(1, 1))
+    (asked,) = posts(worker.hear(io.RequestMean(0, 0, 1.5)))
+    worker.hear(io.PeerDisconnected(A, "reset"))
+    assert asked in posts(worker.hear(io.PeerConnected(A)))
+    worker.say(m.MeanReply(1, 1, 0, 0, 1.0), A)
+    assert asked not in posts(worker.hear(io.PeerConnected(A)))
+
+
+def test_a_way_that_is_missing_is_told_again_to_a_coordinator_that_was_away() -> None:
+    worker = Worker()
+    worker.view(1, a="tcp://a:1", b="tcp://b:1")
+    worker.hear(io.PeerConnected(A))
+    worker.hear(io.PeerDisconnected(COORDINATOR, "reset"))
+    worker.now_s += LIMITS.route_s
+    assert m.PeersUnreachable(1, 1, (B,)) in posts(worker.core.tick(worker.now_s)), "which is lost"
+    worker.hear(io.PeerConnected(COORDINATOR))
+    assert m.PeersUnreachable(1, 1, (B,)) in posts(worker.say(m.Welcome(1, "r", "")))
+    worker.hear(io.PeerConnected(B))
+    assert not [x for x in posts(worker.say(m.Welcome(1, "r", ""))) if isinstance(x, m.PeersUnreachable)]
+
+
+def lone_view(
+    worker: Worker, generation: int, applied: int, history: bytes, *joining: m.PeerId
+) -> list[io.MemberEffect]:
+    """This worker is the only member or, where somebody joins, A the second."""
+    peers = (ME, A) if joining else (ME,)
+    roster = tuple(m.Member(p, p[:1].decode(), "", 4, p in joining) for p in peers)
+    worker.say(m.MemberListPage(1, generation, 0, 1, roster))
+    state = m.LedgerState(step=applied + 1, cursor=4 * applied + 4, consumed=4 * applied + 4)
+    view = m.MembershipView(1, generation, len(roster), m.Verdict.ABORT, None, applied, history, state, "")
+    return worker.say(view)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["it has loaded", "it may still be loading"])
+def test_a_model_that_took_a_state_for_another_generation_is_none_to_begin_with(told: bool) -> None:
+    """The state of step 501 comes; a FREEZE and a VIEW; then all who held it are gone, and step 0 is due."""
+    worker = Worker()
+    worker.hear(io.PeerConnected(A))
+    lone_view(worker, 1, 500, b"h" * 32, ME)
+    assert worker.say(m.StateBlock(1, 1, 0, 1, b""), A)
+    worker.say(m.Freeze(1, 1, "somebody left"))
+    lone_view(worker, 2, 500, b"h" * 32, ME)
+    if told:
+        worker.hear(io.StateLoaded(1, 1))
+    (stop,) = [e for e in lone_view(worker, 3, -1, EMPTY_HISTORY) if isinstance(e, io.Stop)]
+    assert stop.error.code == "stale-model" and not worker.core.is_synced
+
+
+@pytest.mark.parametrize(
+    "event", [io.SnapshotLoading(), io.CaughtUp(140, b"k" * 32)], ids=["loads", "has loaded"]
+)
+def test_a_checkpoint_is_no_state_any_more_once_a_followed_one_is_loaded(event: io.MemberEvent) -> None:
+    """Back from a pause at step 100 it follows to step 140; paused again, it would call that step 100."""
+    held = m.CheckpointInfo(99, b"h" * 32, m.LedgerState(step=100, cursor=400, consumed=400))
+    worker = Worker(replace(SETUP, checkpoint=held, can_catch_up=True))
+    assert worker.core.is_synced and worker.core.applied == 99 and not worker.core.is_modified
+    worker.say(m.CatchUpFrom(1, ((A, "tcp://a:1"),)))
+    worker.hear(event)
+    assert not worker.core.is_synced and worker.core.applied == -1 and worker.core.is_modified
+    effects = lone_view(worker, 1, 99, b"h" * 32)
+    assert [e for e in effects if isinstance(e, io.Stop)], "who counts on its checkpoint has to do without"

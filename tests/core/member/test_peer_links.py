@@ -1,0 +1,108 @@
+"""Whom a worker's loop is told to dial and to let go, as generations come and go."""
+
+from __future__ import annotations
+
+from gridtrain.config import Deadlines
+from gridtrain.core import messages as m
+from gridtrain.core.group import member_events as io
+from gridtrain.core.member.member import MemberCore
+
+COORDINATOR = b"0" * 32
+ME, A, B = (letter * 32 for letter in (b"m", b"a", b"b"))
+SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
+
+
+class Worker:
+    """A member core in a full mesh, and what it does about its edges."""
+
+    def __init__(self) -> None:
+        self.core = MemberCore(ME, COORDINATOR, m.Join("r", "me", "tcp://me:1"), Deadlines())
+        self.hear(io.PeerConnected(COORDINATOR))
+        self.hear(io.MessageReceived(COORDINATOR, m.Welcome(1, "r", "")))
+        self.hear(io.TrainerJoined(SETUP, lambda rank, size: frozenset(range(size)) - {rank}))
+
+    def hear(self, event: io.MemberEvent) -> list[str]:
+        """Such as "dial a", "let go of b", "ready"."""
+        done = []
+        for effect in self.core.handle(event, 0.0):
+            match effect:
+                case io.Dial(peer, address):
+                    done.append(f"dial {peer[:1].decode()} at {address}")
+                case io.Disconnect(peer):
+                    done.append(f"let go of {peer[:1].decode()}")
+                case io.Send(_, m.Ready()):
+                    done.append("ready")
+        return done
+
+    def view(self, generation: int, **addresses: str) -> list[str]:
+        """A generation of others, by letter and by the way to them, and of this worker."""
+        ways = {name.encode() * 32: way for name, way in addresses.items()} | {ME: ""}
+        members = tuple(m.Member(p, p[:1].decode(), way, 4, False) for p, way in ways.items())
+        self.hear(io.MessageReceived(COORDINATOR, m.MemberListPage(1, generation, 0, 1, members)))
+        empty = m.LedgerState()
+        abort = m.MembershipView(
+            1, generation, len(ways), m.Verdict.ABORT, None, -1, self.core.history, empty, "somebody came"
+        )
+        return self.hear(io.MessageReceived(COORDINATOR, abort))
+
+
+def test_who_was_let_go_is_dialled_again_when_it_is_back() -> None:
+    """With it counted as connected, this worker would be READY without its edge, and all would wait."""
+    worker = Worker()
+    assert worker.view(1, a="a:1", b="b:1") == ["dial a at a:1", "dial b at b:1"]
+    assert worker.hear(io.PeerConnected(A)) + worker.hear(io.PeerConnected(B)) == ["ready"]
+    assert worker.view(2, b="b:1") == ["let go of a", "ready"]
+    assert worker.view(3, a="a:1", b="b:1") == ["dial a at a:1"]
+    assert worker.hear(io.PeerConnected(A)) == ["ready"]
+
+
+def test_who_dialled_us_decides_itself_how_long_its_connection_stands() -> None:
+    """Closed from here alone, a would believe in it, and not dial again when it is a member again."""
+    worker = Worker()
+    assert worker.view(1, a="", b="b:1") == ["dial b at b:1"]
+    worker.hear(io.PeerConnected(A)), worker.hear(io.PeerConnected(B))
+    assert worker.view(2, b="b:1") == ["ready"]
+    assert A not in worker.core.known_peers, "its next message closes the connection"
+    assert worker.view(3, a="", b="b:1") == ["ready"], "it said nothing, and its connection stands"
+    worker.view(4, b="b:1")
+    assert worker.hear(io.PeerDisconnected(A, "its key is not admitted any more")) == []
+    assert worker.view(5, a="", b="b:1") == [], "not ready before it has come"
+    assert worker.hear(io.PeerConnected(A)) == ["ready"]
+
+
+def test_who_has_gone_is_not_dialled_for_ever() -> None:
+    worker = Worker()
+    worker.view(1, a="a:1", b="b:1")
+    worker.hear(io.PeerConnected(A)), worker.hear(io.PeerConnected(B))
+    worker.hear(io.PeerDisconnected(A, "the peer closed"))
+    assert worker.view(2, b="b:1") == ["let go of a", "ready"]
+
+
+def test_a_connection_that_breaks_on_the_way_into_a_generation_is_made_anew() -> None:
+    """It was there when the VIEW came, so that nobody was told to dial."""
+    worker = Worker()
+    worker.hear(io.PeerConnected(A))
+    assert worker.view(1, a="a:1", b="") == []
+    assert worker.hear(io.PeerDisconnected(A, "reset")) == ["dial a at a:1"]
+    assert worker.hear(io.PeerConnected(B)) + worker.hear(io.PeerConnected(A)) == ["ready"]
+
+
+def test_a_better_relay_replaces_the_one_that_was_measured_through() -> None:
+    """A newcomer may be measured through the coordinator alone; in a generation members relay."""
+    worker, by_coordinator, by_b = Worker(), f"relay:{COORDINATOR.hex()}", f"relay:{B.hex()}"
+    announced = m.ExpectProbes(((A, by_coordinator),))
+    assert worker.hear(io.MessageReceived(COORDINATOR, announced)) == [f"dial a at {by_coordinator}"]
+    worker.hear(io.PeerConnected(A)), worker.hear(io.PeerConnected(B))
+    assert worker.view(1, a=by_b, b="") == [f"dial a at {by_b}", "ready"], "the old way stands until then"
+    assert worker.hear(io.PeerDisconnected(A, "it is reached through b now")) == [f"dial a at {by_b}"], (
+        "harmless"
+    )
+    assert worker.hear(io.PeerConnected(A)) == []
+    assert worker.view(2, a=by_b, b="") == ["ready"], "the same way as before"
+
+
+def test_a_direct_connection_is_not_given_up_for_another_address() -> None:
+    worker = Worker()
+    worker.view(1, a="a:1")
+    worker.hear(io.PeerConnected(A))
+    assert worker.view(2, a="a:2") == ["ready"]

@@ -1,0 +1,171 @@
+"""When a leaver's residual counts: once, or not at all."""
+
+from __future__ import annotations
+
+import pytest
+
+from gridtrain.core import messages as m
+from gridtrain.core.commit.attempts import RankAssignment
+from gridtrain.core.group.member_events import (
+    AddResidual,
+    DropResidual,
+    MemberEffect,
+    ResidualTransferEnded,
+    Send,
+    StoreResidualBlock,
+)
+from gridtrain.core.member.residual_transfer import ResidualTransfer, residual_recipients
+from gridtrain.errors import RemoteProtocolError
+
+A, B, C, D = PEERS = tuple(letter * 32 for letter in (b"a", b"b", b"c", b"d"))
+H5, H6 = b"five", b"six"
+
+
+def seat(me: m.PeerId, generation: int = 2, members: tuple[m.PeerId, ...] = PEERS) -> RankAssignment:
+    return RankAssignment(me, 1, generation, tuple(m.Member(peer, "", "", 1, False) for peer in members))
+
+
+def piece(
+    index: int = 0, total: int = 1, *, applied: int = 5, history: bytes = H5, generation: int = 2
+) -> m.ResidualBlock:
+    return m.ResidualBlock(1, generation, applied, history, index, total, b"x")
+
+
+def heir_with_all() -> ResidualTransfer:
+    """C, who has what B handed over after step 5."""
+    heir = ResidualTransfer()
+    assert heir.receive_block(seat(C), B, piece(), 5, True) == [StoreResidualBlock(B, piece(), 4)]
+    assert heir.mark_complete(seat(C), B) == [Send(B, m.ResidualReply(1, 2, True, ""))]
+    return heir
+
+
+def kinds(effects: list[MemberEffect]) -> list[type]:
+    return [type(effect) for effect in effects if isinstance(effect, AddResidual | DropResidual)]
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "asked"), [(0, 1, ()), (0, 2, (1,)), (1, 2, (0,)), (2, 4, (3, 1)), (3, 4, (0, 2))]
+)
+def test_heirs_are_the_neighbours_in_the_ring(rank: int, world_size: int, asked: tuple[int, ...]) -> None:
+    assert residual_recipients(rank, world_size) == asked
+
+
+# -- the leaver ----------------------------------------------------------------------------------------
+
+
+def test_the_next_one_is_asked_only_where_the_first_has_declined() -> None:
+    leaver = ResidualTransfer()
+    sent = leaver.begin(("p", "q"), seat(B), {A, C, D}, 5, H5)
+    assert sent == [Send(C, m.ResidualBlock(1, 2, 5, H5, i, 2, p)) for i, p in enumerate("pq")]
+    assert leaver.is_leaving
+    again = leaver.receive_reply(
+        C, m.ResidualReply(1, 2, False, "it leaves, too"), seat(B), {A, C, D}, (5, H5)
+    )
+    assert [effect.peer for effect in again if isinstance(effect, Send)] == [A, A]
+    assert leaver.receive_reply(D, m.ResidualReply(1, 2, True, ""), seat(B), {A}, (5, H5)) == [], (
+        "was not asked"
+    )
+    ended = leaver.receive_reply(A, m.ResidualReply(1, 2, False, "so do I"), seat(B), {A, C, D}, (5, H5))
+    assert ended == [ResidualTransferEnded(False, f"{A.hex()[:8]} declined: so do I")]
+
+
+def test_an_heir_that_vanishes_may_have_it_so_nobody_else_is_asked() -> None:
+    leaver = ResidualTransfer()
+    leaver.begin(("p",), seat(B), {A, C, D}, 5, H5)
+    assert leaver.recipient_lost(A) == []
+    assert leaver.recipient_lost(C) == [
+        ResidualTransferEnded(None, f"{C.hex()[:8]} was lost before it answered")
+    ]
+    assert leaver.receive_reply(C, m.ResidualReply(1, 2, False, "late"), seat(B), {A, C}, (5, H5)) == []
+
+
+def test_nobody_is_asked_where_there_is_nobody() -> None:
+    assert ResidualTransfer().begin(("p",), seat(B), set(), 5, H5) == [
+        ResidualTransferEnded(False, "no neighbour is connected")
+    ]
+    assert ResidualTransfer().begin(("p",), None, {A}, 5, H5) == [
+        ResidualTransferEnded(False, "no generation is running")
+    ]
+
+
+def test_who_is_about_to_leave_takes_nothing_over_any_more() -> None:
+    heir = ResidualTransfer()
+    heir.receive_block(seat(C), B, piece(), 5, True)
+    heir.is_refusing = True
+    why = "it leaves, too"
+    assert heir.mark_complete(seat(C), B) == [DropResidual(B), Send(B, m.ResidualReply(1, 2, False, why))]
+    assert heir.receive_block(seat(C), D, piece(), 5, True) == [Send(D, m.ResidualReply(1, 2, False, why))]
+
+
+# -- the heir ------------------------------------------------------------------------------------------
+
+
+def test_it_counts_when_the_group_goes_on_without_the_leaver() -> None:
+    heir = heir_with_all()
+    assert kinds(heir.begin_generation(seat(C, 3, (A, C, D)), 5, H5, True)) == [AddResidual]
+    assert heir.begin_generation(seat(C, 4, (A, C, D)), 5, H5, True) == [], "once"
+
+
+def test_it_waits_through_a_generation_in_which_the_leaver_still_is() -> None:
+    """Somebody joined in that moment."""
+    heir = heir_with_all()
+    assert heir.begin_generation(seat(C, 3), 5, H5, True) == []
+    assert kinds(heir.begin_generation(seat(C, 4, (A, C, D)), 5, H5, True)) == [AddResidual]
+
+
+def test_it_is_void_when_the_leaver_votes_after_all() -> None:
+    heir = heir_with_all()
+    assert kinds(heir.step_committed(6)) == [DropResidual]
+    assert heir.begin_generation(seat(C, 3, (A, C, D)), 6, H6, True) == []
+
+
+def test_the_commit_of_the_step_after_which_it_stopped_changes_nothing() -> None:
+    """The heir hears of step 5's commit after the leaver did."""
+    heir = ResidualTransfer()
+    heir.receive_block(seat(C), B, piece(), 4, True)
+    heir.mark_complete(seat(C), B)
+    assert heir.step_committed(5) == []
+    assert kinds(heir.begin_generation(seat(C, 3, (A, C, D)), 5, H5, True)) == [AddResidual]
+
+
+@pytest.mark.parametrize(
+    ("applied", "history", "synced"), [(6, H6, True), (5, H6, True), (4, H5, True), (5, H5, False)]
+)
+def test_it_is_void_where_the_group_goes_on_from_anything_else(
+    applied: int, history: bytes, synced: bool
+) -> None:
+    heir = heir_with_all()
+    assert kinds(heir.begin_generation(seat(C, 3, (A, C, D)), applied, history, synced)) == [DropResidual]
+
+
+def test_a_part_of_it_is_nothing() -> None:
+    heir = ResidualTransfer()
+    heir.receive_block(seat(C), B, piece(0, 2), 5, True)
+    assert kinds(heir.begin_generation(seat(C, 3, (A, C, D)), 5, H5, True)) == [DropResidual]
+    late = heir.receive_block(seat(C, 3, (A, C, D)), B, piece(1, 2), 5, True)
+    assert late == [], "of a generation that is over"
+    assert heir.mark_complete(seat(C, 3, (A, C, D)), B) == [DropResidual(B)]
+
+
+def test_who_leaves_declines_and_so_does_who_is_elsewhere() -> None:
+    heir = ResidualTransfer()
+    heir.begin((), seat(C), set(), 5, H5)
+    (answer,) = heir.receive_block(seat(C), B, piece(), 5, True)
+    assert answer == Send(B, m.ResidualReply(1, 2, False, "it leaves, too"))
+    for applied, synced in ((3, True), (6, True), (5, False)):
+        (answer,) = ResidualTransfer().receive_block(seat(C), B, piece(), applied, synced)
+        assert isinstance(answer, Send) and answer.message.is_accepted is False
+    assert ResidualTransfer().receive_block(seat(C), B, piece(0, 2), 3, True) == [], (
+        "one answer, to the last piece"
+    )
+
+
+def test_only_a_neighbour_hands_over_and_only_once() -> None:
+    with pytest.raises(RemoteProtocolError, match="rank 0 hands its residual over to rank 2 of 4"):
+        ResidualTransfer().receive_block(seat(C), A, piece(), 5, True)
+    heir = heir_with_all()
+    with pytest.raises(RemoteProtocolError, match="of generation 2 twice"):
+        heir.receive_block(seat(C), B, piece(), 5, True)
+    assert kinds(heir.begin_generation(seat(C, 3, (A, C, D)), 5, H5, True)) == [AddResidual], (
+        "the first one still counts"
+    )

@@ -1,0 +1,106 @@
+"""`grid.mean`: who asks, who answers, and when it is given up."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from gridtrain.core import messages as m
+from gridtrain.core.commit.attempts import RankAssignment
+from gridtrain.core.group.member_events import DeliverMean, Send
+from gridtrain.core.member.scalar_means import MAX_OPEN_MEANS, ScalarMeans
+from gridtrain.errors import RemoteProtocolError
+
+A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
+ROSTER = tuple(m.Member(peer, "", "", 1, False) for peer in (A, B, C))
+
+
+def means(me: m.PeerId) -> ScalarMeans:
+    return ScalarMeans(RankAssignment(me, 1, 5, ROSTER))
+
+
+def ask(value: float, *, step: int = 7, generation: int = 5) -> m.MeanRequest:
+    return m.MeanRequest(1, generation, step, 0, value)
+
+
+def test_the_root_tells_all_once_all_have_asked() -> None:
+    root, tell = means(A), m.MeanReply(1, 5, 7, 0, 2.0)
+    assert root.receive(B, ask(3.0)) == []
+    assert root.request((7, 0), 1.0) == []
+    assert root.receive(C, ask(2.0)) == [DeliverMean(2.0), Send(B, tell), Send(C, tell)]
+
+
+def test_a_member_asks_the_root_and_waits_for_its_answer() -> None:
+    member = means(B)
+    assert member.request((7, 0), 3.0) == [Send(A, ask(3.0))]
+    assert member.receive(A, m.MeanReply(1, 5, 6, 0, 9.0)) == []  # of an earlier step
+    assert member.receive(A, m.MeanReply(1, 4, 7, 0, 9.0)) == []  # of an earlier generation
+    assert member.receive(A, m.MeanReply(1, 5, 7, 0, 2.0)) == [DeliverMean(2.0)]
+    assert member.receive(A, m.MeanReply(1, 5, 7, 0, 2.0)) == []  # told twice
+
+
+def test_what_was_lost_with_the_connection_to_the_root_is_asked_again() -> None:
+    """The question: the root has heard nothing.  The answer: it knows it, and says it once more."""
+    member, root, tell = means(B), means(A), m.MeanReply(1, 5, 7, 0, 2.0)
+    assert member.peer_connected(A) == [], "nothing is waited for"
+    member.request((7, 0), 3.0)
+    assert member.peer_connected(C) == []
+    assert member.peer_connected(A) == [Send(A, ask(3.0))]
+    for peer, value in ((B, 3.0), (C, 2.0)):
+        root.receive(peer, ask(value))
+    root.request((7, 0), 1.0)
+    assert Send(B, tell) in root.receive(B, ask(3.0))
+    member.receive(A, tell)
+    assert member.peer_connected(A) == []
+
+
+def test_the_end_of_a_generation_gives_it_up() -> None:
+    member = means(B)
+    assert member.cancel() == []
+    member.request((7, 0), 3.0)
+    assert member.cancel() == [DeliverMean(None)]
+
+
+def test_what_is_open_at_the_root_is_bounded() -> None:
+    root = means(A)
+    for step in range(10 * MAX_OPEN_MEANS):
+        root.receive(B, ask(1.0, step=step))
+    assert len(root._values) == MAX_OPEN_MEANS
+    assert root.receive(B, ask(1.0, generation=4)) == []
+
+
+def test_a_flood_of_one_member_crowds_out_nobody() -> None:
+    root = means(A)
+    root.request((7, 0), 1.0)
+    root.receive(C, ask(2.0))
+    for step in range(2**62, 2**62 + 10 * MAX_OPEN_MEANS):
+        assert root.receive(B, ask(1.0, step=step)) == []
+    tell = m.MeanReply(1, 5, 7, 0, 2.0)
+    assert root.receive(B, ask(3.0)) == [DeliverMean(2.0), Send(B, tell), Send(C, tell)]
+    assert len(root._values) == MAX_OPEN_MEANS
+
+
+@pytest.mark.parametrize(
+    ("me", "peer", "message", "words"),
+    [
+        (B, C, ask(1.0), "rank 2 sent MeanAsk to rank 1; averages are made by rank 0"),
+        (B, C, m.MeanReply(1, 5, 7, 0, 9.0), "rank 2 sent MeanTell to rank 1"),
+        (A, B, m.MeanReply(1, 5, 7, 0, 9.0), "rank 1 sent MeanTell to rank 0"),
+    ],
+    ids=["asked of a member", "told by a member", "told to the root"],
+)
+def test_only_the_root_makes_averages(me: m.PeerId, peer: m.PeerId, message: Any, words: str) -> None:
+    mine = means(me)
+    mine.request((7, 0), 3.0)
+    with pytest.raises(RemoteProtocolError, match=words):
+        mine.receive(peer, message)
+    assert mine.awaited_key == (7, 0)
+
+
+def test_numbers_that_overflow_a_sum_still_have_a_finite_average() -> None:
+    root, largest = means(A), sys.float_info.max
+    root.request((7, 0), largest)
+    root.receive(B, ask(largest))
+    assert root.receive(C, ask(largest))[0] == DeliverMean(largest)

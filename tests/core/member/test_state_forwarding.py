@@ -1,0 +1,199 @@
+"""Several newcomers, one state: each gets it from the newcomer before it, and what it is from the donor.
+
+rank   0  donor    1  c    2  a (this worker)    3  d
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from gridtrain.config import Deadlines
+from gridtrain.core import messages as m
+from gridtrain.core.commit.attempts import RankAssignment
+from gridtrain.core.group import member_events as io
+from gridtrain.core.member.member import MemberCore
+from gridtrain.core.member.state_forwarding import BLOCK_TIMEOUT_S, MAX_FIRST_BLOCK_TIMEOUT_S, StateForwarding
+
+ME = b"0" * 32
+A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
+NAMES = {A: "a", B: "donor", C: "c", D: "d"}
+SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
+
+
+class Newcomer:
+    """A member core in a generation of four that forms, and what it sends of states."""
+
+    def __init__(
+        self, setup: m.Setup = SETUP, joining: str = "cad", applied: int = 4, donor: int = -1
+    ) -> None:
+        self.core = MemberCore(A, ME, m.Join("r", "a", "tcp://a:1"), Deadlines())
+        self.now_s = 0.0
+        self.hear(io.PeerConnected(ME))
+        self.hear(io.MessageReceived(ME, m.Welcome(1, "r", "")))
+        self.hear(
+            io.TrainerJoined(setup, lambda rank, size: frozenset({(rank + 1) % size, (rank - 1) % size}))
+        )
+        members = tuple(
+            m.Member(p, NAMES[p], f"{NAMES[p]}:1", 4, joins, donor if joins else -1)
+            for p, joins in ((p, NAMES[p] in joining) for p in (B, C, A, D))
+        )
+        self.hear(io.MessageReceived(ME, m.MemberListPage(1, 1, 0, 1, members)))
+        state = m.LedgerState(step=applied + 1, cursor=4 * applied + 4, consumed=4 * applied + 4)
+        view = m.MembershipView(1, 1, 4, m.Verdict.ABORT, None, applied, b"h" * 32, state, "")
+        self.dialled = self.hear(io.MessageReceived(ME, view))
+
+    def hear(self, event: io.MemberEvent) -> list[str]:
+        return self.told(self.core.handle(event, self.now_s))
+
+    def say(self, peer: m.PeerId, message: m.Message) -> list[str]:
+        return self.hear(io.MessageReceived(peer, message))
+
+    def tick(self, now_s: float) -> list[str]:
+        self.now_s = now_s
+        return self.told(self.core.tick(now_s))
+
+    def told(self, effects: list[io.MemberEffect]) -> list[str]:
+        words = []
+        for effect in effects:
+            match effect:
+                case io.Send(peer, m.StateRequest() as ask):
+                    words.append(f"ask {NAMES[peer]} for {'the digest' if ask.digest_only else 'blocks'}")
+                case io.Dial(peer):
+                    words.append(f"dial {NAMES[peer]}")
+                case io.StoreStateBlock(peer):
+                    words.append(f"take a block of {NAMES[peer]}'s")
+                case io.ExpectStateDigest(_, digest):
+                    words.append(f"expect {digest.decode()}")
+                case io.ForwardState(peer, _, _, have):
+                    words.append(f"pass on to {NAMES[peer]} from {have}")
+                case io.SendState(peer):
+                    words.append(f"give {NAMES[peer]} ours")
+        return words
+
+
+def block(index: int = 0) -> m.StateBlock:
+    return m.StateBlock(1, 1, index, 9, b"")
+
+
+def test_blocks_come_from_the_one_before_and_the_digest_from_the_donor() -> None:
+    a = Newcomer()
+    assert sorted(a.dialled) == ["dial c", "dial d", "dial donor"]
+    assert a.hear(io.PeerConnected(B)) == ["ask donor for the digest"]
+    assert a.hear(io.PeerConnected(C)) == ["ask c for blocks"]
+    assert a.say(B, m.StateDigest(1, 1, b"77")) == ["expect 77"]
+    assert a.say(C, m.StateDigest(1, 1, b"66")) == [], "that is the donor's to say"
+    assert a.say(C, block()) == ["take a block of c's"]
+    a.hear(io.PeerConnected(D))
+    assert a.say(D, m.StateRequest(1, 1, blocks_received=3)) == ["pass on to d from 3"]
+    assert a.say(D, block()) == [], "nobody has asked d"
+
+
+def test_the_first_newcomer_gets_all_from_the_donor() -> None:
+    a = Newcomer(joining="ad")
+    assert a.hear(io.PeerConnected(B)) == ["ask donor for blocks"]
+    assert a.hear(io.PeerConnected(C)) == []
+    assert a.say(B, block()) == ["take a block of donor's"]
+
+
+def test_the_state_is_that_of_the_member_which_the_roster_names() -> None:
+    """The lowest rank only says that it holds it."""
+    a = Newcomer(joining="a", applied=-1, donor=3)
+    assert a.hear(io.PeerConnected(B)) == []
+    assert a.hear(io.PeerConnected(D)) == ["ask d for blocks"]
+    assert a.say(B, block()) == []
+    assert a.say(D, block()) == ["take a block of d's"]
+
+
+def test_of_whom_nothing_comes_the_donor_takes_the_place() -> None:
+    a = Newcomer()
+    a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C)), a.hear(io.PeerConnected(D))
+    assert a.tick(50.0) == [], "the donor may take long for its copy"
+    a.now_s = 60.0
+    a.say(B, m.StateDigest(1, 1, b"77"))
+    a.now_s = 65.0
+    a.say(C, block())
+    assert a.tick(64.9 + BLOCK_TIMEOUT_S) == [], "counted from the latest block"
+    assert a.tick(65.0 + BLOCK_TIMEOUT_S) == ["ask donor for blocks"]
+    assert a.tick(99.0 + BLOCK_TIMEOUT_S) == [], "once"
+    assert a.say(C, block(1)) == [], "nor is c heard any more"
+    assert a.say(B, block(1)) == ["take a block of donor's"]
+
+
+def test_blocks_that_were_here_already_hold_up_nobody() -> None:
+    """c sends its first block again and again: for a liar that would be the whole time for forming."""
+    a = Newcomer()
+    a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C)), a.hear(io.PeerConnected(D))
+    a.say(B, m.StateDigest(1, 1, b"77"))
+    asked: list[str] = []
+    for second in range(1, 2 * round(BLOCK_TIMEOUT_S)):
+        asked += a.tick(float(second))
+        a.say(C, block(second // 100))
+        a.say(C, block(7))
+    assert asked == ["ask donor for blocks"]
+
+
+def test_blocks_that_go_on_are_waited_for() -> None:
+    a = Newcomer()
+    a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C))
+    for index in range(5):
+        assert a.tick(9.0 * index) == []
+        assert a.say(C, block(index)) == ["take a block of c's"]
+
+
+def test_the_first_block_has_time_for_each_newcomer_that_it_passes() -> None:
+    """At 10 Mbit/s the 15th of 15 has it after 12 s; were it late, all at the end would ask the donor."""
+    peers = [bytes([number]) * 32 for number in range(16)]
+    roster = tuple(m.Member(peer, "", "", 1, joining=peer != peers[0]) for peer in peers)
+    last = {
+        at: StateForwarding(RankAssignment(peers[at], 1, 1, roster), chained=True) for at in (1, 2, 4, 15)
+    }
+    for passing in last.values():
+        passing.record_progress(100.0)
+    assert [x.deadline_s for x in last.values()] == [
+        math.inf,
+        100 + BLOCK_TIMEOUT_S,
+        100 + 3 * BLOCK_TIMEOUT_S,
+        100 + MAX_FIRST_BLOCK_TIMEOUT_S,
+    ]
+    assert last[15].accept_block(peers[14], 0, 112.0) and last[15].deadline_s == 112 + BLOCK_TIMEOUT_S
+
+
+def test_who_slept_itself_does_not_go_round_the_one_before() -> None:
+    """What c has sent meanwhile lies unread."""
+    a = Newcomer()
+    a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C)), a.hear(io.PeerConnected(D))
+    a.say(B, m.StateDigest(1, 1, b"77"))
+    assert a.tick(30.0) == [] and a.core.deadline_s == 31.0
+    assert a.tick(31.0) == ["ask donor for blocks"]
+
+
+def test_who_breaks_the_protocol_is_gone_round_at_once() -> None:
+    a = Newcomer()
+    a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C))
+    assert a.hear(io.ProtocolViolation(C, "a block of another size")) == ["ask donor for blocks"]
+
+
+def test_a_state_with_another_digest_is_asked_of_the_donor_anew() -> None:
+    a = Newcomer()
+    a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C))
+    assert a.hear(io.StateDigestMismatch(7)) == [], "of another generation"
+    assert a.hear(io.StateDigestMismatch(1)) == ["ask donor for blocks"]
+
+
+def test_a_member_that_holds_the_state_waits_for_nobody() -> None:
+    a = Newcomer(joining="cd")
+    assert a.core.deadline_s == 8.0, "only for its edges"
+    assert not a.core.is_forwarding_state
+
+
+def test_who_has_followed_asks_only_for_what_updates_do_not_tell() -> None:
+    """And that of the donor: the one before may have nothing but that itself."""
+    a = Newcomer(replace(SETUP, can_catch_up=True))
+    assert a.hear(io.PeerConnected(B)) == ["ask donor for blocks"]
+    assert a.hear(io.PeerConnected(C)) == []
+
+
+def test_at_the_start_nobody_has_followed() -> None:
+    a = Newcomer(replace(SETUP, can_catch_up=True), applied=-1)
+    assert a.hear(io.PeerConnected(B)) == ["ask donor for the digest"]

@@ -1,0 +1,171 @@
+"""Shares that follow measured speed: what is dealt, and when it is worth dealing anew."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gridtrain.core.planning.batch_shares import (
+    MIN_OBSERVATIONS,
+    MIN_SPEEDUP,
+    SAMPLES_FIGURE,
+    SECONDS_FIGURE,
+    WorkerSpeeds,
+    divide_samples,
+    slowest_compute_s,
+)
+
+A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
+SPEEDS = st.lists(st.floats(0.01, 1000.0), min_size=1, max_size=12)
+NO_LIMIT = [0] * 12
+
+
+@pytest.mark.parametrize(
+    ("total", "speeds", "most", "shares"),
+    [
+        (60, (40, 10, 10), (0, 0, 0), [40, 10, 10]),
+        (8, (1, 1, 1), (0, 0, 0), [3, 3, 2]),  # even: the lower ranks take what is left
+        (10, (1000, 1, 1), (0, 0, 0), [8, 1, 1]),  # nobody gets 0 while there are enough
+        (2, (1, 5, 1), (0, 0, 0), [0, 2, 0]),  # there are not
+        (60, (40, 10, 10), (24, 0, 0), [24, 18, 18]),  # more does not fit its memory
+        (60, (1, 1), (10, 20), [20, 40]),  # nobody has room: in proportion
+        (5, (3, 2), (0, 0), [3, 2]),
+    ],
+)
+def test_deal(total: int, speeds: tuple[float, ...], most: tuple[int, ...], shares: list[int]) -> None:
+    assert divide_samples(total, speeds, most) == shares
+
+
+@given(SPEEDS, st.integers(1, 5000), st.data())
+@settings(max_examples=300, deadline=None)
+def test_the_sum_is_the_total_and_every_bound_holds(
+    speeds: list[float], total: int, data: st.DataObject
+) -> None:
+    most = data.draw(st.lists(st.integers(0, 2000), min_size=len(speeds), max_size=len(speeds)))
+    counts = divide_samples(total, speeds, most)
+    assert sum(counts) == total and min(counts) >= 0
+    if total >= len(speeds):
+        assert min(counts) >= 1
+    room = sum(limit or total for limit in most)
+    if room >= total:
+        assert all(count <= (limit or total) for count, limit in zip(counts, most, strict=True))
+
+
+@given(SPEEDS, st.integers(12, 5000))
+@settings(max_examples=200, deadline=None)
+def test_no_single_move_makes_the_slowest_faster(speeds: list[float], total: int) -> None:
+    counts = divide_samples(total, speeds, NO_LIMIT[: len(speeds)])
+    longest = slowest_compute_s(counts, speeds)
+    for source in range(len(counts)):
+        for target in range(len(counts)):
+            if source != target and counts[source] > 1:
+                moved = list(counts)
+                moved[source], moved[target] = moved[source] - 1, moved[target] + 1
+                assert slowest_compute_s(moved, speeds) >= longest * (1 - 1e-12)
+
+
+@given(SPEEDS, st.integers(12, 5000))
+@settings(max_examples=200, deadline=None)
+def test_shares_are_within_one_sample_of_proportional_where_nobody_is_at_the_least(
+    speeds: list[float], total: int
+) -> None:
+    wanted = [total * speed / sum(speeds) for speed in speeds]
+    if min(wanted) >= 1:
+        counts = divide_samples(total, speeds, NO_LIMIT[: len(speeds)])
+        # Never below; what rounding down leaves, less than one a worker, goes where it is done first.
+        assert all(count > want - 1 for count, want in zip(counts, wanted, strict=True))
+
+
+class Workers:
+    """They compute what they are dealt, at a speed of their own, and tell it."""
+
+    def __init__(self, speeds: dict[bytes, float], noise: float = 0.0, fixed_s: float = 0.0) -> None:
+        self.sharing, self.speeds, self.random = WorkerSpeeds(), speeds, Random(1)
+        self.noise, self.fixed_s = noise, fixed_s
+        self.told = {peer: (0.0, 0.0) for peer in speeds}
+
+    def compute(self, shares: list[int], steps: int = 1) -> None:
+        for _ in range(steps):
+            for peer, share in zip(self.speeds, shares, strict=True):
+                factor = self.random.uniform(1 - self.noise, 1 + self.noise)
+                samples, seconds_s = self.told[peer]
+                took_s = self.fixed_s + share / (self.speeds[peer] * factor)
+                self.told[peer] = samples + share, seconds_s + took_s
+                figures = {SAMPLES_FIGURE: self.told[peer][0], SECONDS_FIGURE: self.told[peer][1]}
+                self.sharing.observe(peer, figures)
+
+    def settle(self, total: int, rounds: int) -> tuple[list[int], int]:
+        """Shares after so many looks at them, and how often they were dealt anew."""
+        peers, most = list(self.speeds), [0] * len(self.speeds)
+        shares, deals = divide_samples(total, [1.0] * len(peers), most), 0
+        for _ in range(rounds):
+            self.compute(shares, steps=5)
+            if self.sharing.rebalance_reason(peers, shares, most):
+                names = [peer[:1].decode() for peer in peers]
+                shares, deals = list(self.sharing.plan_shares(peers, names, total, most).counts), deals + 1
+        return shares, deals
+
+
+def test_one_deal_is_enough_and_the_reason_is_told() -> None:
+    workers = Workers({A: 40.0, B: 10.0, C: 10.0})
+    assert workers.settle(60, rounds=10) == ([40, 10, 10], 1)
+    plan = workers.sharing.plan_shares([A, B, C], ["ann", "bob", "cy"], 60, [0, 0, 0])
+    assert plan.reason == "60 samples shared by measured speed: ann 40 (40/s), bob 10 (10/s), cy 10 (10/s)"
+    assert workers.sharing.rebalance_reason([A, B, C], [20, 20, 20], [0, 0, 0]) == (
+        "shares by measured speed make the computing of a step 2.00 times as fast"
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_does_not_deal_anew_again_and_again(seed: int) -> None:
+    """Every step is off by up to a fifth; what is smoothed is not off by as much as would be noticeable."""
+    workers = Workers({A: 40.0, B: 10.0, C: 10.0}, noise=0.2)
+    workers.random.seed(seed)
+    shares, deals = workers.settle(600, rounds=100)
+    assert 1 <= deals <= 2
+    wanted = [400, 100, 100]
+    assert all(abs(share - want) <= 0.15 * want for share, want in zip(shares, wanted, strict=True))
+
+
+def test_a_fixed_part_of_each_step_is_taken_into_account_bit_by_bit() -> None:
+    """0.5 s of every step are for nothing, so that proportional shares would be wrong: all end together."""
+    workers = Workers({A: 100.0, B: 10.0}, fixed_s=0.5)
+    shares, deals = workers.settle(110, rounds=60)
+    times_s = [0.5 + share / speed for share, speed in zip(shares, (100.0, 10.0), strict=True)]
+    assert max(times_s) / min(times_s) < MIN_SPEEDUP**2
+    assert 1 <= deals <= 6
+
+
+def test_who_is_not_measured_counts_as_the_median_and_nobody_acts_on_it() -> None:
+    workers = Workers({A: 30.0, B: 10.0, C: 20.0})
+    workers.compute([4, 4, 4], steps=MIN_OBSERVATIONS)
+    workers.sharing.forget(C)
+    assert workers.sharing.speed(C) is None
+    assert workers.sharing.plan_shares([A, B, C], ["a", "b", "c"], 60, [0, 0, 0]).counts == (30, 10, 20)
+    assert workers.sharing.rebalance_reason([A, B, C], [20, 20, 20], [0, 0, 0]) == ""
+
+
+def test_a_worker_that_begins_anew_is_measured_anew() -> None:
+    workers = Workers({A: 30.0})
+    workers.compute([40], steps=10)
+    assert workers.sharing.speed(A) == pytest.approx(30.0)
+    workers.sharing.observe(A, {SAMPLES_FIGURE: 4.0, SECONDS_FIGURE: 1.0})
+    assert workers.sharing.speed(A) is None
+
+
+@pytest.mark.parametrize("told", [{}, {SAMPLES_FIGURE: 5.0}, {SECONDS_FIGURE: 5.0}, {SAMPLES_FIGURE: -1e308}])
+def test_nonsense_tells_nothing(told: dict[str, float]) -> None:
+    sharing = WorkerSpeeds()
+    for _ in range(10):
+        sharing.observe(A, told)
+    assert sharing.speed(A) is None
+
+
+def test_a_boast_gets_a_bounded_share() -> None:
+    workers = Workers({A: 10.0, B: 10.0, C: 1e6})
+    workers.compute([10**5] * 3, steps=10)
+    counts = workers.sharing.plan_shares([A, B, C], ["a", "b", "c"], 6600, [0, 0, 0]).counts
+    assert counts == (100, 100, 6400)

@@ -1,0 +1,193 @@
+"""On which road `Dense()` travels, who is asked before, and how the choice gets into the View."""
+
+from __future__ import annotations
+
+import pytest
+
+from gridtrain.config import Deadlines, Dense
+from gridtrain.core import messages as m
+from gridtrain.core.planning.dense_topology import (
+    DIRECT_DENSE,
+    MAX_DIRECT_BYTES,
+    MAX_DIRECT_MEMBERS,
+    OPEN_DENSE,
+    choose_dense_topology,
+)
+from gridtrain.core.planning.exchange_choice import ExchangeChoice
+from gridtrain.core.planning.network_model import LinkModel, NetworkModel, uniform_network
+from gridtrain.core.planning.workload import ExchangeKind, Workload
+from gridtrain_coordinator.membership.membership import Membership
+from gridtrain_coordinator.run.events import DialBackResult, MessageReceived, PeerConnected
+
+Mbit = 125_000.0
+SMALL = Workload(ExchangeKind.DENSE, 120_576)
+LAN = uniform_network(4, 0.0001, 1000 * Mbit)
+
+
+def test_the_two_words_are_the_scripts() -> None:
+    assert (Dense().describe(), Dense(topology="direct").describe()) == (OPEN_DENSE, DIRECT_DENSE)
+
+
+def test_what_goes_which_way() -> None:
+    large = Workload(ExchangeKind.DENSE, MAX_DIRECT_BYTES // 4 + 1)
+    many = uniform_network(MAX_DIRECT_MEMBERS + 1, 0.0001, 1000 * Mbit)
+    picture = {
+        "small, four": choose_dense_topology(SMALL, 4, LAN, True).is_direct,
+        "not measured": choose_dense_topology(SMALL, 4, None, True).is_direct,
+        "far away": choose_dense_topology(SMALL, 4, uniform_network(4, 0.020, 100 * Mbit), True).is_direct,
+        "large": choose_dense_topology(large, 4, LAN, True).is_direct,
+        "two": choose_dense_topology(SMALL, 2, uniform_network(2, 0.0001, 1000 * Mbit), True).is_direct,
+        "seventeen": choose_dense_topology(SMALL, MAX_DIRECT_MEMBERS + 1, many, True).is_direct,
+        "a pair without an edge": choose_dense_topology(SMALL, 4, LAN, False).is_direct,
+        "sparse": choose_dense_topology(Workload(ExchangeKind.GTOPK, 120_576), 4, LAN, True).is_direct,
+        "a size that nobody knows": choose_dense_topology(None, 4, LAN, True).is_direct,
+    }
+    assert [name for name, direct in picture.items() if direct] == ["small, four", "not measured", "far away"]
+
+
+def two_sites(thin_Bps: float) -> NetworkModel:
+    def link(src: int, dst: int) -> LinkModel:
+        return LinkModel(0.001, 1000 * Mbit if src // 2 == dst // 2 else thin_Bps)
+
+    return NetworkModel(link, [1000 * Mbit] * 4, [1000 * Mbit] * 4)
+
+
+def test_a_thin_link_may_be_one_that_others_share() -> None:
+    """A ring crosses from one site to the other once each way, the direct exchange four times."""
+    assert choose_dense_topology(SMALL, 4, two_sites(800 * Mbit), True).is_direct
+    thin = choose_dense_topology(SMALL, 4, two_sites(100 * Mbit), True)
+    assert thin.reason == "round a ring, as a link carries 10% of what the lines at its ends do"
+    assert not thin.is_direct
+
+
+def test_a_home_line_is_no_thin_link() -> None:
+    """It carries all that its member can send or take, which is the same on both roads."""
+    rates = [20 * Mbit, *[1000 * Mbit] * 3]
+    network = NetworkModel(lambda a, b: LinkModel(0.005, min(rates[a], rates[b])), rates, rates)
+    assert choose_dense_topology(SMALL, 4, network, True).is_direct
+
+
+def test_it_says_why() -> None:
+    assert choose_dense_topology(SMALL, 4, LAN, True).reason.startswith("direct: 1")
+    assert " ms, round a ring 1" in choose_dense_topology(SMALL, 4, LAN, True).reason
+    assert "482304 bytes are few" in choose_dense_topology(SMALL, 4, None, True).reason
+
+
+def exchanging(exchange: str, parameters: int = 120_576, stages: int = 1) -> ExchangeChoice:
+    facts = (("model", f"{parameters} parameters in 4 tensors"), ("exchange", exchange))
+    made = ExchangeChoice()
+    made.configure(m.Setup(facts, m.LedgerSpec(100, 0, epochs=1), 4, None, stages=stages))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("exchange", "stages", "named"),
+    [
+        ("Dense()", 1, DIRECT_DENSE),
+        ("LocalSteps(every=4, exchange=Dense(), lr=1.0)", 1, DIRECT_DENSE),
+        ("Dense(topology=ring)", 1, ""),
+        ("Dense()", 2, ""),
+        ("GTopK(density=0.01, momentum=0.0, values=fp16)", 1, ""),
+    ],
+)
+def test_only_what_the_script_leaves_open_is_chosen(exchange: str, stages: int, named: str) -> None:
+    made = exchanging(exchange, stages=stages)
+    made.choose_dense_topology(4, LAN, lambda: True)
+    assert made.view_exchange == named
+    assert (made.workload is not None and made.workload.kind is ExchangeKind.DIRECT) == bool(named)
+    made.choose_dense_topology(2, LAN, lambda: True)
+    assert (
+        made.view_exchange == ""
+        and made.effective_setup is not None
+        and dict(made.effective_setup.facts)["exchange"] == exchange
+    )
+
+
+def test_a_thin_link_that_is_found_later_is_worth_a_generation() -> None:
+    made = exchanging("Dense()")
+    made.choose_dense_topology(4, None, lambda: True)
+    assert made.view_exchange == DIRECT_DENSE and made.ring_reason(4, LAN) == ""
+    assert made.ring_reason(4, two_sites(100 * Mbit)).startswith(
+        "links have changed: round a ring, as a link"
+    )
+    made.choose_dense_topology(4, two_sites(100 * Mbit), lambda: True)
+    assert made.view_exchange == "" and made.ring_reason(4, two_sites(100 * Mbit)) == "", (
+        "it stands there now"
+    )
+
+
+def test_a_ring_that_is_a_little_faster_is_not() -> None:
+    """130,000 parameters more and a ring has two slices, which hide what a hop adds."""
+    made = exchanging("Dense()", parameters=250_000)
+    made.choose_dense_topology(4, None, lambda: True)
+    found = choose_dense_topology(Workload(ExchangeKind.DENSE, 250_000), 4, LAN, True)
+    assert made.view_exchange == DIRECT_DENSE and not found.is_direct and 1 < found.ring_speedup < 1.2
+    assert made.ring_reason(4, LAN) == ""
+
+
+def test_edges_are_asked_for_only_where_there_could_be_enough() -> None:
+    made = exchanging("Dense()")
+
+    def asked() -> bool:
+        raise AssertionError("a million pairs")
+
+    made.choose_dense_topology(1000, None, asked)
+    assert made.view_exchange == ""
+
+
+def test_a_choice_of_auto_takes_the_road_as_well() -> None:
+    made, peers = exchanging("auto(dense alone)"), [bytes([n]) * 32 for n in range(4)]
+    made.choose_first(peers, dict.fromkeys(peers, 0.1), LAN, 0.0)
+    assert made.view_exchange == OPEN_DENSE
+    made.choose_dense_topology(4, LAN, lambda: True)
+    assert (
+        made.view_exchange == DIRECT_DENSE
+        and made.description.startswith(DIRECT_DENSE)
+        and made.chosen == OPEN_DENSE
+    )
+    again = exchanging("auto(dense alone)")
+    again.configure(made._setup, DIRECT_DENSE)  # type: ignore[arg-type]
+    assert again.view_exchange == DIRECT_DENSE and not again.is_open
+
+
+PEERS = A, B, C, D = tuple(name.encode() * 32 for name in "abcd")
+
+
+def formed(*behind_nat: bytes) -> Membership:
+    """A coordinator and four workers on hosts of their own, before the first step."""
+    limits = Deadlines(silence_s=1e9, settle_s=0.0, report_s=100.0)
+    core = Membership(me=b"0" * 32, run="r", term=1, deadlines=limits, software="", min_workers=4)
+    facts = (("model", "120576 parameters in 4 tensors"), ("exchange", "Dense()"))
+    for now, peer in enumerate(PEERS):
+        address = "memory://" + peer[:1].decode()
+        core.handle(PeerConnected(peer, f"192.0.2.{now}"), 10.0 * now)
+        core.handle(MessageReceived(peer, m.Join("r", peer[:1].decode(), address)), 10.0 * now)
+        core.handle(DialBackResult(peer, "" if peer in behind_nat else address), 10.0 * now + 1)
+        core.handle(
+            MessageReceived(peer, m.Setup(facts, m.LedgerSpec(100, 0, epochs=1), 4, None)), 10.0 * now + 2
+        )
+        links = tuple((other, 0.001) for other in PEERS if other != peer)
+        core.handle(MessageReceived(peer, m.LinkLatencies(links)), 10.0 * now + 3)
+    return core
+
+
+def test_the_view_names_the_road_and_status_the_reason() -> None:
+    core = formed()
+    assert core.run.view is not None and core.run.view.exchange == DIRECT_DENSE
+    picture = core.snapshot(100.0)
+    assert "direct: 482304 bytes are few" in picture["plan_reason"]
+    assert picture["facts"]["exchange"] == DIRECT_DENSE
+
+
+def test_two_that_cannot_be_dialled_make_a_ring() -> None:
+    one, two = formed(A), formed(A, C)
+    assert one.run.view is not None and one.run.view.exchange == DIRECT_DENSE, "it dials the others"
+    assert two.run.view is not None and two.run.view.exchange == ""
+    assert "not any two members have a connection" in two.snapshot(100.0)["plan_reason"]
+
+
+def test_the_road_is_in_the_journal() -> None:
+    """A coordinator that comes back has a View to tell that says what the members do."""
+    made = exchanging("Dense()")
+    made.configure(made._setup, DIRECT_DENSE)  # type: ignore[arg-type]
+    assert made.view_exchange == DIRECT_DENSE and made.dense_topology.reason == "direct, as in the journal"

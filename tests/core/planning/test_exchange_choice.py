@@ -1,0 +1,211 @@
+"""What the coordinator chooses where `exchange="auto"` leaves it to choose, when it chooses anew, and why."""
+
+from __future__ import annotations
+
+import pytest
+
+from gridtrain.config import Auto, Exchange
+from gridtrain.core import messages as m
+from gridtrain.core.planning.exchange_choice import (
+    ExchangeChoice,
+    parameter_count,
+    parse_auto,
+    seconds_per_sample,
+)
+from gridtrain.core.planning.network_model import NetworkModel, uniform_network
+
+PEERS = tuple(bytes([number]) * 32 for number in range(1, 9))
+RESNET50, DEMO = 25_600_000, 120_576
+Mbit = 1e6 / 8
+
+
+def setup_of(parameters: int = RESNET50, exchange: str = "auto(values=fp16)") -> m.Setup:
+    facts = (("model", f"{parameters} parameters in 10 tensors"), ("exchange", exchange))
+    return m.Setup(facts, m.LedgerSpec(100, 0, epochs=1), 4, None)
+
+
+def opened(parameters: int = RESNET50, auto: Auto | None = None) -> ExchangeChoice:
+    exchanging = ExchangeChoice()
+    exchanging.configure(setup_of(parameters, (auto or Auto()).describe()))
+    return exchanging
+
+
+def chosen(
+    workers: int, rate_Mbit: float, compute_s: float, *, alpha_s: float = 0.005, parameters: int = RESNET50
+) -> str:
+    exchanging, peers = opened(parameters), PEERS[:workers]
+    network = uniform_network(workers, alpha_s, rate_Mbit * Mbit)
+    assert exchanging.choose_first(peers, dict.fromkeys(peers, compute_s), network, 0.0) == exchanging.reason
+    return exchanging.chosen.partition("(")[0]
+
+
+def test_what_is_chosen_where() -> None:
+    """ResNet-50 with four workers: computing of a second, a minute, an hour for a step, by rate."""
+    picture = {
+        rate: [chosen(4, rate, compute_s) for compute_s in (1.0, 60.0, 3600.0)] for rate in (10, 100, 1000)
+    }
+    assert picture == {
+        10: ["GTopK", "GTopK", "Dense"],
+        100: ["GTopK", "GTopK", "Dense"],
+        1000: ["GTopK", "Dense", "Dense"],
+    }
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8])
+@pytest.mark.parametrize("rate_Mbit", [20, 100, 1000, 10_000])
+@pytest.mark.parametrize("compute_s", [0.02, 0.5, 5.0])
+def test_dense_wherever_it_is_within_a_tenth(workers: int, rate_Mbit: float, compute_s: float) -> None:
+    exchanging, peers = opened(DEMO), PEERS[:workers]
+    network = uniform_network(workers, 0.001, rate_Mbit * Mbit)
+    exchanging.choose_first(peers, dict.fromkeys(peers, compute_s), network, 0.0)
+    looks = exchanging._estimates(workers, network, compute_s)
+    dense, fastest = looks[0], min(look.step_s for look in looks)
+    assert (exchanging.chosen == "Dense()") == (dense.step_s <= 1.1 * fastest)
+
+
+def test_it_says_why() -> None:
+    exchanging, peers = opened(), PEERS[:4]
+    exchanging.choose_first(peers, dict.fromkeys(peers, 1.0), uniform_network(4, 0.005, 100 * Mbit), 0.0)
+    text = exchanging.description
+    assert text.startswith("GTopK(density=0.001, momentum=0.0, values=fp16): a step takes 1.")
+    assert " with 4 workers, 1 s of it computing; topk at density 0.001 1." in text and ", dense 13" in text
+    assert "LocalSteps" not in text, "nearly all of a step is computing"
+
+
+def test_a_thin_line_is_told_of_local_steps() -> None:
+    exchanging = opened(auto=Auto(sparse=False))
+    exchanging.choose_first(
+        PEERS[:4], dict.fromkeys(PEERS[:4], 2.0), uniform_network(4, 0.02, 20 * Mbit), 0.0
+    )
+    assert exchanging.chosen == "Dense()"
+    assert "LocalSteps(every=" in exchanging.description and "behind this optimizer" in exchanging.description
+
+
+def test_it_waits_until_all_have_computed_and_a_rate_is_known() -> None:
+    exchanging, peers = opened(), PEERS[:2]
+    network = uniform_network(2, 0.005, 100 * Mbit)
+    assert not exchanging.choose_first(peers, {peers[0]: 1.0}, network, 0.0) and exchanging.is_open
+    told = dict.fromkeys(peers, 1.0)
+    assert not exchanging.choose_first(peers, told, None, 10.0), "a rate may come yet"
+    assert not exchanging.choose_first(peers, told, None, 11.9)
+    assert "no link is measured, each counts as 100 Mbit/s" in exchanging.choose_first(
+        peers, told, None, 12.1
+    )
+    assert not exchanging.is_open and not exchanging.choose_first(peers, told, network, 13.0), "chosen once"
+
+
+def test_one_that_never_tells_does_not_hold_up_the_others() -> None:
+    exchanging, peers = opened(), PEERS[:3]
+    told, network = dict.fromkeys(peers[:2], 1.0), uniform_network(3, 0.005, 100 * Mbit)
+    assert not exchanging.choose_first(peers, {}, network, 0.0), "nobody waits yet"
+    assert not exchanging.choose_first(peers, told, network, 10.0)
+    assert not exchanging.choose_first(peers, told, network, 9.0 + exchanging.report_timeout_s)
+    assert (
+        exchanging.choose_first(peers, told, network, 10.0 + exchanging.report_timeout_s)
+        and not exchanging.is_open
+    )
+
+
+def test_of_lies_about_computing_only_a_part_counts() -> None:
+    """One of four says that a step took it a day: dense would then be nothing beside it."""
+    exchanging, peers = opened(), PEERS[:4]
+    told = dict.fromkeys(peers, 1.0) | {peers[3]: 86_400.0}
+    exchanging.choose_first(peers, told, uniform_network(4, 0.005, 100 * Mbit), 0.0)
+    assert exchanging.chosen.startswith("GTopK") and "4 s of it computing" in exchanging.description
+
+
+def test_it_is_chosen_anew_where_that_is_worth_it() -> None:
+    exchanging, peers = opened(), PEERS[:4]
+    fast, slow = uniform_network(4, 0.0002, 1000 * Mbit), uniform_network(4, 0.005, 100 * Mbit)
+    exchanging.choose_first(peers, dict.fromkeys(peers, 60.0), fast, 0.0)  # a first batch that was compiled
+    assert exchanging.chosen == "Dense()"
+    assert not exchanging.reconsider(4, fast, [60.0] * 4)
+    assert exchanging.reconsider(4, fast, [1.0] * 4).startswith("GTopK")
+    assert not exchanging.reconsider(4, slow, [1.0] * 4)
+    assert not exchanging.reconsider(4, fast, [16.0] * 4), "dense would take 8 % longer"
+    assert exchanging.reconsider(4, fast, [60.0] * 4).startswith("Dense()")
+    assert not exchanging.reconsider(4, fast, [16.0] * 4), "and stays, as it would have stayed sparse"
+
+
+def test_a_small_gain_is_said_and_not_taken() -> None:
+    exchanging, peers = opened(), PEERS[:4]
+    network = uniform_network(4, 0.0002, 1000 * Mbit)
+    exchanging.choose_first(peers, dict.fromkeys(peers, 60.0), network, 0.0)
+    assert not exchanging.reconsider(4, network, [9.0] * 4)
+    assert (
+        "would now make steps 1" in exchanging.description and "taken from 20% on" in exchanging.description
+    )
+    assert exchanging.chosen == "Dense()"
+
+
+def test_what_one_alone_has_chosen_is_open_for_two() -> None:
+    exchanging = opened()
+    assert "one worker" in exchanging.choose_first(PEERS[:1], {}, None, 0.0)
+    assert exchanging.reconsider(2, None, []) and exchanging.is_open
+    alone = opened()
+    alone.choose_first(PEERS[:1], {}, None, 0.0)
+    assert alone.reconsider(2, uniform_network(2, 0.005, 100 * Mbit), [1.0]).startswith("GTopK"), (
+        "what is known is enough"
+    )
+    restarted = ExchangeChoice()
+    restarted.configure(setup_of(), chosen_alone(), alone=True)
+    assert restarted.reconsider(2, None, []) and restarted.is_open, (
+        "also after the coordinator was started again"
+    )
+
+
+def chosen_alone() -> str:
+    """What one worker chooses."""
+    exchanging = opened()
+    exchanging.choose_first(PEERS[:1], {}, None, 0.0)
+    return exchanging.chosen
+
+
+def test_facts_name_what_was_chosen() -> None:
+    exchanging, peers = opened(), PEERS[:4]
+    assert exchanging.workload is None and not exchanging.is_sparse
+    exchanging.choose_first(peers, dict.fromkeys(peers, 1.0), uniform_network(4, 0.005, 100 * Mbit), 0.0)
+    assert exchanging.effective_setup is not None
+    assert dict(exchanging.effective_setup.facts)["exchange"] == exchanging.chosen
+    assert exchanging.workload is not None and exchanging.workload.density == 0.001 and exchanging.is_sparse
+
+
+def test_a_journal_gives_it_back() -> None:
+    """And what no such run could have chosen is chosen anew."""
+    again = ExchangeChoice()
+    again.configure(setup_of(), "GTopK(density=0.001, momentum=0.0, values=fp16)")
+    assert not again.is_open and again.description.endswith("as in the journal")
+    again.configure(setup_of(), "GTopK(density=0.5, momentum=0.0, values=fp16)")
+    assert again.is_open
+
+
+def test_a_run_that_names_its_exchange_has_nothing_to_choose() -> None:
+    exchanging = ExchangeChoice()
+    exchanging.configure(setup_of(exchange="GTopK(density=0.01, momentum=0.0, values=fp16)"))
+    assert not exchanging.is_open and not exchanging.description and exchanging.workload is not None
+    assert not exchanging.choose_first(
+        PEERS[:2], dict.fromkeys(PEERS[:2], 1.0), uniform_network(2, 0.0, 1e6), 0.0
+    )
+    assert parse_auto(None) is None
+
+
+def test_a_model_of_unknown_size_is_exchanged_whole() -> None:
+    exchanging = ExchangeChoice()
+    facts = (("model", "large"), ("exchange", "auto(values=fp16)"))
+    exchanging.configure(m.Setup(facts, m.LedgerSpec(100, 0, epochs=1), 4, None))
+    exchanging.choose_first(PEERS[:2], dict.fromkeys(PEERS[:2], 1.0), uniform_network(2, 0.0, 1e6), 0.0)
+    assert exchanging.chosen == "Dense()" and "size is not known" in exchanging.description
+
+
+def test_figures_of_a_beat() -> None:
+    assert seconds_per_sample({"computed_samples": 40.0, "computed_s": 2.0}) == 0.05
+    for odd in ({}, {"computed_samples": 4.0}, {"computed_samples": float("nan"), "computed_s": 1.0}):
+        assert seconds_per_sample(odd) == 0.0
+    assert parameter_count(setup_of(5)) == 5
+
+
+@pytest.mark.parametrize("exchange", Auto().exchanges(RESNET50))
+def test_each_choice_is_a_load(exchange: Exchange) -> None:
+    network: NetworkModel = uniform_network(2, 0.001, 1e7)
+    looks = opened()._estimates(2, network, 1.0)
+    assert exchange.describe().partition("(")[0].lower() in {str(look.load.kind) for look in looks}

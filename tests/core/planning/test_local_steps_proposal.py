@@ -1,0 +1,64 @@
+"""How many steps between two exchanges: a number from seconds, and why."""
+
+import pytest
+
+import gridtrain
+from gridtrain.core.planning.local_steps_proposal import propose_local_steps
+from gridtrain.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "step_s, exchange_s, target_share, every",
+    [
+        (1.0, 0.0, 0.1, 1),  # nothing to save
+        (1.0, 0.1, 0.1, 1),  # 0.1 of 1.1 s
+        (1.0, 1.0, 0.1, 9),  # 1 of 10 s, exactly
+        (1.0, 1.01, 0.1, 10),
+        (0.3, 6.0, 0.2, 80),
+        (0.5, 2.0, 0.5, 4),
+        (0.025, 100.0, 0.1, 512),  # the most
+    ],
+)
+def test_the_fewest_steps_that_keep_to_the_share(step_s, exchange_s, target_share, every):
+    proposal = propose_local_steps(step_s, exchange_s, target_share=target_share)
+    assert proposal.every == every
+    assert proposal.share == pytest.approx(exchange_s / (every * step_s + exchange_s))
+    if every < 512:
+        assert proposal.share <= target_share + 1e-9
+    if 1 < every < 512:
+        fewer = every - 1
+        assert exchange_s / (fewer * step_s + exchange_s) > target_share
+
+
+def test_it_says_why():
+    few, none, many = (propose_local_steps(0.5, exchange_s).reason for exchange_s in (3.0, 0.001, 900.0))
+    assert few == (
+        "a step takes 0.5 s and an exchange 3 s; with 54 steps between two exchanges these take 10.0% of the "
+        "time, at most 10.0%"
+    )
+    assert none == (
+        "a step takes 0.5 s and an exchange 0.001 s; with 1 the exchange takes 0.2% of the time, so there is "
+        "nothing to save"
+    )
+    assert "512 steps between two exchanges, the most that is proposed, these still take 77.9%" in many
+
+
+def test_a_smaller_most_is_kept_to():
+    assert gridtrain.propose_local_steps(0.1, 10.0, most=64).every == 64
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        ({"step_s": 0.0}, "step_s"),
+        ({"step_s": float("nan")}, "step_s"),
+        ({"exchange_s": -1.0}, "exchange_s"),
+        ({"exchange_s": float("inf")}, "exchange_s"),
+        ({"target_share": 0.0}, "target_share"),
+        ({"target_share": 1.0}, "target_share"),
+        ({"most": 0}, "most"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(arguments, named):
+    with pytest.raises(ConfigError, match=named):
+        propose_local_steps(**{"step_s": 1.0, "exchange_s": 1.0, **arguments})

@@ -1,0 +1,143 @@
+"""The tools that hold predictions against measurements and against the paper."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from calibrate import TINY, ends_of, solved, tiny
+from gridtrain.core.planning.cost_model import exchange_cost
+from gridtrain.core.planning.network_model import uniform_network
+from gridtrain.core.planning.workload import NO_CPU_COSTS, CpuCosts, ExchangeKind
+from gridtrain.errors import ConfigError
+from paper_table import DATA, MODELS, baidu, efficiencies, markdown
+from predictions import FRAME_SHARE, Measured, crowded, load_of, parse, predict, read, table
+
+RING = Measured("dense", 4, 25_600_000, rate_Bps=12.5e6)
+
+
+def test_a_ring_on_a_shaped_line_takes_its_bytes() -> None:
+    bound_s = 2 * 3 / 4 * 102.4e6 / (12.5e6 * FRAME_SHARE)
+    assert predict(RING, NO_CPU_COSTS) == pytest.approx(bound_s, rel=0.01)
+    assert predict(RING, CpuCosts(), cores=2) > bound_s
+
+
+def test_selection_is_not_part_of_an_exchange() -> None:
+    cell = Measured("gtopk", 4, 25_600_000, rate_Bps=12.5e6)
+    slow = CpuCosts(select_parameter_s=100e-9)
+    for cores in (None, 1, 2):
+        assert predict(cell, slow, cores) == pytest.approx(predict(cell, CpuCosts(), cores), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "kind", "density", "values"),
+    [
+        ("gtopk", ExchangeKind.GTOPK, 0.001, "fp16"),
+        ("gtopk:values=int8,topology=tree", ExchangeKind.TREE, 0.001, "int8"),
+        ("gtopk:density=0.02,topology=star", ExchangeKind.STAR_GTOPK, 0.02, "fp16"),
+        ("topk", ExchangeKind.TOPK, 0.001, "fp16"),
+        ("dense:topology=star", ExchangeKind.STAR, 0.001, "fp16"),
+    ],
+)
+def test_exchanges_are_read_as_the_bench_writes_them(
+    exchange: str, kind: ExchangeKind, density: float, values: str
+) -> None:
+    load = load_of(Measured(exchange, 4, 1000))
+    assert load.kind is kind
+    if kind.is_sparse:
+        assert (load.density, load.values) == (density, values)
+
+
+def test_a_rival_is_not_foretold() -> None:
+    assert parse("gloo/all_reduce P=4 n=25.6M rate=1Gbit") is None
+    assert parse("gtopk P=4 n=25.6M rate=1Gbit loss=0.01") is None
+    with pytest.raises(ConfigError, match="no exchange"):
+        load_of(Measured("gossip", 4, 1000))
+
+
+def test_the_benchs_file_is_read() -> None:
+    samples = [{"seconds": s, "cpu_s": 0.01} for s in (0.05, 0.03, 0.04)]
+    document = {
+        "cells": [
+            {"cell": "gtopk P=8 n=25.6M density=0.001 rate=100Mbit delay=0.02s curve", "samples": samples},
+            {"cell": "gloo/all_reduce P=4 n=1M", "samples": samples},
+            {"cell": "dense P=4 n=1M", "samples": [], "skipped": "no"},
+        ]
+    }
+    (cell,) = read(document)
+    assert (cell.exchange, cell.world, cell.n) == ("gtopk", 8, 25_600_000)
+    assert (cell.rate_Bps, cell.delay_s, cell.encrypted, cell.seconds) == (12.5e6, 0.02, True, 0.04)
+
+
+def test_busy_cells_do_not_count() -> None:
+    exact_s = predict(RING, NO_CPU_COSTS, 2)
+    cells = [
+        Measured("dense", 4, 25_600_000, 12.5e6, seconds=exact_s, cpu_s=0.01),
+        Measured("dense", 4, 25_600_000, 12.5e6, seconds=1.3 * exact_s, cpu_s=0.01),
+        Measured("dense", 4, 25_600_000, 12.5e6, seconds=2 * exact_s, cpu_s=exact_s),
+    ]
+    text, counted, good = table(cells, NO_CPU_COSTS, 2)
+    assert (counted, good) == (2, 1)
+    assert "| +0% | 0% |" in text
+    assert "| -23% |" in text
+
+
+def test_the_papers_figures_stand_beside_ours() -> None:
+    paper = json.loads(DATA.read_text(encoding="utf-8"))
+    found = efficiencies(paper, NO_CPU_COSTS)
+    assert len(found) == len(MODELS) * 3 * 4
+    at = {(each["model"], each["exchange"], each["workers"]): each for each in found}
+    assert at["vgg16", "gtopk", 32]["paper"] == pytest.approx(123.2 / 1317.333)
+    # resnet50, dense, P = 32: 2 * 31/32 * 102 MB * 9 ns = 1.78 s beside 256 / 52.873 = 4.84 s of computing
+    assert at["resnet50", "dense", 32]["predicted"] == pytest.approx(4.842 / (4.842 + 1.783), rel=0.02)
+    for each in found:
+        assert 0 < each["predicted"] <= 1
+    assert "| resnet50 | dense | 73.8% / " in markdown(found)
+
+
+def test_a_single_reducer_on_baidus_machines() -> None:
+    found = baidu(NO_CPU_COSTS, {"alpha_s": 0.0, "beta_s_per_byte": 9e-9})
+    assert found["ring"] == pytest.approx(31.0)
+    # it moves 39 vectors in and out where the ring moves 2 * 39/40: 20 times as many on one line
+    assert found["star_s"] / found["ring_s"] == pytest.approx(20, rel=0.05)
+    assert math.isclose(found["star"], 40 / (1 + 20 * 9 / 31), rel_tol=0.05)
+
+
+@pytest.mark.parametrize("members", [2, 4])
+def test_the_cost_of_messages_is_found_again(members: int) -> None:
+    """From exchanges that take what the model says they do."""
+    cpu = replace(NO_CPU_COSTS, message_s=200e-6, wake_s=150e-6, begin_s=1.5e-3)
+    network = uniform_network(members, 0.0, 1e12)
+    seconds = {what: exchange_cost(tiny(what), network, cpu, host_cores=2).exchange_s for what in TINY}
+    cpu_s = {what: cpu.begin_s + ends_of(what, members) * cpu.message_s for what in TINY}
+    found = solved(members, 2, seconds, cpu_s)
+    assert found == pytest.approx({"message_s": 200e-6, "wake_s": 150e-6, "begin_s": 1.5e-3}, rel=0.02)
+
+
+def test_ends_of_messages_are_counted() -> None:
+    """A butterfly of two: a payload out and one in, a vote and a decision at each end."""
+    assert [ends_of(what, 2) for what in ("gtopk", "gtopk:topology=tree", "dense")] == [4, 4, 6]
+    assert ends_of("gtopk", 4) == 2 * (8 + 6) / 4
+
+
+def test_the_lab_has_numbers_for_each_crowd() -> None:
+    crowds = {2: {"message_s": 1e-3}, 4: {"message_s": 2e-3}}
+    assert [crowded(NO_CPU_COSTS, crowds, members).message_s for members in (1, 2, 3, 4, 8)] == [
+        0.0,
+        1e-3,
+        1e-3,
+        2e-3,
+        2e-3,
+    ]
+
+
+def test_packets_take_cores_from_members_that_share_them() -> None:
+    load, network = load_of(Measured("dense", 4, 1_000_000)), uniform_network(4, 0.0, 12.5e6)
+    quiet, busy = replace(CpuCosts(), packet_s=0.0), replace(CpuCosts(), packet_s=20e-6)
+    assert exchange_cost(load, network, busy).exchange_s == exchange_cost(load, network, quiet).exchange_s
+    shared = [exchange_cost(load, network, cpu, host_cores=2) for cpu in (quiet, busy)]
+    assert shared[1].exchange_s > shared[0].exchange_s
+    assert shared[1].cpu_s - shared[0].cpu_s == pytest.approx(2 * 6e6 / 1448 * 20e-6, rel=0.01)

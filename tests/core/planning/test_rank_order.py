@@ -1,0 +1,258 @@
+"""From what workers say of their links to the order of ranks; and who is believed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from gridtrain.core.messages import LedgerSpec, PeerId, Setup
+from gridtrain.core.planning import message_schedule
+from gridtrain.core.planning.rank_order import LinkMeasurements, plan_rank_order, reorder_reason, workload_of
+from gridtrain.core.planning.workload import ExchangeKind, Workload
+
+A, B, C, D = PEERS = [name.encode() * 32 for name in "abcd"]
+LOAD = Workload(ExchangeKind.GTOPK, 25_600_000)
+SLOW, FAST = 2.5e6, 125e6
+
+
+def setup(exchange: str, model: str = "25600000 parameters in 3 tensors, digest 3f") -> Setup:
+    facts = (("model", model), ("exchange", exchange))
+    return Setup(facts, LedgerSpec(size=10, seed=0, epochs=1, steps=None), 1, None)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "load"),
+    [
+        ("Dense()", Workload(ExchangeKind.DENSE, 25_600_000)),
+        ("Dense(topology=ring)", Workload(ExchangeKind.DENSE, 25_600_000)),
+        ("Dense(topology=direct)", Workload(ExchangeKind.DIRECT, 25_600_000)),
+        ("Dense(topology=star)", Workload(ExchangeKind.STAR, 25_600_000)),
+        (
+            "TopK(density=0.01, momentum=0.9, values=fp32)",
+            Workload(ExchangeKind.TOPK, 25_600_000, 0.01, "fp32"),
+        ),
+        (
+            "GTopK(density=0.001, momentum=0.0, values=int8)",
+            Workload(ExchangeKind.GTOPK, 25_600_000, 0.001, "int8"),
+        ),
+        ("GTopK(density=0.1, values=fp16, topology=tree)", Workload(ExchangeKind.TREE, 25_600_000, 0.1)),
+        (
+            "LocalSteps(every=8, exchange=GTopK(density=0.02, values=fp16), x=1)",
+            Workload(ExchangeKind.GTOPK, 25_600_000, 0.02),
+        ),
+        ("Gossip(density=0.1)", None),
+        ("GTopK(density=2.0, values=fp16)", None),
+        ("GTopK(density=nan, values=fp16)", None),
+        ("GTopK(density=0.1, values=roman)", None),
+        ("GTopK(", None),
+    ],
+)
+def test_the_exchange_is_read_from_the_facts(exchange: str, load: Workload | None) -> None:
+    assert workload_of(setup(exchange)) == load
+
+
+def test_facts_that_say_nothing_are_no_load() -> None:
+    assert workload_of(None) is None
+    assert workload_of(setup("Dense()", model="many parameters")) is None
+    assert workload_of(setup("Dense()", model="0 parameters")) is None
+
+
+def everybody(slow: tuple[PeerId, ...] = (), rtt_s: float = 0.001) -> LinkMeasurements:
+    """All pairs, by both ends' word; `slow` ones have a line of 20 Mbit/s."""
+    measured = LinkMeasurements({(a, b): rtt_s for a in PEERS for b in PEERS if a != b})
+    for a in PEERS:
+        rates = [(b, SLOW if a in slow or b in slow else FAST) for b in PEERS if b != a]
+        measured.record(a, [(b, rate, rate) for b, rate in rates])
+    return measured
+
+
+def test_the_more_modest_end_is_believed() -> None:
+    measured = everybody(slow=(B,))
+    measured.record(B, [(peer, 1e12, 1e12) for peer in PEERS])  # B says that its line is the fastest of all
+    assert measured.rate_Bps(A, B) == measured.rate_Bps(B, A) == SLOW
+    measured.record(B, [(A, 1.0, 0.0)])
+    assert measured.rate_Bps(B, A) == 1e3, "bounded below as well"
+    assert measured.rate_Bps(B, B) is None, "nobody's word about itself"
+
+
+def test_who_left_is_forgotten() -> None:
+    measured = everybody()
+    measured.forget(B)
+    assert measured.rate_Bps(A, B) is None and measured.rate_Bps(B, A) is None
+    assert measured.rate_Bps(A, C) == FAST
+
+
+def test_what_is_not_measured_counts_as_the_median() -> None:
+    measured = LinkMeasurements({(A, B): 0.002, (A, C): 0.004, (B, C): 0.020})
+    measured.record(A, [(B, 1e6, 3e6), (C, 2e6, 0.0)])
+    network = measured.build_network(PEERS)
+    assert network is not None
+    assert network.link(3, 0).alpha_s == 0.002  # half of the median of 2, 4 and 20 ms
+    assert network.link(3, 0).bandwidth_Bps == 2e6
+    assert network.up_Bps[0] == 2e6, "a line is as fast as the fastest that went over it"
+    assert LinkMeasurements().build_network(PEERS) is None
+
+
+@pytest.mark.parametrize("word", [float("nan"), float("inf"), -1.0])
+def test_a_round_trip_that_cannot_be_is_not_counted(word: float) -> None:
+    network = LinkMeasurements({(A, B): word, (A, C): 0.004}).build_network(PEERS)
+    assert network is not None and network.link(0, 1).alpha_s == 0.002
+
+
+def test_links_are_listed_for_people() -> None:
+    measured = LinkMeasurements({(A, B): 0.002})
+    measured.record(B, [(A, 1e6, 0.0)])
+    assert measured.link_rows([A, B, C]) == [[0, 1, 0.002, None], [1, 0, 0.002, 1e6]]
+
+
+def two_sites() -> LinkMeasurements:
+    """A and C at one place, B and D at another, 2 MB/s between any two across."""
+    measured = LinkMeasurements({(a, b): 0.001 for a in PEERS for b in PEERS if a != b})
+    for a in PEERS:
+        across = {b: (a in (A, C)) != (b in (A, C)) for b in PEERS}
+        rates = [(b, 2e6 if across[b] else FAST) for b in PEERS if b != a]
+        measured.record(a, [(b, rate, rate) for b, rate in rates])
+    return measured
+
+
+def test_two_sites_meet_in_one_hop() -> None:
+    measured = two_sites()
+    made = plan_rank_order(LOAD, measured, PEERS, [A])
+    assert made.order[0] == A
+    site = [peer in (A, C) for peer in made.order]
+    assert [site[0] == site[1], site[0] == site[2]].count(False) == 1
+    assert made.reason.startswith("butterfly of 4 ordered by predicted time: ")
+    assert "its thinnest link is 16 Mbit/s" in made.reason
+
+
+def test_without_rates_a_ring_goes_by_round_trips_and_a_butterfly_says_what_it_assumes() -> None:
+    measured = LinkMeasurements({(A, B): 0.001, (C, D): 0.001, (A, C): 0.009, (B, D): 0.002})
+    assert plan_rank_order(Workload(ExchangeKind.DENSE, 1000), measured, PEERS, [A]).reason.startswith(
+        "ring of 4 ordered by round trip"
+    )
+    assert plan_rank_order(None, measured, PEERS, [A]).reason.startswith("ring of 4 ordered by round trip")
+    reason = plan_rank_order(LOAD, measured, PEERS, [A]).reason
+    assert reason.endswith("(no rate is measured; lines count as 100 Mbit/s)")
+    assert "no round trip is measured" in plan_rank_order(LOAD, LinkMeasurements(), PEERS, [A]).reason
+
+
+def test_an_order_is_given_up_for_one_that_is_noticeably_faster() -> None:
+    """Ranks meet as AB CD, then AC BD; A-B and B-D get thin, so B should meet C, and one of them only."""
+    measured = everybody()
+    assert reorder_reason(LOAD, measured, PEERS) == "", "all alike"
+    for a, b in ((A, B), (B, A), (B, D), (D, B)):
+        measured.record(a, [(b, SLOW / 4, SLOW / 4)])
+    text = reorder_reason(LOAD, measured, PEERS)
+    assert text.startswith("links have changed: another order makes an exchange ")
+    better = plan_rank_order(LOAD, measured, PEERS, [A]).order
+    assert reorder_reason(LOAD, measured, better) == "", "that order is kept"
+
+
+SIX = [bytes([i]) * 32 for i in range(1, 7)]
+
+
+def honest_six(but: PeerId) -> LinkMeasurements:
+    measured = LinkMeasurements({(a, b): 0.002 for a in SIX for b in SIX if a != b})
+    for a in SIX:
+        measured.record(a, [(b, 12.5e6, 12.5e6) for b in SIX if a not in (b, but)])
+    return measured
+
+
+def test_one_liar_brings_no_other_order_about() -> None:
+    """It says each time that the links to its present neighbours are thin, of which nobody else knows."""
+    load, liar = Workload(ExchangeKind.DENSE, 2_000_000), SIX[5]
+    measured = honest_six(but=liar)
+    order = plan_rank_order(load, measured, SIX, SIX).order
+    at = order.index(liar)
+    near = {order[at - 1], order[(at + 1) % 6]}
+    lies = [(peer, 1e5 if peer in near else 12.5e6) for peer in SIX[:5]]
+    measured.record(liar, [(peer, rate, rate) for peer, rate in lies])
+    assert plan_rank_order(load, measured, SIX, SIX).order != order, "at another occasion it gets its way"
+    assert reorder_reason(load, measured, order, SIX) == ""
+
+
+def test_what_one_end_alone_tells_is_no_more_than_the_others_median() -> None:
+    measured = honest_six(but=SIX[5])
+    measured.forget(SIX[5])
+    measured.record(SIX[5], [(other, 1e11, 1e11) for other in SIX[:5]])
+    network = measured.build_network(SIX)
+    assert network is not None
+    assert network.path_Bps(5, 0) == network.path_Bps(0, 5) == 12.5e6
+    assert list(network.up_Bps) == list(network.down_Bps) == [12.5e6] * 6
+
+
+def test_of_two_workers_the_word_of_one_end_alone_is_bounded() -> None:
+    """B's loop stood still for so long that A did not wait for its answer; then it read the burst at once."""
+    measured = LinkMeasurements()
+    measured.record(B, [(A, 0.0, 4e9)])
+    network = measured.build_network([A, B])
+    assert network is not None and network.path_Bps(0, 1) == 125e6
+    measured.record(A, [(B, 5e9, 0.0)])
+    network = measured.build_network([A, B])
+    assert network is not None and network.path_Bps(0, 1) == 4e9, "both say so"
+
+
+def test_a_rate_that_is_told_again_is_no_news() -> None:
+    measured = LinkMeasurements()
+    assert measured.record(A, [(B, 1e6, 0.0)]) is True
+    assert measured.record(A, [(B, 1e6, 0.0), (A, 5.0, 5.0)]) is False
+    assert measured.record(A, [(B, 1e6, 2e6)]) is True
+
+
+def test_the_order_that_was_worth_it_is_found_again() -> None:
+    """Above 7 members the search depends on where it begins: both begin with the order as it stands."""
+    tried = 0
+    for seed in range(6):
+        rng, peers = random.Random(seed), [bytes([i]) * 32 for i in range(10)]
+        measured, roster = (
+            LinkMeasurements({(a, b): 0.01 for a in peers for b in peers if a < b}),
+            list(peers),
+        )
+        for a in peers:
+            rates = [(b, rng.choice([1e5, 2.5e6, 12.5e6, 125e6])) for b in peers if b != a]
+            measured.record(a, [(b, rate, rate) for b, rate in rates])
+        for _generation in range(3):
+            if not reorder_reason(LOAD, measured, roster, peers):
+                break
+            tried += 1
+            roster = list(plan_rank_order(LOAD, measured, peers, peers, roster).order)
+        assert reorder_reason(LOAD, measured, roster, peers) == "", f"seed {seed}"
+    assert tried > 3
+
+
+def test_a_star_meets_at_the_best_line_of_those_who_hold_the_state() -> None:
+    measured, load = everybody(slow=(A,)), Workload(ExchangeKind.STAR, 1_000_000)
+    assert plan_rank_order(load, measured, PEERS, [A, C]).order[0] == C
+    assert plan_rank_order(load, measured, PEERS, [A]).order[0] == A
+    assert reorder_reason(load, measured, PEERS, PEERS).startswith("links have changed")
+    assert reorder_reason(load, measured, plan_rank_order(load, measured, PEERS, PEERS).order, PEERS) == ""
+
+
+@pytest.mark.parametrize("kind", [ExchangeKind.DENSE, ExchangeKind.TOPK, ExchangeKind.GTOPK])
+def test_a_thousand_members_stay_as_they_joined(kind: ExchangeKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a list of two million moves, and without a table of a million links."""
+    made: list[int] = []
+    for name in ("ring", "all_gather", "butterfly"):
+        make = getattr(message_schedule, name)
+        monkeypatch.setattr(message_schedule, name, lambda *args, make=make: counted(made, make(*args)))
+    peers = [i.to_bytes(2, "big") * 16 for i in range(1000)]
+    measured = LinkMeasurements({(peers[i], peers[i - 1]): 0.01 for i in range(1000)})
+    measured.record(peers[0], [(peers[1], 1e6, 0.0)])
+    made_plan = plan_rank_order(Workload(kind, 25_600_000), measured, peers, peers)
+    assert made_plan.order == tuple(peers)
+    assert "in join order, as above 128 members no better one is looked for" in made_plan.reason
+    assert sum(made) <= 30_000
+
+
+def counted(
+    made: list[int], every: list[message_schedule.PlannedMessage]
+) -> list[message_schedule.PlannedMessage]:
+    made.append(len(every))
+    return every
+
+
+def test_too_little_is_known_or_to_be_gained() -> None:
+    assert reorder_reason(None, everybody(), PEERS) == ""
+    assert reorder_reason(LOAD, LinkMeasurements({(A, B): 0.1}), PEERS) == ""
+    assert reorder_reason(LOAD, everybody(), [A, B]) == ""

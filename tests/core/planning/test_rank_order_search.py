@@ -1,0 +1,220 @@
+"""Orders of ranks on uneven links, against an exhaustive search that runs the real cores for every order."""
+
+from __future__ import annotations
+
+import random
+from itertools import permutations
+
+import pytest
+from simulation.virtual_exchange import simulate_exchange
+
+from gridtrain.core.planning import rank_order_search
+from gridtrain.core.planning.exchange_comparison import (
+    ExchangeEstimate,
+    estimate_best_order,
+    estimate_exchange,
+    recommend_exchange,
+)
+from gridtrain.core.planning.network_model import LinkModel, NetworkModel, uniform_network
+from gridtrain.core.planning.rank_order_search import best_order, simulated_exchange_s
+from gridtrain.core.planning.workload import NO_CPU_COSTS, CpuCosts, ExchangeKind, Workload
+
+RUNNABLE = (ExchangeKind.DENSE, ExchangeKind.TOPK, ExchangeKind.GTOPK)
+MBIT_Bps = 125_000.0
+
+
+def uneven(rng: random.Random, size: int) -> NetworkModel:
+    rates = [2.5e6, 12.5e6, 125e6]
+    pairs = [(a, b) for a in range(size) for b in range(size)]
+    links = {pair: LinkModel(rng.uniform(0.0001, 0.03), rng.choice(rates)) for pair in pairs}
+    up, down = ([rng.choice(rates) for _ in range(size)] for _ in range(2))
+    return NetworkModel(lambda a, b: links[a, b], up, down)
+
+
+def really_s(load: Workload, network: NetworkModel) -> float:
+    """By the real cores, and then the vote: to rank 0 and back."""
+    ends_s = simulate_exchange(load, network).complete_s
+    others = range(1, network.size)
+    decided_s = max(ends_s[0], *(ends_s[rank] + network.link(rank, 0).alpha_s for rank in others))
+    return decided_s + max(network.link(0, rank).alpha_s for rank in others)
+
+
+def exhaustive(load: Workload, network: NetworkModel) -> dict[tuple[int, ...], float]:
+    orders = [(0, *others) for others in permutations(range(1, network.size))]
+    return {order: really_s(load, network.reordered(order)) for order in orders}
+
+
+def small(kind: ExchangeKind) -> Workload:
+    return Workload(kind, 60_000) if kind is ExchangeKind.DENSE else Workload(kind, 1_000_000, 0.01)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", RUNNABLE)
+def test_no_other_order_is_faster(kind: ExchangeKind, seed: int) -> None:
+    rng = random.Random(seed)
+    network = uneven(rng, rng.choice([3, 4, 5, 6]))
+    every_s = exhaustive(small(kind), network)
+    planned_s = every_s[best_order(small(kind), network, NO_CPU_COSTS, [0]).order]
+    assert planned_s <= min(every_s.values()) * 1.001, f"seed {seed}, P {network.size}"
+
+
+@pytest.mark.parametrize(("kind", "seed"), [(ExchangeKind.GTOPK, 11), (ExchangeKind.DENSE, 13)])
+def test_no_other_order_of_seven_is_faster(kind: ExchangeKind, seed: int) -> None:
+    network = uneven(random.Random(seed), 7)
+    every_s = exhaustive(small(kind), network)
+    planned_s = every_s[best_order(small(kind), network, NO_CPU_COSTS, [0]).order]
+    assert planned_s <= min(every_s.values()) * 1.001, f"seed {seed}"
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", RUNNABLE)
+def test_the_search_for_large_groups_is_good(
+    kind: ExchangeKind, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held against all orders where these can still be looked at."""
+    monkeypatch.setattr(rank_order_search, "MAX_EXACT_PEERS", 2)
+    network = uneven(random.Random(seed), 6)
+    every_s = exhaustive(small(kind), network)
+    found_s = every_s[best_order(small(kind), network, NO_CPU_COSTS, [0]).order]
+    assert found_s <= min(every_s.values()) * 1.2, f"seed {seed}"
+    assert found_s <= every_s[0, 1, 2, 3, 4, 5] * 1.001, f"seed {seed}"
+
+
+def with_rates(up_Mbit: list[float], alpha_s: float = 0.001) -> NetworkModel:
+    link = LinkModel(alpha_s)
+    rates = [rate * MBIT_Bps for rate in up_Mbit]
+    return NetworkModel(lambda a, b: link, rates, rates)
+
+
+def test_one_home_line_among_lan_peers_is_where_a_butterfly_uses_it_least() -> None:
+    """6 ranks: 4 and 5 fold into 0 and 1, which thereby send three payloads; the others send two, or one."""
+    network = with_rates([1000, 20, 1000, 1000, 1000, 1000])  # the second to join is at home
+    found = best_order(Workload(ExchangeKind.GTOPK, 25_600_000), network, CpuCosts(), [0])
+    assert found.order.index(1) >= 2
+    assert found.join_order_s > 1.2 * found.exchange_s
+
+
+def two_sites(size: int, thin_Mbit: float, known: bool = True) -> NetworkModel:
+    """Members join alternately at one and at the other site, between which there is one thin line.
+
+    `known`: that it is one line is known, as from a description; probes see each pair's link alone.
+    """
+    thin_Bps = thin_Mbit * MBIT_Bps
+    near = LinkModel(0.0002)
+    far = (
+        (LinkModel(0.020, shared_links=("a-b",)), LinkModel(0.020, shared_links=("b-a",)))
+        if known
+        else (LinkModel(0.020, thin_Bps),) * 2
+    )
+    rates = [1000 * MBIT_Bps] * size
+    return NetworkModel(
+        lambda a, b: near if a % 2 == b % 2 else far[a % 2], rates, rates, {"a-b": thin_Bps, "b-a": thin_Bps}
+    )
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("size", [4, 8, 16, 32])
+def test_a_butterfly_crosses_between_two_sites_in_one_hop_only(size: int, known: bool) -> None:
+    load, network = Workload(ExchangeKind.GTOPK, 25_600_000), two_sites(size, 20, known)
+    mixed = [0, *random.Random(size).sample(range(1, size), size - 1)]  # as they happened to join
+    found = best_order(load, network.reordered(mixed), CpuCosts(), [0])
+    site = [mixed[member] % 2 for member in found.order]
+    crossing = [
+        hop for hop in range(size.bit_length() - 1) if any(site[r] != site[r ^ 1 << hop] for r in range(size))
+    ]
+    assert len(crossing) == 1, site
+    assert found.exchange_s <= found.join_order_s
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("size", [6, 12])
+def test_a_ring_crosses_between_two_sites_twice(size: int, known: bool) -> None:
+    found = best_order(Workload(ExchangeKind.DENSE, 25_600_000), two_sites(size, 20, known), CpuCosts(), [0])
+    site = [member % 2 for member in found.order]
+    assert sum(site[rank] != site[rank - 1] for rank in range(size)) == 2, site
+    if known:  # one crossing each way instead of half of all
+        assert found.join_order_s / found.exchange_s == pytest.approx(size / 2, rel=0.1)
+
+
+def test_a_star_meets_at_the_best_line() -> None:
+    network = with_rates([50, 100, 1000, 100])
+    found = best_order(Workload(ExchangeKind.STAR_GTOPK, 25_600_000), network, CpuCosts(), range(4))
+    assert found.order[0] == 2
+    assert (
+        best_order(Workload(ExchangeKind.STAR_GTOPK, 25_600_000), network, CpuCosts(), [0, 1]).order[0] == 1
+    )
+
+
+def test_the_order_of_joining_stays_where_nothing_is_gained() -> None:
+    for kind in RUNNABLE:
+        assert best_order(
+            Workload(kind, 1_000_000), uniform_network(6, 0.001, 1e7), CpuCosts(), [0]
+        ).order == (0, 1, 2, 3, 4, 5)
+
+
+def test_what_is_promised_is_what_the_order_costs() -> None:
+    load, network = Workload(ExchangeKind.GTOPK, 1_000_000, 0.01), uneven(random.Random(5), 6)
+    found = best_order(load, network, CpuCosts(), [3])
+    assert found.order[0] == 3
+    assert found.exchange_s == simulated_exchange_s(load, network, CpuCosts(), found.order)
+
+
+# -- which exchange ------------------------------------------------------------------------------
+
+
+def each_on(network: NetworkModel, compute_s: float) -> list[ExchangeEstimate]:
+    return [
+        estimate_exchange(Workload(kind, 25_600_000), network, CpuCosts(), compute_s) for kind in RUNNABLE
+    ]
+
+
+def test_dense_is_taken_where_it_costs_little() -> None:
+    best, reason = recommend_exchange(each_on(uniform_network(4, 0.0001, 10_000 * MBIT_Bps), 5.0))
+    assert best.load.kind is ExchangeKind.DENSE
+    assert reason.startswith("Take dense with 4 workers: its exchange takes")
+
+
+def test_on_a_slow_line_the_butterfly_wins_and_the_reason_says_by_how_much() -> None:
+    best, reason = recommend_exchange(each_on(uniform_network(16, 0.010, 20 * MBIT_Bps), 0.5))
+    assert best.load.kind is ExchangeKind.GTOPK
+    assert reason.startswith("Take gtopk at density 0.001 with 16 workers: a step takes")
+    assert "next is topk" in reason
+    assert "and dense would take" in reason
+
+
+def test_with_local_steps_an_exchange_is_shared_by_them() -> None:
+    load, network = Workload(ExchangeKind.GTOPK, 25_600_000), uniform_network(4, 0.010, 20 * MBIT_Bps)
+    every, tenth = (estimate_exchange(load, network, CpuCosts(), 0.1, local_steps=h) for h in (1, 10))
+    assert tenth.step_s - 0.1 == pytest.approx((every.step_s - 0.1) / 10)
+    assert tenth.efficiency > every.efficiency
+
+
+def test_a_planned_outlook_is_no_slower_than_the_order_of_joining() -> None:
+    load, network = (
+        Workload(ExchangeKind.GTOPK, 25_600_000),
+        two_sites(8, 20).reordered([0, 1, 3, 2, 5, 4, 6, 7]),
+    )
+    assert (
+        estimate_best_order(load, network, CpuCosts(), 0.5).step_s
+        < estimate_exchange(load, network, CpuCosts(), 0.5).step_s
+    )
+
+
+@pytest.mark.parametrize("kind", [ExchangeKind.GTOPK, ExchangeKind.TREE])
+def test_who_joined_first_over_a_thin_line_is_not_rank_0_where_others_may_be(kind: ExchangeKind) -> None:
+    """At rank 0 of five, four hops of a butterfly go over that line; at rank 3 only two."""
+    rates_Bps = [2.5e6] + 4 * [125e6]
+    network = NetworkModel(
+        lambda a, b: LinkModel(0.02 if 0 in (a, b) else 0.0002, min(rates_Bps[a], rates_Bps[b])),
+        rates_Bps,
+        rates_Bps,
+    )
+    load = Workload(kind, 10_000_000, 0.01)
+
+    alone = best_order(load, network, CpuCosts(), firsts=[0])  # nobody else holds the model yet
+    later = best_order(load, network, CpuCosts(), firsts=range(5))
+
+    assert alone.order[0] == 0 != later.order[0]
+    assert later.exchange_s < 0.6 * alone.exchange_s
+    every = [simulated_exchange_s(load, network, CpuCosts(), order) for order in permutations(range(5))]
+    assert later.exchange_s == pytest.approx(min(every), rel=0.01)

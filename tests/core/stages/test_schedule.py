@@ -1,0 +1,181 @@
+"""Schedules as pictures: a newcomer can check them by eye."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gridtrain.core.stages import schedule as plan
+from gridtrain.core.stages.schedule import (
+    Action,
+    ActionKind,
+    Schedule,
+    divide_samples,
+    draw_schedule,
+    fill_drain,
+    timetable,
+)
+from gridtrain.core.stages.schedule import one_forward_one_backward as one_f_one_b
+from gridtrain.errors import ConfigError, LocalProtocolError
+
+counts = st.integers(1, 9)
+
+
+def test_fill_drain() -> None:
+    assert (
+        draw_schedule(fill_drain(3, 4))
+        == """\
+stage 0    F0  F1  F2  F3   .   .   .   .  B0  B1  B2  B3
+stage 1     .  F0  F1  F2  F3   .   .  B0  B1  B2  B3   .
+stage 2     .   .  F0  F1  F2  F3  B0  B1  B2  B3   .   ."""
+    )
+
+
+def test_one_forward_one_backward() -> None:
+    assert (
+        draw_schedule(one_f_one_b(3, 4))
+        == """\
+stage 0    F0  F1  F2   .   .  B0  F3  B1   .  B2   .  B3
+stage 1     .  F0  F1   .  B0  F2  B1  F3  B2   .  B3   .
+stage 2     .   .  F0  B0  F1  B1  F2  B2  F3  B3   .   ."""
+    )
+
+
+def test_a_backward_that_takes_twice_as_long() -> None:
+    assert (
+        draw_schedule(one_f_one_b(2, 3), backward=2)
+        == """\
+stage 0    F0  F1   .   .  B0   =  F2  B1   =   .  B2   =
+stage 1     .  F0  B0   =  F1  B1   =  F2  B2   =   .   ."""
+    )
+
+
+def test_links_with_latency_and_micro_batches_ahead() -> None:
+    assert (
+        draw_schedule(one_f_one_b(2, 4), hop=1)
+        == """\
+stage 0    F0  F1   .   .   .  B0  F2  B1  F3   .   .  B2   .  B3
+stage 1     .   .  F0  B0  F1  B1   .   .  F2  B2  F3  B3   .   ."""
+    )
+    ahead = plan.ahead_for(1, 1, 1)
+    assert ahead == 2
+    assert (
+        draw_schedule(one_f_one_b(2, 4, ahead=ahead), hop=1)
+        == """\
+stage 0    F0  F1  F2  F3   .  B0   .  B1   .  B2   .  B3
+stage 1     .   .  F0  B0  F1  B1  F2  B2  F3  B3   .   ."""
+    )
+
+
+def test_one_stage_has_no_bubble() -> None:
+    assert draw_schedule(one_f_one_b(1, 3)) == "stage 0    F0  B0  F1  B1  F2  B2"
+    assert timetable(fill_drain(1, 3), 1, 2).busy_share(0) == 1.0
+
+
+def test_no_samples_are_no_actions() -> None:
+    assert divide_samples(0, 4) == ()
+    assert fill_drain(3, 0).actions == ((), (), ())
+    assert timetable(one_f_one_b(3, 0), 1, 1).makespan_s == 0.0
+    assert timetable(one_f_one_b(3, 0), 1, 1).busy_share(1) == 0.0
+
+
+@given(stages=counts, micro_batches=counts, forward_ms=counts, backward_ms=counts)
+def test_both_take_as_long_as_the_bubble_says(
+    stages: int, micro_batches: int, forward_ms: int, backward_ms: int
+) -> None:
+    for schedule in (fill_drain(stages, micro_batches), one_f_one_b(stages, micro_batches)):
+        made = timetable(schedule, forward_ms, backward_ms)
+        assert made.makespan_s == (micro_batches + stages - 1) * (forward_ms + backward_ms)
+        for stage in range(stages):
+            assert made.busy_share(stage) == pytest.approx(micro_batches / (micro_batches + stages - 1))
+
+
+@given(stages=counts, micro_batches=st.integers(0, 9), ahead=st.floats(0, 3))
+def test_every_micro_batch_goes_there_and_back_once_in_ascending_order(
+    stages: int, micro_batches: int, ahead: float
+) -> None:
+    for schedule in (fill_drain(stages, micro_batches), one_f_one_b(stages, micro_batches, ahead=ahead)):
+        for actions in schedule.actions:
+            for kind in ActionKind:
+                assert [a.micro_batch for a in actions if a.kind is kind] == list(range(micro_batches))
+        timetable(schedule, 1, 2)  # raises if the stages waited for one another
+
+
+@given(stages=counts, micro_batches=counts)
+def test_what_a_stage_keeps(stages: int, micro_batches: int) -> None:
+    for stage in range(stages):
+        assert fill_drain(stages, micro_batches).max_in_flight(stage) == micro_batches
+        assert one_f_one_b(stages, micro_batches).max_in_flight(stage) == min(micro_batches, stages - stage)
+
+
+@given(stages=counts, micro_batches=counts, hop_ms=st.integers(0, 40))
+def test_ahead_is_as_fast_as_keeping_everything(stages: int, micro_batches: int, hop_ms: int) -> None:
+    ahead = plan.ahead_for(1, 2, hop_ms)
+    bounded = timetable(one_f_one_b(stages, micro_batches, ahead=ahead), 1, 2, latency_s=hop_ms).makespan_s
+    everything = timetable(
+        one_f_one_b(stages, micro_batches, ahead=math.inf), 1, 2, latency_s=hop_ms
+    ).makespan_s
+    assert (
+        one_f_one_b(stages, micro_batches, ahead=math.inf).actions
+        == fill_drain(stages, micro_batches).actions
+    )
+    assert bounded <= everything
+
+
+@given(samples=st.integers(0, 50), micro_batches=st.integers(1, 20))
+def test_divided_evenly_and_none_empty(samples: int, micro_batches: int) -> None:
+    sizes = divide_samples(samples, micro_batches)
+    assert sum(sizes) == samples and len(sizes) <= micro_batches
+    assert not sizes or (min(sizes) >= 1 and max(sizes) - min(sizes) <= 1)
+    assert list(sizes) == sorted(sizes, reverse=True)
+
+
+def test_a_link_carries_one_payload_after_the_other() -> None:
+    """The activations of a fast stage queue up: 10 ms each on a link, 1 ms of computing."""
+    made = timetable(fill_drain(2, 3), [1, 1], [1, 1], send_s=10, latency_s=5)
+    assert [slot.start_s for slot in made.slots[1][:3]] == [16, 26, 36]
+
+
+def test_a_schedule_that_waits_for_itself_is_told() -> None:
+    forward, backward = Action(ActionKind.FORWARD, 0), Action(ActionKind.BACKWARD, 0)
+    with pytest.raises(LocalProtocolError, match="no stage can go on"):
+        timetable(Schedule("wrong", 1, 1, ((backward, forward),)), 1, 1)
+    with pytest.raises(LocalProtocolError, match="2 times for 1 stages"):
+        timetable(fill_drain(1, 1), [1, 2], 1)
+
+
+def test_what_cannot_be_scheduled() -> None:
+    with pytest.raises(ConfigError, match="0 stages"):
+        fill_drain(0, 1)
+    with pytest.raises(ConfigError, match="cannot be divided"):
+        divide_samples(3, 0)
+
+
+def test_channels_never_meet() -> None:
+    made = [
+        f(1)
+        for f in (
+            plan.activations_channel,
+            plan.gradients_channel,
+            plan.tied_gradients_channel,
+            plan.tied_parameters_channel,
+        )
+    ]
+    assert len(set(made)) == 4 and all(channel.kind for channel in made)
+
+
+def test_the_pictures_in_the_documentation_are_these() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "pipeline.md").read_text()
+    for picture in (
+        draw_schedule(fill_drain(3, 4)),
+        draw_schedule(one_f_one_b(3, 4)),
+        draw_schedule(one_f_one_b(2, 4), hop=1),
+    ):
+        assert f"```\n{picture}\n```" in page
+    for picture in (draw_schedule(fill_drain(3, 4)), draw_schedule(one_f_one_b(3, 4))):
+        assert textwrap.indent(picture, "    ") in (plan.__doc__ or "")

@@ -1,0 +1,156 @@
+"""What a step of a pipeline takes, against formulas; and how many micro-batches are proposed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from gridtrain.core.planning.network_model import NetworkModel, uniform_network
+from gridtrain.core.stages import schedule
+from gridtrain.core.stages.partition import partition_at
+from gridtrain.core.stages.stage_cost import Card, ExecutionSettings, Layer, ScheduleKind, StageCostModel
+from gridtrain.core.stages.step_time import StepEstimate, estimate_step, propose_micro_batches
+from gridtrain.errors import ConfigError
+
+RUNNING = ExecutionSettings(message_s=0.0, rematerialise=False)
+NO_LINES = uniform_network(4, 0.0, math.inf)
+
+
+def layers(count: int = 4, output: int = 0, overhead_s: float = 0.0) -> list[Layer]:
+    """1 ms forward and 2 ms backward a sample."""
+    return [Layer(f"layer{i}", 0.001, 0.002, 1000, output, 0, overhead_s) for i in range(count)]
+
+
+def look(each: list[Layer], network: NetworkModel, running: ExecutionSettings, batch: int) -> StepEstimate:
+    stages = network.size
+    cuts = [s * len(each) // stages for s in range(stages + 1)]
+    cards = [Card()] * stages
+    return estimate_step(
+        each,
+        cards,
+        network,
+        running,
+        batch,
+        partition_at(StageCostModel(each, cards, network, running), cuts),
+    )
+
+
+@pytest.mark.parametrize("order", list(ScheduleKind))
+@pytest.mark.parametrize("number", [1, 2, 3, 8, 24])
+def test_even_stages_take_what_gpipe_says(order: ScheduleKind, number: int) -> None:
+    found = look(layers(), NO_LINES, replace(RUNNING, order=order, micro_batches=number), number)
+    assert found.step_s == pytest.approx((number + 3) * 0.003)
+    assert found.bubble == pytest.approx(3 / (number + 3))
+    assert found.ideal_bubble == pytest.approx(3 / (number + 3))
+
+
+@pytest.mark.parametrize("order", list(ScheduleKind))
+@pytest.mark.parametrize(("alpha_s", "bandwidth_Bps"), [(0.0, math.inf), (0.005, 1e6), (0.02, 2e5)])
+def test_the_walk_is_the_timetable_of_the_schedule(
+    order: ScheduleKind, alpha_s: float, bandwidth_Bps: float
+) -> None:
+    """`schedule.timetable` has a line of its own for each direction; so have two stages here."""
+    running = replace(RUNNING, order=order, micro_batches=6)
+    found = look(layers(2, output=1000), uniform_network(2, alpha_s, bandwidth_Bps), running, 6)
+    table = schedule.timetable(
+        running.schedule(2), 0.001, 0.002, send_s=1000 / bandwidth_Bps, latency_s=alpha_s
+    )
+    assert found.step_s == pytest.approx(table.makespan_s)
+    assert found.sent_bytes == (6000, 6000)
+
+
+def test_a_middle_stage_sends_both_ways_through_one_line() -> None:
+    """A micro-batch computes 3 ms in a stage; its upload takes 2 x 4 ms in the middle: that is the rhythm."""
+    running = replace(RUNNING, order=ScheduleKind.ONE_F_ONE_B, micro_batches=64, ahead=6.0)
+    found = look(layers(3, output=4000), uniform_network(3, 0.0, 1e6), running, 64)
+    assert found.cut.period_s == pytest.approx(0.008)
+    assert found.step_s == pytest.approx(64 * 0.008, rel=0.1)
+
+
+def test_a_batch_need_not_divide_evenly() -> None:
+    """7 samples in 3: micro-batches of 3, 2, 2 on one stage are 7 samples' work."""
+    found = look(
+        layers(1), uniform_network(1, 0.0, math.inf), replace(RUNNING, samples=3, micro_batches=3), 7
+    )
+    assert found.step_s == pytest.approx(7 * 0.003)
+    assert found.bubble == pytest.approx(0.0)
+
+
+# -- proposals -------------------------------------------------------------------------------------
+
+
+def proposed(
+    network: NetworkModel,
+    batch: int = 64,
+    overhead_s: float = 0.0,
+    order: ScheduleKind = ScheduleKind.FILL_DRAIN,
+) -> int:
+    running = replace(RUNNING, order=order)
+    return propose_micro_batches(
+        layers(8, 100, overhead_s), [Card()] * 4, network, running, batch
+    ).micro_batches
+
+
+def test_without_overhead_more_is_better_until_it_hardly_is() -> None:
+    proposal = propose_micro_batches(layers(8), [Card()] * 4, None, RUNNING, 64, near=0.0)
+    assert proposal.micro_batches == 64
+    near = propose_micro_batches(layers(8), [Card()] * 4, None, RUNNING, 64)
+    assert near.micro_batches == 64 and near.chosen.step_s == pytest.approx(67 * 0.006)
+    assert (
+        propose_micro_batches(layers(8), [Card()] * 4, None, RUNNING, 64, near=0.10).micro_batches == 22
+    )  # of 3 samples
+
+
+def test_the_proposal_is_the_best_that_was_walked() -> None:
+    cheap, dear = proposed(NO_LINES), proposed(NO_LINES, overhead_s=0.003)
+    assert dear < cheap == 64
+    proposal = propose_micro_batches(layers(8, 100, 0.003), [Card()] * 4, NO_LINES, RUNNING, 64)
+    fastest_s = min(each.step_s for each in proposal.alternatives)
+    assert proposal.chosen.step_s <= 1.02 * fastest_s
+    assert all(
+        each.step_s > 1.02 * fastest_s
+        for each in proposal.alternatives
+        if each.settings.micro_batches < proposal.micro_batches
+    )
+    assert proposal.reason.startswith(f"{dear} micro-batches of ")
+    assert "as each costs its overhead and latency" in proposal.reason
+
+
+def test_1f1b_runs_ahead_where_payloads_are_long_on_their_way() -> None:
+    running = replace(RUNNING, order=ScheduleKind.ONE_F_ONE_B)
+    slow = propose_micro_batches(layers(8, 100), [Card()] * 4, uniform_network(4, 0.05, 12.5e6), running, 64)
+    assert slow.chosen.settings.ahead > 0
+    assert "ahead for each stage that follows" in slow.reason
+    stuck = replace(slow.chosen.settings, ahead=0.0)
+    cards, network = [Card()] * 4, uniform_network(4, 0.05, 12.5e6)
+    without = estimate_step(layers(8, 100), cards, network, stuck, 64, slow.chosen.cut)
+    assert slow.chosen.step_s < 0.8 * without.step_s
+
+
+def test_what_does_not_fit_is_left_out() -> None:
+    """Everything of the whole batch is kept in fill-drain; only transit and work grow with the samples."""
+    each = [Layer(f"layer{i}", 0.001, 0.002, 0, 100) for i in range(2)]
+    cards = [Card(memory_bytes=64 * 200 + 8 * 900)] * 2
+    proposal = propose_micro_batches(each, cards, None, RUNNING, 64)
+    assert all(one.settings.samples <= 16 for one in proposal.alternatives)
+    assert "do not fit into memory" in proposal.reason
+    with pytest.raises(ConfigError, match="no cut of 2 layers into 2 stages fits"):
+        propose_micro_batches(each, [Card(memory_bytes=100)] * 2, None, RUNNING, 64)
+
+
+def test_cuts_that_stand_already_are_kept() -> None:
+    proposal = propose_micro_batches(layers(8), [Card()] * 2, None, RUNNING, 16, cuts=(0, 2, 8))
+    assert {one.cut.cuts for one in proposal.alternatives} == {(0, 2, 8)}
+    with pytest.raises(ConfigError, match="stage 1 needs"):
+        propose_micro_batches(layers(8), [Card(memory_bytes=20_000)] * 2, None, RUNNING, 16, cuts=(0, 2, 8))
+
+
+def test_numbers_of_ones_own_are_compared() -> None:
+    proposal = propose_micro_batches(layers(8), [Card()] * 4, None, RUNNING, 64, numbers=(4, 8, 16))
+    assert [one.settings.micro_batches for one in proposal.alternatives] == [4, 8, 16]
+    assert proposal.micro_batches == 16
+    for batch, numbers in ((0, ()), (4, (8,)), (4, (0,))):
+        with pytest.raises(ConfigError, match="samples in"):
+            propose_micro_batches(layers(8), [Card()] * 4, None, RUNNING, batch, numbers=numbers)

@@ -1,0 +1,170 @@
+"""Rate caps and the outbox: pure, so every time here is exact."""
+
+from __future__ import annotations
+
+import pytest
+
+from gridtrain.core.messages import Ping, StateBlock
+from gridtrain.errors import ConfigError, TransportError
+from gridtrain.network.transport.rate_limiter import (
+    MAX_LATENESS_S,
+    DownloadLimiter,
+    UploadLimiter,
+    parse_rate,
+)
+from gridtrain.network.transport.send_queue import QueuedMessage, SendQueue, is_bulk
+
+# -- rates ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "rate_Bps"),
+    [
+        ("20Mbit", 2.5e6),
+        ("1Gbit", 125e6),
+        ("500kbit", 62_500),
+        ("2.5MB", 2.5e6),
+        ("100B", 100),
+        ("8bit", 1),
+        ("20 mbit/s", 2.5e6),
+    ],
+)
+def test_rates_are_read_as_bytes_per_second(text, rate_Bps):
+    assert parse_rate(text) == rate_Bps
+
+
+@pytest.mark.parametrize(
+    "text", ["", "20", "20Mb", "Mbit", "-3MB", "1e3MB", "0Mbit", "2.5 MiB", "inf MB", "4 bit/m"]
+)
+def test_what_is_no_rate_is_refused_with_examples(text):
+    with pytest.raises(ConfigError, match='"20Mbit", "1Gbit"'):
+        parse_rate(text)
+
+
+# -- the upload line -----------------------------------------------------------------------------
+
+
+def test_bulk_leaves_one_after_the_other_without_a_burst():
+    pacer = UploadLimiter(1000.0)
+    # queued together at t = 10 after a long rest:  |--500--|--250--|
+    assert pacer.schedule_bulk(500, queued_s=10.0, now_s=10.0) == 10.5
+    assert pacer.schedule_bulk(250, queued_s=10.0, now_s=10.5) == 10.75
+    # the line rests from 10.75 to 12: that time is not saved up
+    assert pacer.schedule_bulk(1000, queued_s=12.0, now_s=12.0) == 13.0
+
+
+def test_a_loop_that_wakes_a_little_late_does_not_slow_the_line():
+    pacer = UploadLimiter(1000.0)
+    pacer.schedule_bulk(500, queued_s=0.0, now_s=0.0)
+    assert pacer.schedule_bulk(500, queued_s=0.0, now_s=0.5 + MAX_LATENESS_S / 2) == 1.0
+    # but what is missed by much is missed
+    assert pacer.schedule_bulk(500, queued_s=0.0, now_s=5.0) == pytest.approx(5.5 - MAX_LATENESS_S)
+
+
+def test_control_goes_at_once_and_is_paid_for_by_later_bulk():
+    pacer = UploadLimiter(1000.0)
+    pacer.schedule_bulk(500, queued_s=0.0, now_s=0.0)
+    pacer.charge_control(100, now_s=0.2)
+    assert pacer.schedule_bulk(500, queued_s=0.0, now_s=0.5) == pytest.approx(1.1)
+    assert pacer.control_free_s == pytest.approx(0.3)  # control alone keeps to the rate as well
+
+
+def test_no_cap_is_no_wait():
+    assert UploadLimiter(None).schedule_bulk(10**12, queued_s=1.0, now_s=2.0) == 2.0
+    meter = DownloadLimiter(None)
+    meter.charge(10**12, now_s=1.0)
+    assert meter.can_read(1.0)
+
+
+# -- the download debt ---------------------------------------------------------------------------
+
+
+def test_a_message_is_delivered_then_its_time_is_waited_for():
+    meter = DownloadLimiter(1000.0)
+    assert meter.can_read(5.0)
+    meter.charge(500, now_s=5.0)
+    assert not meter.can_read(5.4)
+    assert meter.free_s == pytest.approx(5.5 - MAX_LATENESS_S)
+    assert meter.can_read(5.5)
+
+
+# -- the outbox ----------------------------------------------------------------------------------
+
+
+def parcel(
+    peer: str, name: str, nbytes: int = 100, *, bulk: bool = True, queued_s: float = 0.0
+) -> QueuedMessage[str]:
+    return QueuedMessage(peer.encode() * 32, "Data", name, nbytes, bulk, queued_s)
+
+
+def drain(outbox: SendQueue[str], now_s: float = 0.0) -> list[str]:
+    taken = []
+    while (item := outbox.take(now_s)) is not None:
+        taken.append(item.body)
+    return taken
+
+
+def test_only_data_and_state_wait_for_the_line():
+    assert is_bulk(StateBlock(1, 1, 0, 1, b""))
+    assert not is_bulk(Ping(1))
+
+
+def test_peers_take_turns_and_control_goes_first():
+    outbox: SendQueue[str] = SendQueue(UploadLimiter(None))
+    for item in (
+        parcel("a", "a1"),
+        parcel("a", "a2"),
+        parcel("a", "a3"),
+        parcel("b", "b1"),
+        parcel("b", "b2"),
+    ):
+        outbox.put(item)
+    outbox.put(parcel("b", "vote", bulk=False))
+    assert drain(outbox) == ["vote", "a1", "b1", "a2", "b2", "a3"]
+    assert outbox.is_empty()
+
+
+def test_the_cap_is_shared_and_tells_when_the_next_one_leaves():
+    outbox: SendQueue[str] = SendQueue(UploadLimiter(1000.0))
+    outbox.put(parcel("a", "a1", 500))
+    outbox.put(parcel("b", "b1", 500))
+    assert drain(outbox, 0.0) == [] and outbox.due_s() == 0.5
+    assert drain(outbox, 0.5) == ["a1"] and outbox.due_s() == 1.0
+    outbox.put(parcel("b", "vote", 10, bulk=False))
+    assert drain(outbox, 0.6) == ["vote"]
+    assert drain(outbox, 1.0) == ["b1"] and outbox.due_s() == float("inf")
+
+
+def test_what_a_socket_refuses_stays_first_and_holds_up_nobody_else():
+    outbox: SendQueue[str] = SendQueue(UploadLimiter(None))
+    for item in (parcel("a", "a1"), parcel("a", "a2"), parcel("b", "b1")):
+        outbox.put(item)
+    refused = outbox.take(0.0)
+    assert refused is not None and refused.body == "a1"
+    outbox.put_back(refused)
+    outbox.put(parcel("a", "vote", bulk=False))
+    assert drain(outbox) == ["b1"]
+    assert outbox.blocked_peers() == [b"a" * 32]
+    assert outbox.backlog_bytes(b"a" * 32) == 300
+    outbox.unblock(b"a" * 32)
+    assert drain(outbox) == ["a1", "vote", "a2"]
+    assert outbox.backlog_bytes(b"a" * 32) == 0
+
+
+def test_the_bound_is_per_peer_and_says_what_is_queued():
+    outbox: SendQueue[str] = SendQueue(UploadLimiter(1.0), limit_bytes=250)
+    outbox.put(parcel("a", "a1"))
+    outbox.put(parcel("a", "a2"))
+    with pytest.raises(TransportError, match="200 bytes wait, 100 more would exceed 250"):
+        outbox.put(parcel("a", "a3"))
+    outbox.put(parcel("b", "b1"))
+
+
+def test_a_dropped_peer_leaves_nothing_even_on_the_line():
+    outbox: SendQueue[str] = SendQueue(UploadLimiter(1000.0))
+    outbox.put(parcel("a", "a1"))
+    outbox.put(parcel("b", "b1"))
+    assert drain(outbox, 0.0) == []  # a1 is on the line
+    outbox.clear_peer(b"a" * 32)
+    assert drain(outbox, 0.0) == [] and drain(outbox, 0.2) == ["b1"]
+    assert outbox.is_empty()

@@ -1,0 +1,308 @@
+"""Who waits in the doorway for how long, with how many others; and that silent crowds delay nobody."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from defences import disable_defences
+
+from gridtrain.network.transport.interface import PeerDown, PeerUp
+from gridtrain.network.transport.zmq import half_open, tcp_options
+from gridtrain.network.transport.zmq.half_open import (
+    CUTS_PER_S,
+    HALF_OPEN_S,
+    MOST_AT_ALL,
+    MOST_HALF_OPEN,
+    MOST_OF_ONE_RANGE,
+    HalfOpenConnections,
+    address_range,
+)
+
+HOME, ELSEWHERE = "198.51.100.7", "203.0.113.9"
+
+
+def overstayers(made: HalfOpenConnections, heard_s: float, now_s: float = 0.0) -> list[int]:
+    return half_open.connections_to_cut(made, heard_s, now_s)
+
+
+def crowd(made: HalfOpenConnections, host: str, fds: range, now_s: float = 0.0) -> None:
+    for fd in fds:
+        made.add(fd, host, now_s)
+
+
+# -- the rules -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("198.51.100.7", "198.51.100.0/24"),
+        ("::ffff:198.51.100.7", "198.51.100.0/24"),  # the same party, by another door
+        ("2001:db8:1:2:3::4", "2001:db8:1::/48"),
+        ("fe80::1%eth0", "fe80::/48"),
+        ("", ""),
+        ("no address", "no address"),
+    ],
+)
+def test_address_ranges(host, name):
+    assert address_range(host) == name
+
+
+def test_who_says_nothing_is_cut_after_its_time():
+    made = HalfOpenConnections()
+    made.add(1, HOME, 0.0)
+    made.add(2, HOME, 1.0)
+    assert made.due_s() == HALF_OPEN_S
+    assert overstayers(made, HALF_OPEN_S - 0.01) == []
+    assert overstayers(made, HALF_OPEN_S) == [1]
+    assert overstayers(made, HALF_OPEN_S) == []  # each is named once
+    assert made.due_s() == HALF_OPEN_S + 1.0
+
+
+def test_who_greets_or_goes_does_not_wait_any_more():
+    made = HalfOpenConnections()
+    crowd(made, HOME, range(3))
+    assert made.remove(0) and made.remove(1) and not made.remove(1)
+    assert overstayers(made, HALF_OPEN_S) == [2]
+    assert len(made) == 0 and made.due_s() == float("inf")
+
+
+def test_while_nothing_is_read_nobody_is_too_late():
+    """Under a download cap a greeting may lie unread for long: only what was heard until then counts."""
+    made = HalfOpenConnections()
+    made.add(1, HOME, 10.0)
+    assert overstayers(made, heard_s=9.0) == []  # it is much later, but nothing was read since 9.0
+
+
+def test_a_household_may_come_all_at_once_and_no_more():
+    made = HalfOpenConnections()
+    crowd(made, HOME, range(MOST_OF_ONE_RANGE))
+    assert overstayers(made, 0.0) == []
+    made.add(1000, HOME, 0.0)
+    made.add(1001, ELSEWHERE, 0.0)
+    assert overstayers(made, 0.0) == [0]  # the oldest of that range
+
+
+def test_when_the_doorway_is_full_the_largest_crowd_loses_its_oldest():
+    made = HalfOpenConnections()
+    groups = MOST_HALF_OPEN // 50
+    for group in range(groups):
+        crowd(made, f"10.0.{group}.1", range(group * 100, group * 100 + 50))
+    rest = MOST_HALF_OPEN - groups * 50
+    crowd(made, HOME, range(10_000, 10_000 + rest))
+    assert overstayers(made, 0.0) == []
+    made.add(20_000, ELSEWHERE, 0.0)
+    (cut,) = overstayers(made, 0.0)
+    assert cut in {group * 100 for group in range(groups)}
+    assert 20_000 in made
+
+
+def test_a_reused_descriptor_is_a_new_connection():
+    made = HalfOpenConnections()
+    made.add(1, HOME, 0.0)
+    made.add(1, ELSEWHERE, 3.0)
+    assert len(made) == 1
+    assert overstayers(made, HALF_OPEN_S) == []
+
+
+def test_beyond_the_soft_limits_the_pace_is_moderate_and_the_latest_have_time():
+    made = HalfOpenConnections()
+    crowd(made, HOME, range(1500))
+    first = overstayers(made, 0.0, now_s=0.0)
+    assert first == list(range(int(CUTS_PER_S)))
+    assert overstayers(made, 0.0, now_s=0.0) == []
+    assert made.due_s() == pytest.approx(1.0 / CUTS_PER_S)
+    later = overstayers(made, 0.0, now_s=1.0)
+    assert later == list(range(len(first), 2 * len(first)))
+
+
+def test_beyond_the_hard_limit_there_is_no_pace():
+    made = HalfOpenConnections()
+    crowd(made, HOME, range(MOST_AT_ALL))
+    overstayers(made, 0.0)
+    crowd(made, HOME, range(10_000, 10_000 + MOST_AT_ALL))
+    overstayers(made, 0.0)
+    assert len(made) == MOST_AT_ALL
+    assert 10_000 + MOST_AT_ALL - 1 in made and 1000 not in made
+
+
+# -- cutting, with real descriptors --------------------------------------------------------------
+
+
+@pytest.fixture
+def connection():
+    """(the accepted end, the dialling end, the port)"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        far = socket.create_connection(server.getsockname())
+        near, _ = server.accept()
+        with near, far:
+            far.settimeout(5.0)
+            yield near, far, server.getsockname()[1]
+
+
+def test_cutting_ends_the_connection_and_leaves_the_descriptor_to_its_owner(connection):
+    near, far, port = connection
+    remote = tcp_options.remote_address(near.fileno(), {port})
+    assert remote == far.getsockname()
+    assert tcp_options.shut_down(near.fileno(), remote, {port})
+    assert far.recv(1) == b""
+    os.fstat(near.fileno())  # still open: libzmq closes it itself
+
+
+def test_only_the_connection_that_was_meant_is_cut(connection, tmp_path):
+    near, far, port = connection
+    remote = far.getsockname()
+    assert not tcp_options.shut_down(
+        near.fileno(), (remote[0], remote[1] + 1), {port}
+    )  # reused for another peer
+    assert not tcp_options.shut_down(near.fileno(), remote, {port + 1})  # reused by another server
+    assert not tcp_options.shut_down(far.fileno(), remote, {port})  # a connection that we made
+    with open(tmp_path / "journal", "w") as file:
+        assert not tcp_options.shut_down(file.fileno(), remote, {port})
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+        assert tcp_options.remote_address(other.fileno(), {port}) is None
+    assert tcp_options.remote_address(10**6, {port}) is None
+    near.send(b"x")
+    assert far.recv(1) == b"x"
+
+
+def test_listening_raises_the_limit_of_descriptors(zeromq_net):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lower = min(1024, soft)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lower, hard))
+    try:
+        zeromq_net.add("bert").transport.listen("tcp://127.0.0.1:0")
+        raised, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        unlimited = hard == resource.RLIM_INFINITY
+        assert raised == max(lower, tcp_options.MOST_DESCRIPTORS if unlimited else min(hard, 65536))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# -- a crowd of silent connections ---------------------------------------------------------------
+
+SILENT = 400
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """A silent connection is not cut for its age: who waited behind all of them would wait for minutes."""
+    monkeypatch.setattr(half_open, "HALF_OPEN_S", 600.0)
+
+
+@pytest.fixture
+def besieged(zeromq_net):
+    """`besieged(count)`: an endpoint at whose door so many connections stand and say nothing."""
+    opened = []
+
+    def make(count):
+        bert = zeromq_net.add("bert")
+        address = bert.transport.listen("tcp://127.0.0.1:0")
+        port = int(address.rpartition(":")[2])
+        for _ in range(count):
+            opened.append(socket.create_connection(("127.0.0.1", port), timeout=5.0))
+            if len(opened) % 50 == 0:
+                bert.events += bert.transport.poll(0.0)
+        for silent in opened:
+            silent.setblocking(False)
+        return bert, address
+
+    def still_open() -> int:
+        return sum(not closed(silent) for silent in opened)
+
+    make.still_open = still_open
+    yield make
+    for silent in opened:
+        silent.close()
+
+
+def closed(silent: socket.socket) -> bool:
+    """Reads past libzmq's own greeting, which comes first."""
+    try:
+        while silent.recv(4096):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def test_a_silent_crowd_delays_no_honest_peer(zeromq_net, patient, besieged):
+    bert, address = besieged(SILENT)
+    anna = zeromq_net.add("anna")
+    anna.transport.dial(bert.key, address)
+    zeromq_net.until(lambda: anna.of(PeerUp) and bert.of(PeerUp), anna, bert)
+    zeromq_net.until(lambda: besieged.still_open() <= MOST_OF_ONE_RANGE, bert, anna)
+    assert bert.story() == ["up anna"]
+
+
+SIEGE = """
+import selectors, socket, sys
+selector = selectors.DefaultSelector()
+def come():
+    silent = socket.socket()
+    silent.setblocking(False)
+    silent.connect_ex(("127.0.0.1", int(sys.argv[1])))
+    selector.register(silent, selectors.EVENT_READ)
+for _ in range(1500):
+    come()
+print("there", flush=True)
+while True:
+    for key, _ in selector.select():
+        try:
+            if key.fileobj.recv(4096):
+                continue  # libzmq's own greeting
+        except BlockingIOError:
+            continue
+        except OSError:
+            pass
+        selector.unregister(key.fileobj)
+        key.fileobj.close()
+        come()  # as soon as it is cut
+"""
+
+
+@pytest.mark.integration
+def test_a_silent_crowd_that_comes_back_at_once_delays_nobody(zeromq_net, patient):
+    bert = zeromq_net.add("bert")
+    address = bert.transport.listen("tcp://127.0.0.1:0")
+    command = [sys.executable, "-c", SIEGE, address.rpartition(":")[2]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as siege:
+        try:
+            siege.stdout.readline()
+            end_s = time.monotonic() + 1.0
+            zeromq_net.until(lambda: time.monotonic() > end_s, bert)
+            for name in ("anna", "carl", "dave"):
+                honest = zeromq_net.add(name)
+                honest.transport.dial(bert.key, address)
+                zeromq_net.until(lambda honest=honest: honest.of(PeerUp), honest, bert)
+            assert bert.of(PeerDown) == []
+        finally:
+            siege.kill()
+
+
+def test_silent_connections_are_cut_and_a_greeted_one_stays(zeromq_net, besieged, monkeypatch):
+    monkeypatch.setattr(half_open, "HALF_OPEN_S", 0.3)
+    bert, address = besieged(20)
+    anna = zeromq_net.add("anna")
+    anna.transport.dial(bert.key, address)
+    zeromq_net.until(lambda: anna.of(PeerUp) and bert.of(PeerUp), anna, bert)
+    zeromq_net.until(lambda: besieged.still_open() == 0, bert, anna)
+    assert bert.story() == ["up anna"] and anna.story() == ["up bert"]
+
+
+def test_without_the_limits_a_silent_crowd_stays(zeromq_net, besieged, monkeypatch):
+    """What the limits are for: each of these holds a descriptor for as long as libzmq lets it."""
+    monkeypatch.setattr(half_open, "HALF_OPEN_S", 0.1)
+    with disable_defences("half-open"):
+        bert, _ = besieged(SILENT)
+        end_s = time.monotonic() + 0.5
+        zeromq_net.until(lambda: time.monotonic() > end_s, bert)
+        assert besieged.still_open() == SILENT

@@ -1,0 +1,309 @@
+"""Every message there and back, drawn from the schema; then the same bytes, damaged."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, get_args
+
+import hypothesis
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gridtrain.core import messages as m
+from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+from gridtrain.network.wire import field_types, schema
+from gridtrain.network.wire.codec import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, TYPE_CODES, decode, encode
+
+FEW = 4  # items in a drawn list; how many are allowed is tested in test_limits.py
+
+
+def _some(blocks: m.Span) -> m.Span:
+    """Of a model: one block at least."""
+    return blocks if blocks.start < blocks.stop else m.Span(0, 1)
+
+
+def _of(index: int, total: int, most: int) -> tuple[int, int]:
+    return index % min(total, most), min(total, most)
+
+
+# A drawn value that breaks its record's rule is put right.
+PUT_RIGHT: dict[type, Callable[[Any], Any]] = {
+    m.Span: lambda s: m.Span(min(s.start, s.stop), max(s.start, s.stop)),
+    m.CheckpointInfo: lambda h: replace(h, blocks=_some(h.blocks)),
+    m.CheckpointRequest: lambda ask: replace(ask, blocks=_some(ask.blocks)),
+    m.Member: lambda one: replace(
+        one,
+        pieces=tuple((_some(blocks), rank) for blocks, rank in one.pieces),
+        piece_digests=(*one.piece_digests, *(b"",) * len(one.pieces))[: len(one.pieces)],
+    ),
+    m.StagedModel: lambda model: replace(model, cuts=(0, len(model.blocks) or 3)),
+    m.LedgerSpec: lambda s: m.LedgerSpec(s.size, s.seed, s.epochs, 7 if s.epochs is None else None),
+    m.MemberListPage: lambda r: m.MemberListPage(r.term, r.generation, *_of(r.page, r.pages, 256), r.members),
+    m.ResidualBlock: lambda h: replace(
+        h, **dict(zip(("index", "total"), _of(h.index, h.total, 16), strict=True))
+    ),
+    m.BundleBlock: lambda b: replace(
+        b, **dict(zip(("index", "total"), _of(b.index, b.total, 8), strict=True))
+    ),
+    m.Burst: lambda b: replace(b, index=b.index % m.BURST_MESSAGES),
+    m.StateBlock: lambda b: m.StateBlock(b.term, b.generation, *_of(b.index, b.total, 65536), b.payload),
+    m.CheckpointBlock: lambda c: replace(
+        c, **dict(zip(("index", "total"), _of(c.index, c.total, 65536), strict=True))
+    ),
+}
+
+
+def values_of(kind: field_types.FieldType) -> st.SearchStrategy[Any]:
+    match kind:
+        case field_types.IntField(low=low, high=high):
+            return st.one_of(st.integers(low, high), st.sampled_from([low, high]))
+        case field_types.BoolField():
+            return st.booleans()
+        case field_types.FloatField(low=low, high=high):
+            return st.floats(low, high)
+        case field_types.BytesField(low=low, high=high):
+            return st.binary(min_size=low, max_size=high)
+        case field_types.TextField(max_bytes=max_bytes):
+            alphabet = st.characters(codec="utf-8", exclude_categories=["Cc"])
+            return st.text(alphabet, max_size=max_bytes // 4)
+        case field_types.WordField(words=words):
+            return st.sampled_from(sorted(words))
+        case field_types.EnumField(enum=enum):
+            return st.sampled_from(enum)
+        case field_types.OptionalField(item_type=inner):
+            return st.none() | values_of(inner)
+        case field_types.ListField(item_type=inner):
+            return st.lists(values_of(inner), max_size=FEW).map(tuple)
+        case field_types.TupleField(item_types=inners):
+            return st.tuples(*map(values_of, inners))
+        case field_types.PayloadField():
+            return st.binary(max_size=100)
+        case field_types.RecordField(cls=cls, field_types=fields):
+            drawn = st.builds(cls, **{name: values_of(inner) for name, inner in fields.items()})
+            return drawn.map(PUT_RIGHT.get(cls, lambda value: value))
+    raise AssertionError(f"no strategy for {type(kind).__name__}")
+
+
+ALL_MESSAGES = [pytest.param(record, id=record.name) for record in schema.MESSAGES.values()]
+
+
+def test_every_message_has_a_code() -> None:
+    assert set(TYPE_CODES) == set(get_args(m.Message))
+    assert len(set(TYPE_CODES.values())) == len(TYPE_CODES)
+    assert TYPE_CODES[m.Hello] == 1  # for ever
+
+
+@pytest.mark.parametrize("record", ALL_MESSAGES)
+def test_there_and_back(record: field_types.RecordField) -> None:
+    @settings(max_examples=40)
+    @given(values_of(record))
+    def check(message: m.Message) -> None:
+        frames = encode(message)
+        assert decode(frames) == message
+        assert decode([memoryview(frame) for frame in frames]) == message
+        assert len(frames) == 1 + hasattr(message, "payload")
+
+    check()
+
+
+# -- payloads ------------------------------------------------------------------------------------
+
+
+def data(payload: Any) -> m.Data:
+    return m.Data(m.RoundId(1, 2, 3, 0), m.Channel(), m.PayloadSlot(m.CollectivePhase.REDUCE), False, payload)
+
+
+def test_a_payload_is_not_copied_on_either_side() -> None:
+    vector = np.arange(1000, dtype=np.float32)
+    frames = encode(data(vector))
+    assert np.shares_memory(np.frombuffer(frames[1], np.float32), vector)
+    received = memoryview(bytes(frames[1]))
+    message = decode([frames[0], received])
+    assert isinstance(message, m.Data)
+    assert message.payload is received
+
+
+@pytest.mark.parametrize(
+    ("payload", "frame"),
+    [
+        pytest.param(b"abc", b"abc", id="bytes"),
+        pytest.param(bytearray(b"abc"), b"abc", id="bytearray"),
+        pytest.param(memoryview(b"xabcx")[1:4], b"abc", id="part of a memoryview"),
+        pytest.param(np.array([1], "<f4"), b"\0\0\x80?", id="float32"),
+        pytest.param(np.array([[1], [0]], "<f2"), b"\0<\0\0", id="two dimensions of float16"),
+        pytest.param(np.array([], np.float32), b"", id="empty array"),
+        pytest.param(b"", b"", id="empty"),
+    ],
+)
+def test_any_contiguous_buffer_is_a_payload(payload: Any, frame: bytes) -> None:
+    assert bytes(encode(data(payload))[1]) == frame
+
+
+# -- our own faults ------------------------------------------------------------------------------
+
+ROUND = m.RoundId(1, 2, 3, 0)
+LONG_SPANS = tuple(m.Span(2**60 + i, 2**61 + i) for i in range(4096))
+SPEC = m.LedgerSpec(100, 0, epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        pytest.param(m.Ping(-1), "Ping.nonce is int -1, must be an integer 0", id="negative"),
+        pytest.param(m.Ping(2**63), "Ping.nonce is int 9223372036854775808", id="over 2^63"),
+        pytest.param(m.Ping(True), "Ping.nonce is bool True", id="bool for an int"),
+        pytest.param(m.Ping(1.0), "Ping.nonce is float 1.0", id="float for an int"),  # type: ignore[arg-type]
+        pytest.param(m.Hello(bytes(31), 1, ""), "Hello.peer is 31 bytes, must be exactly 32", id="short key"),
+        pytest.param(
+            m.Ready(1, 1, bytes(65)), "Ready.history is 65 bytes, must be 0 .. 64", id="long digest"
+        ),
+        pytest.param(m.Join("r", "a\x1b[2J", "tcp://h:1"), "Join.name is 5 bytes", id="terminal escape"),
+        pytest.param(m.Join("r", "\ud800", "tcp://h:1"), "Join.name is str .* valid UTF-8", id="surrogate"),
+        pytest.param(m.Join("r", "n", "é" * 65), "Join.address is 130 bytes", id="long in bytes"),
+        pytest.param(m.RunStateUpdate("asleep", ""), "RunState.state is str 'asleep'", id="unknown state"),
+        pytest.param(m.Decision(ROUND, 1, ""), "Decision.verdict is int 1", id="int for an enum"),  # type: ignore[arg-type]
+        pytest.param(m.MemberListPage(1, 1, 2, 2, ()), "Roster is page 2 of 2", id="page over pages"),
+        pytest.param(m.StateBlock(1, 1, 3, 3, b""), "StateBlock is block 3 of 3", id="block over total"),
+        pytest.param(
+            m.Heartbeat(0, 0, 0, (("loss", float("nan")),)),
+            r"Beat.figures\[0\] is float nan",
+            id="NaN figure",
+        ),
+        pytest.param(
+            m.RoundStalled(ROUND, (bytes(32), b"x"), 0.0, ""),
+            r"Stalled.suspects\[1\] is 1 bytes",
+            id="path to the item",
+        ),
+        pytest.param(
+            m.Setup((), m.LedgerSpec(1, 0), 1, None),
+            "Setup.ledger is LedgerSpec.* must have epochs or steps",
+            id="two ends",
+        ),
+        pytest.param(
+            m.MembershipView(1, 1, 1, m.Verdict.ABORT, None, 0, b"", m.LedgerState(requeued=LONG_SPANS), ""),
+            "header of View takes 77.* at most 65536",
+            id="header over 64 KiB",
+        ),
+        pytest.param(data("text"), "payload of Data is no contiguous buffer", id="payload is text"),
+        pytest.param(data(np.zeros((4, 4))[:, 0]), "payload of Data is no contiguous", id="payload has gaps"),
+        pytest.param(
+            data(np.empty(MAX_PAYLOAD_BYTES + 1, np.uint8)), "takes 67108865 bytes", id="payload over 64 MiB"
+        ),
+        pytest.param(ROUND, "RoundId is no message", id="a part of a message"),
+    ],
+)
+def test_our_own_faults_are_loud(message: m.Message, words: str) -> None:
+    with pytest.raises(LocalProtocolError, match=words):
+        encode(message)
+
+
+def test_a_whole_number_is_a_float_too() -> None:
+    assert decode(encode(m.Heartbeat(0, 0, 0, (("loss", 3),)))) == m.Heartbeat(0, 0, 0, (("loss", 3.0),))
+
+
+def test_our_own_reasons_are_made_to_fit() -> None:
+    """A long reason, or one with a traceback's odd characters, is no reason to crash."""
+    sent = m.Leave("line 1\nline 2\t\x1b[31m" + "é" * 1000)
+    received = decode(encode(sent))
+    assert isinstance(received, m.Leave)
+    assert received.reason.startswith("line 1\nline 2  [31méé")
+    assert len(received.reason.encode()) in (511, 512)
+
+
+def test_a_full_page_of_a_roster_fits_a_header() -> None:
+    member = m.Member(bytes(32), "n" * 64, "a" * 128, 2**31 - 1, True, 2**31 - 1, digest=bytes(64))
+    last = schema.MAX_ROSTER_PAGES - 1
+    page = m.MemberListPage(
+        2**63 - 1, 2**63 - 1, last, schema.MAX_ROSTER_PAGES, (member,) * schema.MAX_ROSTER_PAGE
+    )
+    frames = encode(page)
+    assert len(frames[0]) < MAX_HEADER_BYTES
+    assert decode(frames) == page
+
+
+def test_a_hello_of_another_version_is_still_a_hello() -> None:
+    assert decode([msgpack.packb([1, bytes(32), 99, "gridtrain 9"])]) == m.Hello(bytes(32), 99, "gridtrain 9")
+
+
+# -- fuzz ----------------------------------------------------------------------------------------
+
+
+def corpus() -> list[list[bytes]]:
+    """A few messages of every type, the same in every run."""
+    found: list[list[bytes]] = []
+    for record in schema.MESSAGES.values():
+
+        @hypothesis.seed(0)
+        @settings(max_examples=8, database=None, phases=[hypothesis.Phase.generate])
+        @given(values_of(record))
+        def collect(message: m.Message) -> None:
+            found.append([bytes(frame) for frame in encode(message)])
+
+        collect()
+    return found
+
+
+ODD_BYTES = (0x00, 0x80, 0x90, 0x91, 0xC0, 0xC1, 0xC7, 0xCA, 0xD4, 0xD9, 0xDC, 0xDD, 0xDF, 0xFF)
+
+
+def mutate(frames: list[bytes], others: list[bytes], rng: random.Random) -> list[bytes]:
+    header = bytearray(frames[0])
+    for _ in range(rng.randint(1, 3)):
+        at = rng.randrange(len(header) + 1)
+        match rng.randrange(7):
+            case 0 if at < len(header):
+                header[at] ^= 1 << rng.randrange(8)
+            case 1 if at < len(header):
+                header[at] = rng.choice(ODD_BYTES)
+            case 2:
+                header[at:at] = rng.randbytes(rng.randint(1, 9))
+            case 3:
+                del header[at : at + rng.randint(1, 9)]
+            case 4:
+                header[at:at] = rng.choice((b"\xdd", b"\xdb", b"\xc6", b"\xdf")) + b"\xff\xff\xff\xff"
+            case 5:
+                header[at:] = others[0][rng.randrange(len(others[0])) :]
+            case _:
+                return rng.choice(([], [*frames, b""], [bytes(header)], [*frames, *others], others[::-1]))
+    return [bytes(header), *frames[1:]]
+
+
+def test_a_mutated_message_is_refused_or_is_a_message(seeds: Callable[[int], Iterator[int]]) -> None:
+    messages = corpus()
+    accepted = 0
+    tracemalloc.start()
+    for seed in seeds(10_000):
+        rng = random.Random(seed)
+        mutant = mutate(rng.choice(messages), rng.choice(messages), rng)
+        try:
+            message = decode(mutant)
+        except RemoteProtocolError:
+            continue
+        accepted += 1
+        assert decode(encode(message)) == message, f"seed {seed}: {message}"
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert accepted, "the mutations are too harsh to test anything"
+    assert peak_bytes < 8 * 2**20
+
+
+@pytest.mark.parametrize(
+    "item", [b"\xc0", b"\x90", b"\x91\xc0", b"\x80", b"\xcd\xff\xff", b"\xa1a", b"\xc4\x01a"]
+)
+def test_a_full_header_costs_little_memory(item: bytes) -> None:
+    """64 KiB of the items that grow most when parsed, in arrays of the longest length allowed."""
+    inner = b"\xdc\x0f\xff" + item * 4095
+    header = b"\xdc\x0f\xff" + inner * (MAX_HEADER_BYTES // len(inner))
+    header += item * ((MAX_HEADER_BYTES - len(header)) // len(item))
+    tracemalloc.start()
+    with pytest.raises(RemoteProtocolError):
+        decode([header])
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 4 * 2**20

@@ -1,0 +1,159 @@
+"""`gridtrain.pipeline.partition`: a model, cards and lines in; a plan with its reason and a picture out."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import nn
+
+from gridtrain.errors import ConfigError
+from gridtrain.pipeline import Blueprint, Card, Layer, Sequence, partition
+from gridtrain.pipeline.model_partition import Partition
+from gridtrain.pipeline.model_stages import ModelStages
+
+EVEN = [Layer(f"block{i}", 0.001, 0.002, 10**6, 1000, 10**5) for i in range(8)]
+
+
+def linears(count: int = 8) -> list[nn.Module]:
+    return [nn.Linear(4, 4) for _ in range(count)]
+
+
+def plan(stages: int | list[Card] = 4, **options: Any) -> Partition:
+    return partition(linears(), stages, **{"profile": EVEN, "batch_size": 32, **options})
+
+
+def test_a_measured_model_is_cut_and_described() -> None:
+    """Wide layers cost far more than narrow ones, in every sense; of equal halves there is one cut."""
+    model = [nn.Linear(512, 512) for _ in range(4)]
+    found = partition(model, 2, example=torch.ones(64, 512), device="cpu", micro_batches=4)
+    assert len(found.cuts) == 3 and found.cuts[0] == 0 and found.cuts[-1] == 4
+    assert found.micro_batches == 4
+    assert [str(spec) for spec in found.boundaries] == ["float32 (n, 512)"]
+    held = [stage.memory.parameters for stage in found.cut.stages]
+    assert sum(held) == 4 * 4 * (512 * 512 + 512)
+    assert [stage.memory.copies for stage in found.cut.stages] == [3 * each for each in held]
+
+
+def test_what_is_printed_can_be_checked_by_eye() -> None:
+    found = plan([Card(memory_bytes=2e7), Card(2.0, 4e7), Card(memory_bytes=2e7)], micro_batches=8)
+    assert found.cuts == (0, 2, 6, 8)
+    lines = str(found).splitlines()
+    print(found)
+    assert [" ".join(line.split()[:9]) for line in lines[:3]] == [
+        'stage 0 layers 0 to 1, "block0" to "block1"',
+        'stage 1 layers 2 to 5, "block2" to "block5"',
+        'stage 2 layers 6 to 7, "block6" to "block7"',
+    ]
+    assert "#" * 12 in lines[0] and " of 20 MB" in lines[0] and " of 40 MB" in lines[1]
+    assert found.reason.startswith("Cut before block2, block6: stage ")
+    assert "by computing" in found.reason
+    assert "As asked: 8 micro-batches of 4 of 32 samples over 3 stages" in found.reason
+
+
+def test_the_number_of_micro_batches_is_proposed() -> None:
+    found = plan()
+    assert found.micro_batches > 4
+    assert f"Proposed: {found.micro_batches} micro-batches of " in found.reason
+
+
+def test_the_picture_has_a_bar_for_every_stage() -> None:
+    root = ElementTree.fromstring(plan([Card(memory_bytes=1e8)] * 4).svg())
+    texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert [text for text in texts if text.startswith("stage ")] == [f"stage {s}: 2 layers" for s in range(4)]
+    assert len([text for text in texts if text.endswith(" of 100 MB")]) == 4
+    boxes = list(root.iter("{http://www.w3.org/2000/svg}rect"))
+    assert len(boxes) == 1 + 3 + 4 + 4 * (3 + 4 + 1)
+    width = float(root.attrib["width"])
+    assert all(float(b.attrib["x"]) + float(b.attrib["width"]) <= width for b in boxes[1:])
+
+
+def test_lines_are_two_numbers_or_a_network() -> None:
+    slow = plan(network=(0.005, 1e5), micro_batches=8)
+    assert "by its line" in slow.reason
+    assert slow.outlook.step_s > 2 * plan(micro_batches=8).outlook.step_s
+
+
+def test_optimizers_are_known_by_what_they_keep() -> None:
+    parameters = linears(1)[0].parameters
+    for optimizer, copies in (
+        ("sgd", 1),
+        ("adamw", 3),
+        (torch.optim.Adam, 3),
+        (torch.optim.SGD(parameters(), lr=0.1), 1),
+        (torch.optim.SGD(parameters(), lr=0.1, momentum=0.9), 2),
+        (torch.optim.AdamW(parameters()), 3),
+        (0.5, 1.5),
+    ):
+        stage = plan(2, optimizer=optimizer).cut.stages[0]
+        assert stage.memory.copies == copies * stage.memory.parameters, optimizer
+    stage = plan(2, optimizer="sgd", extra_copies=2.0).cut.stages[0]
+    assert stage.memory.copies == 3 * stage.memory.parameters
+
+
+def test_tied_parameters_that_are_cut_apart_are_named() -> None:
+    model = linears()
+    model[7].weight = model[0].weight
+    model[1].weight = model[2].weight
+    found = partition(model, 2, profile=EVEN, batch_size=8, schedule="fill-drain")
+    assert found.cuts == (0, 4, 8)
+    assert found.shared == {"0.weight = 7.weight": (0, 1)}
+
+
+def test_a_blueprint_is_cut_without_its_memory() -> None:
+    blueprint = Blueprint(lambda: Sequence(nn.Embedding(50, 8), *linears_of(8, 6), nn.Linear(8, 50)))
+    found = partition(blueprint, 4, example=torch.zeros(4, dtype=torch.int64), device="cpu", micro_batches=4)
+    built = [blueprint.build(start, stop) for start, stop in zip(found.cuts, found.cuts[1:], strict=False)]
+    x: Any = torch.zeros(2, dtype=torch.int64)
+    for stage in built:
+        for block in stage:
+            x = block(x)
+    assert x.shape == (2, 50)
+
+
+def linears_of(width: int, count: int) -> list[nn.Module]:
+    return [nn.Linear(width, width) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"profile": None}, "nothing to measure with"),
+        ({"profile": EVEN[:3]}, "the profile has 3 layers, the model 8 blocks"),
+        ({"schedule": "zigzag"}, "fill-drain"),
+        ({"micro_batches": "many"}, "micro_batches='many'"),
+        ({"micro_batches": 0}, "micro_batches=0"),
+        ({"optimizer": "lbfgs"}, "how much state lbfgs keeps is not known"),
+        ({"stages": 9}, "8 layers cannot be cut into 9 stages"),
+        ({"memory_bytes": 1e6}, "no cut of 8 layers into 4 stages fits"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan(options.pop("stages", 4), **options)
+
+
+def test_the_package_loads_no_torch() -> None:
+    code = "import gridtrain.pipeline, sys; assert 'torch' not in sys.modules; gridtrain.pipeline.Card()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert math.isinf(Card().memory_bytes)
+
+
+def test_every_stage_of_a_partly_frozen_model_has_something_to_train() -> None:
+    def make() -> nn.Sequential:
+        layers = [nn.Linear(16, 16) for _ in range(8)]
+        for layer in layers[:5]:
+            layer.requires_grad_(False)
+        return nn.Sequential(*layers)
+
+    model = Blueprint(make)
+    plan = partition(model, 3, example=torch.randn(4, 16))
+    ModelStages(model, 3, cuts=plan.cuts, device=torch.device("cpu"))  # as grid.pipeline takes it
+    with pytest.raises(ConfigError, match=r"8 layers, of which 3 are trained, cannot be cut into 4 stages"):
+        partition(model, 4, example=torch.randn(4, 16))

@@ -1,0 +1,280 @@
+"""Which commit rules (DESIGN section 7) a simulated history has reached.
+
+Decides nothing, and changes nothing: it reads what goes into and what comes out of the real cores, so that
+the product carries no markers.  What must hold at every such moment is asserted on the way.
+
+    event --> core --> effects          rule                                          histories   times
+          \\________/                     3 COMMIT: all voted YES for one digest              2000   19204
+             |                           6 ABORT by FREEZE                                   1311    2630
+             v                          ...
+       Coverage.reached  --> table(...) ^
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gridtrain.core import messages as m
+from gridtrain.core.group import member_events as io
+from gridtrain.core.member.member import MemberCore
+from gridtrain_coordinator.membership.membership import Membership
+from gridtrain_coordinator.run import events as cio
+
+RULES = (
+    "1 an older round's message is dropped",
+    "1 a later round's message is held",
+    "2 PREPARED, then YES",
+    "2 skipped: a committed empty update",
+    "3 COMMIT: all voted YES for one digest",
+    "3 ABORT: somebody voted NO",
+    "3 ABORT: silence",
+    "3 ABORT: digests differ",
+    "3 the decision is repeated after a break",
+    "3 a message of the next step proves the commit",
+    "4 a retry commits in the same generation",
+    "4 two aborts: the root asks for a FREEZE",
+    "4 the link is at fault: the plan goes round it",
+    "5 FREEZE: REPORT",
+    "5 frozen: neither votes nor applies",
+    "6 at A - 1, prepared: applies A",
+    "6 COMMIT by FREEZE: all of S are prepared",
+    "6 ABORT by FREEZE: some of S are prepared",
+    "6 ABORT by FREEZE: nobody is prepared",
+    "6 an open round is given up by the VIEW",
+    "7 journalled, then VIEW",
+    "8 READY by all, then START",
+    "8 a death before START: the verdict binds",
+    "9 comes back and holds what was decided",
+    "9 comes back prepared: applies it",
+    "9 comes back as a joiner",
+    "10 a step commits while the coordinator is down",
+    "10 PAUSED: a member fails while it is down",
+    "11 term + 1 is journalled first",
+    "11 all of the generation come back: adopted",
+    "11 some do not: FREEZE without them",
+    "11 from a backup: reports are ahead of the journal",
+    "11 a lower term is refused",
+    "12 a joiner gets the state and is READY",
+    "12 a joiner is not READY: the next VIEW without it",
+    "13 all are away: they are waited for",
+    "13 ROLLBACK to a checkpoint",
+    "13 ROLLBACK to the beginning",
+)
+"""In the words of DESIGN section 7, its number first.  What is not in here is never counted."""
+
+_NUMBER_OF = {rule: number for number, rule in enumerate(RULES)}
+
+
+@dataclass(frozen=True, slots=True)
+class MemberBefore:
+    """A member's state before an event."""
+
+    stage: io.MemberPhase
+    generation: int
+    here: m.RoundId | None
+    is_open: bool
+    synced: bool
+    finished: bool
+
+    @classmethod
+    def of(cls, core: MemberCore) -> MemberBefore:
+        opened = core.open_round
+        here = opened if opened is not None else core.due_round
+        return cls(core.phase, core.generation, here, opened is not None, core.is_synced, core.is_finished)
+
+
+@dataclass(slots=True)
+class CommitCoverage:
+    """One history's.  `reached`: how often, by rule."""
+
+    reached: Counter[str] = field(default_factory=Counter)
+    _reports: dict[m.PeerId, m.FreezeReport] = field(default_factory=dict)
+    _view: m.MembershipView | None = None
+    _roster: frozenset[m.PeerId] = frozenset()
+    _started: bool = True
+    _restarted: bool = False
+
+    def mark(self, rule: str) -> None:
+        """Raises `KeyError` for a rule that is not in `RULES`."""
+        self.reached[RULES[_NUMBER_OF[rule]]] += 1
+
+    # -- members -------------------------------------------------------------------------------------
+
+    def record_member(
+        self,
+        core: MemberCore,
+        before: MemberBefore,
+        event: io.MemberEvent | None,
+        effects: Sequence[io.MemberEffect],
+        *,
+        coordinator_up: bool,
+    ) -> None:
+        """A member's core has handled `event` (None: it was a tick)."""
+        if core.pause_reason:
+            self.mark("10 PAUSED: a member fails while it is down")
+        match event:
+            case io.MessageReceived(peer, m.MembershipView() as view) if peer == core.coordinator and effects:
+                self._record_view(core, before, view, effects)
+            case io.MessageReceived(_, message) if isinstance(message, m.Data | m.Vote | m.Decision):
+                self._record_message(before, message, effects)
+            case io.StateLoaded() if any(_is(effect, m.Ready) for effect in effects):
+                self.mark("12 a joiner gets the state and is READY")
+            case _:
+                pass
+        for effect in effects:
+            match effect:
+                case io.Send(_, message):
+                    self._record_sent(message)
+                case io.ResolveRound(round_id, True, skip, reason):
+                    self._record_commit(round_id, skip, reason, coordinator_up=coordinator_up)
+                case io.LogEvent("old_coordinator"):
+                    self.mark("11 a lower term is refused")
+
+    def _record_message(
+        self, before: MemberBefore, message: m.Data | m.Vote | m.Decision, effects: Sequence[object]
+    ) -> None:
+        if before.here is None:
+            return
+        if before.stage is io.MemberPhase.FROZEN:
+            telling = [effect for effect in effects if not isinstance(effect, io.LogEvent)]
+            assert not telling, f"a frozen member answers {message} with {telling}"
+            self.mark("5 frozen: neither votes nor applies")
+        elif message.round < before.here:
+            self.mark("1 an older round's message is dropped")
+        elif message.round > before.here or not before.is_open:
+            self.mark("1 a later round's message is held")
+
+    def _record_sent(self, message: m.Message) -> None:
+        match message:
+            case m.Vote(_, True, _, reason):
+                self.mark(
+                    "2 PREPARED, then YES" if not reason else "3 the decision is repeated after a break"
+                )
+            case m.Decision(_, m.Verdict.COMMIT, reason) if reason != "repeated":
+                self.mark("3 COMMIT: all voted YES for one digest")
+            case m.Decision(_, _, reason) if "voted NO" in reason:
+                self.mark("3 ABORT: somebody voted NO")
+            case m.Decision(_, _, reason) if "updates differ" in reason:
+                self.mark("3 ABORT: digests differ")
+            case m.Decision(_, m.Verdict.ABORT, reason) if reason != "repeated":
+                self.mark("3 ABORT: silence")
+            case m.RoundStalled(_, _, _, reason) if reason.startswith("attempts at step"):
+                self.mark("4 two aborts: the root asks for a FREEZE")
+            case m.FreezeReport():
+                self.mark("5 FREEZE: REPORT")
+            case _:
+                pass
+
+    def _record_commit(self, round_id: m.RoundId, skip: bool, reason: str, *, coordinator_up: bool) -> None:
+        if skip:
+            self.mark("2 skipped: a committed empty update")
+        if round_id.attempt:
+            self.mark("4 a retry commits in the same generation")
+        if reason.startswith("a message of the next step"):
+            self.mark("3 a message of the next step proves the commit")
+        if not coordinator_up:
+            self.mark("10 a step commits while the coordinator is down")
+
+    def _record_view(
+        self,
+        core: MemberCore,
+        before: MemberBefore,
+        view: m.MembershipView,
+        effects: Sequence[io.MemberEffect],
+    ) -> None:
+        ended = next((effect for effect in effects if isinstance(effect, io.ResolveRound)), None)
+        away = 0 < before.generation < view.generation - 1
+        if ended is None:
+            pass
+        elif not ended.committed:
+            self.mark("6 an open round is given up by the VIEW")
+        elif away:
+            self.mark("9 comes back prepared: applies it")
+        elif view.decided_round == ended.round:
+            self.mark("6 COMMIT by FREEZE: all of S are prepared")
+        else:
+            self.mark("6 at A - 1, prepared: applies A")
+        if away and before.synced:
+            stayed = "9 comes back and holds what was decided"
+            self.mark(stayed if core.is_synced else "9 comes back as a joiner")
+
+    # -- the coordinator -----------------------------------------------------------------------------
+
+    def record_coordinator(
+        self, core: Membership, event: cio.Event | None, effects: Sequence[cio.Effect], *, from_backup: bool
+    ) -> None:
+        """The coordinator's core has handled `event` (None: it was a tick, or the start)."""
+        if isinstance(event, cio.MessageReceived) and isinstance(event.message, m.FreezeReport):
+            self._reports[event.peer] = event.message
+        journalled = False
+        for effect in effects:
+            match effect:
+                case cio.JournalEntry("term", {"term": int(term)}) if term > 1:
+                    self._restarted = True
+                    self.mark("11 term + 1 is journalled first")
+                case cio.JournalEntry("generation", body):
+                    journalled = True
+                    self._record_generation(body, from_backup=from_backup)
+                case cio.Send(_, m.MembershipView() as view) if view != self._view:
+                    assert journalled or self._restarted or self._view is None, "a VIEW before its journal"
+                    self._view = view
+                case cio.Send(_, m.StartGeneration()) if not self._started:
+                    self._started = True
+                    self.mark("8 READY by all, then START")
+                case cio.LogEvent(_, name, fields):
+                    self._record_note(name, fields)
+
+    def _record_note(self, name: str, fields: Mapping[str, object]) -> None:
+        reason = str(fields.get("reason", ""))
+        if name == "no_route":
+            self.mark("4 the link is at fault: the plan goes round it")
+        elif name == "lost" and reason.startswith("was not ready"):
+            self.mark("12 a joiner is not READY: the next VIEW without it")
+        elif name == "paused" and "are away" in reason:
+            self.mark("13 all are away: they are waited for")
+        elif name == "rollback":
+            to = "a checkpoint" if fields["to"] else "the beginning"
+            self.mark(f"13 ROLLBACK to {to}")
+
+    def _record_generation(self, body: Mapping[str, object], *, from_backup: bool) -> None:
+        self.mark("7 journalled, then VIEW")
+        members = body["members"]
+        assert isinstance(members, list)
+        roster = frozenset(bytes.fromhex(line["peer"]) for line in members)
+        reports = [r for p, r in self._reports.items() if r.is_synced and p in self._roster]
+        if body["verdict"] == "ABORT" and reports:
+            prepared = any(report.prepared is not None for report in reports)
+            self.mark(f"6 ABORT by FREEZE: {'some of S are' if prepared else 'nobody is'} prepared")
+        if not self._started and self._roster:
+            self.mark("8 a death before START: the verdict binds")
+        if self._restarted and self._roster:
+            back = self._roster <= roster
+            self.mark(
+                "11 all of the generation come back: adopted"
+                if back
+                else "11 some do not: FREEZE without them"
+            )
+            if from_backup:
+                self.mark("11 from a backup: reports are ahead of the journal")
+        self._reports.clear()
+        self._roster, self._started, self._restarted = roster, False, False
+
+
+def _is(effect: io.MemberEffect, kind: type[m.Message]) -> bool:
+    return isinstance(effect, io.Send) and isinstance(effect.message, kind)
+
+
+def table(histories: Sequence[Counter[str]]) -> str:
+    """For people: in how many histories each rule was reached, and how often in all."""
+    width = max(map(len, RULES))
+    lines = [f"{'rule':<{width}}  histories      times"]
+    for rule in RULES:
+        times = [counter[rule] for counter in histories if counter[rule]]
+        lines.append(f"{rule:<{width}}  {len(times):9d}  {sum(times):9d}")
+    return "\n".join(lines)
+
+
+def unreached_rules(histories: Sequence[Counter[str]]) -> list[str]:
+    return [rule for rule in RULES if not any(counter[rule] for counter in histories)]

@@ -1,0 +1,159 @@
+"""`exchange="auto"` on the virtual network: the coordinator chooses, and chooses anew; no gradient is lost.
+
+The workers' computing is slow and fast in turns, so that dense and sparse exchanges follow each other; all
+promises that `test_world` checks are checked over these histories.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from gridtrain.config import Auto
+from gridtrain.core import messages as m
+from gridtrain.core.collectives import allgather, butterfly, direct, ring
+from gridtrain.core.planning.batch_shares import SAMPLES_FIGURE, SECONDS_FIGURE
+from gridtrain.core.planning.dense_topology import DIRECT_DENSE
+from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
+from simulation.world import SimWorker, World
+
+Seeds = Callable[[int], Iterator[int]]
+
+AUTO = Auto(density=0.05)
+DENSE, GTOPK, TOPK = (exchange.describe() for exchange in AUTO.exchanges(120_576))
+EDGES = {
+    DENSE: ring.neighbours,
+    DIRECT_DENSE: direct.neighbours,
+    GTOPK: butterfly.neighbours,
+    TOPK: allgather.neighbours,
+}
+KINDS = {DENSE: "dense", DIRECT_DENSE: "direct", GTOPK: "gtopk", TOPK: "topk"}
+ON_DENSE_ROADS = ("dense", "direct")
+RATE_Bps = 12.5e6
+SLOW_s, FAST_s = 3.0, 0.001  # computing of a sample: dense is little beside the one, much beside the other
+
+
+def _group() -> Any:
+    name = "gridtrain_sim_group"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("test_world.py"))
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+group = _group()
+
+
+class Trainer(group.ToyTrainer):  # type: ignore[misc,name-defined]
+    """Exchanges as its seat says; a dense step takes the residual along, as `optim.chosen` does."""
+
+    used: dict[m.RoundId, str]
+
+    def prepare(self, round_id: m.RoundId, seat: Any, spans: Sequence[m.Span], skip: bool) -> Any:
+        assert seat.exchange, "a round began before its exchange was chosen"
+        self.kind = KINDS[seat.exchange]
+        assert self.used.setdefault(round_id, seat.exchange) == seat.exchange
+        return super().prepare(round_id, seat, spans, skip)
+
+
+class AutoWorld(World):
+    """Computing changes its pace every `turn_s` seconds; all lines are alike."""
+
+    turn_s, slow_first = 1.0, True
+
+    def pace_s(self) -> float:
+        return SLOW_s if (int(self.now_s / self.turn_s) % 2 == 0) == self.slow_first else FAST_s
+
+    def figures(self, worker: SimWorker) -> tuple[tuple[str, float], ...]:
+        if not worker.has_computed:
+            return ()
+        pace_s = self.pace_s()
+        return (FIRST_STEP_FIGURE, 3 * pace_s), (SAMPLES_FIGURE, 100.0), (SECONDS_FIGURE, 100 * pace_s)
+
+    def rates_Bps(self, peer: m.PeerId, others: Sequence[m.PeerId]) -> Any:
+        return tuple((other, RATE_Bps, RATE_Bps) for other in others)
+
+
+def build(seed: int, workers: int, **more: Any) -> tuple[AutoWorld, Any, dict[m.RoundId, str]]:
+    book: Any = defaultdict(list)
+    used: dict[m.RoundId, str] = {}
+    facts = (("model", "120576 parameters in 4 tensors"), ("exchange", AUTO.describe()))
+    follows = Random(seed).random() < 0.5
+    setup = m.Setup(facts, m.LedgerSpec(group.SAMPLES, 1, epochs=2), 3, None, can_catch_up=follows)
+    min_workers = more.pop("min_workers", 1)
+
+    def made() -> Trainer:
+        trainer = Trainer("dense", book)
+        trainer.used = used
+        return trainer
+
+    world = AutoWorld(
+        seed,
+        made,
+        ring.neighbours,
+        setup,
+        min_workers=min_workers,
+        choices=EDGES,
+        reshare_s=0.4,
+        checkpoint_every=5,
+        **{"compute_s": (0.05, 0.2), **more},
+    )
+    for _ in range(workers):
+        world.join()
+    return world, book, used
+
+
+def switches(world: World, used: dict[m.RoundId, str]) -> Counter[tuple[str, str]]:
+    """From which exchange to which, over the committed steps."""
+    committed = sorted({round_id for _, round_id, _ in world.log.commits}, key=lambda r: (r.step, r.term))
+    names = [KINDS[used[round_id]] for round_id in committed if round_id in used]
+    return Counter((a, b) for a, b in pairwise(names) if a != b)
+
+
+def test_a_slow_first_batch_makes_dense_and_faster_ones_sparse() -> None:
+    world, book, used = build(1, workers=4, min_workers=4)
+    world.turn_s = 2.5
+    world.run(60.0)
+    group.check(world, book)
+    first = min(used)
+    assert KINDS[used[first]] in ON_DENSE_ROADS
+    assert any(a in ON_DENSE_ROADS and b not in ON_DENSE_ROADS for a, b in switches(world, used))
+    picture = world.coordinator.snapshot(world.now_s)
+    assert picture["facts"]["exchange"] in EDGES
+    assert " computing; " in picture["exchange_reason"]
+
+
+def test_nothing_is_chosen_before_all_have_computed() -> None:
+    world, _, used = build(2, workers=3, min_workers=3)
+    while not any(worker.has_computed for worker in world.alive):
+        world.run(world.now_s + 0.01)
+    assert not used and world.coordinator.snapshot(0.0)["exchange_reason"] == "not chosen yet"
+    world.run(world.now_s + 5.0)
+    assert used
+
+
+def test_promises_hold_while_the_exchange_changes(seeds: Seeds) -> None:
+    totals: Counter[tuple[str, str]] = Counter()
+    count = 0
+    for seed in seeds(16):
+        random = Random(seed)
+        world, book, used = build(seed, workers=random.randint(1, 5))
+        world.turn_s, world.slow_first = random.choice((0.5, 1.0, 2.0)), random.random() < 0.5
+        group.Trouble(world, random).plan(events=random.randint(0, 6))
+        world.run(900.0)
+        group.check(world, book)
+        totals += switches(world, used)
+        count += 1
+    print(f"\n{count} histories; exchanges that followed each other: {dict(totals)}")
+    if count >= 16:
+        assert any(a in ON_DENSE_ROADS and b not in ON_DENSE_ROADS for a, b in totals)
+        assert any(a not in ON_DENSE_ROADS and b in ON_DENSE_ROADS for a, b in totals)
+        assert any("direct" in pair for pair in totals)

@@ -1,0 +1,150 @@
+"""Partitions, a standby beside the old coordinator, and sleepers: who may go on, and who may blame whom."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simulation.commit_coverage import RULES, CommitCoverage
+from simulation.world import COORDINATOR, SimWorker, World
+
+
+def _sibling(name: str) -> Any:
+    """The group and its checks; under `--import-mode=importlib` test modules do not see each other."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("test_world.py"))
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+group = _sibling("gridtrain_sim_group")
+
+
+def running(workers: int) -> tuple[World, Any]:
+    """A group that has committed its first steps."""
+    world, book = group.build(2, "dense", workers, compute_s=(0.3, 0.4))
+    while len(world.log.commits) < 2 * workers:
+        world.run(world.now_s + 0.01)
+        assert world.now_s < 10.0
+    return world, book
+
+
+def generations(workers: list[SimWorker]) -> set[int]:
+    return {worker.core.generation for worker in workers}
+
+
+def test_only_the_side_with_the_coordinator_makes_generations_and_the_other_comes_back() -> None:
+    world, book = running(4)
+    first, *_ = ordered = list(world.workers.values())
+    here, there = ordered[:2], ordered[2:]
+    world.partition({worker.peer for worker in there}, 4.0)
+    commits_before = {worker.peer: worker.core.applied for worker in there}
+    world.run(world.now_s + 3.5)
+    assert generations(here) == {first.core.generation} and first.core.generation > 1
+    assert generations(there) == {1}, "the side without the coordinator makes none"
+    assert all(worker.core.applied <= commits_before[worker.peer] + 1 for worker in there), (
+        "and commits nothing"
+    )
+    assert all("coordinator" in worker.core.pause_reason or worker.core.pause_reason for worker in there)
+    world.run(120.0)
+    group.check(world, book)
+    assert len({worker.core.history for worker in world.alive}) == 1, "all four hold the run's end"
+
+
+def test_a_link_that_is_deaf_one_way_ends_as_one_that_is_cut() -> None:
+    world, book = running(3)
+    deaf = list(world.workers.values())[2]
+    world.partition({deaf.peer}, 3.0, one_way=True)
+    world.run(120.0)
+    group.check(world, book)
+    assert deaf.core.is_finished
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_newcomer_that_reaches_nobody_follows_over_a_relay(seed: int) -> None:
+    """Was: it waited for the members, and they for it, until 60 s without progress were over."""
+    world, book = group.build(seed, "gtopk", 3, compute_s=(0.3, 0.4), behind_nat=0.0, follows=True)
+    while len(world.log.commits) < 6:
+        world.run(world.now_s + 0.01)
+        assert world.now_s < 10.0
+    members, came_s = list(world.workers.values()), world.now_s
+    newcomer = world.join()
+    for member in members:  # each can be dialled by the coordinator, and this one has no way to any
+        world.cut_link(newcomer.peer, member.peer, 1e9)
+    while newcomer.core.seat is None or newcomer.core.next_round is None:
+        world.run(world.now_s + 0.01)
+        assert world.now_s < came_s + 15.0, "some times `route_s`, which is 2 s here"
+        assert not world.finished
+    assert world.log.followed == 1 and world.log.generations == 2, "nobody waited for its ways"
+    relayed = world.coordinator.snapshot(world.now_s)["relayed"]
+    ranks = {worker.peer: rank for rank, worker in enumerate(world.coordinator.run.roster)}
+    assert {(min(pair[:2]), max(pair[:2])) for pair in relayed} == {
+        tuple(sorted((ranks[newcomer.peer], ranks[member.peer]))) for member in members
+    }
+    world.run(120.0)
+    group.check(world, book)
+
+
+def test_an_old_coordinator_that_lives_on_is_not_obeyed_and_raises_no_term() -> None:
+    world, book = running(3)
+    world.fail_over_coordinator()
+    world.run(world.now_s + 0.3)
+    ghost = world._stale_coordinator
+    assert ghost is not None and {worker.core.term for worker in world.alive} == {2}
+    for worker in world.alive[:2]:
+        world.connect_to_stale_coordinator(worker.peer, 0.5)
+    world.run(world.now_s + 0.4)
+    assert world.coverage.reached["11 a lower term is refused"] == 2
+    assert ghost.term == 1 and world.coordinator.term == 2
+    world.run(120.0)
+    group.check(world, book)
+    assert {worker.core.term for worker in world.alive} == {2}
+
+
+@pytest.mark.parametrize("for_s", [1.0, 3.0, 30.0])
+def test_a_coordinator_that_stood_still_blames_nobody(for_s: float) -> None:
+    world, book = running(4)
+    world.freeze_coordinator(for_s)
+    world.run(120.0 + for_s)
+    group.check(world, book)
+    assert world.log.generations == 1, "nobody was held for lost because the coordinator had not looked"
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_worker_that_stood_still_blames_nobody(rank: int) -> None:
+    """It is the one that goes, or comes back: the others stay throughout."""
+    world, book = running(4)
+    sleeper = next(
+        w for w in world.alive if w.core.rank_assignment is not None and w.core.rank_assignment.rank == rank
+    )
+    others = [worker for worker in world.alive if worker is not sleeper]
+    sleeper.freeze(3.0)
+    world.run(120.0)
+    group.check(world, book)
+    assert len(world.log.refused) == (not sleeper.alive), world.log.refused
+    assert all(worker.core.is_finished for worker in others)
+
+
+def test_only_rules_that_exist_are_counted() -> None:
+    coverage = CommitCoverage()
+    coverage.mark(RULES[0])
+    with pytest.raises(KeyError):
+        coverage.mark("14 anything goes")
+    assert coverage.reached == {RULES[0]: 1}
+
+
+def test_a_group_cut_off_from_its_coordinator_goes_on_while_nobody_fails() -> None:
+    """Promise 6."""
+    world, book = running(3)
+    world.partition({COORDINATOR}, 60.0)
+    world.run(40.0)
+    finished = [worker.core.is_finished for worker in world.alive]
+    assert all(finished), [worker.core.pause_reason for worker in world.alive]
+    world.run(200.0)
+    group.check(world, book)

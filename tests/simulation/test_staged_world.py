@@ -1,0 +1,492 @@
+"""S stages x R replicas on the virtual network, with workers that die, come, are cut off and come back.
+
+Every seed is held against the promises: replicas of a stage hold one state, all stages are at one step, every
+sample counts once (after a rollback: in the history that counts), and the run ends, or is paused for a reason
+that is true.  `GRIDTRAIN_SEEDS=500` or `make sweep` for more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import combinations, pairwise, permutations
+from operator import le
+from random import Random
+from typing import Any
+
+import pytest
+
+from gridtrain.core import messages as m
+from gridtrain.core.group.rank_layout import RankLayout
+from gridtrain.core.stages.repartition import defined_cuts, uncovered_spans
+from gridtrain_coordinator.run.events import RunPhase
+from simulation import process_restarts
+from simulation.staged_world import StagedWorker, StagedWorld, layer_weight
+from simulation.world import COORDINATOR
+
+SAMPLES, EPOCHS, MANY = 60, 2, 60
+SEEN = ("finished", "rollbacks", "pauses", "reloads", "state_transfers")
+Seeds = Callable[[int], Iterator[int]]
+
+
+def everyone(rank: int, world_size: int, cuts: tuple[int, ...] = ()) -> frozenset[int]:
+    """Digests go to all, so each needs an edge to all."""
+    return frozenset(range(world_size)) - {rank}
+
+
+def build(
+    seed: int, stages: int, workers: int, model: m.StagedModel | None = None, **more: Any
+) -> StagedWorld:
+    spec = m.LedgerSpec(SAMPLES, 1, epochs=more.pop("epochs", EPOCHS))
+    setup = m.Setup((("kind", "pipeline"),), spec, 3, None, stages=stages, model=model)
+    more = {"compute_s": (0.001, 0.1), "checkpoint_every": 4, **more}
+    world = StagedWorld(seed, setup, everyone, **more)
+    for _ in range(workers):
+        world.join()
+    return world
+
+
+def crash(world: StagedWorld, peer: m.PeerId) -> None:
+    world.crash(peer)
+    world.watch(peer)
+
+
+def members(world: StagedWorld) -> list[StagedWorker]:
+    return [w for w in world.alive if isinstance(w, StagedWorker) and w.core.is_synced]
+
+
+def at_stage(world: StagedWorld, stage: int) -> list[StagedWorker]:
+    return [
+        w
+        for w in members(world)
+        if w.core.rank_assignment is not None and w.core.rank_assignment.stage == stage
+    ]
+
+
+class Trouble:
+    """What goes wrong in one history, and when; nobody is spared."""
+
+    def __init__(self, world: StagedWorld, random: Random) -> None:
+        self.world, self.random = world, random
+
+    def plan(self, events: int) -> None:
+        process_restarts.schedule_restarts(
+            self.world, self.world._seed, partial(members, self.world), within_s=5.0
+        )
+        within_s = self.random.choice((0.6, 1.5, 4.0))
+        for _ in range(events):
+            what = self.random.choice(list(FAULTS))
+            self.world.at(0.35 + self.random.uniform(0.0, within_s), partial(FAULTS[what], self))
+        if self.random.random() < 0.8:  # people start their workers again
+            self.world.at(self.random.uniform(5.0, 30.0), self.revive)
+        if self.random.random() < 0.5:
+            self.world.at(self.random.uniform(30.0, 60.0), self.revive)
+
+    def revive(self) -> None:
+        for peer in sorted(self.world.workers):
+            self.come_back(self.world.workers[peer], self.random.random() < 0.9)
+
+    def come_back(self, worker: object, with_disk: bool) -> None:
+        assert isinstance(worker, StagedWorker)
+        if not worker.alive and not worker.left and not worker.has_returned and len(self.world.alive) < 12:
+            worker.has_returned = True
+            self.world.join_with(worker.stored_checkpoints if with_disk else {})
+
+    def some(self) -> StagedWorker | None:
+        here = members(self.world)
+        return self.random.choice(here) if here else None
+
+    def join(self) -> None:
+        if len(self.world.alive) < 10:
+            self.world.join()
+
+    def crash(self) -> None:
+        if worker := self.some():
+            crash(self.world, worker.peer)
+
+    def crash_a_stage(self) -> None:
+        """All replicas of one stage."""
+        if worker := self.some():
+            assert worker.core.rank_assignment is not None or not worker.core.is_synced
+            stage = worker.core.rank_assignment.stage if worker.core.rank_assignment is not None else 0
+            for other in at_stage(self.world, stage):
+                crash(self.world, other.peer)
+
+    def crash_and_back(self) -> None:
+        if worker := self.some():
+            crash(self.world, worker.peer)
+            when_s = self.world.now_s + self.random.uniform(0.2, 3.0)
+            self.world.at(when_s, partial(self.come_back, worker, True))
+
+    def leave(self) -> None:
+        if worker := self.some():
+            (self.world.leave_gracefully if self.random.random() < 0.7 else self.world.leave)(worker.peer)
+
+    def break_edge(self) -> None:
+        here = members(self.world)
+        if len(here) >= 2:
+            a, b = self.random.sample([worker.peer for worker in here], 2)
+            self.world.break_edge(a, b, self.random.choice((0.001, 0.02, 0.6)))
+
+    def break_coordinator(self) -> None:
+        if worker := self.some():
+            self.world.break_edge(worker.peer, COORDINATOR, self.random.choice((0.01, 0.3, 1.5, 4.0)))
+
+    def restart(self) -> None:
+        self.world.crash_coordinator(self.random.uniform(0.05, 1.5))
+
+    def restart_and_crash(self) -> None:
+        self.world.crash_coordinator(self.random.uniform(0.3, 2.0))
+        self.crash()
+
+    def restart_from_backup(self) -> None:
+        self.world.crash_coordinator(self.random.uniform(0.05, 1.5), lose_disk=True)
+
+    def freeze(self) -> None:
+        if worker := self.some():
+            worker.freeze(self.random.choice((0.1, 1.9, 3.0)))
+
+    def freeze_coordinator(self) -> None:
+        self.world.freeze_coordinator(self.random.choice((0.2, 1.0, 3.0)))
+
+    def flip(self) -> None:
+        if worker := self.some():
+            worker.flip_next = True
+
+    def partition(self) -> None:
+        peers = sorted(worker.peer for worker in self.world.alive)
+        side = {peer for peer in peers if self.random.random() < 0.5}
+        self.world.partition(side, self.random.choice((0.3, 1.5, 5.0)), one_way=self.random.random() < 0.3)
+
+    def power_cut(self) -> None:
+        for worker in self.world.alive:
+            self.world.crash(worker.peer)
+
+    def lose_decision(self) -> None:
+        self.world.lose_next_decision()
+
+    def cut_link(self) -> None:
+        here = members(self.world)
+        if len(here) >= 2:
+            a, b = self.random.sample([worker.peer for worker in here], 2)
+            self.world.cut_link(a, b, self.random.choice((1.0, 30.0)))
+
+
+FAULTS: dict[str, Callable[[Trouble], None]] = {
+    "join": Trouble.join,
+    "another join": Trouble.join,
+    "crash": Trouble.crash,
+    "another crash": Trouble.crash,
+    "crash-a-stage": Trouble.crash_a_stage,
+    "crash-and-back": Trouble.crash_and_back,
+    "leave": Trouble.leave,
+    "break": Trouble.break_edge,
+    "break-coordinator": Trouble.break_coordinator,
+    "restart": Trouble.restart,
+    "restart-and-crash": Trouble.restart_and_crash,
+    "restart-from-backup": Trouble.restart_from_backup,
+    "freeze": Trouble.freeze,
+    "freeze-coordinator": Trouble.freeze_coordinator,
+    "flip": Trouble.flip,
+    "partition": Trouble.partition,
+    "power-cut": Trouble.power_cut,
+    "lose-decision": Trouble.lose_decision,
+    "cut-link": Trouble.cut_link,
+}
+
+
+def model_of(sizes: Sequence[int], *cuts: int) -> m.StagedModel:
+    """Blocks of so many bytes, which are held twice: with their gradients."""
+    return m.StagedModel(cuts, tuple(m.LayerCosts(size, size) for size in sizes), copies=1.0)
+
+
+def fits(world: StagedWorld) -> str:
+    """How the model could be cut for those who live, all ways tried; empty: in no way."""
+    model = world.setup.model
+    if model is None:
+        return ""
+    sizes = [2 * block.parameter_bytes for block in model.blocks]
+    limits = [w.memory_bytes or math.inf for w in world.alive if isinstance(w, StagedWorker)]
+    for count in range(1, min(len(limits), len(sizes), world.setup.stages) + 1):
+        for inner in combinations(range(1, len(sizes)), count - 1):
+            cuts = (0, *inner, len(sizes))
+            stages = [sum(sizes[a:b]) for a, b in pairwise(cuts)]
+            if any(all(map(le, stages, some)) for some in permutations(limits, count)):
+                return f"it fits at {cuts}"
+    return ""
+
+
+def may_go_on(world: StagedWorld, stages: int) -> str:
+    """Why a run that is paused could go on; empty: it could not."""
+    short = len(world.alive) < stages
+    if (short or world.setup.model is not None) and not fits(world):
+        return ""
+    blocks = defined_cuts(world.setup)[-1]
+    of: dict[tuple[int, bytes], list[m.Span]] = defaultdict(list)
+    voices: Counter[tuple[int, bytes]] = Counter()
+    believed = {state[:2] for state in world.coordinator._checkpoints.quorum._confirmed}
+    for worker in world.alive:
+        assert isinstance(worker, StagedWorker)
+        for held in worker.stored_checkpoints:
+            of[held.applied, held.history].append(held.layers)
+        voices.update({(held.applied, held.history) for held in worker.stored_checkpoints})
+        seat = worker.core.rank_assignment
+        if worker.core.is_synced and seat is not None:
+            of[worker.core.applied, worker.core.history].append(seat.layers)
+            believed.add((worker.core.applied, worker.core.history))
+    believed |= {at for at, count in voices.items() if 2 * count > len(world.alive)}
+    whole = [at for at, known in of.items() if not uncovered_spans(known, blocks) and at in believed]
+    whole = [at for at in whole if at[0] >= 0 or not short]  # before the first step all are waited for
+    return f"every stage of {max(whole)[0]} is here; {fits(world)}" if whole else ""
+
+
+def check(world: StagedWorld, stages: int) -> None:
+    log, samples = world.log, SAMPLES * (world.setup.ledger.epochs or 0)
+    rounds: dict[int, list[m.RoundId]] = defaultdict(list)
+    histories: dict[m.RoundId, set[bytes]] = defaultdict(set)
+    for _, round_id, history in log.commits:  # in the order in which it happened
+        histories[round_id].add(history)
+        if round_id not in rounds[round_id.step]:
+            rounds[round_id.step].append(round_id)
+    assert all(len(seen) == 1 for seen in histories.values()), "one step, and two histories"
+    for step, ids in rounds.items():  # all or none, but where the run went back beyond this step
+        again = sum(to <= step and (since is None or step < since) for since, to in world.lost_steps)
+        known = not (log.lost_disks or log.blackouts or log.start_overs)
+        assert len(ids) <= 1 + again or not known, (step, ids, world.lost_steps)
+    if not world.finished:
+        snapshot = world.coordinator.snapshot(world.now_s)
+        assert world.coordinator.phase in (RunPhase.PAUSED, RunPhase.WAITING), snapshot
+        assert world.coordinator.reason
+        why = may_go_on(world, stages)
+        assert not why, f"{why}, but: {snapshot}"
+        return
+    over = [w for w in members(world) if w.core.is_finished and w.core.rank_assignment is not None]
+    assert len({(w.core.applied, w.core.history) for w in over}) <= 1, "stages are at different steps"
+    if not over:
+        return  # the last one died after the end
+    last = over[0].core.applied
+    committed = {rounds[step][-1] for step in range(last + 1)}
+    assert len(committed) == last + 1
+    seen: Counter[int] = Counter()
+    counted: set[int] = set()
+    for submission in log.submissions:
+        if submission.round in committed:
+            for span in submission.spans:
+                seen.update(range(span.start, span.stop))
+                if submission.round not in log.skipped:
+                    counted.update(range(span.start, span.stop))
+    wrong = {p: seen[p] for p in range(samples) if seen[p] != 1}
+    assert not wrong and len(seen) == samples, f"not counted once: {wrong}"
+    for worker in over:
+        blocks = worker.trainer.blocks
+        assert worker.core.rank_assignment is not None and blocks == worker.core.rank_assignment.layers
+        for block, number in zip(range(blocks.start, blocks.stop), worker.trainer.state, strict=True):
+            assert number == sum(layer_weight(p, block) for p in counted), f"block {block}"
+
+
+def history(seed: int) -> tuple[StagedWorld, int]:
+    """All that a seed decides."""
+    random = Random(seed)
+    stages, replicas = random.randint(2, 4), random.randint(1, 2)
+    spare = random.choice((0, 0, 1, 2))
+    more = {
+        "skips": random.choice((0.0, 0.0, 0.02)),
+        "behind_nat": random.choice((0.0, 0.0, 0.5)),
+        "slow_restore": random.choice((0.0, 0.0, 0.2)),
+    }
+    model, memory = None, (0,)
+    if random.random() < 0.6:
+        sizes = [random.randint(1, 9) for _ in range(random.randint(stages, 2 * stages + 2))]
+        cuts = sorted(random.sample(range(1, len(sizes)), stages - 1))
+        model = model_of(sizes, 0, *cuts, len(sizes))
+        memory = random.choice(((0,), (0,), (2 * sum(sizes), sum(sizes)), (sum(sizes),)))
+    world = build(seed, stages, stages * replicas + spare, model, memory=memory, **more)
+    Trouble(world, random).plan(random.randint(1, 7))
+    world.run(400.0, max_events=2_000_000)
+    return world, stages
+
+
+def starved(seed: int) -> tuple[StagedWorld, int]:
+    """One replica, nobody spare: who dies leaves a stage to nobody; some join later."""
+    random = Random(seed)
+    stages = random.randint(2, 4)
+    sizes = [random.randint(1, 9) for _ in range(random.randint(stages, 2 * stages + 2))]
+    cuts = sorted(random.sample(range(1, len(sizes)), stages - 1))
+    total = sum(sizes)
+    memory = random.choice(((0,), (0,), (2 * total,), (2 * total, total), (total,), (total, 2 * total // 3)))
+    more = {
+        "slow_restore": random.choice((0.0, 0.0, 0.2)),
+        "behind_nat": random.choice((0.0, 0.0, 0.5)),
+        "epochs": 6,
+    }
+    world = build(seed, stages, stages, model_of(sizes, 0, *cuts, len(sizes)), memory=memory, **more)
+    trouble = Trouble(world, random)
+    for _ in range(random.randint(1, 3)):
+        world.at(random.uniform(0.6, 12.0), trouble.crash)
+    for _ in range(random.choice((0, 1, 1, 2, 3))):
+        world.at(random.uniform(2.0, 20.0), trouble.join)
+    for _ in range(random.choice((0, 0, 1, 2))):
+        world.at(random.uniform(0.6, 12.0), partial(FAULTS[random.choice(list(FAULTS))], trouble))
+    if random.random() < 0.3:
+        world.at(random.uniform(5.0, 30.0), trouble.revive)
+    world.run(400.0, max_events=2_000_000)
+    return world, stages
+
+
+def test_promises_hold_where_the_model_is_cut_anew(seeds: Seeds) -> None:
+    seen = ("finished", "left paused", "rollbacks", "merges", "cut anew", "to fewer", "to more")
+    sweep(seeds, 5, starved, seen)
+
+
+def test_promises_hold_under_churn(seeds: Seeds) -> None:
+    sweep(seeds, 60, history, SEEN)
+
+
+def sweep(
+    seeds: Seeds, count: int, of: Callable[[int], tuple[StagedWorld, int]], seen: Sequence[str]
+) -> None:
+    counts: Counter[str] = Counter()
+    late: list[float] = []
+    done = 0
+    for seed in seeds(count):
+        world, stages = of(seed)
+        check(world, stages)
+        done += 1
+        counts["finished"] += world.finished
+        counts["left paused"] += not world.finished
+        counts["rollbacks"] += len(world.lost_steps)
+        counts["pauses"] += world.pauses
+        counts["reloads"] += world.reloads
+        counts["merges"] += world.merges
+        counts["cut anew"] += sum(a != b for a, b in pairwise(world.stage_bounds))
+        counts["to more"] += sum(len(a) < len(b) for a, b in pairwise(world.stage_bounds))
+        counts["to fewer"] += sum(len(a) > len(b) for a, b in pairwise(world.stage_bounds))
+        for name in ("crashes", "joins", "generations", "state_transfers", "aborts", "restarts"):
+            counts[name] += getattr(world.log, name)
+        late += [notice.took_s for notice in world.notices]
+    slowest_s = max(late, default=0.0)
+    print(f"\n{done} histories: {dict(counts)}; a death was known to all after {slowest_s:.2f} s at most")
+    if done >= MANY:  # a sweep in which nothing happened would prove nothing
+        assert all(counts[name] for name in seen)
+
+
+def test_a_calm_run_ends_in_one_generation() -> None:
+    world = build(1, 3, 6)
+    world.run(60.0)
+    check(world, 3)
+    assert world.finished and world.log.generations == 1
+    assert len(world.log.commits) == 6 * 20, "steps of 2 x 3 samples, two passes of 60"
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("when_s", (0.9, 1.3, 1.7))
+def test_any_stage_dies_and_a_spare_takes_its_seat(stage: int, when_s: float) -> None:
+    """2 x 4 and one spare: the dead one's replica gives its state, nothing is lost, all know within 2 s."""
+    world = build(7, 4, 9)
+
+    def die() -> None:
+        crash(world, at_stage(world, stage)[0].peer)
+
+    world.at(when_s, die)
+    world.run(60.0)
+    check(world, 4)
+    assert world.finished and not world.lost_steps
+    assert len(world.coordinator.run.member_list) == 8, "the spare is in it"
+    assert max(notice.took_s for notice in world.notices) < 2.0
+
+
+def test_without_a_spare_the_other_replica_goes_on_alone() -> None:
+    world = build(8, 2, 4)
+    world.at(1.2, lambda: crash(world, at_stage(world, 1)[0].peer))
+    world.run(60.0)
+    check(world, 2)
+    assert world.finished and not world.lost_steps
+    assert len(world.coordinator.run.member_list) == 2
+
+
+def test_the_only_holder_dies_and_a_newcomer_goes_on_from_the_copy_on_the_next_stages_disk() -> None:
+    world = build(9, 3, 3)
+    world.at(1.6, lambda: crash(world, at_stage(world, 1)[0].peer))
+    world.at(8.0, world.join)
+    world.run(7.9)
+    assert world.coordinator.phase is RunPhase.PAUSED
+    assert "2 workers are here, 3 are needed" in world.coordinator.reason
+    world.run(120.0)
+    check(world, 3)
+    assert world.finished and len(world.lost_steps) == 1
+    since, to = world.lost_steps[0]
+    assert since is not None and 0 < since - to <= 4, "checkpoints are 4 steps apart"
+
+
+def test_survivors_go_on_with_fewer_stages_and_with_all_when_somebody_comes() -> None:
+    """Three stages of two blocks; the middle one's worker dies for good.
+
+    0 2 4 6  ->  0 3 6, from the disks, which have the dead one's copy  ->  0 2 4 6, from memory
+    """
+    world = build(9, 3, 3, model_of([1] * 6, 0, 2, 4, 6))
+    world.at(1.6, lambda: crash(world, at_stage(world, 1)[0].peer))
+    world.run(8.0)  # loading takes up to 3 s
+    assert world.stage_bounds == [(0, 2, 4, 6), (0, 3, 6)] and world.merges == 2
+    assert world.coordinator.phase is RunPhase.TRAINING and len(world.lost_steps) == 1
+    since, to = world.lost_steps[0]
+    assert since is not None and 0 < since - to <= 4, "checkpoints are 4 steps apart"
+    world.join()
+    world.run(120.0)
+    check(world, 3)
+    assert world.stage_bounds[1:] == [(0, 3, 6), (0, 2, 4, 6)]
+    assert world.finished and len(world.lost_steps) == 1, "the way back costs no step"
+
+
+def test_a_quick_rejoiner_saves_the_new_cut() -> None:
+    world = build(9, 3, 3, model_of([1] * 6, 0, 2, 4, 6))
+    world.at(1.6, lambda: crash(world, at_stage(world, 1)[0].peer))
+    world.at(3.0, world.join)
+    world.run(120.0)
+    check(world, 3)
+    assert world.finished and set(world.stage_bounds) == {(0, 2, 4, 6)}
+
+
+def test_where_it_does_not_fit_the_run_waits_and_says_why() -> None:
+    """Of 12 bytes with gradients each card holds 4: two cannot."""
+    world = build(9, 3, 3, model_of([1] * 6, 0, 2, 4, 6), memory=(4,))
+    world.at(1.6, lambda: crash(world, at_stage(world, 1)[0].peer))
+    world.run(60.0)
+    assert world.coordinator.phase is RunPhase.PAUSED
+    assert "stage 1 of 3 has nobody" in world.coordinator.reason
+    assert "no cut of 6 layers into 2 stages fits" in world.coordinator.reason
+    world.join()
+    world.run(120.0)
+    check(world, 3)
+    assert world.finished and set(world.stage_bounds) == {(0, 2, 4, 6)}
+
+
+def test_who_comes_back_while_the_run_is_paused_brings_its_state_and_nothing_is_lost() -> None:
+    """It had lost its lines, not its memory."""
+    world = build(10, 3, 3)
+
+    def cut() -> None:
+        side = {at_stage(world, 1)[0].peer}
+        world.partition(side, 6.0)
+
+    world.at(1.4, cut)
+    world.run(120.0)
+    check(world, 3)
+    assert world.finished and not world.lost_steps
+
+
+def test_a_power_cut_is_survived_by_the_disks() -> None:
+    world = build(11, 3, 6)
+    random = Random(1)
+    trouble = Trouble(world, random)
+    world.at(2.0, trouble.power_cut)
+    world.at(3.0, trouble.revive)
+    world.run(200.0)
+    check(world, 3)
+    assert world.finished and world.reloads >= 3
+
+
+def test_a_seat_is_at_each_step_one_stage() -> None:
+    seats = RankLayout.for_world_size(4, 8)
+    assert [seats.stage_of(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]

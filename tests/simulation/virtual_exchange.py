@@ -1,0 +1,144 @@
+"""The real cores over the lines of a network, a payload being a byte count.
+
+Decides nothing: the cores of `protocol` say who sends what to whom, `protocol.lines` says when it is there.
+The planner walks moves that were written down beforehand (`protocol.moves`); here they come out of the cores
+as they run, so the two can be held against one another.
+
+    core.start --> SendTo --> lines --> Arrived --> core.handle --> SendTo, work ...
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from gridtrain.core.collectives.allgather import AllGather
+from gridtrain.core.collectives.butterfly import ButterflyExchange
+from gridtrain.core.collectives.collective import (
+    AddSlice,
+    Collective,
+    CollectiveComplete,
+    CollectiveEffect,
+    MergePayload,
+    PayloadReceived,
+    ReplacePayload,
+    SendTo,
+    StoreFromRank,
+    StoreSlice,
+)
+from gridtrain.core.collectives.direct import DirectAllReduce
+from gridtrain.core.collectives.ring import RingAllReduce
+from gridtrain.core.collectives.star import DenseStar, SparseStar
+from gridtrain.core.collectives.tree import TreeExchange
+from gridtrain.core.planning.message_schedule import ReceiveWork
+from gridtrain.core.planning.network_model import LinkOccupancy, NetworkModel
+from gridtrain.core.planning.workload import HEADER_BYTES, ExchangeKind, Workload, slice_count
+
+WorkTime = Callable[[ReceiveWork], float]  # seconds of a receiver for one payload
+
+
+def make_cores(load: Workload, world_size: int) -> list[Collective]:
+    """The collective that runs such a load, one for each rank."""
+    match load.kind:
+        case ExchangeKind.DENSE:
+            slices = slice_count(load, world_size)
+            return [RingAllReduce(rank, world_size, slices, False) for rank in range(world_size)]
+        case ExchangeKind.DIRECT:
+            slices = slice_count(load, world_size)
+            return [DirectAllReduce(rank, world_size, slices, False) for rank in range(world_size)]
+        case ExchangeKind.TOPK:
+            return [AllGather(rank, world_size, False) for rank in range(world_size)]
+        case ExchangeKind.GTOPK:
+            return [ButterflyExchange(rank, world_size, False) for rank in range(world_size)]
+        case ExchangeKind.TREE:
+            return [TreeExchange(rank, world_size, False) for rank in range(world_size)]
+        case ExchangeKind.STAR:
+            slices = slice_count(load, world_size)
+            return [DenseStar(rank, world_size, slices, False) for rank in range(world_size)]
+        case ExchangeKind.STAR_GTOPK:
+            return [SparseStar(rank, world_size, False) for rank in range(world_size)]
+
+
+@dataclass(slots=True)
+class ExchangeSimulation:
+    """One exchange in virtual time.
+
+    Attributes:
+        cores: one for each rank.
+        payload_bytes: of one message.
+        work: seconds that a receiver takes for one payload, by what it does with it.
+        sent: (sender, receiver) of all messages so far, in the order in which they were ready.
+        complete_s: when each rank had everything; (P,) once it has run.
+    """
+
+    cores: Sequence[Collective]
+    network: NetworkModel
+    payload_bytes: float
+    work: WorkTime = lambda work: 0.0
+    sent: list[tuple[int, int]] = field(default_factory=list)
+    complete_s: dict[int, float] = field(default_factory=dict)
+    _agenda: list[tuple[float, int, int, PayloadReceived, float | None]] = field(default_factory=list)
+    _order: itertools.count[int] = field(default_factory=itertools.count)
+    _free_s: dict[int, float] = field(default_factory=dict)
+    _traffic: LinkOccupancy = field(init=False)
+
+    def run(self) -> list[float]:
+        """When each rank had everything, in seconds after all began."""
+        self._traffic = LinkOccupancy(self.network)
+        for rank, core in enumerate(self.cores):
+            self._execute(rank, core.start(0.0), 0.0)
+        while self._agenda:
+            now_s, _, rank, event, not_before_s = heapq.heappop(self._agenda)
+            if not_before_s is not None:  # its first byte is there
+                there_s = self._traffic.arrive(rank, self.payload_bytes, now_s, not_before_s)
+                self._schedule(there_s, rank, event, None)
+            else:
+                self._execute(rank, self.cores[rank].handle(event, now_s), now_s)
+        return [self.complete_s[rank] for rank in range(len(self.cores))]
+
+    def _execute(self, rank: int, effects: Sequence[CollectiveEffect], now_s: float) -> None:
+        now_s = max(now_s, self._free_s.get(rank, 0.0))
+        for effect in effects:
+            match effect:
+                case SendTo(to_rank, place, skip):
+                    self.sent.append((rank, to_rank))
+                    reached_s, last_s = self._traffic.depart(rank, to_rank, self.payload_bytes, now_s)
+                    self._schedule(reached_s, to_rank, PayloadReceived(rank, place, skip, None), last_s)
+                case CollectiveComplete():
+                    self.complete_s[rank] = now_s
+                case AddSlice():
+                    now_s += self.work(ReceiveWork.ADD)
+                case StoreSlice():
+                    now_s += self.work(ReceiveWork.STORE)
+                case StoreFromRank():
+                    now_s += self.work(
+                        ReceiveWork.POOL if isinstance(self.cores[rank], SparseStar) else ReceiveWork.KEEP
+                    )
+                case MergePayload():
+                    now_s += self.work(ReceiveWork.MERGE)
+                case ReplacePayload():
+                    now_s += self.work(ReceiveWork.ADOPT)
+        self._free_s[rank] = now_s
+
+    def _schedule(self, at_s: float, rank: int, event: PayloadReceived, not_before_s: float | None) -> None:
+        heapq.heappush(self._agenda, (at_s, next(self._order), rank, event, not_before_s))
+
+
+def simulate_exchange(
+    load: Workload, network: NetworkModel, work: WorkTime = lambda work: 0.0
+) -> ExchangeSimulation:
+    """Run the real cores of `load` over `network` to the end; no vote, no work before or after."""
+    size = network.size
+    slices = slice_count(load, size)
+    parts = {
+        ExchangeKind.DENSE: size * slices,
+        ExchangeKind.DIRECT: size * slices,
+        ExchangeKind.STAR: slices,
+    }.get(load.kind, 1)
+    exchange = ExchangeSimulation(
+        make_cores(load, size), network, load.unit_bytes / parts + HEADER_BYTES, work
+    )
+    exchange.run()
+    return exchange

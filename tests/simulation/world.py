@@ -1,0 +1,966 @@
+"""A whole group on the virtual network: the real membership and member cores, and toy trainers.
+
+Decides nothing that the product decides: it carries out the cores' effects as the driver and the
+daemon do, lets workers join, leave, crash and lose connections, and writes down what happened, for
+tests to hold against the promises.  A seed is a history.
+
+    Membership <-- virtual network --> MemberCore + ToyTrainer, one of each for every worker
+
+The toy trainer's "model" is a vector; the gradient of a sample is a small integer vector that its
+position determines, so that sums are exact and every lost or doubled sample shows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from random import Random
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from gridtrain.config import Deadlines
+from gridtrain.core import messages as m
+from gridtrain.core.commit.attempts import RankAssignment
+from gridtrain.core.group import member_events as io
+from gridtrain.core.member.member import MemberCore
+from gridtrain.core.messages import RELAY_PREFIX, relay_of
+from gridtrain.errors import JoinRefused, RemoteProtocolError
+from gridtrain_coordinator.membership.journal_recovery import recover_run
+from gridtrain_coordinator.membership.membership import Membership
+from gridtrain_coordinator.run import events as cio
+from simulation.commit_coverage import CommitCoverage, MemberBefore
+from simulation.virtual_network import LinkProperties, VirtualNetwork
+
+COORDINATOR = b"c" * 32
+
+
+class SimTrainer(Protocol):
+    """What a simulated worker computes with; tests bring it (the numbers are not the simulator's)."""
+
+    def prepare(
+        self, round_id: m.RoundId, seat: RankAssignment, spans: Sequence[m.Span], skip: bool
+    ) -> dict[m.Channel, Any]:
+        """Workspaces for one attempt, from the same samples each time; `skip`: the gradient is not finite."""
+        ...
+
+    def commit(self, workspaces: dict[m.Channel, Any], skip: bool) -> None: ...
+
+    def capture(self) -> Any: ...
+
+    def restore(self, state: Any) -> None: ...
+
+    def take_residual(self) -> Any:
+        """What this worker has not sent, as it leaves; it takes no further step."""
+        ...
+
+    def add_residual(self, residual: Any) -> None:
+        """What another one has surrendered is this one's now."""
+        ...
+
+
+RESIDUAL_TRANSFER_S = 3.0
+MOST_FOLLOWING_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class _ConnectionChange:
+    """Sent through the network when a connection comes up or breaks."""
+
+    up: bool
+
+
+@dataclass(slots=True)
+class Submission:
+    """What one worker brought into one attempt."""
+
+    peer: m.PeerId
+    round: m.RoundId
+    spans: tuple[m.Span, ...]
+
+
+@dataclass(slots=True)
+class History:
+    """What happened, for tests."""
+
+    submissions: list[Submission] = field(default_factory=list)
+    commits: list[tuple[m.PeerId, m.RoundId, bytes]] = field(default_factory=list)
+    aborts: int = 0
+    joins: int = 0
+    crashes: int = 0
+    generations: int = 0
+    restarts: int = 0
+    start_overs: int = 0
+    voided: int = 0
+    state_transfers: int = 0
+    passed_on: int = 0
+    rollbacks: int = 0
+    restarted_processes: int = 0  # processes that came with the key of one that had just died
+    blackouts: int = 0  # moments in which no worker was alive any more
+    blank_backups: int = 0  # of the lost ones, and of take-overs: nothing was left that names a member
+    coordinator_failovers: int = 0
+    lost_disks: int = 0  # of the coordinator, with a generation that no backup knew
+    skipped: set[m.RoundId] = field(default_factory=set)
+    caught_up: int = 0
+    refused: list[str] = field(default_factory=list)
+    acknowledged: list[tuple[m.PeerId, m.PeerId]] = field(default_factory=list)  # residuals: leaver, heir
+    added_residuals: list[tuple[m.PeerId, m.PeerId]] = field(default_factory=list)
+    void_residuals: list[tuple[m.PeerId, m.PeerId]] = field(default_factory=list)  # acknowledged for nothing
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDisk:
+    """What a worker finds on its disk when it starts again."""
+
+    held: m.CheckpointInfo
+    state: Any
+
+
+class SimWorker:
+    """One worker: core, trainer, and the little that the driver does between them."""
+
+    def __init__(self, world: World, peer: m.PeerId, trainer: SimTrainer, setup: m.Setup) -> None:
+        self.world = world
+        self.peer = peer
+        self.trainer = trainer
+        self.disk: WorkerDisk | None = None
+        self.flip_next = False  # one bit of the next update is wrong here
+        self.alive = True
+        self.left = False
+        join = m.Join("sim", peer.hex()[:6], peer.hex())
+        self.core = MemberCore(peer, COORDINATOR, join, world.deadlines)
+        self._setup = setup
+        self._batch: tuple[m.Span, ...] = ()
+        self._batch_step = -1
+        self._computing = False
+        self.has_computed = False  # a batch, at least
+        self._frozen = False
+        self._offered: m.StateBlock | None = None
+        self._missed_events: list[io.MemberEvent] = []
+        self._workspaces: dict[m.Channel, Any] = {}
+        self._state_requests: list[tuple[m.PeerId, int, int, bool]] = []
+        self._forward_requests: list[tuple[m.PeerId, int, int]] = []  # who gets from us what comes
+        self._received_block: m.StateBlock | None = None
+        self._progress = 0
+        self._is_round_failed = False  # a payload of the open round was refused
+        self._pending_residuals: dict[
+            m.PeerId, Any
+        ] = {}  # complete residuals of leavers that do not count yet
+        self._leave_deadline_s: float | None = None
+        self._is_transferring = False
+        self._connected_sources: set[m.PeerId] = set()  # donors that are connected
+
+    def freeze(self, for_s: float) -> None:
+        """As SIGSTOP: connections stay, nothing is read or said; all of it comes later, at once."""
+        self._frozen = True
+        self.world.later(for_s, self.peer, self._thaw)
+
+    def _thaw(self) -> None:
+        self._frozen, missed, self._missed_events = False, self._missed_events, []
+        if self.world.random.random() < 0.5:
+            self.tick()  # the loop may look at its deadline before it reads
+        for event in missed:
+            self.handle(event)
+        self._go_on()
+
+    def handle(self, event: io.MemberEvent) -> None:
+        if not self.alive:
+            return
+        if self._frozen:
+            self._missed_events.append(event)
+            return
+        try:
+            effects = self._run_core(event)
+        except RemoteProtocolError as error:
+            if not isinstance(event, io.MessageReceived):
+                raise
+            effects = self._run_core(io.ProtocolViolation(event.peer, error.reason))
+        self._execute(effects)
+
+    def tick(self) -> None:
+        if self.alive and not self._frozen and self.world.now_s >= self.core.deadline_s:
+            self._execute(self._run_core(None))
+
+    def _run_core(self, event: io.MemberEvent | None) -> list[io.MemberEffect]:
+        """The core; None is a tick."""
+        world, before = self.world, MemberBefore.of(self.core)
+        now_s = world.now_s
+        effects = self.core.tick(now_s) if event is None else self.core.handle(event, now_s)
+        world.coverage.record_member(self.core, before, event, effects, coordinator_up=world.coordinator_up)
+        return effects
+
+    def send_heartbeat(self) -> None:
+        if self._frozen:
+            return
+        self.handle(io.HeartbeatDue(self._progress, not self._computing, self.world.figures(self)))
+        self.tick()
+
+    def enter(self) -> None:
+        self.handle(io.TrainerJoined(self._setup, self.world.edges, None, self.world.choices))
+
+    def _execute(self, effects: list[io.MemberEffect]) -> None:
+        queue = list(effects)
+        while queue and self.alive:
+            effect = queue.pop(0)
+            try:
+                queue.extend(self._execute_one(effect))
+            except RemoteProtocolError as error:
+                self._is_round_failed = True
+                culprit = effect.peer if isinstance(effect, io.ApplyToBuffer) else None
+                event = (
+                    io.RoundFailed(str(error))
+                    if culprit is None
+                    else io.ProtocolViolation(culprit, error.reason)
+                )
+                queue.extend(self._run_core(event))
+        self._go_on()
+
+    def _execute_one(self, effect: io.MemberEffect) -> list[io.MemberEffect]:
+        world = self.world
+        match effect:
+            case io.Send(peer, message):
+                world.send(self.peer, peer, message)
+            case io.SendPayload() | io.ApplyToBuffer() | io.ComputeDigest() if self._is_round_failed:
+                pass
+            case io.SendPayload(peer, round_id, channel, place, skip):
+                if not world.connected(self.peer, peer):
+                    return self._run_core(io.RoundFailed("edge is down"))
+                payload = bytes(self._workspaces[channel].payload(place))
+                world.send(self.peer, peer, m.Data(round_id, channel, place, skip, payload))
+            case io.ApplyToBuffer(channel, fill):
+                self._progress += 1
+                self._workspaces[channel].apply(fill)
+            case io.ComputeDigest(skip):
+                digest = b"" if skip else self._workspaces[m.Channel()].seal()
+                flipped, self.flip_next = self.flip_next, False
+                return self._run_core(io.DigestComputed(digest + bytes([skip, flipped])))
+            case io.ResolveRound(round_id, committed, skip, _):
+                self._resolve(round_id, committed, skip)
+            case io.Dial(peer, address):
+                world.dial(self.peer, peer, address)
+            case io.Disconnect(peer):
+                world.break_edge(self.peer, peer, None)
+            case io.ProbePeers(probe):
+                if rates := world.rates_Bps(self.peer, [peer for peer, _ in probe]):
+                    world.send(self.peer, COORDINATOR, m.LinkRates(rates))
+                return self._run_core(io.ProbeResults(()))
+            case io.SendState(peer, term, generation) as asked:
+                self._state_requests.append((peer, term, generation, asked.digest_only))
+            case io.ForwardState(peer, term, generation):
+                self._forward_requests.append((peer, term, generation))
+                self._forward_state()
+            case io.ExpectStateDigest():
+                pass  # what is passed on is right here
+            case io.StoreStateBlock(_, block):
+                world.log.state_transfers += 1
+                self._offered = self._received_block = block
+                self._forward_state()
+            case io.SourceConnected(peer):
+                self._connected_sources.add(peer)
+            case io.SourceDisconnected(peer):
+                self._connected_sources.discard(peer)
+            case io.BeginCatchUp():
+                # What it copies meanwhile is not simulated: it gets the state when it enters.
+                world.later(world.catch_up_s(), self.peer, self._catch_up)
+            case io.Stop(error):
+                self._stop(error)
+            case io.StoreResidualBlock(peer, piece):
+                self._pending_residuals[peer] = piece.payload
+                told = self._run_core(io.ResidualReceived(peer))
+                answers = [x.message for x in told if isinstance(x, io.Send)]
+                if any(isinstance(answer, m.ResidualReply) and answer.is_accepted for answer in answers):
+                    world.log.acknowledged.append((peer, self.peer))
+                return told
+            case io.AddResidual(peer):
+                world.log.added_residuals.append((peer, self.peer))
+                self.trainer.add_residual(self._pending_residuals.pop(peer))
+            case io.DropResidual(peer):
+                if self._pending_residuals.pop(peer, None) is not None:
+                    world.log.void_residuals.append((peer, self.peer))
+            case io.ResidualTransferEnded():
+                self.depart()
+            case io.LogEvent():
+                pass
+        return []
+
+    def has_residual_of(self, leaver: m.PeerId) -> bool:
+        """The residual of this one is here, and does not count yet."""
+        return leaver in self._pending_residuals
+
+    # -- leaving in order --------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Take nothing over any more, end the open round, hand over what is left, go."""
+        if self._leave_deadline_s is None:
+            self._leave_deadline_s = self.world.now_s + RESIDUAL_TRANSFER_S
+            self.handle(io.RefuseResiduals())
+            self.handle(io.AbandonRound())
+            self._transfer_residual()
+
+    def _transfer_residual(self) -> None:
+        if not self.alive or self._leave_deadline_s is None:
+            return
+        if self.world.now_s >= self._leave_deadline_s:
+            self.depart()
+            return
+        ready = (
+            self.core.open_round is None
+            and not self._pending_residuals
+            and self.core.phase is io.MemberPhase.RUNNING
+        )
+        if ready and not self._is_transferring and not self._frozen:
+            self._is_transferring = True
+            self.handle(io.TransferResidual((self.trainer.take_residual(),)))
+        self.world.at(self.world.now_s + 0.05, self._transfer_residual)
+
+    def depart(self) -> None:
+        if self.alive:
+            self.left = True
+            self.handle(io.LeaveGroup("leaves"))
+            self.world.crash(self.peer)
+
+    def _catch_up(self) -> None:
+        if self.core.rank_assignment is None and not self._connected_sources:
+            self.world.later(0.2, self.peer, self._catch_up)
+        elif self.core.rank_assignment is None and not self._frozen:
+            fails = self.world.catch_up_s() > MOST_FOLLOWING_S * 0.9
+            self.handle(io.CatchUpFailed("on purpose") if fails else io.CaughtUp(0, b""))
+            self.world.log.caught_up += 1
+
+    def _stop(self, error: JoinRefused) -> None:
+        self.world.log.refused.append(str(error))
+        self.world.crash(self.peer)
+        if error.code == "stale-model":  # as an agent does with --restarts
+            self.world.at(self.world.now_s + 1.0, self.world.restart_script)
+
+    def _go_on(self) -> None:
+        """What the training thread does when it may: hand out its state, begin a step."""
+        if not self.alive or self._computing or self._frozen or self._leave_deadline_s is not None:
+            return
+        if self._offered is not None:
+            # Loading takes a while, in which the group may change once more.
+            self._computing, block, self._offered = True, self._offered, None
+            self.world.later(self.world.restore_s(), self.peer, lambda: self._restored(block))
+            return
+        for peer, term, generation, digest in self._state_requests:
+            if self.core.rank_assignment is not None and (term, generation) == (
+                self.core.rank_assignment.term,
+                self.core.rank_assignment.generation,
+            ):
+                block = m.StateBlock(term, generation, 0, 1, None if digest else self.trainer.capture())
+                told = m.StateDigest(term, generation, b"") if digest else block
+                self.world.send(self.peer, peer, told)
+        self._state_requests.clear()
+        if self.core.next_round is None or (self.core.is_exchange_undecided and self.has_computed):
+            return
+        self._computing = True
+        fresh = self._batch_step != self.core.step
+        self.world.later(self.world.compute_s(self.peer) if fresh else 0.0, self.peer, self._submit)
+
+    def _forward_state(self) -> None:
+        """The loop's thread does it, whatever the trainer is doing."""
+        came = self._received_block
+        for asked in list(self._forward_requests):
+            peer, term, generation = asked
+            if came is not None and (term, generation) == (came.term, came.generation):
+                self._forward_requests.remove(asked)
+                self.world.log.passed_on += 1
+                self.world.send(self.peer, peer, came)
+
+    def _restored(self, block: m.StateBlock) -> None:
+        self._computing = False
+        self._batch_step = -1  # a batch in hand was for another model
+        self.trainer.restore(block.payload)
+        self.handle(io.StateLoaded(block.term, block.generation))
+
+    def _submit(self) -> None:
+        if self._frozen:
+            self.world.later(0.1, self.peer, self._submit)
+            return
+        self._computing = False
+        self._progress += 1
+        round_id, seat = self.core.next_round, self.core.rank_assignment
+        if not self.alive or round_id is None or seat is None or self._leave_deadline_s is not None:
+            self._go_on()
+            return
+        self.has_computed = True
+        if self.core.is_exchange_undecided:  # the gradient waits for an exchange
+            return
+        spans = self.core.data_assignment().get(self.peer, ())
+        if self._batch_step == self.core.step and spans not in ((), self._batch):
+            self.world.log.voided += 1  # it was off the roll, and its batch in hand is nobody's any more
+        self._batch, self._batch_step = spans, self.core.step
+        self._is_round_failed = False
+        skip = self.world.is_skipped(self.peer, round_id.step)
+        self._workspaces = self.trainer.prepare(round_id, seat, spans, skip)
+        self.world.log.submissions.append(Submission(self.peer, round_id, spans))
+        collectives = {
+            channel: workspace.collective(seat.rank, seat.world_size, skip)
+            for channel, workspace in self._workspaces.items()
+        }
+        self.handle(io.SubmitRound(round_id, collectives))
+
+    def _resolve(self, round_id: m.RoundId, committed: bool, skip: bool) -> None:
+        if committed:
+            self.trainer.commit(self._workspaces, skip)
+            self.world.log.commits.append((self.peer, round_id, self.core.history))
+            if skip:
+                self.world.log.skipped.add(round_id)
+            if round_id.step % self.world.checkpoint_every == 0:
+                held = m.CheckpointInfo(self.core.applied, self.core.history, self.core.ledger)
+                self.disk = WorkerDisk(held, self.trainer.capture())
+        else:
+            self.world.log.aborts += 1
+        self._workspaces = {}
+
+
+class World:
+    """The coordinator, the workers and the network between them.
+
+    Args:
+        seed: of everything random.
+        make_trainer: called for each worker that joins.
+        edges: see `member_io.Enter`.
+        setup: what all workers bring.
+        choices: see `member_io.Enter`.
+        behind_nat: the part of the workers that nobody can dial.
+        skips: how often a worker's gradient is not finite.
+        slow_restore: how often a joiner takes longer to load a state than anybody waits.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        make_trainer: Callable[[], SimTrainer],
+        edges: Callable[..., frozenset[int]],
+        setup: m.Setup,
+        *,
+        min_workers: int,
+        delay_s: tuple[float, float] = (0.0005, 0.02),
+        compute_s: tuple[float, float] = (0.001, 0.05),
+        behind_nat: float = 0.0,
+        skips: float = 0.0,
+        slow_restore: float = 0.0,
+        checkpoint_every: int = 3,
+        choices: Mapping[str, Callable[[int, int], frozenset[int]]] = MappingProxyType({}),
+        reshare_s: float = 30.0,
+    ) -> None:
+        self.choices = choices
+        self.random = Random(seed)
+        self.coverage = CommitCoverage()
+        self.checkpoint_every = checkpoint_every
+        self._seed = seed
+        self._skips = skips
+        self._slow_restore = slow_restore
+        self._partitions: set[tuple[m.PeerId, m.PeerId]] = set()
+        self._undetected: dict[frozenset[m.PeerId], m.PeerId] = {}
+        self._backup = 0  # so many entries of the journal are in the latest one
+        self._from_backup = False
+        self._decisions_to_lose: tuple[m.PeerId | None, float] | None = None
+        self.slow_next_restore = False
+        self._coordinator_frozen = False
+        self._stale_coordinator: Membership | None = None
+        self._misdirected: set[m.PeerId] = set()  # whose dial of the coordinator ends at the ghost
+        self._coordinator_missed: list[cio.Event] = []
+        self._nat = Random(seed)  # by itself, so that a history without NAT stays what it was
+        self._behind_nat = behind_nat
+        self._hidden: set[m.PeerId] = set()
+        self._relayed: dict[frozenset[m.PeerId], m.PeerId] = {}
+        self.deadlines = Deadlines(
+            first_step_s=4.0,
+            patience_floor_s=1.0,
+            silence_s=2.0,
+            report_s=1.0,
+            ready_s=6.0,
+            route_s=2.0,
+            regather_s=10.0,
+            reshare_s=reshare_s,
+            recut_s=3.0,
+        )
+        self.network: VirtualNetwork[m.PeerId, Any] = VirtualNetwork(
+            seed, LinkProperties(delay_s=delay_s, in_order=True)
+        )
+        self.edges = edges
+        self.log = History()
+        self.workers: dict[m.PeerId, SimWorker] = {}
+        self.restarted_processes: set[m.PeerId] = set()  # keys of which another process has come
+        self._make_trainer = make_trainer
+        self._setup = setup
+        self._compute_s = compute_s
+        self._connections: set[frozenset[m.PeerId]] = set()
+        self._min_workers = min_workers
+        self._journal: list[tuple[str, dict[str, Any]]] = []
+        self.network.attach(COORDINATOR, self._to_coordinator)
+        self.start_coordinator()
+        self._coordinator_ticks()
+
+    # -- what tests do -----------------------------------------------------------------------------
+
+    @property
+    def now_s(self) -> float:
+        return self.network.clock.now_s
+
+    @property
+    def alive(self) -> list[SimWorker]:
+        return [worker for worker in self.workers.values() if worker.alive]
+
+    @property
+    def finished(self) -> bool:
+        return self.coordinator.phase is cio.RunPhase.FINISHED
+
+    def at(self, when_s: float, action: Callable[[], None]) -> None:
+        self.network.call_at(when_s, action)
+
+    def restart_script(self) -> None:
+        """An agent starts its script again."""
+        self.join()
+
+    def join(self, disk: WorkerDisk | None = None) -> SimWorker:
+        """`disk`: a worker that starts again, with a new name but with what it had saved."""
+        peer = self.random.randbytes(32)
+        if self._nat.random() < self._behind_nat:
+            self._hidden.add(peer)
+        self.log.joins += 1
+        self.network.attach(peer, self._to_worker)
+        return self._begin(peer, disk)
+
+    def _begin(self, peer: m.PeerId, disk: WorkerDisk | None, enters_after_s: float = 0.0) -> SimWorker:
+        setup, trainer = self._setup, self._make_trainer()
+        if disk is not None:
+            setup = replace(setup, checkpoint=disk.held)
+            trainer.restore(disk.state)
+        worker = self.make_worker(peer, trainer, setup)
+        self.workers[peer] = worker
+        self.connect(peer, COORDINATOR)
+        if enters_after_s:
+            self.later(enters_after_s, peer, worker.enter)
+        else:
+            worker.enter()
+        self._send_heartbeats(worker)
+        return worker
+
+    def restart_process(self, peer: m.PeerId, enters_after_s: float = 0.0) -> None:
+        """Another process with the key of one that has died, and with its disk; nothing else is left of it.
+
+        `enters_after_s`: so long it builds its model; it is known to the coordinator, and says nothing yet.
+        """
+        old = self.workers[peer]
+        if peer in self._misdirected:
+            self.at(self.now_s + 0.2, partial(self.restart_process, peer, enters_after_s))
+        if old.alive or old.left or peer in self._misdirected:
+            return
+        self.log.restarted_processes += 1
+        self.restarted_processes.add(peer)
+        self.network.revive(peer)
+        self._begin(peer, self._disk_of(old), enters_after_s)
+
+    def _disk_of(self, old: SimWorker) -> WorkerDisk | None:
+        return old.disk
+
+    def make_worker(self, peer: m.PeerId, trainer: SimTrainer, setup: m.Setup) -> SimWorker:
+        return SimWorker(self, peer, trainer, setup)
+
+    def crash(self, peer: m.PeerId) -> None:
+        """As SIGKILL: silent for ever; its connections break at the other ends."""
+        worker = self.workers[peer]
+        if not worker.alive:
+            return
+        worker.alive = False
+        self.log.crashes += 1
+        self.log.blackouts += not self.alive
+        # Sorted: the order of a set differs from process to process, and a seed is to be a history.
+        for pair in sorted((p for p in self._connections if peer in p), key=sorted):
+            self._disconnect(pair)
+        self.network.crash(peer)
+
+    def leave(self, peer: m.PeerId) -> None:
+        """At once, without handing anything over."""
+        self.workers[peer].depart()
+
+    def leave_gracefully(self, peer: m.PeerId) -> None:
+        """Leave in order."""
+        self.workers[peer].leave()
+
+    def start_coordinator(self) -> None:
+        """The first time, or again with what its journal holds; living workers connect again."""
+        told = [body["term"] for kind, body in self._journal if kind == "term"]  # as the real journal counts
+        self.coordinator = Membership(
+            me=COORDINATOR,
+            run="sim",
+            term=max(told, default=0) + 1,
+            deadlines=self.deadlines,
+            software="sim",
+            min_workers=self._min_workers,
+            recovered=recover_run(self._journal),
+        )
+        self.coordinator_up = True
+        self._execute_coordinator(self.coordinator.start(self.now_s), None)
+        self._backup = len(self._journal) if self._backup == 0 else self._backup
+        for worker in self.alive:
+            self.connect(worker.peer, COORDINATOR)
+
+    def back_up(self) -> None:
+        """Copy the journal as it is now."""
+        self._backup = len(self._journal)
+
+    def crash_coordinator(self, down_s: float, *, lose_disk: bool = False) -> None:
+        """As SIGKILL; it starts again after `down_s`, with `lose_disk` from the latest backup."""
+        if not self.coordinator_up:
+            return
+        if lose_disk:
+            self._from_backup = any(kind == "generation" for kind, _ in self._journal[self._backup :])
+            self.log.lost_disks += self._from_backup
+            del self._journal[self._backup :]
+            blank = not any(kind == "generation" for kind, _ in self._journal)
+            self.log.blank_backups += self._from_backup and blank
+        self._coordinator_frozen = False
+        self._coordinator_missed.clear()
+        self.coordinator_up = False
+        self.log.restarts += 1
+        for pair in sorted((p for p in self._connections if COORDINATOR in p), key=sorted):
+            self._disconnect(pair)
+        self.at(self.now_s + down_s, self.start_coordinator)
+
+    def freeze_coordinator(self, for_s: float) -> None:
+        """As SIGSTOP: it looks at its deadlines and at what came only afterwards."""
+        if not self.coordinator_up or self._coordinator_frozen:
+            return
+        asked, self._coordinator_frozen = self.coordinator, True
+
+        def thaw() -> None:
+            if self.coordinator is not asked or not self.coordinator_up:
+                return
+            self._coordinator_frozen, missed = False, self._coordinator_missed
+            self._coordinator_missed = []
+            if self.random.random() < 0.5:
+                self._coordinator_tick()
+            for event in missed:
+                self._tell_coordinator(event)
+
+        self.at(self.now_s + for_s, thaw)
+
+    def partition(self, side: set[m.PeerId], for_s: float, *, one_way: bool = False) -> None:
+        """Nothing passes from `side` to the rest, nor (unless `one_way`) back; then all dial again.
+
+        As with TCP, a connection across breaks: each end finds out by itself, the one before the other.
+        """
+        rest = ({COORDINATOR} | set(self.workers)) - side
+        holes = {(a, b) for a in side for b in rest}
+        holes |= set() if one_way else {(b, a) for a, b in holes}
+        self._partitions |= holes
+        for pair in sorted((p for p in self._connections if len(p & side) == 1), key=sorted):
+            for end in sorted(pair):
+                self.at(self.now_s + self.random.uniform(0.1, 1.0), partial(self._detect_loss, pair, end))
+
+        def heal() -> None:
+            self._partitions -= holes
+
+        self.at(self.now_s + for_s, heal)
+
+    def lose_next_decision(self, to: m.PeerId | None = None, away_s: float = 0.0) -> None:
+        """The next COMMIT (`to` this worker) is lost with its connection.
+
+        `away_s`: for so long that worker is away from root and coordinator; 0.0: its connection to the
+        root is back at once.
+        """
+        self._decisions_to_lose = (to, away_s)
+
+    def _lose(self, src: m.PeerId, dst: m.PeerId, to: m.PeerId | None, away_s: float) -> None:
+        if to not in (None, dst):
+            return
+        self._decisions_to_lose = None
+        self.break_edge(src, dst, back_after_s=max(0.03, away_s))  # longer than a message is under way
+        if away_s:
+            self.break_edge(dst, COORDINATOR, back_after_s=away_s)
+
+    def cut_link(self, a: m.PeerId, b: m.PeerId, for_s: float) -> None:
+        """Between these two alone."""
+        holes = {(a, b), (b, a)}
+        self._partitions |= holes
+        pair = frozenset((a, b))
+        if pair in self._connections and pair not in self._relayed:
+            self._disconnect(pair)
+            self.connect(a, b)
+
+        def heal() -> None:
+            self._partitions -= holes
+
+        self.at(self.now_s + for_s, heal)
+
+    def fail_over_coordinator(self) -> None:
+        """A standby has the journal as it is now, and all workers dial it; the old coordinator lives on."""
+        if not self.coordinator_up or self._stale_coordinator is not None:
+            return
+        self._stale_coordinator, self._coordinator_frozen = self.coordinator, False
+        self._coordinator_missed.clear()
+        for pair in sorted((p for p in self._connections if COORDINATOR in p), key=sorted):
+            self._disconnect(pair)
+            (peer,) = pair - {COORDINATOR}
+            self._tell_stale_coordinator(cio.PeerDisconnected(peer, "connection broke"))
+        self.log.coordinator_failovers += 1
+        # Neither knows a member: each may begin with whom it meets, and nobody can tell them of the other.
+        self.log.blank_backups += not any(kind == "generation" for kind, _ in self._journal)
+        self.start_coordinator()
+
+    def connect_to_stale_coordinator(self, peer: m.PeerId, for_s: float) -> None:
+        """This worker's way to the coordinator leads to the old one for a while.
+
+        Only if it has heard of the new one: nothing can tell a worker of a standby that it never met.
+        """
+        worker = self.workers[peer]
+        if self._stale_coordinator is None or not worker.alive or peer in self._misdirected:
+            return
+        if worker.core.term <= self._stale_coordinator.term:
+            return
+        self.break_edge(peer, COORDINATOR, None)
+
+        def begin() -> None:
+            self._misdirected.add(peer)
+            self._tell_stale_coordinator(cio.PeerConnected(peer, "open"))
+            self._notify(COORDINATOR, peer, _ConnectionChange(True))
+
+        def end() -> None:
+            self._misdirected.discard(peer)
+            self._tell_stale_coordinator(cio.PeerDisconnected(peer, "connection broke"))
+            if self.workers[peer].alive:
+                self._notify(COORDINATOR, peer, _ConnectionChange(False))
+                self.connect(peer, COORDINATOR)
+
+        self.at(self.now_s + 0.1, begin)
+        self.at(self.now_s + 0.1 + for_s, end)
+
+    def _tell_stale_coordinator(self, event: cio.Event | None) -> None:
+        if self._stale_coordinator is None or self.finished:
+            return
+        ghost, now_s = self._stale_coordinator, self.now_s
+        for effect in ghost.tick(now_s) if event is None else ghost.handle(event, now_s):
+            match effect:
+                case cio.Send(peer, message) if peer in self._misdirected:
+                    self._notify(COORDINATOR, peer, message)
+                case cio.DialBack(peer, addresses):
+                    back = cio.DialBackResult(peer, addresses[0])
+                    self.at(now_s + 0.01, partial(self._tell_stale_coordinator, back))
+                case _:
+                    pass  # what it writes is on another disk
+
+    def break_edge(self, a: m.PeerId, b: m.PeerId, back_after_s: float | None) -> None:
+        """The connection breaks, what was in flight is lost, and it comes back later (None: never)."""
+        pair = frozenset((a, b))
+        if pair not in self._connections:
+            return
+        relay = self._relayed.get(pair)
+        self._disconnect(pair)
+        if back_after_s is not None:
+            self.at(self.now_s + back_after_s, lambda: self.connect(a, b, relay))
+
+    def run(self, until_s: float, *, max_events: int = 400_000) -> None:
+        """Until the run is finished, everybody is gone, or `until_s` of virtual time have passed."""
+        for _ in range(max_events):
+            if self.finished or self.network.idle or self.now_s >= until_s:
+                return
+            self.network.step()
+        raise AssertionError(f"more than {max_events} events: the group talks without end")
+
+    # -- plumbing ----------------------------------------------------------------------------------
+
+    def connected(self, a: m.PeerId, b: m.PeerId) -> bool:
+        return frozenset((a, b)) in self._connections
+
+    def dial(self, dialler: m.PeerId, peer: m.PeerId, address: str) -> None:
+        """As told in a Roster: directly, or through a relay, as soon as both are connected with it."""
+        relay, pair = relay_of(address), frozenset((dialler, peer))
+        if relay is None:
+            if peer not in self._hidden:
+                self._replace(pair, None)
+                self.connect(dialler, peer)
+        elif self.connected(dialler, relay) and self.connected(peer, relay):
+            self._replace(pair, relay)
+            self.connect(dialler, peer, relay)
+        elif self.workers[dialler].alive and peer in self.workers[dialler].core.known_peers:
+            self.at(self.now_s + 0.1, lambda: self.dial(dialler, peer, address))
+
+    def _detect_loss(self, pair: frozenset[m.PeerId], end: m.PeerId) -> None:
+        """One end finds that nothing comes through any more."""
+        (other,) = pair - {end}
+        if pair in self._connections and pair not in self._undetected:
+            relay = self._relayed.get(pair)
+            self._disconnect(pair, told=False)
+            self._undetected[pair] = other
+            self._notify(other, end, _ConnectionChange(False))
+            self.connect(end, other, relay)  # as soon as it can
+        elif self._undetected.get(pair) == end:
+            del self._undetected[pair]
+            self._notify(other, end, _ConnectionChange(False))
+
+    def _notify(self, src: m.PeerId, dst: m.PeerId, message: Any) -> None:
+        if dst == COORDINATOR:
+            self._to_coordinator(src, dst, message)
+        else:
+            self._to_worker(src, dst, message)
+
+    def _replace(self, pair: frozenset[m.PeerId], relay: m.PeerId | None) -> None:
+        """A relayed connection gives way to a direct one, or to one through another relay."""
+        if self._relayed.get(pair, relay) != relay:
+            self._disconnect(pair)
+
+    def _disconnect(self, pair: frozenset[m.PeerId], *, told: bool = True) -> None:
+        """Both ends hear of it; so do those whose relayed connection needed this one."""
+        self._connections.discard(pair)
+        self._relayed.pop(pair, None)
+        a, b = sorted(pair)
+        if told:
+            self.network.send(a, b, _ConnectionChange(False))
+            self.network.send(b, a, _ConnectionChange(False))
+        through = [p for p, relay in self._relayed.items() if relay in pair and pair - {relay} <= p]
+        for other in sorted(through, key=sorted):
+            relay, (dialler, peer) = self._relayed[other], sorted(other)
+            self._disconnect(other)
+            again = partial(self.dial, dialler, peer, RELAY_PREFIX + relay.hex())
+            self.at(self.now_s + 0.1, again)
+
+    def connect(self, dialler: m.PeerId, peer: m.PeerId, relay: m.PeerId | None = None) -> None:
+        pair = frozenset((dialler, peer))
+        living = all(
+            (p == COORDINATOR and self.coordinator_up) or (p in self.workers and self.workers[p].alive)
+            for p in pair
+        )
+        if pair in self._connections or not living or (COORDINATOR in pair and pair & self._misdirected):
+            return
+        if not (self._is_passable(dialler, peer, relay) and self._is_passable(peer, dialler, relay)):
+            self.at(self.now_s + 0.2, lambda: self.connect(dialler, peer, relay))
+            return
+        if pair in self._undetected:
+            self._detect_loss(pair, self._undetected[pair])  # a new greeting ends the old connection
+        self._connections.add(pair)
+        if relay is not None:
+            self._relayed[pair] = relay
+        self.network.send(dialler, peer, _ConnectionChange(True))
+        self.network.send(peer, dialler, _ConnectionChange(True))
+
+    def _is_passable(self, src: m.PeerId, dst: m.PeerId, relay: m.PeerId | None) -> bool:
+        """Nothing is in the way of the one direction."""
+        hops = {(src, dst)} if relay is None else {(src, relay), (relay, dst)}
+        return not hops & self._partitions
+
+    def send(self, src: m.PeerId, dst: m.PeerId, message: m.Message) -> None:
+        if dst == COORDINATOR and src in self._misdirected:
+            self._tell_stale_coordinator(cio.MessageReceived(src, message))
+        elif self.connected(src, dst) and self._is_passable(
+            src, dst, self._relayed.get(frozenset((src, dst)))
+        ):
+            self.network.send(src, dst, message)
+            if isinstance(message, m.Decision) and self._decisions_to_lose is not None and message.verdict:
+                self._lose(src, dst, *self._decisions_to_lose)
+
+    def later(self, delay_s: float, node: m.PeerId, action: Callable[[], None]) -> None:
+        self.network.call_at(self.now_s + delay_s, action, node=node)
+
+    def later_at_coordinator(self, delay_s: float, event: cio.Event) -> None:
+        """Unless the coordinator crashes before."""
+        asked = self.coordinator
+
+        def tell() -> None:
+            if self.coordinator_up and self.coordinator is asked:
+                self._tell_coordinator(event)
+
+        self.at(self.now_s + delay_s, tell)
+
+    def catch_up_s(self) -> float:
+        """How long a follower takes to catch up."""
+        return self.random.uniform(0.05, MOST_FOLLOWING_S)
+
+    def restore_s(self) -> float:
+        if self.slow_next_restore:
+            self.slow_next_restore = False
+            return 3.0
+        usual_s = self.random.choice((0.0, 0.01, 0.5, 3.0))
+        return 40.0 if self._slow_restore and self.random.random() < self._slow_restore else usual_s
+
+    def is_skipped(self, peer: m.PeerId, step: int) -> bool:
+        """The same for each attempt."""
+        return bool(self._skips) and Random(f"{self._seed} {peer.hex()} {step}").random() < self._skips
+
+    def figures(self, worker: SimWorker) -> tuple[tuple[str, float], ...]:
+        """Of a worker's beat."""
+        return ()
+
+    def rates_Bps(
+        self, peer: m.PeerId, others: Sequence[m.PeerId]
+    ) -> tuple[tuple[m.PeerId, float, float], ...]:
+        """What a worker measures of its lines, as in `Rates`."""
+        return ()
+
+    def compute_s(self, peer: m.PeerId) -> float:
+        return self.random.uniform(*self._compute_s)
+
+    def _send_heartbeats(self, worker: SimWorker) -> None:
+        if worker.alive and not self.finished:
+            worker.send_heartbeat()
+            self.later(0.25, worker.peer, lambda: self._send_heartbeats(worker))
+
+    def _coordinator_ticks(self) -> None:
+        if not self.finished:
+            if not self._coordinator_frozen:
+                self._coordinator_tick()
+            if self._stale_coordinator is not None and self.now_s >= self._stale_coordinator.deadline_s:
+                self._tell_stale_coordinator(None)
+            self.at(self.now_s + 0.05, self._coordinator_ticks)
+
+    def _coordinator_tick(self) -> None:
+        if self.coordinator_up and self.now_s >= self.coordinator.deadline_s:
+            self._execute_coordinator(self.coordinator.tick(self.now_s), None)
+
+    def _tell_coordinator(self, event: cio.Event) -> None:
+        if self._coordinator_frozen:
+            self._coordinator_missed.append(event)
+        else:
+            self._execute_coordinator(self.coordinator.handle(event, self.now_s), event)
+
+    def _to_worker(self, src: m.PeerId, dst: m.PeerId, message: Any) -> None:
+        worker = self.workers[dst]
+        match message:
+            case _ConnectionChange(True):
+                worker.handle(io.PeerConnected(src))
+            case _ConnectionChange(False):
+                worker.handle(io.PeerDisconnected(src, "connection broke"))
+            case _:
+                if self.connected(src, dst) or (src == COORDINATOR and dst in self._misdirected):
+                    worker.handle(io.MessageReceived(src, message))
+
+    def _to_coordinator(self, src: m.PeerId, _: m.PeerId, message: Any) -> None:
+        if not self.coordinator_up or not (
+            self.connected(src, COORDINATOR) or message == _ConnectionChange(False)
+        ):
+            return
+        match message:
+            case _ConnectionChange(True):
+                event: cio.Event = cio.PeerConnected(src, src.hex() if src in self._hidden else "open")
+            case _ConnectionChange(False):
+                event = cio.PeerDisconnected(src, "connection broke")
+            case _:
+                event = cio.MessageReceived(src, message)
+        self._tell_coordinator(event)
+
+    def _execute_coordinator(self, effects: list[cio.Effect], event: cio.Event | None) -> None:
+        self.coverage.record_coordinator(self.coordinator, event, effects, from_backup=self._from_backup)
+        for effect in effects:
+            match effect:
+                case cio.Send(peer, message):
+                    self.send(COORDINATOR, peer, message)
+                case cio.LogEvent("error", "waiting"):
+                    self.log.start_overs += 1
+                case cio.LogEvent("error", "rollback"):
+                    self.log.rollbacks += 1
+                case cio.JournalEntry(kind, body):
+                    self._from_backup = self._from_backup and kind != "generation"
+                    self._journal.append((kind, json.loads(json.dumps(body))))  # as a disk gives it back
+                    self.log.generations += kind == "generation"
+                case cio.DialBack(peer, addresses):
+                    proven = "" if peer in self._hidden else addresses[0]
+                    delay_s = self.deadlines.reach_s if not proven else 0.01
+                    self.later_at_coordinator(delay_s, cio.DialBackResult(peer, proven))
+                case cio.RecordViolation(peer, reason):
+                    self._tell_coordinator(cio.WorkerRemoved(peer, "offence", reason, ""))
+                case _:
+                    pass

@@ -1,0 +1,96 @@
+"""The barrier: nobody goes on before all are there, and whoever is missing is said."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.tools.bench.bench_group import ExchangeSample
+from gridtrain.tools.bench.exchange_names import EXCHANGE_CLASSES, parse_exchange
+from gridtrain.tools.bench.process_barrier import BarrierClient, BarrierServer
+
+
+def play(path: Path, places: list[str], heard: list[str], number: int) -> threading.Thread:
+    """A member that goes from place to place."""
+
+    def run() -> None:
+        player = BarrierClient(path)
+        heard.extend(player.wait_at(place, number=number) for place in places)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_all_go_on_together(tmp_path: Path) -> None:
+    heard: list[str] = []
+    with BarrierServer(tmp_path / "r", 3) as referee:
+        threads = [play(tmp_path / "r", ["ready", "done"], heard, number) for number in range(3)]
+        ready = referee.wait_for_all("ready", 10.0)
+        assert heard == []  # all wait for the word
+        referee.release("go")
+        done = referee.wait_for_all("done", 10.0)
+        referee.release("end")
+        for thread in threads:
+            thread.join(10.0)
+    assert [sorted(report["number"] for report in reports) for reports in (ready, done)] == [[0, 1, 2]] * 2
+    assert sorted(heard) == ["end"] * 3 + ["go"] * 3
+
+
+def test_a_missing_member_is_counted(tmp_path: Path) -> None:
+    with BarrierServer(tmp_path / "r", 2) as referee:
+        play(tmp_path / "r", ["ready"], [], 0)
+        with pytest.raises(GridtrainError, match="1 of 2 members are at 'ready' after 1 s"):
+            referee.wait_for_all("ready", 1.0)
+
+
+def test_a_member_at_another_place_is_named(tmp_path: Path) -> None:
+    with BarrierServer(tmp_path / "r", 1) as referee:
+        play(tmp_path / "r", ["done"], [], 0)
+        with pytest.raises(GridtrainError, match=r"members are at \['done'\], expected at 'ready'"):
+            referee.wait_for_all("ready", 10.0)
+
+
+def test_what_the_check_finds_ends_the_wait(tmp_path: Path) -> None:
+    def check() -> None:
+        raise GridtrainError("worker-2 ended")
+
+    with (
+        BarrierServer(tmp_path / "r", 2, check) as referee,
+        pytest.raises(GridtrainError, match="worker-2 ended"),
+    ):
+        referee.wait_for_all("ready", 60.0)
+
+
+def test_a_member_without_a_referee_ends(tmp_path: Path) -> None:
+    referee = BarrierServer(tmp_path / "r", 1)
+    player = BarrierClient(tmp_path / "r")
+    with referee:
+        pass  # it is gone
+    assert player.wait_at("ready") == "end"
+
+
+def test_a_repeat_lasts_from_the_first_start_to_the_last_end() -> None:
+    done = [{"start_s": 10.0, "end_s": 11.0}, {"start_s": 10.25, "end_s": 12.0}]
+    names = ("cpu_s", "sent_bytes", "workspace_s", "payloads", "payload_bytes", "prepare_s", "prepare_cpu_s")
+    settled = [dict.fromkeys(names, rank) | {"commit_s": 0.0, "aborts": rank} for rank in range(2)]
+
+    repeat = ExchangeSample.from_reports(done, settled)
+
+    assert repeat.seconds == 2.0
+    assert repeat.cpu_s == [0, 1]
+    assert repeat.aborts == 1
+
+
+@pytest.mark.parametrize("name", sorted(EXCHANGE_CLASSES))
+def test_every_exchange_has_a_name(name: str) -> None:
+    assert type(parse_exchange(name)).__name__.lower() == name
+
+
+@pytest.mark.parametrize("text", ["gtopk:density=much", "gtopk:warmup=1", "gtopk:density"])
+def test_options_that_cannot_be_read_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_exchange(text)

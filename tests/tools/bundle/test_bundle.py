@@ -1,0 +1,153 @@
+"""What the owner's run.toml makes of a folder, and what a volunteer's machine takes for that bundle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.tools.bundle import Bundle, digest_of
+from gridtrain.tools.bundle.bundle import run_to_toml
+from gridtrain.tools.bundle.bundle_archive import pack
+from gridtrain.tools.options import RunFile
+
+SCRIPT = b"print('hello')\n"
+TOML = """
+[run]
+name = "mine"
+about = "a \\"small\\" run \u00e9"
+script = "train.py"
+arguments = ["--size", "small"]
+files = ["lib/model.py", "train.py"]
+requires = ["torch>=2.4", "numpy"]
+image = "registry.example/mine:1"
+
+[run.data]
+file = "corpus.bin"
+digest = "sha256:DIGEST"
+where = "https://example.org/corpus.bin"
+
+[coordinator]
+listen = "tcp://0.0.0.0:7700"
+
+[worker]
+upload_limit = "1Mbit"
+""".replace("DIGEST", 64 * "a")
+
+SHIPPED = """\
+[run]
+name = "mine"
+about = "a \\"small\\" run \u00e9"
+script = "train.py"
+digest = "SCRIPT"
+arguments = ["--size", "small"]
+files = ["lib/model.py"]
+requires = ["torch>=2.4", "numpy"]
+image = "registry.example/mine:1"
+
+[run.data]
+file = "corpus.bin"
+digest = "sha256:DIGEST"
+where = "https://example.org/corpus.bin"
+""".replace("DIGEST", 64 * "a").replace("SCRIPT", digest_of(SCRIPT))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "model.py").write_bytes(b"x = 1\n")
+    (tmp_path / "train.py").write_bytes(SCRIPT)
+    (tmp_path / "secret.txt").write_text("not named")
+    (tmp_path / "run.toml").write_text(TOML)
+    return tmp_path
+
+
+def made(folder: Path) -> Bundle:
+    bundle = Bundle.from_run_file(RunFile.find({}, folder))
+    assert bundle is not None
+    return bundle
+
+
+def test_only_what_is_named_travels_and_of_run_toml_only_the_run(folder: Path) -> None:
+    bundle = made(folder)
+    assert sorted(bundle.files) == ["lib/model.py", "run.toml", "train.py"]
+    assert bundle.files["run.toml"].decode() == SHIPPED
+    assert bundle.digest == digest_of(bundle.archive)
+    opened = Bundle.from_archive(bundle.archive, bundle.digest)
+    assert opened == bundle and opened.run.digest == digest_of(SCRIPT)
+
+
+def test_the_digest_is_of_the_contents_alone(folder: Path) -> None:
+    digest = made(folder).digest
+    (folder / "run.toml").write_text(TOML.replace("1Mbit", "2Mbit") + "\n# a comment\n")
+    (folder / "train.py").touch()
+    assert made(folder).digest == digest
+    (folder / "lib" / "model.py").write_bytes(b"x = 2\n")
+    assert made(folder).digest != digest
+
+
+def test_a_run_without_a_script_has_no_bundle(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[run]\nname = "mine"\n')
+    assert Bundle.from_run_file(RunFile.find({}, tmp_path)) is None
+    assert Bundle.from_run_file(RunFile()) is None
+
+
+def test_another_script_than_run_toml_names(folder: Path) -> None:
+    pinned = TOML.replace('script = "train.py"', f'script = "train.py"\ndigest = "{digest_of(SCRIPT)}"')
+    (folder / "run.toml").write_text(pinned)
+    assert made(folder).run.digest == digest_of(SCRIPT)
+    (folder / "train.py").write_bytes(SCRIPT + b"import os\n")
+    with pytest.raises(ConfigError, match="has the digest") as caught:
+        made(folder)
+    assert (
+        digest_of(SCRIPT) in caught.value.reason and "write its digest into run.toml" in caught.value.remedy
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("lib/model.py", "lib/gone.py", "gone.py, which run.toml names, cannot be read"),
+        ('"train.py"]', '"run.toml"]', "names run.toml itself"),
+        ("lib/model.py", "../model.py", "names '../model.py'"),
+    ],
+)
+def test_files_that_cannot_be(folder: Path, old: str, new: str, words: str) -> None:
+    (folder / "run.toml").write_text(TOML.replace(old, new))
+    with pytest.raises(ConfigError, match=words) as caught:
+        made(folder)
+    assert caught.value.remedy
+
+
+def test_another_digest_than_was_announced(folder: Path) -> None:
+    bundle = made(folder)
+    with pytest.raises(RemoteProtocolError, match="was asked for"):
+        Bundle.from_archive(bundle.archive + b"\0", bundle.digest)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"train.py": SCRIPT}, "not in the form"),
+        ({"run.toml": SHIPPED.encode(), "train.py": SCRIPT}, "other files than there are"),
+        ({"run.toml": SHIPPED.encode(), "train.py": SCRIPT, "lib/model.py": b"", "more": b""}, "other files"),
+        ({"run.toml": SHIPPED.encode(), "train.py": b"evil", "lib/model.py": b""}, "is not the script"),
+        ({"run.toml": b"[run", "train.py": SCRIPT}, "run.toml"),
+        ({"run.toml": b"\xff", "train.py": SCRIPT}, "run.toml"),
+        ({"run.toml": (SHIPPED + "# hidden\n").encode(), "train.py": SCRIPT}, "not in the form"),
+        ({"run.toml": b'[worker]\nupload_limit = "1Mbit"\n', "train.py": SCRIPT}, "not in the form"),
+    ],
+    ids=["no run.toml", "less", "more", "another script", "no TOML", "no text", "a comment", "other tables"],
+)
+def test_archives_that_do_not_fit_together(files: dict[str, bytes], words: str) -> None:
+    archive = pack(files)
+    with pytest.raises(RemoteProtocolError, match=words) as caught:
+        Bundle.from_archive(archive, digest_of(archive))
+    assert "nothing of it was run" in caught.value.remedy
+
+
+def test_the_shipped_form_is_read_back_as_it_was(folder: Path) -> None:
+    run = replace(made(folder).run, about="", image="", data=None, requires=(), arguments=())
+    assert RunFile.parse(run_to_toml(run).encode(), Path("run.toml")).run == run

@@ -1,0 +1,65 @@
+"""What a person reads meanwhile: lines in a pipe, a table on a terminal."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from gridtrain.tools.demo.progress_view import LineView, TableView, view_for
+from gridtrain.tools.demo.step_records import SentBytes, StepRecord, StepTimes
+
+
+def record(step: int, held_out: float | None = None) -> StepRecord:
+    times = StepTimes(0.02 * step, 0.003 * step, 0.3 * step, 0.001 * step)
+    return StepRecord(step, 0.324 * step, 3.25, held_out, SentBytes(720_000 * step), times)
+
+
+def test_a_pipe_gets_lines_without_control_characters() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    view = view_for(console)
+    assert isinstance(view, LineView)
+    view.every_s = 0.0
+
+    view.begin("dense ring", 20)
+    view.update(record(10, held_out=3.5))
+    view.update(record(11))
+    view.end()
+
+    assert console.file.getvalue().splitlines() == [
+        "dense ring: 20 steps; workers import torch and meet",
+        "dense ring: step 10/20, loss 3.250, held-out 3.500, 7.2 MB sent, 3.2 s; "
+        "ms a step: 20 computing, 3 selecting, 300 communicating, 1 waiting",
+        "dense ring: step 11/20, loss 3.250, held-out 3.500, 7.9 MB sent, 3.6 s; "
+        "ms a step: 20 computing, 3 selecting, 300 communicating, 1 waiting",
+    ]
+
+
+def test_the_last_step_is_always_said() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    view = LineView(console, every_s=1e9)
+    view._printed_s = float("inf")
+
+    view.begin("gTop-k", 20)
+    view.update(record(20))
+    assert "20/20" not in console.file.getvalue()
+    view.end()
+
+    assert "step 20/20" in console.file.getvalue()
+
+
+def test_a_terminal_gets_a_row_per_run() -> None:
+    console = Console(file=io.StringIO(), width=140, force_terminal=True)
+    view = view_for(console)
+    assert isinstance(view, TableView)
+    for label in ("dense ring", "gTop-k"):
+        view.begin(label, 20)
+        view.update(record(20, held_out=3.1))
+        view.end()
+
+    still = Console(file=io.StringIO(), width=140)
+    still.print(view._table())
+    rows = [line.split() for line in still.file.getvalue().splitlines()]
+
+    assert rows[1] == ["dense", "ring", "20/20", "3.250", "3.100", "14.4", "6.5", "20", "3", "300", "1"]
+    assert rows[2][0] == "gTop-k"

@@ -1,0 +1,207 @@
+"""Flags > GRIDTRAIN_* > run.toml > defaults, from one table; and what is none of it is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gridtrain.config import JoinConfig
+from gridtrain.errors import ConfigError
+from gridtrain.tools.options import PROGRAMS, Option, OptionKind, RunFile, resolve
+from gridtrain.tools.options.option_table import (
+    OTHER_VARIABLES,
+    find_option,
+    known_variables,
+    options_markdown,
+)
+from gridtrain.tools.options.resolve import join_settings
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run_toml(text: str) -> RunFile:
+    return RunFile.parse(text.encode(), Path("run.toml"))
+
+
+LADDER = [
+    # flag, environment, run.toml -> value, source, where
+    ("1Mbit", "2Mbit", "3Mbit", "1Mbit", "flag", "--upload-limit"),
+    (None, "2Mbit", "3Mbit", "2Mbit", "environment", "GRIDTRAIN_UPLOAD_LIMIT"),
+    (None, None, "3Mbit", "3Mbit", "run.toml", "run.toml [worker] upload_limit"),
+    (None, "", "3Mbit", "3Mbit", "run.toml", "run.toml [worker] upload_limit"),
+    (None, None, None, "", "default", ""),
+]
+
+
+@pytest.mark.parametrize(("flag", "variable", "toml", "value", "source", "where"), LADDER)
+def test_who_wins(
+    flag: str | None, variable: str | None, toml: str | None, value: str, source: str, where: str
+) -> None:
+    environ = {} if variable is None else {"GRIDTRAIN_UPLOAD_LIMIT": variable}
+    file = run_toml("" if toml is None else f'[worker]\nupload_limit = "{toml}"\n')
+    found = resolve("worker", {"upload_limit": flag}, environ, file)["upload_limit"]
+    assert (found.value, found.source, found.where) == (value, source, where)
+
+
+def examples(one: Option) -> tuple[str, str, Any]:
+    """As a text, in TOML, and the value of both."""
+    if one.choices:
+        return one.choices[-1], f'"{one.choices[-1]}"', one.choices[-1]
+    match one.kind:
+        case OptionKind.SWITCH:
+            return "no", "false", False
+        case OptionKind.COUNT:
+            return "7", "7", 7
+        case OptionKind.NUMBER:
+            return "2.5", "2.5", 2.5
+        case OptionKind.TEXTS:
+            return " one  two", '["one", "two"]', ("one", "two")
+        case _:
+            return "/some/where", '"/some/where"', "/some/where"
+
+
+@pytest.mark.parametrize(
+    ("program", "one"), [(program, one) for program, options in PROGRAMS.items() for one in options]
+)
+def test_every_option_comes_from_every_place(program: str, one: Option) -> None:
+    text, toml, value = examples(one)
+    table, key = one.toml_location(program)
+    assert resolve(program, {one.name: value}, {}, RunFile())[one.name].source == "flag"
+    by_variable = {one.variable: text}
+    by_file = f"[{table}]\n{key} = {toml}\n"
+    if one.is_command_line_only:
+        with pytest.raises(ConfigError, match=f"'{key}' is no key"):
+            run_toml(by_file)
+        return
+    found = resolve(program, {}, by_variable, RunFile())[one.name]
+    assert (found.value, found.source) == (value, "environment")
+    found = resolve(program, {}, {}, run_toml(by_file))[one.name]
+    assert (found.value, found.source) == (value, "run.toml")
+    if one.kind not in (OptionKind.TEXT, OptionKind.FOLDER, OptionKind.TEXTS) or one.choices:
+        with pytest.raises(ConfigError, match=f"{one.variable} is 'dog'") as caught:
+            resolve(program, {}, {one.variable: "dog"}, RunFile())
+        assert caught.value.remedy.startswith("write ")
+    with pytest.raises(ConfigError, match=rf"run.toml \[{table}\] {key}|\[run\] {key}") as caught:
+        resolve(program, {}, {}, run_toml(f"[{table}]\n{key} = [1]\n"))
+    assert caught.value.remedy.startswith("write ")
+
+
+@pytest.mark.parametrize(
+    ("toml", "words", "near"),
+    [
+        ("[cordinator]\n", "'cordinator' is no key", "did you mean 'coordinator'?"),
+        ("[worker]\nupload-limit = '1Mbit'\n", r"\[worker\] 'upload-limit'", "did you mean 'upload_limit'?"),
+        ("[coordinator]\nmin_worker = 2\n", r"\[coordinator\] 'min_worker'", "did you mean 'min_workers'?"),
+        ("[run]\nscritp = 'train.py'\n", r"\[run\] 'scritp'", "did you mean 'script'?"),
+        ("[run.data]\nfil = 'x'\n", r"\[run.data\] 'fil'", "did you mean 'file'?"),
+        ("[worker]\nzzz = 1\n", r"\[worker\] 'zzz'", "it may have "),
+        ("[worker]\nmin_workers = 1\n", r"\[worker\] 'min_workers'", "it may have "),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest(toml: str, words: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        run_toml(toml)
+    assert caught.value.remedy.startswith(near)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("GRIDTRAIN_UPLOADLIMIT", "did you mean GRIDTRAIN_UPLOAD_LIMIT?"),
+        ("GRIDTRAIN_DRY_RUN", ""),
+        ("GRIDTRAIN_QQQQ", "unset GRIDTRAIN_QQQQ"),
+    ],
+)
+def test_an_unknown_variable_is_refused_with_the_nearest(name: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is set, and means nothing") as caught:
+        resolve("worker", {}, {name: "x", "PATH": "/bin"}, RunFile())
+    assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        ("[run\n", "run.toml"),
+        ("run = 1\n", "run is 1"),
+        ("[run]\nscript = '../x.py'\n", "names '../x.py'"),
+        ("[run]\nscript = '/x.py'\n", "names '/x.py'"),
+        ("[run]\nfiles = ['a.py']\n", "but no script"),
+        ("[run]\nscript = 'a.py'\ndigest = 'abc'\n", "digest is 'abc'"),
+        ("[run]\nrequires = ['torch ; rm']\n", "requires 'torch ; rm'"),
+        ("[run]\nabout = 'a\\nb'\n".replace("'", '"'), "about is"),
+        ("[run.data]\nfile = 'x'\n", "has no digest"),
+        ("[run]\ndata = 3\n", "data is 3"),
+        ("[coordinator]\nmin_workers = 0\n", "must be a whole number >= 1"),
+        ("[coordinator]\nmin_workers = true\n", "is True"),
+        ("[coordinator]\nbackup_every = nan\n", "is nan"),
+    ],
+)
+def test_what_run_toml_cannot_say(toml: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        resolve("coordinator", {}, {}, run_toml(toml))
+    assert caught.value.remedy
+
+
+def test_the_file_is_found_and_folders_in_it_are_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[coordinator]\nstate = "state"\nbackup_to = "/abs"\n')
+    for file in (RunFile.find({}, tmp_path), RunFile.find({"GRIDTRAIN_CONFIG": str(tmp_path / "run.toml")})):
+        found = resolve("coordinator", {}, {}, file)
+        assert (found.text("state"), found.text("backup_to")) == (str(tmp_path / "state"), "/abs")
+    assert RunFile.find({}, tmp_path / "elsewhere") == RunFile()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        RunFile.find({"GRIDTRAIN_CONFIG": str(tmp_path / "gone.toml")})
+    (tmp_path / "run.toml").write_bytes(b"#" * 70_000)
+    with pytest.raises(ConfigError, match="longer than"):
+        RunFile.find({}, tmp_path)
+
+
+def test_a_script_started_by_hand_is_configured_alike() -> None:
+    file = run_toml('[worker]\nupload_limit = "3Mbit"\ncheckpoint_every = 50\nrelay = false\n')
+    given = {"name": "anna", "checkpoint_every": "70", "listen": None}
+    found = join_settings(given, {"GRIDTRAIN_EXPORT_DIR": "out", "GRIDTRAIN_UNENCRYPTED": "true"}, file)
+    assert found == {
+        "name": "anna", "upload_limit": "3Mbit", "checkpoint_every": "70", "export_dir": "out",
+        "relay": "no", "unencrypted": "yes",
+    }  # fmt: skip
+    keys = {"coordinator": "tcp://x:1", "coordinator_key": "a" * 64, "identity": "i"}
+    assert JoinConfig.from_environment({}, **keys, **found).relay == "no"
+
+
+def test_join_takes_what_the_table_says_it_takes() -> None:
+    import inspect
+
+    from gridtrain.sdk.grid import join
+
+    taken = set(inspect.signature(join).parameters) - {"invitation"}
+    assert taken == {one.name for one in PROGRAMS["worker"] if one.is_join_option}
+
+
+def test_the_documents_table_is_this_one() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    for program in PROGRAMS:
+        assert options_markdown(program) in text, f"docs/configuration.md lacks the table of {program}"
+    for name, what in OTHER_VARIABLES.items():
+        assert not what or f"`{name}`: {what}" in text
+
+
+def test_commas_only_where_they_separate() -> None:
+    """Parts of the day have commas between them, and are one rule."""
+    hosts, rules = find_option("coordinator", "dashboard_hosts"), find_option("worker", "set")
+    assert hosts.from_text("a,b, c", "there") == ("a", "b", "c")
+    assert rules.from_text("hours=22:00-07:00,12:00-13:00 gpu=pause", "there") == (
+        "hours=22:00-07:00,12:00-13:00", "gpu=pause",
+    )  # fmt: skip
+    assert resolve("worker", {"set": ()}, {"GRIDTRAIN_SET": "gpu=pause"}, RunFile()).texts("set") == (
+        "gpu=pause",
+    )
+
+
+def test_names_are_derived_from_one() -> None:
+    one = find_option("worker", "upload_limit")
+    assert (one.flag, one.variable, one.toml_location("worker")) == (
+        "--upload-limit", "GRIDTRAIN_UPLOAD_LIMIT", ("worker", "upload_limit"),
+    )  # fmt: skip
+    assert find_option("coordinator", "run").toml_location("coordinator") == ("run", "name")
+    assert {"GRIDTRAIN_UPLOAD_LIMIT", "GRIDTRAIN_CONFIG"} <= known_variables()

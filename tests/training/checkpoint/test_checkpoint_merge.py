@@ -1,0 +1,132 @@
+"""Stages that are put together from checkpoints of another cut: every bit is where it was.
+
+whole [0 4)  ->  [0 1) [1 4)  ->  [0 2) [2 4)  ->  [0 4)     compared with the first
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gridtrain.core.messages import CheckpointInfo, LedgerState
+from gridtrain.errors import RemoteProtocolError
+from gridtrain.pipeline import Blueprint
+from gridtrain.pipeline.model_stages import ModelStages, StageModule
+from gridtrain.training.checkpoint import checkpoint_merge, serialization
+from gridtrain.training.checkpoint.checkpoint_store import Checkpoint
+from gridtrain.training.checkpoint.flat_gradient import FlatGradient, canonical_parameters
+
+BLOCKS = 4
+
+
+class Head(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+def layers() -> list[nn.Module]:
+    """The head's weight is the embedding's: of the whole it is one parameter, of two stages one copy each."""
+    embed = nn.Embedding(7, 3)
+    return [embed, nn.BatchNorm1d(3), nn.Linear(3, 3), Head(embed.weight)]
+
+
+def staging(*cuts: int) -> ModelStages:
+    return ModelStages(Blueprint(layers), len(cuts) - 1, cuts=cuts, device=torch.device("cpu"))
+
+
+class Trained:
+    """A stage with its optimizer, in two groups."""
+
+    def __init__(self, cut: ModelStages, stage: int, lr: float = 0.1) -> None:
+        self.module: StageModule = cut.build(stage)[0]
+        matrices = [p for p in self.module.parameters() if p.dim() > 1]
+        vectors = [p for p in self.module.parameters() if p.dim() == 1]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        self.inner = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr)
+
+    def step(self) -> None:
+        for parameter in self.module.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        self.inner.step()
+        for buffer in self.module.buffers():
+            buffer.add_(torch.ones_like(buffer))
+
+    def saved(self, residual: dict[str, Tensor] | None = None) -> Checkpoint:
+        document, tensors = serialization.pack_state(self.module, self.inner, {})
+        document[checkpoint_merge.PARAMETER_ORDER_KEY] = checkpoint_merge.parameter_order(
+            self.module, self.inner
+        )
+        document[checkpoint_merge.FROZEN_KEY] = []
+        held = CheckpointInfo(9, b"h", LedgerState(step=10))
+        return Checkpoint(Path("nowhere"), held, (), document, tensors, residual or {})
+
+    def facts(self) -> dict[str, Tensor]:
+        """All that belongs to it, by name."""
+        found = {f"buffer {name}": b.clone() for name, b in serialization.buffers_of(self.module)}
+        for name, parameter in canonical_parameters(self.module):
+            found[name] = parameter.detach().clone()
+            for kind, value in self.inner.state[parameter].items():
+                found[f"{name} {kind}"] = value.clone()
+        return found
+
+
+def cut_anew(founds: list[Checkpoint], *cuts: int) -> list[Trained]:
+    cut = staging(*cuts)
+    made = [Trained(cut, stage) for stage in range(cut.stages)]
+    for one in made:
+        checkpoint_merge.load_merged(founds, one.module, one.inner, {}, cut.tied_names)
+    return made
+
+
+def test_a_state_survives_any_cut_bit_for_bit() -> None:
+    torch.manual_seed(3)
+    whole = Trained(staging(0, BLOCKS), 0)
+    for _ in range(3):
+        whole.step()
+    parts = cut_anew([whole.saved()], 0, 1, 4)
+    parts = cut_anew([part.saved() for part in parts], 0, 2, 4)
+    assert "3.weight" in parts[1].facts(), "the second stage has a copy of the tied one"
+    (again,) = cut_anew([part.saved() for part in parts], 0, BLOCKS)
+    before, after = whole.facts(), again.facts()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert [g["weight_decay"] for g in again.inner.param_groups] == [0.1, 0.0]
+
+
+def test_what_was_not_sent_goes_with_its_parameters() -> None:
+    """Only the worker that had it has it: a copy of a neighbour's checkpoint brings none."""
+    cut = staging(0, 1, 4)
+    parts = [Trained(cut, stage) for stage in range(2)]
+    flats = [FlatGradient(part.module, part.inner) for part in parts]
+    marks = [torch.arange(float(flat.n)) + 1 for flat in flats]
+    mine, copy = parts[0].saved({"residual": marks[0]}), parts[1].saved()
+    (whole,) = cut_anew([mine, copy], 0, BLOCKS)
+    flat = FlatGradient(whole.module, whole.inner)
+    residual = checkpoint_merge.merged_residual([mine, copy], whole.module, flat)["residual"]
+    assert torch.equal(residual[: flats[0].n], marks[0]) and not residual[flats[0].n :].any()
+
+
+@pytest.mark.parametrize(
+    ("missing", "text"), [(True, "no checkpoint has '1.weight'"), (False, "set otherwise")]
+)
+def test_what_does_not_fit_together_is_refused(missing: bool, text: str) -> None:
+    cut = staging(0, 1, 4)
+    parts = [Trained(cut, 0), Trained(cut, 1, lr=0.1 if missing else 0.2)]
+    for part in parts:
+        part.step()
+    founds = [part.saved() for part in parts]
+    with pytest.raises(RemoteProtocolError, match=text):
+        cut_anew(founds[:1] if missing else founds, 0, BLOCKS)
+
+
+def test_places_are_those_of_the_cut() -> None:
+    names = [Trained(staging(0, 1, 3, 4), stage).facts().keys() for stage in range(3)]
+    assert not any(a & b for a, b in pairwise(names))

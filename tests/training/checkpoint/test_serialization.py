@@ -1,0 +1,305 @@
+"""A joiner receives the state bit for bit, and nothing that comes from another worker is believed."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.training.checkpoint import serialization
+from gridtrain.training.checkpoint.flat_gradient import canonical_names, model_digest
+from gridtrain.training.checkpoint.serialization import (
+    buffers_vector,
+    capture_state,
+    replica_digest,
+    restore_state,
+)
+from gridtrain.training.grad_scaler import GridScaler
+
+
+def model_of(seed=0, width=6):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 3))
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+def train(model, optimizer, scheduler, steps, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        F.mse_loss(model(torch.randn(8, 4, generator=generator)), torch.zeros(8, 3)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)),
+}
+SCHEDULERS = {
+    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.95**step),
+    "multistep": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 5]),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
+    "sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.ConstantLR(o, 0.5), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
+        milestones=[4],
+    ),
+}
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("scheduler_name", SCHEDULERS)
+def test_the_joiner_goes_on_bit_for_bit(optimizer_name, scheduler_name):
+    def worker(seed):
+        model = model_of(seed)
+        optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+        return model, optimizer, SCHEDULERS[scheduler_name](optimizer)
+
+    donor, joiner = worker(seed=0), worker(seed=9)
+    train(*donor, steps=3)
+    assert replica_digest(*donor[:2]) != replica_digest(*joiner[:2])
+    restore_state(capture_state(*donor[:2], {"lr": donor[2]}), *joiner[:2], {"lr": joiner[2]})
+    assert replica_digest(*donor[:2]) == replica_digest(*joiner[:2])
+    assert (buffers_vector(donor[0]) == buffers_vector(joiner[0])).all()
+    for one in (donor, joiner):
+        train(*one, steps=4, seed=2)
+    assert replica_digest(*donor[:2]) == replica_digest(*joiner[:2])
+    assert donor[2].state_dict().keys() == joiner[2].state_dict().keys()
+
+
+def test_a_loss_scale_is_taken_over_where_both_sides_have_one():
+    """A checkpoint from before it was tracked has none, nor has a worker beside the GPUs that needs none."""
+    ours = f"{serialization.INTERNAL_PREFIX}scaler"
+
+    def worker(scale, **others):
+        layer = nn.Linear(2, 1)
+        scaler = GridScaler(device="cpu", init_scale=scale)
+        return layer, torch.optim.SGD(layer.parameters(), lr=0.1), {ours: scaler} | others
+
+    donor, joiner = worker(8.0), worker(1024.0)
+    restore_state(capture_state(*donor), *joiner)
+    assert joiner[2][ours].get_scale() == 8.0
+    older, beside = (*worker(2.0)[:2], {}), (*worker(2.0)[:2], {})
+    restore_state(capture_state(*older), *joiner)
+    assert joiner[2][ours].get_scale() == 8.0, "it keeps its own"
+    restore_state(capture_state(*donor), *beside)
+    assert replica_digest(*beside[:2]) == replica_digest(*donor[:2])
+    with pytest.raises(RemoteProtocolError, match=r"the state tracks \['scaler'\], this worker tracks \[\]"):
+        restore_state(capture_state(*worker(8.0, scaler=GridScaler(device="cpu"))), *joiner)
+
+
+def test_who_has_no_loss_scale_begins_like_the_others():
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with_one = {f"{serialization.INTERNAL_PREFIX}scaler": GridScaler(device="cpu")}
+    assert serialization.initial_digest(model, optimizer, with_one) == serialization.initial_digest(
+        model, optimizer, {}
+    )
+
+
+class WideMoments(torch.optim.Optimizer):
+    """Sums up in float32 what bfloat16 would lose."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            own = self.state[parameter]
+            if not own:
+                own["sums"] = [torch.zeros_like(parameter, dtype=torch.float32)]
+            own["sums"][0].add_(parameter.grad.float())
+            parameter.sub_((own["sums"][0] / 3).to(parameter.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD, WideMoments])
+def test_an_optimizers_state_keeps_its_own_precision(kind, dtype):
+    """torch itself would load it in the parameters': a newcomer would differ for ever."""
+
+    def worker():
+        layer = nn.Linear(4, 4, bias=False).to(dtype)
+        return layer, kind(layer.parameters())
+
+    def steps(layer, optimizer, seed):
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(3):
+            layer.weight.grad = torch.randn(4, 4, generator=generator).to(dtype)
+            optimizer.step()
+
+    donor, joiner = worker(), worker()
+    steps(*donor, seed=0)
+    restore_state(capture_state(*donor, {}), *joiner, {})
+    assert replica_digest(*donor) == replica_digest(*joiner)
+    for one in (donor, joiner):
+        steps(*one, seed=1)
+    assert replica_digest(*donor) == replica_digest(*joiner)
+
+
+@pytest.fixture
+def pair():
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer), steps=2)
+    return model, optimizer
+
+
+class Box:
+    def __init__(self, **content):
+        self.content = content
+
+    def state_dict(self):
+        return self.content
+
+    def load_state_dict(self, content):
+        self.content = content
+
+
+def test_plain_data_keeps_its_types(pair):
+    plain = {"a": [1, 2.5, None, True, "x", (1, (2,))], 7: {"inf": float("inf"), -1: 1 / 3}, "": {}}
+    sent = Box(plain=plain, milestones=Counter({3: 1, 5: 2}), tensor={0: torch.arange(3)})
+    box = Box()
+    restore_state(capture_state(*pair, {"box": sent}), *pair, {"box": box})
+    assert box.content["plain"] == plain and type(box.content["plain"]["a"][5]) is tuple
+    assert list(box.content["milestones"].elements()) == [3, 5, 5]
+    assert torch.equal(box.content["tensor"][0], torch.arange(3))
+
+
+def test_the_capture_is_a_copy(pair):
+    blobs = capture_state(*pair, {})
+    before = replica_digest(*pair)
+    with torch.no_grad():
+        pair[0][0].weight.zero_()
+    restore_state(b"".join(blobs), *pair, {})
+    assert replica_digest(*pair) == before
+
+
+def test_a_compiled_donor_and_a_plain_joiner(pair):
+    compiled = torch.compile(pair[0], backend="eager")
+    joiner = model_of(5), None
+    optimizer = torch.optim.SGD(joiner[0].parameters(), lr=0.1, momentum=0.9)
+    restore_state(capture_state(compiled, pair[1], {}), joiner[0], optimizer, {})
+    assert replica_digest(compiled, pair[1]) == replica_digest(joiner[0], optimizer)
+    assert model_digest(compiled) == model_digest(joiner[0])
+
+
+def test_what_cannot_be_sent_is_refused_with_its_place(pair):
+    with pytest.raises(ConfigError, match=r"ema\.deep\[1\] is a function"):
+        capture_state(*pair, {"ema": Box(deep=[1, lambda: 0])})
+
+
+# -- nothing from the network is trusted --------------------------------------------------------------
+
+
+def test_another_model_is_refused_and_nothing_changes(pair):
+    other = model_of(width=7)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    before = replica_digest(other, optimizer)
+    with pytest.raises(
+        RemoteProtocolError, match=r"parameters differ, the first is '0\.bias'.*\(6,\).*\(7,\)"
+    ):
+        restore_state(capture_state(*pair, {}), other, optimizer, {})
+    assert replica_digest(other, optimizer) == before
+
+
+def test_other_trackers_are_refused(pair):
+    with pytest.raises(RemoteProtocolError, match=r"tracks \['ema'\], this worker tracks \[\]"):
+        restore_state(capture_state(*pair, {"ema": Box()}), *pair, {})
+
+
+def test_another_optimizer_is_refused(pair):
+    split = [
+        {"params": pair[0][0].parameters()},
+        {"params": [*pair[0][1].parameters(), *pair[0][2].parameters()]},
+    ]
+    with pytest.raises(RemoteProtocolError, match="number of parameter groups"):
+        restore_state(capture_state(*pair, {}), pair[0], torch.optim.SGD(split, lr=0.1), {})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\0" * 7,
+        b"\xff" * 8,
+        b"\0" * 8,
+        b"\x02" + b"\0" * 7 + b"[]",
+        b"\x04" + b"\0" * 7 + b"null" + b"\0" * 8,
+    ],
+)
+def test_garbage_is_refused(pair, data):
+    with pytest.raises(RemoteProtocolError, match="not a training state"):
+        restore_state(data, *pair, {})
+
+
+def test_mutated_states_are_valid_or_refused(pair):
+    data = b"".join(capture_state(*pair, {"box": Box(a=[1, {"b": (2, 3)}])}))
+    for seed in range(300):
+        rng = random.Random(seed)
+        mutated = bytearray(data)
+        for _ in range(rng.randint(1, 4)):
+            mutated[rng.randrange(min(len(data), 3000))] = rng.randrange(256)
+        mutated = bytes(mutated[: rng.choice([len(data), rng.randrange(len(data))])])
+        try:
+            restore_state(mutated, *pair, {"box": Box()})
+        except RemoteProtocolError:
+            pass
+        except Exception as error:
+            raise AssertionError(f"{seed=}") from error
+
+
+# -- names ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "canonical"),
+    [
+        (["a.w", "b"], ["a.w", "b"]),
+        (["_orig_mod.a.w", "_orig_mod.b"], ["a.w", "b"]),
+        (["module._orig_mod.a.w", "module._orig_mod.b"], ["a.w", "b"]),
+        (["_orig_mod.module.a", "_orig_mod.module.b"], ["a", "b"]),
+        (["layer._orig_mod.w", "b"], ["layer.w", "b"]),
+        (["module.w", "head.w"], ["module.w", "head.w"]),  # the model's own sub-module
+        ([], []),
+    ],
+)
+def test_wrappers_leave_no_trace_in_names(names, canonical):
+    assert canonical_names(names) == canonical
+
+
+def test_model_digest_sees_names_shapes_dtypes_and_what_is_frozen():
+    variants = [
+        nn.Linear(3, 2),
+        nn.Linear(2, 3),
+        nn.Linear(3, 2, bias=False),
+        nn.Linear(3, 2).double(),
+        nn.Linear(3, 2).requires_grad_(False),
+        nn.Sequential(nn.Linear(3, 2)),
+    ]
+    assert len({model_digest(model)[1] for model in variants}) == len(variants)
+    text, value = model_digest(model_of())
+    assert text == f"60 parameters (and 3 frozen) in 6 tensors, digest {value.hex()[:12]}"
+
+
+def test_digest_sees_one_bit(pair):
+    before = replica_digest(*pair)
+    momentum = pair[1].state[pair[0][0].weight]["momentum_buffer"]
+    for tensor in (pair[0][2].bias, momentum):
+        with torch.no_grad():
+            bits = tensor.view(torch.int32).view(-1)
+            bits[0] ^= 1
+            assert replica_digest(*pair) != before
+            bits[0] ^= 1
+    assert replica_digest(*pair) == before
+    pair[1].param_groups[0]["lr"] *= 2
+    assert replica_digest(*pair) != before

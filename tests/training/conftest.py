@@ -1,0 +1,147 @@
+"""A perfect network in one process: the real workspaces and the real cores, and nothing that can fail.
+
+The training loops of P workers run in P threads.  The last one to arrive at a step runs the collectives of
+all of them to the end, compares their votes and hands everybody the same outcome.
+"""
+
+import threading
+from collections import deque
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gridtrain.core.collectives.collective import CollectiveComplete, PayloadReceived, SendTo
+from gridtrain.runtime.step_plan import RoundOutcome, StepPlan
+from gridtrain.training.session_interface import TrainingSession
+
+PATIENCE_S = 60.0
+MOST_ABORTS = 3
+
+
+class PerfectNetwork:
+    """`samples[rank]` is what each worker's gradient stands for; `aborts` names (step, attempt) that fail."""
+
+    def __init__(self, world_size=1, samples=None, aborts=()):
+        self.samples = list(samples or [1] * world_size)
+        self.world_size = len(self.samples)
+        self.aborts = set(aborts)
+        self.step, self.attempt = 0, 0
+        self.updates = []  # digest of each committed update
+        self._brought = [None] * self.world_size
+        self._barrier = threading.Barrier(self.world_size, action=self._round)
+        self._outcome = None
+
+    def session(self, rank=0):
+        return _Session(self, rank)
+
+    def train(self, worker):
+        """Run `worker(session)` once for each rank, each in a thread; the results in rank order."""
+        results, errors = [None] * self.world_size, []
+
+        def body(rank):
+            try:
+                results[rank] = worker(self.session(rank))
+            except BaseException as error:
+                errors.append(error)
+                self._barrier.abort()
+
+        threads = [
+            threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(self.world_size)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        errors.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))  # the cause first
+        if errors:
+            raise errors[0]
+        return results
+
+    def exchange(self, rank, workspaces, skip, salt):
+        self._brought[rank] = (workspaces, skip, salt)
+        self._barrier.wait(PATIENCE_S)
+        return self._outcome
+
+    def _round(self):
+        (counts,) = {len(workspaces) for workspaces, _, _ in self._brought}
+        skips = [self._run([(w[channel], skip) for w, skip, _ in self._brought]) for channel in range(counts)]
+        votes = {
+            (salt, *(workspace.seal() for workspace in workspaces)) for workspaces, _, salt in self._brought
+        }
+        committed = len(votes) == 1 and (self.step, self.attempt) not in self.aborts
+        self._outcome = RoundOutcome(committed, any(skips))
+        if committed:
+            self.updates.append(votes.pop()[1:])
+            self.step, self.attempt = self.step + 1, 0
+        else:
+            self.attempt += 1
+            assert self.attempt <= MOST_ABORTS, (
+                f"step {self.step} never commits: {len(votes)} different votes"
+            )
+
+    def _run(self, sides):
+        cores = [w.collective(rank, self.world_size, skip) for rank, (w, skip) in enumerate(sides)]
+        skips = [None] * self.world_size
+        mail = deque()
+
+        def execute(rank, effects):
+            for effect in effects:
+                match effect:
+                    case SendTo(to_rank, place, skip):
+                        payload = bytes(sides[rank][0].payload(place))
+                        mail.append((to_rank, PayloadReceived(rank, place, skip, payload)))
+                    case CollectiveComplete(skip):
+                        skips[rank] = skip
+                    case _:
+                        sides[rank][0].apply(effect)
+
+        for rank, core in enumerate(cores):
+            execute(rank, core.start(0.0))
+        while mail:
+            rank, arrived = mail.popleft()
+            execute(rank, cores[rank].handle(arrived, 0.0))
+        (skip,) = set(skips)
+        return skip
+
+
+class _Session(TrainingSession):
+    def __init__(self, network, rank):
+        self.network, self.rank = network, rank
+        self.notes = []
+        self.plans = []
+
+    def begin(self):
+        network = self.network
+        samples = network.samples
+        plan = StepPlan(
+            network.step, network.attempt, self.rank, network.world_size, samples[self.rank], sum(samples)
+        )
+        self.plans.append(plan)
+        return replace(plan)
+
+    def cannot_replay(self, reason):
+        pass
+
+    def compare(self, step, digest):
+        pass
+
+    def run(self, plan, workspaces, skip, salt):
+        return self.network.exchange(plan.rank, workspaces, skip, salt)
+
+    def note(self, figures):
+        self.notes.append(dict(figures))
+
+
+@pytest.fixture(autouse=True)
+def one_thread_for_torch():
+    """Workers are threads here; small models are faster without a pool, and sums keep their order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def network():
+    return PerfectNetwork

@@ -1,0 +1,230 @@
+"""Positions to batches: data sets with an index, and such that are read from the front."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from gridtrain.core.commit import data_ledger
+from gridtrain.core.messages import LedgerSpec, LedgerState, Span
+from gridtrain.errors import ConfigError
+from gridtrain.training.data import sampler
+from gridtrain.training.data.prefetch import Prefetcher
+from gridtrain.training.data.readers import (
+    IterableReader,
+    MapReader,
+    is_iterable,
+    measure_dataset,
+    micro_batch_weights,
+    split_micro_batches,
+)
+
+SPEC = LedgerSpec(10, 0, epochs=3)
+A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
+
+
+class Letters(IterableDataset[int]):
+    """100, 101 .. 109 in pass 1; counts how often it was opened, and what was read."""
+
+    def __init__(self, size: int = 10) -> None:
+        self.size, self.epoch, self.seen = size, 0, Counter[str]()  # shared by the copies of a reader
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.seen["opened"] += 1
+        for number in range(self.size):
+            self.seen["read"] += 1
+            yield 100 * self.epoch + number
+
+
+def numbers(batches: list[Any]) -> list[list[int]]:
+    return [batch.tolist() for batch in batches]
+
+
+def test_an_iterable_is_read_once_through_though_others_hold_parts_of_it() -> None:
+    data = Letters()
+    reader = IterableReader(data, SPEC, 1, sampler.collate)
+    taken = [numbers(reader.read((Span(start, start + 2),)))[0] for start in (0, 4, 8, 12)]
+    assert taken == [[0, 1], [4, 5], [8, 9], [102, 103]]
+    assert data.seen == {"opened": 2, "read": 10 + 4}, "two passes, one after the other"
+
+
+def test_what_is_requeued_is_read_from_the_front_and_the_place_is_kept() -> None:
+    data = Letters()
+    reader = IterableReader(data, SPEC, 2, sampler.collate)
+    assert numbers(reader.read((Span(6, 8),))) == [[6], [7]]
+    assert numbers(reader.read((Span(2, 4), Span(8, 10)))) == [[2, 3], [8, 9]]
+    assert data.seen["opened"] == 2
+    assert numbers(reader.read((Span(10, 12),))) == [[100], [101]]
+
+
+def test_two_passes_that_are_read_in_turn_do_not_mix() -> None:
+    """A generator may look at its data set's pass number at every sample."""
+    reader = IterableReader(Letters(), SPEC, 1, sampler.collate)
+    spans = (Span(2, 4), Span(12, 14)), (Span(5, 7), Span(15, 17))
+    assert [numbers(reader.read(both))[0] for both in spans] == [[2, 3, 102, 103], [5, 6, 105, 106]]
+
+
+def test_a_stand_in_is_what_was_read_last() -> None:
+    data = Letters()
+    reader = IterableReader(data, SPEC, 1, sampler.collate)
+    first = numbers(reader.read((Span(6, 8),)))
+    assert numbers(reader.read((Span(6, 8),))) == first and data.seen["opened"] == 1
+
+
+def test_a_pass_that_ends_early_is_an_error_with_both_numbers() -> None:
+    reader = IterableReader(Letters(7), SPEC, 1, sampler.collate)
+    with pytest.raises(ConfigError, match="ended after 7 samples of pass 0, but a pass has 10"):
+        reader.read((Span(6, 9),))
+
+
+@pytest.mark.parametrize(
+    ("items", "count", "expected"),
+    [
+        ([1, 2, 3, 4], 2, [[1, 2], [3, 4]]),
+        ([1, 2, 3, 4, 5], 3, [[1, 2], [3, 4], [5]]),
+        ([1], 3, [[1], [1], [1]]),
+        ([1, 2], 3, [[1], [2], [2]]),
+    ],
+)
+def test_parts(items: list[int], count: int, expected: list[list[int]]) -> None:
+    assert split_micro_batches(items, count) == expected
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+@pytest.mark.parametrize("samples", range(1, 20))
+def test_each_sample_of_the_parts_counts_once(samples: int, count: int) -> None:
+    """Each part's gradient is the mean of its samples'."""
+    counts: Counter[int] = Counter()
+    weighed = micro_batch_weights(samples, count)
+    for part, weight in zip(split_micro_batches(range(samples), count), weighed, strict=True):
+        for sample in part:
+            counts[sample] += Fraction(weight).limit_denominator(99) / len(part)  # type: ignore[assignment]
+    assert counts == dict.fromkeys(range(samples), 1)
+    assert weighed == sorted(weighed, reverse=True) and count * weighed[-1] <= samples
+
+
+# -- do all workers have the same data, each time? -----------------------------------------------------
+
+
+class Numbered(IterableDataset[torch.Tensor]):
+    def __init__(self, draw: Any) -> None:
+        self.draw = draw
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.tensor(self.draw(number)) for number in range(20))
+
+
+def test_the_text_tells_data_apart() -> None:
+    squares, again, cubes = (Numbered(draw) for draw in (lambda i: i * i, lambda i: i * i, lambda i: i**3))
+    assert measure_dataset(squares, 20) == measure_dataset(again, 20) != measure_dataset(cubes, 20)
+    size, text = measure_dataset(squares, 20)
+    assert size == 20 and text.startswith("20 samples a pass in the data set's own order, digest ")
+    assert measure_dataset(Numbered(lambda i: i), 5)[0] == 5
+
+
+@pytest.mark.parametrize(
+    ("dataset", "length", "words"),
+    [
+        (Numbered(lambda i: torch.rand(1).item()), 20, "16 samples differ from one reading to the next"),
+        (iter([1.0, 2.0, 3.0]), 3, "is not read twice alike: its first 3 samples differ"),
+        (Numbered(lambda i: i), None, "does not say how many samples a pass over it has"),
+        (Letters(), 0, "a pass over the Letters has 0 samples"),
+        ([1, 2, 3], 3, "length=3 was given for a list, which has an index"),
+        (DataLoader([1, 2, 3]), None, "a DataLoader was given in the place of a data set"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused(dataset: Any, length: int | None, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        measure_dataset(dataset, length)
+
+
+def test_contents_that_mean_nothing_elsewhere_are_not_compared_and_random_numbers_stay() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    assert measure_dataset(Numbered(lambda i: torch.rand(1).item() * 0 + i), 20)[1].startswith(
+        "20 samples a pass"
+    )
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.random, lambda: torch.rand(1).item()])
+@pytest.mark.parametrize("often", [0.01, 0.1])
+def test_rare_augmentation_is_no_matter_of_chance(draw: Callable[[], float], often: float) -> None:
+    """Else a worker that has seen some of it would refuse one that has not."""
+
+    class Flipped(Dataset[int]):
+        def __len__(self) -> int:
+            return 1000
+
+        def __getitem__(self, index: int) -> int:
+            return -index if draw() < often else index
+
+    texts = set()
+    for seed in range(20):
+        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+        texts.add(measure_dataset(Flipped(), None)[1])
+    assert len(texts) == 1
+
+
+def test_a_list_has_an_index_and_a_generator_has_none() -> None:
+    assert not is_iterable([1, 2]) and is_iterable(count()) and is_iterable(Letters())
+
+
+# -- reading ahead -----------------------------------------------------------------------------------
+
+
+def foreseen(state: LedgerState, shares: list[tuple[bytes, int]], depth: int) -> Any:
+    return [
+        data_ledger.assign(SPEC, state, shares)[A],
+        *data_ledger.predict_assignments(SPEC, state, shares, A, depth),
+    ]
+
+
+def test_what_is_foreseen_is_what_comes() -> None:
+    shares, state, seen = [(A, 2), (B, 3)], LedgerState(), []
+    expected = foreseen(state, shares, 20)
+    while not data_ledger.is_finished(SPEC, state):
+        taken = data_ledger.assign(SPEC, state, shares)
+        seen.append(taken[A])
+        state = data_ledger.commit(SPEC, state, taken, skipped=False)
+    assert expected == seen and len(seen) == 6
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ahead_is_read_what_comes_and_dropped_what_does_not(workers: int) -> None:
+    """3 steps of two workers, then a third one joins, and what was read ahead is of no use."""
+    data = list(range(10))
+    reader = MapReader(data, SPEC, 1, sampler.collate)
+    ahead = Prefetcher(reader, workers, 2)
+    two, three = [(A, 2), (B, 2)], [(A, 2), (B, 2), (C, 1)]
+    state = LedgerState()
+    try:
+        while not data_ledger.is_finished(SPEC, state):
+            shares = two if state.step < 3 else three
+            spans, *later = foreseen(state, shares, ahead.depth)
+            assert numbers(ahead.read(spans, later)) == numbers(reader.read(spans)), f"step {state.step}"
+            if state.step == 2:
+                assert ahead.dropped_batches == 0
+            state = data_ledger.commit(SPEC, state, data_ledger.assign(SPEC, state, shares), skipped=False)
+        assert 0 < ahead.dropped_batches <= ahead.depth
+    finally:
+        ahead.close()
+
+
+def test_an_error_in_a_reading_process_comes_out_here() -> None:
+    ahead = Prefetcher(IterableReader(Letters(7), SPEC, 1, sampler.collate), 1, 1)
+    with pytest.raises(ConfigError, match="ended after 7 samples"):
+        ahead.read((Span(6, 9),), [])
+    ahead.close()

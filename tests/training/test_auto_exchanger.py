@@ -1,0 +1,170 @@
+"""A worker under `exchange="auto"`: what one exchange keeps back goes on under the next, to the last bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gridtrain.config import Auto, GTopK, Overlap
+from gridtrain.errors import ConfigError, LocalProtocolError
+from gridtrain.network.wire.sparse_payload import SparseVector
+from gridtrain.training.optimizer import GridOptimizer
+
+N, DENSITY = 64, 0.1
+AUTO = Auto(density=DENSITY, values="fp32")
+DENSE, GTOPK, TOPK = (exchange.describe() for exchange in AUTO.exchanges(N))
+RANKS = 4
+
+
+class Vector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.zeros(N))
+
+
+def gradient(rank: int, step: int) -> torch.Tensor:
+    """Integers: every sum is exact, and a quarter of each is, too."""
+    return torch.from_numpy(np.random.RandomState(100 * step + rank).randint(-64, 65, N).astype(np.float32))
+
+
+class Chosen:
+    """A session whose plan names an exchange for each step."""
+
+    def __init__(self, session: Any, schedule: list[str]) -> None:
+        self._session, self._schedule = session, schedule
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def begin(self) -> Any:
+        plan = self._session.begin()
+        return replace(plan, exchange=self._schedule[plan.step])
+
+
+def train(network: Any, schedule: list[str], between: Any = lambda rank, step, wrapped: None) -> list[Any]:
+    def worker(session: Any) -> Any:
+        model = Vector()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        wrapped = GridOptimizer(inner, model, AUTO, Chosen(session, schedule))
+        for step in range(len(schedule)):
+            model.values.grad = gradient(session.rank, step)
+            wrapped.step()
+            between(session.rank, step, wrapped)
+        residual = wrapped.residual_state().get("residual", torch.zeros(N))
+        return -model.values.detach(), residual, wrapped
+
+    return list(network.train(worker))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        [DENSE, DENSE, GTOPK, GTOPK, DENSE, DENSE],
+        [GTOPK, TOPK, GTOPK, DENSE, TOPK, DENSE],
+        [TOPK, TOPK, DENSE, GTOPK, GTOPK],
+    ],
+)
+@pytest.mark.parametrize("aborts", [(), ((2, 0), (3, 0), (4, 0), (4, 1))])
+def test_no_gradient_is_lost_when_the_exchange_changes(
+    network: Any, schedule: list[str], aborts: Any
+) -> None:
+    results = train(network(RANKS, aborts=aborts), schedule)
+    updates = [update for update, _, _ in results]
+    assert all(torch.equal(update, updates[0]) for update in updates)
+    brought = sum(gradient(rank, step) / RANKS for rank in range(RANKS) for step in range(len(schedule)))
+    left = sum(residual for _, residual, _ in results)
+    assert torch.equal(updates[0] + left, brought)
+    if schedule[-1] == DENSE:
+        assert all(not wrapped.residual_state() for _, _, wrapped in results), "nothing is kept back any more"
+
+
+def test_a_dense_step_takes_along_what_others_left(network: Any) -> None:
+    """What a leaver hands over arrives while dense steps are taken: it is in the next one."""
+
+    def absorb(rank: int, step: int, wrapped: GridOptimizer) -> None:
+        if (rank, step) == (1, 1):
+            assert wrapped.add_residual(
+                SparseVector(np.array([3, 7]), np.array([5.0, -2.0], np.float32)), RANKS
+            )
+
+    results = train(network(RANKS), [DENSE] * 3, absorb)
+    brought = sum(gradient(rank, step) / RANKS for rank in range(RANKS) for step in range(3))
+    brought[3] += 5.0
+    brought[7] -= 2.0
+    assert all(torch.equal(update, brought) for update, _, _ in results)
+
+
+def test_a_checkpoints_residual_is_sent_whatever_is_chosen(network: Any) -> None:
+    saved = {"residual": torch.arange(N, dtype=torch.float32)}
+
+    def worker(session: Any) -> Any:
+        model = Vector()
+        wrapped = GridOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), model, AUTO, Chosen(session, [DENSE])
+        )
+        assert wrapped.residual_size == N
+        wrapped.load_residual_state(saved)
+        model.values.grad = torch.zeros(N)
+        wrapped.step()
+        return -model.values.detach()
+
+    (update,) = network(1).train(worker)
+    assert torch.equal(update, saved["residual"])
+
+
+def test_who_leaves_while_nothing_is_kept_back_loses_nothing(network: Any) -> None:
+    """None would be a residual that is lost, and `hand_over` would say so."""
+    for _, _, wrapped in train(network(RANKS), [GTOPK, DENSE]):
+        given_N = wrapped.surrender(lambda: None)
+        assert given_N is not None and given_N.shape == (wrapped.residual_size,) and not given_N.any()
+
+
+def test_it_says_what_it_used(network: Any) -> None:
+    (_, _, wrapped), *_ = train(network(RANKS), [DENSE, GTOPK])
+    assert wrapped.exchange_now == GTopK(DENSITY, values="fp32")
+    assert wrapped.describe_exchange() == "auto(density=0.1, values=fp32)"
+
+
+def test_what_was_not_offered_is_no_exchange(network: Any) -> None:
+    with pytest.raises(LocalProtocolError, match="none to choose"):
+        train(network(1), ["GTopK(density=0.5)"])
+
+
+def test_words_that_mean_nothing_are_refused() -> None:
+    from gridtrain.config import exchange_of
+
+    with pytest.raises(ConfigError, match='exchange="auto"'):
+        exchange_of("automatic")
+    assert exchange_of("auto") == Auto()
+    assert exchange_of(None) == GTopK()
+
+
+def test_densities_that_learn() -> None:
+    assert [Auto.density_of(n) for n in (1000, 120_576, 1_000_000, 25_600_000, 10**9)] == [
+        0.05,
+        0.05,
+        0.011,
+        0.001,
+        0.001,
+    ]
+
+
+@pytest.mark.parametrize("auto", [Auto(), Auto(density=0.02, values="int8"), Auto(sparse=False)])
+def test_what_it_says_is_read_back(auto: Auto) -> None:
+    assert Auto.parse(auto.describe()) == auto
+    assert Auto.parse("GTopK(density=0.01)") is None
+
+
+def test_overlap_needs_an_exchange_that_is_named() -> None:
+    from gridtrain.sdk.grid import _fit_auto
+
+    inner = torch.optim.SGD(Vector().parameters(), lr=1.0)
+    with pytest.raises(ConfigError, match="overlap"):
+        _fit_auto(AUTO, inner, Overlap())
+    assert _fit_auto(AUTO, inner, None) == AUTO
+    assert not _fit_auto(AUTO, torch.optim.AdamW(Vector().parameters()), None).sparse

@@ -1,0 +1,130 @@
+"""Batch-norm statistics: averaged every N steps, integers from rank 0, in the same round as the update."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from gridtrain.config import Dense, GTopK
+from gridtrain.training.checkpoint import serialization
+from gridtrain.training.optimizer import GridOptimizer
+
+
+class Counted(nn.Module):
+    """One parameter, and buffers that each worker sets by hand."""
+
+    def __init__(self, mean, count, flag=False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.register_buffer("mean", torch.tensor(mean))
+        self.register_buffer("count", torch.tensor(count))
+        self.register_buffer("flag", torch.tensor(flag))
+        self.register_buffer("scratch", torch.tensor(mean[0]), persistent=False)
+
+
+def run(network, models, steps, every, exchange, aborts=(), bad=()):
+    def worker(session):
+        model = models[session.rank]
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = GridOptimizer(inner, model, exchange, session, average_buffers_every=every)
+        for step in range(steps):
+            model.weight.grad = torch.full((3,), math.nan if (step, session.rank) in bad else 1.0)
+            optimizer.step()
+        return [model.mean.tolist(), model.count.item(), model.flag.item(), model.scratch.item()]
+
+    return network(len(models), aborts=aborts).train(worker)
+
+
+def models():
+    big = 2**40 + 3  # more than float32 holds
+    return [Counted([1.0, 2.0], big, True), Counted([3.0, 2.0], 5), Counted([5.0, -1.0], -7)]
+
+
+@pytest.mark.parametrize("exchange", [Dense(), GTopK(density=0.5)], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("aborts", [(), {(1, 0), (1, 1)}])
+def test_by_eye(network, exchange, aborts):
+    assert run(network, models(), 1, 2, exchange) == [
+        [[1.0, 2.0], 2**40 + 3, True, 1.0],
+        [[3.0, 2.0], 5, False, 3.0],
+        [[5.0, -1.0], -7, False, 5.0],
+    ]
+    assert run(network, models(), 2, 2, exchange, aborts) == [
+        [[3.0, 1.0], 2**40 + 3, True, 1.0],
+        [[3.0, 1.0], 2**40 + 3, True, 3.0],
+        [[3.0, 1.0], 2**40 + 3, True, 5.0],
+    ]
+
+
+def test_statistics_that_are_not_finite_are_healed(network):
+    broken = models()
+    broken[1].mean[0] = math.nan
+    assert [row[0] for row in run(network, broken, 1, 1, Dense())] == [[3.0, 0.5]] * 3
+
+
+class Masked(nn.Module):
+    """Statistics beside what no training changes."""
+
+    def __init__(self, mean):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+        self.register_buffer("mean", torch.tensor([mean]))
+        self.register_buffer("thirds", torch.arange(1, 100, dtype=torch.float64) / 3)
+        self.register_buffer("angles", 10000 ** -(torch.arange(64) / 64))
+
+
+def test_constants_stay_to_the_last_bit_and_keep_nothing_from_being_averaged(network):
+    """Seven equal float32 numbers, summed and divided by 7, are others; float64 ones lose half of theirs."""
+
+    def worker(session):
+        model = Masked(float(session.rank))
+        optimizer = GridOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, Dense(), session, average_buffers_every=1
+        )
+        model.weight.grad = torch.ones(3)
+        optimizer.step()
+        return model
+
+    for model in network(7).train(worker):
+        fresh = Masked(3.0)
+        for name, buffer in fresh.named_buffers():
+            assert torch.equal(buffer, model.get_buffer(name)), name
+
+
+def test_a_skipped_step_leaves_them(network):
+    after = run(network, models(), 1, 1, GTopK(), bad={(0, 2)})
+    assert [row[0] for row in after] == [[1.0, 2.0], [3.0, 2.0], [5.0, -1.0]]
+
+
+def test_batch_norm_in_a_loop(network):
+    def worker(session):
+        generator = torch.Generator().manual_seed(session.rank)
+        model = nn.BatchNorm1d(4)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = GridOptimizer(inner, model, Dense(), session, average_buffers_every=3)
+        seen = []
+        for _ in range(6):
+            model(torch.randn(8, 4, generator=generator) + session.rank).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(serialization.buffers_vector(model).tobytes())
+        return seen
+
+    equal = [len(set(step)) == 1 for step in zip(*network(3).train(worker), strict=True)]
+    assert equal == [False, False, True, False, False, True]
+
+
+def test_vectors_hold_persistent_buffers_only():
+    model = Counted([1.0, 2.0], 9)
+    assert serialization.buffers_vector(model).tolist() == [1.0, 2.0]
+    assert serialization.integer_buffers_vector(model).tolist() == [9, 0]
+
+
+def test_a_shared_buffer_counts_under_its_persistent_name():
+    model = nn.Module()
+    shared = torch.tensor([4.0])
+    model.register_buffer("cache", shared, persistent=False)
+    model.register_buffer("mean", shared)
+    model.register_buffer("again", shared)
+    assert [name for name, _ in serialization.buffers_of(model)] == ["mean"]

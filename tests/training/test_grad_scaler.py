@@ -1,0 +1,135 @@
+"""GradScaler: unscaling and skipping belong to the wrapper, and the scale stays equal on all workers."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from gridtrain.config import Dense, GTopK
+from gridtrain.training.grad_scaler import GridScaler
+from gridtrain.training.optimizer import GridOptimizer
+
+SCALING = {"device": "cpu", "init_scale": 1024.0, "growth_interval": 2}
+
+
+def model_of():
+    model = nn.Linear(3, 1)
+    nn.init.constant_(model.weight, 0.5)
+    nn.init.constant_(model.bias, 0.25)
+    return model
+
+
+def backward(model, scaler, step, bad=False):
+    inputs = torch.full((2, 3), 0.1 * (step + 1))
+    scaler.scale(model(inputs).square().mean()).backward()
+    if bad:
+        model.weight.grad[0, 0] = math.inf
+
+
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_alone_it_is_the_plain_optimizer_under_the_plain_scaler(network, unscale_first):
+    model = model_of()
+    twin = copy.deepcopy(model)
+    wrapped = GridOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, Dense(), network().session())
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    loops = (model, wrapped, GridScaler(**SCALING)), (twin, plain, torch.amp.GradScaler(**SCALING))
+    for step in range(8):
+        for one, optimizer, scaler in loops:
+            backward(one, scaler, step, bad=step == 3)
+            if unscale_first:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(one.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert loops[0][2].get_scale() == loops[1][2].get_scale()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert wrapped.skipped_steps == 1
+
+
+def scales(network, make_scaler, explicit=False):
+    """Three workers; at step 1 the gradient of rank 1 overflows.  Their scales after each step."""
+
+    def worker(session):
+        model = model_of()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = GridOptimizer(inner, model, GTopK(density=0.5), session)
+        scaler = make_scaler(**SCALING)
+        seen = []
+        for step in range(4):
+            backward(model, scaler, step, bad=step == 1 and session.rank == 1)
+            if explicit:
+                scaler.unscale_(optimizer)
+                optimizer.exchange()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            seen.append(scaler.get_scale())
+        assert optimizer.skipped_steps == 1
+        return seen, model.weight.detach().clone()
+
+    (first, weight), *others = network(3).train(worker)
+    assert all(torch.equal(weight, other) for _, other in others)
+    return [first] + [seen for seen, _ in others]
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_one_overflow_halves_everybodys_scale(network, explicit):
+    #   good, bad: halved, good, good: doubled after two
+    assert scales(network, GridScaler, explicit) == [[1024.0, 512.0, 512.0, 1024.0]] * 3
+
+
+def test_the_plain_scaler_would_drift_but_forks_no_parameters(network):
+    assert scales(network, torch.amp.GradScaler) == [
+        [1024.0, 2048.0, 2048.0, 4096.0],
+        [1024.0, 512.0, 512.0, 1024.0],
+        [1024.0, 2048.0, 2048.0, 4096.0],
+    ]
+
+
+def test_no_gradient_at_all(network):
+    model = model_of()
+    wrapped = GridOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, Dense(), network().session())
+    scaler = GridScaler(**SCALING)
+    scaler.scale(torch.ones(()))
+    scaler.step(wrapped)
+    scaler.update()
+    assert wrapped.skipped_steps == 0
+
+
+def test_disabled_it_does_nothing(network):
+    model = model_of()
+    wrapped = GridOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, Dense(), network().session())
+    scaler = GridScaler("cpu", enabled=False)
+    backward(model, scaler, 0)
+    scaler.step(wrapped)
+    scaler.update()
+    assert wrapped.skipped_steps == 0
+
+
+class Elsewhere:
+    """A session whose owner wants the worker elsewhere: no attempt begins, and the group goes on."""
+
+    def begin(self):
+        return None
+
+    def note(self, figures):
+        pass
+
+
+def test_a_step_that_went_on_without_this_worker_says_nothing_of_the_scale():
+    model, scaler = model_of(), GridScaler(**SCALING)
+    optimizer = GridOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, Dense(), Elsewhere())
+    backward(model, scaler, 0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert optimizer.last_skipped and scaler.get_scale() == 1024.0
+
+
+def test_a_scaler_that_is_not_enabled_says_nothing_to_a_newcomer():
+    scaler = GridScaler(**SCALING)
+    scaler.load_state_dict(GridScaler(enabled=False).state_dict())
+    assert scaler.get_scale() == 1024.0

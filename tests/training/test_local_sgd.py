@@ -1,0 +1,549 @@
+"""LocalSteps: workers train alone for a while; after each exchange all hold the same parameters, and what was
+not exchanged is kept."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gridtrain.config import Dense, GTopK, LocalSteps, TopK
+from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.runtime.state_transfer.update_log import StepUpdate
+from gridtrain.training.checkpoint.serialization import replica_digest
+from gridtrain.training.grad_scaler import GridScaler
+from gridtrain.training.local_sgd import LocalSGDOptimizer
+from gridtrain.training.optimizer import GridOptimizer
+
+EXCHANGES = [Dense(), TopK(density=0.1), GTopK(density=0.1)]
+EVERY = 3
+
+
+def small_model(dtype=torch.float32):
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter) * 0.3 / (number + 1))
+    return model.to(dtype)
+
+
+def backward(model, seed, size=6):
+    generator = torch.Generator().manual_seed(seed)
+    inputs, labels = (
+        torch.randn(size, 5, generator=generator),
+        torch.randint(0, 3, (size,), generator=generator),
+    )
+    dtype = next(model.parameters()).dtype
+    F.cross_entropy(model(inputs.to(dtype)).float(), labels).backward()
+
+
+def train_step(model, optimizer, seed):
+    backward(model, seed)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def sgd(model, lr=0.1, **options):
+    return torch.optim.SGD(model.parameters(), lr=lr, **options)
+
+
+def wrap(session, model, exchange, inner=None, *, every=EVERY, **outer):
+    inner = inner or adamw(model)
+    return LocalSGDOptimizer(inner, model, LocalSteps(every, exchange, **outer), session)
+
+
+def flat(model):
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def equal(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+# -- promise 1 --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+def test_all_workers_hold_the_same_bits_after_every_exchange(network, exchange, world_size, momentum):
+    def worker(session):
+        model = small_model()
+        inner = adamw(model)
+        optimizer = wrap(session, model, exchange, inner, outer_learning_rate=0.7, outer_momentum=momentum)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+        shared, moments = [], []
+        for step in range(5 * EVERY):
+            train_step(model, optimizer, 100 * step + session.rank)
+            scheduler.step()
+            if (step + 1) % EVERY == 0:
+                shared.append(replica_digest(model, optimizer.replicated))
+                moments.append(inner.state_dict()["state"][0]["exp_avg"].sum().item())
+        return shared, moments
+
+    group = network(samples=range(1, world_size + 1), aborts={(1, 0), (3, 0), (3, 1)})
+    results = group.train(worker)
+    assert group.step == 5, "one round for every three steps"
+    assert len({tuple(shared) for shared, _ in results}) == 1
+    assert len(set(results[0][0])) == 5, "every exchange moved the model"
+    assert len({tuple(moments) for _, moments in results}) == world_size, "moments are each worker's own"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes(network, dtype):
+    def worker(session):
+        model = small_model(dtype)
+        optimizer = wrap(session, model, Dense(), sgd(model, lr=0.3))
+        for step in range(2 * EVERY):
+            train_step(model, optimizer, 10 * step + session.rank)
+        assert next(model.parameters()).dtype == dtype
+        return replica_digest(model, optimizer.replicated)
+
+    assert len(set(network(3).train(worker))) == 1
+
+
+# -- what it computes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_step_and_nothing_outside_is_plain_dense_sgd(network, world_size):
+    def worker(session, local):
+        model = small_model()
+        inner = sgd(model)
+        if local:
+            optimizer = wrap(session, model, Dense(), inner, every=1)
+        else:
+            optimizer = GridOptimizer(inner, model, Dense(), session)
+        for step in range(12):
+            train_step(model, optimizer, 10 * step + session.rank)
+        return flat(model)
+
+    samples = range(1, world_size + 1)
+    local = network(samples=samples).train(lambda session: worker(session, True))
+    dense = network(samples=samples).train(lambda session: worker(session, False))
+    for ours, theirs in zip(local, dense, strict=True):
+        assert (ours - theirs).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("rate, momentum", [(1.0, 0.0), (0.7, 0.9)])
+def test_it_is_diloco_as_published(network, rate, momentum):
+    """Algorithm 1 with torch's own SGD(nesterov=True) outside; the mean is weighted by samples."""
+    samples, rounds = [1, 3, 2], 4
+
+    def worker(session):
+        model = small_model()
+        optimizer = wrap(session, model, Dense(), outer_learning_rate=rate, outer_momentum=momentum)
+        for step in range(rounds * EVERY):
+            train_step(model, optimizer, 10 * step + session.rank)
+        return flat(model)
+
+    whole = small_model()
+    outer = sgd(whole, lr=rate, momentum=momentum, nesterov=momentum > 0)
+    copies = [small_model() for _ in samples]
+    inners = [adamw(model) for model in copies]
+    for number in range(rounds):
+        outer.zero_grad(set_to_none=False)
+        for rank, (model, inner) in enumerate(zip(copies, inners, strict=True)):
+            model.load_state_dict(whole.state_dict())
+            for step in range(number * EVERY, (number + 1) * EVERY):
+                train_step(model, inner, 10 * step + rank)
+            for shared, own in zip(whole.parameters(), model.parameters(), strict=True):
+                part = (shared.detach() - own.detach()) * samples[rank] / sum(samples)
+                shared.grad = part if shared.grad is None else shared.grad + part
+        outer.step()
+    for ours in network(samples=samples).train(worker):
+        assert (ours - flat(whole)).abs().max() < 1e-5
+
+
+def test_a_turn_with_few_samples_trains_less(network):
+    """Of three calls only the first one is for samples; the stand-ins of the others move nothing."""
+    model, twin = small_model(), small_model()
+    optimizer, plain = wrap(network().session(), model, Dense()), adamw(twin)
+    optimizer.begin_turn(1)
+    for step in range(EVERY):
+        train_step(model, optimizer, step)
+    train_step(twin, plain, 0)
+    assert (flat(model) - flat(twin)).abs().max() < 1e-6
+    optimizer.begin_turn(EVERY)
+    before = flat(model)
+    train_step(model, optimizer, 7)
+    assert not torch.equal(flat(model), before)
+
+
+# -- promise 2 -----------------------------------------------------------------------------------------
+
+
+def integers(step, rank, n):
+    generator = torch.Generator().manual_seed(97 * step + rank)
+    return torch.randint(-9, 10, (n,), generator=generator).float() * 4.0
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES[1:], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_nothing_of_the_change_is_lost(network, exchange, world_size):
+    """Integers over a power of two: residuals after + update == residuals before + changes, exactly."""
+    n, rounds = 60, 6
+
+    def worker(session):
+        parameter = nn.Parameter(torch.zeros(n))
+        model = nn.ParameterList([parameter])
+        optimizer = wrap(session, model, exchange, torch.optim.SGD([parameter], lr=1.0))
+        history = []
+        for number in range(rounds):
+            before, anchor, change = optimizer.residual_state()["residual"], flat(model), torch.zeros(n)
+            for step in range(number * EVERY, (number + 1) * EVERY):
+                parameter.grad = integers(step, session.rank, n)
+                change += parameter.grad
+                optimizer.step()
+            after, update = optimizer.residual_state()["residual"], anchor - flat(model)
+            history.append((before, change / world_size, update, after))
+        return history
+
+    results = network(world_size, aborts={(1, 0), (4, 0)}).train(worker)
+    moved = False
+    for of_ranks in zip(*results, strict=True):
+        before, added, updates, after = (torch.stack(c).double() for c in zip(*of_ranks, strict=True))
+        assert torch.equal(after.sum(0) + updates[0], before.sum(0) + added.sum(0))
+        moved |= bool(updates[0].any())
+    assert moved
+
+
+def test_an_abort_keeps_the_residual_and_the_change(network):
+    def worker(session):
+        model = small_model()
+        optimizer = wrap(session, model, GTopK(density=0.1))
+        begin, seen = session.begin, []
+
+        def look():
+            seen.append((optimizer.residual_state()["residual"], flat(model), optimizer._flat.flat_N.clone()))
+            return begin()
+
+        session.begin = look
+        anchors = [flat(model)]
+        for step in range(3 * EVERY):
+            train_step(model, optimizer, 10 * step + session.rank)
+            if (step + 1) % EVERY == 0:
+                anchors.append(flat(model))
+        return seen, anchors, replica_digest(model, optimizer.replicated)
+
+    smooth = network(2).train(worker)
+    rough = network(2, aborts={(1, 0), (1, 1)}).train(worker)
+    for (seen, anchors, after), (_, _, smooth_after) in zip(rough, smooth, strict=True):
+        assert len(seen) == 5  # round 0, three attempts at round 1, round 2
+        for retry in (2, 3):
+            assert all(torch.equal(a, b) for a, b in zip(seen[1], seen[retry], strict=True))
+        for attempt, number in enumerate((0, 1, 1, 1, 2)):
+            assert torch.equal(seen[attempt][1], anchors[number]), "who asks now is given the anchor"
+        assert after == smooth_after
+
+
+# -- what goes wrong on one worker -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("at", [0, 1, EVERY - 1])
+def test_parameters_that_are_not_finite_skip_the_round_on_all(network, exchange, at, caplog):
+    def worker(session):
+        model = small_model()
+        inner = adamw(model)
+        optimizer = wrap(session, model, exchange, inner, outer_momentum=0.5)
+        for step in range(EVERY):
+            train_step(model, optimizer, 10 * step + session.rank)
+        before, residual = replica_digest(model, optimizer.replicated), optimizer.residual_state()
+        for step in range(EVERY):
+            backward(model, 900 + 10 * step + session.rank)
+            if session.rank == 1 and step == at:
+                model[2].bias.grad[1] = math.nan
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.last_skipped and optimizer.skipped_steps == 1
+        assert replica_digest(model, optimizer.replicated) == before, "all are back at the anchor"
+        assert all(torch.equal(t, residual[name]) for name, t in optimizer.residual_state().items())
+        assert bool(inner.state_dict()["state"]) == (session.rank != 1), "its moments were poisoned"
+        for step in range(EVERY):
+            train_step(model, optimizer, 70 * step + session.rank)
+        assert not optimizer.last_skipped and torch.isfinite(flat(model)).all()
+        return replica_digest(model, optimizer.replicated)
+
+    assert len(set(network(3).train(worker))) == 1
+    assert caplog.text.count("parameters are not finite after 3 local steps") == 1
+
+
+def test_a_stand_in_batch_counts_for_nothing(network):
+    def worker(session):
+        model = small_model()
+        optimizer = wrap(session, model, GTopK(density=0.1))
+        for step in range(EVERY):
+            backward(model, 10 * step + session.rank)
+            if session.rank == 1:
+                model[0].weight.grad[0, 0] = math.nan
+            optimizer.step()
+        return optimizer.skipped_steps, replica_digest(model, optimizer.replicated)
+
+    assert network(samples=[4, 0]).train(worker) == network(samples=[4]).train(worker) * 2
+
+
+def test_an_overflow_costs_one_local_step_and_no_exchange(network):
+    """Each worker's GradScaler is its own: only rank 1 backs off, and the round commits."""
+
+    def worker(session):
+        model = small_model()
+        optimizer = wrap(session, model, Dense(), sgd(model))
+        scaler = GridScaler(device="cpu", init_scale=1024.0)
+        seen = []
+        for step in range(EVERY):
+            generator = torch.Generator().manual_seed(step)
+            loss = model(torch.randn(4, 5, generator=generator)).square().mean()
+            scaler.scale(loss).backward()
+            if session.rank == 1 and step == EVERY - 1:
+                model[0].weight.grad[0, 0] = math.inf
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            seen.append(scaler.get_scale())
+        return seen, optimizer.skipped_steps, replica_digest(model, optimizer.replicated)
+
+    group = network(2)
+    (calm, _, one), (backed_off, skipped, other) = group.train(worker)
+    assert calm == [1024.0] * 3 and backed_off == [1024.0, 1024.0, 512.0]
+    assert (group.step, skipped, one) == (1, 0, other)
+
+
+def test_scaled_gradients_are_unscaled_for_the_local_steps(network):
+    model, twin = small_model(), small_model()
+    optimizer = wrap(network().session(), model, Dense(), sgd(model))
+    scaler, plain = GridScaler(device="cpu", init_scale=1024.0), sgd(twin)
+    for step in range(EVERY):
+        inputs = torch.full((2, 5), 0.1 * (step + 1))
+        scaler.scale(model(inputs).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        twin(inputs).square().mean().backward()
+        plain.step()
+        plain.zero_grad()
+    assert (flat(model) - flat(twin)).abs().max() < 1e-6
+
+
+def test_a_learning_rate_of_ones_own_never_commits(network):
+    def worker(session):
+        model = small_model()
+        optimizer = wrap(session, model, Dense(), sgd(model, lr=0.1 + 0.1 * session.rank))
+        for step in range(EVERY):
+            train_step(model, optimizer, step)
+
+    with pytest.raises(ConfigError, match=r"rank 1 has lr=0\.2, but 1 of 2 workers \(rank 0\) have lr=0\.1"):
+        network(2).train(worker)
+
+
+# -- newcomers and checkpoints ---------------------------------------------------------------------------
+
+
+def trained(network, *, momentum=0.9, rounds=2):
+    model = small_model()
+    optimizer = wrap(network().session(), model, GTopK(density=0.2), outer_momentum=momentum)
+    for step in range(rounds * EVERY):
+        train_step(model, optimizer, step)
+    return model, optimizer
+
+
+def test_a_newcomer_takes_parameters_and_velocity_and_has_moments_of_its_own(network):
+    model, optimizer = trained(network)
+    fresh = small_model()
+    newcomer = wrap(network().session(), fresh, GTopK(density=0.2), outer_momentum=0.9)
+    newcomer.restore_state(optimizer.capture_state())
+    assert replica_digest(fresh, newcomer.replicated) == replica_digest(model, optimizer.replicated)
+    assert not newcomer.inner.state_dict()["state"]
+    for one, wrapped in ((model, optimizer), (fresh, newcomer)):
+        kept = wrapped.inner.state_dict()["state"]
+        wrapped.restore_state(optimizer.capture_state())
+        assert wrapped.inner.state_dict()["state"].keys() == kept.keys(), "a state leaves moments alone"
+        assert replica_digest(one, wrapped.replicated) == replica_digest(model, optimizer.replicated)
+
+
+def test_replaying_updates_leads_to_the_same_bits(network):
+    """A follower has an image of step 1 and the updates of steps 2 to 4; it trains nothing itself."""
+    model, follower = small_model(), small_model()
+    group = network()
+    session = group.session()
+    optimizer = wrap(session, model, GTopK(density=0.2), outer_learning_rate=0.7, outer_momentum=0.9)
+    behind = wrap(
+        network().session(), follower, GTopK(density=0.2), outer_learning_rate=0.7, outer_momentum=0.9
+    )
+    run, updates = session.run, []
+
+    def recorded(plan, workspaces, skip, settings):
+        outcome = run(plan, workspaces, skip, settings)
+        updates.append(StepUpdate(plan.step, settings, outcome.skip, workspaces[0].update))
+        return outcome
+
+    session.run = recorded
+    for step in range(5 * EVERY):
+        train_step(model, optimizer, step)
+        optimizer.param_groups[0]["lr"] *= 0.9
+        if step == 2 * EVERY - 1:
+            behind.restore_state(optimizer.capture_state())
+            first = len(updates)
+    for update in updates[first:]:
+        behind.replay_update(update)
+    optimizer.param_groups[0]["lr"] /= 0.9  # replayed is what was voted on, before the last change
+    assert replica_digest(follower, behind.replicated) == replica_digest(model, optimizer.replicated)
+
+
+def test_a_checkpoint_goes_on_as_if_nothing_had_happened(network):
+    model, optimizer = trained(network)
+    document, tensors = optimizer.pack()
+    again = small_model()
+    resumed = wrap(network().session(), again, GTopK(density=0.2), outer_momentum=0.9)
+    resumed.unpack(document, tensors)
+    resumed.load_residual_state(optimizer.residual_state())
+    for step in range(50, 50 + 2 * EVERY):
+        train_step(model, optimizer, step)
+        train_step(again, resumed, step)
+    assert replica_digest(again, resumed.replicated) == replica_digest(model, optimizer.replicated)
+    assert replica_digest(again, resumed.inner) == replica_digest(model, optimizer.inner), (
+        "its own moments, too"
+    )
+
+
+def test_a_state_with_another_velocity_is_refused(network):
+    _, optimizer = trained(network)
+    plain = wrap(network().session(), small_model(), GTopK(density=0.2))
+    with pytest.raises(RemoteProtocolError, match="an outer velocity on one side only"):
+        plain.restore_state(optimizer.capture_state())
+    document, tensors = optimizer.pack()
+    for broken in (
+        {0: {"velocity": torch.zeros(3)}},
+        {0: {"velocity": torch.zeros(optimizer.flat_size, dtype=torch.float64)}},
+        {1: {"velocity": torch.zeros(optimizer.flat_size)}},
+        {0: {"other": torch.zeros(optimizer.flat_size)}},
+        {0: {"velocity": 3}},
+        {0: 3},
+        [],
+    ):
+        state = optimizer.replicated.state_dict() | {"state": broken}
+        with pytest.raises(ValueError, match="velocity"):
+            optimizer.replicated.load_state_dict(state)
+    with pytest.raises(RemoteProtocolError, match="moments of AdamW do not fit"):
+        optimizer.unpack(document | {"moments": {"dict": []}}, tensors)
+
+
+# -- how it is called ------------------------------------------------------------------------------------
+
+
+def test_what_it_shows_is_the_inner_optimizer(network):
+    model = small_model()
+    inner = adamw(model)
+    optimizer = wrap(network().session(), model, GTopK(), inner)
+    assert optimizer.param_groups is inner.param_groups and optimizer.state is inner.state
+    train_step(model, optimizer, 0)
+    assert optimizer.state_dict()["state"].keys() == inner.state_dict()["state"].keys() != set()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert optimizer.local_calls == 1
+
+
+def test_timings_are_of_each_step_and_the_notes_of_the_whole(network):
+    session = network().session()
+    model = small_model()
+    optimizer = wrap(session, model, GTopK(density=0.1))
+    computing_s = []
+    for step in range(EVERY):
+        train_step(model, optimizer, step)
+        computing_s.append(optimizer.timings["computing_s"])
+        names = {"computing_s", "waiting_s", "selecting_s", "communicating_s", "applying_s"}
+        assert optimizer.timings.keys() == names
+        assert (optimizer.timings["communicating_s"] > 0.0) == (step == EVERY - 1)
+    *signs_of_life, noted = session.notes
+    assert signs_of_life == [{}, {}]
+    assert noted["computing_s"] == pytest.approx(sum(computing_s))
+
+
+def test_adam_is_what_it_is_for(network, recwarn):
+    wrap(network().session(), small_model(), GTopK(density=0.01))
+    assert not recwarn.list
+
+
+def test_too_many_calls_are_refused(network):
+    model = small_model()
+    optimizer = wrap(network().session(), model, Dense())
+    optimizer.begin_turn(EVERY)
+    for step in range(EVERY):
+        train_step(model, optimizer, step)
+    with pytest.raises(ConfigError, match=r"step\(\) was called 4 times for a step's 3 batches"):
+        optimizer.step()
+
+
+def test_an_exchange_by_hand_and_a_closure_are_refused(network):
+    optimizer = wrap(network().session(), small_model(), Dense())
+    with pytest.raises(ConfigError, match="where no gradient is exchanged"):
+        optimizer.exchange()
+    with pytest.raises(ConfigError, match="closure"):
+        optimizer.step(lambda: 0.0)
+
+
+def test_a_clip_norm_has_nothing_to_clip(network):
+    model, exchange = small_model(), LocalSteps(2, Dense())
+    with pytest.raises(ConfigError, match="clip each worker's"):
+        LocalSGDOptimizer(adamw(model), model, exchange, network().session(), clip_norm=1.0)
+
+
+def test_a_parameter_that_is_unfrozen_later_is_refused(network):
+    model = small_model()
+    model[0].bias.requires_grad_(False)
+    optimizer = wrap(network().session(), model, Dense())
+    model[0].bias.requires_grad_(True)
+    backward(model, 0)
+    with pytest.raises(ConfigError, match="was frozen when"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "options, problem",
+    [
+        ({"every": 0}, "every is 0"),
+        ({"every": None}, "every is None"),
+        ({"every": True}, "every is True"),
+        ({"every": 4.0}, r"every is 4\.0"),
+        ({"exchange": GTopK(momentum=0.9)}, "corrects for momentum"),
+        ({"exchange": LocalSteps(2)}, "cannot go inside LocalSteps"),
+        ({"outer_learning_rate": 0.0}, "outer_learning_rate"),
+        ({"outer_learning_rate": math.inf}, "outer_learning_rate"),
+        ({"outer_momentum": 1.0}, "outer_momentum"),
+        ({"outer_momentum": -0.1}, "outer_momentum"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, problem):
+    with pytest.raises(ConfigError, match=problem):
+        LocalSteps(**{"every": 4, **options})
+
+
+def test_workers_with_other_settings_do_not_describe_themselves_alike():
+    variants = [LocalSteps(4), LocalSteps(5), LocalSteps(4, Dense()), LocalSteps(4, outer_momentum=0.5)]
+    variants.append(LocalSteps(4, outer_learning_rate=0.5))
+    assert len({variant.describe() for variant in variants}) == 5
+    assert LocalSteps(4).sparse and not LocalSteps(4, Dense()).sparse
+
+
+def test_moments_start_afresh_each_time_also_those_that_an_optimizer_is_born_with(network):
+    """Adagrad has sums before its first step: two bad batches, and the group skips two exchanges, not all."""
+    model = small_model()
+    adagrad = torch.optim.Adagrad(model.parameters(), lr=0.01)
+    optimizer = LocalSGDOptimizer(
+        adagrad, model, LocalSteps(every=2, exchange=Dense()), network(1).session(0)
+    )
+    skipped = []
+    for turn in range(8):
+        for call in range(2):
+            optimizer.zero_grad()
+            backward(model, turn)
+            if turn in (1, 3) and call == 0:
+                model[0].weight.grad[0, 0] = math.nan
+            optimizer.step()
+        skipped.append(optimizer.last_skipped)
+    assert skipped == [turn in (1, 3) for turn in range(8)]

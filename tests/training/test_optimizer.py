@@ -1,0 +1,554 @@
+"""The wrapped optimizer in ordinary training loops: alone it is the inner one, in a group all stay equal."""
+
+import copy
+import math
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gridtrain.config import Dense, GTopK, LocalSteps, TopK
+from gridtrain.errors import ConfigError
+from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.training.checkpoint.serialization import replica_digest
+from gridtrain.training.local_sgd import LocalSGDOptimizer
+from gridtrain.training.optimizer import GridOptimizer
+
+EXCHANGES = [
+    Dense(),
+    Dense(topology="star"),
+    TopK(density=0.1, momentum=0.5),
+    GTopK(density=0.1, momentum=0.5),
+    GTopK(density=0.1, momentum=0.5, values="int8", topology="tree"),
+    GTopK(density=0.1, momentum=0.5, values="bf16", topology="star"),
+]
+NAMES = ["dense ring", "dense star", "topk", "gtopk butterfly", "gtopk tree int8", "gtopk star bf16"]
+
+
+_SEEDING = threading.Lock()  # workers are threads, torch's default generator is one for all
+
+
+def small_model(seed=0):
+    with _SEEDING:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batch(seed, size=6):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 5, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+
+
+def backward(model, seed, size=6):
+    inputs, labels = batch(seed, size)
+    F.cross_entropy(model(inputs), labels).backward()
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def alone_and_plain(network, make_optimizer, model=None, exchange=None, **options):
+    """The same model twice: under the wrapper in a group of one, and under the plain optimizer."""
+    model = model or small_model()
+    twin = copy.deepcopy(model)
+    session = network().session()
+    wrapped = GridOptimizer(make_optimizer(model), model, exchange or Dense(), session, **options)
+    return model, wrapped, twin, make_optimizer(twin), session
+
+
+# -- alone: bit for bit the inner optimizer ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3),
+        lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
+        lambda m: torch.optim.SGD(
+            [{"params": m[0].parameters(), "lr": 0.3}, {"params": m[2].parameters()}], lr=0.1
+        ),
+    ],
+    ids=["sgd", "nesterov", "adamw", "groups"],
+)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_dense_alone_is_the_plain_optimizer(network, make_optimizer, set_to_none):
+    model, wrapped, twin, plain, _ = alone_and_plain(network, make_optimizer)
+    for step in range(10):
+        for one, optimizer in ((model, wrapped), (twin, plain)):
+            backward(one, step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none)
+    assert same(model, twin)
+    assert replica_digest(model, wrapped.inner) == replica_digest(twin, plain)
+
+
+def test_full_density_alone_is_the_plain_optimizer(network):
+    exchange = GTopK(density=1.0, values="fp32")
+    model, wrapped, twin, plain, _ = alone_and_plain(network, sgd, exchange=exchange)
+    for step in range(5):
+        train_step(model, wrapped, step)
+        train_step(twin, plain, step)
+    assert same(model, twin)
+
+
+def sgd(model, lr=0.1, **options):
+    return torch.optim.SGD(model.parameters(), lr=lr, **options)
+
+
+def train_step(model, optimizer, step):
+    backward(model, step)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_accumulation_and_local_clipping(network):
+    model, wrapped, twin, plain, _ = alone_and_plain(network, sgd)
+    for step in range(4):
+        for one, optimizer in ((model, wrapped), (twin, plain)):
+            backward(one, 2 * step)
+            backward(one, 2 * step + 1)
+            nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same(model, twin)
+
+
+def test_explicit_form_clips_what_was_exchanged(network):
+    model, wrapped, twin, plain, session = alone_and_plain(network, sgd)
+    for step in range(4):
+        backward(model, step)
+        assert wrapped.exchange()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        wrapped.step()
+        wrapped.zero_grad()
+        backward(twin, step)
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        plain.step()
+        plain.zero_grad()
+    assert same(model, twin)
+    assert len(session.plans) == 4
+
+
+def test_exchange_twice_is_refused(network):
+    model, wrapped, *_ = alone_and_plain(network, sgd)
+    backward(model, 0)
+    wrapped.exchange()
+    with pytest.raises(ConfigError, match=r"exchange\(\) was called twice"):
+        wrapped.exchange()
+
+
+def test_clip_norm_clips_the_update(network):
+    model, wrapped, *_ = alone_and_plain(network, lambda m: sgd(m, lr=1.0), clip_norm=0.01)
+    before = nn.utils.parameters_to_vector(model.parameters()).clone()
+    backward(model, 0)
+    wrapped.step()
+    moved = nn.utils.parameters_to_vector(model.parameters()) - before
+    assert moved.norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_schedulers_take_it_for_an_optimizer(network):
+    model, wrapped, twin, plain, _ = alone_and_plain(network, sgd)
+    assert isinstance(wrapped, torch.optim.Optimizer)
+    loops = []
+    for one, optimizer in ((model, wrapped), (twin, plain)):
+        decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+        loops.append((one, optimizer, decay, plateau))
+    for step in range(6):
+        for one, optimizer, decay, plateau in loops:
+            train_step(one, optimizer, step)
+            decay.step()
+            plateau.step(1.0)
+    assert wrapped.param_groups[0]["lr"] == plain.param_groups[0]["lr"] != 0.1
+    assert same(model, twin)
+
+
+def test_state_dict_is_the_inner_ones_and_groups_stay_shared(network):
+    model, wrapped, twin, plain, _ = alone_and_plain(network, lambda m: sgd(m, momentum=0.9))
+    train_step(model, wrapped, 0)
+    plain.load_state_dict(copy.deepcopy(wrapped.state_dict()))
+    wrapped.load_state_dict(copy.deepcopy(plain.state_dict()))
+    wrapped.param_groups[0]["lr"] = 0.5
+    assert wrapped.inner.param_groups[0]["lr"] == 0.5
+    assert wrapped.state is wrapped.inner.state and wrapped.defaults is wrapped.inner.defaults
+    twin.load_state_dict(model.state_dict())
+    plain.param_groups[0]["lr"] = 0.5
+    train_step(model, wrapped, 1)
+    train_step(twin, plain, 1)
+    assert same(model, twin)
+
+
+def test_step_hooks_run(network):
+    model, wrapped, *_ = alone_and_plain(network, sgd)
+    seen = []
+    wrapped.register_step_pre_hook(lambda *_: seen.append("before"))
+    wrapped.register_step_post_hook(lambda *_: seen.append("after"))
+    train_step(model, wrapped, 0)
+    assert seen == ["before", "after"]
+
+
+def test_frozen_and_tied_parameters(network):
+    torch.manual_seed(1)
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(7, 4), "body": nn.Linear(4, 4), "head": nn.Linear(4, 7, bias=False)}
+    )
+    model["head"].weight = model["embed"].weight
+    model["body"].bias.requires_grad_(False)
+    model, wrapped, twin, plain, _ = alone_and_plain(network, sgd, model=model)
+    for step in range(3):
+        for one, optimizer in ((model, wrapped), (twin, plain)):
+            tokens = torch.tensor([step, 3, 4])
+            logits = one["head"](one["body"](one["embed"](tokens)))
+            F.cross_entropy(logits, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same(model, twin)
+
+
+def test_a_parameter_without_gradient_takes_part_with_zeros(network):
+    model = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
+    wrapped = GridOptimizer(sgd(model), model, Dense(), network().session())
+    idle = model["idle"].weight.detach().clone()
+    model["used"](torch.ones(1, 2)).sum().backward()
+    wrapped.step()
+    assert torch.equal(model["idle"].weight, idle)
+    assert torch.equal(model["idle"].weight.grad, torch.zeros(2, 2))
+
+
+def test_half_precision_parameters_keep_their_dtype(network):
+    model, wrapped, twin, plain, _ = alone_and_plain(network, sgd, model=small_model().to(torch.bfloat16))
+    for one, optimizer in ((model, wrapped), (twin, plain)):
+        inputs, labels = batch(0)
+        F.cross_entropy(one(inputs.bfloat16()), labels).backward()
+        optimizer.step()
+    assert next(model.parameters()).grad.dtype == torch.bfloat16
+    assert same(model, twin)
+
+
+def test_a_compiled_model_trains_like_a_plain_one(network):
+    model = small_model()
+    compiled = torch.compile(model, backend="eager")
+    wrapped = GridOptimizer(sgd(model), compiled, Dense(), network().session())
+    twin = small_model()
+    plain = sgd(twin)
+    for step in range(2):
+        backward(compiled, step)
+        wrapped.step()
+        wrapped.zero_grad()
+        train_step(twin, plain, step)
+    assert same(model, twin)
+    assert replica_digest(compiled, wrapped.inner) == replica_digest(twin, plain)
+
+
+# -- in a group -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=NAMES)
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+def test_all_workers_hold_the_same_bits(network, exchange, world_size):
+    def worker(session):
+        model = small_model()
+        optimizer = GridOptimizer(sgd(model, weight_decay=0.01), model, exchange, session, clip_norm=0.5)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+        for step in range(12):
+            train_step(model, optimizer, 100 * step + session.rank)
+            scheduler.step()
+        return replica_digest(model, optimizer)
+
+    group = network(samples=range(1, world_size + 1), aborts={(3, 0), (7, 0), (7, 1)})
+    assert len(set(group.train(worker))) == 1
+    assert group.step == 12
+
+
+def test_dense_in_a_group_is_one_process_with_the_whole_batch(network):
+    samples = [3, 5, 1, 7]
+
+    def worker(session):
+        model = small_model()
+        optimizer = GridOptimizer(sgd(model, momentum=0.9), model, Dense(), session)
+        for step in range(20):
+            train_step_on(model, optimizer, part(step, samples, session.rank))
+        return model
+
+    whole = small_model()
+    plain = sgd(whole, momentum=0.9)
+    for step in range(20):
+        train_step_on(whole, plain, batch(step, sum(samples)))
+    for model in network(samples=samples).train(worker):
+        for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+            assert (ours - theirs).abs().max() < 2e-6
+
+
+def part(step, samples, rank):
+    inputs, labels = batch(step, sum(samples))
+    start = sum(samples[:rank])
+    return inputs[start : start + samples[rank]], labels[start : start + samples[rank]]
+
+
+def train_step_on(model, optimizer, data):
+    inputs, labels = data
+    F.cross_entropy(model(inputs), labels).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=NAMES)
+def test_a_stand_in_batch_counts_for_nothing(network, exchange):
+    """A worker without samples may run its loop on any batch: weight 0, even if that batch is bad."""
+
+    def worker(session):
+        model = small_model()
+        optimizer = GridOptimizer(sgd(model), model, exchange, session)
+        backward(model, session.rank)
+        if session.rank == 1:
+            model[0].weight.grad[0, 0] = math.nan
+        optimizer.step()
+        return optimizer.skipped_steps, replica_digest(model, optimizer)
+
+    with_stand_in = network(samples=[4, 0]).train(worker)
+    alone = network(samples=[4]).train(worker)
+    assert with_stand_in == alone * 2
+
+
+# -- promise 2 -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES[2:], ids=NAMES[2:])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+def test_no_gradient_is_lost(network, exchange, world_size):
+    """sum of residuals after + update == sum of residuals before + sum of the new u, aborts included."""
+    samples = list(range(1, world_size + 1))
+    n = small_model()[0].weight.numel()
+
+    def worker(session):
+        rng = torch.Generator().manual_seed(session.rank)
+        parameter = nn.Parameter(torch.zeros(n))
+        model = nn.ParameterList([parameter])
+        optimizer = GridOptimizer(torch.optim.SGD([parameter], lr=1.0), model, exchange, session)
+        u, history = torch.zeros(n), []
+        for _ in range(8):
+            gradient = torch.randn(n, generator=rng) * torch.exp2(torch.randint(-8, 8, (n,), generator=rng))
+            before = optimizer.residual_state()
+            u = before["u"] * exchange.momentum + gradient * (samples[session.rank] / sum(samples))
+            parameter.grad = gradient
+            optimizer.step()
+            history.append(
+                (before["residual"], u, parameter.grad.clone(), optimizer.residual_state()["residual"])
+            )
+        return history
+
+    for step, of_ranks in enumerate(
+        zip(*network(samples=samples, aborts={(2, 0)}).train(worker), strict=True)
+    ):
+        before, added, updates, after = (
+            torch.stack(column).double() for column in zip(*of_ranks, strict=True)
+        )
+        error = (after.sum(0) + updates[0]) - (before.sum(0) + added.sum(0))
+        bound = (math.log2(world_size) + 3) * 2.0**-23 * (before.abs().sum(0) + added.abs().sum(0))
+        assert (error.abs() <= bound).all(), f"{world_size=} {step=}"
+
+
+def test_an_abort_keeps_the_residual_and_retries_the_same_gradient(network):
+    def worker(session):
+        model = small_model()
+        optimizer = GridOptimizer(sgd(model), model, GTopK(density=0.1, momentum=0.9), session)
+        begin, seen = session.begin, []
+
+        def begin_and_look():
+            seen.append((optimizer.residual_state(), [p.grad.clone() for p in model.parameters()]))
+            return begin()
+
+        session.begin = begin_and_look
+        for step in range(3):
+            train_step(model, optimizer, 10 * step + session.rank)
+        return seen, session.plans, replica_digest(model, optimizer)
+
+    smooth = network(2).train(worker)
+    rough = network(2, aborts={(1, 0), (1, 1)}).train(worker)
+    for (seen, plans, after), (_, _, smooth_after) in zip(rough, smooth, strict=True):
+        assert [(p.step, p.attempt) for p in plans] == [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0)]
+        for retry in (2, 3):
+            assert all(torch.equal(seen[1][0][name], seen[retry][0][name]) for name in ("residual", "u"))
+            assert all(torch.equal(a, b) for a, b in zip(seen[1][1], seen[retry][1], strict=True))
+        assert after == smooth_after
+
+
+def test_a_retry_reweights_to_the_new_membership(network):
+    """The other worker's samples vanish between two attempts: the same gradient now counts whole."""
+    group = network(1, samples=[2], aborts={(0, 0)})
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = GridOptimizer(sgd(model, lr=1.0), model, Dense(), session := group.session())
+    begin = session.begin
+
+    def begin_with_eight_samples():
+        plan = begin()
+        return StepPlan(0, 0, 0, 1, 2, 8) if plan.attempt == 0 else plan
+
+    session.begin = begin_with_eight_samples
+    model.weight.grad = torch.ones(1, 1)
+    optimizer.step()
+    assert model.weight.grad.item() == 1.0
+
+
+# -- a gradient that is not finite -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=NAMES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
+def test_one_bad_gradient_skips_the_step_on_all(network, exchange, bad):
+    def worker(session):
+        model = small_model()
+        optimizer = GridOptimizer(sgd(model, weight_decay=0.1), model, exchange, session)
+        train_step(model, optimizer, session.rank)
+        before, residual = replica_digest(model, optimizer), optimizer.residual_state()
+        backward(model, session.rank)
+        if session.rank == 1:
+            model[2].bias.grad[1] = bad
+        optimizer.step()
+        assert optimizer.last_skipped and optimizer.skipped_steps == 1
+        assert replica_digest(model, optimizer) == before
+        assert all(torch.equal(t, residual[name]) for name, t in optimizer.residual_state().items())
+        optimizer.zero_grad()
+        train_step(model, optimizer, session.rank)
+        assert not optimizer.last_skipped and optimizer.skipped_steps == 1
+        return replica_digest(model, optimizer)
+
+    assert len(set(network(3).train(worker))) == 1
+
+
+# -- hyper-parameters -----------------------------------------------------------------------------
+
+
+def test_a_learning_rate_of_ones_own_never_commits(network):
+    def worker(session):
+        model = small_model()
+        train_step(model, GridOptimizer(sgd(model, lr=0.1 + session.rank), model, Dense(), session), 0)
+
+    group = network(2)
+    with pytest.raises(
+        ConfigError, match=r"step 0 .*: rank 1 has lr=1\.1, but 1 of 2 .* have lr=0\.1; .* -> "
+    ):
+        group.train(worker)
+    assert group.updates == []
+
+
+def test_hyper_digest_sees_every_plain_field():
+    def of(**options):
+        return wrap(lambda m: sgd(m, **options)).hyperparameter_digest()
+
+    assert of() == of()
+    assert len({of(), of(lr=0.2), of(weight_decay=0.1), of(momentum=0.9), of(lr=torch.tensor(0.3))}) == 5
+
+
+def wrap(make_optimizer, model=None, exchange=None, **options):
+    model = model or small_model()
+    return GridOptimizer(make_optimizer(model), model, exchange or Dense(), None, **options)
+
+
+# -- what is refused, and why -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: wrap(lambda m: torch.optim.LBFGS(m.parameters())), "LBFGS cannot take its gradients"),
+        (lambda: wrap(lambda m: wrap(sgd, m), None), "already wrapped"),
+        (lambda: wrap(lambda m: sgd(small_model())), "4 parameters that the model does not have"),
+        (lambda: wrap(lambda m: sgd(m[0])), r"2 trainable parameters are in no group .* '2\.weight'"),
+        (lambda: wrap(sgd, nn.Embedding(4, 2, sparse=True)), "'weight' has sparse gradients"),
+        (lambda: wrap(sgd, nn.Embedding(4, 2, max_norm=1.0)), "embedding of 'weight' has max_norm"),
+        (lambda: wrap(sgd, nn.Linear(2, 2).requires_grad_(False)), "no trainable parameter"),
+        (lambda: wrap(sgd, nn.Linear(2, 2, dtype=torch.complex64)), r"torch\.complex64"),
+        (lambda: wrap(sgd, clip_norm=0.0), r"clip_norm is 0\.0"),
+        (
+            lambda: wrap(lambda m: sgd(m, momentum=0.9), exchange=GTopK(momentum=0.9)),
+            r"SGD has momentum 0\.9 and GTopK.* -> keep the exchange's and build SGD with momentum=0",
+        ),
+    ],
+)
+def test_misfits_are_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_closures_and_late_groups_are_refused():
+    wrapped = wrap(sgd)
+    with pytest.raises(ConfigError, match="closure"):
+        wrapped.step(lambda: 0.0)
+    with pytest.raises(ConfigError, match="group was added after"):
+        wrapped.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def test_a_thawed_parameter_is_refused(network):
+    model = small_model()
+    model[0].bias.requires_grad_(False)
+    wrapped = GridOptimizer(sgd(model), model, Dense(), network().session())
+    model[0].bias.requires_grad_(True)
+    backward(model, 0)
+    with pytest.raises(ConfigError, match="frozen when the optimizer was wrapped"):
+        wrapped.step()
+
+
+def test_a_parameter_that_is_frozen_later_is_refused(network):
+    """Its gradient would be zeros, and weight decay and momentum would move it."""
+    model = small_model()
+    wrapped = GridOptimizer(sgd(model, momentum=0.9), model, Dense(), network().session())
+    backward(model, 0)
+    wrapped.step()
+    model[0].bias.requires_grad_(False)
+    wrapped.zero_grad()
+    backward(model, 1)
+    with pytest.raises(ConfigError, match=r"'0\.bias' was frozen after .* lr to 0 later"):
+        wrapped.step()
+
+
+@pytest.mark.parametrize("exchange", [Dense(), LocalSteps(2, Dense())])
+def test_a_group_that_the_inner_optimizer_is_given_later_is_refused(network, exchange):
+    """Each worker would train it by its own samples alone, and no vote would tell."""
+    model, session = small_model(), network().session()
+    inner = sgd(model)
+    kind = LocalSGDOptimizer if isinstance(exchange, LocalSteps) else GridOptimizer
+    wrapped = kind(inner, model, exchange, session)
+    backward(model, 0)
+    inner.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(ConfigError, match="was given other parameters"):
+        wrapped.step()
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam])
+def test_adam_after_a_sparse_exchange_warns_with_the_remedy(optimizer, recwarn):
+    wrap(lambda m: optimizer(m.parameters()))
+    assert not recwarn.list
+    with pytest.warns(
+        UserWarning, match=r"Dense\(\), SGD with GTopK\(momentum=0\.9\), or LocalSteps\(every=32"
+    ):
+        wrap(lambda m: optimizer(m.parameters()), exchange=GTopK())
+
+
+# -- what the runtime learns ----------------------------------------------------------------------
+
+
+def test_the_seconds_of_each_step_are_noted(network):
+    model, wrapped, _, _, session = alone_and_plain(network, sgd)
+    train_step(model, wrapped, 0)
+    train_step(model, wrapped, 1)
+    names = {"computing_s", "waiting_s", "selecting_s", "communicating_s", "applying_s"}
+    assert [note.keys() for note in session.notes] == [names, names]
+    assert session.notes[-1] == wrapped.timings
+    assert all(seconds >= 0.0 for note in session.notes for seconds in note.values())
+
+
+def test_residuals_are_saved_apart(network):
+    model, wrapped, *_ = alone_and_plain(network, sgd, exchange=GTopK(density=0.1, momentum=0.9))
+    train_step(model, wrapped, 0)
+    twin = copy.deepcopy(model)
+    other = GridOptimizer(sgd(twin), twin, GTopK(density=0.1, momentum=0.9), network().session())
+    other.load_residual_state(wrapped.residual_state())
+    train_step(model, wrapped, 1)
+    train_step(twin, other, 1)
+    assert same(model, twin)
+    assert wrap(sgd).residual_state() == {}

@@ -1,0 +1,207 @@
+"""Overlap is tried, and all members decide alike whether it pays."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import gridtrain
+from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.training.optimizer import GridOptimizer
+from gridtrain.training.overlap_trial import (
+    PERIOD_STEPS,
+    SECOND_PHASE,
+    TRIAL_STEPS,
+    WARM_UP_STEPS,
+    OverlapTrial,
+)
+
+
+def plan(step: int, rank: int = 0, world_size: int = 1, generation: int = 1, first_step: int = 0) -> StepPlan:
+    return StepPlan(
+        step,
+        0,
+        rank,
+        world_size,
+        samples=1,
+        total_samples=world_size,
+        generation=generation,
+        first_step=first_step,
+    )
+
+
+class Members:
+    """A group's trials, and one letter a step: E for early, w for whole; a capital W where the table goes."""
+
+    def __init__(self, size: int, adaptive: bool = True) -> None:
+        self.trials = [OverlapTrial(adaptive) for _ in range(size)]
+        self.line = ""
+        self.told: list[str] = []
+
+    def step(self, step, took_s, *, skip=False, generation=1, first_step=0):
+        """`took_s(rank, early)`; None: this member had no backward."""
+        size = len(self.trials)
+        plans = [plan(step, rank, size, generation, first_step) for rank in range(size)]
+        (early,) = {trial.is_overlapped(each) for trial, each in zip(self.trials, plans, strict=True)}
+        tables = [trial.make_table(each) for trial, each in zip(self.trials, plans, strict=True)]
+        assert len({table is None for table in tables}) == 1
+        self.line += "E" if early else "w" if tables[0] is None else "W"
+        if tables[0] is not None and not skip:
+            sums = np.sum([table.update_N for table in tables], axis=0, dtype=np.float32)
+            told = [trial.apply_table(each, sums) for trial, each in zip(self.trials, plans, strict=True)]
+            self.told += [text for text in told[:1] if text]
+            assert len(set(told)) == 1
+        for rank, (trial, each) in enumerate(zip(self.trials, plans, strict=True)):
+            seconds = took_s(rank, early)
+            if seconds is not None:
+                trial.record_duration(each, seconds)
+
+    def run(self, steps, took_s, **options):
+        for step in range(steps):
+            self.step(step, took_s, **options)
+        return self
+
+
+TRIAL = "EEEwwwEEEwww"
+THEN = SECOND_PHASE - WARM_UP_STEPS - TRIAL_STEPS - 1
+
+
+def test_what_saves_nothing_is_turned_off():
+    members = Members(3).run(120, lambda rank, early: 1.1 if early else 1.0)
+    assert members.line == "ww" + TRIAL + "W" + "w" * THEN + TRIAL + "W" + "w" * 7
+    assert members.told == [
+        "overlap is off from step 15, as it has to save 2%: backward and exchange take 1.1 s with it, "
+        "1 s without; it is tried again in step 100"
+    ]
+
+
+def test_what_saves_time_stays_on():
+    members = Members(3).run(120, lambda rank, early: 0.9 if early else 1.0)
+    # The table travels in a step of the way that was taken before: whole at first.
+    assert members.line == "ww" + TRIAL + "W" + "E" * THEN + TRIAL + "E" + "E" * 7
+    assert members.told == [
+        "overlap is on from step 15: backward and exchange take 900 ms with it, 1 s without"
+    ]
+
+
+def test_it_is_turned_on_again_where_a_later_trial_says_so():
+    members = Members(2)
+    for step in range(PERIOD_STEPS + 20):
+        faster = 0.8 if SECOND_PHASE <= step < PERIOD_STEPS else 1.2
+        members.step(step, lambda rank, early, faster=faster: faster if early else 1.0)
+    assert members.line[15:100] == "w" * 85
+    assert members.line[113:600] == "E" * 487
+    assert members.line[613:] == "w" * 7
+    assert [text.split(":")[0] for text in members.told] == [
+        "overlap is off from step 15, as it has to save 2%",
+        "overlap is on from step 113",
+        "overlap is off from step 613, as it has to save 2%",
+    ]
+
+
+@pytest.mark.parametrize(("early_s", "pays"), [(0.97, True), (0.99, False), (1.0, False), (1.03, False)])
+def test_it_has_to_save_more_than_steps_vary(early_s, pays):
+    members = Members(1).run(16, lambda rank, early: early_s if early else 1.0)
+    assert members.trials[0].is_worthwhile is pays
+
+
+def test_first_steps_of_a_way_do_not_count():
+    members = Members(1)
+    for step in range(16):
+        first = step >= WARM_UP_STEPS and (step - WARM_UP_STEPS) % 3 == 0
+        members.step(
+            step, lambda rank, early, first=first: 60.0 if first and early else 0.9 if early else 1.0
+        )
+    assert members.trials[0].is_worthwhile
+
+
+def test_a_generation_begins_anew():
+    members = Members(2).run(20, lambda rank, early: 0.9 if early else 1.0)
+    members.line = ""
+    for step in range(20, 40):
+        members.step(step, lambda rank, early: 1.1 if early else 1.0, generation=2, first_step=20)
+    assert members.line == "ww" + TRIAL + "W" + "w" * 5
+    assert len(members.told) == 2
+
+
+def test_a_skipped_step_carries_the_table_again():
+    members = Members(2).run(14, lambda rank, early: 0.9 if early else 1.0)
+    members.step(14, lambda rank, early: 1.0, skip=True)
+    members.step(15, lambda rank, early: 1.0)
+    members.step(16, lambda rank, early: 1.0)
+    assert members.line == "ww" + TRIAL + "WWE"
+
+
+@pytest.mark.parametrize("claimed_s", [1e-9, 1e9, float("inf"), None])
+def test_one_member_alone_decides_nothing(claimed_s):
+    """A liar, one whose clock jumps, and one without samples, whose row is empty."""
+    members = Members(3).run(
+        16, lambda rank, early: claimed_s if rank == 1 and early else 1.1 if early else 1.0
+    )
+    assert not members.trials[0].is_worthwhile
+    members = Members(3).run(
+        16, lambda rank, early: claimed_s if rank == 1 and not early else 0.9 if early else 1.0
+    )
+    assert members.trials[0].is_worthwhile
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), -1.0])
+def test_a_table_that_says_nothing_leaves_it_as_it_is(value):
+    trial = OverlapTrial(adaptive=True)
+    assert trial.apply_table(plan(14), np.full(2, value, np.float32)) == ""
+    assert not trial.is_worthwhile
+    assert trial.make_table(plan(15)) is None
+
+
+def test_always_means_always():
+    members = Members(2, adaptive=False).run(700, lambda rank, early: 2.0 if early else 1.0)
+    assert members.line == "E" * 700
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_members_are_always_of_one_mind(seed):
+    """Each measures something else, steps are skipped, generations change: `Members.step` compares them."""
+    rng = random.Random(seed)
+    members, generation, first_step = Members(rng.randint(2, 5)), 1, 0
+    for step in range(300):
+        if rng.random() < 0.01:
+            generation, first_step = generation + 1, step
+        members.step(
+            step,
+            lambda rank, early: None if rng.random() < 0.1 else rng.lognormvariate(0, 1),
+            skip=rng.random() < 0.2,
+            generation=generation,
+            first_step=first_step,
+        )
+    assert {"E", "w"} <= set(members.line), f"seed {seed}"
+
+
+# -- what is long enough to be cut -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("exchange", "least"),
+    [
+        (gridtrain.Dense(), 65_536),
+        (gridtrain.GTopK(density=0.001), 6_000_000),
+        (gridtrain.TopK(density=0.01), 600_000),
+        (gridtrain.GTopK(density=0.5), 65_536),
+    ],
+)
+def test_a_bucket_is_worth_its_messages(exchange, least):
+    assert gridtrain.Overlap().least_of(exchange) == least
+    assert gridtrain.Overlap(least=7).least_of(exchange) == 7
+
+
+def test_what_cannot_be_cut_is_not_overlapped_and_that_is_said(network, caplog):
+    model = torch.nn.Linear(400, 400)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    exchange, session = gridtrain.GTopK(density=0.01), network().session()
+    wrapped = GridOptimizer(sgd, model, exchange, session, overlap=gridtrain.Overlap())
+    assert not wrapped.is_overlapping
+    assert caplog.messages == [
+        "overlap is left out: 160400 elements in 2 parameters cannot be cut into buckets of at least 600000"
+    ]

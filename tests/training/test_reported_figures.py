@@ -1,0 +1,46 @@
+"""What a script reports and is called: fit for the wire, or one sentence on the line that is wrong."""
+
+import math
+
+import pytest
+
+from gridtrain.config import JoinConfig
+from gridtrain.errors import ConfigError
+from gridtrain.sdk.reported_figures import MAX_FIGURES, ReportedFigures, check_names
+
+
+def test_what_is_not_finite_is_left_out_and_said_once(caplog):
+    figures = ReportedFigures()
+    assert figures.filter_valid({"loss": 0.5, "steps": 3}) == {"loss": 0.5, "steps": 3.0}
+    assert figures.filter_valid({"loss": math.nan, "norm": 2.0, "rate": math.inf}) == {"norm": 2.0}
+    assert figures.filter_valid({"loss": -math.inf}) == {}
+    assert caplog.messages == ["loss=nan is left out of what others see, as every figure that is not finite"]
+
+
+def test_as_many_names_as_are_shown():
+    figures = ReportedFigures()
+    for step in range(3):
+        assert len(figures.filter_valid({f"figure {i}": step for i in range(MAX_FIGURES)})) == MAX_FIGURES
+    with pytest.raises(ConfigError, match=r"^49 different figures were reported, at most 48 are shown -> "):
+        figures.filter_valid({"one more": 1.0})
+    assert figures.filter_valid({"figure 0": 1.0}) == {"figure 0": 1.0}
+
+
+@pytest.mark.parametrize("name", ["x" * 65, "\N{GREEK SMALL LETTER MU}" * 33, "a\x1b[31m", "a\nb"], ids=repr)
+def test_a_name_that_cannot_travel(name):
+    bound = "must be at most 64 bytes of UTF-8 without control characters -> choose a shorter, plain one$"
+    with pytest.raises(ConfigError, match=f"^the name of a figure is .*, {bound}"):
+        ReportedFigures().filter_valid({name: 1.0})
+    with pytest.raises(ConfigError, match=f"^the name of this worker is .*, {bound}"):
+        check_names(JoinConfig("tcp://127.0.0.1:7700", "0" * 64, name=name))
+    with pytest.raises(ConfigError, match=f"^the name of the run is .*, {bound}"):
+        check_names(JoinConfig("tcp://127.0.0.1:7700", "0" * 64, run=name))
+
+
+def test_an_address_that_cannot_travel():
+    with pytest.raises(ConfigError, match=r"^the advertised address is 130 bytes, .* at most 128 bytes"):
+        check_names(JoinConfig("tcp://127.0.0.1:7700", "0" * 64, advertise="tcp://" + "a" * 124))
+
+
+def test_the_longest_name():
+    check_names(JoinConfig("tcp://127.0.0.1:7700", "0" * 64, run="r" * 64, name="n" * 64))

@@ -1,0 +1,288 @@
+"""A bundle from a real coordinator: fetched, shown, accepted by its digest, and only then run."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gridtrain.core.group.invitation import Invitation
+from gridtrain.errors import ConfigError, NotAccepted, RemoteProtocolError
+from gridtrain.runtime.state_transfer import bundle_fetch
+from gridtrain.tools.bundle import Bundle, digest_of
+from gridtrain.tools.options import RunFile
+from gridtrain.tools.options.runfile import DatasetDescription, RunDescription
+from gridtrain_coordinator.bundle_server import BundleServer
+from gridtrain_worker import bundle_consent
+from gridtrain_worker.agent import Job, supervise
+from gridtrain_worker.bundle_consent import BundleOffer
+
+pytestmark = pytest.mark.integration
+Desk = Any  # of conftest.py
+
+SCRIPT = """
+import os, pathlib, sys
+import helper
+pathlib.Path(sys.argv[1]).write_text(os.environ["GRIDTRAIN_DATA_DIR"] + " " + helper.WORD)
+"""
+
+
+class Owner:
+    """A folder with a run.toml, and the coordinator's shelf that holds what is made of it."""
+
+    def __init__(self, folder: Path, desk: Desk) -> None:
+        self.folder, self.desk, self.mark = folder, desk, folder / "mark"
+        (folder / "train.py").write_text(SCRIPT)
+        (folder / "helper.py").write_text("WORD = 'one'\n")
+        self.describe()
+
+    def describe(self, more: str = "") -> None:
+        (self.folder / "run.toml").write_text(
+            f'[run]\nscript = "train.py"\nfiles = ["helper.py"]\narguments = ["{self.mark}"]\n{more}'
+        )
+
+    def serve(self) -> str:
+        """What there is now; its digest."""
+        bundle = Bundle.from_run_file(RunFile.find({}, self.folder))
+        assert bundle is not None
+        self.desk.daemon._shelf = BundleServer(bundle)
+        return bundle.digest
+
+    def ran(self) -> str:
+        """What the script wrote, once."""
+        text = self.mark.read_text() if self.mark.exists() else ""
+        self.mark.unlink(missing_ok=True)
+        return text
+
+
+@pytest.fixture
+def owner(desk: Desk, tmp_path: Path) -> Iterator[Owner]:
+    folder = tmp_path / "owner"
+    folder.mkdir()
+    yield Owner(folder, desk)
+    desk.daemon._shelf = BundleServer()
+
+
+def folder_of(state: Path, invitation: Invitation, digest: str) -> Path:
+    home = state / "gridtrain" / "default" / "bundles" / invitation.coordinator.hex()[:16]
+    return home / digest.removeprefix("sha256:")[:32] / "files"
+
+
+def test_it_is_run_once_it_is_accepted_and_a_changed_one_is_asked_for_anew(
+    owner: Owner, invitation: Invitation, state: Path
+) -> None:
+    asked: list[str] = []
+
+    def person(offer: BundleOffer) -> bool:
+        assert not owner.mark.exists(), "nothing is run before the answer"
+        assert (offer.folder / "train.py").read_text() == SCRIPT, "it can be read before"
+        asked.append(offer.bundle.digest)
+        return len(asked) > 1
+
+    job = Job((), invitation)
+    first = owner.serve()
+    with pytest.raises(NotAccepted, match="did not accept"):
+        supervise(job, ask=person)
+    assert owner.ran() == ""
+    assert supervise(job, ask=person) == 0
+    folder = folder_of(state, invitation, first)
+    assert owner.ran() == f"{folder} one" and asked == [first] * 2
+
+    def nobody(offer: BundleOffer) -> bool:
+        raise AssertionError("it was accepted")
+
+    assert supervise(job, ask=nobody) == 0 and owner.ran().endswith(" one")
+
+    (owner.folder / "helper.py").write_text("WORD = 'two'\n")
+    second = owner.serve()
+    with pytest.raises(NotAccepted, match=f"nobody has accepted the run's bundle {second}") as caught:
+        supervise(job)
+    assert f"--accept {second}" in caught.value.remedy and owner.ran() == ""
+    assert supervise(job, ask=person) == 0
+    assert owner.ran().endswith(" two") and asked == [first, first, second]
+
+
+def test_a_digest_that_was_accepted_beforehand_is_the_only_one_that_is_run(
+    owner: Owner, invitation: Invitation
+) -> None:
+    digest = owner.serve()
+    for given in (digest[:-1] + ("0" if digest[-1] != "0" else "1"), digest[:20]):
+        with pytest.raises(NotAccepted, match="what was accepted beforehand is"):
+            supervise(Job((), invitation, accept=given))
+    assert owner.ran() == ""
+    assert supervise(Job((), invitation, accept=digest.removeprefix("sha256:"))) == 0
+    assert owner.ran().endswith(" one")
+    assert supervise(Job((), invitation)) == 0, "it is remembered"
+
+
+def test_a_dry_run_starts_nothing_and_agrees_to_nothing(owner: Owner, invitation: Invitation) -> None:
+    seen: list[tuple[Job, BundleOffer | None]] = []
+    digest = owner.serve()
+    dry = Job((), invitation, dry_run=True, accept=digest, name="anna")
+    assert supervise(dry, show=lambda job, offer: seen.append((job, offer))) == 0
+    ((job, offer),) = seen
+    assert offer is not None and offer.bundle.digest == digest and job.name == "anna"
+    assert offer.command == (sys.executable, "train.py", str(owner.mark))
+    assert len(offer.coordinator_digest.replace(" ", "")) == 32 and not bundle_consent.is_accepted(offer)
+    assert owner.ran() == ""
+
+
+def test_files_are_private_and_put_right_again(owner: Owner, invitation: Invitation, state: Path) -> None:
+    digest = owner.serve()
+    job = Job((), invitation, accept=digest)
+    assert supervise(job) == 0
+    folder = folder_of(state, invitation, digest)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.glob("*.py")} == {0o600}
+    assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+    (folder / "train.py").write_text("raise SystemExit('altered')")
+    elsewhere = owner.folder / "elsewhere"
+    (folder / "helper.py").unlink()
+    (folder / "helper.py").symlink_to(elsewhere)
+    assert supervise(job) == 0 and owner.ran().endswith(" one")
+    assert not elsewhere.exists() and not (folder / "helper.py").is_symlink()
+
+
+def test_it_is_fetched_once(
+    owner: Owner, invitation: Invitation, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = owner.serve()
+    job = Job((), invitation, accept=digest)
+    assert supervise(job) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(bundle_consent, "fetch", lambda *_: pytest.fail("it is kept"))
+        assert supervise(job) == 0
+    (folder_of(state, invitation, digest).parent / "bundle.tar").write_bytes(b"damaged")
+    assert supervise(job) == 0, "fetched anew"
+
+
+def test_a_large_bundle_comes_in_blocks(owner: Owner, invitation: Invitation, state: Path) -> None:
+    blob = os.urandom(3_500_000)
+    (owner.folder / "weights.bin").write_bytes(blob)
+    text = (owner.folder / "run.toml").read_text()
+    (owner.folder / "run.toml").write_text(text.replace('"helper.py"]', '"helper.py", "weights.bin"]'))
+    digest = owner.serve()
+    assert supervise(Job((), invitation, accept=digest)) == 0
+    assert (folder_of(state, invitation, digest) / "weights.bin").read_bytes() == blob
+
+
+def test_a_coordinator_that_sends_something_else(
+    owner: Owner, invitation: Invitation, desk: Desk, state: Path
+) -> None:
+    """It announces one digest and sends other bytes: nothing is kept."""
+    owner.serve()
+    shelf = desk.daemon._shelf
+    honest = b"".join(shelf._blocks)
+    shelf._blocks = [honest.replace(b"one", b"two")]
+    with pytest.raises(RemoteProtocolError, match="was asked for"):
+        supervise(Job((), invitation), ask=lambda offer: True)
+    shelf._blocks = [honest[:-512]]
+    with pytest.raises(RemoteProtocolError, match="were announced"):
+        supervise(Job((), invitation), ask=lambda offer: True)
+    shelf._blocks = [honest, b""]
+    with pytest.raises(RemoteProtocolError, match="another bundle came"):
+        supervise(Job((), invitation), ask=lambda offer: True)
+    assert owner.ran() == "" and not list(state.rglob("train.py"))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [[], {}, {"digest": "sha256:0", "bytes": 1}, {"digest": f"sha256:{64 * 'a'}", "bytes": 1 << 30},
+     {"digest": f"sha256:{64 * 'a'}", "bytes": True}, {"digest": 7, "bytes": 1}],
+)  # fmt: skip
+def test_an_announcement_that_cannot_be(said: object) -> None:
+    with pytest.raises(RemoteProtocolError, match="that cannot be"):
+        bundle_fetch.AnnouncedBundle.from_status({"bundle": said})
+
+
+def test_a_run_without_a_bundle_wants_a_command(invitation: Invitation) -> None:
+    with pytest.raises(ConfigError, match="has no bundle") as caught:
+        supervise(Job((), invitation))
+    assert "-- python train.py" in caught.value.remedy
+
+
+# -- what the script needs -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("requires", "missing"),
+    [
+        ((("numpy", ""), ("numpy", "1.0"), ("NumPy", "1")), ""),
+        ((("numpy", "999.1"),), "numpy>=999.1"),
+        ((("no-such-package-of-ours", ""),), "no-such-package-of-ours"),
+    ],
+)
+def test_packages(requires: tuple[tuple[str, str], ...], missing: str) -> None:
+    run = RunDescription(script="train.py", requires=requires, image="registry.example/x")
+    if not missing:
+        bundle_consent.check_packages(run)
+        return
+    with pytest.raises(ConfigError, match=f"needs {missing}, not installed") as caught:
+        bundle_consent.check_packages(run)
+    assert f"-m pip install '{missing}'" in caught.value.remedy
+    assert "or use the image registry.example/x" in caught.value.remedy
+
+
+def test_versions_are_compared_by_number() -> None:
+    number = bundle_consent._number
+    assert number("2.10.0+cpu") > number("2.9") and number("2.0") == number("2") and number("dev") == ()
+
+
+def test_data_is_known_by_its_digest(tmp_path: Path) -> None:
+    files, data_dir = tmp_path / "files", tmp_path / "data"
+    files.mkdir()
+    (data_dir / "sets").mkdir(parents=True)
+    run = RunDescription(
+        script="t.py",
+        data=DatasetDescription("sets/corpus.bin", digest_of(b"words"), "https://example.org/c"),
+    )
+    with pytest.raises(ConfigError, match="is not here") as caught:
+        bundle_consent.find_data_file(run, data_dir, files)
+    assert "get it: https://example.org/c; then name its folder with --data-dir" in caught.value.remedy
+    path = data_dir / "sets" / "corpus.bin"
+    path.write_bytes(b"wards")
+    with pytest.raises(ConfigError, match="and the run's data set has") as caught:
+        bundle_consent.find_data_file(run, data_dir, files)
+    path.write_bytes(b"words")
+    assert bundle_consent.find_data_file(run, data_dir, files) == path
+    assert bundle_consent.find_data_file(replace(run, data=None), data_dir, files) is None
+
+
+def test_the_script_is_told_where_the_data_lies(
+    owner: Owner, invitation: Invitation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine" / "sets").mkdir(parents=True)
+    (tmp_path / "mine" / "sets" / "corpus.bin").write_bytes(b"words")
+    owner.describe(f'[run.data]\nfile = "sets/corpus.bin"\ndigest = "{digest_of(b"words")}"\n')
+    digest = owner.serve()
+    monkeypatch.chdir(tmp_path)
+    assert supervise(Job((), invitation, accept=digest, data_dir="mine")) == 0
+    assert owner.ran() == f"{tmp_path / 'mine'} one"
+
+
+def test_agreements_that_cannot_be_read_are_none(tmp_path: Path) -> None:
+    for text in ("", "{", "{}", "[1, null]", "[" * 100_000):
+        (tmp_path / bundle_consent.ACCEPTED).write_text(text)
+        assert bundle_consent._read_consents(tmp_path) == []
+    (tmp_path / bundle_consent.ACCEPTED).write_text(json.dumps(["sha256:a"]))
+    assert bundle_consent._read_consents(tmp_path) == ["sha256:a"]
+
+
+def test_a_disk_that_takes_nothing(owner: Owner, invitation: Invitation, state: Path) -> None:
+    owner.serve()
+    (state / "gridtrain" / "default").mkdir(parents=True)
+    (state / "gridtrain" / "default" / "bundles").write_text("in the way")
+    with pytest.raises(ConfigError, match="cannot be kept in") as caught:
+        supervise(Job((), invitation), ask=lambda offer: True)
+    assert "make room" in caught.value.remedy
+
+
+def test_the_log_of_the_coordinator_has_no_violation(desk: Desk) -> None:
+    assert isinstance(desk.log, io.StringIO) and "violation" not in desk.log.getvalue()

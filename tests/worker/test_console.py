@@ -1,0 +1,190 @@
+"""What a volunteer sees while the script runs, and at its end."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+from brisk import WITHIN_S
+
+from gridtrain.runtime.contribution import REPORT_INTERVAL_S, Contribution, ContributionReporter
+from gridtrain_worker.console import CLEAR, Console, JsonConsole, SilentConsole, TerminalConsole
+from gridtrain_worker.contribution_stats import LOOK_EVERY_S, ContributionStats
+
+GIVEN = Contribution(
+    step=410,
+    steps=380,
+    samples=12160,
+    run_samples=50_000,
+    sent_bytes=9_100_000,
+    received_bytes=950,
+    world_size=4,
+)
+LINE = (
+    "step 410, 4 workers | this machine: 380 steps, 12,160 samples (24.3 % of the run), 9.1 MB up, 950 B down"
+)
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_the_live_line_is_below_what_the_script_prints() -> None:
+    out = io.StringIO()
+    voice = TerminalConsole(out)
+    voice.show_progress(GIVEN, 0.0)
+    voice.write_output("loss 1.0\n", out)
+    voice.say("hello")
+    voice.write_output("no end", out)  # nothing may be put behind it
+    voice.show_progress(GIVEN, 1.0)
+    voice.write_output(" of the line\n", out)
+    voice.show_summary(GIVEN, GIVEN)
+    assert out.getvalue().split(CLEAR) == [
+        LINE,
+        "loss 1.0\n" + LINE,
+        "gridtrain worker: hello\n" + LINE,
+        "no end of the line\n" + LINE,
+        "gridtrain worker: thank you: 380 steps, 12,160 samples (24.3 % of the run), "
+        "9.1 MB sent, 950 B received\n",
+    ]
+
+
+def test_a_narrow_terminal_cuts_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    out = io.StringIO()
+    TerminalConsole(out).show_progress(GIVEN, 0.0)
+    assert out.getvalue() == LINE[:19]
+
+
+def test_programs_get_json_lines_and_not_too_many() -> None:
+    out = io.StringIO()
+    voice = JsonConsole(out)
+    voice.say("hello")
+    voice.show_progress(GIVEN, 0.0)
+    voice.show_progress(Contribution(step=411), 9.9)
+    voice.show_progress(GIVEN, 10.0)  # nothing new
+    voice.show_summary(GIVEN, GIVEN)
+    said = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [line["event"] for line in said] == ["says", "contribution", "contributed"]
+    assert said[0]["fields"] == {"text": "hello"}
+    assert (said[1]["fields"]["samples"], said[1]["fields"]["share"]) == (12160, 0.2432)
+
+
+class Full(io.StringIO):
+    """On a disk without room, or in a pipe that nobody reads."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.error: OSError | None = error
+
+    def flush(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    "kind", [TerminalConsole, JsonConsole, lambda stream: SilentConsole()], ids=["terminal", "lines", "none"]
+)
+def test_a_log_without_room_costs_its_lines_and_a_reader_that_went_ends_it(
+    kind: Callable[[TextIO], Console],
+) -> None:
+    out = Full(OSError(errno.ENOSPC, "no room"))
+    voice = kind(out)
+    voice.say("hello")
+    voice.show_progress(GIVEN, 0.0)
+    voice.write_output("loss 1.0\n", out)
+    voice.show_summary(GIVEN, GIVEN)
+    out.error = BrokenPipeError(errno.EPIPE, "nobody reads")
+    with pytest.raises(BrokenPipeError):
+        voice.write_output("loss 0.9\n", out)
+    out.error = None
+    voice.write_output("loss 0.8\n", out)
+    assert out.getvalue().endswith("loss 0.8\n")
+
+
+def test_a_tally_is_written_once_a_second_and_read_back(tmp_path: Path) -> None:
+    tally = ContributionReporter(tmp_path / "now.json")
+    assert tally.is_due(0.0)
+    tally.step_committed(32)
+    tally.step_committed(0)
+    tally.report(0.0, last=True, step=7, run_samples=64, sent_bytes=10, received_bytes=20, world_size=2)
+    assert not tally.is_due(REPORT_INTERVAL_S - 0.1) and tally.is_due(REPORT_INTERVAL_S)
+    found = Contribution.read(tmp_path / "now.json")
+    assert found == Contribution(7, 2, 32, 64, 10, 20, 2) and found.share == 0.5
+    assert not ContributionReporter(None).is_due(0.0)
+
+
+def test_a_disk_that_stands_still_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Least of all the loop's thread, which beats and votes; and what is told last is what stays."""
+    going_on, write = threading.Event(), Contribution.write
+
+    def slow(given: Contribution, path: Path) -> None:
+        assert going_on.wait(WITHIN_S)
+        write(given, path)
+
+    monkeypatch.setattr(Contribution, "write", slow)
+    tally = ContributionReporter(tmp_path / "now.json")
+    figures: dict[str, int] = {"run_samples": 64, "sent_bytes": 10, "received_bytes": 20, "world_size": 2}
+    tally.report(0.0, step=1, **figures)
+    tally.report(1.0, step=2, **figures)
+    assert Contribution.read(tmp_path / "now.json") is None
+    going_on.set()
+    tally.report(1.5, last=True, step=3, **figures)
+    found = Contribution.read(tmp_path / "now.json")
+    assert found is not None and found.step == 3
+
+
+NAMES = Contribution.__slots__
+NOT_FIGURES = {
+    "empty": "",
+    "cut": "{",
+    "a list": "[]",
+    "nothing": "{}",
+    "not all": '{"step": 1}',
+    "too deep": "[" * 100_000,
+    "negative": json.dumps({**dict.fromkeys(NAMES, 1), "step": -1}),
+    "for the terminal": json.dumps(dict.fromkeys(NAMES, "\x1b[2J")),
+    "true": json.dumps(dict.fromkeys(NAMES, True)),
+}
+
+
+@pytest.mark.parametrize("text", NOT_FIGURES.values(), ids=NOT_FIGURES)
+def test_what_a_script_writes_there_is_figures_or_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / "now.json").write_text(text)
+    assert Contribution.read(tmp_path / "now.json") is None
+
+
+def test_scripts_of_one_stay_and_earlier_stays_add_up(tmp_path: Path) -> None:
+    identity = tmp_path / "worker-0.key"
+
+    def stay(scripts: list[Contribution]) -> list[str]:
+        out = io.StringIO()
+        giving = ContributionStats(identity, JsonConsole(out))
+        for number, given in enumerate(scripts):
+            given.write(giving.path)
+            giving.update(number * LOOK_EVERY_S)
+            giving.script_ended()
+        giving.finish()
+        giving.finish()  # once only
+        return out.getvalue().splitlines()
+
+    assert stay([Contribution(sent_bytes=5)]) == [], "joined, and gave nothing: no thanks for that"
+    first = Contribution(
+        step=5, steps=5, samples=50, run_samples=100, sent_bytes=1, received_bytes=2, world_size=2
+    )
+    again = Contribution(
+        step=9, steps=2, samples=20, run_samples=200, sent_bytes=1, received_bytes=2, world_size=2
+    )
+    *_, end = stay([first, again])
+    fields = json.loads(end)["fields"]
+    assert (fields["steps"], fields["samples"], fields["share"], fields["sent_bytes"]) == (7, 70, 0.35, 2)
+    *_, end = stay([Contribution(step=12, steps=1, samples=30, run_samples=400, world_size=1)])
+    fields = json.loads(end)["fields"]
+    assert (fields["samples"], fields["total"]["samples"], fields["total"]["share"]) == (30, 100, 0.25)

@@ -1,0 +1,242 @@
+"""What a volunteer allows, as a table of moments: nothing here reads a clock or a sensor."""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import date, datetime
+from pathlib import Path
+
+import pytest
+
+from gridtrain.errors import ConfigError
+from gridtrain.testing import FakeSensors, FileSensors
+from gridtrain_worker.budget import FILE, MAX_DAYS, Budget
+from gridtrain_worker.sensors import MachineSensors
+from gridtrain_worker.training_policy import KEYS, Rules, SensorReadings, TrainingPolicy, parse_pairs
+
+EVERYTHING = (
+    "upload=20Mbit download=1Gbit budget=5GB hours=22:00-07:00,12:00-13:00 battery=pause gpu=pause idle=10m"
+)
+QUIET = SensorReadings(on_battery=False, gpu_used=False, idle_s=3600.0, temperature_C=40.0)
+
+
+def at(clock: str, day: int = 2) -> datetime:
+    return datetime.fromisoformat(f"2026-03-{day:02} {clock}")
+
+
+def rules(*words: str) -> Rules:
+    return Rules().with_settings(parse_pairs(words))
+
+
+def said(controls: TrainingPolicy, readings: SensorReadings, clock: str = "12:30", moved: int = 0) -> str:
+    return controls.decide(readings, moved, at(clock)).text()
+
+
+def test_without_rules_everything_is_allowed() -> None:
+    assert said(TrainingPolicy(), SensorReadings()) == ""
+
+
+@pytest.mark.parametrize(
+    ("clock", "expected"),
+    [
+        ("21:59", "outside of its hours, until 22:00"),
+        ("22:00", ""),
+        ("23:59", ""),
+        ("00:00", ""),
+        ("06:59", ""),
+        ("07:00", "outside of its hours, until 12:00"),
+        ("12:15", ""),
+        ("13:00", "outside of its hours, until 22:00"),
+    ],
+)
+def test_hours_go_over_midnight(clock: str, expected: str) -> None:
+    assert said(TrainingPolicy(rules("hours=22:00-07:00,12:00-13:00")), SensorReadings(), clock) == expected
+
+
+def test_the_last_window_of_today_is_over_and_tomorrows_is_named() -> None:
+    decision = TrainingPolicy(rules("hours=08:00-09:00")).decide(SensorReadings(), 0, at("09:30"))
+    assert decision.until == at("08:00", 3)
+    midday = TrainingPolicy(rules("hours=12:00-24:00"))
+    assert said(midday, SensorReadings(), "23:59") == "" and said(midday, SensorReadings(), "00:00").endswith(
+        "12:00"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "readings", "expected"),
+    [
+        ("battery=pause", SensorReadings(on_battery=True), "battery"),
+        ("battery=pause", SensorReadings(on_battery=False), ""),
+        ("battery=run", SensorReadings(on_battery=True), ""),
+        ("gpu=pause", SensorReadings(gpu_used=True), "the GPU is in use"),
+        ("idle=10m", SensorReadings(idle_s=599.0), "the computer is in use"),
+        ("idle=10m", SensorReadings(idle_s=600.0), ""),
+        ("temperature=80", SensorReadings(temperature_C=80.0), "hot: 80 C, goes on below 75"),
+        ("temperature=80", SensorReadings(temperature_C=79.9), ""),
+    ],
+)
+def test_each_sensor_holds_the_script_back(rule: str, readings: SensorReadings, expected: str) -> None:
+    assert said(TrainingPolicy(rules(rule)), readings) == expected
+
+
+@pytest.mark.parametrize("rule", ["battery=pause", "gpu=pause", "idle=10m", "temperature=80"])
+def test_a_sensor_that_cannot_be_read_holds_it_back_by_name(rule: str) -> None:
+    name, controls = rule.partition("=")[0], TrainingPolicy(rules(rule))
+    gone = SensorReadings(absent={name: "its driver is gone"})
+    assert said(controls, gone) == f"the sensor of {name} cannot be read (its driver is gone)"
+    assert controls.unreadable(gone) == {name: "its driver is gone"}
+    assert controls.unreadable(QUIET) == {}
+
+
+def test_heat_has_two_limits() -> None:
+    """C:  70   79   80 | 79   70 | 69   79   80
+    run  run  pause......... | run  run  pause"""
+    controls = TrainingPolicy(rules("temperature=80/70"))
+    runs = [
+        controls.decide(SensorReadings(temperature_C=c), 0, at("12:00")).may_train
+        for c in (70, 79, 80, 79, 70, 69, 79, 80)
+    ]
+    assert runs == [True, True, False, False, False, True, True, False]
+
+
+def test_a_gpu_that_was_used_a_moment_ago_is_still_in_use() -> None:
+    controls, free = TrainingPolicy(rules("gpu=pause")), SensorReadings(gpu_used=False)
+    assert said(controls, SensorReadings(gpu_used=True), "12:00:00") and said(controls, free, "12:00:29")
+    assert said(controls, free, "12:00:30") == ""
+    assert (
+        said(controls, SensorReadings(gpu_used=True), "12:00:40") and said(controls, free, "11:00:00") == ""
+    ), "clock"
+
+
+def test_the_days_bytes() -> None:
+    controls = TrainingPolicy(rules("budget=5GB"))
+    assert said(controls, SensorReadings(), moved=4_999_999_999) == ""
+    assert said(controls, SensorReadings(), moved=5_000_000_000) == "the day's bytes are used up, until 00:00"
+
+
+def test_the_owners_word_holds_until_taken_back_or_its_time() -> None:
+    controls = TrainingPolicy()
+    controls.pause()
+    assert said(controls, QUIET) == "its owner said so"
+    controls.resume()
+    assert said(controls, QUIET) == ""
+    controls.pause(at("13:00"))
+    assert said(controls, QUIET, "12:59") == "its owner said so, until 13:00"
+    assert said(controls, QUIET, "13:00") == "" and not controls.is_paused
+
+
+def test_several_reasons_are_all_said_and_the_latest_time_only_if_all_have_one() -> None:
+    controls = TrainingPolicy(rules("hours=22:00-07:00", "budget=1kB", "battery=pause"))
+    both = said(controls, SensorReadings(on_battery=False), moved=1000)
+    assert both == "outside of its hours, the day's bytes are used up, until 00:00"
+    assert said(controls, SensorReadings(on_battery=True), moved=1000).endswith("used up, battery")
+
+
+def test_rules_survive_being_written_and_read() -> None:
+    every = rules(*EVERYTHING.split(), "temperature=80/70")
+    assert set(every.texts()) == set(KEYS) and every.sensors == ("battery", "gpu", "idle", "temperature")
+    assert Rules().with_settings(every.texts()) == every
+    off = every.with_settings(dict.fromkeys(KEYS, "off"))
+    assert off == Rules() and Rules().with_settings(Rules().texts()) == Rules() and off.hot_C == math.inf
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("batery=pause", "did you mean battery?"),
+        ("x=1", "there are upload, download"),
+        ("battery=yes", "battery=pause or battery=run"),
+        ("hours=25:00-07:00", "22:00-07:00"),
+        ("hours=07:00-07:00", "shorter than a day"),
+        ("budget=lots", "500MB"),
+        ("budget=-1", "500MB"),
+        ("budget=0", "off: any number"),
+        ("budget=" + "9" * 400, "500MB"),
+        ("hours=00:00-24:00", "shorter than a day"),
+        ("idle=soon", "such as 10m"),
+        ("temperature=80/90", "80/70"),
+        ("temperature=500", "80/70"),
+        ("upload=fast", "20Mbit"),
+        ("nothing", "the keys are"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(word: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=r" -> ") as refused:
+        rules(word)
+    assert expected in str(refused.value)
+
+
+# -- the day's bytes on the disk ---------------------------------------------------------------------
+
+
+def test_the_days_bytes_survive_a_restart_and_end_with_the_day(tmp_path: Path) -> None:
+    today, tomorrow = date(2026, 3, 2), date(2026, 3, 3)
+    Budget(tmp_path).add(700, today)
+    again = Budget(tmp_path)
+    again.add(50, today)
+    assert Budget(tmp_path).today_bytes(today) == 750
+    assert Budget(tmp_path).today_bytes(tomorrow) == 0
+    again.add(5, tomorrow)
+    assert json.loads((tmp_path / FILE).read_text()) == {
+        "day": "2026-03-03", "bytes": 5, "others": {"2026-03-02": 750},
+    }  # fmt: skip
+
+
+def test_a_clock_that_is_wrong_for_a_while_loses_nothing(tmp_path: Path) -> None:
+    """A machine that begins in 1970 until it hears the time: what was moved on this day still counts."""
+    today = date(2026, 3, 2)
+    Budget(tmp_path).add(700, today)
+    Budget(tmp_path).add(5, date(1970, 1, 1))
+    assert Budget(tmp_path).today_bytes(today) == 700
+    Budget(tmp_path).add(50, today)
+    assert json.loads((tmp_path / FILE).read_text()) == {
+        "day": "2026-03-02", "bytes": 750, "others": {"1970-01-01": 5},
+    }  # fmt: skip
+    for day in range(1, 29):
+        Budget(tmp_path).add(1, date(2026, 2, day))
+    assert len(json.loads((tmp_path / FILE).read_text())["others"]) == MAX_DAYS - 1
+
+
+def test_what_an_older_gridtrain_has_counted_counts(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"day": "2026-03-02", "bytes": 700}')
+    assert Budget(tmp_path).today_bytes(date(2026, 3, 2)) == 700
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", '{"day": "today", "bytes": 1}', '{"day": "2026-03-02", "bytes": -1}']
+)
+def test_a_file_that_says_nothing_is_no_empty_budget(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE).write_text(text)
+    with pytest.raises(ConfigError, match="remove the file"):
+        Budget(tmp_path)
+
+
+# -- sensors -----------------------------------------------------------------------------------------
+
+
+def test_fakes_say_what_they_are_told(tmp_path: Path) -> None:
+    fake = FakeSensors(on_battery=False)
+    assert fake.read(()) == SensorReadings(
+        on_battery=False, absent=dict.fromkeys(("gpu", "idle", "temperature"), "the fake says nothing of it")
+    )
+    fake.say(on_battery=True, idle_s=3)
+    assert (fake.read(()).on_battery, fake.read(()).idle_s) == (True, 3.0)
+    file = tmp_path / "sensors.json"
+    file.write_text('{"temperature_C": 71.5}')
+    assert FileSensors(file).read(()).temperature_C == 71.5
+    for wrong in ('{"temperature": 1}', '{"on_battery": 1}', "[", "[]"):
+        file.write_text(wrong)
+        with pytest.raises(ConfigError):
+            FileSensors(file).read(())
+
+
+def test_on_this_machine_each_sensor_says_something_or_why_not() -> None:
+    readings = MachineSensors().read(())
+    for name, value in (
+        ("battery", readings.on_battery),
+        ("gpu", readings.gpu_used),
+        ("idle", readings.idle_s),
+        ("temperature", readings.temperature_C),
+    ):
+        assert (value is None) == bool(readings.absent.get(name)), (name, readings)

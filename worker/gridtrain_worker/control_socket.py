@@ -1,0 +1,235 @@
+"""The socket over which a worker's owner, and its training script, talk with the agent.
+
+Decides who is heard (whoever may open a 0600 file: this user), how much, and for how long.  What is meant is
+`warden.Warden`'s.
+
+    gridtrain worker set ... -- one JSON line --> Control --> answer(...) -- one JSON line -->
+    the script               -- {"role": "script"}, then its state, line by line --> hear(...)
+                             <-- a line whenever the wish changes ------------------ push(...)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.network.transport.identity import make_private_folder
+from gridtrain.runtime.client.agent_link import MAX_LINE_BYTES
+from gridtrain.runtime.worker_naming import state_directory
+
+SOCKET = "control.sock"
+MAX_PATH_BYTES = 100
+"""A socket's path has 103 letters on some systems; a longer one gets a short stand-in."""
+
+MAX_CONNECTIONS = 16
+MAX_LISTED = 10
+LEAST_DIGITS = 6
+ASK_S = 5.0
+_POLL_S = 0.25
+
+Body = dict[str, Any]
+
+
+class ControlSocket:
+    """Serves in threads of its own until `close`.
+
+    Args:
+        folder: of this worker; nobody else uses it.
+        answer: to a question of the owner's.  A `GridtrainError` becomes a refusal.
+        greet: a script has come: what it is told first.
+        hear: what a script says of itself.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        answer: Callable[[Body], Body],
+        greet: Callable[[int], Body],
+        hear: Callable[[Body], None],
+    ) -> None:
+        self._answer, self._greet, self._hear = answer, greet, hear
+        self._closing = threading.Event()
+        self._script_connections: set[socket.socket] = set()
+        self._connection_slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._lock = threading.Lock()
+        make_private_folder(folder)
+        self._default_path = folder / SOCKET
+        self.path, self._short_folder = _free(self._default_path)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        before = os.umask(0o177)  # the file has its mode from the first moment
+        try:
+            self._socket.bind(self.path)
+        except OSError as error:
+            raise ConfigError(
+                f"the control socket {self.path} cannot be made: {error.strerror}",
+                remedy="check the folder, or set XDG_STATE_HOME to another one",
+            ) from None
+        finally:
+            os.umask(before)
+        self._socket.listen(MAX_CONNECTIONS)
+        self._socket.settimeout(_POLL_S)
+        self._thread = threading.Thread(target=self._main, name="gridtrain-control", daemon=True)
+        self._thread.start()
+
+    def push(self, body: Body) -> None:
+        """Tell all scripts."""
+        line = json.dumps(body).encode() + b"\n"
+        with self._lock:
+            for script in list(self._script_connections):
+                with contextlib.suppress(OSError):
+                    script.sendall(line)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+        self._socket.close()
+        self._default_path.unlink(missing_ok=True)
+        if self._short_folder is not None:
+            shutil.rmtree(self._short_folder, ignore_errors=True)
+
+    def _main(self) -> None:
+        while not self._closing.is_set():
+            try:
+                talk, _ = self._socket.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+            if not self._connection_slots.acquire(blocking=False):
+                talk.close()
+                continue
+            threading.Thread(target=self._serve, args=(talk,), daemon=True).start()
+
+    def _serve(self, talk: socket.socket) -> None:
+        try:
+            with talk:
+                talk.settimeout(ASK_S)
+                lines = _lines(talk)
+                first = json.loads(next(lines))
+                if not isinstance(first, dict):
+                    return
+                if first.get("role") == "script":
+                    self._serve_script(talk, lines, first)
+                else:
+                    talk.sendall(json.dumps(self._answer_or_refuse(first)).encode() + b"\n")
+        except (OSError, ValueError, KeyError, TypeError, StopIteration, RecursionError):
+            pass  # whoever it was is gone, or speaks no JSON
+        finally:
+            with self._lock:
+                self._script_connections.discard(talk)
+            self._connection_slots.release()
+
+    def _serve_script(self, talk: socket.socket, lines: Iterator[bytes], first: Body) -> None:
+        greeting = json.dumps(self._greet(int(first["pid"]))).encode() + b"\n"
+        with self._lock:
+            talk.sendall(greeting)
+            self._script_connections.add(talk)
+        talk.settimeout(None)
+        for line in lines:
+            said = json.loads(line)
+            if isinstance(said, dict):
+                self._hear(said)
+
+    def _answer_or_refuse(self, question: Body) -> Body:
+        try:
+            return {"ok": True, **self._answer(question)}
+        except GridtrainError as error:
+            return {"ok": False, "reason": getattr(error, "reason", str(error)), "remedy": error.remedy}
+
+
+def _lines(talk: socket.socket) -> Iterator[bytes]:
+    rest = b""
+    while got := talk.recv(MAX_LINE_BYTES):
+        *lines, rest = (rest + got).split(b"\n")
+        yield from lines
+        if len(rest) > MAX_LINE_BYTES:
+            return
+
+
+def _free(place: Path) -> tuple[str, Path | None]:
+    """Where to listen; what an agent that was killed has left there is removed."""
+    place.unlink(missing_ok=True)
+    if len(os.fsencode(place)) <= MAX_PATH_BYTES:
+        return str(place), None
+    folder = Path(tempfile.mkdtemp(prefix="gridtrain-", dir=_short_folder()))
+    place.symlink_to(folder / SOCKET)
+    return str(folder / SOCKET), folder
+
+
+def _short_folder() -> str | None:
+    """What systemd has made for this service, whose /tmp may be its own; None: /tmp.  Not a login's, which is
+    swept away when that ends."""
+    place = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0]
+    room = MAX_PATH_BYTES - len(f"/gridtrain-12345678/{SOCKET}")
+    return place if place and len(os.fsencode(place)) <= room and os.access(place, os.W_OK) else None
+
+
+# -- the owner's end -------------------------------------------------------------------------------------
+
+
+def ask_agent(path: Path, question: Body) -> Body:
+    """Ask the agent whose socket lies there.  Raises `ConfigError`: it refuses; `OSError`: nobody there."""
+    target = os.readlink(path) if path.is_symlink() else str(path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as talk:
+        talk.settimeout(ASK_S)
+        talk.connect(target)
+        talk.sendall(json.dumps(question).encode() + b"\n")
+        answer = json.loads(next(_lines(talk)))
+    if not answer.pop("ok"):
+        raise ConfigError(answer["reason"], remedy=answer["remedy"])
+    assert isinstance(answer, dict)
+    return answer
+
+
+def running_workers() -> list[tuple[Path, Body]]:
+    """The workers of this user on this machine, each with its `show`."""
+    found: list[tuple[Path, Body]] = []
+    base = state_directory("default").parent
+    for path in sorted(base.glob(f"*/identities/*/*/{SOCKET}")):
+        with contextlib.suppress(OSError, ValueError, StopIteration, ConfigError):
+            found.append((path, ask_agent(path, {"ask": "show"})))
+    return found
+
+
+def find_worker(who: str) -> Path:
+    """The one that is meant by its name, RUN/NAME or at least `LEAST_DIGITS` digits of its key; "": the only
+    one.  Raises `ConfigError`."""
+    found = running_workers()
+    meant = [path for path, shown in found if not who or _matches(who, shown)]
+    if len(meant) == 1:
+        return meant[0]
+    listed = [_display_name(shown) for path, shown in found if not meant or path in meant]
+    names = ", ".join(listed[:MAX_LISTED]) + (" and others" if len(listed) > MAX_LISTED else "")
+    if not found:
+        raise ConfigError(
+            "no worker of yours is running on this machine",
+            remedy="start one: gridtrain worker INVITATION, with --set battery=pause and the like for rules "
+            "that hold from its start",
+        )
+    if not meant:
+        raise ConfigError(f"there is no worker {who!r}", remedy=f"there is {names}")
+    if not who:
+        raise ConfigError(f"{len(found)} workers are running: {names}", remedy="name one: --worker NAME")
+    raise ConfigError(
+        f"{len(meant)} workers are meant by {who!r}: {names}",
+        remedy="name one by its run or its key: --worker RUN/NAME, or --worker KEY",
+    )
+
+
+def _matches(who: str, shown: Body) -> bool:
+    name, run, key = (str(shown.get(word) or "") for word in ("name", "run", "key"))
+    digits = who.lower()
+    return who in (name, f"{run}/{name}") or (len(digits) >= LEAST_DIGITS and key.startswith(digits))
+
+
+def _display_name(shown: Body) -> str:
+    return f"{shown.get('name')} (run {shown.get('run')}, key {shown.get('key')})"

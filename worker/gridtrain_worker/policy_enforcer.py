@@ -1,0 +1,346 @@
+"""The agent's conscience: looks at rules, sensors and the day's bytes, and tells the script what is wanted.
+
+Decides when the script is told to go and to come, and when it has had its time to obey.  The rules are
+`controls`', bytes are `budget`'s, the socket is `control`'s; processes are the agent's.
+
+    every `LOOK_S`:  sensors, clock, Budget --> Controls.decide --> a wish, pushed where it is another one
+    set, show, pause, resume, stop  <------ the owner, over the same socket
+    moved_bytes  <------------------------- the script, four times a second --> Budget, on the disk
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection
+from datetime import date, datetime, timedelta
+from pathlib import Path
+
+from gridtrain.errors import ConfigError
+from gridtrain.network.transport.rate_limiter import parse_rate
+from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED
+from gridtrain.testing.fake_sensors import FileSensors
+from gridtrain_worker.budget import Budget
+from gridtrain_worker.control_socket import Body, ControlSocket
+from gridtrain_worker.saved_settings import SavedSettings
+from gridtrain_worker.sensors import MachineSensors, Sensors
+from gridtrain_worker.training_policy import (
+    SENSORS,
+    PolicyDecision,
+    Rules,
+    SensorReadings,
+    TrainingPolicy,
+    parse_duration_s,
+)
+
+LOOK_S = 0.5
+OBEY_TIMEOUT_S = 120.0
+"""So long a script has to get to the end of its step; then it is sent SIGTERM, and started again later."""
+
+MAX_PAUSE_S = 366 * 86_400.0
+
+
+def load_sensors(path: str) -> Sensors:
+    """Those in the file of that name; "": the machine's."""
+    return FileSensors(Path(path)) if path else MachineSensors()
+
+
+class PolicyEnforcer:
+    """See the module's text.  A context manager; works in a thread of its own in between.
+
+    Args:
+        folder: of this worker: its rules, its budget, its socket.
+        name: until the run calls this worker otherwise, as two want one name.
+        run, key: how it can be told from others: see `control.the_worker`.
+        given: from the command line; those that `set` has written there before hold beside them.
+        now: local time, without a zone.
+
+    Raises `ConfigError` where a rule cannot be kept on this machine.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        given: dict[str, str],
+        tell: Callable[[str], None],
+        *,
+        run: str = "",
+        key: str = "",
+        sensors: Sensors | None = None,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        self._run, self._key = run, key
+        self._name, self._tell, self._now = name, _ignore_write_errors(tell), now
+        self._sensors = sensors or load_sensors("")
+        self._lock = threading.RLock()
+        self._stop_event = threading.Event()
+        self._pids: tuple[int, ...] = ()
+        self._script_status: Body = {}
+        self._moved_bytes = 0
+        self._disobeyed_since_s: float | None = None
+        self._greeted: set[int] = set()
+        self._budget_error = ""  # why the day's bytes cannot be counted
+        self._spent_budget: tuple[date, int] | None = (
+            None  # the day, and the budget that the script found too small
+        )
+        self._fault: BaseException | None = None
+        self.is_stopping = False
+        self.has_ended_script = False  # the agent has, since the script did not obey
+        self._last_pushed: Body = {}
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._budget = Budget(folder)
+        self._start_settings, self._saved_settings = given, SavedSettings(folder)
+        self._policy = TrainingPolicy(Rules().with_settings(self._saved_settings.effective_rules(given)))
+        self._restore()
+        self._readings = self._sensors.read((), self._policy.rules.sensors)
+        self._check_readable(self._policy)
+        self.decision = PolicyDecision(True)
+        self._decide()
+        self._control_socket = ControlSocket(
+            folder, self._answer, self._on_script_connected, self._on_script_status
+        )
+        self.path = self._control_socket.path
+        self._thread = threading.Thread(target=self._main, name="gridtrain-warden", daemon=True)
+
+    def _restore(self) -> None:
+        """What its owner said while it ran before holds on, and is said."""
+        until = self._saved_settings.until
+        if self._saved_settings.is_paused and (until is None or until > self._now()):
+            self._policy.pause(until)
+            self._tell("its owner paused it before it ended; it goes on with: gridtrain worker resume")
+        for key, text in self._saved_settings.later_rules(self._start_settings).items():
+            if key in self._start_settings:
+                self._tell(
+                    f"{key}={text}, as it was set later than {self._start_settings[key]} of this start"
+                )
+
+    def __enter__(self) -> PolicyEnforcer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop_event.set()
+        self._thread.join()
+        self._control_socket.close()
+
+    # -- what the agent asks ---------------------------------------------------------------------
+
+    def set_script(self, pid: int) -> None:
+        """It was started; `pid` 0: it has ended."""
+        with self._lock:
+            self._pids = (pid,) if pid else ()
+            self._script_status, self._moved_bytes, self._disobeyed_since_s = {}, 0, None
+            self.has_ended_script = self.has_ended_script and not pid
+
+    @property
+    def rules(self) -> Rules:
+        with self._lock:
+            return self._policy.rules
+
+    def raise_fault(self) -> None:
+        """Raises if nobody keeps the rules any more, by a fault of ours: then nothing may train."""
+        if self._fault is not None:
+            raise RuntimeError("this worker's rules are not kept any more") from self._fault
+
+    @property
+    def is_overdue(self) -> bool:
+        """The script was told to rest, and has not obeyed for too long."""
+        with self._lock:
+            if self.decision.may_train or self._script_status.get("state") == "paused":
+                self._disobeyed_since_s = None
+                return False
+            self._disobeyed_since_s = self._disobeyed_since_s or time.monotonic()
+            return time.monotonic() - self._disobeyed_since_s >= OBEY_TIMEOUT_S
+
+    # -- what the owner asks ---------------------------------------------------------------------
+
+    def _answer(self, question: Body) -> Body:
+        with self._lock:
+            match question.get("ask"):
+                case "show":
+                    self._readings = self._read_sensors(SENSORS)
+                case "set":
+                    self._change_rules(
+                        {str(key): str(value) for key, value in dict(question["settings"]).items()}
+                    )
+                case "pause":
+                    self._policy.pause(until := self._until(str(question.get("for", ""))))
+                    self._save(lambda: self._saved_settings.pause(until))
+                case "resume":
+                    self._policy.resume()
+                    self._save(self._saved_settings.resume)
+                case "stop":
+                    self.is_stopping = True
+                    self._save(self._saved_settings.resume)  # who starts it again means it
+                case other:
+                    raise ConfigError(
+                        f"a worker cannot be asked to {other!r}", remedy="see gridtrain worker --help"
+                    )
+            self._decide()
+            self._push()
+            return self._status()
+
+    def _save(self, write: Callable[[], None]) -> None:
+        """The owner's word holds now, whatever becomes of it at the next start."""
+        try:
+            write()
+        except ConfigError as error:
+            self._tell(f"{error.reason}: a restart of this worker will not know of this")
+
+    def _change_rules(self, settings: dict[str, str]) -> None:
+        changed = TrainingPolicy(self._policy.rules.with_settings(settings))
+        self._readings = self._read_sensors(changed.rules.sensors)
+        self._check_readable(changed)
+        self._saved_settings.save_rules(settings, self._start_settings)
+        self._policy.rules = changed.rules
+        self._tell("its rules are now " + ", ".join(f"{k}={v}" for k, v in settings.items()))
+
+    def _read_sensors(self, names: Collection[str]) -> SensorReadings:
+        """Where none of them can be read all are absent: what was read before says nothing of now."""
+        try:
+            return self._sensors.read(self._pids, names)
+        except ConfigError as error:
+            return SensorReadings(absent=dict.fromkeys(SENSORS, error.reason))
+
+    def _check_readable(self, controls: TrainingPolicy) -> None:
+        missing = controls.unreadable(self._readings)
+        if missing:
+            said = "; ".join(f"the sensor of {name} cannot be read: {why}" for name, why in missing.items())
+            raise ConfigError(
+                said,
+                remedy="a rule that nobody can keep is not taken on: leave it out, or see to its sensor",
+            )
+
+    def _until(self, text: str) -> datetime | None:
+        if not text:
+            return None
+        length_s = parse_duration_s(text)
+        if length_s is None or not 0 < length_s <= MAX_PAUSE_S:
+            raise ConfigError(f"{text!r} is no duration", remedy="write for instance 30m or 2h")
+        return self._now() + timedelta(seconds=length_s)
+
+    def _status(self) -> Body:
+        readings = self._readings
+        return {
+            "name": self._name,
+            "run": self._run,
+            "key": self._key,
+            "state": "paused"
+            if not self.decision.may_train
+            else str(self._script_status.get("state", "starting")),
+            "reason": self.decision.text(),
+            "obeyed": self.decision.may_train
+            or self._script_status.get("state") == "paused"
+            or not self._pids,
+            "stopping": self.is_stopping,
+            "clock": f"{self._now():%H:%M} {time.strftime('%Z')}".rstrip(),
+            "rules": self._policy.rules.texts(),
+            "moved_today_bytes": self._budget.today_bytes(self._now().date()),
+            "readings": {
+                "battery": readings.on_battery,
+                "gpu": readings.gpu_used,
+                "idle": readings.idle_s,
+                "temperature": readings.temperature_C,
+            },
+            "absent": dict(readings.absent),
+        }
+
+    # -- what the script says --------------------------------------------------------------------
+
+    def _on_script_connected(self, pid: int) -> Body:
+        with self._lock:
+            if pid not in self._greeted:
+                self._moved_bytes = 0  # a process that was started anew counts from nothing
+            self._greeted = {pid}
+            self._pids = tuple({*self._pids, pid})
+            self._last_pushed = self._wanted_state()
+            return self._last_pushed
+
+    def _on_script_status(self, said: Body) -> None:
+        moved_bytes = said.get("moved_bytes", 0)
+        with self._lock:
+            self._script_status = said
+            self._update_name(str(said.get("name") or self._name))
+            if said.get("state") == BUDGET_EXHAUSTED:
+                self._spent_budget = self._now().date(), self._policy.rules.budget_bytes
+                self._decide()
+            if isinstance(moved_bytes, int) and moved_bytes > self._moved_bytes:
+                more, self._moved_bytes = moved_bytes - self._moved_bytes, moved_bytes
+                try:
+                    self._budget.add(more, self._now().date(), sure=self._policy.rules.budget_bytes > 0)
+                except ConfigError as error:
+                    self._budget_error = error.reason
+                self._push()
+
+    def _update_name(self, name: str) -> None:
+        if name != self._name:
+            self._tell(f"{self._name} is called {name} in this run: gridtrain worker show --worker {name}")
+            self._name = name
+
+    # -- every half second -----------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            while not self._stop_event.wait(LOOK_S):
+                with self._lock:
+                    self._readings = self._read_sensors(self._policy.rules.sensors)
+                    self._decide()
+                    self._push()
+        except BaseException as fault:  # a bug: the agent learns of it, and ends the script
+            self._fault = fault
+            raise
+
+    def _decide(self) -> None:
+        now = self._now()
+        before = self.decision
+        moved_bytes, budget_bytes = self._budget.today_bytes(now.date()), self._policy.rules.budget_bytes
+        if self._spent_budget == (now.date(), budget_bytes):
+            moved_bytes = max(moved_bytes, budget_bytes)
+        self.decision = self._policy.decide(self._readings, moved_bytes, now)
+        if self._budget_error:
+            self._retry_budget()
+        if self._budget_error and self._policy.rules.budget_bytes:
+            self.decision = PolicyDecision(False, (*self.decision.reasons, self._budget_error))
+        if self.decision.text() != before.text():
+            self._tell(
+                f"paused: {self.decision.text()}" if not self.decision.may_train else "may train again"
+            )
+
+    def _retry_budget(self) -> None:
+        """There may be room now for what could not be counted."""
+        with contextlib.suppress(ConfigError):
+            self._budget.keep()
+            self._budget_error = ""
+
+    def _push(self) -> None:
+        wish = self._wanted_state()
+        if wish != self._last_pushed:
+            self._last_pushed = wish
+            self._control_socket.push(wish)
+
+    def _wanted_state(self) -> Body:
+        rules, now = self._policy.rules, self._now()
+        most: int | None = None
+        if rules.budget_bytes:
+            most = self._moved_bytes + rules.budget_bytes - self._budget.today_bytes(now.date())
+        return {
+            "run": self.decision.may_train,
+            "reason": self.decision.text(),
+            "stop": self.is_stopping,
+            "most_bytes": most,
+            "upload_Bps": parse_rate(rules.upload) if rules.upload else None,
+            "download_Bps": parse_rate(rules.download) if rules.download else None,
+            "spent_text": "the day's bytes are used up, until 00:00",
+        }
+
+
+def _ignore_write_errors(tell: Callable[[str], None]) -> Callable[[str], None]:
+    """A line that cannot be written (a full disk, a closed terminal) costs the line, not the rules."""
+
+    def told(line: str) -> None:
+        with contextlib.suppress(OSError):
+            tell(line)
+
+    return told
