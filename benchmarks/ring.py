@@ -72,8 +72,8 @@ def run_ours(asked: Asked) -> None:
     from gridtrain.network.transport.stack import build_stack
     from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
     from gridtrain.runtime.buffers.star_buffers import make_dense_buffer
+    from gridtrain.runtime.client.worker_naming import default_listen_address
     from gridtrain.runtime.group_session import GroupSession
-    from gridtrain.runtime.worker_naming import default_listen_address
 
     config = JoinConfig.from_environment(None)
     listen = config.listen or default_listen_address(config.coordinator)

@@ -53,9 +53,9 @@ from gridtrain_coordinator.journal.backups import Backups
 from gridtrain_coordinator.journal.disk_full_mode import RETRY_S, DiskFullMode
 from gridtrain_coordinator.journal.store import JournalFull, JournalStore
 from gridtrain_coordinator.log import Log, silent
-from gridtrain_coordinator.membership.journal_recovery import recover_run
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run import events as io
+from gridtrain_coordinator.run.journal_recovery import recover_run
 from gridtrain_coordinator.status_report import RateMeter, build_status, encode_status, redact_addresses
 
 SOFTWARE = f"gridtrain {__version__}"

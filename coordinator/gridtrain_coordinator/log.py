@@ -12,12 +12,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-Log = Callable[[str, str, Mapping[str, Any]], None]
-"""(level, event, fields), level one of "info", "warning", "error"."""
+from gridtrain_coordinator.run.events import Log as Log
 
 _COLOURS = {"info": "36", "warning": "33", "error": "31;1"}
 

@@ -38,8 +38,8 @@ from gridtrain_coordinator.daemon import SOFTWARE, Coordinator
 from gridtrain_coordinator.dashboard.listen_address import DashboardAddress
 from gridtrain_coordinator.dashboard.startup import DashboardStartup, open_dashboard
 from gridtrain_coordinator.journal.backups import EVERY_S, JOURNAL, KEEP, Backups, restore
+from gridtrain_coordinator.journal.keys import operator_identity
 from gridtrain_coordinator.journal.store import JournalStore
-from gridtrain_coordinator.keys import operator_identity
 from gridtrain_coordinator.log import log_to, to_both
 
 

@@ -73,16 +73,16 @@ from gridtrain.pipeline.stage_state import (
 from gridtrain.runtime.client.agent_link import CONTROL_VARIABLE, AgentControl, AgentLink, NoAgent
 from gridtrain.runtime.client.coordinator_client import parse_coordinator_address
 from gridtrain.runtime.client.enrollment import enroll
-from gridtrain.runtime.group_session import GroupSession, PeersOf, WaitInterrupted
-from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
-from gridtrain.runtime.process_hooks import install_error_hook, install_sigterm_handler
-from gridtrain.runtime.state_transfer import residual_pieces
-from gridtrain.runtime.worker_naming import (
+from gridtrain.runtime.client.worker_naming import (
     default_listen_address,
     random_name,
     run_folder_name,
     state_directory,
 )
+from gridtrain.runtime.group_session import GroupSession, PeersOf, WaitInterrupted
+from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
+from gridtrain.runtime.process_hooks import install_error_hook, install_sigterm_handler
+from gridtrain.runtime.state_transfer import residual_pieces
 from gridtrain.sdk.reported_figures import ReportedFigures, check_names, describe_machine
 from gridtrain.tools.bench.device_speed import device_flops, float32_flops
 from gridtrain.tools.options.resolve import join_settings

@@ -14,8 +14,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from gridtrain.core.group.sensor_readings import SensorReadings
 from gridtrain.errors import ConfigError
-from gridtrain_worker.training_policy import SensorReadings
 
 MAX_FILE_BYTES = 4096
 NO_READING = "the fake says nothing of it"

@@ -18,7 +18,7 @@ import gridtrain_worker.agent
 from gridtrain.cli.main import COMMANDS, cli, exit_code
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused, TransportError
-from gridtrain.runtime.worker_naming import state_directory
+from gridtrain.runtime.client.worker_naming import state_directory
 from gridtrain_coordinator.dashboard.listen_address import DashboardAddress
 from gridtrain_coordinator.serving import Settings, default_state
 from gridtrain_worker.agent import Job

@@ -8,7 +8,6 @@ from __future__ import annotations
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.group.rank_layout import RankLayout
-from gridtrain_coordinator.membership.journal_recovery import RecoveredRun
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run.events import (
     DialBackResult,
@@ -19,6 +18,7 @@ from gridtrain_coordinator.run.events import (
     PeerDisconnected,
     Send,
 )
+from gridtrain_coordinator.run.journal_recovery import RecoveredRun
 
 ME = b"0" * 32
 

@@ -1,8 +1,8 @@
-"""Who may import whom (DESIGN section 4), read from the source with `ast`, function-level imports too.
+"""Who may import whom (docs/architecture.md), read from the source with `ast`, function-level imports too.
 
 Every file of the three packages is held against the longest row of `TABLE` that fits its name.  A
 row always allows: the standard library, `gridtrain.errors`, `gridtrain.config`, `gridtrain._version`
-and the package itself.
+and what lies below the row's own name.
 """
 
 from __future__ import annotations
@@ -22,59 +22,68 @@ SOURCES = {
     "gridtrain_worker": ROOT / "worker" / "gridtrain_worker",
 }
 
-CORE = "gridtrain.core gridtrain.network.wire gridtrain.network.transport"
+NETWORK = "gridtrain.core gridtrain.network"
+RUNTIME = f"{NETWORK} gridtrain.sparsify gridtrain.runtime numpy"
+TRAINING = f"{RUNTIME} gridtrain.training torch safetensors"
+LIBRARY = f"{TRAINING} gridtrain.pipeline gridtrain.tools.options gridtrain.tools.bundle gridtrain.tools.bench.device_speed"
 ANYTHING = "gridtrain gridtrain_coordinator gridtrain_worker click rich msgpack numpy zmq torch safetensors"
-# the whole SDK, without simulator, command line and the two daemons
-LIBRARY = f"{CORE} gridtrain.sparsify gridtrain.runtime gridtrain.training numpy torch safetensors"
-LIBRARY += " gridtrain.tools.options gridtrain.tools.bundle"
 
 # fmt: off
 TABLE: dict[str, str] = {
-    "gridtrain":                    "gridtrain",  # the lazy facade, which another test holds to be lazy
-    "gridtrain._version":           "",
-    "gridtrain.errors":             "",
-    "gridtrain.config":             "",
-    "gridtrain.extras":             "",
-    "gridtrain.tools.options":            "",  # names, bounds and defaults of what people choose
-    "gridtrain.tools.bundle":             "gridtrain.tools.options",
-    "gridtrain.core":           "",
-    "gridtrain.network.wire":               "gridtrain.core.messages msgpack",
-    "gridtrain.network.wire.sparse_payload":        "gridtrain.core.messages numpy",
-    "gridtrain.network.wire.elias_fano":     "gridtrain.core.messages numpy",
-    "gridtrain.network.wire.value_encoding":        "gridtrain.core.messages numpy",
-    "gridtrain.network.transport":          "gridtrain.network.wire gridtrain.core.messages zmq nacl",
-    "gridtrain.sparsify":           "gridtrain.network.wire numpy",
-    "gridtrain.sparsify.selection":    "gridtrain.network.wire numpy torch",
-    "gridtrain.sparsify.error_feedback":  "gridtrain.network.wire numpy torch",
-    "gridtrain.sparsify.cuda_selection":    "gridtrain.network.wire numpy torch",
+    "gridtrain":                     "gridtrain",  # the lazy facade, which another test holds to be lazy
+    "gridtrain._version":            "",
+    "gridtrain.errors":              "",
+    "gridtrain.config":              "",
+    "gridtrain.extras":              "",
+    "gridtrain.core":                "",
+    "gridtrain.network":             "gridtrain.core",
+    "gridtrain.network.wire":        "gridtrain.core.messages msgpack",
+    "gridtrain.network.wire.sparse_payload": "gridtrain.core.messages gridtrain.network.wire numpy",
+    "gridtrain.network.wire.elias_fano":     "gridtrain.core.messages gridtrain.network.wire numpy",
+    "gridtrain.network.wire.value_encoding": "gridtrain.core.messages gridtrain.network.wire numpy",
+    "gridtrain.network.transport":   "gridtrain.network.wire gridtrain.core.messages zmq nacl",
+    "gridtrain.sparsify":            "gridtrain.network.wire numpy",
+    "gridtrain.sparsify.selection":  "gridtrain.network.wire gridtrain.sparsify numpy torch",
+    "gridtrain.sparsify.error_feedback": "gridtrain.network.wire gridtrain.sparsify numpy torch",
+    "gridtrain.sparsify.cuda_selection": "gridtrain.network.wire gridtrain.sparsify numpy torch",
     "gridtrain.sparsify.triton_kernels": "triton",
-    "gridtrain.runtime":            f"{CORE} gridtrain.tools.options gridtrain.tools.bundle gridtrain.sparsify numpy",
-    "gridtrain.training":              LIBRARY,
-    "gridtrain.sdk.grid":         f"{LIBRARY} gridtrain.pipeline",  # what hands out pipelines
-    "gridtrain.pipeline":           f"{LIBRARY} gridtrain.extras",
-    "gridtrain.adapters":           f"{LIBRARY} gridtrain transformers lightning wandb",
-    "gridtrain.sim":                "gridtrain.core gridtrain.sparsify.merge numpy",
-    "gridtrain.templates":          "gridtrain torch",  # what `gridtrain new` writes: users' programs
-    "gridtrain.testing":            "gridtrain gridtrain_worker.training_policy numpy torch nacl",
-    "gridtrain.tools.bench":              f"{LIBRARY} gridtrain rich",
-    "gridtrain.tools.doctor":             f"{CORE} gridtrain.runtime",
-    "gridtrain.tools.demo":               f"{LIBRARY} gridtrain rich",
-    "gridtrain.cli":                ANYTHING,     # lazily: another test holds the module level
-    "gridtrain_coordinator":        f"{CORE} gridtrain.tools.options gridtrain.tools.bundle",
-    "gridtrain_coordinator.dashboard": f"{CORE} gridtrain_coordinator starlette uvicorn prometheus_client",
-    "gridtrain_worker":             f"{LIBRARY} gridtrain.testing.fake_sensors psutil pynvml",
+    "gridtrain.runtime":             f"{NETWORK} gridtrain.sparsify numpy",
+    "gridtrain.training":            TRAINING,
+    "gridtrain.pipeline":            f"{TRAINING} gridtrain.extras",
+    "gridtrain.sdk":                 LIBRARY,  # what users hold, above all of these
+    "gridtrain.adapters":            f"{LIBRARY} gridtrain transformers lightning wandb",
+    "gridtrain.testing":             "gridtrain numpy torch nacl",
+    "gridtrain.tools.options":       "gridtrain.tools.options",  # names, bounds, defaults of what people choose
+    "gridtrain.tools.bundle":        "gridtrain.tools.options gridtrain.core.messages",
+    "gridtrain.tools.templates":     "gridtrain torch",  # what `gridtrain new` writes: users' programs
+    "gridtrain.tools.bench":         f"{LIBRARY} gridtrain rich",
+    "gridtrain.tools.doctor":        RUNTIME,
+    "gridtrain.tools.demo":          f"{LIBRARY} gridtrain rich",
+    "gridtrain.tools":               "",
+    "gridtrain.cli":                 ANYTHING,     # lazily: another test holds the module level
+    "gridtrain_coordinator":         f"{NETWORK} gridtrain.runtime.client.endpoint_file gridtrain.tools.options gridtrain.tools.bundle",
+    "gridtrain_coordinator.run":     "gridtrain.core gridtrain_coordinator.run",
+    "gridtrain_coordinator.stages":  "gridtrain.core gridtrain_coordinator.run gridtrain_coordinator.stages",
+    "gridtrain_coordinator.membership": "gridtrain.core gridtrain_coordinator",
+    "gridtrain_coordinator.access":  "gridtrain.core gridtrain_coordinator.run gridtrain_coordinator.access",
+    "gridtrain_coordinator.dashboard": f"{NETWORK} gridtrain_coordinator starlette uvicorn prometheus_client",
+    "gridtrain_worker":              f"{LIBRARY} gridtrain.testing.fake_sensors psutil pynvml",
 }
 # fmt: on
 
 EXCEPTIONS = {
-    # A whole group in one process: starts the coordinator beside the workers, and hands out `Grid`s.
+    # A whole group in one process: starts the coordinator beside the workers.
     ("gridtrain.sdk.local_group", "gridtrain_coordinator"),
-    ("gridtrain.sdk.local_group", "gridtrain.training"),
 }
 
 ALWAYS = ("gridtrain.errors", "gridtrain.config", "gridtrain._version")
 
-# What a protocol core never touches: it is handed the time and never waits (DESIGN section 5).
+PURE = (
+    "gridtrain.core",
+    *(f"gridtrain_coordinator.{part}" for part in ("run", "stages", "membership", "access")),
+)
+
+# What pure code never touches: it is handed the time and never waits (docs/architecture.md).
 NO_CORE_TOUCHES = {
     *("asyncio", "concurrent", "multiprocessing", "os", "queue", "select", "selectors", "signal"),
     *("socket", "subprocess", "threading", "time", "datetime", "secrets", "uuid"),
@@ -111,8 +120,7 @@ def allowed(module: str, imported: str) -> bool:
     if imported.split(".")[0] in sys.stdlib_module_names:
         return True
     home = row(module)
-    own_package = ".".join(module.split(".")[:2]) if home != "gridtrain" else "gridtrain"
-    permitted = (*ALWAYS, own_package, home, *TABLE[home].split())
+    permitted = (*ALWAYS, home, *TABLE[home].split())
     if any(module == importer and under(imported, package) for importer, package in EXCEPTIONS):
         return True
     if under(imported, "gridtrain.cli") and not under(module, "gridtrain.cli"):
@@ -137,12 +145,12 @@ def test_every_module_has_its_own_row() -> None:
 
 def test_the_table_can_be_broken() -> None:
     assert allowed("gridtrain.network.transport.zmq.zeromq_transport", "zmq")
-    assert allowed("gridtrain.sdk.local_group", "gridtrain_coordinator.daemon.Daemon")
-    assert not allowed("gridtrain.runtime.io_loop", "gridtrain_coordinator.daemon.Daemon")
+    assert allowed("gridtrain.sdk.local_group", "gridtrain_coordinator.daemon.Coordinator")
+    assert not allowed("gridtrain.runtime.io_loop", "gridtrain_coordinator.daemon.Coordinator")
     assert not allowed("gridtrain.core.collectives.ring", "numpy")
     assert not allowed("gridtrain.core.collectives.ring", "gridtrain.network.wire.codec")
     assert not allowed("gridtrain.network.wire.codec", "numpy")
-    assert not allowed("gridtrain.network.wire.codec", "gridtrain.core.collectives.ring.Ring")
+    assert not allowed("gridtrain.network.wire.codec", "gridtrain.core.collectives.ring.RingAllReduce")
     assert not allowed("gridtrain.sparsify.merge", "torch")
     assert not allowed("gridtrain_coordinator.daemon", "torch")
     assert not allowed("gridtrain_worker.agent", "simulation.world")
@@ -153,11 +161,67 @@ def test_protocol_cores_have_no_clock_no_thread_and_no_socket() -> None:
     wrong = [
         f"{module}:{line} imports {imported}"
         for module, tree in modules()
-        if under(module, "gridtrain.core")
+        if any(under(module, package) for package in PURE)
         for imported, line in imports(ast.walk(tree))
         if imported.split(".")[0] in NO_CORE_TOUCHES
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def _modules_imported() -> dict[str, set[str]]:
+    """Each module with the modules of ours that it imports, those for type checkers left out."""
+    trees = dict(modules())
+    found: dict[str, set[str]] = {}
+    for module, tree in trees.items():
+        names = {name for name, _ in imports(ast.walk(tree))}
+        known = {name if name in trees else name.rpartition(".")[0] for name in names}
+        found[module] = {name for name in known if name in trees and name != module}
+    return found
+
+
+def _cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Some cycle of a directed graph; empty: there is none."""
+    done: set[str] = set()
+    for start in graph:
+        path: list[str] = []
+        stack = [(start, iter(sorted(graph[start])))] if start not in done else []
+        path += [start] if stack else []
+        while stack:
+            node, following = stack[-1]
+            for successor in following:
+                if successor in path:
+                    return [*path[path.index(successor) :], successor]
+                if successor not in done and successor in graph:
+                    path.append(successor)
+                    stack.append((successor, iter(sorted(graph[successor]))))
+                    break
+            else:
+                done.add(node)
+                stack.pop()
+                path.pop()
+    return []
+
+
+def test_no_modules_and_no_folders_import_each_other() -> None:
+    """Facades (`__init__`) apart: they import what they offer."""
+    packages = {
+        ".".join((name, *folder.relative_to(source).parts[:-1]))
+        for name, source in SOURCES.items()
+        for folder in source.rglob("__init__.py")
+    }
+    graph = {
+        m: {n for n in ns if n not in packages} for m, ns in _modules_imported().items() if m not in packages
+    }
+    assert not _cycle(graph)
+    folders: dict[str, set[str]] = {}
+    for module, targets in graph.items():
+        folder = module.rpartition(".")[0]
+        others = {target.rpartition(".")[0] for target in targets}
+        folders.setdefault(folder, set()).update(others - {folder})
+    assert not _cycle(folders)
+    assert _cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) and not _cycle(
+        {"a": {"b", "c"}, "b": {"c"}, "c": set()}
+    )
 
 
 def test_the_command_line_starts_fast() -> None:

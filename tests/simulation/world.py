@@ -27,9 +27,9 @@ from gridtrain.core.group import member_events as io
 from gridtrain.core.member.member import MemberCore
 from gridtrain.core.messages import RELAY_PREFIX, relay_of
 from gridtrain.errors import JoinRefused, RemoteProtocolError
-from gridtrain_coordinator.membership.journal_recovery import recover_run
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run import events as cio
+from gridtrain_coordinator.run.journal_recovery import recover_run
 from simulation.commit_coverage import CommitCoverage, MemberBefore
 from simulation.virtual_network import LinkProperties, VirtualNetwork
 

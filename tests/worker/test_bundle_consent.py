@@ -16,7 +16,7 @@ import pytest
 
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import ConfigError, NotAccepted, RemoteProtocolError
-from gridtrain.runtime.state_transfer import bundle_fetch
+from gridtrain.runtime.client import bundle_fetch
 from gridtrain.tools.bundle import Bundle, digest_of
 from gridtrain.tools.options import RunFile
 from gridtrain.tools.options.runfile import DatasetDescription, RunDescription

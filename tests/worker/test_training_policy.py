@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from gridtrain.core.group.sensor_readings import SensorReadings
 from gridtrain.errors import ConfigError
 from gridtrain.testing import FakeSensors, FileSensors
 from gridtrain_worker.budget import FILE, MAX_DAYS, Budget
 from gridtrain_worker.sensors import MachineSensors
-from gridtrain_worker.training_policy import KEYS, Rules, SensorReadings, TrainingPolicy, parse_pairs
+from gridtrain_worker.training_policy import KEYS, Rules, TrainingPolicy, parse_pairs
 
 EVERYTHING = (
     "upload=20Mbit download=1Gbit budget=5GB hours=22:00-07:00,12:00-13:00 battery=pause gpu=pause idle=10m"

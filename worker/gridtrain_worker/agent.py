@@ -41,7 +41,7 @@ from gridtrain.errors import ConfigError, JoinRefused
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.runtime.client.enrollment import Enrollment, enroll, is_still_admitted, revoked_error
-from gridtrain.runtime.worker_naming import default_listen_address
+from gridtrain.runtime.client.worker_naming import default_listen_address
 from gridtrain.tools.options import PROGRAMS
 from gridtrain_worker.bundle_consent import Ask, BundleOffer, fetch_offer, require_consent
 from gridtrain_worker.console import Console, SilentConsole, TerminalConsole

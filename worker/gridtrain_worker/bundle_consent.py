@@ -25,10 +25,10 @@ from typing import Any
 
 from gridtrain.errors import ConfigError, NotAccepted, RemoteProtocolError
 from gridtrain.network.transport.identity import Identity, make_private_folder
+from gridtrain.runtime.client.bundle_fetch import AnnouncedBundle, fetch_bundle
 from gridtrain.runtime.client.coordinator_client import CoordinatorClient
 from gridtrain.runtime.client.enrollment import Enrollment
-from gridtrain.runtime.state_transfer.bundle_fetch import AnnouncedBundle, fetch_bundle
-from gridtrain.runtime.worker_naming import state_directory
+from gridtrain.runtime.client.worker_naming import state_directory
 from gridtrain.tools.bundle import MAX_BUNDLE_BYTES, Bundle
 from gridtrain.tools.options.runfile import RunDescription
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from gridtrain.runtime.worker_naming import random_name
+from gridtrain.runtime.client.worker_naming import random_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection
 from datetime import date, datetime, timedelta
 from pathlib import Path
 
+from gridtrain.core.group.sensor_readings import SensorReadings
 from gridtrain.errors import ConfigError
 from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED
@@ -29,7 +30,6 @@ from gridtrain_worker.training_policy import (
     SENSORS,
     PolicyDecision,
     Rules,
-    SensorReadings,
     TrainingPolicy,
     parse_duration_s,
 )

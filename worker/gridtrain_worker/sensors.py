@@ -23,7 +23,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol
 
-from gridtrain_worker.training_policy import SENSORS, SensorReadings
+from gridtrain.core.group.sensor_readings import SensorReadings
+from gridtrain_worker.training_policy import SENSORS
 
 EVERY_S = 2.0
 ASK_S = 1.0

@@ -17,10 +17,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from difflib import get_close_matches
 
+from gridtrain.core.group.sensor_readings import SensorReadings
 from gridtrain.errors import ConfigError
 from gridtrain.network.transport.rate_limiter import parse_rate
 
@@ -230,37 +231,6 @@ def parse_pairs(words: Iterable[str]) -> dict[str, str]:
             raise ConfigError(f"{word!r} is no KEY=VALUE", remedy=f"the keys are {', '.join(KEYS)}")
         settings[key] = value
     return settings
-
-
-# -- what is read ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class SensorReadings:
-    """What the sensors say now.
-
-    Attributes:
-        on_battery: the computer runs on its battery.
-        gpu_used: by another program.
-        idle_s: since somebody touched the computer.
-        temperature_C: of the hottest part that is watched.
-        absent: sensors that cannot be read, by name, and why; what they would say is None.
-    """
-
-    on_battery: bool | None = None
-    gpu_used: bool | None = None
-    idle_s: float | None = None
-    temperature_C: float | None = None
-    absent: Mapping[str, str] = field(default_factory=dict)
-
-    def why_absent(self, name: str) -> str:
-        """Empty: it can be read."""
-        value = getattr(self, _READING[name])
-        return "" if value is not None else self.absent.get(name, "it says nothing")
-
-
-_READING = {"battery": "on_battery", "gpu": "gpu_used", "idle": "idle_s", "temperature": "temperature_C"}
-assert set(_READING.values()) < {known.name for known in fields(SensorReadings)}
 
 
 @dataclass(frozen=True, slots=True)

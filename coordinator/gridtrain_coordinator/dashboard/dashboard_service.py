@@ -31,7 +31,7 @@ from gridtrain_coordinator.dashboard.board import Board
 from gridtrain_coordinator.dashboard.connection_timeouts import close_expired
 from gridtrain_coordinator.dashboard.event_stream import EventStream
 from gridtrain_coordinator.dashboard.http_api import STREAM, Api, create_app
-from gridtrain_coordinator.log import Log
+from gridtrain_coordinator.run.events import Log
 
 MAX_ORDERS = 16
 MAX_EVENTS = 500  # between two pictures

@@ -19,7 +19,7 @@ from gridtrain_coordinator.dashboard.listen_address import (
     missing_packages,
     url,
 )
-from gridtrain_coordinator.log import Log
+from gridtrain_coordinator.run.events import Log
 
 if TYPE_CHECKING:
     from gridtrain_coordinator.dashboard.dashboard_service import DashboardService

@@ -31,7 +31,7 @@ from gridtrain.core.messages import PeerId
 from gridtrain.errors import JournalError
 from gridtrain.network.transport.identity import Identity
 from gridtrain.runtime.client.endpoint_file import COORDINATOR_KEY
-from gridtrain_coordinator.keys import coordinator_identity
+from gridtrain_coordinator.journal.keys import coordinator_identity
 
 MEMORY = ":memory:"
 APPLICATION_ID = 0x67726964  # "grid", so that another program's database is not taken for a journal

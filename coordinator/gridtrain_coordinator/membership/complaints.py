@@ -15,12 +15,12 @@ from __future__ import annotations
 from gridtrain.core import messages as m
 from gridtrain.core.planning import rank_order
 from gridtrain_coordinator.membership.departures import Departures
-from gridtrain_coordinator.membership.link_failures import FAILURES_BEFORE_AVOIDING, WINDOW_S
 from gridtrain_coordinator.membership.stalls import StalledStep
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.divergence import DivergedMembers, DivergenceDetector
 from gridtrain_coordinator.run.events import Effect, LogEvent, RecordViolation
 from gridtrain_coordinator.run.generation_plan import GenerationPlanner
+from gridtrain_coordinator.run.link_failures import FAILURES_BEFORE_AVOIDING, WINDOW_S
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
 from gridtrain_coordinator.run.view_change import ViewChange

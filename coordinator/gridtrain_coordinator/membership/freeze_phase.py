@@ -20,13 +20,13 @@ from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
 from gridtrain_coordinator.membership.departures import Departures
 from gridtrain_coordinator.membership.generation_reports import GenerationReports
+from gridtrain_coordinator.membership.pipeline_recovery import PipelineRecovery
 from gridtrain_coordinator.membership.view_installer import ViewInstaller
 from gridtrain_coordinator.run.divergence import DivergedMembers
 from gridtrain_coordinator.run.events import Effect, LogEvent, RecordViolation, RunPhase, Send
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
 from gridtrain_coordinator.run.view_change import ViewChange
-from gridtrain_coordinator.stages.pipeline_recovery import PipelineRecovery
 
 
 class FreezePhase:

@@ -36,8 +36,8 @@ from gridtrain_coordinator.membership.complaints import Complaints
 from gridtrain_coordinator.membership.departures import Departures
 from gridtrain_coordinator.membership.freeze_phase import FreezePhase
 from gridtrain_coordinator.membership.generation_reports import GenerationReports
-from gridtrain_coordinator.membership.journal_recovery import RecoveredRun
 from gridtrain_coordinator.membership.member_recovery import MemberRecovery
+from gridtrain_coordinator.membership.pipeline_recovery import PipelineRecovery
 from gridtrain_coordinator.membership.readiness import Readiness
 from gridtrain_coordinator.membership.view_installer import ViewInstaller
 from gridtrain_coordinator.membership.worker_admission import WorkerAdmission
@@ -59,13 +59,13 @@ from gridtrain_coordinator.run.events import (
     WorkerRemoved,
 )
 from gridtrain_coordinator.run.generation_plan import GenerationPlanner
+from gridtrain_coordinator.run.journal_recovery import RecoveredRun
 from gridtrain_coordinator.run.paused_workers import PausedWorkers
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import MAX_STEPS, RunState
 from gridtrain_coordinator.run.view_change import ViewChange
 from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog
 from gridtrain_coordinator.stages.checkpoint_quorum import CheckpointQuorum
-from gridtrain_coordinator.stages.pipeline_recovery import PipelineRecovery
 from gridtrain_coordinator.stages.placement import StagePlacement
 
 

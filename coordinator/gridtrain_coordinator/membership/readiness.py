@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 
 from gridtrain.core import messages as m
-from gridtrain_coordinator.membership import forming_deadline
 from gridtrain_coordinator.membership.departures import Departures
+from gridtrain_coordinator.run import forming_deadline
 from gridtrain_coordinator.run.events import Effect, LogEvent, RunPhase, Send
 from gridtrain_coordinator.run.generation_plan import GenerationPlanner
 from gridtrain_coordinator.run.registry import worker_count_text

@@ -23,12 +23,12 @@ from gridtrain.core.group.rank_layout import group_by_stage
 from gridtrain.core.stages.rank_placement import RankPlacement
 from gridtrain_coordinator.membership.generation_reports import GenerationReports
 from gridtrain_coordinator.membership.initial_state import InitialState
-from gridtrain_coordinator.membership.journal_recovery import generation_entry
 from gridtrain_coordinator.membership.readiness import Readiness
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.divergence import DivergedMembers, DivergenceDetector
 from gridtrain_coordinator.run.events import Effect, JournalEntry, LogEvent, Send
 from gridtrain_coordinator.run.generation_plan import GenerationPlanner
+from gridtrain_coordinator.run.journal_recovery import generation_entry
 from gridtrain_coordinator.run.run_state import RunState
 from gridtrain_coordinator.run.view_change import ViewChange
 

@@ -5,11 +5,15 @@ Decides nothing.  Effects are carried out strictly in the order in which they ar
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from gridtrain.core import messages as m
+
+Log = Callable[[str, str, Mapping[str, Any]], None]
+"""(level, event, fields), level one of "info", "warning", "error"."""
 
 
 class RunPhase(StrEnum):

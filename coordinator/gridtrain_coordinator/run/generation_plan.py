@@ -24,9 +24,9 @@ from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE, ExchangeC
 from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.core.planning.ring_order import RankOrder
 from gridtrain.core.stages.rank_placement import PairCost, RankPlacement, pair_cost, stage_shares
-from gridtrain_coordinator.membership.link_failures import LinkFailures
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.events import RunPhase
+from gridtrain_coordinator.run.link_failures import LinkFailures
 from gridtrain_coordinator.run.link_reports import LinkReports
 from gridtrain_coordinator.run.registry import (
     AVOIDED_PAIR_RTT_S,

@@ -16,7 +16,7 @@ from typing import Any
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.planning.batch_shares import BatchShares, WorkerSpeeds
-from gridtrain_coordinator.membership.forming_deadline import StateTransferProgress
+from gridtrain_coordinator.run.forming_deadline import StateTransferProgress
 
 MAX_NAME_BYTES = 64
 AVOIDED_PAIR_RTT_S = 10.0

@@ -20,8 +20,8 @@ from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.stages.repartition import defined_cuts
-from gridtrain_coordinator.membership.journal_recovery import RecoveredRun
 from gridtrain_coordinator.run.events import JournalEntry, RunPhase, Send
+from gridtrain_coordinator.run.journal_recovery import RecoveredRun
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.registry import worker_count_text as said
 

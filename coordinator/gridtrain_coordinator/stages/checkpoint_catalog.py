@@ -21,8 +21,8 @@ from gridtrain.core.commit.verdict import Outcome
 from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.stages.rank_placement import RankPlacement
 from gridtrain.core.stages.repartition import defined_cuts, stage_spans
-from gridtrain_coordinator.membership.journal_recovery import checkpoint_entry
 from gridtrain_coordinator.run.events import Effect, LogEvent, RecordViolation
+from gridtrain_coordinator.run.journal_recovery import checkpoint_entry
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
 from gridtrain_coordinator.run.view_change import ViewChange

@@ -23,19 +23,18 @@ from types import MappingProxyType
 
 from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
+from gridtrain_coordinator.run.journal_recovery import StateId as StateId
 
 MAX_CONFIRMED = 64
 """More than any disk holds; of more the oldest are forgotten."""
-
-StateId = tuple[int, bytes, m.LedgerState]
-"""Step, history, and the ledger with which the run goes on from there."""
-
-ReportedCheckpoints = Mapping[m.PeerId, Sequence[m.CheckpointInfo]]
 
 
 def state_id(spec: m.LedgerSpec, held: m.CheckpointInfo) -> StateId:
     """What a checkpoint is of, whichever stage it holds."""
     return held.applied, held.history, data_ledger.release_holders(spec, held.ledger)
+
+
+ReportedCheckpoints = Mapping[m.PeerId, Sequence[m.CheckpointInfo]]
 
 
 def count_reports(spec: m.LedgerSpec, disks: ReportedCheckpoints) -> Counter[StateId]:

@@ -18,6 +18,9 @@ bound on its fields, is `gridtrain.network.wire.codec`; what it means is PROTOCO
 from __future__ import annotations
 
 from gridtrain.core.messages.admin import (
+    MAX_BUNDLE_BYTES as MAX_BUNDLE_BYTES,
+)
+from gridtrain.core.messages.admin import (
     BundleBlock as BundleBlock,
 )
 from gridtrain.core.messages.admin import (
@@ -47,112 +50,112 @@ from gridtrain.core.messages.admin import (
 from gridtrain.core.messages.admin import (
     Unban as Unban,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     STATE_LEFT as STATE_LEFT,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     Admitted as Admitted,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     ConnectionLost as ConnectionLost,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     CurrentGeneration as CurrentGeneration,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     Enrol as Enrol,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     Enrolled as Enrolled,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     ExpectProbes as ExpectProbes,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     Freeze as Freeze,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     FreezeReport as FreezeReport,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     Heartbeat as Heartbeat,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     HeartbeatReply as HeartbeatReply,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     Hello as Hello,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     Join as Join,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     Leave as Leave,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     LinkLatencies as LinkLatencies,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     LinkRates as LinkRates,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     MemberListPage as MemberListPage,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     MembershipView as MembershipView,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     PeersUnreachable as PeersUnreachable,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     Reachability as Reachability,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     Ready as Ready,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     Refused as Refused,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     Rejoin as Rejoin,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     ReplicaDigest as ReplicaDigest,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     ReplicaDiverged as ReplicaDiverged,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     RoundStalled as RoundStalled,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     RunFinished as RunFinished,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     RunStateUpdate as RunStateUpdate,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     Setup as Setup,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     StageCheckpointList as StageCheckpointList,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     StandbyNotice as StandbyNotice,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     StartGeneration as StartGeneration,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     TemporaryLeave as TemporaryLeave,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     ViolationReport as ViolationReport,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     Welcome as Welcome,
 )
-from gridtrain.core.messages.membership import (
+from gridtrain.core.messages.coordination import (
     WorkerInfo as WorkerInfo,
 )
 from gridtrain.core.messages.round import (

@@ -70,6 +70,10 @@ class DiagnosticReply:
     payload: Any
 
 
+MAX_BUNDLE_BYTES = 8 << 20
+"""The largest bundle: a run's script and the files beside it, as one archive."""
+
+
 @dataclass(frozen=True, slots=True)
 class BundleBlock:
     """Answer to BundleAsk: block `index` of `total`, 1 MiB but for the last one."""

@@ -31,8 +31,8 @@ from typing import Literal, NoReturn, get_args
 
 from gridtrain.core.messages import CollectivePhase, Data, Decision, MemberListPage, Message, PeerId, Vote
 from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.network.transport.in_memory import EndpointKilled
 from gridtrain.network.transport.interface import PeerDown, Received, Transport, TransportEvent
-from gridtrain.network.transport.memory_hub import EndpointKilled
 
 Action = Literal["fail", "kill", "freeze", "slow", "corrupt"]
 Point = Literal["before", "during", "after"]

@@ -29,7 +29,7 @@ from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError
 from gridtrain.network.transport.identity import Identity, claim_existing_identity
 from gridtrain.runtime.client.coordinator_client import DENIED, CoordinatorClient
 from gridtrain.runtime.client.invitation_store import InvitationStore
-from gridtrain.runtime.worker_naming import state_directory
+from gridtrain.runtime.client.worker_naming import state_directory
 
 INVALID_INVITATION = "this invitation is not valid: it was used up, has expired, was withdrawn, or never was"
 

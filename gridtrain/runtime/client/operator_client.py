@@ -29,7 +29,7 @@ from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.interface import Transport
 from gridtrain.runtime.client.coordinator_client import DENIED, CoordinatorClient
 from gridtrain.runtime.client.endpoint_file import CONTACT_FILE, OPERATOR_KEY, EndpointFile
-from gridtrain.runtime.worker_naming import state_directory
+from gridtrain.runtime.client.worker_naming import state_directory
 
 Answer = TypeVar("Answer")
 

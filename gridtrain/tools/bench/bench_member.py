@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 import gridtrain
-from gridtrain.sdk.grid import Grid
 from gridtrain.tools.bench.exchange_names import parse_exchange
 from gridtrain.tools.bench.process_barrier import BarrierClient
 from gridtrain.training.exchangers import ExchangeAttempt
@@ -82,7 +81,7 @@ class BufferWork:
         return call
 
 
-def sent_bytes(grid: Grid, interface: str) -> int:
+def sent_bytes(grid: gridtrain.Grid, interface: str) -> int:
     """By this machine's cable, all headers included; without an interface: what the sockets were given."""
     if not interface:
         return sum(sent for sent, _ in grid.traffic.values())
@@ -90,7 +89,7 @@ def sent_bytes(grid: Grid, interface: str) -> int:
     return int(line.partition(":")[2].split()[8])
 
 
-def run_repeats(grid: Grid, player: BarrierClient, options: argparse.Namespace) -> None:
+def run_repeats(grid: gridtrain.Grid, player: BarrierClient, options: argparse.Namespace) -> None:
     """Repeats until the referee ends it."""
     model = VectorModel(options.n)
     exchange = parse_exchange(options.exchange)
@@ -104,7 +103,7 @@ def run_repeats(grid: Grid, player: BarrierClient, options: argparse.Namespace) 
 
 
 def run_repeat(
-    grid: Grid, wrapped: Any, contribution_N: Tensor, player: BarrierClient, interface: str
+    grid: gridtrain.Grid, wrapped: Any, contribution_N: Tensor, player: BarrierClient, interface: str
 ) -> bool:
     """One step's exchange; False: the referee has ended the measurement.
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from gridtrain.core.messages import MAX_BUNDLE_BYTES as MAX_BUNDLE_BYTES
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.tools.options.runfile import is_safe_relative_name
 
-MAX_BUNDLE_BYTES = 8 << 20
 MAX_FILES = 128
 TAR_BLOCK_BYTES = 512
 _END_OF_ARCHIVE = bytes(2 * TAR_BLOCK_BYTES)

@@ -35,7 +35,7 @@ from gridtrain.network.transport.interface import (
 from gridtrain.network.transport.stack import build_stack
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
 from gridtrain.runtime.bandwidth_probe import MIN_BURST_S, estimate_rate_Bps
-from gridtrain.runtime.worker_naming import default_listen_address
+from gridtrain.runtime.client.worker_naming import default_listen_address
 
 SOFTWARE = f"gridtrain {__version__} doctor"
 PING_COUNT = 5

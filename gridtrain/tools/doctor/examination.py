@@ -17,7 +17,7 @@ from typing import Any
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.network.transport.identity import claim_identity
-from gridtrain.runtime.worker_naming import state_directory
+from gridtrain.runtime.client.worker_naming import state_directory
 from gridtrain.tools.doctor import connection_check, machine_check
 from gridtrain.tools.doctor.doctor_probe import DoctorProbe, LinkMeasurement
 from gridtrain.tools.doctor.findings import Finding, FindingLevel, failure, ok, warning

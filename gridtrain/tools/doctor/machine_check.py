@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from gridtrain.runtime.worker_naming import state_directory
+from gridtrain.runtime.client.worker_naming import state_directory
 from gridtrain.tools.doctor.findings import Finding, failure, ok, warning
 
 LEAST_PYTHON = (3, 11)

@@ -17,8 +17,8 @@ from gridtrain.network.transport.identity import Identity
 from gridtrain.runtime.client.endpoint_file import COORDINATOR_KEY, OPERATOR_KEY
 from gridtrain_coordinator.journal import backups as module
 from gridtrain_coordinator.journal.backups import JOURNAL, Backups, latest_backup, restore
+from gridtrain_coordinator.journal.keys import operator_identity
 from gridtrain_coordinator.journal.store import JournalStore
-from gridtrain_coordinator.keys import operator_identity
 
 
 def running(state: Path) -> JournalStore:

@@ -11,7 +11,6 @@ from gridtrain.core import messages as m
 from gridtrain.core.group import member_events
 from gridtrain.core.member.member import MemberCore
 from gridtrain_coordinator.membership.generation_reports import MAX_AHEAD, TERM_RAISE_INTERVAL_S
-from gridtrain_coordinator.membership.journal_recovery import recover_run
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run.events import (
     DialBackResult,
@@ -22,6 +21,7 @@ from gridtrain_coordinator.run.events import (
     RunPhase,
     Send,
 )
+from gridtrain_coordinator.run.journal_recovery import recover_run
 
 ME = b"0" * 32
 A, B, C, LIAR = (letter * 32 for letter in (b"a", b"b", b"c", b"z"))

@@ -10,7 +10,6 @@ from typing import Any
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
-from gridtrain_coordinator.membership.journal_recovery import recover_run
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run.events import (
     DialBackResult,
@@ -22,6 +21,7 @@ from gridtrain_coordinator.run.events import (
     PeerDisconnected,
     Send,
 )
+from gridtrain_coordinator.run.journal_recovery import recover_run
 
 ME = b"0" * 32
 A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))

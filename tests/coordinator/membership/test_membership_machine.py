@@ -23,9 +23,9 @@ from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
 from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY, extend_history
-from gridtrain_coordinator.membership.journal_recovery import recover_run
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run import events as io
+from gridtrain_coordinator.run.journal_recovery import recover_run
 
 ME = b"0" * 32
 SPEC = m.LedgerSpec(1000, 0, epochs=1)

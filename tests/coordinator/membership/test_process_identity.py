@@ -15,7 +15,6 @@ from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events
 from gridtrain.core.member.member import MemberCore
-from gridtrain_coordinator.membership.journal_recovery import recover_run
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run.events import (
     DialBackResult,
@@ -29,6 +28,7 @@ from gridtrain_coordinator.run.events import (
     RunPhase,
     Send,
 )
+from gridtrain_coordinator.run.journal_recovery import recover_run
 
 ME, A, B, C = (letter * 32 for letter in (b"0", b"a", b"b", b"c"))
 SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, steps=20), 4, None)

@@ -7,9 +7,9 @@ import pytest
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.planning import rank_order
-from gridtrain_coordinator.membership.link_failures import FAILURES_BEFORE_AVOIDING
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run.events import DialBackResult, Effect, MessageReceived, RunPhase, Send
+from gridtrain_coordinator.run.link_failures import FAILURES_BEFORE_AVOIDING
 from gridtrain_coordinator.run.link_reports import LinkReports
 from gridtrain_coordinator.run.registry import AVOIDED_PAIR_RTT_S
 

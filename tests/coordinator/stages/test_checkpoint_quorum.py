@@ -8,8 +8,8 @@ from staged_run import StagedRun
 
 from gridtrain.core import messages as m
 from gridtrain.core.commit.verdict import Outcome
-from gridtrain_coordinator.membership.journal_recovery import recover_run
 from gridtrain_coordinator.run.events import JournalEntry, RunPhase
+from gridtrain_coordinator.run.journal_recovery import recover_run
 from gridtrain_coordinator.stages.checkpoint_quorum import MAX_CONFIRMED, CheckpointQuorum, ReporterMajority
 from gridtrain_coordinator.stages.whole_state import find_restart_point, latest_whole_state
 

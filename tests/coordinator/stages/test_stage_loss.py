@@ -10,9 +10,9 @@ from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
 from gridtrain.core.commit.two_phase_commit import extend_history
 from gridtrain.core.commit.verdict import Outcome, decide_outcome
-from gridtrain_coordinator.membership.journal_recovery import recover_run
 from gridtrain_coordinator.run.divergence import DivergenceDetector
 from gridtrain_coordinator.run.events import DialBackResult, JournalEntry, RecordViolation, RunPhase, Send
+from gridtrain_coordinator.run.journal_recovery import recover_run
 from gridtrain_coordinator.stages.whole_state import find_restart_point, latest_whole_state
 
 A, B, C, D, E = (letter * 32 for letter in (b"a", b"b", b"c", b"d", b"e"))

@@ -16,8 +16,8 @@ from gridtrain.core.stages.rank_placement import StateLocations
 from gridtrain.core.stages.repartition import uncovered_spans
 from gridtrain.core.stages.stage_cost import Card
 from gridtrain.errors import ConfigError
-from gridtrain_coordinator.membership.journal_recovery import generation_entry, recover_run
 from gridtrain_coordinator.run.events import JournalEntry, RunPhase, Send
+from gridtrain_coordinator.run.journal_recovery import generation_entry, recover_run
 
 A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
 

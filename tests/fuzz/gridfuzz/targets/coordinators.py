@@ -21,9 +21,9 @@ from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
 from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY, extend_history
 from gridtrain.network.wire.codec import encode as to_frames
-from gridtrain_coordinator.membership.journal_recovery import recover_run
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run import events as io
+from gridtrain_coordinator.run.journal_recovery import recover_run
 
 KEYS = tuple(bytes([letter]) * 32 for letter in b"abcde")
 COORDINATOR, STRANGER = b"C" * 32, b"s" * 32
@@ -324,7 +324,7 @@ TARGETS = (
             *(
                 "gridtrain.core.commit.verdict",
                 "gridtrain.core.commit.data_ledger",
-                "gridtrain_coordinator.membership.journal_recovery",
+                "gridtrain_coordinator.run.journal_recovery",
             ),
         ),
         max_bytes=600,

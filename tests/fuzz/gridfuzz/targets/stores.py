@@ -20,7 +20,7 @@ from gridtrain.core import messages as m
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.runtime.state_transfer.blobs import BLOCK_BYTES, BlobReceiver, split_blocks
 from gridtrain_coordinator.access import authorization
-from gridtrain_coordinator.membership.journal_recovery import generation_entry, recover_run
+from gridtrain_coordinator.run.journal_recovery import generation_entry, recover_run
 
 # -- journal ---------------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ TARGETS = (
         run_journal,
         valid_journal,
         (
-            "gridtrain_coordinator.membership.journal_recovery",
+            "gridtrain_coordinator.run.journal_recovery",
             "gridtrain_coordinator.access.authorization_rules",
         ),
         change_json,

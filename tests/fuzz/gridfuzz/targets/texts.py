@@ -12,7 +12,7 @@ from gridtrain.cli.status import render
 from gridtrain.core.group import invitation
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.runtime.client.coordinator_client import MAX_TEXT, _parse_status, parse_coordinator_address
-from gridtrain.runtime.worker_naming import state_directory
+from gridtrain.runtime.client.worker_naming import state_directory
 from gridtrain_coordinator.run import route_table
 
 # -- status: input is the payload of StatusReply --------------------------------------------------

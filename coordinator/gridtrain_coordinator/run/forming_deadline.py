@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import math
 
-"""In a beat's figures: what this member lacks of a state of which something has come.  Absent: nothing."""
-
 MAX_FORMING_S = 900.0
 """So long a generation may take to form, whatever progress its newcomers show, beside the bytes' time."""
 

@@ -13,7 +13,9 @@ from typing import Any
 from gridtrain.core import messages as m
 from gridtrain.core.commit.ledger_record import ledger_entry, parse_ledger
 from gridtrain_coordinator.run.events import RunPhase
-from gridtrain_coordinator.stages.checkpoint_quorum import StateId
+
+StateId = tuple[int, bytes, m.LedgerState]
+"""Step, history, and the ledger with which the run goes on from there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.core.member.member import MemberCore
-from gridtrain_coordinator.membership import forming_deadline
 from gridtrain_coordinator.membership.membership import Membership
+from gridtrain_coordinator.run import forming_deadline
 from gridtrain_coordinator.run.events import (
     DialBackResult,
     Effect,

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from gridtrain.runtime.worker_naming import default_listen_address
+from gridtrain.runtime.client.worker_naming import default_listen_address
 
 WAYS = {"10.0.0.9": "10.0.0.5", "2001:db8::9": "2001:db8::5"}
 """The coordinator's address, and ours on the way to it."""

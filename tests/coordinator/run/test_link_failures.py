@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gridtrain_coordinator.membership.link_failures import FAILURES_BEFORE_AVOIDING, LinkFailures
+from gridtrain_coordinator.run.link_failures import FAILURES_BEFORE_AVOIDING, LinkFailures
 
 ROOT, *MEMBERS = (letter.encode() * 32 for letter in "rabcdefg")
 

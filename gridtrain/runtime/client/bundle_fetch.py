@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gridtrain.core.messages import BundleBlock, BundleRequest
+from gridtrain.core.messages import MAX_BUNDLE_BYTES, BundleBlock, BundleRequest
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.network.wire.schema import MAX_BLOCK_BYTES
 from gridtrain.runtime.client.coordinator_client import CoordinatorClient
-from gridtrain.tools.bundle import MAX_BUNDLE_BYTES
 
 MAX_UNEXPECTED_BLOCKS = 3
 """Answers to an earlier ask that was sent twice, over a connection that broke."""

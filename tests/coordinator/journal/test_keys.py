@@ -11,8 +11,8 @@ import pytest
 from gridtrain.errors import ConfigError, JournalError
 from gridtrain.network.transport.identity import Identity
 from gridtrain.runtime.client.endpoint_file import CONTACT_FILE, COORDINATOR_KEY, OPERATOR_KEY, EndpointFile
+from gridtrain_coordinator.journal.keys import operator_identity
 from gridtrain_coordinator.journal.store import JournalStore
-from gridtrain_coordinator.keys import operator_identity
 
 
 @pytest.fixture
