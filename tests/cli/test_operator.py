@@ -417,7 +417,7 @@ def test_a_file_system_without_locks_costs_no_time(desk: Desk, monkeypatch: pyte
 
     monkeypatch.setattr("gridtrain.runtime.client.operator_client.fcntl.flock", no_locks)
     monkeypatch.setattr(
-        "gridtrain.runtime.client.operator_client.LOOK_S", math.inf
+        "gridtrain.runtime.client.operator_client.POLL_INTERVAL_S", math.inf
     )  # it would wait for the whole time
     waited: list[float] = []
     monkeypatch.setattr("gridtrain.runtime.client.operator_client.time.sleep", waited.append)

@@ -226,7 +226,7 @@ class Client:
 
 
 def test_a_run_that_goes_on_brings_its_own_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gridtrain.cli.status.client_of", lambda invitation, run, state: Client())
+    monkeypatch.setattr("gridtrain.cli.status.client_for", lambda invitation, run, state: Client())
     found = figures("--coordinator", "gridtrain1:x", "--exchange", "gtopk,dense")
     assert set(found) == {("gtopk", 4), ("dense", 4)}
     assert found["dense", 4]["exchange_s"] > 2 * 3 / 4 * 8e6 / 1e6, "its thin line is in the ring"

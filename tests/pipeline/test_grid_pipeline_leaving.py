@@ -200,7 +200,7 @@ def test_what_a_leaver_has_not_sent_is_sent_by_its_replica(
             given[:] = [pipe.residual_state()["residual"].numpy().copy()]
             seen.owner.directive = REST
 
-    monkeypatch.setattr(StageResiduals, "absorb", absorb)
+    monkeypatch.setattr(StageResiduals, "add_residual", absorb)
     with Workers(tmp_path, 5, steps=15, exchange=SPARSE) as workers:
         workers.before, workers.after = before, after
         for name in ("anna", "bert", "clara", "dora", "emil"):
@@ -326,7 +326,7 @@ def test_a_donor_that_gives_another_state_is_put_out_and_nobody_trains_on_it(
             victims.extend(s.name for s in workers.seen.values() if s.stages[5] == 1)
             workers.kill(victims[0])
 
-    monkeypatch.setattr(StageCheckpointStore, "give", give)
+    monkeypatch.setattr(StageCheckpointStore, "read_for_peer", give)
     with Workers(tmp_path, 2, steps=10_000, checkpoint_every=5) as workers:
         workers.after = after
         workers.add("anna")

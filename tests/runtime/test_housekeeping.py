@@ -129,7 +129,7 @@ def test_most_turns_do_no_chores(busy: Any) -> None:
 def test_what_the_trainer_says_counts_in_the_next_turn(busy: Any, what: str) -> None:
     busy.play(0.02)
     driver, held = busy.driver, m.CheckpointInfo(1, b"h", m.LedgerState())
-    driver.meeting.stale, woken = False, busy.line.woken
+    driver.mailbox.stale, woken = False, busy.line.woken
     match what:
         case "command":
             driver.command(io.AbandonRound())
@@ -142,7 +142,7 @@ def test_what_the_trainer_says_counts_in_the_next_turn(busy: Any, what: str) -> 
             driver.disk.discarded(3)
         case "inherited":
             driver.residuals.take()
-    assert driver.meeting.stale, "the picture is looked at again, whatever comes over the line meanwhile"
+    assert driver.mailbox.stale, "the picture is looked at again, whatever comes over the line meanwhile"
     assert busy.line.woken == woken + 1
 
 
@@ -157,8 +157,8 @@ def test_who_waits_for_a_payload_is_woken_for_that_one(busy: Any, monkeypatch: p
         for channel in (sent, awaited):
             driver._do(io.CollectiveCompleted(channel, False))
 
-    monkeypatch.setattr(driver.meeting.changed, "wait", arrives)
-    monkeypatch.setattr(driver.meeting.changed, "notify_all", lambda: woken.append(frozenset(mine.completed)))
+    monkeypatch.setattr(driver.mailbox.changed, "wait", arrives)
+    monkeypatch.setattr(driver.mailbox.changed, "notify_all", lambda: woken.append(frozenset(mine.completed)))
     assert PipelineRound(driver.meeting, mine).wait(awaited)
     assert woken == [{sent, awaited}]
     assert PipelineRound(driver.meeting, mine).wait(sent, awaited), "they are there: nobody waits"
@@ -169,9 +169,9 @@ def test_a_bucket_that_is_sent_early_waits_for_no_chore(busy: Any, whole: bool) 
     """Nor does the backward that goes on beside it; the rest of the round changes the picture."""
     busy.play(0.02)
     driver = busy.driver
-    driver._chores_s, driver.meeting.stale = driver._chores_s + 1.0, False  # they are not due
-    (driver.meeting.bring if not whole else driver.command)(
+    driver._chores_s, driver.mailbox.stale = driver._chores_s + 1.0, False  # they are not due
+    (driver.mailbox.bring if not whole else driver.command)(
         io.SubmitRound(m.RoundId(1, 1, 0, 0), {}, is_complete=whole)
     )
     driver._turn()
-    assert driver.meeting.stale == whole
+    assert driver.mailbox.stale == whole

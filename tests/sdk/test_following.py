@@ -106,7 +106,7 @@ def run(
         return image_of(applied, *parts)
 
     with pytest.MonkeyPatch.context() as patched, new_group(workers=workers, deadlines=deadlines) as group:
-        patched.setattr(state_snapshot.StateSnapshot, "of", later)
+        patched.setattr(state_snapshot.StateSnapshot, "build", later)
         for _ in range(workers):
             group.start(lambda grid, _: train(grid, exchange, stage, late=False, **options))
         assert stage.warm.wait(WITHIN_S)
@@ -178,8 +178,8 @@ def test_without_an_image_it_enters_as_ever(new_group: Any, monkeypatch: pytest.
     def fails(*_: Any) -> Any:
         raise MemoryError("no room for a second copy")
 
-    monkeypatch.setattr(state_snapshot.StateSnapshot, "of", fails)
-    monkeypatch.setattr(catch_up, "STUCK_S", 1.0)
+    monkeypatch.setattr(state_snapshot.StateSnapshot, "build", fails)
+    monkeypatch.setattr(catch_up, "NO_PROGRESS_TIMEOUT_S", 1.0)
     results, events = run(new_group, EXCHANGES[0], width=1000, deadlines=replace(BRISK, ready_s=4.0))
     assert equal(results) >= 15
     assert any(event["event"] == "not_following" for event in events)

@@ -180,7 +180,7 @@ def test_an_heir_that_leaves_before_it_counts_hands_it_on(
             heir_known.set()
         return whole
 
-    monkeypatch.setattr(residual_pieces.IncomingResiduals, "take", taking)
+    monkeypatch.setattr(residual_pieces.IncomingResiduals, "receive_piece", taking)
 
     def heir_goes(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:
         return heir_known.wait(WITHIN_S) and grid._session._io_loop.residuals.incoming is heir[0]
@@ -223,7 +223,7 @@ def test_where_the_budget_is_too_small_the_largest_go_and_the_rest_is_told(
     chosen = []
     choose = residual_pieces.select_entries
     monkeypatch.setattr(
-        residual_pieces, "choose", lambda r, _, p: chosen.append(choose(r, 60, p)) or chosen[0]
+        residual_pieces, "select_entries", lambda r, _, p: chosen.append(choose(r, 60, p)) or chosen[0]
     )
     books = Books()
     with new_group(workers=2, deadlines=QUICK) as group:
@@ -263,7 +263,7 @@ def test_what_the_choice_takes_is_not_the_heirs_time(
         passed_s[0] += 60.0
         return choose(*args)
 
-    monkeypatch.setattr(residual_pieces, "choose", slowly)
+    monkeypatch.setattr(residual_pieces, "select_entries", slowly)
     monkeypatch.setattr(residual_departure, "time", SimpleNamespace(monotonic=lambda: now_s() + passed_s[0]))
     books = Books()
     with new_group(workers=2, deadlines=QUICK) as group:
@@ -413,8 +413,8 @@ def test_ctrl_c_on_the_way_into_a_round_leaves_everything_with_the_worker(
             raise KeyboardInterrupt
         return collective(self, *args)
 
-    monkeypatch.setattr(gridtrain.GridOptimizer, "surrender", surrendering)
-    monkeypatch.setattr(ButterflyBuffer, "collective", interrupted)
+    monkeypatch.setattr(gridtrain.GridOptimizer, "take_residual", surrendering)
+    monkeypatch.setattr(ButterflyBuffer, "make_collective", interrupted)
 
     def train(grid: gridtrain.Grid, number: int) -> None:
         model = nn.Linear(WIDE, 1, bias=False)

@@ -157,7 +157,7 @@ def test_it_is_fetched_once(
     job = Job((), invitation, accept=digest)
     assert supervise(job) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(bundle_consent, "fetch", lambda *_: pytest.fail("it is kept"))
+        patch.setattr(bundle_consent, "fetch_bundle", lambda *_: pytest.fail("it is kept"))
         assert supervise(job) == 0
     (folder_of(state, invitation, digest).parent / "bundle.tar").write_bytes(b"damaged")
     assert supervise(job) == 0, "fetched anew"

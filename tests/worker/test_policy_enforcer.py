@@ -303,7 +303,7 @@ def test_rules_that_nobody_keeps_any_more_are_no_secret(
     monkeypatch.setattr(threading, "excepthook", lambda told: None)
     warden = make()
     warden.raise_fault()
-    monkeypatch.setattr(warden, "_look", lambda: 1 // 0)
+    monkeypatch.setattr(warden, "_decide", lambda: 1 // 0)
     until(lambda: not warden._thread.is_alive())
     with pytest.raises(RuntimeError, match="rules are not kept any more"):
         warden.raise_fault()

@@ -60,7 +60,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ma
     utmp.touch()
     monkeypatch.setattr(module, "UTMP", utmp)
     monkeypatch.setattr(module, "_sees_all_processes", lambda: True)
-    monkeypatch.setattr(module, "_said", lambda *command: None)
+    monkeypatch.setattr(module, "_command_output", lambda *command: None)
     monkeypatch.setattr(module.sys, "platform", "linux")
 
     def made(card: Card | None = None, users: tuple[str, ...] = ()) -> MachineSensors:
@@ -141,7 +141,7 @@ def test_where_nobody_lists_who_is_there_the_sensor_is_absent(
     found = machine()
     assert "neither a desktop session nor a terminal tells" in found.read((), ("idle",)).why_absent("idle")
     sessions = {"list-sessions": "3 1000 anna - pts/0\n", "show-session": f"Type=tty\nTTY={terminal}\n"}
-    monkeypatch.setattr(module, "_said", lambda *command: sessions[command[1]])
+    monkeypatch.setattr(module, "_command_output", lambda *command: sessions[command[1]])
     idle_s = machine().read((), ("idle",)).idle_s
     assert idle_s is not None and 55 < idle_s < 600, "systemd knows the terminal"
 
@@ -166,7 +166,7 @@ def test_systemd_knows_who_has_logged_in_where_no_list_exists(
     """A machine of that kind at which nobody sits trains, after its start as well."""
     monkeypatch.setattr(module, "UTMP", tmp_path / "none")
     told = {"list-sessions": listed, "show-session": shown}
-    monkeypatch.setattr(module, "_said", lambda *command: told[command[1]])
+    monkeypatch.setattr(module, "_command_output", lambda *command: told[command[1]])
     assert machine().read((), ("idle",)).idle_s == idle_s
 
 
@@ -174,8 +174,8 @@ def test_somebody_at_a_desktop_that_says_nothing_may_be_there(
     machine: Callable[..., MachineSensors], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert machine(users=(":0",)).read((), ("idle",)).why_absent("idle")
-    monkeypatch.setattr(module, "_said", lambda *command: "")
+    monkeypatch.setattr(module, "_command_output", lambda *command: "")
     assert machine(users=(":0",)).read((), ("idle",)).why_absent("idle"), "systemd does not know of it"
     told = {"list-sessions": "2 1000 anna seat0\n", "show-session": "Type=x11\nIdleHint=no\nTTY=\n"}
-    monkeypatch.setattr(module, "_said", lambda *command: told[command[1]])
+    monkeypatch.setattr(module, "_command_output", lambda *command: told[command[1]])
     assert machine(users=(":0",)).read((), ("idle",)).idle_s == 0.0, "and there it says something"

@@ -185,7 +185,7 @@ def test_quick_warns_of_kept_figures_that_guard_nothing(
     kept = tmp_path / "quick.json"
     figures = {name: {"ratio": 10.0, "tolerance": 0.25} for name in ("select_ns", "encode_ns", "merge_ns")}
     kept.write_text(json.dumps({"figures": figures}))
-    monkeypatch.setattr(quick, "FRAME_HISTORY", kept)
+    monkeypatch.setattr(quick, "KEPT", kept)
     now = {"select_ns": 7.9, "encode_ns": 8.1, "merge_ns": 10.0}
     monkeypatch.setattr(quick, "measured", lambda say: (now, {}))
     assert quick.main(keep=False, command="python -m bench quick", date="") == 0

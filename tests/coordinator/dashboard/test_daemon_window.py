@@ -122,7 +122,7 @@ def test_who_has_gone_is_not_answered_and_nothing_is_done() -> None:
 def test_without_the_extra_the_run_goes_on_unless_it_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(startup, "missing", lambda: ["starlette", "uvicorn"])
+    monkeypatch.setattr(startup, "missing_packages", lambda: ["starlette", "uvicorn"])
     found = startup.open_dashboard(DashboardAddress(), tmp_path, lambda *line: None)
     assert found.service is None
     (line,) = found.startup_lines(is_terminal=True)

@@ -131,7 +131,7 @@ def test_so_many_pages_and_no_more(running: Running) -> None:
 
 
 def test_a_page_that_does_not_read_holds_nobody_up(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gridtrain_coordinator.dashboard.event_stream.STUCK_S", 0.5)
+    monkeypatch.setattr("gridtrain_coordinator.dashboard.event_stream.SEND_TIMEOUT_S", 0.5)
     _, picture, _ = next(Run(300).pictures(1))
     running.service.publish(picture)
     until(lambda: running.get("/api/v1/run")[0] == 200, "the first picture", WITHIN_S)
@@ -200,7 +200,7 @@ def test_its_own_fault_is_a_line_in_the_log(monkeypatch: pytest.MonkeyPatch) -> 
     def broken(*_: Any, **__: Any) -> None:
         raise ValueError("no")
 
-    monkeypatch.setattr(service, "application", broken)
+    monkeypatch.setattr(service, "create_app", broken)
     made = Running()
     try:
         until(lambda: made.logged, "a line", WITHIN_S)

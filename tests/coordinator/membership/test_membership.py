@@ -691,8 +691,8 @@ def test_shares_are_looked_at_once_in_a_beats_time(monkeypatch: pytest.MonkeyPat
     """With a global batch size: each look is at all of them."""
     looks: list[float] = []
     run = Run(A, B, C)
-    monkeypatch.setattr(run.core.run, "reference", replace(SETUP, global_batch_size=12))
-    monkeypatch.setattr(WorkerSpeeds, "worth", lambda *args: looks.append(run.now_s) or "")
+    monkeypatch.setattr(run.core.run, "definition", replace(SETUP, global_batch_size=12))
+    monkeypatch.setattr(WorkerSpeeds, "rebalance_reason", lambda *args: looks.append(run.now_s) or "")
     run.now_s += 100.0
     for sequence in range(10):
         for peer in (A, B, C):

@@ -72,7 +72,7 @@ def test_the_search_for_large_groups_is_good(
     kind: ExchangeKind, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Held against all orders where these can still be looked at."""
-    monkeypatch.setattr(rank_order_search, "MAX_EXACT_PEERS", 2)
+    monkeypatch.setattr(rank_order_search, "EXACT_MAX_PEERS", 2)
     network = uneven(random.Random(seed), 6)
     every_s = exhaustive(small(kind), network)
     found_s = every_s[best_order(small(kind), network, NO_CPU_COSTS, [0]).order]

@@ -128,8 +128,8 @@ def test_the_most_replicas_that_fit_are_found_in_few_cuts(monkeypatch: pytest.Mo
     run, asked = setup([5] * 8, 0, 4, 8), []
     peers = [bytes([n]) * 32 for n in range(256)]
     cards = {peer: Card(memory_bytes=80.0 if n < 40 else 20.0) for n, peer in enumerate(peers)}
-    cut = repartition.cutting.best_partition
-    monkeypatch.setattr(repartition.cutting, "cut", lambda *a, **k: asked.append(a) or cut(*a, **k))
+    cut = repartition.partition.best_partition
+    monkeypatch.setattr(repartition.partition, "best_partition", lambda *a, **k: asked.append(a) or cut(*a, **k))
     recut = device_assignment.assign_devices(run, peers, cards)
     assert set(peers[:40]) <= set(recut.members)
     needs = device_assignment.stage_bytes(run, recut.cuts)

@@ -241,7 +241,7 @@ def test_a_removed_member_that_floods_is_cut_for_good(zeromq_net):
 def test_the_gate_is_asked_for_each_message_and_not_more(zeromq_net, monkeypatch):
     anna, bert = zeromq_net.pair()
     asked = []
-    monkeypatch.setattr(bert.transport, "_gate", lambda key: asked.append(key) or ConnectionRole.MEMBER)
+    monkeypatch.setattr(bert.transport, "_access_policy", lambda key: asked.append(key) or ConnectionRole.MEMBER)
     for nonce in range(10):
         anna.transport.send(bert.key, Ping(nonce))
     zeromq_net.until(lambda: len(bert.got()) == 10, bert, anna)
@@ -316,7 +316,7 @@ READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
 def endless(net, mallory: bytes, monkeypatch, seconds):
     """8 MiB of one message that never ends, in ZMTP by hand, where 2 may be unread."""
     monkeypatch.setattr(listener, "MOST_UNREAD_BYTES", 2 * 2**20)
-    monkeypatch.setattr(listener, "LOOK_S", 0.02)
+    monkeypatch.setattr(listener, "CHECK_INTERVAL_S", 0.02)
     bert = net.add("bert")
     port = int(bert.transport.listen("tcp://127.0.0.1:0").rpartition(":")[2])
     (greeting,) = hello(mallory)

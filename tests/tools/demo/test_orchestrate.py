@@ -122,7 +122,7 @@ def test_silence_is_a_failure_not_a_hang(tmp_path: Path) -> None:
 def test_ctrl_c_leaves_nobody_behind_not_even_a_stubborn_grandchild(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gridtrain.tools.demo.orchestrator.GRACE_S", (0.2, 0.1))
+    monkeypatch.setattr("gridtrain.tools.demo.orchestrator.SHUTDOWN_TIMEOUTS_S", (0.2, 0.1))
     lifeline = Lifeline(tmp_path)
     ready = f"open({str(tmp_path / STEPS_FILE)!r}, 'w').write({record(1).to_line()!r})\n"
     deaf = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{lifeline.hold}{ready}{FOREVER}"
@@ -219,7 +219,7 @@ def test_the_workers_commands_are_those_that_a_user_would_type(
             asked.append((self.contact, uses, expires_s))
             return invitation
 
-    monkeypatch.setattr("gridtrain.tools.demo.orchestrator.Operator", Desk)
+    monkeypatch.setattr("gridtrain.tools.demo.orchestrator.OperatorClient", Desk)
     Identity.generate().write(tmp_path / OPERATOR_KEY)
     EndpointFile("tcp://127.0.0.1:7700", "tcp://127.0.0.1:7700", bytes(32), "default", True).write(tmp_path)
     workers = worker_commands(plan, "gtopk", 450, tmp_path)
