@@ -266,7 +266,11 @@ def test_a_peer_that_cannot_be_sent_to_is_lost_once() -> None:
     start = m.StartGeneration(1, 1)
     core = FakeCore({
         MessageReceived: [Send(BERT, start), Send(BERT, start), Send(ANNA, start)],
-        PeerDisconnected: [JournalEntry("generation", {"term": 1, "generation": 2}), Send(BERT, start), Send(ANNA, start)],
+        PeerDisconnected: [
+            JournalEntry("generation", {"term": 1, "generation": 2}),
+            Send(BERT, start),
+            Send(ANNA, start),
+        ],
     })  # fmt: skip
     transcript, _ = play(core, [Received(ANNA, JOIN, 80)], refuses=[BERT])
     assert core.heard == [MessageReceived(ANNA, JOIN), PeerDisconnected(BERT, "the queue of bert is full")]

@@ -159,9 +159,9 @@ def test_who_waits_for_a_payload_is_woken_for_that_one(busy: Any, monkeypatch: p
 
     monkeypatch.setattr(driver.mailbox.changed, "wait", arrives)
     monkeypatch.setattr(driver.mailbox.changed, "notify_all", lambda: woken.append(frozenset(mine.completed)))
-    assert PipelineRound(driver.meeting, mine).wait(awaited)
+    assert PipelineRound(driver.mailbox, mine).wait(awaited)
     assert woken == [{sent, awaited}]
-    assert PipelineRound(driver.meeting, mine).wait(sent, awaited), "they are there: nobody waits"
+    assert PipelineRound(driver.mailbox, mine).wait(sent, awaited), "they are there: nobody waits"
 
 
 @pytest.mark.parametrize("whole", [False, True])

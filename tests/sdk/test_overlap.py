@@ -71,7 +71,9 @@ def late_on(monkeypatch: pytest.MonkeyPatch, numbers: set[int]) -> None:
     true = GroupSession.predict_plan
     names = {f"worker-{number}" for number in numbers}
     monkeypatch.setattr(
-        GroupSession, "predict_plan", lambda self: None if threading.current_thread().name in names else true(self)
+        GroupSession,
+        "predict_plan",
+        lambda self: None if threading.current_thread().name in names else true(self),
     )
 
 

@@ -43,7 +43,9 @@ def early_takes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Backward and exchange take so long with overlap, 1 s without."""
     true = OverlapTrial.record_duration
     monkeypatch.setattr(
-        OverlapTrial, "record_duration", lambda self, plan, _: true(self, plan, seconds if self.early(plan) else 1.0)
+        OverlapTrial,
+        "record_duration",
+        lambda self, plan, _: true(self, plan, seconds if self.is_overlapped(plan) else 1.0),
     )
 
 

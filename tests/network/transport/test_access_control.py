@@ -241,7 +241,9 @@ def test_a_removed_member_that_floods_is_cut_for_good(zeromq_net):
 def test_the_gate_is_asked_for_each_message_and_not_more(zeromq_net, monkeypatch):
     anna, bert = zeromq_net.pair()
     asked = []
-    monkeypatch.setattr(bert.transport, "_access_policy", lambda key: asked.append(key) or ConnectionRole.MEMBER)
+    monkeypatch.setattr(
+        bert.transport, "_access_policy", lambda key: asked.append(key) or ConnectionRole.MEMBER
+    )
     for nonce in range(10):
         anna.transport.send(bert.key, Ping(nonce))
     zeromq_net.until(lambda: len(bert.got()) == 10, bert, anna)
