@@ -116,7 +116,7 @@ def test_who_sends_may_send_on_at_once(busy: Any) -> None:
 
 def test_most_turns_do_no_chores(busy: Any) -> None:
     chores = []
-    busy.driver._measuring._prober.done = chores.append
+    busy.driver._link_probe._round_trips.done = chores.append
     busy.play(1.0)
     assert (
         1.0 / (loop.HOUSEKEEPING_INTERVAL_S + 2 * BETWEEN_S) - 1
@@ -170,7 +170,7 @@ def test_a_bucket_that_is_sent_early_waits_for_no_chore(busy: Any, whole: bool) 
     busy.play(0.02)
     driver = busy.driver
     driver._chores_s, driver.mailbox.stale = driver._chores_s + 1.0, False  # they are not due
-    (driver.mailbox.bring if not whole else driver.command)(
+    (driver.mailbox.submit_payload if not whole else driver.command)(
         io.SubmitRound(m.RoundId(1, 1, 0, 0), {}, is_complete=whole)
     )
     driver._turn()

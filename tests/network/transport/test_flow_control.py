@@ -238,7 +238,7 @@ def test_a_new_connection_begins_with_a_full_window(pair):
     pair.hub.cut(anna.key, bert.key)
     pair.settle()
     assert [e for e in anna.events if isinstance(e, PeerDown)] and anna.transport.backlog_bytes(bert.key) == 0
-    pair.hub.heal(anna.key, bert.key)
+    pair.hub.reconnect(anna.key, bert.key)
     pair.settle()
     bert.finish()  # of the connection that is gone: makes no difference
     bert.events.clear()

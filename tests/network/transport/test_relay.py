@@ -161,9 +161,9 @@ def test_two_that_cannot_be_dialled_talk_through_a_third(world):
     assert bert.about(anna) == ["up anna", "Ping 1 from anna"]
     assert bytes(anna.got(Data)[0].payload) == b"payload"
     assert carl.story() == ["up anna", "up bert"], "what is relayed is no event for the relay's loop"
-    assert "Relay" in anna.transport.traffic.sent_bytes and "Data" not in anna.transport.traffic.sent_bytes
-    assert carl.transport.traffic.received_messages.keys() >= {"Relay"}
-    assert carl.transport.traffic.sent_messages.keys() >= {"Relayed"}
+    assert "RelayRequest" in anna.transport.traffic.sent_bytes and "Data" not in anna.transport.traffic.sent_bytes
+    assert carl.transport.traffic.received_messages.keys() >= {"RelayRequest"}
+    assert carl.transport.traffic.sent_messages.keys() >= {"RelayedMessage"}
 
 
 def test_the_relay_sees_no_plain_text(world):
@@ -213,7 +213,7 @@ def test_the_other_dials_late(world):
     carl.transport.listen("memory://carl")
     anna.transport.dial(carl.key, "memory://carl")
     anna.transport.dial(bert.key, relay_address(carl.key))
-    world.until(lambda: "RelayLost" in anna.transport.traffic.received_messages)
+    world.until(lambda: "RelayFailed" in anna.transport.traffic.received_messages)
     bert.transport.dial(carl.key, "memory://carl")
     bert.transport.dial(anna.key, relay_address(carl.key))
     world.until(lambda: anna.transport.connected(bert.key) and bert.transport.connected(anna.key))
@@ -226,7 +226,7 @@ def test_the_relay_dies_and_comes_back(world):
         world.hub.cut(party.key, carl.key)
     world.until(lambda: "down bert" in anna.story() and "down anna" in bert.story())
     for party in (anna, bert):
-        world.hub.heal(party.key, carl.key)
+        world.hub.reconnect(party.key, carl.key)
     world.until(lambda: anna.about(bert)[-1] == "up bert" and bert.about(anna)[-1] == "up anna")
     anna.transport.send(bert.key, Ping(5))
     world.until(lambda: bert.got(Ping))
@@ -272,13 +272,13 @@ def test_a_direct_connection_takes_the_place_of_a_relayed_one(world):
     bert.transport.listen("memory://bert")
     anna.transport.dial(bert.key, "memory://bert")
     world.until(lambda: len(anna.about(bert)) == 3 and len(bert.about(anna)) == 3)
-    before = anna.transport.traffic.sent_messages["Relay"]
+    before = anna.transport.traffic.sent_messages["RelayRequest"]
     anna.transport.send(bert.key, Ping(1))
     bert.transport.send(anna.key, Ping(2))
     world.until(lambda: bert.got(Ping) and anna.got(Ping))
     assert anna.about(bert) == ["up bert", "down bert", "up bert", "Ping 2 from bert"]
     assert bert.about(anna) == ["up anna", "down anna", "up anna", "Ping 1 from anna"]
-    assert anna.transport.traffic.sent_messages["Relay"] == before
+    assert anna.transport.traffic.sent_messages["RelayRequest"] == before
     world.hub.cut(anna.key, bert.key)  # bert still knows the way through carl, anna was told another
     world.until(lambda: bert.about(anna)[-1] == "down anna")
     anna.transport.dial(bert.key, relay_address(carl.key))
@@ -377,7 +377,7 @@ def test_refusals_are_few_however_many_messages_are_refused(world):
     for n in range(500):
         anna.transport.send(carl.key, RelayRequest(n.to_bytes(32, "big"), b""))
         anna.transport.send(carl.key, RelayRequest(bytes(32), b""))
-    world.until(lambda: carl.transport.traffic.received_messages.get("Relay") == 1000)
+    world.until(lambda: carl.transport.traffic.received_messages.get("RelayRequest") == 1000)
     world.turn()
     windows = 1 + (time.monotonic() - start_s) / relay_forwarder.REFUSAL_INTERVAL_S
     assert 0 < len(anna.got(RelayFailed)) <= relay_forwarder.MAX_REFUSALS * windows
@@ -601,8 +601,8 @@ def _ping_through(party: Party, other: Party) -> bool:
     [
         ([b"\xc1"], "no msgpack"),
         ([codec.encode(Hello(bytes(32), 1, "x"))[0]], "Hello came sealed"),
-        ([codec.encode(RelayFailed(bytes(32), "x"))[0]], "RelayLost came sealed"),
-        ([*codec.encode(RelayRequest(bytes(32), b"x"))], "Relay came sealed"),
+        ([codec.encode(RelayFailed(bytes(32), "x"))[0]], "RelayFailed came sealed"),
+        ([*codec.encode(RelayRequest(bytes(32), b"x"))], "RelayRequest came sealed"),
     ],
     ids=["garbage", "hello", "relay-lost", "relay"],
 )

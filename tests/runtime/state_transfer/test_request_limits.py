@@ -87,22 +87,22 @@ def test_what_was_asked_for_in_an_earlier_generation_is_not_owed() -> None:
     scene.view(5, A, B)
     scene.ask(B, 5)
     scene.ask(B, 5, K1)
-    assert scene.picture.wanted_state == (5, True) and scene.picture.wanted_kept == (5, K1)
+    assert scene.picture.requested_state == (5, True) and scene.picture.requested_checkpoint == (5, K1)
     scene.view(6, A, C)
-    assert scene.picture.wanted_state == (0, False) and scene.picture.wanted_kept is None
+    assert scene.picture.requested_state == (0, False) and scene.picture.requested_checkpoint is None
     scene.ask(C, 6, K2)
-    assert scene.picture.wanted_kept == (6, K2), "it waits behind nothing"
+    assert scene.picture.requested_checkpoint == (6, K2), "it waits behind nothing"
 
 
 def test_a_spare_owes_nobody_a_state_and_holds_none() -> None:
     scene = Scene()
     scene.view(5, A, B)
     scene.ask(B, 5)
-    assert scene.picture.wanted_state == (5, True)
+    assert scene.picture.requested_state == (5, True)
     scene.driver.giving._own.fill(5, [b"own", b"common"])
     scene.ask(C, 5)
     scene.say(m.StandbyNotice(1, 6, 9, b"h", LEDGER, "spare"))
-    assert scene.picture.wanted_state == (0, False)
+    assert scene.picture.requested_state == (0, False)
     assert scene.driver.giving._own._captured[1] == [] and not scene.driver.giving._own._queues
 
 
@@ -161,10 +161,10 @@ def test_a_checkpoint_that_cannot_be_read_blocks_no_other(monkeypatch: pytest.Mo
         lambda *kept: (given.append(kept), StateSender.supply_checkpoint(giving, *kept)),
     )
     for _ in range(2):
-        assert session._owes_kept(scene.picture)
-        session._give_kept(scene.picture)
+        assert session._must_send_checkpoint(scene.picture)
+        session._send_checkpoint(scene.picture)
     assert given == [(K1, 5, None), (K2, 5, [b"own", b"common"])]
-    assert scene.picture.wanted_kept is None
+    assert scene.picture.requested_checkpoint is None
 
 
 def test_what_others_need_of_its_memory_is_written_before_a_worker_goes() -> None:
@@ -186,7 +186,7 @@ def test_what_others_need_of_its_memory_is_written_before_a_worker_goes() -> Non
     session._replay = session._inherit = session._capture = session._copy = session._gave = None
     session._given_for, session._awaits_choice = (0, False), False
     with pytest.raises(WaitInterrupted):
-        session._wait_for_more(lambda _: True)
+        session._wait_for_event(lambda _: True)
     assert done == [K1]
 
 
