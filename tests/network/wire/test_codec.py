@@ -35,8 +35,8 @@ def _of(index: int, total: int, most: int) -> tuple[int, int]:
 # A drawn value that breaks its record's rule is put right.
 PUT_RIGHT: dict[type, Callable[[Any], Any]] = {
     m.Span: lambda s: m.Span(min(s.start, s.stop), max(s.start, s.stop)),
-    m.CheckpointInfo: lambda h: replace(h, blocks=_some(h.blocks)),
-    m.CheckpointRequest: lambda ask: replace(ask, blocks=_some(ask.blocks)),
+    m.CheckpointInfo: lambda h: replace(h, layers=_some(h.layers)),
+    m.CheckpointRequest: lambda ask: replace(ask, layers=_some(ask.layers)),
     m.Member: lambda one: replace(
         one,
         pieces=tuple((_some(blocks), rank) for blocks, rank in one.pieces),
@@ -187,7 +187,7 @@ SPEC = m.LedgerSpec(100, 0, epochs=1)
         ),
         pytest.param(
             m.MembershipView(1, 1, 1, m.Verdict.ABORT, None, 0, b"", m.LedgerState(requeued=LONG_SPANS), ""),
-            "header of View takes 77.* at most 65536",
+            "header of MembershipView takes 77.* at most 65536",
             id="header over 64 KiB",
         ),
         pytest.param(data("text"), "payload of Data is no contiguous buffer", id="payload is text"),
