@@ -240,7 +240,7 @@ def corpus() -> list[list[bytes]]:
     for record in schema.MESSAGES.values():
 
         @hypothesis.seed(0)
-        @settings(max_examples=8, database=None, phases=[hypothesis.CollectivePhase.generate])
+        @settings(max_examples=8, database=None, phases=[hypothesis.Phase.generate])
         @given(values_of(record))
         def collect(message: m.Message) -> None:
             found.append([bytes(frame) for frame in encode(message)])
