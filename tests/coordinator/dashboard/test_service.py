@@ -147,7 +147,7 @@ def test_a_page_that_does_not_read_holds_nobody_up(running: Running, monkeypatch
     def given_up() -> bool:
         running.service.publish(next(pictures)[1])
         next(events)  # the other page goes on hearing
-        return bool(stream.pages == 1)
+        return bool(stream.page_count == 1)
 
     until(given_up, "the stuck page is cut off", 60.0)
     reader.close()
