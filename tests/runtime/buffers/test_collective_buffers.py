@@ -278,4 +278,4 @@ def test_an_effect_of_another_core_is_our_bug(workspace, foreign):
 @pytest.mark.parametrize("workspace", [DenseRingBuffer(floats(1, 2), 3), gather(0, 3, {})])
 def test_a_workspace_made_for_other_ranks_is_our_bug(workspace):
     with pytest.raises(LocalProtocolError, match="collective of 4 ranks over a workspace made for 3"):
-        workspace.collective(0, 4, skip=False)
+        workspace.make_collective(0, 4, skip=False)
