@@ -232,7 +232,7 @@ class SimWorker:
                 self._progress += 1
                 self._workspaces[channel].apply(fill)
             case io.ComputeDigest(skip):
-                digest = b"" if skip else self._workspaces[m.Channel()].seal()
+                digest = b"" if skip else self._workspaces[m.Channel()].compute_digest()
                 flipped, self.flip_next = self.flip_next, False
                 return self._run_core(io.DigestComputed(digest + bytes([skip, flipped])))
             case io.ResolveRound(round_id, committed, skip, _):
@@ -396,7 +396,7 @@ class SimWorker:
         self._workspaces = self.trainer.prepare(round_id, seat, spans, skip)
         self.world.log.submissions.append(Submission(self.peer, round_id, spans))
         collectives = {
-            channel: workspace.collective(seat.rank, seat.world_size, skip)
+            channel: workspace.make_collective(seat.rank, seat.world_size, skip)
             for channel, workspace in self._workspaces.items()
         }
         self.handle(io.SubmitRound(round_id, collectives))
