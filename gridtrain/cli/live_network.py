@@ -74,7 +74,8 @@ class LiveNetwork:
 def network_from_status(picture: Mapping[str, Any]) -> LiveNetwork:
     """Raises `ConfigError`: nobody trains, or nothing is measured."""
     from gridtrain.core.messages import LedgerSpec, Setup
-    from gridtrain.core.planning.rank_order import LinkMeasurements, workload_of
+    from gridtrain.core.planning.exchange_facts import workload_of
+    from gridtrain.core.planning.rank_order import LinkMeasurements
 
     size, run = picture.get("world_size", 0), str(picture.get("run", "?"))
     links = picture.get("links", [])
