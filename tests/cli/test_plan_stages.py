@@ -141,7 +141,7 @@ def test_cards_lines_and_ways_to_run_count(layers: str) -> None:
 def test_what_does_not_fit_leaves_with_what_would(layers: str) -> None:
     done = run("--stages", "3", "--layers", layers, "--memory", "150MB")
     assert isinstance(done.exception, ConfigError)
-    assert "no cut of 8 layers into 3 stages fits" in str(done.exception)
+    assert "no partition of 8 layers into 3 stages fits" in str(done.exception)
     assert "stages, the further ones on cards of 150 MB" in str(done.exception)
     assert run("--stages", "3", "--layers", layers, "--memory", "200MB,300MB,200MB").exit_code == 0
 

@@ -7,8 +7,7 @@ travels in the MembershipView and is journalled with it.
                                         |                                                |
                 members compute, and wait before the exchange               they go on with the same gradient
 
-    later: links, speeds or members change --> another choice, where it makes steps `MIN_SPEEDUP` times as
-    fast
+    later: links, speeds or members change --> another choice, where steps get `MIN_SPEEDUP` times as fast
 
 The first batch of a worker takes longest (kernels are compiled), so the first choice may be dense where later
 ones are not: a dense step then costs little beside the computing.  A choice may change at any generation

@@ -134,8 +134,8 @@ def recommend_exchange(estimates: Sequence[ExchangeEstimate]) -> Recommendation:
                 f"{format_seconds(fastest.step_s)}, too little gained by leaving gradients out.",
             )
     text = (
-        f"Take {format_exchange(fastest)} with {size} workers: a step takes {format_seconds(fastest.step_s)}, "
-        f"{fastest.efficiency:.0%} of it computing"
+        f"Take {format_exchange(fastest)} with {size} workers: a step takes "
+        f"{format_seconds(fastest.step_s)}, {fastest.efficiency:.0%} of it computing"
     )
     others = sorted((each for each in estimates if each is not fastest), key=lambda each: each.step_s)
     if others:

@@ -1,8 +1,7 @@
 """Parse what the facts of a run say of its exchange; the only place where that text is read.
 
-    Setup.facts  ("model", "120576 parameters in 4 tensors")      --> parameter_count    120576
-                 ("exchange", "LocalSteps(every=8, exchange=..)") --> parse_exchange     Dense | TopK | GTopK
-                 | Auto
+    Setup.facts  ("model", "120576 parameters in 4 tensors") --> parameter_count    120576
+                 ("exchange", "LocalSteps(every=8, ...)")    --> parse_exchange     Dense, TopK, GTopK or Auto
 
 Behind it an exchange travels as one of the dataclasses of `gridtrain.config`.  Facts are compared for
 equality between workers, so their text never changes: `describe()` writes it and this module reads it.
@@ -11,7 +10,6 @@ equality between workers, so their text never changes: `describe()` writes it an
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from gridtrain.config import Auto, Dense, Exchange, GTopK, TopK
 from gridtrain.core.messages import Setup
@@ -90,5 +88,4 @@ def replace_exchange(setup: Setup, text: str, *, direct: bool) -> tuple[tuple[st
         named = text or given
         return named.replace(OPEN_DENSE, DIRECT_DENSE, 1) if direct else named
 
-    facts: Sequence[tuple[str, str]] = setup.facts
-    return tuple((name, shown(value) if name == "exchange" else value) for name, value in facts)
+    return tuple((name, shown(value) if name == "exchange" else value) for name, value in setup.facts)

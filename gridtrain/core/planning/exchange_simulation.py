@@ -1,7 +1,6 @@
 """Event-driven simulation of one exchange: its messages over the links of a network, in the order of events.
 
     needs handled --> [sender's CPU] --> links --alpha--> [download] --> [receiver's CPU: work] --> next
-    messages
 
 A member's CPU does one thing at a time while its links carry on.  With `host_cores` all members run on one
 machine and share that many cores, as in the lab.
