@@ -44,7 +44,7 @@ from gridtrain.core.collectives import allgather, butterfly, direct, ring, star,
 from gridtrain.core.commit import data_ledger
 from gridtrain.core.group.invitation import parse
 from gridtrain.core.messages import CheckpointInfo, Facts, LedgerSpec, Setup, Span
-from gridtrain.core.planning.dense_topology import DIRECT_DENSE
+from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
 from gridtrain.core.stages.stage_cost import Layer
 from gridtrain.errors import ConfigError, GridtrainError, JoinRefused, RemoteProtocolError
 from gridtrain.network.transport.fault_injection import Faults
