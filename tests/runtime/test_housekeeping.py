@@ -159,7 +159,9 @@ def test_who_waits_for_a_payload_is_woken_for_that_one(busy: Any, monkeypatch: p
             driver._execute_one(io.CollectiveCompleted(channel, False))
 
     monkeypatch.setattr(driver.mailbox.condition, "wait", arrives)
-    monkeypatch.setattr(driver.mailbox.condition, "notify_all", lambda: woken.append(frozenset(mine.completed)))
+    monkeypatch.setattr(
+        driver.mailbox.condition, "notify_all", lambda: woken.append(frozenset(mine.completed))
+    )
     assert PipelineRound(driver.mailbox, mine).wait(awaited)
     assert woken == [{sent, awaited}]
     assert PipelineRound(driver.mailbox, mine).wait(sent, awaited), "they are there: nobody waits"
