@@ -99,7 +99,8 @@ class AccessHandler:
         effects = self._apply_outcome(judgement, now_s)
         out = {peer for peer, _ in judgement.removed}
         if (judgement.is_counted or strike.accuser is None) and strike.peer not in out:
-            text = f"broke the protocol (strike {judgement.violation_count} of {VIOLATIONS_BEFORE_REMOVAL}): {strike.reason}"
+            count = f"violation {judgement.violation_count} of {VIOLATIONS_BEFORE_REMOVAL}"
+            text = f"broke the protocol ({count}): {strike.reason}"
             effects += self._remove(
                 strike.peer, "offence", text, "see that it runs an unchanged gridtrain", now_s
             )

@@ -274,7 +274,11 @@ def test_a_peer_that_cannot_be_sent_to_is_lost_once() -> None:
     })  # fmt: skip
     transcript, _ = play(core, [Received(ANNA, JOIN, 80)], refuses=[BERT])
     assert core.heard == [MessageReceived(ANNA, JOIN), PeerDisconnected(BERT, "the queue of bert is full")]
-    assert transcript == ["send StartGeneration to anna", "durable: generation", "send StartGeneration to anna"]
+    assert transcript == [
+        "send StartGeneration to anna",
+        "durable: generation",
+        "send StartGeneration to anna",
+    ]
 
 
 def test_the_loop_sleeps_until_the_cores_deadline_and_then_ticks() -> None:

@@ -156,7 +156,11 @@ def test_an_invitation_is_withdrawn() -> None:
     [(10_001, DAY_S, "bounds"), (1, 367 * DAY_S, "bounds"), (10_000, 366 * DAY_S, "")],
 )
 def test_bounds_of_an_invitation(uses: int, expires_s: float, code: str) -> None:
-    assert House().invite(uses=uses, expires_s=expires_s).startswith(f"Refused {code}" if code else "OperatorReply")
+    assert (
+        House()
+        .invite(uses=uses, expires_s=expires_s)
+        .startswith(f"Refused {code}" if code else "OperatorReply")
+    )
 
 
 def test_a_thousand_invitations_and_no_more_until_some_have_ended() -> None:
