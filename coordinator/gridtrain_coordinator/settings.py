@@ -44,7 +44,7 @@ def _dashboard(options: OptionValues) -> DashboardAddress | None:
     if text == options["dashboard"].option.off_word:
         return None
     return parse_address(
-        text, open_to_network=options.switch("dashboard_open"), named=options.texts("dashboard_hosts")
+        text, open_to_network=options.switch("dashboard_open"), allowed_hosts=options.texts("dashboard_hosts")
     )
 
 

@@ -1,7 +1,4 @@
-"""The board in Prometheus's words; `prometheus_client` writes and escapes them.
-
-Decides the names.  Counters begin anew with the coordinator, as everywhere in Prometheus.
-"""
+"""The dashboard's state as Prometheus metrics.  Counters start at zero with the coordinator."""
 
 from __future__ import annotations
 
@@ -58,8 +55,8 @@ class _BoardCollector(Collector):
         phase = GaugeMetricFamily(
             "gridtrain_phase", "1 for the phase that the run is in.", labels=["run", "phase"]
         )
-        for each in PHASES:
-            phase.add_metric([run["run"], each], float(run["phase"] == each))
+        for phase_name in PHASES:
+            phase.add_metric([run["run"], phase_name], float(run["phase"] == phase_name))
         yield phase
         states = GaugeMetricFamily("gridtrain_workers", "Workers by state.", labels=["state"])
         for state, count in run["workers"].items():
@@ -76,19 +73,19 @@ class _BoardCollector(Collector):
         yield from self._workers()
 
     def _workers(self) -> Iterator[Metric]:
-        here = [row for row in self._board.workers() if row["reach"] or row["rank"] is not None]
-        labels = [[row["name"], row["peer"][:12]] for row in here]
+        present = [row for row in self._board.workers() if row["reach"] or row["rank"] is not None]
+        labels = [[row["name"], row["peer"][:12]] for row in present]
         families: list[tuple[type[Any], dict[str, tuple[str, str]]]] = [
             (GaugeMetricFamily, OF_WORKER),
             (CounterMetricFamily, COUNTED),
         ]
         for family, names in families:
             for name, (metric, text) in names.items():
-                told = family(metric, text, labels=["worker", "peer"])
-                for label, row in zip(labels, here, strict=True):
+                metric_family = family(metric, text, labels=["worker", "peer"])
+                for label, row in zip(labels, present, strict=True):
                     if row[name] is not None:
-                        told.add_metric(label, row[name])
-                yield told
+                        metric_family.add_metric(label, row[name])
+                yield metric_family
 
 
 def exposition(board: Board) -> bytes:
