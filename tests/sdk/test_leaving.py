@@ -249,7 +249,9 @@ def test_an_heir_that_does_not_answer_costs_the_deadline_and_the_report(
         for _ in range(2):
             group.start(training(books, EXCHANGES[0], before_the_step))
         assert group.result(0) == STEPS
-    assert bool(books.open_sum().any()) == (kind == "ResidualBlock"), "an answer that was lost changes nothing"
+    assert bool(books.open_sum().any()) == (kind == "ResidualBlock"), (
+        "an answer that was lost changes nothing"
+    )
     assert "handed over: no answer within" in caplog.text
 
 

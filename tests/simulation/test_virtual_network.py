@@ -112,7 +112,7 @@ def test_a_partition_loses_what_is_sent_into_it(heal_at_s):
     network.call_at(0.1, lambda: network.partition(["a"], ["b", "c"]))
     network.call_at(0.15, lambda: network.send("a", "b", "lost"))
     network.call_at(0.15, lambda: network.send("b", "c", "same side"))
-    network.call_at(heal_at_s, network.reconnect)
+    network.call_at(heal_at_s, network.heal)
     network.call_at(1.0, lambda: network.send("c", "a", "again"))
     run(network)
     assert transcript == ["1.15 b -> c: same side", "2 c -> a: again"]
@@ -122,6 +122,6 @@ def test_a_partition_loses_what_is_in_flight():
     network, transcript = network_of("a", "b")
     network.send("a", "b", "in flight")
     network.call_at(0.5, lambda: network.partition(["a"], ["b"]))
-    network.call_at(2.0, network.reconnect)
+    network.call_at(2.0, network.heal)
     run(network)
     assert transcript == []

@@ -93,10 +93,13 @@ def test_no_micro_batch_is_larger_than_every_member_can_hold():
     steps = told(seats, 0.05, 0.0001)
     assert choose_micro_batches(steps, seats, ScheduleKind.FILL_DRAIN, 0.0).micro_batches < 8
     small = [
-        tuple(replace(f, max_micro_batch_samples=8.0 if rank == 5 else math.inf) for rank, f in enumerate(t)) for t in steps
+        tuple(replace(f, max_micro_batch_samples=8.0 if rank == 5 else math.inf) for rank, f in enumerate(t))
+        for t in steps
     ]
     assert choose_micro_batches(small, seats, ScheduleKind.FILL_DRAIN, 0.0).micro_batches == 8
-    tiny = [tuple(replace(f, max_micro_batch_samples=1.0) for f in t) for t in steps]  # less than what was tried: that did fit
+    tiny = [
+        tuple(replace(f, max_micro_batch_samples=1.0) for f in t) for t in steps
+    ]  # less than what was tried: that did fit
     assert choose_micro_batches(tiny, seats, ScheduleKind.FILL_DRAIN, 0.0).micro_batches == 16
 
 

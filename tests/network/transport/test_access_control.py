@@ -291,7 +291,7 @@ os.kill(os.getpid(), 9)
 VICTIM = """
 import subprocess, sys, time
 import zmq
-from gridtrain.network.transport import sockets
+from gridtrain.network.transport.zmq import sockets
 sockets.RECEIVE_MESSAGES = int(sys.argv[1])
 router = sockets.open_router(zmq.Context(), None)
 address = sockets.bind(router, "tcp://127.0.0.1:0")

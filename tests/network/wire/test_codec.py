@@ -166,7 +166,9 @@ SPEC = m.LedgerSpec(100, 0, epochs=1)
         pytest.param(m.Join("r", "a\x1b[2J", "tcp://h:1"), "Join.name is 5 bytes", id="terminal escape"),
         pytest.param(m.Join("r", "\ud800", "tcp://h:1"), "Join.name is str .* valid UTF-8", id="surrogate"),
         pytest.param(m.Join("r", "n", "é" * 65), "Join.address is 130 bytes", id="long in bytes"),
-        pytest.param(m.RunStateUpdate("asleep", ""), "RunStateUpdate.state is str 'asleep'", id="unknown state"),
+        pytest.param(
+            m.RunStateUpdate("asleep", ""), "RunStateUpdate.state is str 'asleep'", id="unknown state"
+        ),
         pytest.param(m.Decision(ROUND, 1, ""), "Decision.verdict is int 1", id="int for an enum"),  # type: ignore[arg-type]
         pytest.param(m.MemberListPage(1, 1, 2, 2, ()), "MemberListPage is page 2 of 2", id="page over pages"),
         pytest.param(m.StateBlock(1, 1, 3, 3, b""), "StateBlock is block 3 of 3", id="block over total"),

@@ -125,7 +125,11 @@ FIELDS = [
         header(11, [], [1, 0, 1, 1], 1, None, None, False, 1, [], None, 0, 0.0, b""),
         "a run with two ends",
     ),
-    refused("MemberListPage.members is 193 items,", header(35, 1, 1, 0, 1, [MEMBER] * 193), "193 members on a page"),
+    refused(
+        "MemberListPage.members is 193 items,",
+        header(35, 1, 1, 0, 1, [MEMBER] * 193),
+        "193 members on a page",
+    ),
     refused("MemberListPage is page 1 of 1", header(35, 1, 1, 1, 1, []), "page over pages"),
     refused("MemberListPage is page 0 of 257", header(35, 1, 1, 0, 257, []), "257 pages"),
     refused(

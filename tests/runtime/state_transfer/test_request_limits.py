@@ -69,16 +69,16 @@ class Scene:
         self.say(view)
 
     def ask(self, peer: m.PeerId, generation: int, kept: m.CheckpointInfo | None = None) -> None:
-        self.driver._do(io.SendState(peer, 1, generation, True, kept, 0, False))
+        self.driver._execute_one(io.SendState(peer, 1, generation, True, kept, 0, False))
 
     @property
     def picture(self) -> Any:
         """As the loop publishes it, once it has done what the trainer has brought."""
-        brought = self.driver.giving.brought()
-        self.driver._obey()
-        self.driver.giving.fill(brought, self.core.generation)
+        brought = self.driver.state_sender.take_supplied()
+        self.driver._run_commands()
+        self.driver.state_sender.store_supplied(brought, self.core.generation)
         self.driver._publish()
-        return self.driver.last
+        return self.driver.last_snapshot
 
 
 def test_what_was_asked_for_in_an_earlier_generation_is_not_owed() -> None:
@@ -140,7 +140,7 @@ def test_a_disk_that_is_full_is_told_to_the_core(full: bool) -> None:
     driver: Any = SimpleNamespace(disk=disk, wait=lambda *_: None, command=heard.append)
     session: Any = GroupSession.__new__(GroupSession)
     session._driver, session._disk = driver, Aside()
-    session._put_aside(K1)
+    session._save_now(K1)
     assert heard == [
         io.StageCheckpointsChanged((), K1) if full else io.StageCheckpointsChanged((written,), None)
     ]
@@ -154,7 +154,7 @@ def test_a_checkpoint_that_cannot_be_read_blocks_no_other(monkeypatch: pytest.Mo
     scene.ask(B, 5, K1)
     scene.ask(C, 5, K2)
     given: list[tuple[m.CheckpointInfo, int, Any]] = []
-    giving = scene.driver.giving
+    giving = scene.driver.state_sender
     monkeypatch.setattr(
         giving,
         "supply_checkpoint",
@@ -194,4 +194,4 @@ def test_who_has_given_its_batch_up_asks_nobody_for_a_mean() -> None:
     """The others are at a step that this worker does not take any more: they would wait for one another."""
     session: Any = GroupSession.__new__(GroupSession)
     session._gives_up = True
-    assert session.mean(2.5) == 2.5
+    assert session.average(2.5) == 2.5

@@ -82,4 +82,4 @@ def test_a_residual_that_comes_while_another_is_added_is_added_too(session_over:
     session._replay, session._has_begun = None, lambda picture: False
     session._inherit = lambda peer, entries: added.append(entries)
     picture = SimpleNamespace(offered_work=False, inherited=True)
-    assert session._do_chores(picture) and added == ["entries"]
+    assert session._serve_requests(picture) and added == ["entries"]
