@@ -81,14 +81,14 @@ class MembershipCore(Protocol):
     def tick(self, now_s: float) -> list[io.Effect]: ...
     def snapshot(self, now_s: float) -> dict[str, Any]: ...
     def introduce_pending_member(
-        self, guest: PeerId, most: int
+        self, pending: PeerId, most: int
     ) -> tuple[list[io.Effect], tuple[tuple[PeerId, str], ...]]: ...
 
 
 class DashboardPort(Protocol):
     """What the loop needs of the dashboard; none of it may block."""
 
-    def publish(self, picture: Mapping[str, Any]) -> None: ...
+    def publish(self, status: Mapping[str, Any]) -> None: ...
     def take_orders(self) -> Iterable[tuple[RemoveWorker | Unban, Future[OperatorReply | Refused]]]: ...
 
 
@@ -146,7 +146,7 @@ class Coordinator:
         self._real_clock = clock
         self._core_clock_lag_s = 0.0  # total time for which the core's clock was stopped
         self._disk_full: DiskFullMode | None = None
-        self._checkups = Checkups(lambda guest, most: membership.introduce_pending_member(guest, most))
+        self._checkups = Checkups(lambda pending, most: membership.introduce_pending_member(pending, most))
         self._connected: set[PeerId] = set()  # workers, without pending members and the operator
         self._backups = backups
         self._dashboard = dashboard
@@ -304,16 +304,16 @@ class Coordinator:
                 return [io.LogEvent("info", "denied", {"peer": peer.hex()[:12], "address": address})]
 
     def _handle_violation(self, peer: PeerId | None, reason: str, now_s: float) -> Sequence[io.Effect]:
-        guest = peer is not None and self._access.on_disconnected(peer)
+        is_pending = peer is not None and self._access.on_disconnected(peer)
         name = (
             "unknown, before the handshake"
             if peer is None
             else "a pending member"
-            if guest
+            if is_pending
             else peer.hex()[:12]
         )
         note = io.LogEvent("warning", "violation", {"peer": name, "reason": reason})
-        if peer is None or guest:
+        if peer is None or is_pending:
             return [note, *([io.Disconnect(peer)] if peer is not None else [])]
         return [note, *self._membership.handle(io.ProtocolViolation(peer, reason), now_s)]
 

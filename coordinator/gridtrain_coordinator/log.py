@@ -37,11 +37,11 @@ def to_both(one: Log, other: Log) -> Log:
 
 def log_to(stream: TextIO) -> Log:
     """Text if `stream` is a terminal, else JSON lines."""
-    line = _for_people if stream.isatty() else _for_machines
+    format_event = _for_people if stream.isatty() else _for_machines
 
     def log(level: str, event: str, fields: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):  # if the disk is full the line is lost, and the run goes on
-            stream.write(line(level, event, fields) + "\n")
+            stream.write(format_event(level, event, fields) + "\n")
             stream.flush()
 
     return log

@@ -188,10 +188,10 @@ class Authorization:
     def _exceeds_enrolment_rate(self, where: str, wall_s: float) -> bool:
         """Ignores times in the future, from before the wall clock was set back."""
         self._recent_enrolments = [
-            line for line in self._recent_enrolments if 0 <= wall_s - line[0] < rules.ENROL_WINDOW_S
+            entry for entry in self._recent_enrolments if 0 <= wall_s - entry[0] < rules.ENROL_WINDOW_S
         ]
         return (
-            rules.exceeds_enrolment_rate(sum(line[1] == where for line in self._recent_enrolments))
+            rules.exceeds_enrolment_rate(sum(entry[1] == where for entry in self._recent_enrolments))
             or len(self._recent_enrolments) >= rules.MAX_ENROLS
         )
 

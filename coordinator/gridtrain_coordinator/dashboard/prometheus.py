@@ -26,8 +26,8 @@ OF_WORKER = {
     "step": ("gridtrain_worker_step", "Latest step of the worker."),
     "rank": ("gridtrain_worker_rank", "Rank in the generation."),
     "share": ("gridtrain_worker_share_samples", "Samples of a step."),
-    "strikes": ("gridtrain_worker_strikes", "Strikes that count against it."),
-    "heard_s": ("gridtrain_worker_heard_seconds", "Seconds since it was heard."),
+    "strikes": ("gridtrain_worker_strikes", "Violations that count against it."),
+    "heard_s": ("gridtrain_worker_heard_seconds", "Seconds since its last message."),
     "computing_s": ("gridtrain_worker_computing_seconds", "Computing, of the latest step."),
     "selecting_s": ("gridtrain_worker_selecting_seconds", "Selecting, of the latest step."),
     "communicating_s": ("gridtrain_worker_communicating_seconds", "Communicating, of the latest step."),
@@ -66,7 +66,7 @@ class _BoardCollector(Collector):
         dense = "Bytes that a dense ring of float32 would have sent for the same steps."
         yield CounterMetricFamily("gridtrain_exchanged_bytes", sent, value=run["exchanged_bytes"])
         yield CounterMetricFamily("gridtrain_dense_bytes", dense, value=run["dense_bytes"])
-        events = CounterMetricFamily("gridtrain_events", "Lines of the coordinator's log.", labels=["event"])
+        events = CounterMetricFamily("gridtrain_events", "Events in the coordinator's log.", labels=["event"])
         for event, count in sorted(self._board.event_counts.items()):
             events.add_metric([event], count)
         yield events

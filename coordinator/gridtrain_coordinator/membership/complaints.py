@@ -3,7 +3,7 @@
     ConnectionLost     again and again ------------> the member that all broken connections share is dismissed
     RoundStalled       a round makes no progress --> a member that delays a step repeatedly is dismissed
     PeersUnreachable   cannot connect as planned --> another route in the next generation
-    ReplicaDigest      differs from most others ---> the member is notified, and gets the state anew
+    ReplicaDigest      differs from most others ---> the member is notified, and gets the state again
     ViolationReport    broke the protocol ---------> a violation, counted elsewhere
 
 One member's word against another's is never enough to dismiss either.
@@ -102,7 +102,7 @@ class Complaints:
         return effects
 
     def compare_digest(self, peer: m.PeerId, message: m.ReplicaDigest) -> list[Effect]:
-        """Compare the members' states; a member that differs from most of them gets the state anew."""
+        """Compare the members' states; a member that differs from most of them gets the state again."""
         run = self._run
         if not run.is_current(message.term, message.generation) or not run.view_change.is_idle:
             return []

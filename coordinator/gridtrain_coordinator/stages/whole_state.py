@@ -7,7 +7,7 @@
     dora, new        -         -         -           rollback to step 10: dora receives stage 2 from bert
 
 A state in memory counts only if it is that of the last committed step.  States are recorded by layers, so
-that a state of one partition serves another; in the picture a stage is one layer.
+that a state of one partition serves another; in this table a stage is one layer.
 """
 
 from __future__ import annotations
