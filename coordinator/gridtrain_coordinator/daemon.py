@@ -54,7 +54,7 @@ from gridtrain_coordinator.journal.store import JournalFull, JournalStore
 from gridtrain_coordinator.log import Log, silent
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run import events as io
-from gridtrain_coordinator.run.journal_recovery import recover_run
+from gridtrain_coordinator.run.journal_recovery import RecoveredRun, recover_run
 from gridtrain_coordinator.status_report import RateMeter, build_status, encode_status, redact_addresses
 
 SOFTWARE = f"gridtrain {__version__}"
@@ -90,6 +90,27 @@ class DashboardPort(Protocol):
 
     def publish(self, status: Mapping[str, Any]) -> None: ...
     def take_orders(self) -> Iterable[tuple[RemoveWorker | Unban, Future[OperatorReply | Refused]]]: ...
+
+
+def _recover(store: JournalStore, run: str) -> RecoveredRun:
+    """The run as the journal left it.  Raises `JournalError`."""
+    entries = [(entry.kind, entry.body) for entry in store.entries()]
+    runs = {body["run"] for kind, body in entries if kind == "term" and "run" in body}
+    if runs - {run}:
+        raise JournalError(
+            f'the journal is that of the run "{runs.pop()}", not "{run}"',
+            remedy="name another folder with --state, or the other run with --run",
+        )
+    try:
+        recovered = recover_run(entries)
+    except (KeyError, TypeError, ValueError) as error:
+        raise invalid_entry(error) from None
+    if recovered.is_finished:
+        raise JournalError(
+            f'the run "{run}" of this journal is finished',
+            remedy="start a new one: name another run with --run, or another folder with --state",
+        )
+    return recovered
 
 
 def invalid_entry(error: Exception) -> JournalError:
@@ -178,17 +199,7 @@ class Coordinator:
 
         Raises `JournalError` if the journal is that of another or a finished run, or holds invalid entries.
         """
-        entries = [(entry.kind, entry.body) for entry in store.entries()]
-        runs = {body["run"] for kind, body in entries if kind == "term" and "run" in body}
-        if runs - {run}:
-            raise JournalError(
-                f'the journal is that of the run "{runs.pop()}", not "{run}"',
-                remedy="name another folder with --state, or the other run with --run",
-            )
-        try:
-            recovered = recover_run(entries)
-        except (KeyError, TypeError, ValueError) as error:
-            raise invalid_entry(error) from None
+        recovered = _recover(store, run)
         deadlines = deadlines or Deadlines()
         membership = Membership(
             me=transport.me,
@@ -200,11 +211,6 @@ class Coordinator:
             recovered=recovered,
             plans=plans,
         )
-        if recovered.is_finished:
-            raise JournalError(
-                f'the run "{run}" of this journal is finished',
-                remedy="start a new one: name another run with --run, or another folder with --state",
-            )
         return cls(
             transport,
             store,

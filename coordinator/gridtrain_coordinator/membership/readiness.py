@@ -70,7 +70,6 @@ class Readiness:
         run = self._run
         assert run.view is not None
         run.view_change.reset()
-        run.record_start()
         size, step = len(run.member_order), run.view.applied + 1
         entry = run.enter_phase(RunPhase.TRAINING, f"{worker_count_text(size)} since step {step}")
         fields = {"generation": run.generation, "workers": size, "step": step}

@@ -1,7 +1,7 @@
 """What the coordinator knows of the run.  Pure: no sockets, threads, clocks or tensors.
 
 run_state          the shared state: registered workers, members, phase, with
-                   registry, view_change, model_partition
+                   registry, view_change, stage_bounds
 events             what `Membership` takes and returns
 generation_plan    measurements of workers and links --> rank order, exchange, shares; with
                    link_reports (which reports count), link_failures (connections that break)

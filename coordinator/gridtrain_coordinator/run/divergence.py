@@ -3,7 +3,7 @@
     every N steps   member --ReplicaDigest(step, digest of parameters, optimizer, settings)--> coordinator
     coordinator     once all digests of a step are here, or the next comparison has begun with most of them:
                     the largest group of equal digests is right, of equal groups that with the lowest rank
-                    --ReplicaDiverged(step)--> the other members, which get the state again in the next generation
+                    --ReplicaDiverged(step)--> the other members, which get the state again
 
 Equal updates do not prove equal models: memory may flip a bit, another kind of processor may round
 differently, a script may change what it holds.

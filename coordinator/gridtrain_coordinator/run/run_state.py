@@ -17,8 +17,8 @@ from gridtrain.core import messages as m
 from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain_coordinator.run.events import JournalEntry, RunPhase, Send
 from gridtrain_coordinator.run.journal_recovery import RecoveredRun
-from gridtrain_coordinator.run.model_partition import ModelPartition
 from gridtrain_coordinator.run.registry import Registry, Worker, worker_count_text
+from gridtrain_coordinator.run.stage_bounds import StageBounds
 from gridtrain_coordinator.run.view_change import ViewChange
 
 MAX_STEPS = 2**62
@@ -63,7 +63,7 @@ class RunState:
         self.workers = Registry()
         self.view: m.MembershipView | None = None
         self.view_change = ViewChange()
-        self.partition = ModelPartition()
+        self.partition = StageBounds()
         self.highest_step = 0
         self.has_started = False
         self.accepted_workers: set[m.PeerId] = set()
@@ -172,10 +172,6 @@ class RunState:
         self.partition.adopt(bounds)
         self._set_members(members)
 
-    def record_start(self) -> None:
-        """A generation trains."""
-        self.has_started = True
-
     def lose_model(self) -> None:
         """Nobody is left who holds the model."""
         self._set_members(())
@@ -212,6 +208,7 @@ class RunState:
     def enter_phase(self, phase: RunPhase, reason: str, **more: Any) -> JournalEntry:
         """Change the phase; returns the entry for the journal."""
         self.phase, self._reason = phase, reason
+        self.has_started = self.has_started or phase is RunPhase.TRAINING
         return self.phase_entry(phase, reason, **more)
 
     def term_entry(self) -> JournalEntry:

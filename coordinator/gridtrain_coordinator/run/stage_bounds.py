@@ -1,4 +1,4 @@
-"""How the model of a run is divided into stages."""
+"""Which layers of the model belong to which stage, in the current generation."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from gridtrain.core import messages as m
 from gridtrain.core.stages.repartition import defined_cuts
 
 
-class ModelPartition:
-    """The partition of the current generation; of a model that is not divided, one stage of one layer.
-
-    A partition is given by its bounds: the first layer of each stage, then the number of layers.
+class StageBounds:
+    """The first layer of each stage, then the number of layers; without stages, one stage of one layer.
 
     Attributes:
         recorded_bounds: as the generation's view names them; (): as the run is defined.
