@@ -62,8 +62,8 @@ from gridtrain.core.commit.attempts import RankAssignment
 from gridtrain.core.group import member_events as io
 from gridtrain.core.member.member import MemberCore
 from gridtrain.core.planning.batch_shares import SAMPLES_FIGURE, SECONDS_FIGURE
-from gridtrain.core.planning.dense_topology import DIRECT_DENSE
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
+from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
 from gridtrain.core.planning.network_model import LinkModel as LineLink
 from gridtrain.core.planning.network_model import NetworkModel as LineNetwork
 from gridtrain.core.planning.workload import ExchangeKind, Workload

@@ -89,7 +89,7 @@ def test_who_was_put_out_needs_a_new_invitation_and_is_told_so(
         with pytest.raises(JoinRefused, match=told):
             stack.enter_context(enroll(once, WITHIN_S))
     with pytest.raises(
-        JoinRefused, match=r"^this worker was put out of the run: too slow -> ask the run's owner"
+        JoinRefused, match=r"^this worker was removed from the run: too slow -> ask the run's owner"
     ):
         stack.enter_context(enroll(often, WITHIN_S))  # of before: no other key is made for it
     assert len(list(entry.identity.parent.glob("*.key"))) == 1
