@@ -317,7 +317,7 @@ class Pipeline(StageResiduals):
             round_.add(
                 {
                     channel: RoundPart(
-                        Subgroup(workspace.collective(replica, seats.replicas, attempt.skip), group),
+                        Subgroup(workspace.make_collective(replica, seats.replicas, attempt.skip), group),
                         workspace,
                     )
                     for channel, workspace in workspaces.items()
@@ -344,7 +344,7 @@ class Pipeline(StageResiduals):
         round_: PipelineRound,
     ) -> StageSummary:
         try:
-            parts = [b"" if skip else workspace.seal() for workspace in workspaces.values()]
+            parts = [b"" if skip else workspace.compute_digest() for workspace in workspaces.values()]
         except RemoteProtocolError as error:
             round_.fail(error.reason)
             raise LineBroken(error.reason) from error
@@ -501,7 +501,7 @@ class Pipeline(StageResiduals):
         if mine is None or mine.blocks != held.layers:
             return None
         feedback = mine.exchanger.feedback
-        self._set_aside = True
+        self._is_set_aside = True
         return CheckpointContent(
             held, facts, *self._pack_state(mine), {} if feedback is None else feedback.state()
         )
@@ -626,7 +626,7 @@ def _part_name(stage: int, stages: int) -> str:
 
 def _exchange_alone(workspace: Any, skip: bool) -> bool:
     """The exchange of a stage that has one replica, here and now; returns whether the step is skipped."""
-    for effect in workspace.collective(0, 1, skip).start(0.0):
+    for effect in workspace.make_collective(0, 1, skip).start(0.0):
         if isinstance(effect, CollectiveComplete):
             return effect.skip
         workspace.apply(effect)
