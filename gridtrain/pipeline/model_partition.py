@@ -203,7 +203,8 @@ def optimizer_state_copies(
     if name not in OPTIMIZER_STATE_COPIES:
         raise ConfigError(
             f"how much state {name} keeps is not known",
-            remedy=f"give optimizer= one of {', '.join(OPTIMIZER_STATE_COPIES)}, or how often its state holds the parameters",
+            remedy=f"give optimizer= one of {', '.join(OPTIMIZER_STATE_COPIES)}, or the size of its state as a "
+            "multiple of the parameters'",
         )
     return OPTIMIZER_STATE_COPIES[name]
 
