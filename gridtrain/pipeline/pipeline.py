@@ -267,7 +267,6 @@ class Pipeline:
         if layout.replicas == 1:
             skip = any([_exchange_alone(buffer, attempt.skip) for buffer in buffers.values()])
         else:
-<<<<<<< HEAD
             group = layout.stage_ranks(state.stage)
             parts = {
                 channel: RoundPart(
@@ -277,18 +276,6 @@ class Pipeline:
             }
             round_.add(parts)
             if not round_.wait(*buffers):
-=======
-            round_.add(
-                {
-                    channel: RoundPart(
-                        Subgroup(workspace.make_collective(replica, seats.replicas, attempt.skip), group),
-                        workspace,
-                    )
-                    for channel, workspace in workspaces.items()
-                }
-            )
-            if not round_.wait(*workspaces):
->>>>>>> main
                 raise LineBroken(round_.failure_reason)
             skip = any(round_.is_skipped(channel) for channel in buffers)
         digest = _NO_DIGEST if skip else self._update_digest(buffers, round_)
@@ -400,15 +387,9 @@ def _expected_payloads(stage: int, stages: int, micro_batches: int) -> ExpectedP
             yield stage + 1, schedule.gradients_channel(m)
 
 
-<<<<<<< HEAD
 def _exchange_alone(buffer: CollectiveBuffer, skip: bool) -> bool:
     """Run the exchange of a stage with one replica; returns whether the step is skipped."""
     for effect in buffer.make_collective(0, 1, skip).start(0.0):
-=======
-def _exchange_alone(workspace: Any, skip: bool) -> bool:
-    """The exchange of a stage that has one replica, here and now; returns whether the step is skipped."""
-    for effect in workspace.make_collective(0, 1, skip).start(0.0):
->>>>>>> main
         if isinstance(effect, CollectiveComplete):
             return effect.skip
         buffer.apply(effect)  # type: ignore[arg-type]

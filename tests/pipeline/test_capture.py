@@ -28,13 +28,9 @@ ASKED, ANOTHER, SPARE = (
 
 
 def asked() -> tuple[Any, Pipeline]:
-<<<<<<< HEAD
     session: Any = SimpleNamespace(
         snapshot=ASKED, resize_residual=lambda n: None, report_figures=lambda figures: None
     )
-=======
-    session: Any = SimpleNamespace(snapshot=ASKED, resize_residual=lambda n: None, note=lambda figures: None)
->>>>>>> main
     blocks = Blueprint(lambda: [nn.Linear(2, 2, bias=False) for _ in range(2)])
     staging = ModelStages(blocks, 2, cuts=None, device=torch.device("cpu"))
     options = PipelineOptions(stages=2, micro_batches=1, exchange=Dense(), loss=nn.MSELoss())
@@ -79,15 +75,10 @@ def test_where_the_run_stands_a_replica_may_be_gone_as_well(stage: MemberPhase) 
         defined=SimpleNamespace(whole=nn.Linear(1, 1)),
     )
     store: Any = SimpleNamespace(write_now=lambda blocks, snapshot: written.append(blocks) or True)
-<<<<<<< HEAD
     session: Any = SimpleNamespace(
         snapshot=picture, attach_state=lambda *_: None, attach_residual=lambda *_: None
     )
     state = StageModelState(session, held, CheckpointOptions(Path(), every=10, keep=2), 0)
     state._store = store
     state.rest(0)
-=======
-    session: Any = SimpleNamespace(snapshot=picture)
-    StageDeparture(session, pipe, store, (), True).rest(0)
->>>>>>> main
     assert written == ([] if stage is MemberPhase.RUNNING else [Span(0, 2)])
