@@ -197,7 +197,7 @@ class Blueprint:
                     )
                 if tensor.device.type != "meta":
                     raise ConfigError(
-                        f'"{name}" of {self._block_label(index)} is on {tensor.device}, where its values would be '
+                        f'"{name}" of {self._block_label(index)} is on {tensor.device}; its values would be '
                         "lost",
                         remedy='make the model with torch.device("meta"), or give the function that makes it',
                     )
@@ -205,10 +205,10 @@ class Blueprint:
                 for name, value in vars(module).items():
                     if isinstance(value, Tensor) and value.device.type == "meta":
                         raise ConfigError(
-                            f'"{f"{path}.{name}".lstrip(".")}" of {self._block_label(index)} is a tensor that '
-                            "is neither parameter nor buffer: no stage would have its values",
-                            remedy=f'use self.register_buffer("{name}", ..., persistent=False), with its values '
-                            "from init=; or make it in forward",
+                            f'"{f"{path}.{name}".lstrip(".")}" of {self._block_label(index)} is a tensor '
+                            "that is neither parameter nor buffer: no stage would have its values",
+                            remedy=f'use self.register_buffer("{name}", ..., persistent=False), with its '
+                            "values from init=; or make it in forward",
                         )
 
     def _refuse_lost_values(self, index: int) -> None:

@@ -3,7 +3,7 @@
 The layers run on torch's meta device, where tensors have shapes and dtypes and no values, so that a worker
 can do this for a model that does not fit its memory.
 
-    example input --layer 0-- | --layer 1-- | --layer 2--      each | is a TensorTreeSpec, equal on all workers
+    example input --layer 0-- | --layer 1-- | --layer 2--      each | is a TensorTreeSpec, equal on all
 
 Every layer runs with two numbers of samples; the difference is what one sample contributes.
 """

@@ -6,9 +6,10 @@
 
     split_at=["embed", "body.0", "body.1", "head"]:   input -> embed -> body.0 -> body.1 -> head -> output
 
-One value goes from block to block: a tensor, or tensors in tuples, lists and dicts.  Whether a forward is such a
-chain is tried on the meta device: each part must be called once, with the very tensors that the part before it
-returned.
+One value goes from block to block: a tensor, or tensors in tuples, lists and dicts.  Whether a forward is
+such a
+chain is tried on the meta device: each part must be called once, with the very tensors that the part before
+it returned.
 """
 
 from __future__ import annotations

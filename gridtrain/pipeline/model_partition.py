@@ -114,8 +114,8 @@ def partition(
         micro_batches: of a step; "auto": proposed from `batch_size`.
         schedule: "fill-drain" (GPipe) or "1f1b".
         rematerialise: stages store only inputs, and compute forward again before backward.
-        optimizer: of `OPTIMIZER_STATE_COPIES`, or a torch optimizer, or the size of its state as a multiple of the
-            parameters'.
+        optimizer: of `OPTIMIZER_STATE_COPIES`, or a torch optimizer, or the size of its state as a multiple
+            of the parameters'.
         extra_copies: further memory as a multiple of the parameters': a residual, a copy to send.
         memory_bytes: of each card, if `stages` is a number.
         network: of the stages, or (alpha in seconds, bandwidth in bytes per second) of all links between
@@ -205,8 +205,8 @@ def optimizer_state_copies(
     if name not in OPTIMIZER_STATE_COPIES:
         raise ConfigError(
             f"how much state {name} has is unknown",
-            remedy=f"give optimizer= one of {', '.join(OPTIMIZER_STATE_COPIES)}, or the size of its state as a "
-            "multiple of the parameters'",
+            remedy=f"give optimizer= one of {', '.join(OPTIMIZER_STATE_COPIES)}, or the size of its state "
+            "as a multiple of the parameters'",
         )
     return OPTIMIZER_STATE_COPIES[name]
 

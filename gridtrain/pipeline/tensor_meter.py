@@ -1,7 +1,7 @@
 """Counts the most bytes of tensors that a piece of work holds at one time, on any device.
 
-It counts the storages that torch creates while it is entered, until each is freed.  Memory inside of kernels, and
-an allocator's reserve, are not counted.
+It counts the storages that torch creates while it is entered, until each is freed.  Memory inside of kernels,
+and an allocator's reserve, are not counted.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def check_batch(name: str, tree: Any, samples: int) -> None:
         elif not isinstance(value, bool | int | float | str | None):
             raise ConfigError(
                 f"{name} has a {type(value).__name__}, which cannot be divided into micro-batches",
-                remedy="use tensors, numbers, strings and None, in tuples, lists and dicts: torch.as_tensor(...)",
+                remedy="use tensors, numbers, strings, None in tuples, lists, dicts: torch.as_tensor(...)",
             )
 
     map_tree(tree, check)
