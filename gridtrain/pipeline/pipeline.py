@@ -432,7 +432,7 @@ class Pipeline(StageResiduals):
             self._release_stage()  # its memory goes first
             self._state = StageState(stage, staging, self._make_optimizer, self._options)
             self._optimizer_handle.set_inner(self._state.inner)
-            self._session.resize_residual(self.residual_size)
+            self._session.tasks.resize_residual(self.residual_size)
         self._state.set_position(staging, stage)
         return self._state
 

@@ -251,9 +251,10 @@ class Grid:
         self._config = replace(config, listen=config.listen or default_listen_address(config.coordinator))
         self.resources = ExitStack()  # what is released when the grid is closed
         self._process = os.getpid()
-        self._session = GroupSession(transport, self._config, acquaintances)
+        self._turn_rollback = TurnRollback()
+        self._session = GroupSession(transport, self._config, acquaintances, self._turn_rollback.drop_turn)
         try:
-            self._session.start()
+            self._session.connection.start()
         except BaseException:
             self._session.close()
             transport.close()  # nobody has yet if the session's thread never ran
@@ -266,8 +267,6 @@ class Grid:
         self._pause_control = PauseController(
             self._session, NoAgent(), None, lambda upload_Bps, download_Bps: None
         )
-        self._turn_rollback = TurnRollback()
-        self._session.on_batch_dropped = self._turn_rollback.drop_turn
         self._batch_size = 0  # samples of a step that this worker asks for; 0: its part of the whole
         self._full_share = 0  # this worker's share of a full step, in samples
         self._pending_spans: deque[tuple[Span, ...]] = deque()  # of the turn: for the next calls of step()
@@ -324,11 +323,11 @@ class Grid:
     @property
     def traffic(self) -> dict[str, tuple[int, int]]:
         """Bytes (sent, received) by message type, counted on the socket with framing."""
-        return self._session.traffic
+        return self._session.connection.traffic
 
     def moved_bytes(self) -> int:
         """Sent and received so far, all in all; for any thread."""
-        return self._session.moved_bytes
+        return self._session.connection.moved_bytes
 
     # -- what a loop calls -------------------------------------------------------------------------
 
@@ -374,13 +373,13 @@ class Grid:
         self._optimizer, self._clip_norm = wrapped, clip_norm
         self._track_scalers()
         largest_bytes = largest_state_bytes(model)
-        self._session.attach_state(
+        self._session.tasks.attach_state(
             lambda seat, whole: wrapped.capture_state(whole), self._restore, largest_bytes
         )
         if self._pause_control.is_controlled:  # by an agent: others may ask how they compare
             self._session.report_figures({"float32_flops": float32_flops(model)})
-        self._session.attach_residual(wrapped.residual_size, self._add_residual)
-        self._session.attach_catch_up(
+        self._session.tasks.attach_residual(wrapped.residual_size, self._add_residual)
+        self._session.tasks.attach_catch_up(
             self._copy_state, wrapped.replay_update, largest_bytes, wrapped.flat_size
         )
         return wrapped
@@ -471,8 +470,8 @@ class Grid:
         pipe = Pipeline(staging, optimizer, options, self._session)
         self._optimizer, self._clip_norm, self._profile = pipe, clip_norm, profile
         self._memory_bytes = model_costs.training_memory_bytes(memory_bytes, staging.device)
-        self._session.attach_state(pipe.capture_state, self._restore, largest_state_bytes(pipe.model))
-        self._session.attach_residual(0, self._add_residual)  # `Pipeline` says how long it is
+        self._session.tasks.attach_state(pipe.capture_state, self._restore, largest_state_bytes(pipe.model))
+        self._session.tasks.attach_residual(0, self._add_residual)  # `Pipeline` says how long it is
         return pipe
 
     def batches(
@@ -839,13 +838,13 @@ class Grid:
             self._facts,
             every=parse_int("checkpoint_every", self._config.checkpoint_every),
             keep=parse_int("checkpoint_keep", self._config.checkpoint_keep),
-            told=self._session.report_checkpoints,
+            told=self._session.tasks.report_checkpoints,
             loaded=pipe.load,
             packed=lambda held: pipe.pack_aside(held, self._facts),
         )
         store.claim()
         self.resources.callback(store.release)
-        self._session.attach_stage_checkpoints(store)
+        self._session.tasks.attach_stage_checkpoints(store)
         keeps = parse_int("checkpoint_every", self._config.checkpoint_every) > 0
         self._stage_leaving = StageDeparture(self._session, pipe, store, self._facts, keeps)
         return store.stored_checkpoints()

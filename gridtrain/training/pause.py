@@ -64,8 +64,7 @@ class PauseController:
         self._is_returning = False
         self.has_missed_end = False
         if connect is not None:
-            session.should_interrupt = self._should_pause
-            session.set_budget_check(self._budget_exhausted)
+            session.connection.set_control(self._should_pause, self._budget_exhausted)
             self._apply_rates(owner.directive)
 
     @property
@@ -81,12 +80,12 @@ class PauseController:
     @property
     def remaining_bytes(self) -> int:
         """Of what this process may move; very much where there is no limit."""
-        left = self._agent.directive.most_bytes - self._session.moved_bytes
+        left = self._agent.directive.most_bytes - self._session.connection.moved_bytes
         return int(max(0.0, min(left, 1 << 60)))
 
     def begin_turn(self) -> None:
         """A step is about to be computed: learn what the last one cost, and obey what has changed."""
-        moved_bytes = self._session.moved_bytes
+        moved_bytes = self._session.connection.moved_bytes
         if self._turn_start_bytes is not None:
             self._max_step_bytes = max(self._max_step_bytes, moved_bytes - self._turn_start_bytes)
         self._turn_start_bytes, self._is_returning = moved_bytes, False
@@ -168,7 +167,7 @@ class PauseController:
         if wish.most_bytes == math.inf:
             return False
         needed_bytes = STEPS_AHEAD * self._max_step_bytes + CONTROL_RESERVE_BYTES
-        return self._session.moved_bytes + needed_bytes > wish.most_bytes
+        return self._session.connection.moved_bytes + needed_bytes > wish.most_bytes
 
     def _budget_exhausted(self) -> str:
         """In the loop's thread, which asks all the time: also while a state of gigabytes is taken over, or a
@@ -178,7 +177,7 @@ class PauseController:
         if wish.most_bytes == math.inf:
             return ""
         margin_bytes = max(CONTROL_RESERVE_BYTES, self._max_step_bytes) // 2
-        if self._session.moved_bytes + margin_bytes <= wish.most_bytes:
+        if self._session.connection.moved_bytes + margin_bytes <= wish.most_bytes:
             return ""
         self._agent.report(
             state=BUDGET_EXHAUSTED

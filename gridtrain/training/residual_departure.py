@@ -70,7 +70,9 @@ def transfer_residual(
     """
     patience_s = session.config.deadlines.handover_s
     until_s = time.monotonic() + patience_s
-    residual_N = wrapped.take_residual(lambda: session.resolve_last_round(until_s - time.monotonic()))
+    residual_N = wrapped.take_residual(
+        lambda: session.connection.resolve_last_round(until_s - time.monotonic())
+    )
     if residual_N is None and wrapped.residual_size:
         log.warning("this worker's residual is lost: its last step was cut off in the middle")
     residual_N = _merge_received(session, wrapped.residual_size, residual_N, until_s)
@@ -82,7 +84,9 @@ def transfer_residual(
     text = "nobody else is there"
     if chosen.entries and picture.world_size > 1 and not picture.is_finished:
         # To sort and to encode takes a while where there is much, and is no heir's fault.
-        taken, text = session.transfer_residual(residual_pieces.split_pieces(chosen.payload), patience_s)
+        taken, text = session.connection.transfer_residual(
+            residual_pieces.split_pieces(chosen.payload), patience_s
+        )
     share = chosen.magnitude_sum / chosen.total_magnitude_sum if taken else 0.0
     session.report_figures(
         {"handed_over_mass": chosen.magnitude_sum if taken else 0.0, "handed_over_share": share}
@@ -107,7 +111,7 @@ def _merge_received(
     """And what this worker has taken over from others, and not added to its own before it left."""
     if not residual_n:
         return residual_N
-    inherited, lost_mass = session.take_last_residuals(max(0.0, until_s - time.monotonic()))
+    inherited, lost_mass = session.connection.take_last_residuals(max(0.0, until_s - time.monotonic()))
     for peer, entries in inherited:
         residual_N = np.zeros(residual_n, np.float32) if residual_N is None else residual_N
         residual_N[entries.indices] += entries.values

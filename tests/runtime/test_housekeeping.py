@@ -1,4 +1,4 @@
-"""Payloads that come one after the other keep a worker's loop from nothing for longer than `CHORES_S`."""
+"""A stream of payloads delays nothing else in the I/O loop by more than `HOUSEKEEPING_INTERVAL_S`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from gridtrain.core.group import member_events as io
 from gridtrain.network.transport.interface import Received, TrafficCounters
 from gridtrain.network.transport.peer_allowlist import PeerAllowlist
 from gridtrain.runtime import io_loop as loop
+from gridtrain.runtime.mailbox.worker_task import CaptureState
 from gridtrain.runtime.open_round import OpenRound, PipelineRound
 
 COORDINATOR, PEER = b"c" * 32, b"p" * 32
@@ -50,15 +51,16 @@ class Line:
     def backlog_bytes(self, peer: m.PeerId) -> int:
         return 0
 
-    def done(self, peer: m.PeerId, nbytes: int) -> None:
+    def mark_processed(self, peer: m.PeerId, nbytes: int) -> None:
         self.credited[peer] = self.credited.get(peer, 0) + nbytes
 
 
 class Core:
     """Of a member in the middle of an exchange: when it beat, and how late its deadlines were."""
 
-    stage, term, generation, paused, synced, seat = io.MemberPhase.RUNNING, 1, 1, "", True, None
-    acquaintances = frozenset((COORDINATOR, PEER))
+    phase, term, generation, pause_reason, is_synced = io.MemberPhase.RUNNING, 1, 1, "", True
+    rank_assignment = None
+    known_peers = frozenset((COORDINATOR, PEER))
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.deadline_s = clock, clock.now_s + 0.5
@@ -76,7 +78,7 @@ class Core:
         self.deadline_s = now_s + 0.5
         return []
 
-    def held_bytes(self, peer: m.PeerId) -> int:
+    def early_bytes(self, peer: m.PeerId) -> int:
         return 0
 
 
@@ -93,7 +95,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> Any:
     def play(for_s: float) -> None:
         until_s = clock.now_s + for_s
         while clock.now_s < until_s:
-            driver._turn()
+            driver._run_once()
 
     return types.SimpleNamespace(driver=driver, core=core, line=line, play=play)
 
@@ -116,7 +118,7 @@ def test_who_sends_may_send_on_at_once(busy: Any) -> None:
 
 def test_most_turns_do_no_chores(busy: Any) -> None:
     chores = []
-    busy.driver._measuring._prober.done = chores.append
+    busy.driver._link_probe._round_trips.take_results = chores.append
     busy.play(1.0)
     assert (
         1.0 / (loop.HOUSEKEEPING_INTERVAL_S + 2 * BETWEEN_S) - 1
@@ -129,36 +131,37 @@ def test_most_turns_do_no_chores(busy: Any) -> None:
 def test_what_the_trainer_says_counts_in_the_next_turn(busy: Any, what: str) -> None:
     busy.play(0.02)
     driver, held = busy.driver, m.CheckpointInfo(1, b"h", m.LedgerState())
-    driver.mailbox.stale, woken = False, busy.line.woken
+    driver.mailbox.is_stale, woken = False, busy.line.woken
     match what:
         case "command":
-            driver.command(io.AbandonRound())
+            driver.mailbox.submit(io.AbandonRound())
         case "state":
-            driver.giving.give(1, [b""])
+            driver.state_sender.supply_state(CaptureState(1, False), [b""])
         case "aside":
-            driver.disk.aside = held
-            driver.disk.put_aside(held)
+            driver.checkpoint_requests.finish(io.SaveCheckpoint(held))
         case "discarded":
-            driver.disk.discarded(3)
+            driver.mailbox.finish_task(io.DiscardCheckpoints(3))
         case "inherited":
-            driver.residuals.take()
-    assert driver.mailbox.stale, "the picture is looked at again, whatever comes over the line meanwhile"
+            driver.residuals.take_confirmed()
+    assert driver.mailbox.is_stale, "the snapshot is looked at again, whatever comes over the line meanwhile"
     assert busy.line.woken == woken + 1
 
 
 def test_who_waits_for_a_payload_is_woken_for_that_one(busy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     driver, woken = busy.driver, []
-    mine = driver.rounds.current = OpenRound(m.RoundId(1, 1, 0, 0), {})
+    mine = driver.step_rounds.current = OpenRound(m.RoundId(1, 1, 0, 0), {})
     sent, awaited = m.Channel(index=1), m.Channel(index=2)
 
     def arrives(timeout_s: float) -> None:
         """In place of sleeping: what the loop's thread does meanwhile."""
         assert timeout_s > 0 and len(woken) < 5
         for channel in (sent, awaited):
-            driver._do(io.CollectiveCompleted(channel, False))
+            driver._execute_one(io.CollectiveCompleted(channel, False))
 
-    monkeypatch.setattr(driver.mailbox.changed, "wait", arrives)
-    monkeypatch.setattr(driver.mailbox.changed, "notify_all", lambda: woken.append(frozenset(mine.completed)))
+    monkeypatch.setattr(driver.mailbox.condition, "wait", arrives)
+    monkeypatch.setattr(
+        driver.mailbox.condition, "notify_all", lambda: woken.append(frozenset(mine.completed))
+    )
     assert PipelineRound(driver.mailbox, mine).wait(awaited)
     assert woken == [{sent, awaited}]
     assert PipelineRound(driver.mailbox, mine).wait(sent, awaited), "they are there: nobody waits"
@@ -166,12 +169,13 @@ def test_who_waits_for_a_payload_is_woken_for_that_one(busy: Any, monkeypatch: p
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_bucket_that_is_sent_early_waits_for_no_chore(busy: Any, whole: bool) -> None:
-    """Nor does the backward that goes on beside it; the rest of the round changes the picture."""
+    """Nor does the backward that goes on beside it; the rest of the round changes the snapshot."""
     busy.play(0.02)
     driver = busy.driver
-    driver._chores_s, driver.mailbox.stale = driver._chores_s + 1.0, False  # they are not due
-    (driver.mailbox.bring if not whole else driver.command)(
+    driver._housekeeping_s += 1.0  # it is not due
+    driver.mailbox.is_stale = driver._is_snapshot_due = False
+    (driver.mailbox.submit if whole else driver.mailbox.submit_payload)(
         io.SubmitRound(m.RoundId(1, 1, 0, 0), {}, is_complete=whole)
     )
-    driver._turn()
-    assert driver.mailbox.stale == whole
+    driver._run_once()
+    assert driver.mailbox.is_stale == whole

@@ -43,7 +43,7 @@ class Scene:
 
     def train(self, grid: gridtrain.Grid, number: int) -> tuple[int, int, str, float]:
         coordinator = self.group._transport.me
-        self.keys[number] = grid._session._io_loop._transport.me
+        self.keys[number] = grid._session.connection.loop._transport.me
         torch.manual_seed(number)
         model = nn.Linear(4, 1)
         inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -62,12 +62,12 @@ class Scene:
                     threading.Timer(0.5, self.heal, (coordinator,)).start()
             if len(self.cut) == 1 and grid.step == 25 and number == 0:
                 # With worker 1 or without it: the coordinator needs a moment to notice.
-                assert grid._session._io_loop.wait(lambda picture: picture.world_size == 2, WITHIN_S)
+                assert grid._session.connection.wait(lambda picture: picture.world_size == 2, WITHIN_S)
                 self.heal(coordinator)
                 self.healed.set()
             if grid.step == 40 and number == 0 and self.healed.is_set():
                 # Steps take a millisecond here: without this the run could end before anybody is back.
-                assert grid._session._io_loop.wait(lambda picture: picture.world_size == 3, WITHIN_S)
+                assert grid._session.connection.wait(lambda picture: picture.world_size == 3, WITHIN_S)
             ((model(x) - y) ** 2).mean().backward()
             optimizer.step()
             optimizer.zero_grad()

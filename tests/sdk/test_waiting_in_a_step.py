@@ -75,7 +75,7 @@ class Scene:
             step = grid.step
             if step == 6 and call == self.calls - 1 and not self.waits.is_set():
                 self.both.wait(WITHIN_S)
-                gone = grid._session._io_loop.wait(lambda p: p.open_round is None, WITHIN_S)
+                gone = grid._session.connection.wait(lambda p: p.open_round is None, WITHIN_S)
                 assert gone is not None
                 self.waits.set()
             if name == "worker-0":

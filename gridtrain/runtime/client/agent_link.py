@@ -1,7 +1,7 @@
 """What this machine's owner wants of the training script, as the agent beside it says.
 
-Decides nothing: rules and sensors are the agent's (`gridtrain_worker.training_policy`).  This is the script's end of
-a line between two processes of one user.
+Decides nothing: rules and sensors are the agent's (`gridtrain_worker.training_policy`).  This is the script's
+end of a line between two processes of one user.
 
     agent  -- {"run": false, "reason": "battery, until 22:00", "most_bytes": 5000000} -->  AgentLine.wish
            <-- {"state": "paused", "moved_bytes": 4711, "step": 12} ---------------------  tell

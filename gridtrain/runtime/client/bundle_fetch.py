@@ -1,7 +1,7 @@
 """Fetching the run's bundle from the coordinator, block by block.
 
-Decides when what came is what was announced, by size; what it holds is `gridtrain.tools.bundle`'s affair.  Keeps
-nothing on a disk.
+Decides when what came is what was announced, by size; what it holds is `gridtrain.tools.bundle`'s affair.
+Keeps nothing on a disk.
 """
 
 from __future__ import annotations

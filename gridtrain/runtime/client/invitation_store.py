@@ -54,7 +54,7 @@ class InvitationStore:
         """No other process of this machine chooses a key meanwhile."""
         try:
             make_private_folder(self._folder)
-            lock = open(self._folder / LOCK_FILE, "w")  # noqa: SIM115  closed below; what the caller raises is not ours
+            lock = open(self._folder / LOCK_FILE, "w")  # noqa: SIM115  closed below, outside of this try
         except OSError as error:
             raise ConfigError(
                 f"the folder of this machine's keys, {self._folder}, cannot be written to: {error.strerror}",

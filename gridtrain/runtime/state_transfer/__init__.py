@@ -1,1 +1,2 @@
-"""State on its way between peers: whole states, snapshots with update logs, checkpoints, residuals, bundles."""
+"""State on its way between peers: whole states, snapshots with update logs, checkpoints, residuals,
+bundles."""
