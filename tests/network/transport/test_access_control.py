@@ -203,7 +203,7 @@ def test_a_message_under_anothers_routing_id_is_nobodys(zeromq_net, besieger, id
     dealer, _ = besieger(bert, "mallory")
     dealer.send_multipart(hello(identity_of("mallory").public))
     zeromq_net.until(lambda: len(bert.of(PeerUp)) == 2, bert, anna)
-    links = bert.transport._entrance.links
+    links = bert.transport._listener.connections
     (annas,) = [link for link in links.values() if link.key == anna.key]
     (mallorys,) = [routing_id for routing_id, link in links.items() if link is not annas]
     links[mallorys] = annas  # as if mallory's connection had come to anna's place
@@ -291,7 +291,7 @@ os.kill(os.getpid(), 9)
 VICTIM = """
 import subprocess, sys, time
 import zmq
-from gridtrain.network.transport import sockets
+from gridtrain.network.transport.zmq import sockets
 sockets.RECEIVE_MESSAGES = int(sys.argv[1])
 router = sockets.open_router(zmq.Context(), None)
 address = sockets.bind(router, "tcp://127.0.0.1:0")
