@@ -67,7 +67,7 @@ class Wire:
 
 
 class Donor:
-    """A donor with an image of step 4 and the updates up to `latest`."""
+    """A state source with a snapshot of step 4 and the updates up to `latest`."""
 
     def __init__(self, latest: int = 11) -> None:
         self.donating = CatchUpSource(None, lambda call: call())
@@ -201,7 +201,7 @@ def test_a_donor_that_changes_a_block_is_found_out() -> None:
         following.handle_message(A, m.SnapshotBlock(4, 0, bytes(BLOCK_BYTES)), 0.0)
         return following
 
-    with pytest.raises(RemoteProtocolError, match="block 0 of the image of step 4"):
+    with pytest.raises(RemoteProtocolError, match="block 0 of the snapshot of step 4"):
         attack()
     with disable_defences("image-block"):
         assert attack()._snapshot.progress[0] == 1
