@@ -58,12 +58,10 @@ class GroupSession:
     Every method that waits raises `JoinRefused` when the coordinator has dismissed this worker, `RunPaused`
     when the run cannot go on, or whatever else ended the I/O thread.
 
-    Args:
-        on_batch_dropped: called when a batch is given up because this worker is needed elsewhere.
-
     Attributes:
         connection: to the group, over all pauses.
         tasks: what this worker does for the group while it waits.
+        on_batch_dropped: called when a batch is given up because this worker is needed elsewhere.
     """
 
     def __init__(
@@ -71,12 +69,11 @@ class GroupSession:
         transport: FlowControlTransport,
         config: JoinConfig,
         allowlist: PeerAllowlist,
-        on_batch_dropped: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
         self.connection = GroupConnection(transport, config, allowlist)
         self.tasks = self.connection.tasks
-        self._on_batch_dropped = on_batch_dropped
+        self.on_batch_dropped: Callable[[], None] = lambda: None
         self._joined: io.TrainerJoined | None = None
         self._is_standby_at_end = self._has_closed = False
         self._turn: WorkerSnapshot | None = None
@@ -162,7 +159,7 @@ class GroupSession:
 
     @property
     def is_standby_at_end(self) -> bool:
-        """The run has finished, and this worker held no stage then."""
+        """The run has finished, and this worker was not a member at its end."""
         return self._is_standby_at_end
 
     @property
@@ -198,7 +195,7 @@ class GroupSession:
     def _wait(
         self, interrupts: Callable[[WorkerSnapshot], bool], *, between_batches: bool
     ) -> WorkerSnapshot | None:
-        """Do tasks until a step is open or the run has ended; None: it ended, and this worker was a standby.
+        """Do tasks until a step is open or the run has ended; None: it ended, and this worker was not a member.
 
         Args:
             between_batches: tasks that replace the model are done; False: the wait ends where one is due.
@@ -231,7 +228,9 @@ class GroupSession:
                 elif is_over(snapshot):
                     return snapshot
         except JoinRefused as refused:
-            if not (self._is_pipeline and refused.code == "finished"):
+            # A whole model's worker may have been receiving the state; one that came later is refused.
+            was_running = self._loop.mailbox.snapshot.run_state[0] in ("waiting", "training", "paused")
+            if refused.code != "finished" or not (self._is_pipeline or was_running):
                 raise
             self._is_standby_at_end = True
             return None
@@ -296,7 +295,7 @@ class GroupSession:
             )
         except WaitInterrupted:
             self._is_dropping_batch, snapshot = True, None
-            self._on_batch_dropped()
+            self.on_batch_dropped()
         finally:
             self._is_awaiting_choice = False
         if snapshot is None or not self._is_turn_of(snapshot, step):

@@ -251,8 +251,7 @@ class Grid:
         self._config = replace(config, listen=config.listen or default_listen_address(config.coordinator))
         self.resources = ExitStack()  # what is released when the grid is closed
         self._process = os.getpid()
-        self._turn_rollback = TurnRollback()
-        self._session = GroupSession(transport, self._config, acquaintances, self._turn_rollback.drop_turn)
+        self._session = GroupSession(transport, self._config, acquaintances)
         try:
             self._session.connection.start()
         except BaseException:
@@ -267,6 +266,8 @@ class Grid:
         self._pause_control = PauseController(
             self._session, NoAgent(), None, lambda upload_Bps, download_Bps: None
         )
+        self._turn_rollback = TurnRollback()
+        self._session.on_batch_dropped = self._turn_rollback.drop_turn
         self._batch_size = 0  # samples of a step that this worker asks for; 0: its part of the whole
         self._full_share = 0  # this worker's share of a full step, in samples
         self._pending_spans: deque[tuple[Span, ...]] = deque()  # of the turn: for the next calls of step()

@@ -56,7 +56,7 @@ class Scene:
             batches += 1
             if grid.step == 10 and number == 1 and not self.away.is_set():
                 for other in self.cut:
-                    self.group.hub.cut(self.keys[other], coordinator)
+                    self.group.hub.disconnect(self.keys[other], coordinator)
                 self.away.set()
                 if len(self.cut) > 1:  # nobody gets on without the coordinator but by step 10's vote
                     threading.Timer(0.5, self.heal, (coordinator,)).start()
@@ -81,7 +81,7 @@ class Scene:
 
     def heal(self, coordinator: bytes) -> None:
         for other in self.cut:
-            self.group.hub.heal(self.keys[other], coordinator)
+            self.group.hub.reconnect(self.keys[other], coordinator)
 
 
 @pytest.mark.parametrize("cut", [(1,), (0, 1, 2)], ids=["one worker", "all workers"])
@@ -99,7 +99,7 @@ def test_a_broken_line_to_the_coordinator_costs_at_most_some_batches(
     assert steps == (STEPS, STEPS, STEPS)
     assert len(set(digests)) == 1
     assert len(set(rates)) == 1
-    assert ("that the others went on without it; it is back" in caplog.text) == (cut == (1,))
+    assert ("and the others continued without it; it is back" in caplog.text) == (cut == (1,))
     assert "the coordinator is away (" in caplog.text  # a sentence, for volunteers
     if cut == (1,):
         assert generation >= 3  # all, without worker 1, with it again
