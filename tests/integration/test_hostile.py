@@ -48,7 +48,7 @@ as it came, decrypted, and handed on."""
 
 PROVABLE = {
     "illegal": "only the coordinator may send it|which only others may send",
-    "garbage": "is no msgpack within the limits",
+    "garbage": "is not msgpack within the limits",
     "bad-indices": "sparse payload of [0-9]+ bytes",
     "held": "the largest of this run has|it sends far more than is read",
 }
