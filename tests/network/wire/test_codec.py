@@ -158,7 +158,9 @@ SPEC = m.LedgerSpec(100, 0, epochs=1)
             id="header over 64 KiB",
         ),
         pytest.param(data("text"), "payload of Data is not a contiguous buffer", id="payload is text"),
-        pytest.param(data(np.zeros((4, 4))[:, 0]), "payload of Data is not a contiguous", id="payload has gaps"),
+        pytest.param(
+            data(np.zeros((4, 4))[:, 0]), "payload of Data is not a contiguous", id="payload has gaps"
+        ),
         pytest.param(
             data(np.empty(MAX_PAYLOAD_BYTES + 1, np.uint8)), "takes 67108865 bytes", id="payload over 64 MiB"
         ),
