@@ -169,24 +169,24 @@ class MemoryHub:
         other = self.ports.get(address)
         if other is None or other.me != peer or other is dialler:
             return None
-        cut = frozenset((dialler.me, peer)) in self._disconnected
-        return None if cut or peer in self._hidden else other
+        is_disconnected = frozenset((dialler.me, peer)) in self._disconnected
+        return None if is_disconnected or peer in self._hidden else other
 
     def connect_locked(self, dialler: MemoryTransport, acceptor: MemoryTransport) -> bool:
         """Connect; False: an access policy does not admit the other end."""
         if not access_control.is_admitted(acceptor.access_policy, dialler.me):
             return False
-        guest = acceptor.access_policy(dialler.me) is ConnectionRole.PENDING_MEMBER
-        admitted = access_control.is_still_admitted(acceptor.access_policy, dialler.me, guest)
+        is_pending = acceptor.access_policy(dialler.me) is ConnectionRole.PENDING_MEMBER
+        admitted = access_control.is_still_admitted(acceptor.access_policy, dialler.me, is_pending)
         if not (admitted and access_control.is_still_admitted(dialler.access_policy, acceptor.me, False)):
             return False
         name = dialler.me
-        if guest:
+        if is_pending:
             name = access_control.pending_member_name(dialler.me, str(next(self._pending_numbers)).encode())
         link = MemoryConnection(dialler, acceptor, name)
         dialler.connection_made_locked(link, PeerUp(acceptor.me, acceptor.software))
-        guest_of = dialler.me if guest else None
-        acceptor.connection_made_locked(link, PeerUp(name, dialler.software, dialler.host, guest_of))
+        pending_key = dialler.me if is_pending else None
+        acceptor.connection_made_locked(link, PeerUp(name, dialler.software, dialler.host, pending_key))
         return True
 
     def deliver_locked(
@@ -304,8 +304,10 @@ class MemoryTransport:
             if self._connected_locked(peer) or self._revive_locked(peer):
                 return
             if address not in self._dialed or self._dialed[address].peer != peer:
-                kept = {other: dialled for other, dialled in self._dialed.items() if dialled.peer != peer}
-                self._dialed = {**kept, address: _DialedAddress(peer)}
+                remaining = {
+                    other: dialled for other, dialled in self._dialed.items() if dialled.peer != peer
+                }
+                self._dialed = {**remaining, address: _DialedAddress(peer)}
             self.connect_locked(time.monotonic())
 
     def reach(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
@@ -435,8 +437,8 @@ class MemoryTransport:
             self._hub.close_locked(older, "replaced by a newer connection of the same peer")
         self._connections[event.peer] = link
         self.post_locked(event)
-        guests = [link for link in self._connections.values() if link.acceptor is self and link.is_pending]
-        for surplus in guests[: max(0, len(guests) - access_control.MAX_PENDING_MEMBERS)]:
+        pending = [link for link in self._connections.values() if link.acceptor is self and link.is_pending]
+        for surplus in pending[: max(0, len(pending) - access_control.MAX_PENDING_MEMBERS)]:
             self._hub.close_locked(
                 surplus, f"more than {access_control.MAX_PENDING_MEMBERS} connections with invitations"
             )
@@ -508,8 +510,8 @@ class MemoryTransport:
 
     def _is_still_admitted_locked(self, link: MemoryConnection) -> bool:
         """Whether the other end may still send; if its key is not admitted, the connection is closed."""
-        guest = link.is_pending and link.acceptor is self
-        if not access_control.is_still_admitted(self.access_policy, link.other_end(self).me, guest):
+        is_pending = link.is_pending and link.acceptor is self
+        if not access_control.is_still_admitted(self.access_policy, link.other_end(self).me, is_pending):
             self._hub.close_locked(link, "its key is not admitted any more")
             return False
         return not (link.is_ignored and link.acceptor is self)
@@ -534,16 +536,16 @@ class MemoryTransport:
     def _forget_locked(self, peer: PeerId, lost: Callable[[float], bool]) -> None:
         """Drop what is queued for the peer, and its undelivered events whose due time is `lost`."""
         self._send_queue.clear_peer(peer)
-        kept = []
+        remaining = []
         for queued in self._mailbox:
             event = queued[2]
             if event.peer == peer and lost(queued[0]) and not isinstance(event, ReachResult):
                 if isinstance(event, Received):
                     self._read_locked(event)
             else:
-                kept.append(queued)
-        heapq.heapify(kept)
-        self._mailbox = kept
+                remaining.append(queued)
+        heapq.heapify(remaining)
+        self._mailbox = remaining
 
 
 def _encode_and_decode(message: Message) -> tuple[Message, int]:

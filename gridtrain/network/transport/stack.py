@@ -41,7 +41,7 @@ def build_stack(
         window_bytes: for tests; the protocol fixes it.
         with_faults: adds planned faults below flow control (`fault_injection.Faults.over`); None: none.
     """
-    edges: Transport = RelayTransport(inner, identity, may_relay=may_relay, software=software)
+    transport: Transport = RelayTransport(inner, identity, may_relay=may_relay, software=software)
     if with_faults is not None:
-        edges = with_faults(edges)
-    return FlowControlTransport(edges, window_bytes=window_bytes)
+        transport = with_faults(transport)
+    return FlowControlTransport(transport, window_bytes=window_bytes)
