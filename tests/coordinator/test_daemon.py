@@ -274,7 +274,11 @@ def test_a_peer_that_cannot_be_sent_to_is_lost_once() -> None:
     })  # fmt: skip
     transcript, _ = play(core, [Received(ANNA, JOIN, 80)], refuses=[BERT])
     assert core.heard == [MessageReceived(ANNA, JOIN), PeerDisconnected(BERT, "the queue of bert is full")]
-    assert transcript == ["send StartGeneration to anna", "durable: generation", "send StartGeneration to anna"]
+    assert transcript == [
+        "send StartGeneration to anna",
+        "durable: generation",
+        "send StartGeneration to anna",
+    ]
 
 
 def test_the_loop_sleeps_until_the_cores_deadline_and_then_ticks() -> None:
@@ -380,14 +384,14 @@ def test_a_kick_is_durable_before_anybody_is_told() -> None:
     ]
     (expelled,) = core.heard
     assert isinstance(expelled, WorkerRemoved) and expelled.code == "kicked"
-    assert expelled.reason == "was put out of the run: too slow" and "new invitation" in expelled.remedy
+    assert expelled.reason == "was removed from the run: too slow" and "new invitation" in expelled.remedy
 
 
 def test_who_is_banned_is_not_sent_for_a_new_invitation_alone() -> None:
     core = FakeCore()
     play(core, [Received(OPERATOR, m.RemoveWorker(ANNA, True, "rude"), 40)])
     (expelled,) = core.heard
-    assert isinstance(expelled, WorkerRemoved) and expelled.reason == "was put out of the run: rude"
+    assert isinstance(expelled, WorkerRemoved) and expelled.reason == "was removed from the run: rude"
     assert f"gridtrain unban {ANNA.hex()[:12]}" in expelled.remedy
 
 
@@ -422,9 +426,9 @@ def test_the_third_strike_is_a_kick() -> None:
     assert transcript == ["durable: strike", "durable: strike", "durable: strike, expelled"]
     expulsions = [event for event in core.heard if isinstance(event, WorkerRemoved)]
     assert [(event.code, event.reason[:38]) for event in expulsions] == [
-        ("offence", "broke the protocol (strike 1 of 3): re"),
-        ("offence", "broke the protocol (strike 2 of 3): re"),
-        ("kicked", "was put out of the run: 3 strikes, the"),
+        ("offence", "broke the protocol (violation 1 of 3):"),
+        ("offence", "broke the protocol (violation 2 of 3):"),
+        ("kicked", "was removed from the run: 3 violations"),
     ]
 
 

@@ -62,7 +62,9 @@ def test_hidden_workers_end_with_the_same_model(new_group: Any, exchange: Any, h
             raise result
     digests, steps, traffic = zip(*results, strict=True)
     assert len(set(digests)) == 1 and set(steps) == {STEPS}
-    relayed = [sum(counts.get(kind, (0, 0))[0] for kind in ("RelayRequest", "RelayedMessage")) for counts in traffic]
+    relayed = [
+        sum(counts.get(kind, (0, 0))[0] for kind in ("RelayRequest", "RelayedMessage")) for counts in traffic
+    ]
     if hidden == 0:
         assert not any(relayed) and not by_coordinator
     elif hidden == WORKERS:

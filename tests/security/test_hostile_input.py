@@ -329,7 +329,9 @@ def reduce(segment: int, hop: int = 0, *, at: m.RoundId | None = None, channel: 
 
 REFUSED = [
     pytest.param(B, C, reduce(1), "rank 2 sent PayloadSlot", id="another's turn"),
-    pytest.param(B, A, reduce(2), "rank 0 sent PayloadSlot.*due was PayloadSlot.*hop=1", id="a place that is not due"),
+    pytest.param(
+        B, A, reduce(2), "rank 0 sent PayloadSlot.*due was PayloadSlot.*hop=1", id="a place that is not due"
+    ),
     pytest.param(B, A, reduce(0, channel=9), "rank 0 sent data for Channel.*1 chan", id="unknown channel"),
     pytest.param(B, A, reduce(0, at=round_id(STEP + 2)), "rank 0 is at step 9", id="two steps ahead"),
     pytest.param(B, A, reduce(0, at=round_id(2**63 - 1)), "at step 9223372036854775807", id="absurd step"),

@@ -154,7 +154,9 @@ def test_what_comes_meanwhile_comes_later_in_its_order_and_nobody_is_late(scene:
         scene.turn(Received(BERT, ready, 80), Received(ANNA, m.Heartbeat(1, 0, 0, ()), 80), after_s=60.0)
         == []
     )
-    assert scene.turn(PeerDown(ANNA, "closed"), PeerUp(ANNA), after_s=60.0) == ["RunStateUpdate paused to anna"]
+    assert scene.turn(PeerDown(ANNA, "closed"), PeerUp(ANNA), after_s=60.0) == [
+        "RunStateUpdate paused to anna"
+    ]
     told = len(scene.heard)
     scene.answers = {}
     scene.make_room()

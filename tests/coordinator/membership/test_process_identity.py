@@ -207,7 +207,9 @@ def test_a_restarted_coordinator_asks_it_for_nothing_either() -> None:
 def test_a_process_that_was_welcomed_before_the_restart_but_never_had_a_seat_is_another_one_too() -> None:
     run, again = restarted()
     assert "MembershipView" not in again.join(A, again=True)
-    assert "MembershipView" not in run.join(A, again=True), "as when it was another coordinator that welcomed it"
+    assert "MembershipView" not in run.join(A, again=True), (
+        "as when it was another coordinator that welcomed it"
+    )
     assert run.frozen() == [(B, (A,))]
 
 

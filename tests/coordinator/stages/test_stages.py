@@ -170,7 +170,7 @@ def test_a_generation_is_a_whole_number_of_pipelines_and_the_rest_is_spare() -> 
     snapshot = run.core.snapshot(run.now_s)
     lines = {line["name"]: line for line in snapshot["members"]}
     assert (lines["a"]["stage"], lines["b"]["stage"], lines["c"]["stage"]) == (0, 1, None)
-    assert lines["c"]["state"] == "spare" and "2 stages x 1 are 2 workers" in lines["c"]["spare"]
+    assert lines["c"]["state"] == "spare" and "2 stages x 1 replicas are 2 workers" in lines["c"]["spare"]
     assert snapshot["stages"] == 2
 
 
@@ -191,7 +191,7 @@ def test_fewer_workers_than_stages_wait() -> None:
     run = StagedRun(3, A, B, start=False)
     snapshot = run.core.snapshot(run.now_s)
     assert (snapshot["phase"], snapshot["generation"]) == ("waiting", 0)
-    assert snapshot["reason"] == "waiting for 3 workers: the model has so many stages; 2 of 3 have joined"
+    assert snapshot["reason"] == "waiting for 3 workers, one for each stage of the model; 2 of 3 have joined"
     run.join(C)
     assert run.roster == "a b c"
 

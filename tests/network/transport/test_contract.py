@@ -92,7 +92,9 @@ def test_both_dial_each_other_at_once_and_nothing_is_doubled(net):
 def test_what_is_out_of_bounds_fails_where_it_is_sent(net):
     """Over memory as over sockets: a group in one process shows what would break between machines."""
     anna, bert = net.pair()
-    with pytest.raises(LocalProtocolError, match=r"^cannot send: Heartbeat\.metrics\[0\] is float nan, must be a"):
+    with pytest.raises(
+        LocalProtocolError, match=r"^cannot send: Heartbeat\.metrics\[0\] is float nan, must be a"
+    ):
         anna.transport.send(bert.key, Heartbeat(1, 0, 0, (("loss", float("nan")),)))
     anna.transport.send(bert.key, Ping(1))
     net.until(lambda: bert.got(), anna, bert)
@@ -312,7 +314,7 @@ def test_a_guest_is_never_taken_for_a_peer(net):
 
 
 def test_of_too_many_guests_the_first_are_cut(net, monkeypatch):
-    monkeypatch.setattr(access_control, "MOST_GUESTS", 3)
+    monkeypatch.setattr(access_control, "MAX_PENDING_MEMBERS", 3)
     host, _ = reception(net, 5)
     assert [line.split()[0] for line in host.story()] == ["up", "up", "up", "up", "down", "up", "down"]
     ups, downs = host.of(PeerUp), host.of(PeerDown)

@@ -161,7 +161,10 @@ def test_two_that_cannot_be_dialled_talk_through_a_third(world):
     assert bert.about(anna) == ["up anna", "Ping 1 from anna"]
     assert bytes(anna.got(Data)[0].payload) == b"payload"
     assert carl.story() == ["up anna", "up bert"], "what is relayed is no event for the relay's loop"
-    assert "RelayRequest" in anna.transport.traffic.sent_bytes and "Data" not in anna.transport.traffic.sent_bytes
+    assert (
+        "RelayRequest" in anna.transport.traffic.sent_bytes
+        and "Data" not in anna.transport.traffic.sent_bytes
+    )
     assert carl.transport.traffic.received_messages.keys() >= {"RelayRequest"}
     assert carl.transport.traffic.sent_messages.keys() >= {"RelayedMessage"}
 

@@ -10,6 +10,7 @@ from gridfuzz.source import Source
 from gridfuzz.targets.base import Target, must
 from gridtrain.cli.status import render
 from gridtrain.core.group import invitation
+from gridtrain.core.messages import relay_of
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.runtime.client.coordinator_client import MAX_TEXT, _parse_status, parse_coordinator_address
 from gridtrain.runtime.client.worker_naming import state_directory
