@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import Counter
 
 from gridtrain.core import messages as m
-from gridtrain.core.planning import rank_order
 from gridtrain_coordinator.membership.departures import Departures
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.divergence import DivergenceDetector
@@ -69,8 +68,7 @@ class Complaints:
         failures.record(worker.peer, message.peer, now_s)
         if message.peer in run.workers:
             run.workers[message.peer].record_link_broken(now_s)
-        is_star = rank_order.is_star(self._planner.exchange_choice.effective_setup)
-        centre = run.member_order[0] if is_star else None
+        centre = run.member_order[0] if self._planner.exchange_choice.is_star else None
         flapping = failures.common_endpoint(now_s, size, centre)
         if flapping is not None:
             reason = f"its connections broke {FAILURES_BEFORE_AVOIDING} times within {WINDOW_S:.0f} s"

@@ -14,10 +14,9 @@ from gridtrain.core import messages as m
 from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.planning import rank_order
 from gridtrain.core.planning.batch_shares import BatchShares, WorkerSpeeds
-from gridtrain.core.planning.dense_topology import MAX_DIRECT_MEMBERS
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE, ExchangeChoice, seconds_per_sample
+from gridtrain.core.planning.exchange_comparison import MAX_DIRECT_MEMBERS
 from gridtrain.core.planning.network_model import NetworkModel
-from gridtrain.core.planning.ring_order import RankOrder
 from gridtrain.core.stages.rank_placement import PairCost, RankPlacement, pair_cost, stage_shares
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.events import RunPhase
@@ -115,7 +114,7 @@ class GenerationPlanner:
         )
         if placement is None:
             holders_by_seniority = [peer for peer in peers if peer in holders]
-            ranks: RankOrder | RankPlacement = self._choose_order(peers, holders_by_seniority)
+            ranks: rank_order.RankOrder | RankPlacement = self._choose_order(peers, holders_by_seniority)
         else:
             ranks = placement
         shares = self._assign_shares(ranks.order, is_pipeline=placement is not None)
@@ -125,7 +124,9 @@ class GenerationPlanner:
         self.plan_reason = "; ".join([*reasons, shares.reason])
         return ranks.order, shares.counts
 
-    def _choose_order(self, peers: Sequence[m.PeerId], holders: Sequence[m.PeerId]) -> RankOrder:
+    def _choose_order(
+        self, peers: Sequence[m.PeerId], holders: Sequence[m.PeerId]
+    ) -> rank_order.RankOrder:
         if not self._by_links:
             return rank_order.join_order(peers, holders)
         return rank_order.plan_rank_order(
@@ -186,7 +187,7 @@ class GenerationPlanner:
             self._exchange_checked_s = now_s
             reason = choice.reconsider(*self._current_measurements(run.member_order))
         if reason:
-            run.view_change.request(f"the exchange is chosen: {choice.chosen}")
+            run.view_change.request(f"the exchange is chosen: {choice.chosen_text}")
 
     def _check_shares(self, now_s: float) -> None:
         """Other shares where that gains noticeably."""
