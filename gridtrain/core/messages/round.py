@@ -10,10 +10,7 @@ from gridtrain.core.messages.types import Channel, PayloadSlot, RoundId, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """A piece of an exchange.  `payload` is a token: one frame on the wire, anything in a simulator.
-
-    `skip` is ORed along the exchange: somebody's gradient was not finite.
-    """
+    """One payload of a collective.  `skip`: the gradient of a member that contributed to it is not finite."""
 
     round: RoundId
     channel: Channel
@@ -24,6 +21,8 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
+    """A member's vote on a round, to the root (commit rules 2 and 3)."""
+
     round: RoundId
     yes: bool
     digest: bytes
@@ -32,7 +31,7 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The root's, once for each attempt (commit rule 3)."""
+    """The root's verdict on a round, decided once for each attempt (commit rule 3)."""
 
     round: RoundId
     verdict: Verdict
@@ -41,7 +40,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class RoundProgress:
-    """I am alive and working on this round; extends the root's deadline."""
+    """The sender is alive and working on this round; extends the receiver's deadline."""
 
     round: RoundId
     progress: int
@@ -49,7 +48,7 @@ class RoundProgress:
 
 @dataclass(frozen=True, slots=True)
 class MeanRequest:
-    """To the root: my number for the `index`-th average of this step; for people, not for the model."""
+    """To the root: the sender's value for the `index`-th average (`grid.mean`) of this step."""
 
     term: int
     generation: int
@@ -67,3 +66,6 @@ class MeanReply:
     step: int
     index: int
     value: float
+
+
+RoundMessage = Data | Vote | Decision | RoundProgress | MeanRequest | MeanReply
