@@ -453,10 +453,13 @@ class IoLoop:
             case io.TakeSnapshot():
                 self.catch_up_source.set_followers(effect)
             case io.StoreStateBlock(peer, block):
-                vouched = peer == self._core.state_source
-                self.state_receiver.receive_block(
-                    block, vouched=vouched, passes_on=self._core.is_forwarding_state
-                )
+                current = self._core.current_generation
+                if current is not None:
+                    incoming = current.incoming_state
+                    passes_on = incoming.forwarding.downstream is not None
+                    self.state_receiver.receive_block(
+                        block, vouched=peer == incoming.source, passes_on=passes_on
+                    )
                 return self._reject_state()
             case io.StoreResidualBlock() | io.AddResidual() | io.DropResidual() | io.ResidualTransferEnded():
                 follows = self.residuals.execute(effect)

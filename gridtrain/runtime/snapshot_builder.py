@@ -35,14 +35,14 @@ class SnapshotBuilder:
         self._assigned: tuple[m.RoundId | None, tuple[m.Span, ...], int] = (None, (), 0)
 
     def build(self, here: MemberCore) -> WorkerSnapshot:
-        seat = here.rank_assignment
+        generation, seat, state = here.current_generation, here.rank_assignment, here.replica_state
         me = seat.members[seat.rank] if seat is not None else None
         spans, total = self._step_spans(here)
         reload = self._checkpoint_requests.pending_reload(here.term, here.generation, synced=here.is_synced)
         given = self._state_receiver.blobs.is_complete_for(here.generation) and not here.is_synced
         inheritance = self._residuals.incoming
         return WorkerSnapshot(
-            is_welcomed=here.is_welcomed,
+            is_welcomed=here.coordinator_link.is_welcomed,
             phase=here.phase,
             generation=here.generation,
             rank=seat.rank if seat is not None else 0,
@@ -53,21 +53,21 @@ class SnapshotBuilder:
             shares=seat.shares if seat is not None else (),
             applied=here.applied,
             history=here.history,
-            ledger=here.ledger,
+            ledger=state.ledger,
             is_finished=here.is_finished and here.phase is io.MemberPhase.RUNNING,
-            run_state=here.run_state,
+            run_state=here.coordinator_link.run_state,
             requested_state=self._state_sender.requested_state,
             is_state_complete=(given and self._catch_up.can_load_checkpoint) or reload is not None,
             requested_snapshot=self._catch_up_source.snapshot_requested_after,
             has_catch_up_work=self._catch_up.has_work,
-            compare_after_step=here.is_comparison_due,
+            compare_after_step=generation is not None and generation.is_comparison_due,
             has_incoming_residuals=bool(inheritance.confirmed),
             is_synced=here.is_synced,
-            is_modified=here.is_modified,
-            is_residual_recipient=here.can_accept_residual or inheritance.has_unconfirmed,
-            failing_round=here.doomed_round,
+            is_modified=state.is_modified,
+            is_residual_recipient=not here.residual_transfer.is_refusing or inheritance.has_unconfirmed,
+            failing_round=generation.doomed_round if generation is not None else None,
             reload=reload,
-            state_source=here.state_source,
+            state_source=generation.incoming_state.source if generation is not None else None,
             expected_digest=me.digest if me is not None else b"",
             requested_checkpoint=self._state_sender.requested_checkpoint,
             discard_after=self._checkpoint_requests.discard_after,
@@ -75,14 +75,14 @@ class SnapshotBuilder:
             exchange=seat.exchange if seat is not None else "",
             save_requested=self._checkpoint_requests.save_requested,
             stage_bounds=seat.stage_bounds if seat is not None else (),
-            first_step=here.first_step,
+            first_step=generation.first_step if generation is not None else 0,
         )
 
     def _step_spans(self, here: MemberCore) -> tuple[tuple[m.Span, ...], int]:
         """This worker's in the open step, and everybody's samples: worked out once for each round."""
-        open_round = here.next_round
-        if open_round is None:
+        open_round, generation = here.next_round, here.current_generation
+        if open_round is None or generation is None:
             return (), 0
         if open_round != self._assigned[0]:
-            self._assigned = (open_round, *here.data_positions())
+            self._assigned = (open_round, *generation.data_positions())
         return self._assigned[1:]

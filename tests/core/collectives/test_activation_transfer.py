@@ -20,7 +20,7 @@ from gridtrain.core.collectives.allgather import AllGather
 from gridtrain.core.collectives.collective import CollectiveComplete, PayloadReceived, SendTo, StoreSlice
 from gridtrain.core.collectives.ring import RingAllReduce
 from gridtrain.core.collectives.subgroup import Subgroup, neighbours_within
-from gridtrain.core.commit.attempts import Attempts, RankAssignment, StepCommitted
+from gridtrain.core.commit.attempts import Attempts, StepCommitted
 from gridtrain.core.commit.two_phase_commit import Failed, Prepared
 from gridtrain.core.group.member_events import (
     AddCollectives,
@@ -29,7 +29,7 @@ from gridtrain.core.group.member_events import (
     ResolveRound,
     Send,
 )
-from gridtrain.core.group.rank_layout import RankLayout
+from gridtrain.core.group.rank_layout import RankAssignment, RankLayout
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.runtime.activation_buffers import (
