@@ -37,7 +37,7 @@ bench: $(READY) ## exchanges over shaped links beside rivals, SUITE=goals (minut
 bench-quick: $(READY) ## what got slower: ratios to gloo and to a memory copy (under 3 minutes)
 	@cd benchmarks && ../$(BIN)/python -m bench quick $(BENCH)
 
-test: $(READY) ## the whole test suite, in two halves side by side; TESTS=tests/wire for a part of it
+test: $(READY) ## the whole test suite, in two halves side by side; TESTS=tests/network/wire for a part of it
 ifeq ($(strip $(TESTS)),tests)
 	@$(BIN)/python scripts/test-halves $(TESTS)
 else

@@ -1,6 +1,7 @@
 """Our exchanges and others', measured side by side over shaped links.
 
-Decides what is measured and how it is told.  How a figure of ours is taken: `gridtrain.tools.bench`; how links are
+Decides what is measured and how it is told.  How a figure of ours is taken:
+`gridtrain.tools.bench`; how links are
 shaped: `lab`; how the others run: `rivals`.
 
     cells.py     Cell: what is exchanged, by how many, over which link; read from text

@@ -65,7 +65,7 @@ class Place:
         """Of those whom she was told how to dial; only the victim's if there is one."""
         names = {x.peer: x.name for x in self.core.seat.roster} | {self.core.coordinator: "coordinator"}
         told = {x.peer: x.address for x in self.core.seat.roster if x.peer != self.core.me}
-        dialled = {dial.peer: dial.address for dial in self.zeromq._dials}
+        dialled = {dial.peer: dial.address for dial in self.zeromq._outgoing}
         return {
             peer: address
             for peer, address in {**told, **dialled}.items()
@@ -80,7 +80,7 @@ class Place:
         link = links[0]
         with contextlib.suppress(zmq.ZMQError):
             if link.dial is None:
-                return sockets.write(self.zeromq._entrance.router, list(frames), link.routing_id)
+                return sockets.write(self.zeromq._listener.router, list(frames), link.routing_id)
             if link.dial.socket is not None:
                 return sockets.write(link.dial.socket, list(frames))
         return False
@@ -286,7 +286,7 @@ class Flapping(Attack):
     spared = True  # the coordinator
 
     def burst(self) -> None:
-        for dial in list(self.at.zeromq._dials):
+        for dial in list(self.at.zeromq._outgoing):
             if dial.peer == self.at.core.coordinator and self.spared:
                 continue
             if dial.link is not None:
@@ -298,7 +298,7 @@ class Flapping(Attack):
         for peer in self.at.peers():
             for link in self.at.zeromq._edges.get(peer, []):
                 if link.dial is None:
-                    self.at.zeromq._entrance.cut(link)
+                    self.at.zeromq._listener.cut(link)
                     self.sent += 1
 
 

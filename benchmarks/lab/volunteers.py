@@ -1,6 +1,6 @@
 """How long a step of the demo model takes among volunteers: behind NAT or not, encrypted or not.
 
-Decides what is measured.  Never changes what is trained: `gridtrain.tools.demo.demo_worker`, as in `gridtrain demo`.
+Decides what is measured.  What is trained is `gridtrain.tools.demo.demo_worker`, as in `gridtrain demo`.
 
     python -m lab.volunteers --nat none half all                    what NAT and the relay cost
     python -m lab.volunteers --encryption on off --cap 20Mbit       what CURVE costs

@@ -317,7 +317,7 @@ class Pipeline(StageResiduals):
             round_.add(
                 {
                     channel: RoundPart(
-                        Subgroup(workspace.collective(replica, seats.replicas, attempt.skip), group),
+                        Subgroup(workspace.make_collective(replica, seats.replicas, attempt.skip), group),
                         workspace,
                     )
                     for channel, workspace in workspaces.items()
@@ -626,7 +626,7 @@ def _part_name(stage: int, stages: int) -> str:
 
 def _exchange_alone(workspace: Any, skip: bool) -> bool:
     """The exchange of a stage that has one replica, here and now; returns whether the step is skipped."""
-    for effect in workspace.collective(0, 1, skip).start(0.0):
+    for effect in workspace.make_collective(0, 1, skip).start(0.0):
         if isinstance(effect, CollectiveComplete):
             return effect.skip
         workspace.apply(effect)

@@ -15,8 +15,8 @@ from gridtrain.core.group import member_events as io
 from gridtrain.core.messages import STATE_LEFT
 from gridtrain.runtime.mailbox.mailbox import Mailbox
 
-EXCHANGE_MESSAGES = ("Data", "Relay", "Relayed")
-PROGRESS_MESSAGES = (*EXCHANGE_MESSAGES, "ImageBlock", "Update")
+EXCHANGE_MESSAGES = ("Data", "RelayRequest", "RelayedMessage")
+PROGRESS_MESSAGES = (*EXCHANGE_MESSAGES, "SnapshotBlock", "UpdateLogEntry")
 """Messages that are work: whoever sends or receives them is not hung."""
 
 

@@ -255,5 +255,5 @@ def test_volunteers_get_the_compose_file_that_is_tried_with_containers() -> None
     if not tried.exists():
         pytest.skip("docker/compose.volunteer.yaml is not there")
     assert templates()[tried.name] == tried.read_text(encoding="utf-8"), (
-        f"copy {tried} to gridtrain/templates/new"
+        f"copy {tried} to gridtrain/tools/templates/new"
     )

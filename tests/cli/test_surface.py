@@ -48,9 +48,12 @@ def raises() -> Iterator[tuple[str, str, bool]]:
         name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)
     }
     kinds -= {"LocalProtocolError"}  # a bug of ours: it crashes
-    places = ["gridtrain/cli", "gridtrain/options", "gridtrain/bundle", "gridtrain/demo", "gridtrain/speed"]
+    places = [
+        "gridtrain/cli",
+        *(f"gridtrain/tools/{name}" for name in ("options", "bundle", "demo", "bench")),
+    ]
     places += ["worker/gridtrain_worker", "gridtrain/training/checkpoint/model_export.py"]
-    places += [f"gridtrain/runtime/{name}.py" for name in ("client", "entry", "operator", "fetching")]
+    places += ["gridtrain/runtime/client", "gridtrain/network/addresses.py"]
     for place in places:
         path = ROOT / place
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:

@@ -140,10 +140,15 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
         ("parse-limits", "_PARSE_LIMITS", _WIDE_OPEN, "long strings and maps are built, then refused"),
     ],
     "gridtrain.network.wire.field_types": [
-        ("plain-text", "Text._forbidden", re.compile("(?!)"), "a name that moves a terminal's cursor"),
-        ("number-bounds", "Int.pack", _as_it_came, "counts that are negative or no SQLite integer"),
-        ("finite-figures", "Real.unpack", _as_it_came, "NaN in figures and averages"),
-        ("record-rules", "Record._check_rule", _nothing, "a state of 2^31 blocks, a page beyond the last"),
+        ("plain-text", "TextField._forbidden", re.compile("(?!)"), "a name that moves a terminal's cursor"),
+        ("number-bounds", "IntField.pack", _as_it_came, "counts that are negative or no SQLite integer"),
+        ("finite-figures", "FloatField.unpack", _as_it_came, "NaN in figures and averages"),
+        (
+            "record-rules",
+            "RecordField._check_rule",
+            _nothing,
+            "a state of 2^31 blocks, a page beyond the last",
+        ),
     ],
     "gridtrain.network.wire.sparse_payload": [
         ("sparse-kind", "_check_kind", _nothing, "values of another kind than the generation's"),
@@ -168,25 +173,30 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
     ],
     "gridtrain.runtime.buffers.collective_buffers": [
         ("dense-length", "_check_length", _nothing, "a slice of another length"),
-        ("honest-values", "_check_honest", _nothing, "NaN, infinity, or values that make a sum overflow"),
+        ("honest-values", "_check_magnitudes", _nothing, "NaN, infinity, or values that make a sum overflow"),
     ],
     "gridtrain.runtime.state_transfer.blobs": [
         ("state-size", "_check_state", _nothing, "a state larger than the model can have"),
         ("state-total", "_check_total", _nothing, "a state of more blocks than its table makes"),
         ("state-block", "_check_block", _nothing, "a block of another size than the table makes"),
-        ("state-asks", "_asks_too_often", _no, "60 bytes, again and again, each answered with the model"),
+        (
+            "state-asks",
+            "_exceeds_request_limit",
+            _no,
+            "60 bytes, again and again, each answered with the model",
+        ),
     ],
     "gridtrain.runtime.state_transfer.residual_pieces": [
         ("residual-size", "_check_total", _nothing, "a residual of more pieces than the model makes"),
         ("residual-values", "_check_values", _nothing, "values that keep the heir from ever sending again"),
     ],
     "gridtrain.core.member.residual_transfer": [
-        ("heir", "_check_heir", _nothing, "any member fills any other with residuals"),
+        ("heir", "_check_recipient", _nothing, "any member fills any other with residuals"),
     ],
     "gridtrain.runtime.state_transfer.catch_up_source": [
         (
             "update-asks",
-            "asks_too_often",
+            "exceeds_request_limit",
             _no,
             "a few bytes, again and again, each answered with all updates",
         ),
@@ -194,17 +204,17 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
     "gridtrain.runtime.state_transfer.state_snapshot": [
         (
             "image-asks",
-            "blocks_too_often",
+            "exceeds_request_limit",
             _no,
             "a few bytes, again and again, answered with a mebibyte",
         ),
-        ("image-block", "is_as_told", _yes, "a donor puts its own numbers into a newcomer's model"),
+        ("image-block", "matches_digest", _yes, "a donor puts its own numbers into a newcomer's model"),
     ],
     "gridtrain.runtime.state_transfer.update_log": [
-        ("vote-digest", "vouched_for", _yes, "a donor lets a newcomer replay what nobody voted for"),
+        ("vote-digest", "matches_history", _yes, "a donor lets a newcomer replay what nobody voted for"),
     ],
     "gridtrain.core.collectives.collective": [
-        ("turn", "_is_due", _yes, "a payload twice, or of a rank whose turn it is not"),
+        ("turn", "_is_expected", _yes, "a payload twice, or of a rank whose turn it is not"),
     ],
     "gridtrain.core.commit.two_phase_commit": [
         ("root-counts", "_counts_votes", _yes, "votes at a member that is not the root"),
@@ -214,57 +224,59 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
     "gridtrain.core.commit.attempts": [
         ("commit-proof", "_proves_commit", _yes, "one member makes another apply what nobody else applies"),
         ("generation-fence", "_is_foreign", _no, "messages of a generation that never comes are held"),
-        ("stale-flood", "is_too_stale", _no, "old messages at line rate cost as much as new ones"),
+        ("stale-flood", "exceeds_stale_limit", _no, "old messages at line rate cost as much as new ones"),
         ("stale", "_is_over", _no, "messages of rounds that are over are held"),
-        ("reach", "_check_reach", _nothing, "messages of a step that never comes are held"),
-        ("held-room", "_check_room", _nothing, "one member fills another's memory"),
+        ("reach", "_check_not_ahead", _nothing, "messages of a step that never comes are held"),
+        ("held-room", "_check_early_limits", _nothing, "one member fills another's memory"),
     ],
     "gridtrain.core.member.scalar_means": [
         ("mean-role", "_check_role", _nothing, "an average that the root did not make"),
-        ("mean-room", "MAX_OPEN", 2**31, "numbers for steps that never come fill the root's memory"),
+        ("mean-room", "MAX_OPEN_MEANS", 2**31, "numbers for steps that never come fill the root's memory"),
     ],
     "gridtrain.core.group.invitation": [
         ("invite-checksum", "is_intact", _yes, "a mistyped invitation leads to another address"),
     ],
+    "gridtrain_coordinator.access.authorization": [
+        ("invite-hashed", "invitation_digest", bytes.hex, "the journal names the invitations' keys"),
+    ],
     "gridtrain_coordinator.access.authorization_rules": [
         ("invite-expiry", "has_expired", _no, "an expired invitation lets in"),
         ("invite-uses", "is_used_up", _no, "a used invitation is replayed for a second key"),
-        ("invite-hashed", "stored_form", bytes.hex, "the journal names the invitations' keys"),
         ("ban", "is_banned", _no, "a banned key comes in with an invitation"),
-        ("kick", "is_too_old", _no, "a kicked key comes back with one kept in reserve"),
-        ("operator-only", "may_order", _yes, "a member bans another"),
-        ("enrol-rate", "is_crowded", _no, "one household uses up an invitation for many"),
-        ("join-rate", "joins_too_often", _no, "a key joins a thousand times a second"),
+        ("kick", "predates_removal", _no, "a kicked key comes back with one kept in reserve"),
+        ("operator-only", "is_operator", _yes, "a member bans another"),
+        ("enrol-rate", "exceeds_enrolment_rate", _no, "one household uses up an invitation for many"),
+        ("join-rate", "exceeds_join_rate", _no, "a key joins a thousand times a second"),
     ],
     "gridtrain_coordinator.access.violations": [
-        ("three-strikes", "is_struck_out", _no, "an offender stays for ever"),
-        ("liar", "is_common_end", _no, "one member gets rid of all others by accusing them"),
+        ("three-strikes", "exceeds_limit", _no, "an offender stays for ever"),
+        ("liar", "is_common_accuser", _no, "one member gets rid of all others by accusing them"),
     ],
     "gridtrain.network.transport.zmq.zap": [
-        ("zap", "verdict", _every_key, "any key there is finishes the handshake"),
+        ("zap", "authenticate", _every_key, "any key there is finishes the handshake"),
     ],
     "gridtrain.network.transport.access_control": [
-        ("user-id", "speaks_for", _yes, "a member greets and speaks as another"),
-        ("revocation", "still_admitted", _yes, "a removed member goes on sending"),
+        ("user-id", "is_key_match", _yes, "a member greets and speaks as another"),
+        ("revocation", "is_still_admitted", _yes, "a removed member goes on sending"),
     ],
     "gridtrain.network.transport.zmq.sockets": [
         ("receive-queue", "RECEIVE_MESSAGES", 2, "a full queue, a ping and a reset end the process"),
     ],
     "gridtrain.network.transport.zmq.half_open": [
-        ("half-open", "overstayers", _nobody, "silent connections keep descriptors"),
+        ("half-open", "connections_to_cut", _nobody, "silent connections keep descriptors"),
     ],
     "gridtrain.network.transport.zmq.listener": [
-        ("hoard", "hoards", _no, "a message that never ends fills the memory"),
+        ("hoard", "is_hoarding", _no, "a message that never ends fills the memory"),
     ],
     "gridtrain.network.transport.rate_limiter": [
         ("flood", "is_flood", _no, "a peer talks without end, and what it says is all kept"),
     ],
     "gridtrain.network.transport.secure_channel": [
-        ("seal", "unbox", _unbox_without_tag, "a relay alters what it passes on"),
-        ("replay", "taken_before", _no, "a relay repeats a packet"),
+        ("seal", "decrypt", _unbox_without_tag, "a relay alters what it passes on"),
+        ("replay", "is_replayed", _no, "a relay repeats a packet"),
     ],
     "gridtrain.network.transport.flow_control": [
-        ("credits", "overdrawn", _no, "a sender fills the receiver's memory"),
+        ("credits", "exceeds_credit", _no, "a sender fills the receiver's memory"),
     ],
 }
 

@@ -74,7 +74,9 @@ class StagedRun:
         name = peer[:1].decode()
         setup = m.Setup(
             self.setup.facts, self.setup.ledger, 4, None, stages=self.setup.stages,
-            stage_checkpoints=self.checkpoints.get(peer, ()), model=self.setup.model, memory_bytes=self.memory.get(peer, 0),
+            stage_checkpoints=self.checkpoints.get(peer, ()),
+            model=self.setup.model,
+            memory_bytes=self.memory.get(peer, 0),
         )  # fmt: skip
         generation = self.core.generation  # whoever was in it has it
         effects = self.receive(peer, m.Join("r", name, "memory://" + name, True, generation > 0, generation))

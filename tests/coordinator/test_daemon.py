@@ -203,8 +203,8 @@ def test_one_turn_is_one_commit() -> None:
     transcript, _ = play(core, [PeerUp(ANNA), Received(ANNA, JOIN, 80), Received(BERT, JOIN, 80)])
     assert transcript == [
         "durable: run, state, state",
-        "send Start to anna",
-        "send Start to anna",
+        "send StartGeneration to anna",
+        "send StartGeneration to anna",
     ]
 
 
@@ -266,11 +266,19 @@ def test_a_peer_that_cannot_be_sent_to_is_lost_once() -> None:
     start = m.StartGeneration(1, 1)
     core = FakeCore({
         MessageReceived: [Send(BERT, start), Send(BERT, start), Send(ANNA, start)],
-        PeerDisconnected: [JournalEntry("generation", {"term": 1, "generation": 2}), Send(BERT, start), Send(ANNA, start)],
+        PeerDisconnected: [
+            JournalEntry("generation", {"term": 1, "generation": 2}),
+            Send(BERT, start),
+            Send(ANNA, start),
+        ],
     })  # fmt: skip
     transcript, _ = play(core, [Received(ANNA, JOIN, 80)], refuses=[BERT])
     assert core.heard == [MessageReceived(ANNA, JOIN), PeerDisconnected(BERT, "the queue of bert is full")]
-    assert transcript == ["send Start to anna", "durable: generation", "send Start to anna"]
+    assert transcript == [
+        "send StartGeneration to anna",
+        "durable: generation",
+        "send StartGeneration to anna",
+    ]
 
 
 def test_the_loop_sleeps_until_the_cores_deadline_and_then_ticks() -> None:
@@ -372,7 +380,7 @@ def test_a_kick_is_durable_before_anybody_is_told() -> None:
         "durable: expelled",
         "send Refused to anna",
         "hang up on anna",
-        "send Done to operator",
+        "send OperatorReply to operator",
     ]
     (expelled,) = core.heard
     assert isinstance(expelled, WorkerRemoved) and expelled.code == "kicked"
@@ -460,7 +468,7 @@ def test_a_worker_is_welcomed_by_the_real_core_over_the_memory_transport() -> No
     coordinator = Coordinator.for_run(mine, JournalStore.open(":memory:"), door, deadlines=Deadlines())
     coordinator.run(Turns(1))
     heard = [event.message for event in anna.poll(1.0) if isinstance(event, Received)]
-    assert [type(message).__name__ for message in heard] == ["Welcome", "RunState"]
+    assert [type(message).__name__ for message in heard] == ["Welcome", "RunStateUpdate"]
     assert heard[0].term == 1  # type: ignore[union-attr]
 
 

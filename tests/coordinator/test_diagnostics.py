@@ -76,7 +76,7 @@ def test_few_from_one_range_and_few_at_a_time() -> None:
 
 def test_each_may_ask_for_so_much_and_no_more() -> None:
     checkups, peer = desk(), (1).to_bytes(32, "big")
-    assert not checkups.accepts(peer, m.Ping(1)), "not before a Checkup"
+    assert not checkups.accepts(peer, m.Ping(1)), "not before a DiagnosticRequest"
     ask(checkups, 1, "203.0.113.5")
 
     def heard(message: Any) -> list[io.Effect]:

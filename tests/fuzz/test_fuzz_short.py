@@ -83,16 +83,16 @@ def test_what_honest_ones_do_is_accepted(name: str) -> None:
 # -- that it finds what there is: a defence is taken away, and the fuzzer says so -------------------
 
 PLANTED = {
-    "codec": ("gridtrain.network.wire.field_types.Int.pack", lambda self, value: value, 20000),
+    "codec": ("gridtrain.network.wire.field_types.IntField.pack", lambda self, value: value, 20000),
     "sparse": ("gridtrain.network.wire.value_encoding._EXPONENT_MAX", 400, 4000),
     "status": ("gridtrain.runtime.client.coordinator_client._printable", lambda value: value, 200),
     "stateblocks": (
-        "gridtrain.runtime.state_transfer.blobs.StateIntake.complete_for",
+        "gridtrain.runtime.state_transfer.blobs.BlobReceiver.is_complete_for",
         lambda self, generation: True,
         200,
     ),
     "state": ("gridtrain.training.checkpoint.serialization._check_same", lambda what, theirs, own: None, 400),
-    "collectives": ("gridtrain.core.collectives.ring.check_due", lambda *of: None, 400),
+    "collectives": ("gridtrain.core.collectives.ring.check_expected", lambda *of: None, 400),
     "attempts": ("gridtrain.core.commit.attempts._proves_commit", lambda rank: True, 4000),
     "member": ("gridtrain.core.commit.two_phase_commit._decides", lambda *ranks: True, 1500),
     "membership": (
@@ -101,7 +101,7 @@ PLANTED = {
         100,
     ),
     "door": ("gridtrain_coordinator.access.authorization_rules.is_used_up", lambda used, uses: False, 1000),
-    "sealed": ("gridtrain.network.transport.secure_channel.taken_before", lambda counter, after: False, 600),
+    "sealed": ("gridtrain.network.transport.secure_channel.is_replayed", lambda counter, after: False, 600),
 }
 
 

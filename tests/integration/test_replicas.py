@@ -87,7 +87,7 @@ def test_data_bytes_are_what_the_role_sends(trained: dict[str, Trained], exchang
         sent = {kind: total / attempts for kind, total in end["sent_bytes"].items()}
         data, votes, beats = (
             sum(sent.pop(kind, 0.0) for kind in kinds)
-            for kinds in (("Data",), ("Vote", "Decision"), ("Beat", "Progress"))
+            for kinds in (("Data",), ("Vote", "Decision"), ("Heartbeat", "RoundProgress"))
         )
         theory, rest = count * payload_bytes, sum(sent.values())
         role = f"{end['rank']:4}   {count:8} x {payload_bytes:5.0f} = {theory:6.0f}"

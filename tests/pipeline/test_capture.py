@@ -26,7 +26,7 @@ ASKED, ANOTHER, SPARE = (
 
 
 def asked() -> tuple[Any, Pipeline]:
-    session: Any = SimpleNamespace(picture=ASKED, resize_residual=lambda n: None, note=lambda figures: None)
+    session: Any = SimpleNamespace(snapshot=ASKED, resize_residual=lambda n: None, note=lambda figures: None)
     blocks = Blueprint(lambda: [nn.Linear(2, 2, bias=False) for _ in range(2)])
     staging = ModelStages(blocks, 2, cuts=None, device=torch.device("cpu"))
     options = PipelineOptions(stages=2, micro_batches=1, exchange=Dense(), loss=nn.MSELoss())
@@ -69,6 +69,6 @@ def test_where_the_run_stands_a_replica_may_be_gone_as_well(stage: MemberPhase) 
         forget=lambda: None,
     )
     store: Any = SimpleNamespace(write_now=lambda blocks, snapshot: written.append(blocks) or True)
-    session: Any = SimpleNamespace(picture=picture)
+    session: Any = SimpleNamespace(snapshot=picture)
     StageDeparture(session, pipe, store, (), True).rest(0)
     assert written == ([] if stage is MemberPhase.RUNNING else [Span(0, 2)])

@@ -165,7 +165,7 @@ def test_a_busy_machine_is_not_taken_for_a_sick_coordinator(file: str) -> None:
     assert int("".join(limit_s)) >= ANSWER_TIMEOUT_S + 20
 
 
-TEMPLATES = ROOT / "gridtrain" / "templates" / "new"
+TEMPLATES = ROOT / "gridtrain" / "tools" / "templates" / "new"
 
 
 def test_every_variable_that_our_files_name_means_something() -> None:

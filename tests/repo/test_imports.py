@@ -25,7 +25,8 @@ SOURCES = {
 NETWORK = "gridtrain.core gridtrain.network"
 RUNTIME = f"{NETWORK} gridtrain.sparsify gridtrain.runtime numpy"
 TRAINING = f"{RUNTIME} gridtrain.training torch safetensors"
-LIBRARY = f"{TRAINING} gridtrain.pipeline gridtrain.tools.options gridtrain.tools.bundle gridtrain.tools.bench.device_speed"
+OPTIONS = "gridtrain.tools.options gridtrain.tools.bundle"
+LIBRARY = f"{TRAINING} gridtrain.pipeline {OPTIONS} gridtrain.tools.bench.device_speed"
 ANYTHING = "gridtrain gridtrain_coordinator gridtrain_worker click rich msgpack numpy zmq torch safetensors"
 
 # fmt: off
@@ -53,7 +54,7 @@ TABLE: dict[str, str] = {
     "gridtrain.sdk":                 LIBRARY,  # what users hold, above all of these
     "gridtrain.adapters":            f"{LIBRARY} gridtrain transformers lightning wandb",
     "gridtrain.testing":             "gridtrain numpy torch nacl",
-    "gridtrain.tools.options":       "gridtrain.tools.options",  # names, bounds, defaults of what people choose
+    "gridtrain.tools.options":       "",  # names, bounds, defaults of what people choose
     "gridtrain.tools.bundle":        "gridtrain.tools.options gridtrain.core.messages",
     "gridtrain.tools.templates":     "gridtrain torch",  # what `gridtrain new` writes: users' programs
     "gridtrain.tools.bench":         f"{LIBRARY} gridtrain rich",
@@ -61,7 +62,7 @@ TABLE: dict[str, str] = {
     "gridtrain.tools.demo":          f"{LIBRARY} gridtrain rich",
     "gridtrain.tools":               "",
     "gridtrain.cli":                 ANYTHING,     # lazily: another test holds the module level
-    "gridtrain_coordinator":         f"{NETWORK} gridtrain.runtime.client.endpoint_file gridtrain.tools.options gridtrain.tools.bundle",
+    "gridtrain_coordinator":         f"{NETWORK} gridtrain.runtime.client.endpoint_file {OPTIONS}",
     "gridtrain_coordinator.run":     "gridtrain.core gridtrain_coordinator.run",
     "gridtrain_coordinator.stages":  "gridtrain.core gridtrain_coordinator.run gridtrain_coordinator.stages",
     "gridtrain_coordinator.membership": "gridtrain.core gridtrain_coordinator",

@@ -93,7 +93,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> Any:
     def play(for_s: float) -> None:
         until_s = clock.now_s + for_s
         while clock.now_s < until_s:
-            driver._turn()
+            driver._run_once()
 
     return types.SimpleNamespace(driver=driver, core=core, line=line, play=play)
 
@@ -116,7 +116,7 @@ def test_who_sends_may_send_on_at_once(busy: Any) -> None:
 
 def test_most_turns_do_no_chores(busy: Any) -> None:
     chores = []
-    busy.driver._measuring._prober.done = chores.append
+    busy.driver._link_probe._round_trips.done = chores.append
     busy.play(1.0)
     assert (
         1.0 / (loop.HOUSEKEEPING_INTERVAL_S + 2 * BETWEEN_S) - 1
@@ -148,20 +148,22 @@ def test_what_the_trainer_says_counts_in_the_next_turn(busy: Any, what: str) -> 
 
 def test_who_waits_for_a_payload_is_woken_for_that_one(busy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     driver, woken = busy.driver, []
-    mine = driver.rounds.current = OpenRound(m.RoundId(1, 1, 0, 0), {})
+    mine = driver.step_rounds.current = OpenRound(m.RoundId(1, 1, 0, 0), {})
     sent, awaited = m.Channel(index=1), m.Channel(index=2)
 
     def arrives(timeout_s: float) -> None:
         """In place of sleeping: what the loop's thread does meanwhile."""
         assert timeout_s > 0 and len(woken) < 5
         for channel in (sent, awaited):
-            driver._do(io.CollectiveCompleted(channel, False))
+            driver._execute_one(io.CollectiveCompleted(channel, False))
 
-    monkeypatch.setattr(driver.mailbox.changed, "wait", arrives)
-    monkeypatch.setattr(driver.mailbox.changed, "notify_all", lambda: woken.append(frozenset(mine.completed)))
-    assert PipelineRound(driver.meeting, mine).wait(awaited)
+    monkeypatch.setattr(driver.mailbox.condition, "wait", arrives)
+    monkeypatch.setattr(
+        driver.mailbox.condition, "notify_all", lambda: woken.append(frozenset(mine.completed))
+    )
+    assert PipelineRound(driver.mailbox, mine).wait(awaited)
     assert woken == [{sent, awaited}]
-    assert PipelineRound(driver.meeting, mine).wait(sent, awaited), "they are there: nobody waits"
+    assert PipelineRound(driver.mailbox, mine).wait(sent, awaited), "they are there: nobody waits"
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -170,7 +172,7 @@ def test_a_bucket_that_is_sent_early_waits_for_no_chore(busy: Any, whole: bool) 
     busy.play(0.02)
     driver = busy.driver
     driver._chores_s, driver.mailbox.stale = driver._chores_s + 1.0, False  # they are not due
-    (driver.mailbox.bring if not whole else driver.command)(
+    (driver.mailbox.submit_payload if not whole else driver.command)(
         io.SubmitRound(m.RoundId(1, 1, 0, 0), {}, is_complete=whole)
     )
     driver._turn()

@@ -299,7 +299,7 @@ def test_what_was_handed_over_is_in_no_checkpoint_that_is_still_being_written(
         true_save(snapshot, path)
 
     def wait(self: Any, timeout_s: float | None = None) -> None:
-        if self._writing():
+        if self._is_writing():
             waited_for.set()
         true_wait(self, timeout_s)
 

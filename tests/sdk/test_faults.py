@@ -162,7 +162,7 @@ def test_a_retried_ring_never_goes_on_from_where_something_was_refused(
 
     begun: dict[threading.Thread, int] = {}
     monkeypatch.setattr(DenseRingBuffer, "apply", refuse_one)
-    monkeypatch.setattr("gridtrain.runtime.io_loop.PEER_EFFECTS", ())  # so that the retry is in the generation
+    monkeypatch.setattr("gridtrain.runtime.io_loop.PEER_EFFECTS", ())  # the retry is in the generation
     run = Runs(Faults(), "dense")
     run.assert_whole(survivors=3)
     calm = Runs(Faults(), "dense")

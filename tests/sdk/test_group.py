@@ -500,7 +500,7 @@ def test_the_model_is_exported_though_the_first_worker_is_lost_at_the_end(
         for batch in grid.batches(DATA, batch_size=2, steps=3):
             if grid.is_first:
                 me = group.keys[f"worker-{number}"]
-                group.hub.plan = FaultPlan(MessageFault("kill", source=me, kind="Finished"))
+                group.hub.plan = FaultPlan(MessageFault("kill", source=me, kind="RunFinished"))
             optimizer.zero_grad()
             backward(model, batch)
             optimizer.step()

@@ -56,13 +56,15 @@ def test_hidden_workers_end_with_the_same_model(new_group: Any, exchange: Any, h
             for number in range(WORKERS)
         ]
         results = [group.result(number) for number in numbers]
-        by_coordinator = group._transport.traffic.sent_bytes.get("Relayed", 0)
+        by_coordinator = group._transport.traffic.sent_bytes.get("RelayedMessage", 0)
     for result in results:
         if isinstance(result, BaseException):
             raise result
     digests, steps, traffic = zip(*results, strict=True)
     assert len(set(digests)) == 1 and set(steps) == {STEPS}
-    relayed = [sum(counts.get(kind, (0, 0))[0] for kind in ("Relay", "Relayed")) for counts in traffic]
+    relayed = [
+        sum(counts.get(kind, (0, 0))[0] for kind in ("RelayRequest", "RelayedMessage")) for counts in traffic
+    ]
     if hidden == 0:
         assert not any(relayed) and not by_coordinator
     elif hidden == WORKERS:

@@ -238,7 +238,7 @@ def test_where_the_budget_is_too_small_the_largest_go_and_the_rest_is_told(
     )
 
 
-@pytest.mark.parametrize("kind", ["HandOver", "TakenOver"])
+@pytest.mark.parametrize("kind", ["ResidualBlock", "ResidualReply"])
 def test_an_heir_that_does_not_answer_costs_the_deadline_and_the_report(
     new_group: Any, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -249,7 +249,9 @@ def test_an_heir_that_does_not_answer_costs_the_deadline_and_the_report(
         for _ in range(2):
             group.start(training(books, EXCHANGES[0], before_the_step))
         assert group.result(0) == STEPS
-    assert bool(books.open_sum().any()) == (kind == "HandOver"), "an answer that was lost changes nothing"
+    assert bool(books.open_sum().any()) == (kind == "ResidualBlock"), (
+        "an answer that was lost changes nothing"
+    )
     assert "handed over: no answer within" in caplog.text
 
 

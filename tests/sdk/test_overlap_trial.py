@@ -43,7 +43,9 @@ def early_takes(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Backward and exchange take so long with overlap, 1 s without."""
     true = OverlapTrial.record_duration
     monkeypatch.setattr(
-        OverlapTrial, "record_duration", lambda self, plan, _: true(self, plan, seconds if self.early(plan) else 1.0)
+        OverlapTrial,
+        "record_duration",
+        lambda self, plan, _: true(self, plan, seconds if self.is_overlapped(plan) else 1.0),
     )
 
 
@@ -109,7 +111,7 @@ def test_nothing_is_lost_when_the_way_changes(
             broken = plan.step in breaks
             breaks.discard(plan.step)
         if broken:
-            self._driver.command(io.RoundFailed("the test wants it"))
+            self._io_loop.command(io.RoundFailed("the test wants it"))
         return true(self, plan, *rest)
 
     monkeypatch.setattr(GroupSession, "run", run)

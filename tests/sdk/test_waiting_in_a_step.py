@@ -168,7 +168,7 @@ def test_who_waits_for_a_root_that_is_gone_hears_its_owner(tmp_path: Path, kind:
         other = threading.Thread(target=work, args=("other", owner), daemon=True)
         other.start()
         assert at_root.wait(WITHIN_S), ends
-        driver = sessions["other"]._driver
+        driver = sessions["other"]._io_loop
         assert driver.look().rank == 1
 
         def waits(here: WorkerSnapshot) -> bool:

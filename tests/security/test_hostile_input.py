@@ -107,9 +107,9 @@ class HostileGroup(CollectiveGroup):
                 super()._execute(rank, [effect])
             except RemoteProtocolError as error:
                 overflow = "a sum of sparse payloads overflows" in error.reason
-                assert (overflow or f"rank {effect.source.rank}" in error.reason) and error.remedy
+                assert (overflow or f"rank {effect.provenance.rank}" in error.reason) and error.remedy
                 assert state_of(self.buffers[rank]) == before, "nothing of it was applied"
-                self.blamed.add(effect.source.rank)
+                self.blamed.add(effect.provenance.rank)
                 self.broken.add(rank)
                 return
 
@@ -329,8 +329,10 @@ def reduce(segment: int, hop: int = 0, *, at: m.RoundId | None = None, channel: 
 
 
 REFUSED = [
-    pytest.param(B, C, reduce(1), "rank 2 sent Place", id="another's turn"),
-    pytest.param(B, A, reduce(2), "rank 0 sent Place.*due was Place.*hop=1", id="a place that is not due"),
+    pytest.param(B, C, reduce(1), "rank 2 sent PayloadSlot", id="another's turn"),
+    pytest.param(
+        B, A, reduce(2), "rank 0 sent PayloadSlot.*due was PayloadSlot.*hop=1", id="a place that is not due"
+    ),
     pytest.param(B, A, reduce(0, channel=9), "rank 0 sent data for Channel.*1 chan", id="unknown channel"),
     pytest.param(B, A, reduce(0, at=round_id(STEP + 2)), "rank 0 is at step 9", id="two steps ahead"),
     pytest.param(B, A, reduce(0, at=round_id(2**63 - 1)), "at step 9223372036854775807", id="absurd step"),
@@ -400,7 +402,7 @@ def test_the_same_payload_twice() -> None:
     mine = attempts_of(B)
     begin(mine)
     mine.receive(A, reduce(0), 100, 0.0)
-    with pytest.raises(RemoteProtocolError, match=r"rank 0 sent Place.*due was Place"):
+    with pytest.raises(RemoteProtocolError, match=r"rank 0 sent PayloadSlot.*due was PayloadSlot"):
         mine.receive(A, reduce(0), 100, 0.0)
 
 

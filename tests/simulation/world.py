@@ -403,7 +403,7 @@ class SimWorker:
         self._workspaces = self.trainer.prepare(round_id, seat, spans, skip)
         self.world.log.submissions.append(Submission(self.peer, round_id, spans))
         collectives = {
-            channel: workspace.collective(seat.rank, seat.world_size, skip)
+            channel: workspace.make_collective(seat.rank, seat.world_size, skip)
             for channel, workspace in self._workspaces.items()
         }
         self.handle(io.SubmitRound(round_id, collectives))

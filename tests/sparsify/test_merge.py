@@ -22,7 +22,7 @@ def entries(part):
 
 
 def kept(merged):
-    return dict(zip(merged.kept_indices.tolist(), merged.kept_values.tolist(), strict=True))
+    return dict(zip(merged.truncated_indices.tolist(), merged.truncated_values.tolist(), strict=True))
 
 
 def test_the_picture_of_the_module():

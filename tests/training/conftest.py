@@ -81,7 +81,7 @@ class PerfectNetwork:
             )
 
     def _run(self, sides):
-        cores = [w.collective(rank, self.world_size, skip) for rank, (w, skip) in enumerate(sides)]
+        cores = [w.make_collective(rank, self.world_size, skip) for rank, (w, skip) in enumerate(sides)]
         skips = [None] * self.world_size
         mail = deque()
 

@@ -120,13 +120,13 @@ def test_a_checkpoints_residual_is_sent_whatever_is_chosen(network: Any) -> None
 def test_who_leaves_while_nothing_is_kept_back_loses_nothing(network: Any) -> None:
     """None would be a residual that is lost, and `hand_over` would say so."""
     for _, _, wrapped in train(network(RANKS), [GTOPK, DENSE]):
-        given_N = wrapped.surrender(lambda: None)
+        given_N = wrapped.take_residual(lambda: None)
         assert given_N is not None and given_N.shape == (wrapped.residual_size,) and not given_N.any()
 
 
 def test_it_says_what_it_used(network: Any) -> None:
     (_, _, wrapped), *_ = train(network(RANKS), [DENSE, GTOPK])
-    assert wrapped.exchange_now == GTopK(DENSITY, values="fp32")
+    assert wrapped.current_exchange == GTopK(DENSITY, values="fp32")
     assert wrapped.describe_exchange() == "auto(density=0.1, values=fp32)"
 
 

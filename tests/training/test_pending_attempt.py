@@ -138,10 +138,10 @@ def test_a_residual_that_begins_anew_is_given_away_again(
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(exchanger_of(trains), "commit", interrupted)
         trains._in_flight.commit(exchanger_of(trains), a_round()[1])
-    assert trains.surrender(lambda: pytest.fail("there is no round to settle")) is None
+    assert trains.take_residual(lambda: pytest.fail("there is no round to settle")) is None
     begin_anew(trains)
-    assert trains.absorb(INHERITED, 2)
-    given_N = trains.surrender(lambda: pytest.fail("there is no round to settle"))
+    assert trains.add_residual(INHERITED, 2)
+    given_N = trains.take_residual(lambda: pytest.fail("there is no round to settle"))
     assert given_N is not None and given_N.tolist() == [0, 2.5, 0, 0]
 
 
@@ -153,8 +153,8 @@ def test_a_round_is_not_settled_for_a_residual_that_came_after_it(
     plan = StepPlan(step=0, attempt=0, rank=0, world_size=1, samples=1, total_samples=1)
     trains._in_flight.sent(exchanger_of(trains).prepare_bucket(0, GRADIENT_N, plan, usable=True))
     begin_anew(trains)
-    assert trains.absorb(INHERITED, 2)
-    given_N = trains.surrender(lambda: outcome(committed=True))
+    assert trains.add_residual(INHERITED, 2)
+    given_N = trains.take_residual(lambda: outcome(committed=True))
     assert given_N is not None and given_N.tolist() == [0, 2.5, 0, 0]
 
 

@@ -1,6 +1,7 @@
 """A worker and its owner: rules are kept while a real script runs, and changed while it does.
 
-The script here is a stand-in that obeys as `gridtrain.training.pause` does, without torch; whole groups are in
+The script here is a stand-in that obeys as `gridtrain.training.pause` does, without torch; whole groups
+are in
 tests/sdk/test_pausing.py and, as processes, in tests/integration/test_owner.py.
 """
 

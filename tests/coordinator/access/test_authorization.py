@@ -44,7 +44,7 @@ class House:
         self.now_s = 1_000_000.0
         for number, member in enumerate(members):
             key = bytes([number]) * 31 + b"-"
-            assert self.invite(key) == "Done"
+            assert self.invite(key) == "OperatorReply"
             assert self.enrol(key, member, host=f"10.0.{number}.1") == "Enrolled"
 
     def write(self, answer: AccessReply | ViolationOutcome) -> None:
@@ -101,7 +101,7 @@ class House:
 def test_one_volunteer_comes_in() -> None:
     house = House()
     assert [house.standing(key) for key in (KEY, ANNA, OPERATOR)] == ["stranger", "stranger", "peer"]
-    assert house.invite(KEY) == "Done"
+    assert house.invite(KEY) == "OperatorReply"
     assert [house.standing(key) for key in (KEY, ANNA, OPERATOR)] == ["guest", "stranger", "peer"]
     assert house.enrol(KEY, ANNA) == "Enrolled"
     assert [house.standing(key) for key in (KEY, ANNA, OPERATOR)] == ["stranger", "peer", "peer"]
@@ -146,7 +146,7 @@ def test_an_invitation_is_withdrawn() -> None:
     house = House()
     house.invite(uses=9)
     house.enrol(peer=ANNA)
-    assert house.invite(expires_s=0.0) == "Done"
+    assert house.invite(expires_s=0.0) == "OperatorReply"
     assert [house.standing(key) for key in (KEY, ANNA)] == ["stranger", "peer"]
     assert house.invite(expires_s=0.0) == "Refused unknown: there is no such invitation"
 
@@ -156,16 +156,20 @@ def test_an_invitation_is_withdrawn() -> None:
     [(10_001, DAY_S, "bounds"), (1, 367 * DAY_S, "bounds"), (10_000, 366 * DAY_S, "")],
 )
 def test_bounds_of_an_invitation(uses: int, expires_s: float, code: str) -> None:
-    assert House().invite(uses=uses, expires_s=expires_s).startswith(f"Refused {code}" if code else "Done")
+    assert (
+        House()
+        .invite(uses=uses, expires_s=expires_s)
+        .startswith(f"Refused {code}" if code else "OperatorReply")
+    )
 
 
 def test_a_thousand_invitations_and_no_more_until_some_have_ended() -> None:
     house = House()
     for number in range(1000):
-        assert house.invite(number.to_bytes(32, "big")) == "Done"
+        assert house.invite(number.to_bytes(32, "big")) == "OperatorReply"
     assert house.invite() == "Refused too-many: 1000 invitations are open"
     house.now_s += 2 * DAY_S
-    assert house.invite() == "Done"
+    assert house.invite() == "OperatorReply"
     assert len(house.door._invitations) == 1, "those that have ended are forgotten"
 
 
@@ -183,17 +187,17 @@ def test_kick_ban_and_unban() -> None:
     house = House(ANNA)
     house.invite(OTHER_KEY, uses=9)
     assert house.standing(ANNA) == "peer"
-    assert house.expel(ANNA) == "Done"
+    assert house.expel(ANNA) == "OperatorReply"
     assert house.standing(ANNA) == "stranger"
     assert house.enrol(OTHER_KEY, ANNA) == (
         "Refused kicked: this worker was put out of the run: the run's owner decided so"
     ), "it was made before the kick"
     house.invite(KEY, uses=9)
     assert house.enrol(KEY, ANNA) == "Enrolled"
-    assert house.expel(ANNA, ban=True) == "Done"
+    assert house.expel(ANNA, ban=True) == "OperatorReply"
     house.invite(b"n" * 32, uses=9)
     assert house.enrol(b"n" * 32, ANNA).startswith("Refused banned")
-    assert house.pardon(ANNA) == "Done"
+    assert house.pardon(ANNA) == "OperatorReply"
     assert house.enrol(b"n" * 32, ANNA).startswith("Refused kicked"), "it was made before the unban"
     house.invite(b"p" * 32)
     assert house.enrol(b"p" * 32, ANNA) == "Enrolled"
@@ -216,9 +220,9 @@ def test_orders_about_nobody() -> None:
     assert house.expel(OPERATOR).startswith("Refused ours") and house.expel(US, ban=True).startswith(
         "Refused ours"
     )
-    assert house.expel(BERT, ban=True) == "Done", "a key can be banned before it comes"
+    assert house.expel(BERT, ban=True) == "OperatorReply", "a key can be banned before it comes"
     before = len(house.journal)
-    assert house.expel(BERT, ban=True) == "Done" and len(house.journal) == before, "once is enough"
+    assert house.expel(BERT, ban=True) == "OperatorReply" and len(house.journal) == before, "once is enough"
 
 
 def test_the_daemon_hears_whom_to_send_away() -> None:
@@ -229,8 +233,8 @@ def test_the_daemon_hears_whom_to_send_away() -> None:
 def test_where_everybody_may_come_in_a_kick_still_shuts_out() -> None:
     house = House(open_to_all=True)
     assert house.standing(ANNA) == "peer" and house.standing(US) == "stranger"
-    assert house.expel(ANNA) == "Done" and house.standing(ANNA) == "stranger"
-    assert house.pardon(ANNA) == "Done" and house.standing(ANNA) == "peer"
+    assert house.expel(ANNA) == "OperatorReply" and house.standing(ANNA) == "stranger"
+    assert house.pardon(ANNA) == "OperatorReply" and house.standing(ANNA) == "peer"
 
 
 # -- strikes ---------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ PATHS = (
     ],
 )
 def test_dns_rebinding(desk: Desks, host: str, allowed: bool) -> None:
-    assert guard.host_allowed(host, {"watch.example.org"}) is allowed
+    assert guard.is_host_allowed(host, {"watch.example.org"}) is allowed
     here = desk(named=("Watch.example.org",))
     for path in ("/", "/api/v1/run", "/metrics", "/healthz"):
         assert here.client.get(path, headers={"host": host}).status_code == (200 if allowed else 421), path
@@ -148,7 +148,7 @@ def test_the_page_weighs_less_than_300_kB(desk: Desks) -> None:
 def test_names_are_cleaned_of_what_moves_text(desk: Desks) -> None:
     here = desk(4, 3)
     assert HOSTILE.startswith("<img") and "\u202e" in HOSTILE
-    told = json.dumps(here.board.whole(), ensure_ascii=False) + here.client.get("/metrics").text
+    told = json.dumps(here.board.full_state(), ensure_ascii=False) + here.client.get("/metrics").text
     assert "\u202e" not in told
     assert "<img src=x onerror=alert(1)>\ufffdgnp.exe" in [row["name"] for row in here.board.workers()]
 

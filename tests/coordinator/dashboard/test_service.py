@@ -37,7 +37,7 @@ class Running:
         self.logged: list[tuple[str, str, Mapping[str, Any]]] = []
         bound = bind(DashboardAddress(port=0))
         self.port = bound.getsockname()[1]
-        self.service = service.Service(bound, TOKEN, lambda *line: self.logged.append(line))
+        self.service = service.DashboardService(bound, TOKEN, lambda *line: self.logged.append(line))
         self.service.start()
 
     def get(
@@ -141,13 +141,13 @@ def test_a_page_that_does_not_read_holds_nobody_up(running: Running, monkeypatch
     events = iter(reader)
     next(events)
     stream = running.service._stream
-    until(lambda: stream.pages == 2, "both pages", WITHIN_S)
+    until(lambda: stream.page_count == 2, "both pages", WITHIN_S)
     pictures = Run(300).pictures(10_000)
 
     def given_up() -> bool:
         running.service.publish(next(pictures)[1])
         next(events)  # the other page goes on hearing
-        return bool(stream.pages == 1)
+        return bool(stream.page_count == 1)
 
     until(given_up, "the stuck page is cut off", 60.0)
     reader.close()
@@ -165,7 +165,7 @@ def test_the_daemon_never_waits(running: Running) -> None:
         running.service.publish(picture)
         running.service.note("info", "joined", {"name": "x"})
         assert list(running.service.take_orders()) == []
-    assert not go_on.is_set() and len(running.service._events) == service.MOST_EVENTS
+    assert not go_on.is_set() and len(running.service._events) == service.MAX_EVENTS
     go_on.set()
     until(lambda: json.loads(running.get("/api/v1/run")[1])["world_size"] == 300, "the latest one", WITHIN_S)
 
@@ -179,7 +179,7 @@ def test_orders_are_fetched_by_the_daemon_and_bounded(running: Running) -> None:
         threading.Thread(
             target=lambda: answers.append(running.get(f"/api/v1/workers/{peer}/kick", "POST", **owner))
         )
-        for _ in range(service.MOST_ORDERS + 4)
+        for _ in range(service.MAX_ORDERS + 4)
     ]
     for thread in threads:
         thread.start()
@@ -188,12 +188,12 @@ def test_orders_are_fetched_by_the_daemon_and_bounded(running: Running) -> None:
     fetched = list(running.service.take_orders())
     assert [order for order, _ in fetched] == [
         RemoveWorker(bytes.fromhex(peer), False, "")
-    ] * service.MOST_ORDERS
+    ] * service.MAX_ORDERS
     for _, answer in fetched:
         answer.set_result(OperatorReply("it is out"))
     for thread in threads:
         thread.join(WITHIN_S)
-    assert [status for status, _ in answers].count(200) == service.MOST_ORDERS
+    assert [status for status, _ in answers].count(200) == service.MAX_ORDERS
 
 
 def test_its_own_fault_is_a_line_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None
         events = iter(page)
         next(events)
         silent = []
-        for i in range(service.MOST_CONNECTIONS + 2):
+        for i in range(service.MAX_CONNECTIONS + 2):
             one = socket.create_connection(("127.0.0.1", running.port), timeout=WITHIN_S)
             with contextlib.suppress(ConnectionError):
                 one.sendall((b"", b"GET / HT", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nG")[i % 3])

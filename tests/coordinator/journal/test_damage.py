@@ -109,7 +109,8 @@ def test_a_number_in_an_entry_was_changed(path: Path) -> None:
 def test_after_sigkill_a_torn_wal_costs_its_end_and_no_more(path: Path, place: str) -> None:
     """What SQLite cannot read of a WAL was never written: entries end earlier, none differs."""
     script = (
-        "import os, signal, sys; from gridtrain_coordinator.journal.store import Store; s = Store.open(sys.argv[1])\n"
+        "import os, signal, sys; from gridtrain_coordinator.journal.store import JournalStore\n"
+        "s = JournalStore.open(sys.argv[1])\n"
         "s.identity(); s.next_term()\n"
         "for n in range(30): s.append('state', {'state': 'training', 'n': n})\n"
         "os.kill(os.getpid(), signal.SIGKILL)"

@@ -130,17 +130,17 @@ def scene(tmp_path: Path) -> Scene:
 def test_a_decision_waits_for_room_and_is_then_carried_out_once(scene: Scene) -> None:
     assert scene.turn(Received(ANNA, JOIN, 80)) == [
         "log error no_room",
-        "RunState paused to anna",
-        "RunState paused to bert",
+        "RunStateUpdate paused to anna",
+        "RunStateUpdate paused to bert",
     ]
     assert scene.turn(after_s=5.0) == [], "tried in vain"
     scene.make_room()
     assert scene.turn(after_s=0.5) == [], "once a second"
     assert scene.turn(after_s=0.6) == [
         "log info room_again",
-        "Start to bert",
-        "RunState training to anna",
-        "RunState training to bert",
+        "StartGeneration to bert",
+        "RunStateUpdate training to anna",
+        "RunStateUpdate training to bert",
     ]
     assert [e.kind for e in scene.store.entries()] == ["generation"]
 
@@ -154,7 +154,9 @@ def test_what_comes_meanwhile_comes_later_in_its_order_and_nobody_is_late(scene:
         scene.turn(Received(BERT, ready, 80), Received(ANNA, m.Heartbeat(1, 0, 0, ()), 80), after_s=60.0)
         == []
     )
-    assert scene.turn(PeerDown(ANNA, "closed"), PeerUp(ANNA), after_s=60.0) == ["RunState paused to anna"]
+    assert scene.turn(PeerDown(ANNA, "closed"), PeerUp(ANNA), after_s=60.0) == [
+        "RunStateUpdate paused to anna"
+    ]
     told = len(scene.heard)
     scene.answers = {}
     scene.make_room()
@@ -194,9 +196,9 @@ def test_a_second_time_without_room_while_going_on(scene: Scene) -> None:
     scene.turn(Received(BERT, m.Leave("tired"), 80))
     scene.store._connection.execute(f"PRAGMA max_page_count = {scene.pages + 40}")
     lines = scene.turn(after_s=2.0)
-    assert lines[:3] == ["log info room_again", "Start to bert", "log error no_room"]
+    assert lines[:3] == ["log info room_again", "StartGeneration to bert", "log error no_room"]
     scene.make_room()
-    assert "Start to anna" in scene.turn(after_s=2.0)
+    assert "StartGeneration to anna" in scene.turn(after_s=2.0)
     assert [e.kind for e in scene.store.entries()] == ["generation", "state"]
 
 
@@ -224,7 +226,7 @@ def test_a_backup_that_fails_is_said_once_and_the_run_goes_on(tmp_path: Path) ->
     (tmp_path / "backups").write_text("a file in the folder's place")
     scene = Scene(tmp_path / "state", backups=Backups(tmp_path / "backups", tmp_path / "state"))
     scene.answers = {MessageReceived: [JournalEntry("state", {}), Send(BERT, m.StartGeneration(1, 1))]}
-    assert scene.turn(Received(ANNA, JOIN, 80)) == ["Start to bert", "log error backup_failed"]
-    assert scene.turn(Received(ANNA, JOIN, 80), after_s=60.0) == ["Start to bert"]
+    assert scene.turn(Received(ANNA, JOIN, 80)) == ["StartGeneration to bert", "log error backup_failed"]
+    assert scene.turn(Received(ANNA, JOIN, 80), after_s=60.0) == ["StartGeneration to bert"]
     (tmp_path / "backups").unlink()
     assert scene.turn(after_s=60.0) == ["log info backup"]

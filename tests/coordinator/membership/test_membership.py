@@ -565,15 +565,17 @@ def test_a_follower_that_reaches_no_donor_goes_other_ways_and_at_last_over_a_rel
     run = Run(A, B)
     run.now_s += 10.0
     effects = newcomer(run, C)
-    assert ways_of(effects, C)["Fetch"] == [("a", "memory://a"), ("b", "memory://b")]
+    assert ways_of(effects, C)["CatchUpFrom"] == [("a", "memory://a"), ("b", "memory://b")]
     run.now_s -= 2.0
     assert not run.say(C, m.PeersUnreachable(1, 0, (A, B))), "it has not heard yet what it was told last"
     for _ in range(2):  # seconds pass with each message
         run.now_s += 10.0
         effects = run.say(C, m.PeersUnreachable(1, 0, (A, B)))
     relay = "relay:" + ME.hex()
-    assert ways_of(effects, C)["Fetch"] == [("a", relay), ("b", relay)]
-    assert ways_of(effects, A) == {"Expect": [("c", relay)]} and ways_of(effects, B) == ways_of(effects, A)
+    assert ways_of(effects, C)["CatchUpFrom"] == [("a", relay), ("b", relay)]
+    assert ways_of(effects, A) == {"ExpectProbes": [("c", relay)]} and ways_of(effects, B) == ways_of(
+        effects, A
+    )
     assert not freezes(effects) and not run.core.run.workers[C].has_caught_up, "the members train on"
     run.now_s += 10.0
     assert not ways_of(run.say(C, m.PeersUnreachable(1, 0, (D,))), C), "a stranger"
@@ -590,10 +592,10 @@ def test_a_followers_relay_is_a_member_that_it_has_reached() -> None:
         run.now_s += 10.0
         effects = run.say(C, m.PeersUnreachable(1, 0, (A, B, E)))
     relay = "relay:" + D.hex()
-    assert ways_of(effects, C)["Fetch"] == [("a", relay), ("b", relay), ("e", relay)]
-    assert {x for x, _ in ways_of(effects, D)["Expect"]} == {"a", "b", "c", "e"}
-    assert ("d", "") in ways_of(effects, C)["Expect"], "it is dialled by D, with the larger key"
-    assert ("c", "memory://new") in ways_of(effects, D)["Expect"]
+    assert ways_of(effects, C)["CatchUpFrom"] == [("a", relay), ("b", relay), ("e", relay)]
+    assert {x for x, _ in ways_of(effects, D)["ExpectProbes"]} == {"a", "b", "c", "e"}
+    assert ("d", "") in ways_of(effects, C)["ExpectProbes"], "it is dialled by D, with the larger key"
+    assert ("c", "memory://new") in ways_of(effects, D)["ExpectProbes"]
 
 
 def test_a_step_that_a_member_makes_up_delays_no_image() -> None:
@@ -651,12 +653,21 @@ def test_who_has_drifted_is_told_again_until_it_has_the_state_anew() -> None:
     again = m.Join("r", "b", "memory://b", is_rejoin=True, generation=1)
     told = [e.message for e in run.say(B, again) if isinstance(e, Send) and e.peer == B]
     kinds = [type(message).__name__ for message in told]
-    assert kinds == ["Welcome", "RunState", "Drifted", "Roster", "View", "Freeze"]
+    assert kinds == [
+        "Welcome",
+        "RunStateUpdate",
+        "ReplicaDiverged",
+        "MemberListPage",
+        "MembershipView",
+        "Freeze",
+    ]
     for peer in (A, B, C):
         run.report(peer)
     assert {x.peer: x.joining for x in run.core.run.member_list} == {A: False, B: True, C: False}
     sent = [type(e.message).__name__ for e in run.effects if isinstance(e, Send) and e.peer == B]
-    assert sent == ["Drifted", "Roster", "View"], "its line may have come back only now"
+    assert sent == ["ReplicaDiverged", "MemberListPage", "MembershipView"], (
+        "its line may have come back only now"
+    )
     run.start(A, B, C)
     again = replace(again, generation=2)
     assert not [

@@ -132,7 +132,7 @@ def test_it_has_no_seat_and_the_others_go_on_from_what_they_hold(noticed: bool) 
     if noticed:
         run.hear(PeerDisconnected(A, "reset"))
     run.now_s += LIMITS.regreet_s / 2
-    assert run.join(A) == ["Welcome", "RunState"]
+    assert run.join(A) == ["Welcome", "RunStateUpdate"]
     assert run.notes("lost") == [
         {"name": "a", "reason": "its process has ended, and another one came with its key"}
     ]
@@ -195,7 +195,7 @@ def restarted() -> tuple[Run, Run]:
 def test_a_restarted_coordinator_asks_it_for_nothing_either() -> None:
     """The journal names A; A' could only say that it holds what all began with."""
     _, again = restarted()
-    assert "View" not in again.join(A)
+    assert "MembershipView" not in again.join(A)
     again.enter(A)
     again.join(B, again=True, generation=1)
     again.enter(B)
@@ -206,8 +206,10 @@ def test_a_restarted_coordinator_asks_it_for_nothing_either() -> None:
 
 def test_a_process_that_was_welcomed_before_the_restart_but_never_had_a_seat_is_another_one_too() -> None:
     run, again = restarted()
-    assert "View" not in again.join(A, again=True)
-    assert "View" not in run.join(A, again=True), "as when it was another coordinator that welcomed it"
+    assert "MembershipView" not in again.join(A, again=True)
+    assert "MembershipView" not in run.join(A, again=True), (
+        "as when it was another coordinator that welcomed it"
+    )
     assert run.frozen() == [(B, (A,))]
 
 
@@ -215,7 +217,7 @@ def test_who_only_lost_its_line_keeps_its_seat() -> None:
     run = Run(least=2)
     run.train(A, B)
     run.hear(PeerDisconnected(A, "reset"))
-    assert run.join(A, again=True, generation=1)[-2:] == ["View", "Start"]
+    assert run.join(A, again=True, generation=1)[-2:] == ["MembershipView", "StartGeneration"]
     assert run.notes("lost") == [] and run.frozen() == []
 
 

@@ -70,7 +70,7 @@ class Group:
         for _ in range(round(seconds)):
             for peer in self.left:
                 self.left[peer] = max(0.0, self.left[peer] - came_Bps.get(peer[:1].decode(), 0.0))
-                figures = ((forming_deadline.STATE_LEFT, self.left[peer]),) if self.left[peer] else ()
+                figures = ((m.STATE_LEFT, self.left[peer]),) if self.left[peer] else ()
                 self.say(peer, m.Heartbeat(1, 0, round(1000 * self.now_s), figures))
             self.now_s = round(self.now_s + 1.0 - 0.4, 3)
 

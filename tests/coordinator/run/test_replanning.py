@@ -107,7 +107,9 @@ def test_links_are_compared_with_the_pairs_that_the_ring_avoids(monkeypatch: pyt
     for _ in range(FAILURES_BEFORE_AVOIDING):
         run.core._planner.link_failures.record(A, B, run.now_s)
     assert run.core._planner.link_failures.begin_avoiding(run.now_s) == {(A, B)}
-    monkeypatch.setattr(rank_order, "reorder_reason", lambda load, links, *rest: seen.append(links.rtt_s[A, B]) or "")
+    monkeypatch.setattr(
+        rank_order, "reorder_reason", lambda load, links, *rest: seen.append(links.rtt_s[A, B]) or ""
+    )
     run.rates(set())
     run.beat_until_frozen(60.0)
     assert seen == [AVOIDED_PAIR_RTT_S]

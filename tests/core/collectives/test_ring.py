@@ -124,7 +124,7 @@ def test_the_same_place_twice_is_refused():
     event = PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 0, 2), False, "x")
     ring.start(0.0)
     ring.handle(event, 0.0)
-    with pytest.raises(RemoteProtocolError, match=r"due was Place.*GATHER.* from rank 2"):
+    with pytest.raises(RemoteProtocolError, match=r"due was PayloadSlot.*GATHER.* from rank 2"):
         ring.handle(event, 0.0)
 
 

@@ -126,7 +126,7 @@ def test_all_ranks_end_with_the_same_bits_and_nothing_is_lost(seeds):
             assert group.verdicts == [False] * world_size, says
             assert len({w.compute_digest() for w in group.buffers}) == 1, f"{says}: the ranks differ"
             for residual_N, workspace in zip(residuals, group.buffers, strict=True):
-                for indices, values in workspace.kept:
+                for indices, values in workspace.truncated:
                     residual_N[indices] += values
             inputs.assert_conserved(residuals, group.buffers[0].update, says)
             for rank in range(world_size):

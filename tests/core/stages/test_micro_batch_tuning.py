@@ -29,7 +29,7 @@ def told(seats, overhead_s, per_sample_s, hop_s=0.0, batch=BATCH, most=math.inf)
         forward_s = warm * (overhead_s + n * per_sample_s)
         figures = StepTimings(forward_s, 2 * forward_s, 0.0, batch, most)
         turn_s = (seats.stages - 1) * (2 * hop_s + 3 * forward_s) if hop_s else 0.0
-        firsts = seats.group(0)
+        firsts = seats.stage_ranks(0)
         steps.append(
             tuple(
                 replace(figures, round_trip_s=turn_s if rank in firsts else 0.0)
@@ -93,10 +93,13 @@ def test_no_micro_batch_is_larger_than_every_member_can_hold():
     steps = told(seats, 0.05, 0.0001)
     assert choose_micro_batches(steps, seats, ScheduleKind.FILL_DRAIN, 0.0).micro_batches < 8
     small = [
-        tuple(replace(f, most=8.0 if rank == 5 else math.inf) for rank, f in enumerate(t)) for t in steps
+        tuple(replace(f, max_micro_batch_samples=8.0 if rank == 5 else math.inf) for rank, f in enumerate(t))
+        for t in steps
     ]
     assert choose_micro_batches(small, seats, ScheduleKind.FILL_DRAIN, 0.0).micro_batches == 8
-    tiny = [tuple(replace(f, most=1.0) for f in t) for t in steps]  # less than what was tried: that did fit
+    tiny = [
+        tuple(replace(f, max_micro_batch_samples=1.0) for f in t) for t in steps
+    ]  # less than what was tried: that did fit
     assert choose_micro_batches(tiny, seats, ScheduleKind.FILL_DRAIN, 0.0).micro_batches == 16
 
 
@@ -141,8 +144,8 @@ def test_trials_end():
     "bad",
     [
         {"forward_s": -1.0},
-        {"turn_s": math.nan},
-        {"most": math.nan},
+        {"round_trip_s": math.nan},
+        {"max_micro_batch_samples": math.nan},
         {"samples": math.inf},
         {"samples": 0.3},
         {"backward_s": 1e300},

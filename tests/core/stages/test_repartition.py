@@ -129,7 +129,9 @@ def test_the_most_replicas_that_fit_are_found_in_few_cuts(monkeypatch: pytest.Mo
     peers = [bytes([n]) * 32 for n in range(256)]
     cards = {peer: Card(memory_bytes=80.0 if n < 40 else 20.0) for n, peer in enumerate(peers)}
     cut = repartition.partition.best_partition
-    monkeypatch.setattr(repartition.partition, "best_partition", lambda *a, **k: asked.append(a) or cut(*a, **k))
+    monkeypatch.setattr(
+        repartition.partition, "best_partition", lambda *a, **k: asked.append(a) or cut(*a, **k)
+    )
     recut = device_assignment.assign_devices(run, peers, cards)
     assert set(peers[:40]) <= set(recut.members)
     needs = device_assignment.stage_bytes(run, recut.cuts)

@@ -78,7 +78,7 @@ class Endpoint:
     def story(self) -> list[str]:
         """What happened, in words: "up bert", "down bert", "Ping 3 from bert", "violation"."""
         lines = []
-        guests = {event.peer: _NAMES[event.guest_of] for event in self.of(PeerUp) if event.guest_of}
+        guests = {event.peer: _NAMES[event.pending_key] for event in self.of(PeerUp) if event.pending_key}
         for event in self.events:
             who = "?" if event.peer is None else _NAMES.get(event.peer, event.peer.hex()[:8])
             if event.peer in guests:

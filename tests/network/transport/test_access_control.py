@@ -203,7 +203,7 @@ def test_a_message_under_anothers_routing_id_is_nobodys(zeromq_net, besieger, id
     dealer, _ = besieger(bert, "mallory")
     dealer.send_multipart(hello(identity_of("mallory").public))
     zeromq_net.until(lambda: len(bert.of(PeerUp)) == 2, bert, anna)
-    links = bert.transport._entrance.links
+    links = bert.transport._listener.connections
     (annas,) = [link for link in links.values() if link.key == anna.key]
     (mallorys,) = [routing_id for routing_id, link in links.items() if link is not annas]
     links[mallorys] = annas  # as if mallory's connection had come to anna's place
@@ -241,7 +241,9 @@ def test_a_removed_member_that_floods_is_cut_for_good(zeromq_net):
 def test_the_gate_is_asked_for_each_message_and_not_more(zeromq_net, monkeypatch):
     anna, bert = zeromq_net.pair()
     asked = []
-    monkeypatch.setattr(bert.transport, "_access_policy", lambda key: asked.append(key) or ConnectionRole.MEMBER)
+    monkeypatch.setattr(
+        bert.transport, "_access_policy", lambda key: asked.append(key) or ConnectionRole.MEMBER
+    )
     for nonce in range(10):
         anna.transport.send(bert.key, Ping(nonce))
     zeromq_net.until(lambda: len(bert.got()) == 10, bert, anna)
@@ -289,7 +291,7 @@ os.kill(os.getpid(), 9)
 VICTIM = """
 import subprocess, sys, time
 import zmq
-from gridtrain.network.transport import sockets
+from gridtrain.network.transport.zmq import sockets
 sockets.RECEIVE_MESSAGES = int(sys.argv[1])
 router = sockets.open_router(zmq.Context(), None)
 address = sockets.bind(router, "tcp://127.0.0.1:0")

@@ -39,7 +39,7 @@ def data(index: int, payload: object = b"x") -> Data:
 
 
 def segments(endpoint) -> list[int]:
-    return [message.place.segment for message in endpoint.got(Data)]
+    return [message.slot.segment for message in endpoint.got(Data)]
 
 
 # -- edges ---------------------------------------------------------------------------------------
@@ -92,7 +92,9 @@ def test_both_dial_each_other_at_once_and_nothing_is_doubled(net):
 def test_what_is_out_of_bounds_fails_where_it_is_sent(net):
     """Over memory as over sockets: a group in one process shows what would break between machines."""
     anna, bert = net.pair()
-    with pytest.raises(LocalProtocolError, match=r"^cannot send: Beat\.figures\[0\] is float nan, must be a"):
+    with pytest.raises(
+        LocalProtocolError, match=r"^cannot send: Heartbeat\.metrics\[0\] is float nan, must be a"
+    ):
         anna.transport.send(bert.key, Heartbeat(1, 0, 0, (("loss", float("nan")),)))
     anna.transport.send(bert.key, Ping(1))
     net.until(lambda: bert.got(), anna, bert)
@@ -189,7 +191,7 @@ def test_where_a_connection_comes_from(net):
     (up,) = bert.of(PeerUp)
     assert up.host == ("memory" if net.kind == "memory" else "127.0.0.1")
     assert anna.of(PeerUp)[0].host == ""  # anna dialled
-    assert up.guest_of is None
+    assert up.pending_key is None
 
 
 # -- who is let in -------------------------------------------------------------------------------
@@ -277,7 +279,7 @@ def test_many_hold_one_invitation_and_each_gets_its_own_answer(net):
     net.until(lambda: len(host.got(Enrol)) == 3, host)
     ups = host.of(PeerUp)
     assert len({up.peer for up in ups}) == 3
-    assert {up.guest_of for up in ups} == {guests[0].key} and guests[0].key not in {up.peer for up in ups}
+    assert {up.pending_key for up in ups} == {guests[0].key} and guests[0].key not in {up.peer for up in ups}
     for event in host.of(Received):
         host.transport.send(event.peer, Enrolled(f"number {event.message.peer[0]}"))
     net.until(lambda: all(guest.got() for guest in guests), host, *guests)

@@ -235,10 +235,10 @@ def test_a_new_connection_begins_with_a_full_window(pair):
     for index in range(2 * FULL):
         anna.transport.send(bert.key, data(index))
     pair.settle()
-    pair.hub.cut(anna.key, bert.key)
+    pair.hub.disconnect(anna.key, bert.key)
     pair.settle()
     assert [e for e in anna.events if isinstance(e, PeerDown)] and anna.transport.backlog_bytes(bert.key) == 0
-    pair.hub.heal(anna.key, bert.key)
+    pair.hub.reconnect(anna.key, bert.key)
     pair.settle()
     bert.finish()  # of the connection that is gone: makes no difference
     bert.events.clear()
@@ -378,6 +378,6 @@ def test_a_loop_that_says_done_too_often_grants_no_more_than_came(pair):
     for index in range(FULL):
         anna.transport.send(bert.key, data(index))
     pair.settle()
-    bert.transport.done(anna.key, 10 * WINDOW_BYTES)
+    bert.transport.mark_processed(anna.key, 10 * WINDOW_BYTES)
     pair.settle()
     assert anna.violations() == []

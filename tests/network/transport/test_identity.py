@@ -112,7 +112,7 @@ def test_processes_that_race_for_a_new_key_file_get_the_same_key(tmp_path):
     script = (
         "import sys, pathlib; from gridtrain.network.transport.identity import Identity\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
-        "print(Identity.kept_in(pathlib.Path(sys.argv[1])).public.hex())"
+        "print(Identity.load_or_create(pathlib.Path(sys.argv[1])).public.hex())"
     )
     processes = in_processes(4, script, tmp_path / "own.key")
     for process in processes:
@@ -126,8 +126,8 @@ def test_processes_that_race_for_a_new_key_file_get_the_same_key(tmp_path):
 
 
 CLAIM = (
-    "import sys, pathlib; from gridtrain.network.transport.identity import claim\n"
-    "with claim(pathlib.Path(sys.argv[1])) as (identity, path):\n"
+    "import sys, pathlib; from gridtrain.network.transport.identity import claim_identity\n"
+    "with claim_identity(pathlib.Path(sys.argv[1])) as (identity, path):\n"
     "    print(identity.public.hex(), flush=True); sys.stdin.readline()"
 )
 

@@ -75,9 +75,9 @@ def test_the_same_seed_has_the_same_faults(seeds):
 
 def test_a_cut_edge_is_down_on_both_sides_until_it_is_healed(memory_net, pair):
     anna, bert = pair()
-    memory_net.hub.cut(ANNA, BERT)
+    memory_net.hub.disconnect(ANNA, BERT)
     memory_net.until(lambda: anna.of(PeerDown) and bert.of(PeerDown), anna, bert)
-    memory_net.hub.heal(ANNA, BERT)
+    memory_net.hub.reconnect(ANNA, BERT)
     anna.transport.send(bert.key, Ping(1))
     memory_net.until(lambda: bert.got(), anna, bert)
     assert anna.story() == ["up bert", "down bert", "up bert"]

@@ -161,9 +161,12 @@ def test_two_that_cannot_be_dialled_talk_through_a_third(world):
     assert bert.about(anna) == ["up anna", "Ping 1 from anna"]
     assert bytes(anna.got(Data)[0].payload) == b"payload"
     assert carl.story() == ["up anna", "up bert"], "what is relayed is no event for the relay's loop"
-    assert "Relay" in anna.transport.traffic.sent_bytes and "Data" not in anna.transport.traffic.sent_bytes
-    assert carl.transport.traffic.received_messages.keys() >= {"Relay"}
-    assert carl.transport.traffic.sent_messages.keys() >= {"Relayed"}
+    assert (
+        "RelayRequest" in anna.transport.traffic.sent_bytes
+        and "Data" not in anna.transport.traffic.sent_bytes
+    )
+    assert carl.transport.traffic.received_messages.keys() >= {"RelayRequest"}
+    assert carl.transport.traffic.sent_messages.keys() >= {"RelayedMessage"}
 
 
 def test_the_relay_sees_no_plain_text(world):
@@ -213,7 +216,7 @@ def test_the_other_dials_late(world):
     carl.transport.listen("memory://carl")
     anna.transport.dial(carl.key, "memory://carl")
     anna.transport.dial(bert.key, relay_address(carl.key))
-    world.until(lambda: "RelayLost" in anna.transport.traffic.received_messages)
+    world.until(lambda: "RelayFailed" in anna.transport.traffic.received_messages)
     bert.transport.dial(carl.key, "memory://carl")
     bert.transport.dial(anna.key, relay_address(carl.key))
     world.until(lambda: anna.transport.connected(bert.key) and bert.transport.connected(anna.key))
@@ -223,10 +226,10 @@ def test_the_other_dials_late(world):
 def test_the_relay_dies_and_comes_back(world):
     anna, bert, carl = three(world)
     for party in (anna, bert):
-        world.hub.cut(party.key, carl.key)
+        world.hub.disconnect(party.key, carl.key)
     world.until(lambda: "down bert" in anna.story() and "down anna" in bert.story())
     for party in (anna, bert):
-        world.hub.heal(party.key, carl.key)
+        world.hub.reconnect(party.key, carl.key)
     world.until(lambda: anna.about(bert)[-1] == "up bert" and bert.about(anna)[-1] == "up anna")
     anna.transport.send(bert.key, Ping(5))
     world.until(lambda: bert.got(Ping))
@@ -272,14 +275,14 @@ def test_a_direct_connection_takes_the_place_of_a_relayed_one(world):
     bert.transport.listen("memory://bert")
     anna.transport.dial(bert.key, "memory://bert")
     world.until(lambda: len(anna.about(bert)) == 3 and len(bert.about(anna)) == 3)
-    before = anna.transport.traffic.sent_messages["Relay"]
+    before = anna.transport.traffic.sent_messages["RelayRequest"]
     anna.transport.send(bert.key, Ping(1))
     bert.transport.send(anna.key, Ping(2))
     world.until(lambda: bert.got(Ping) and anna.got(Ping))
     assert anna.about(bert) == ["up bert", "down bert", "up bert", "Ping 2 from bert"]
     assert bert.about(anna) == ["up anna", "down anna", "up anna", "Ping 1 from anna"]
-    assert anna.transport.traffic.sent_messages["Relay"] == before
-    world.hub.cut(anna.key, bert.key)  # bert still knows the way through carl, anna was told another
+    assert anna.transport.traffic.sent_messages["RelayRequest"] == before
+    world.hub.disconnect(anna.key, bert.key)  # bert still knows the way through carl, anna was told another
     world.until(lambda: bert.about(anna)[-1] == "down anna")
     anna.transport.dial(bert.key, relay_address(carl.key))
     world.until(lambda: anna.transport.connected(bert.key) and bert.transport.connected(anna.key))
@@ -346,7 +349,7 @@ def test_a_relay_passes_on_only_between_those_it_may(world):
     world.until(lambda: bert.got(RelayedMessage))
     assert bert.got(RelayedMessage) == [RelayedMessage(anna.key, b"hello")]
     assert not mallory.got(RelayedMessage) and not anna.got(RelayedMessage)
-    assert {lost.receivers for lost in anna.got(RelayFailed)} == {mallory.key, anna.key}
+    assert {lost.to for lost in anna.got(RelayFailed)} == {mallory.key, anna.key}
     assert anna.got(RelayFailed)[0].reason == "I do not relay between you two"
     allowed.discard(bert.key)
     anna.transport.send(carl.key, RelayRequest(bert.key, b"again"))
@@ -377,7 +380,7 @@ def test_refusals_are_few_however_many_messages_are_refused(world):
     for n in range(500):
         anna.transport.send(carl.key, RelayRequest(n.to_bytes(32, "big"), b""))
         anna.transport.send(carl.key, RelayRequest(bytes(32), b""))
-    world.until(lambda: carl.transport.traffic.received_messages.get("Relay") == 1000)
+    world.until(lambda: carl.transport.traffic.received_messages.get("RelayRequest") == 1000)
     world.turn()
     windows = 1 + (time.monotonic() - start_s) / relay_forwarder.REFUSAL_INTERVAL_S
     assert 0 < len(anna.got(RelayFailed)) <= relay_forwarder.MAX_REFUSALS * windows
@@ -469,7 +472,7 @@ def test_copies_are_dropped_and_the_edge_stays(world, mean):
     world.turn()
     assert bert.about(anna) == ["up anna"] + [f"Ping {n} from anna" for n in range(50)]
     assert anna.about(bert) == ["up bert"] + ["Data from bert"] * 50
-    assert bert.transport.dropped["it was taken already"] >= 100
+    assert bert.transport.dropped_packets["it was taken already"] >= 100
 
 
 def test_altered_bytes_take_the_edge_down_and_blame_nobody(world, mean):
@@ -531,7 +534,7 @@ def test_another_peer_cannot_speak_for_the_relay(world):
     world.until(lambda: mallory.transport.connected(anna.key))
     mallory.transport.send(anna.key, RelayFailed(bert.key, "gone"))
     mallory.transport.send(anna.key, RelayedMessage(bert.key, b"\1hello"))
-    world.until(lambda: anna.transport.dropped["not expected"] == 2)
+    world.until(lambda: anna.transport.dropped_packets["not expected"] == 2)
     assert anna.about(bert) == ["up bert"]
 
 
@@ -574,11 +577,11 @@ def test_nothing_false_is_delivered_whatever_the_relay_does(world, mean, seed, m
         lines = party.about(other)
         assert "violation" not in " ".join(lines)
         nonces = [ping.nonce for ping in party.got(Ping)]
-        numbers = [message.place.segment for message in party.got(Data)]
+        numbers = [message.slot.segment for message in party.got(Data)]
         for heard in (nonces, numbers):
             assert heard == sorted(set(heard)), "a copy, or out of order"
             assert set(heard) <= set(range(300))
-        assert all(bytes(m.payload) == b"%d" % m.place.segment for m in party.got(Data))
+        assert all(bytes(m.payload) == b"%d" % m.slot.segment for m in party.got(Data))
     assert anna.got(Ping) or bert.got(Ping), "the test shows nothing if nothing came through"
     spy.behave = spy.honest
     held.clear()
@@ -601,14 +604,14 @@ def _ping_through(party: Party, other: Party) -> bool:
     [
         ([b"\xc1"], "no msgpack"),
         ([codec.encode(Hello(bytes(32), 1, "x"))[0]], "Hello came sealed"),
-        ([codec.encode(RelayFailed(bytes(32), "x"))[0]], "RelayLost came sealed"),
-        ([*codec.encode(RelayRequest(bytes(32), b"x"))], "Relay came sealed"),
+        ([codec.encode(RelayFailed(bytes(32), "x"))[0]], "RelayFailed came sealed"),
+        ([*codec.encode(RelayRequest(bytes(32), b"x"))], "RelayRequest came sealed"),
     ],
     ids=["garbage", "hello", "relay-lost", "relay"],
 )
 def test_nonsense_inside_the_seal_is_its_authors_fault(world, frames, reason):
     anna, bert, _carl = three(world)
-    edge = anna.transport._edges[bert.key]
+    edge = anna.transport._relayed[bert.key]
     anna.transport._post(edge, frames, bulk=False)
     world.until(lambda: "violation anna" in bert.story())
     (violation,) = [event for event in bert.events if isinstance(event, TransportViolation)]
@@ -654,7 +657,7 @@ def move(world: World, anna: Party, bert: Party, count: int, payload: bytes) -> 
                     assert event.message.slot.segment == settled[party]
                     assert bytes(event.message.payload) == payload
                     settled[party] += 1
-                    party.transport.done(other.key, event.nbytes)  # type: ignore[attr-defined]
+                    party.transport.mark_processed(other.key, event.nbytes)  # type: ignore[attr-defined]
             party.events.clear()
 
 

@@ -126,7 +126,7 @@ def test_an_answer_that_was_lost_is_given_again():
 def test_a_side_that_lost_its_session_gets_a_new_one(road, who):
     end = getattr(road, who)
     end.channel.reset()
-    road.carry(road.other(end), end.channel.call())
+    road.carry(road.other(end), end.channel.make_call())
     assert road.standing()
     assert len(road.anna.greetings) == len(road.bert.greetings) == 2
     road.carry(road.bert, *road.anna.seal(b"after"))
@@ -150,7 +150,7 @@ def test_a_side_that_lost_its_session_gets_a_new_one(road, who):
 @pytest.mark.parametrize("bulk", [False, True])
 def test_frames_come_out_as_they_went_in(road, frames, bulk):
     packets = road.anna.seal(*frames, bulk=bulk)
-    opened = [road.bert.channel.open(memoryview(packet)) for packet in packets]
+    opened = [road.bert.channel.decrypt(memoryview(packet)) for packet in packets]
     assert opened[:-1] == [None] * (len(packets) - 1)
     assert [bytes(frame) for frame in opened[-1]] == frames
     assert max(map(len, packets)) < secure_channel.PIECE_BYTES + 64
@@ -159,7 +159,7 @@ def test_frames_come_out_as_they_went_in(road, frames, bulk):
 def test_the_largest_message_of_the_protocol_goes_through(road):
     frames = [b"h" * codec.MAX_HEADER_BYTES, bytes(codec.MAX_PAYLOAD_BYTES)]
     for packet in road.anna.seal(*frames, bulk=True):
-        opened = road.bert.channel.open(packet)
+        opened = road.bert.channel.decrypt(packet)
     assert [len(frame) for frame in opened] == [len(frame) for frame in frames]
 
 
@@ -189,7 +189,7 @@ def test_it_reads_nothing(road):
 
 
 def test_one_flipped_bit_anywhere_is_noticed(road):
-    offer = road.anna.channel.call()
+    offer = road.anna.channel.make_call()
     road = Road().open()
     (packet,) = road.anna.seal(b"header", b"payload")
     for kind, whole in (("sealed", packet), ("offer", offer)):
@@ -229,7 +229,7 @@ def test_within_a_session(road, attack, why):
 
 
 def test_reflecting(road):
-    offer = road.anna.channel.call()
+    offer = road.anna.channel.make_call()
     assert road.anna.take(offer) == []
     road.open()
     for packet in road.anna.seal(b"mine"):
@@ -241,7 +241,7 @@ def test_a_recorded_session_means_nothing_to_the_next(road):
     road.carry(road.bert, *road.anna.seal(b"pay 5"))
     recorded = list(road.seen)
     road.anna.channel.reset()
-    road.carry(road.bert, road.anna.channel.call())
+    road.carry(road.bert, road.anna.channel.make_call())
     road.bert.got.clear()
     for to, packet in recorded:
         road.carry(to, packet)
@@ -258,9 +258,9 @@ def test_splicing_two_pairs(road):
 
 
 def test_an_old_call_does_not_end_a_session_that_stands(road):
-    old_calls = [(road.bert, road.anna.channel.call())]
+    old_calls = [(road.bert, road.anna.channel.make_call())]
     road.carry(*old_calls[0])
-    old_calls.append((road.anna, road.bert.channel.call()))
+    old_calls.append((road.anna, road.bert.channel.make_call()))
     road.carry(*old_calls[1])
     assert road.standing()
     sessions = road.anna.channel.session, road.bert.channel.session
@@ -377,9 +377,9 @@ def test_whatever_a_relay_does_only_a_beginning_of_what_was_sent_comes_out(seed)
     ids=lambda plain: plain.hex() or "nothing",
 )
 def test_nonsense_inside_is_the_peers_fault(road, plain):
-    packet = road.anna.channel.session._box(plain, bulk=True)
+    packet = road.anna.channel.session._encrypt_packet(plain, bulk=True)
     with pytest.raises(RemoteProtocolError) as raised:
-        road.bert.channel.open(packet)
+        road.bert.channel.decrypt(packet)
     assert not isinstance(raised.value, PacketRejected)
 
 
@@ -387,7 +387,7 @@ def test_pieces_without_end_are_refused(road):
     piece = b"\1" + bytes(8 * 2**20)
     with pytest.raises(RemoteProtocolError, match="exceeds"):
         for _ in range(10):
-            road.bert.channel.open(road.anna.channel.session._box(piece, bulk=True))
+            road.bert.channel.decrypt(road.anna.channel.session._encrypt_packet(piece, bulk=True))
 
 
 def test_a_key_that_is_nobodys_is_refused():

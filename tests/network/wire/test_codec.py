@@ -35,8 +35,8 @@ def _of(index: int, total: int, most: int) -> tuple[int, int]:
 # A drawn value that breaks its record's rule is put right.
 PUT_RIGHT: dict[type, Callable[[Any], Any]] = {
     m.Span: lambda s: m.Span(min(s.start, s.stop), max(s.start, s.stop)),
-    m.CheckpointInfo: lambda h: replace(h, blocks=_some(h.blocks)),
-    m.CheckpointRequest: lambda ask: replace(ask, blocks=_some(ask.blocks)),
+    m.CheckpointInfo: lambda h: replace(h, layers=_some(h.layers)),
+    m.CheckpointRequest: lambda ask: replace(ask, layers=_some(ask.layers)),
     m.Member: lambda one: replace(
         one,
         pieces=tuple((_some(blocks), rank) for blocks, rank in one.pieces),
@@ -166,18 +166,20 @@ SPEC = m.LedgerSpec(100, 0, epochs=1)
         pytest.param(m.Join("r", "a\x1b[2J", "tcp://h:1"), "Join.name is 5 bytes", id="terminal escape"),
         pytest.param(m.Join("r", "\ud800", "tcp://h:1"), "Join.name is str .* valid UTF-8", id="surrogate"),
         pytest.param(m.Join("r", "n", "é" * 65), "Join.address is 130 bytes", id="long in bytes"),
-        pytest.param(m.RunStateUpdate("asleep", ""), "RunState.state is str 'asleep'", id="unknown state"),
+        pytest.param(
+            m.RunStateUpdate("asleep", ""), "RunStateUpdate.state is str 'asleep'", id="unknown state"
+        ),
         pytest.param(m.Decision(ROUND, 1, ""), "Decision.verdict is int 1", id="int for an enum"),  # type: ignore[arg-type]
-        pytest.param(m.MemberListPage(1, 1, 2, 2, ()), "Roster is page 2 of 2", id="page over pages"),
+        pytest.param(m.MemberListPage(1, 1, 2, 2, ()), "MemberListPage is page 2 of 2", id="page over pages"),
         pytest.param(m.StateBlock(1, 1, 3, 3, b""), "StateBlock is block 3 of 3", id="block over total"),
         pytest.param(
             m.Heartbeat(0, 0, 0, (("loss", float("nan")),)),
-            r"Beat.figures\[0\] is float nan",
+            r"Heartbeat.metrics\[0\] is float nan",
             id="NaN figure",
         ),
         pytest.param(
             m.RoundStalled(ROUND, (bytes(32), b"x"), 0.0, ""),
-            r"Stalled.suspects\[1\] is 1 bytes",
+            r"RoundStalled.suspects\[1\] is 1 bytes",
             id="path to the item",
         ),
         pytest.param(
@@ -187,7 +189,7 @@ SPEC = m.LedgerSpec(100, 0, epochs=1)
         ),
         pytest.param(
             m.MembershipView(1, 1, 1, m.Verdict.ABORT, None, 0, b"", m.LedgerState(requeued=LONG_SPANS), ""),
-            "header of View takes 77.* at most 65536",
+            "header of MembershipView takes 77.* at most 65536",
             id="header over 64 KiB",
         ),
         pytest.param(data("text"), "payload of Data is no contiguous buffer", id="payload is text"),

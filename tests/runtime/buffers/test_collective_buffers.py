@@ -247,8 +247,8 @@ def test_one_who_skips_sends_no_entries():
     ids=["dense", "gather", "butterfly"],
 )
 def test_another_update_has_another_digest(workspace, other):
-    assert len(workspace.seal()) == 32
-    assert workspace.seal() == workspace.seal() != other.seal()
+    assert len(workspace.compute_digest()) == 32
+    assert workspace.compute_digest() == workspace.compute_digest() != other.compute_digest()
 
 
 @pytest.mark.parametrize("damaged", [b"", b"\xff" * 20, payload({0: 1.0})[:-1], payload({0: 1.0}) + b"\x00"])
@@ -278,4 +278,4 @@ def test_an_effect_of_another_core_is_our_bug(workspace, foreign):
 @pytest.mark.parametrize("workspace", [DenseRingBuffer(floats(1, 2), 3), gather(0, 3, {})])
 def test_a_workspace_made_for_other_ranks_is_our_bug(workspace):
     with pytest.raises(LocalProtocolError, match="collective of 4 ranks over a workspace made for 3"):
-        workspace.collective(0, 4, skip=False)
+        workspace.make_collective(0, 4, skip=False)

@@ -69,16 +69,16 @@ class Scene:
         self.say(view)
 
     def ask(self, peer: m.PeerId, generation: int, kept: m.CheckpointInfo | None = None) -> None:
-        self.driver._do(io.SendState(peer, 1, generation, True, kept, 0, False))
+        self.driver._execute_one(io.SendState(peer, 1, generation, True, kept, 0, False))
 
     @property
     def picture(self) -> Any:
         """As the loop publishes it, once it has done what the trainer has brought."""
-        brought = self.driver.giving.brought()
-        self.driver._obey()
-        self.driver.giving.fill(brought, self.core.generation)
+        brought = self.driver.state_sender.take_supplied()
+        self.driver._run_commands()
+        self.driver.state_sender.store_supplied(brought, self.core.generation)
         self.driver._publish()
-        return self.driver.last
+        return self.driver.last_snapshot
 
 
 def test_what_was_asked_for_in_an_earlier_generation_is_not_owed() -> None:
@@ -87,22 +87,22 @@ def test_what_was_asked_for_in_an_earlier_generation_is_not_owed() -> None:
     scene.view(5, A, B)
     scene.ask(B, 5)
     scene.ask(B, 5, K1)
-    assert scene.picture.wanted_state == (5, True) and scene.picture.wanted_kept == (5, K1)
+    assert scene.picture.requested_state == (5, True) and scene.picture.requested_checkpoint == (5, K1)
     scene.view(6, A, C)
-    assert scene.picture.wanted_state == (0, False) and scene.picture.wanted_kept is None
+    assert scene.picture.requested_state == (0, False) and scene.picture.requested_checkpoint is None
     scene.ask(C, 6, K2)
-    assert scene.picture.wanted_kept == (6, K2), "it waits behind nothing"
+    assert scene.picture.requested_checkpoint == (6, K2), "it waits behind nothing"
 
 
 def test_a_spare_owes_nobody_a_state_and_holds_none() -> None:
     scene = Scene()
     scene.view(5, A, B)
     scene.ask(B, 5)
-    assert scene.picture.wanted_state == (5, True)
+    assert scene.picture.requested_state == (5, True)
     scene.driver.giving._own.fill(5, [b"own", b"common"])
     scene.ask(C, 5)
     scene.say(m.StandbyNotice(1, 6, 9, b"h", LEDGER, "spare"))
-    assert scene.picture.wanted_state == (0, False)
+    assert scene.picture.requested_state == (0, False)
     assert scene.driver.giving._own._captured[1] == [] and not scene.driver.giving._own._queues
 
 
@@ -140,7 +140,7 @@ def test_a_disk_that_is_full_is_told_to_the_core(full: bool) -> None:
     driver: Any = SimpleNamespace(disk=disk, wait=lambda *_: None, command=heard.append)
     session: Any = GroupSession.__new__(GroupSession)
     session._driver, session._disk = driver, Aside()
-    session._put_aside(K1)
+    session._save_now(K1)
     assert heard == [
         io.StageCheckpointsChanged((), K1) if full else io.StageCheckpointsChanged((written,), None)
     ]
@@ -154,17 +154,17 @@ def test_a_checkpoint_that_cannot_be_read_blocks_no_other(monkeypatch: pytest.Mo
     scene.ask(B, 5, K1)
     scene.ask(C, 5, K2)
     given: list[tuple[m.CheckpointInfo, int, Any]] = []
-    giving = scene.driver.giving
+    giving = scene.driver.state_sender
     monkeypatch.setattr(
         giving,
         "supply_checkpoint",
         lambda *kept: (given.append(kept), StateSender.supply_checkpoint(giving, *kept)),
     )
     for _ in range(2):
-        assert session._owes_kept(scene.picture)
-        session._give_kept(scene.picture)
+        assert session._must_send_checkpoint(scene.picture)
+        session._send_checkpoint(scene.picture)
     assert given == [(K1, 5, None), (K2, 5, [b"own", b"common"])]
-    assert scene.picture.wanted_kept is None
+    assert scene.picture.requested_checkpoint is None
 
 
 def test_what_others_need_of_its_memory_is_written_before_a_worker_goes() -> None:
@@ -186,7 +186,7 @@ def test_what_others_need_of_its_memory_is_written_before_a_worker_goes() -> Non
     session._replay = session._inherit = session._capture = session._copy = session._gave = None
     session._given_for, session._awaits_choice = (0, False), False
     with pytest.raises(WaitInterrupted):
-        session._wait_for_more(lambda _: True)
+        session._wait_for_event(lambda _: True)
     assert done == [K1]
 
 
@@ -194,4 +194,4 @@ def test_who_has_given_its_batch_up_asks_nobody_for_a_mean() -> None:
     """The others are at a step that this worker does not take any more: they would wait for one another."""
     session: Any = GroupSession.__new__(GroupSession)
     session._gives_up = True
-    assert session.mean(2.5) == 2.5
+    assert session.average(2.5) == 2.5

@@ -59,8 +59,8 @@ def test_the_next_generations_state_may_be_there_when_this_ones_is_loaded(sessio
     """A worker hung until it was dismissed: it waited for the offer to end, the loop for it to be taken."""
     loop = Loop((1, 1, [b"old"]), (1, 2, [b"new"]))
     session = session_over(loop)
-    session._take_state()
-    session._take_state()
+    session._restore_state()
+    session._restore_state()
     assert session.loaded == [[b"old"], [b"new"]]
     assert loop.told == [io.StateLoaded(1, 1), io.StateLoaded(1, 2)]
 
@@ -68,9 +68,9 @@ def test_the_next_generations_state_may_be_there_when_this_ones_is_loaded(sessio
 def test_a_state_that_is_replaced_before_it_is_taken_is_waited_for_again(session_over: Any) -> None:
     loop = Loop(None, (1, 2, [b"new"]))
     session = session_over(loop)
-    session._take_state()
+    session._restore_state()
     assert session.loaded == [] and loop.told == []
-    session._take_state()
+    session._restore_state()
     assert session.loaded == [[b"new"]]
 
 
@@ -82,4 +82,4 @@ def test_a_residual_that_comes_while_another_is_added_is_added_too(session_over:
     session._replay, session._has_begun = None, lambda picture: False
     session._inherit = lambda peer, entries: added.append(entries)
     picture = SimpleNamespace(offered_work=False, inherited=True)
-    assert session._do_chores(picture) and added == ["entries"]
+    assert session._serve_requests(picture) and added == ["entries"]

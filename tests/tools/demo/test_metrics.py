@@ -48,7 +48,7 @@ def test_a_foreign_line_is_refused(line: str) -> None:
 
 
 def test_votes_and_decisions_are_told_from_data_and_from_all_the_rest() -> None:
-    traffic = {"Data": 1000, "Vote": 30, "Decision": 12, "Beat": 5, "Hello": 2}
+    traffic = {"Data": 1000, "Vote": 30, "Decision": 12, "Heartbeat": 5, "Hello": 2}
 
     assert SentBytes.of_traffic(traffic) == SentBytes(data=1000, votes=42, control=7)
 

@@ -328,7 +328,7 @@ class Rig:
             workspace = AllGatherBuffer(rank, self.world, self._payload(), n=N, k=K, kind=KIND)
         else:
             workspace = ButterflyBuffer(self._payload(), n=N, k=K, kind=KIND)
-        collective = workspace.collective(rank, self.world, self.source.one_in(16))
+        collective = workspace.make_collective(rank, self.world, self.source.one_in(16))
         self.loop.step_rounds.current = OpenRound(round_id, {CHANNEL: workspace}, (workspace,), b"salt")
         self.loop._handle(io.SubmitRound(round_id, {CHANNEL: collective}))
 

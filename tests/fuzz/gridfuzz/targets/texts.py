@@ -10,6 +10,7 @@ from gridfuzz.source import Source
 from gridfuzz.targets.base import Target, must
 from gridtrain.cli.status import render
 from gridtrain.core.group import invitation
+from gridtrain.core.messages import relay_of
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.runtime.client.coordinator_client import MAX_TEXT, _parse_status, parse_coordinator_address
 from gridtrain.runtime.client.worker_naming import state_directory
@@ -117,7 +118,7 @@ def run_addresses(data: bytes) -> bool:
         accepted = True
     except ConfigError:
         pass
-    key = route_table.relay_of(text)
+    key = relay_of(text)
     must(key is None or (len(key) == 32 and text == f"relay:{key.hex()}"), "a relay's key is not 32 bytes")
     source = Source(data)
     host = source.bytes(source.byte() % 24).decode(errors="replace").rstrip("\0")
@@ -158,9 +159,9 @@ def _check_ways(source: Source) -> None:
         known.block(viewer, other, relays)
         there, back = known.address(viewer, other, relays), known.address(other, viewer, relays)
         must(bool(there or back), "neither of two members is to dial the other")
-        relay = route_table.relay_of(there)
+        relay = relay_of(there)
         if relay is not None:
-            must(route_table.relay_of(back) == relay, "two members are to meet at two places")
+            must(relay_of(back) == relay, "two members are to meet at two places")
             must(relay == coordinator or relay in relays, "a relay that is none")
             must(relay not in (viewer, other), "a member is its own relay")
 

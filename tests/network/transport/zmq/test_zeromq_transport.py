@@ -371,7 +371,7 @@ def test_a_connection_that_is_used_again_keeps_its_congestion_control(zeromq_net
     """Else one that has bbr back, as its line loses frames, would lose them to cubic once more."""
     anna, bert = zeromq_net.add("anna"), zeromq_net.add("bert")
     chosen = []
-    monkeypatch.setattr(anna.transport._entrance, "choose_control", chosen.append)
+    monkeypatch.setattr(anna.transport._listener, "choose_control", chosen.append)
     bert.transport.dial(anna.key, anna.transport.listen("tcp://127.0.0.1:0"))
     zeromq_net.until(lambda: anna.of(PeerUp) and bert.of(PeerUp), anna, bert)
     assert [link.peer for link in chosen] == [bert.key]
@@ -387,7 +387,7 @@ def test_who_hung_up_on_a_peer_that_does_not_read_tries_the_next_full_one_soon(z
     bert.transport.dial(anna.key, anna.transport.listen("tcp://127.0.0.1:0"))
     zeromq_net.until(lambda: anna.of(PeerUp) and bert.of(PeerUp), anna, bert)
     block = StateBlock(1, 1, 0, 1, bytes(1 << 20))
-    while not anna.transport._outbox.blocked():
+    while not anna.transport._send_queue.blocked_peers():
         anna.transport.send(bert.key, block)
     assert anna.transport._router_full_s <= time.monotonic()
     anna.transport.hang_up(bert.key)
