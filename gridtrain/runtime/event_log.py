@@ -23,6 +23,8 @@ UNREACHABLE_TEXT = (
 EVENT_TEXTS = {
     "coordinator_away": "the coordinator is away (%(reason)s); this worker tries to reach it again, and the "
     "training goes on until a member is missing",
+    "coordinator_ended": "the coordinator has ended (%(reason)s); the run is finished, and this worker waits "
+    "for nobody",
     "named": "another worker of this run is called %(asked)s: this one is called %(name)s here",
     "namesake": "another worker that wanted this one's name has joined: it is called %(other)s, "
     "this one stays %(name)s",

@@ -25,8 +25,8 @@ from gridtrain.core.commit import data_ledger
 from gridtrain.core.group import member_events as io
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
 from gridtrain.errors import ConfigError, GridtrainError, JoinRefused, RemoteProtocolError
+from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.flow_control import FlowControlTransport
-from gridtrain.network.transport.peer_allowlist import PeerAllowlist
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.buffers.buckets import BucketedBuffer
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer
@@ -303,7 +303,7 @@ class GroupSession:
 
     @property
     def is_standby_at_end(self) -> bool:
-        """The run is finished, and this worker held no stage then."""
+        """The run is finished, and this worker was not a member at its end."""
         return self._is_standby_at_end
 
     @property
@@ -319,11 +319,13 @@ class GroupSession:
         return data_ledger.predict_assignments(self._spec, turn.ledger, turn.shares, self._io_loop.me, count)
 
     def _wait_unless_standby(self, elsewhere: Callable[[WorkerSnapshot], bool]) -> WorkerSnapshot | None:
-        """As `_wait_for_more`; None: the run has ended while all seats were taken."""
+        """As `_wait_for_event`; None: the run has ended, and this worker was not a member at its end."""
         try:
             return None if self._is_standby_at_end else self._wait_for_event(elsewhere)
         except JoinRefused as refused:
-            if not (self._is_pipeline and refused.code == "finished"):
+            # A whole model's worker may have been receiving the state; one that came later is refused.
+            was_running = self._io_loop.last_snapshot.run_state[0] in ("waiting", "training", "paused")
+            if refused.code != "finished" or not (self._is_pipeline or was_running):
                 raise
             self._is_standby_at_end = True
             return None

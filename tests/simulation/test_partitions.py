@@ -83,7 +83,7 @@ def test_a_newcomer_that_reaches_nobody_follows_over_a_relay(seed: int) -> None:
         assert not world.finished
     assert world.log.caught_up == 1 and world.log.generations == 2, "nobody waited for its ways"
     relayed = world.coordinator.snapshot(world.now_s)["relayed"]
-    ranks = {worker.peer: rank for rank, worker in enumerate(world.coordinator.run.roster)}
+    ranks = {worker.peer: rank for rank, worker in enumerate(world.coordinator.run.member_list)}
     assert {(min(pair[:2]), max(pair[:2])) for pair in relayed} == {
         tuple(sorted((ranks[newcomer.peer], ranks[member.peer]))) for member in members
     }

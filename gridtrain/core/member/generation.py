@@ -428,7 +428,17 @@ class Generation:
         context.catch_up.finish()
         context.checkpoints.finish_loading()
         context.replica_state.state_loaded(assignment.layers)
-        return [*self.incoming_state.serve_pending(), *self.check_ready()]
+        return [*self._repeat_report(), *self.incoming_state.serve_pending(), *self.check_ready()]
+
+    def _repeat_report(self) -> list[MemberEffect]:
+        """The answer to the FREEZE said that this member is not synced.  The run may be paused because of
+        that, and the state that was loaded since may be the last copy."""
+        if self.phase is not MemberPhase.FROZEN:
+            return []
+        context = self._context
+        at = context.coordinator_link.term, self.rank_assignment.generation
+        report = context.replica_state.make_report(*at, self.attempts.prepared_vote)
+        return [Send(context.coordinator, report)]
 
     def _state_digest_mismatch(self, generation: int) -> list[MemberEffect]:
         """The state that was forwarded is not the source's."""

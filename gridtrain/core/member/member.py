@@ -149,7 +149,7 @@ class MemberCore:
     @property
     def pause_reason(self) -> str:
         """Why nothing can continue until the coordinator is back (commit rule 10); empty: training can."""
-        if self.coordinator in self._context.peer_links.connected or not self.term:
+        if self.coordinator in self._context.peer_links.connected or not self.term or self.is_finished:
             return ""
         generation = self._view_changes.generation
         return (

@@ -132,13 +132,15 @@ class ReplicaState:
         """Whether the ledger has ended the run, as far as it was applied here."""
         return self.is_synced and data_ledger.is_finished(spec, self.ledger)
 
-    def make_report(self, freeze: m.Freeze, vote: tuple[m.RoundId, bytes, bool] | None) -> m.FreezeReport:
+    def make_report(
+        self, term: int, generation: int, vote: tuple[m.RoundId, bytes, bool] | None
+    ) -> m.FreezeReport:
         """Answer to FREEZE (commit rule 5).  `vote`: the prepared round, its digest, and whether it is
         skipped."""
         prepared, digest, skip = vote if vote is not None else (None, b"", False)
         return m.FreezeReport(
-            term=freeze.term,
-            generation=freeze.generation,
+            term=term,
+            generation=generation,
             is_synced=self.is_synced or self.memory_layers is not None,
             applied=self.applied,
             history=self.history,

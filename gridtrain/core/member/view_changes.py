@@ -158,7 +158,9 @@ class ViewChanges:
         disconnected = context.disconnect_strangers(self.rank_assignment)
         cancelled = generation.freeze() if generation is not None else []
         vote = generation.attempts.prepared_vote if generation is not None else None
-        report = Send(self._coordinator, context.replica_state.make_report(freeze, vote))
+        report = Send(
+            self._coordinator, context.replica_state.make_report(freeze.term, freeze.generation, vote)
+        )
         return [LogEvent("frozen", {"reason": freeze.reason}), report, *disconnected, *cancelled]
 
     def _enter_generation(self, view: m.MembershipView, now_s: float) -> list[MemberEffect]:

@@ -6,8 +6,9 @@
     transfer       state, checkpoints, catch-up and residuals; link measurements; relays
     admin          operators, `gridtrain doctor`, status, the run's bundle
 
-`gridtrain.network.wire.codec` turns a message into bytes and checks the bounds of its fields; PROTOCOL.md
-describes what each message means.  A `payload` is opaque: one frame on the wire, any object in a simulator.
+`declaration` has the decorator and the field types with their bounds, from which `gridtrain.network.wire`
+derives the encoding.  PROTOCOL.md describes what each message means.  A `payload` is opaque: one frame on the
+wire, any object in a simulator.
 """
 # ruff: noqa: F403
 
@@ -17,6 +18,7 @@ from gridtrain.core.messages.admin import *
 from gridtrain.core.messages.admin import AdminMessage
 from gridtrain.core.messages.coordination import *
 from gridtrain.core.messages.coordination import CoordinationMessage
+from gridtrain.core.messages.declaration import *
 from gridtrain.core.messages.round import *
 from gridtrain.core.messages.round import RoundMessage
 from gridtrain.core.messages.transfer import *
