@@ -1,4 +1,4 @@
-"""One contract: every test here runs over memory, over ZeroMQ, and over ZeroMQ without encryption."""
+"""The contract of `Transport`: every test runs in memory, over ZeroMQ, and over ZeroMQ without encryption."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_both_dial_each_other_at_once_and_nothing_is_doubled(net):
 
 
 def test_what_is_out_of_bounds_fails_where_it_is_sent(net):
-    """Over memory as over sockets: a group in one process shows what would break between machines."""
+    """In memory as over sockets: a group in one process shows what would fail between machines."""
     anna, bert = net.pair()
     with pytest.raises(
         LocalProtocolError, match=r"^cannot send: Heartbeat\.metrics\[0\] is float nan, must be a"
@@ -239,7 +239,7 @@ def test_who_is_removed_is_cut_within_one_message(net, who_is_removed):
 
 
 def test_who_is_removed_is_not_heard_although_it_has_left(net):
-    """What lies unread when the gate closes is not read."""
+    """Messages that are unread when a key is removed are not delivered."""
     anna, bert = net.pair()
     anna.transport.send(bert.key, Ping(1))
     anna.transport.close()
@@ -261,7 +261,7 @@ def test_who_is_removed_after_hanging_up_is_cut_by_its_next_message(net):
 
 
 def reception(net, guests: int):
-    """A coordinator, and `guests` who all hold the same invitation."""
+    """A coordinator, and `guests` that hold the same invitation."""
     host = net.add("coordinator")
     host.door.only(invitation=ConnectionRole.PENDING_MEMBER)
     address = host.transport.listen(net.address("coordinator"))

@@ -1,4 +1,4 @@
-"""Rate caps and the outbox: pure, so every time here is exact."""
+"""Rate caps and the send queue: pure, so every time is exact."""
 
 from __future__ import annotations
 

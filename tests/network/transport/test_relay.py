@@ -1,4 +1,4 @@
-"""Two peers that nobody can dial, and a third between them: an honest relay, then hostile ones."""
+"""Two peers that cannot be dialled, and a relay between them, first honest, then hostile."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_two_that_cannot_be_dialled_talk_through_a_third(world):
 
 
 def test_the_relay_sees_no_plain_text(world):
-    """Everything that the relay is given, searched for what was said."""
+    """Searches everything that the relay receives for what was sent."""
     anna, bert = world.relaying("anna"), world.relaying("bert")
     carl, spy = hostile(world)
     spy.behave = spy.honest
@@ -236,7 +236,7 @@ def test_the_relay_dies_and_comes_back(world):
 
 
 def test_the_other_end_dies(world):
-    """Without the relay's word only a deadline would tell: see `SOON_S`."""
+    """Without the relay's message only a deadline would show it: see `SOON_S`."""
     anna, bert, _carl = three(world)
     world.hub.kill(bert.key)
     world.parties.remove(bert)
@@ -245,7 +245,7 @@ def test_the_other_end_dies(world):
 
 
 def test_one_side_starts_again_at_once(world):
-    """bert's new process has the same key; its relay hardly noticed."""
+    """bert's new process has the same key."""
     anna, bert, carl = three(world)
     bert.transport.close()
     world.parties.remove(bert)
@@ -328,7 +328,7 @@ def test_the_keys_must_fit(world):
 
 
 def raw(world: World, name: str, carl: Party) -> Party:
-    """A peer of carl's that writes what it likes."""
+    """A peer of carl that sends arbitrary messages."""
     party = world.add(name, lambda inner, identity: inner)
     party.transport.dial(carl.key, "memory://carl")
     world.until(lambda: party.transport.connected(carl.key))
@@ -401,7 +401,7 @@ Parcel = tuple[bytes, bytes, bytes]  # origin, to, payload
 
 
 class Spy:
-    """A relay's mind: `behave` turns each parcel into those that it sends."""
+    """A hostile relay: `behave` turns each packet into those that it sends."""
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
@@ -438,7 +438,7 @@ def hostile(world: World, name: str = "carl") -> tuple[Party, Spy]:
 
 @pytest.fixture
 def mean(world: World) -> tuple[Party, Party, Party, Spy]:
-    """anna and bert, up, through carl's spy, who has been honest so far."""
+    """anna and bert are connected through carl's spy, which has been honest so far."""
     anna, bert = world.relaying("anna"), world.relaying("bert")
     carl, spy = hostile(world)
     meet(world, anna, bert, carl)
@@ -493,7 +493,7 @@ def test_altered_bytes_take_the_edge_down_and_blame_nobody(world, mean):
 
 
 def test_reflection_and_other_origins(world, mean):
-    """carl gives anna her own bytes back, gives bert's to anna as dora's, and claims to be a friend."""
+    """carl sends anna her own bytes back, sends bert's to anna as dora's, and invents packets."""
     anna, bert, carl, spy = mean
     dora = world.relaying("dora")
     dora.transport.dial(carl.key, "memory://carl")
@@ -642,7 +642,7 @@ def stacked(inner: Transport, identity: Identity) -> Transport:
 
 
 def move(world: World, anna: Party, bert: Party, count: int, payload: bytes) -> None:
-    """`count` messages in both directions at once; the loops deal with each when they get it."""
+    """`count` messages in both directions at once; the loops process each at once."""
     for index in range(count):
         anna.transport.send(bert.key, data(index, payload))
         bert.transport.send(anna.key, data(index, payload))
@@ -669,7 +669,7 @@ def test_the_stack_moves_megabytes_through_a_relay_with_credit(world):
 
 
 def test_the_stack_over_tcp(world):
-    """Encrypted sockets; then the relay loses one of the two and gets it back."""
+    """Encrypted sockets; then the relay loses one of the two, which returns."""
     parties = []
     for name in ("anna", "bert", "carl"):
         identity = Identity.generate()

@@ -1,4 +1,4 @@
-"""The sealed road, packet by packet: what a relay may try with what it sees, and what comes of it."""
+"""End-to-end encryption, packet by packet: attacks of a relay, and their results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Packet = bytes
 
 
 class End:
-    """A channel, and all that came out of it."""
+    """A channel, and all messages that it has decrypted."""
 
     def __init__(self, mine: Identity, theirs: Identity, name: str) -> None:
         self.channel = SecureChannel(mine, theirs.public, name.encode())
@@ -48,7 +48,7 @@ class End:
 
 
 class Road:
-    """anna and bert, and every packet that passed between them."""
+    """anna and bert, and every packet between them."""
 
     def __init__(self) -> None:
         a, b = Identity.generate(), Identity.generate()
@@ -60,7 +60,7 @@ class Road:
         return self.bert if end is self.anna else self.anna
 
     def carry(self, to: End, *packets: Packet) -> None:
-        """Deliver, and all that is answered, until nobody says any more."""
+        """Deliver packets and the answers to them, until there are none."""
         queue = [(to, packet) for packet in packets]
         while queue:
             to, packet = queue.pop(0)
@@ -250,7 +250,7 @@ def test_a_recorded_session_means_nothing_to_the_next(road):
 
 
 def test_splicing_two_pairs(road):
-    """carl and dora's bytes, given to bert as anna's, and anna's to dora."""
+    """Packets of carl and dora, sent to bert as anna's, and anna's sent to dora."""
     other = Road().open()
     for packet in (*other.anna.seal(b"for dora"), other.anna.channel.make_call()):
         assert road.bert.take(packet) == []
@@ -270,7 +270,7 @@ def test_an_old_call_does_not_end_a_session_that_stands(road):
 
 
 def test_an_answer_that_was_held_back_does_not_end_a_session_that_stands():
-    """bert answered one call twice, with a restart in between; the relay brings the older answer last."""
+    """bert answers one call twice, with a restart in between; the relay delivers the older answer last."""
     road = Road()
     call = road.anna.channel.make_call()
     (held,) = road.bert.take(call)
@@ -284,7 +284,7 @@ def test_an_answer_that_was_held_back_does_not_end_a_session_that_stands():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_copies_of_everything_at_any_time_change_nothing(seed):
-    """The relay carries what is sent, in order, and puts in copies of whatever it has ever seen."""
+    """The relay forwards everything in order, and adds copies of what it has seen."""
     rng = random.Random(seed)
     print("seed", seed)
     road = Road()
@@ -330,7 +330,7 @@ def test_copies_of_everything_at_any_time_change_nothing(seed):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_a_relay_does_only_a_beginning_of_what_was_sent_comes_out(seed):
-    """Drops, copies, any order, altered bits, packets to the wrong end: all at once."""
+    """Loss, copies, reordering, altered bits and packets to the wrong end, all together."""
     rng = random.Random(seed)
     print("seed", seed)
     road = Road()

@@ -1,4 +1,4 @@
-"""Who waits in the doorway for how long, with how many others; and that silent crowds delay nobody."""
+"""How long and how many half-open connections may wait; and that silent crowds delay no honest peer."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_who_greets_or_goes_does_not_wait_any_more():
 
 
 def test_while_nothing_is_read_nobody_is_too_late():
-    """Under a download cap a greeting may lie unread for long: only what was heard until then counts."""
+    """Under a download cap a Hello may be unread for long: only what was read counts."""
     made = HalfOpenConnections()
     made.add(1, HOME, 10.0)
     assert overstayers(made, heard_s=9.0) == []  # it is much later, but nothing was read since 9.0
@@ -192,13 +192,13 @@ SILENT = 400
 
 @pytest.fixture
 def patient(monkeypatch):
-    """A silent connection is not cut for its age: who waited behind all of them would wait for minutes."""
+    """Silent connections are not closed for their age: a peer behind all of them would wait for minutes."""
     monkeypatch.setattr(half_open, "HALF_OPEN_S", 600.0)
 
 
 @pytest.fixture
 def besieged(zeromq_net):
-    """`besieged(count)`: an endpoint at whose door so many connections stand and say nothing."""
+    """`besieged(count)`: an endpoint with this many connections that send nothing."""
     opened = []
 
     def make(count):
@@ -223,7 +223,7 @@ def besieged(zeromq_net):
 
 
 def closed(silent: socket.socket) -> bool:
-    """Reads past libzmq's own greeting, which comes first."""
+    """Reads past libzmq's own greeting, which is sent first."""
     try:
         while silent.recv(4096):
             pass
@@ -299,7 +299,7 @@ def test_silent_connections_are_cut_and_a_greeted_one_stays(zeromq_net, besieged
 
 
 def test_without_the_limits_a_silent_crowd_stays(zeromq_net, besieged, monkeypatch):
-    """What the limits are for: each of these holds a descriptor for as long as libzmq lets it."""
+    """Why there are limits: each connection holds a descriptor for as long as libzmq permits."""
     monkeypatch.setattr(half_open, "HALF_OPEN_S", 0.1)
     with disable_defences("half-open"):
         bert, _ = besieged(SILENT)
