@@ -42,7 +42,7 @@ def key(name: str) -> PeerId:
     return identity(name).public
 
 
-class Door:
+class ChangeablePolicy:
     """An access policy that a test can change; at first it admits everybody."""
 
     def __init__(self) -> None:
@@ -61,11 +61,11 @@ class Door:
 class Endpoint:
     """A transport and everything it has reported."""
 
-    def __init__(self, name: str, transport: Transport, door: Door) -> None:
+    def __init__(self, name: str, transport: Transport, policy: ChangeablePolicy) -> None:
         self.name = name
         self.key = key(name)
         self.transport = transport
-        self.door = door
+        self.policy = policy
         self.events: list[TransportEvent] = []
 
     def got(self, kind: type[Message] | None = None) -> list[Message]:
@@ -111,13 +111,13 @@ class Net:
 
     def add(self, name: str, **options: Any) -> Endpoint:
         transport: Transport
-        door = Door()
+        policy = ChangeablePolicy()
         if self.kind == "memory":
-            transport = MemoryTransport(key(name), self.hub, gate=door, **options)
+            transport = MemoryTransport(key(name), self.hub, gate=policy, **options)
         else:
             options = {"encrypted": self.kind == "zeromq", **options}
-            transport = ZeroMQTransport(identity(name), "gridtrain test", gate=door, **options)
-        endpoint = Endpoint(name, transport, door)
+            transport = ZeroMQTransport(identity(name), "gridtrain test", gate=policy, **options)
+        endpoint = Endpoint(name, transport, policy)
         self.endpoints.append(endpoint)
         return endpoint
 

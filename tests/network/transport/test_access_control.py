@@ -75,7 +75,7 @@ HANDSHAKE = {
 
 def test_a_stranger_gets_nothing(zeromq_net, besieger):
     bert = zeromq_net.add("bert")
-    bert.door.only(anna=ConnectionRole.MEMBER)
+    bert.policy.only(anna=ConnectionRole.MEMBER)
     dealer, monitor = besieger(bert, "stranger")
     dealer.send_multipart(hello(b"s" * 32))
     assert next_event(zeromq_net, monitor, HANDSHAKE, bert) == zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -90,10 +90,12 @@ def away():
         yield lambda name: stack.enter_context(disable_defences(name))
 
 
-def test_without_the_doorman_every_key_gets_through_the_handshake(zeromq_net, besieger, identity_of, away):
+def test_without_the_zap_handler_every_key_gets_through_the_handshake(
+    zeromq_net, besieger, identity_of, away
+):
     away("zap")
     bert = zeromq_net.add("bert")
-    bert.door.only(anna=ConnectionRole.MEMBER)
+    bert.policy.only(anna=ConnectionRole.MEMBER)
     dealer, monitor = besieger(bert, "stranger")
     assert next_event(zeromq_net, monitor, HANDSHAKE, bert) == zmq.EVENT_HANDSHAKE_SUCCEEDED
     # Still no word to it: the gate is asked again, for its Hello.
@@ -118,7 +120,7 @@ def test_without_the_doorman_every_key_gets_through_the_handshake(zeromq_net, be
         (b"gridtrain", b"CURVE", []),
     ],
 )
-def test_the_doorman_answers_for_curve_in_our_domain_alone(domain, mechanism, credentials):
+def test_the_zap_handler_answers_for_curve_in_our_domain_alone(domain, mechanism, credentials):
     def everybody(key):
         return ConnectionRole.MEMBER
 
@@ -219,7 +221,7 @@ def test_without_asking_again_a_removed_member_goes_on(zeromq_net, away):
     """Why every message is checked: libzmq asks at the handshake alone."""
     anna, bert = zeromq_net.pair()
     away("revocation")
-    bert.door.only()
+    bert.policy.only()
     for nonce in range(3):
         anna.transport.send(bert.key, Ping(nonce))
     zeromq_net.until(lambda: len(bert.got()) == 3, bert, anna)
@@ -231,7 +233,7 @@ def test_a_removed_member_that_floods_is_cut_for_good(zeromq_net):
     anna, bert = zeromq_net.pair()
     for nonce in range(1000):
         anna.transport.send(bert.key, Ping(nonce))
-    bert.door.only()
+    bert.policy.only()
     end_s = time.monotonic() + 0.3
     zeromq_net.until(lambda: anna.of(PeerDown) and time.monotonic() > end_s, anna, bert)
     assert bert.story() == ["up anna", "down anna"]

@@ -407,11 +407,11 @@ class Spy:
         self.inner = inner
         self.me, self.traffic = inner.me, inner.traffic
         self.seen: list[bytes] = []
-        self.parcels: list[Parcel] = []
+        self.packets: list[Parcel] = []
         self.behave: Callable[[Parcel], list[Parcel]] = self.honest
 
-    def honest(self, parcel: Parcel) -> list[Parcel]:
-        return [parcel]
+    def honest(self, packet: Parcel) -> list[Parcel]:
+        return [packet]
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
@@ -421,12 +421,12 @@ class Spy:
             if isinstance(event, Received) and isinstance(event.message, RelayRequest):
                 payload = bytes(event.message.payload)
                 self.seen.append(payload)
-                self.parcels.append((event.peer, event.message.to, payload))
-                self.deliver(self.behave(self.parcels[-1]))
+                self.packets.append((event.peer, event.message.to, payload))
+                self.deliver(self.behave(self.packets[-1]))
         return []
 
-    def deliver(self, parcels: list[Parcel]) -> None:
-        for origin, to, payload in parcels:
+    def deliver(self, packets: list[Parcel]) -> None:
+        for origin, to, payload in packets:
             self.inner.send(to, RelayedMessage(origin, payload))
 
 
@@ -447,7 +447,7 @@ def mean(world: World) -> tuple[Party, Party, Party, Spy]:
 
 def test_silence(world, mean):
     anna, bert, _carl, spy = mean
-    spy.behave = lambda parcel: []
+    spy.behave = lambda packet: []
     anna.transport.send(bert.key, Ping(1))
     spy_saw = len(spy.seen)
     world.until(lambda: len(spy.seen) > spy_saw)
@@ -462,12 +462,12 @@ def test_silence(world, mean):
 
 def test_copies_are_dropped_and_the_edge_stays(world, mean):
     anna, bert, _carl, spy = mean
-    spy.behave = lambda parcel: [parcel] * 3
+    spy.behave = lambda packet: [packet] * 3
     for n in range(50):
         anna.transport.send(bert.key, Ping(n))
         bert.transport.send(anna.key, data(n))
     world.until(lambda: len(bert.got(Ping)) == 50 and len(anna.got(Data)) == 50)
-    spy.deliver(spy.parcels)  # everything since the beginning, the openings too
+    spy.deliver(spy.packets)  # everything since the beginning, the openings too
     world.turn()
     world.turn()
     assert bert.about(anna) == ["up anna"] + [f"Ping {n} from anna" for n in range(50)]
@@ -478,8 +478,8 @@ def test_copies_are_dropped_and_the_edge_stays(world, mean):
 def test_altered_bytes_take_the_edge_down_and_blame_nobody(world, mean):
     anna, bert, _carl, spy = mean
 
-    def flip(parcel: Parcel) -> list[Parcel]:
-        origin, to, payload = parcel
+    def flip(packet: Parcel) -> list[Parcel]:
+        origin, to, payload = packet
         return [(origin, to, payload[:-1] + bytes([payload[-1] ^ 1]))]
 
     spy.behave = flip
@@ -502,8 +502,8 @@ def test_reflection_and_other_origins(world, mean):
     world.until(lambda: all(p.transport.connected(dora.key) for p in (anna, bert)))
     world.until(lambda: all(dora.transport.connected(p.key) for p in (anna, bert)))
 
-    def confuse(parcel: Parcel) -> list[Parcel]:
-        origin, to, payload = parcel
+    def confuse(packet: Parcel) -> list[Parcel]:
+        origin, to, payload = packet
         stranger = Identity.generate().public
         others = [p.key for p in (anna, bert, dora)]
         return [
@@ -511,7 +511,7 @@ def test_reflection_and_other_origins(world, mean):
             (stranger, to, payload),
             (carl.key, to, payload),
             *((o, t, payload) for o in others for t in others if (o, t) not in ((origin, to), (o, o))),
-            parcel,
+            packet,
         ]
 
     spy.behave = confuse
@@ -546,25 +546,25 @@ def test_nothing_false_is_delivered_whatever_the_relay_does(world, mean, seed, m
     print("seed", seed)
     held: list[Parcel] = []
 
-    def mischief(parcel: Parcel) -> list[Parcel]:
-        out = [parcel] if rng.random() < 0.9 else []
+    def mischief(packet: Parcel) -> list[Parcel]:
+        out = [packet] if rng.random() < 0.9 else []
         match rng.randrange(8):
             case 0:
-                held.append(parcel)
+                held.append(packet)
                 out = []
             case 1 if held:
                 out.append(held.pop(rng.randrange(len(held))))
             case 2:
-                out.append(rng.choice(spy.parcels))
+                out.append(rng.choice(spy.packets))
             case 3:
-                origin, to, payload = rng.choice(spy.parcels)
+                origin, to, payload = rng.choice(spy.packets)
                 out.append((to, origin, payload))
             case 4:
-                altered = bytearray(parcel[2])
+                altered = bytearray(packet[2])
                 altered[rng.randrange(len(altered))] ^= 1 << rng.randrange(8)
-                out.insert(0, (parcel[0], parcel[1], bytes(altered)))
+                out.insert(0, (packet[0], packet[1], bytes(altered)))
             case 5:
-                out.append((parcel[0], parcel[1], rng.randbytes(rng.randrange(200))))
+                out.append((packet[0], packet[1], rng.randbytes(rng.randrange(200))))
         return out
 
     spy.behave = mischief

@@ -44,7 +44,7 @@ def crowd(made: HalfOpenConnections, host: str, fds: range, now_s: float = 0.0) 
     ("host", "name"),
     [
         ("198.51.100.7", "198.51.100.0/24"),
-        ("::ffff:198.51.100.7", "198.51.100.0/24"),  # the same party, by another door
+        ("::ffff:198.51.100.7", "198.51.100.0/24"),  # the same party, by another policy
         ("2001:db8:1:2:3::4", "2001:db8:1::/48"),
         ("fe80::1%eth0", "fe80::/48"),
         ("", ""),
@@ -90,7 +90,7 @@ def test_a_household_may_come_all_at_once_and_no_more():
     assert overstayers(made, 0.0) == [0]  # the oldest of that range
 
 
-def test_when_the_doorway_is_full_the_largest_crowd_loses_its_oldest():
+def test_when_too_many_are_half_open_the_largest_crowd_loses_its_oldest():
     made = HalfOpenConnections()
     groups = MAX_HALF_OPEN // 50
     for group in range(groups):
