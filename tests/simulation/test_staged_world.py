@@ -462,7 +462,7 @@ def test_where_it_does_not_fit_the_run_waits_and_says_why() -> None:
     world.at(1.6, lambda: crash(world, at_stage(world, 1)[0].peer))
     world.run(60.0)
     assert world.coordinator.phase is RunPhase.PAUSED
-    assert "stage 1 of 3 has nobody" in world.coordinator.reason
+    assert "stage 1 of 3 has no worker" in world.coordinator.reason
     assert "no partition of 6 layers into 2 stages fits" in world.coordinator.reason
     world.join()
     world.run(120.0)
