@@ -84,8 +84,8 @@ def run_ours(asked: Asked) -> None:
         identity, "ring benchmark", gate=gate, encrypted=encrypted, plain_anywhere=not encrypted
     )
     session = GroupSession(build_stack(sockets, identity), config, gate)
-    session.start()
-    session.attach_state(lambda seat, whole: [b"no", b"state"], lambda blobs: None)
+    session.connection.start()
+    session.tasks.attach_state(lambda seat, whole: [b"no", b"state"], lambda blobs: None)
     edges = direct.neighbours if asked.topology == "direct" else ring.neighbours
     spec = LedgerSpec(size=asked.workers, seed=0, steps=asked.rounds)
     session.join(Setup((("vector", f"{asked.elements} float32"),), spec, 1, None), edges)

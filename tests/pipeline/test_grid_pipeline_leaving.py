@@ -226,7 +226,7 @@ def test_what_is_lost_with_a_seat_is_told(tmp_path: Path, caplog: pytest.LogCapt
     killed: list[str] = []
 
     def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
-        figures[seen.name] = dict(grid._session._io_loop.heartbeat.figures)
+        figures[seen.name] = dict(grid._session.connection.loop.heartbeat.figures)
         if seen.step == 12 and not killed and all(s.step >= 11 for s in workers.seen.values()):
             killed.extend(name for name, other in workers.seen.items() if other.stages[11] == 0)
             for name in killed:

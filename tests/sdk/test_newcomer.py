@@ -298,7 +298,7 @@ def test_another_runs_coordinator(start_coordinator: StartCoordinator) -> None:
 def test_a_stranger_is_not_let_in(start_coordinator: StartCoordinator) -> None:
     """A key that never showed an invitation; the coordinator does not even greet it."""
     desk = start_coordinator()
-    with pytest.raises(JoinRefused, match=r"does not let this worker in .* -> ask the run's owner") as caught:
+    with pytest.raises(JoinRefused, match=r"denies this worker access -> ask the run's owner") as caught:
         grid_of(config_of(desk.address, desk.key), Identity.generate())
     assert caught.value.code == "denied"
 

@@ -94,7 +94,7 @@ class Run:
         return serialization.replica_digest(model, optimizer.inner).hex()[:12]
 
     def _turn_hostile(self, grid: gridtrain.Grid) -> None:
-        transport = grid._session._io_loop._transport
+        transport = grid._session.connection.loop._transport
         honest = transport.send
 
         def send(peer: m.PeerId, message: m.Message) -> None:

@@ -207,7 +207,7 @@ def test_what_no_honest_member_sends_is_refused_where_it_arrives(bad):
     workspace = DirectBuffer(np.ones(6, np.float32), 3)
     workspace.make_collective(0, 3, skip=False)
     payload = np.array([bad, 0], np.float32).tobytes()
-    with pytest.raises(RemoteProtocolError, match=r"slice 0 from rank 1 holds values from .* at most"):
+    with pytest.raises(RemoteProtocolError, match=r"slice 0 from rank 1 has values from .* at most"):
         workspace.apply(AddSlice(0, 0, payload, Provenance(1, 1, 3, 1)))
     assert workspace.update_N.tolist() == [1] * 6
 

@@ -334,7 +334,7 @@ class Rig:
 
     def _restore(self) -> None:
         try:
-            taken = self.loop.state_receiver.take_state()
+            taken = self.loop.state_receiver.take_state(self.core.generation)
         except RemoteProtocolError:  # the trainer's affair: a donor that lies costs the joiner its start
             return
         if taken is None:
