@@ -344,7 +344,7 @@ class Pipeline(StageResiduals):
         round_: PipelineRound,
     ) -> StageSummary:
         try:
-            parts = [b"" if skip else workspace.seal() for workspace in workspaces.values()]
+            parts = [b"" if skip else workspace.compute_digest() for workspace in workspaces.values()]
         except RemoteProtocolError as error:
             round_.fail(error.reason)
             raise LineBroken(error.reason) from error

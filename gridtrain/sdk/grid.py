@@ -44,13 +44,13 @@ from gridtrain.core.collectives import allgather, butterfly, direct, ring, star,
 from gridtrain.core.commit import data_ledger
 from gridtrain.core.group.invitation import parse
 from gridtrain.core.messages import CheckpointInfo, Facts, LedgerSpec, Setup, Span
-from gridtrain.core.planning.dense_topology import DIRECT_DENSE
+from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
 from gridtrain.core.stages.stage_cost import Layer
 from gridtrain.errors import ConfigError, GridtrainError, JoinRefused, RemoteProtocolError
+from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.fault_injection import Faults
 from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.network.transport.identity import Identity
-from gridtrain.network.transport.peer_allowlist import PeerAllowlist
 from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.network.transport.stack import build_stack
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gridtrain.config import Dense, Exchange, GTopK, TopK
-from gridtrain.core.planning.dense_topology import DIRECT_DENSE
+from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.network.wire.value_encoding import VALUE_KINDS
 from gridtrain.runtime.buffers.buckets import Bounds, BucketBuffer, BucketedBuffer

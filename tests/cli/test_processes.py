@@ -400,7 +400,7 @@ def test_an_invitation_to_another_coordinator_at_this_address(start_coordinator:
 
 def test_in_the_clear_only_by_an_explicit_flag_on_both_sides(start_coordinator: StartCoordinator) -> None:
     running = start_coordinator("--unencrypted")
-    assert "NOT ENCRYPTED: everybody on the way can read and alter" in running.greeting
+    assert "NOT ENCRYPTED: anybody on the network path can read and alter" in running.greeting
     clear = running.invitation()
     assert "started with --unencrypted -> ask its owner for an encrypted run" in refused(clear, code=2)
     agreed = gridtrain("worker", clear, "--unencrypted", "--", sys.executable, "-c", "print('trained')")

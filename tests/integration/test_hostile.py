@@ -47,7 +47,7 @@ MEMORY_MIB = 192.0 + 3 * 64.0
 as it came, decrypted, and handed on."""
 
 PROVABLE = {
-    "illegal": "only the coordinator may send it|which only others may send",
+    "illegal": "only the coordinator may send it|which a worker may not send",
     "garbage": "is no msgpack within the limits",
     "bad-indices": "sparse payload of [0-9]+ bytes",
     "held": "the largest of this run has|it sends far more than is read",
@@ -56,8 +56,8 @@ PROVABLE = {
 
 UNPROVABLE = {
     "flapping": "its connections broke 4 times within 30 s",
-    "no-votes": "held up step [0-9]+ 3 times: .* voted NO: on purpose",
-    "false-votes": "held up step [0-9]+ 3 times: .* hold something else",
+    "no-votes": "delayed step [0-9]+ 3 times: .* voted NO: on purpose",
+    "false-votes": "delayed step [0-9]+ 3 times: .* hold something else",
 }
 """What an honest member with a broken machine does as well: no strike, but the others go on without it."""
 

@@ -68,7 +68,7 @@ def test_a_stages_only_worker_is_paused_and_the_run_goes_on_where_it_was(
         workers.wait(lambda: resting() is not None and workers.snapshot()["phase"] == "paused")
         snapshot, seen = workers.snapshot(), resting()
         assert seen is not None
-        assert f"stage {stage} of 2 has nobody: 1 worker is here, 2 are needed" in snapshot["reason"]
+        assert f"stage {stage} of 2 has no worker: 1 worker is here, 2 are needed" in snapshot["reason"]
         assert [line["name"] for line in snapshot["resting"]] == [seen.name]
         seen.owner.directive = AgentDirective()
         workers.finish("anna", "bert")

@@ -410,7 +410,7 @@ class StagedWorld(World):
                     known = None if fields["at_least"] else fields["from"]
                     self.lost_steps.append((known, fields["to"]))
                 case cio.LogEvent("info", "generation", _):
-                    self.stage_bounds.append(self.coordinator.run.effective_partition)
+                    self.stage_bounds.append(self.coordinator.run.partition.bounds)
                 case cio.LogEvent(_, "restored", fields):
                     self.lost_steps.append((None, fields["step"]))
         super()._execute_coordinator(effects, event)

@@ -39,7 +39,7 @@ def test_who_holds_a_stage_keeps_it_and_a_newcomer_gets_the_free_seat() -> None:
     seating = place_ranks(2, [A, B, C, D, E], hands, name=called)
     assert names(seating.order) == "a b c d"
     assert dict(seating.state_sources) == {D: 2} and seating.standbys == (E,)
-    assert seating.reason == "2 stages x 2 replicas; d gets stage 1 from c; spare: e"
+    assert seating.reason == "2 stages x 2 replicas; d gets stage 1 from c; standby: e"
 
 
 def test_with_too_few_for_all_replicas_the_eldest_of_each_stage_stay() -> None:
@@ -47,7 +47,7 @@ def test_with_too_few_for_all_replicas_the_eldest_of_each_stage_stay() -> None:
     seating = place_ranks(3, [A, B, C, D, E], hands, name=called)
     assert names(seating.order) == "b a e" and seating.state_sources == {}
     assert seating.standbys == (C, D)
-    assert seating.reason == "3 stages x 1 replica; nobody has to be sent a state; spare: c, d"
+    assert seating.reason == "3 stages x 1 replica; nobody has to be sent a state; standby: c, d"
 
 
 def test_the_fastest_spare_is_taken() -> None:
@@ -86,7 +86,7 @@ def test_at_the_beginning_each_stage_begins_at_its_first_replica() -> None:
 
 
 def test_it_is_said_who_cannot_be_seated() -> None:
-    with pytest.raises(LocalProtocolError, match="1 workers cannot sit in 2 stages"):
+    with pytest.raises(LocalProtocolError, match="1 workers cannot be placed in 2 stages"):
         place_ranks(2, [A], StateLocations())
     with pytest.raises(LocalProtocolError, match="nobody has the state of stage 1 of 2"):
         place_ranks(2, [A, B], StateLocations(in_memory={A: 0}))
@@ -170,7 +170,7 @@ def test_a_generation_is_a_whole_number_of_pipelines_and_the_rest_is_spare() -> 
     snapshot = run.core.snapshot(run.now_s)
     lines = {line["name"]: line for line in snapshot["members"]}
     assert (lines["a"]["stage"], lines["b"]["stage"], lines["c"]["stage"]) == (0, 1, None)
-    assert lines["c"]["state"] == "spare" and "2 stages x 1 are 2 workers" in lines["c"]["spare"]
+    assert lines["c"]["state"] == "spare" and "2 stages x 1 replicas are 2 workers" in lines["c"]["spare"]
     assert snapshot["stages"] == 2
 
 
@@ -191,7 +191,7 @@ def test_fewer_workers_than_stages_wait() -> None:
     run = StagedRun(3, A, B, start=False)
     snapshot = run.core.snapshot(run.now_s)
     assert (snapshot["phase"], snapshot["generation"]) == ("waiting", 0)
-    assert snapshot["reason"] == "waiting for 3 workers: the model has so many stages; 2 of 3 have joined"
+    assert snapshot["reason"] == "waiting for 3 workers, one for each stage of the model; 2 of 3 have joined"
     run.join(C)
     assert run.roster == "a b c"
 

@@ -93,7 +93,7 @@ def test_pieces_that_their_table_does_not_tell_are_refused(table: bytes, pieces:
     workspace = ActivationReceiveBuffer(1 << 20)
     taking = workspace.make_receive(1, 0, 2)
     payloads = [table, *pieces]
-    with pytest.raises(RemoteProtocolError, match="rank 0 handed over"):
+    with pytest.raises(RemoteProtocolError, match="rank 0 sent"):
         for i, payload in enumerate(payloads):
             place = PayloadSlot(CollectivePhase.ACTIVATION, hop=len(payloads), slice=i)
             for effect in taking.handle(PayloadReceived(0, place, False, payload), 0.0):
@@ -119,7 +119,7 @@ def test_one_piece_that_is_not_what_it_says_is_refused(piece: bytes) -> None:
     effects = workspace.make_receive(1, 0, 2).handle(
         PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=1), False, piece), 0.0
     )
-    with pytest.raises(RemoteProtocolError, match="rank 0 handed over"):
+    with pytest.raises(RemoteProtocolError, match="rank 0 sent"):
         for effect in effects:
             if isinstance(effect, StoreSlice):
                 workspace.apply(effect)
@@ -242,7 +242,7 @@ def test_a_row_of_another_length_is_refused() -> None:
     from gridtrain.core.collectives.collective import Provenance, StoreFromRank
 
     workspace = StageSummaryBuffer(RankLayout(2, 1), 0, StageSummary(bytes(32), bytes(32), 0.0, 0.0))
-    with pytest.raises(RemoteProtocolError, match="with 3 bytes, must be 120"):
+    with pytest.raises(RemoteProtocolError, match="has 3 bytes, must have 120"):
         workspace.apply(StoreFromRank(1, b"abc", Provenance(1, 1, 2, 1)))
 
 
