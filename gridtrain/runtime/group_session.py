@@ -195,7 +195,7 @@ class GroupSession:
     def _wait(
         self, interrupts: Callable[[WorkerSnapshot], bool], *, between_batches: bool
     ) -> WorkerSnapshot | None:
-        """Do tasks until a step is open or the run has ended; None: it ended, and this worker was not a member.
+        """Do tasks until a step is open or the run has ended; None: this worker was not a member at its end.
 
         Args:
             between_batches: tasks that replace the model are done; False: the wait ends where one is due.

@@ -596,5 +596,5 @@ def test_a_state_that_lies_about_itself(blocks: list[m.StateBlock], words: str) 
 
 
 def test_a_state_that_is_not_there_is_not_read() -> None:
-    with pytest.raises(LocalProtocolError, match="read before"):
+    with pytest.raises(LocalProtocolError, match="taken before"):
         BlobReceiver().take_blobs()
