@@ -31,6 +31,7 @@ from gridtrain.network.transport.in_memory import FaultPlan, MessageFault
 from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer
 from gridtrain.runtime.state_transfer import residual_pieces
 from gridtrain.training import residual_departure
+from gridtrain.training.worker_residual import WorkerResidual
 
 SIZE, WIDE, STEPS, LEAVES = 64, 32, 24, 9
 DATA = [
@@ -192,7 +193,7 @@ def test_an_heir_that_leaves_before_it_counts_hands_it_on(
         ended = [group.result(number) for number in range(3)]
     assert sorted(ended) == [LEAVES, LEAVES, STEPS] and ended[1] == LEAVES
     assert np.abs(books.open_sum()).max() < 2.0**-18, "but for the rounding of thirds: shares may be 3 and 1"
-    passed_on = sum("goes on with this worker's" in record.message for record in caplog.records)
+    passed_on = sum("is passed on with this worker's" in record.message for record in caplog.records)
     added = sum("added to this worker's" in record.message for record in caplog.records)
     assert (passed_on, added) in ((1, 1), (0, 2)), "0, 2: the View was there first, and it counted already"
 
@@ -213,7 +214,7 @@ def test_an_heir_that_leaves_and_hears_no_view_says_what_is_lost(
         for _ in range(2):
             group.start(training(Books(), EXCHANGES[0], stop))
         group.result(1)
-        assert f"mass {WIDE / 2:.3g} of others' residuals is lost" in caplog.text
+        assert f"magnitude {WIDE / 2:.3g} of other workers' residuals is lost" in caplog.text
         group.result(0)
 
 
@@ -364,7 +365,7 @@ def alone(group: Any, folder: Path, until: int) -> tuple[list[np.ndarray], int]:
             torch.optim.SGD(model.parameters(), lr=2.0**-10), model, exchange=EXCHANGES[0]
         )
         for batch in grid.batches(DATA, global_batch_size=4, steps=STEPS):
-            grid._checkpoints.wait()
+            grid._model_state.checkpoints.wait()
             if first < 0:
                 first = grid.step
                 seen.append(optimizer.residual_state()["residual"].numpy())
@@ -399,7 +400,7 @@ def test_ctrl_c_on_the_way_into_a_round_leaves_everything_with_the_worker(
 ) -> None:
     """Nothing of the step has been submitted: how the round before it ended says nothing about this one."""
     seen: dict[str, np.ndarray] = {}
-    surrender, collective = gridtrain.GridOptimizer.take_residual, ButterflyBuffer.make_collective
+    surrender, collective = WorkerResidual.take, ButterflyBuffer.make_collective
     rounds: Counter[str] = Counter()
 
     def surrendering(self: Any, settle: Any) -> Any:
@@ -415,7 +416,7 @@ def test_ctrl_c_on_the_way_into_a_round_leaves_everything_with_the_worker(
             raise KeyboardInterrupt
         return collective(self, *args)
 
-    monkeypatch.setattr(gridtrain.GridOptimizer, "take_residual", surrendering)
+    monkeypatch.setattr(WorkerResidual, "take", surrendering)
     monkeypatch.setattr(ButterflyBuffer, "make_collective", interrupted)
 
     def train(grid: gridtrain.Grid, number: int) -> None:

@@ -65,6 +65,8 @@ class CoordinatorLink:
 
     def coordinator_disconnected(self, reason: str) -> list[MemberEffect]:
         self.is_welcomed = False
+        if self.run_state[0] == "finished":
+            return [LogEvent("coordinator_ended", {"reason": reason})]
         return [LogEvent("coordinator_away", {"reason": reason})]
 
     def accept_welcome(self, term: int) -> bool:

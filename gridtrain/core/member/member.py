@@ -265,7 +265,7 @@ class MemberCore:
     def pause_reason(self) -> str:
         """Why nothing can go on until the coordinator is back (rule 10); empty: training can."""
         here = self._view_changes.generation
-        if self.coordinator in self._peer_links.connected or not self.term:
+        if self.coordinator in self._peer_links.connected or not self.term or self.is_finished:
             return ""
         if here is None or not here.is_running:
             return "the next generation needs the coordinator"

@@ -139,7 +139,7 @@ class Disk:
         self.read.append(held)
         if held == K1:
             self.states = (K2,)
-            raise ConfigError("its tensors are not those that were written", remedy="")
+            raise ConfigError("its tensors differ from those that were written", remedy="")
         return [b"own", b"common"]
 
 
