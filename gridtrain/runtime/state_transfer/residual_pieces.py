@@ -1,7 +1,9 @@
 """The residual of a worker that leaves: which entries are sent, and what the recipient accepts.
 
-residual_N --the largest |v| that fit the budget--> sparse, fp32 --> pieces of 1 MiB -->+
-recipient's residual_N += entries <-- stored until they count <-- checked <-- joined <--+
+    residual_N --the largest |v| that fit the budget--> sparse, fp32 --> pieces of 1 MiB -->+
+    recipient's residual_N += entries <-- stored until they count <-- checked <-- joined <--+
+
+`gridtrain.core.member.residual_transfer` decides who the recipient is, and when a residual counts.
 """
 
 from __future__ import annotations
