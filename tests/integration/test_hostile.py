@@ -57,7 +57,7 @@ PROVABLE = {
 UNPROVABLE = {
     "flapping": "its connections broke 4 times within 30 s",
     "no-votes": "delayed step [0-9]+ 3 times: .* voted NO: on purpose",
-    "false-votes": "delayed step [0-9]+ 3 times: .* hold something else",
+    "false-votes": "delayed step [0-9]+ 3 times: .* hold another update",
 }
 """What an honest member with a broken machine does as well: no strike, but the others go on without it."""
 

@@ -66,6 +66,13 @@ RULES = (
 _NUMBER_OF = {rule: number for number, rule in enumerate(RULES)}
 
 
+def open_round(core: MemberCore) -> m.RoundId | None:
+    """The round that the trainer has submitted to and that is not decided yet."""
+    generation = core.current_generation
+    attempt = generation.attempts.open_attempt if generation is not None else None
+    return attempt.round_id if attempt is not None else None
+
+
 @dataclass(frozen=True, slots=True)
 class MemberBefore:
     """A member's state before an event."""
@@ -79,8 +86,9 @@ class MemberBefore:
 
     @classmethod
     def of(cls, core: MemberCore) -> MemberBefore:
-        opened = core.open_round
-        here = opened if opened is not None else core.due_round
+        opened, generation = open_round(core), core.current_generation
+        due = generation.attempts.next_round if generation is not None else None
+        here = opened if opened is not None else due
         return cls(core.phase, core.generation, here, opened is not None, core.is_synced, core.is_finished)
 
 

@@ -31,10 +31,10 @@ from gridtrain.core.collectives.collective import (
     StoreFromRank,
     check_expected,
 )
-from gridtrain.core.commit.attempts import RankAssignment
 from gridtrain.core.group import member_events as io
-from gridtrain.core.group.rank_layout import RankLayout
+from gridtrain.core.group.rank_layout import RankAssignment, RankLayout
 from gridtrain_coordinator.run import events as cio
+from simulation.commit_coverage import open_round
 from simulation.world import SimWorker, World
 from simulation.world import WorkerDisk as OneDisk
 
@@ -314,7 +314,7 @@ class StagedWorker(SimWorker):
         if not committed or assignment is None or round_id.step % self.world.checkpoint_every:
             return
         checkpoint = m.CheckpointInfo(
-            self.core.applied, self.core.history, self.core.ledger, self.trainer.layers
+            self.core.applied, self.core.history, self.core.replica_state.ledger, self.trainer.layers
         )
         written_s = self.world.random.uniform(0.0, 0.1)
         self.world.later(written_s, self.peer, partial(self.store_checkpoint, checkpoint, self.trainer.state))
@@ -394,15 +394,15 @@ class StagedWorld(World):
     def watch(self, peer: m.PeerId) -> None:
         """A member has just died: note when the last of the others knows that the open round is over."""
         others = [
-            w for w in self.alive if w.core.phase is io.MemberPhase.RUNNING and w.core.open_round is not None
+            w for w in self.alive if w.core.phase is io.MemberPhase.RUNNING and open_round(w.core) is not None
         ]
-        opened = {w.peer: w.core.open_round for w in others}
+        opened = {w.peer: open_round(w.core) for w in others}
         died_s = self.now_s
 
         def look() -> None:
             waiting = [
                 w for w in others
-                if w.alive and w.core.phase is io.MemberPhase.RUNNING and w.core.open_round == opened[w.peer]
+                if w.alive and w.core.phase is io.MemberPhase.RUNNING and open_round(w.core) == opened[w.peer]
             ]  # fmt: skip
             if waiting:
                 self.at(self.now_s + 0.01, look)

@@ -20,15 +20,15 @@ from typing import Any, Protocol
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
-from gridtrain.core.commit.attempts import RankAssignment
 from gridtrain.core.group import member_events as io
+from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.member import MemberCore
 from gridtrain.core.messages import RELAY_PREFIX, relay_of
 from gridtrain.errors import JoinRefused, RemoteProtocolError
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run import events as cio
 from gridtrain_coordinator.run.journal_recovery import recover_run
-from simulation.commit_coverage import CommitCoverage, MemberBefore
+from simulation.commit_coverage import CommitCoverage, MemberBefore, open_round
 from simulation.virtual_network import LinkProperties, VirtualNetwork
 
 COORDINATOR = b"c" * 32
@@ -310,7 +310,7 @@ class SimWorker:
             self.depart()
             return
         ready = (
-            self.core.open_round is None
+            open_round(self.core) is None
             and not self._pending_residuals
             and self.core.phase is io.MemberPhase.RUNNING
         )
@@ -357,11 +357,17 @@ class SimWorker:
                 answer = m.StateDigest(term, generation, b"") if digest else block
                 self.world.send(self.peer, peer, answer)
         self._state_requests.clear()
-        if self.core.next_round is None or (self.core.is_exchange_undecided and self.has_computed):
+        if self.core.next_round is None or (self._is_exchange_undecided and self.has_computed):
             return
         self._computing = True
         fresh = self._batch_step != self.core.step
         self.world.later(self.world.compute_s(self.peer) if fresh else 0.0, self.peer, self._submit)
+
+    @property
+    def _is_exchange_undecided(self) -> bool:
+        """The coordinator chooses the exchange, and has not done so yet."""
+        choices, assignment = self.world.choices, self.core.rank_assignment
+        return bool(choices) and assignment is not None and not assignment.exchange and "" not in choices
 
     def _forward_state(self) -> None:
         """Forward the received state; the I/O loop does this while the trainer computes."""
@@ -390,9 +396,10 @@ class SimWorker:
             self._go_on()
             return
         self.has_computed = True
-        if self.core.is_exchange_undecided:  # the gradient waits for an exchange
+        if self._is_exchange_undecided:  # the gradient waits for an exchange
             return
-        spans = self.core.data_assignment().get(self.peer, ())
+        assert self.core.current_generation is not None
+        spans = self.core.current_generation.data_assignment().get(self.peer, ())
         if self._batch_step == self.core.step and spans not in ((), self._batch):
             self.world.log.voided += 1  # it was removed, and its batch is assigned to other workers
         self._batch, self._batch_step = spans, self.core.step
@@ -413,7 +420,9 @@ class SimWorker:
             if skip:
                 self.world.log.skipped.add(round_id)
             if round_id.step % self.world.checkpoint_every == 0:
-                checkpoint = m.CheckpointInfo(self.core.applied, self.core.history, self.core.ledger)
+                checkpoint = m.CheckpointInfo(
+                    self.core.applied, self.core.history, self.core.replica_state.ledger
+                )
                 self.disk = WorkerDisk(checkpoint, self.trainer.capture())
         else:
             self.world.log.aborts += 1
