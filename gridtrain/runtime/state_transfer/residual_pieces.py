@@ -133,6 +133,11 @@ class IncomingResiduals:
             raise LocalProtocolError(f"the residual of {peer.hex()[:8]} was confirmed before it was complete")
         self.confirmed.append((peer, self._complete.pop(peer)))
 
+    def take_confirmed(self) -> list[tuple[PeerId, SparseVector]]:
+        """The residuals that count, once."""
+        confirmed, self.confirmed = self.confirmed, []
+        return confirmed
+
     @property
     def unconfirmed_magnitude(self) -> float:
         """Sum of magnitudes of the residuals that are complete, but do not count yet."""
