@@ -319,7 +319,7 @@ def attempts_of(me: m.PeerId, roster: tuple[m.Member, ...] = ROSTER) -> Attempts
 
 
 def begin(mine: Attempts) -> list[Any]:
-    ring = RingAllReduce(mine.rank, mine.rank_assignment.world_size, 1, False)
+    ring = RingAllReduce(mine.rank, mine._rank_assignment.world_size, 1, False)
     return mine.submit(mine.next_round, {m.Channel(): ring}, 5.0, 0.0)
 
 
@@ -597,5 +597,5 @@ def test_a_state_that_lies_about_itself(blocks: list[m.StateBlock], words: str) 
 
 
 def test_a_state_that_is_not_there_is_not_read() -> None:
-    with pytest.raises(LocalProtocolError, match="read before"):
+    with pytest.raises(LocalProtocolError, match="taken before"):
         BlobReceiver().take_blobs()
