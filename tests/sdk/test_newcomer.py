@@ -29,6 +29,7 @@ from gridtrain.errors import (
     JoinRefused,
     TransportError,
 )
+from gridtrain.extras import install_command
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.peer_allowlist import PeerAllowlist
 from gridtrain.network.transport.stack import build_stack
@@ -137,7 +138,7 @@ def join(address: str, invited: Invitation | None = None, **options: str) -> Gri
 
 def test_a_script_without_an_agent_and_without_an_invitation() -> None:
     done = run(sys.executable, "-c", "import gridtrain; gridtrain.join()")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.strip() == (
         "gridtrain: <string>, line 1: ConfigError: this script does not know which run to join -> "
         "start it with `gridtrain worker INVITATION -- python train.py`, or pass the invitation: "
@@ -335,7 +336,7 @@ def test_a_package_of_the_extra_is_missing(without: Callable[[str], dict[str, st
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
         f"gridtrain.errors.ConfigError: gridtrain.join needs {package}, not installed here -> "
-        "pip install 'gridtrain[torch]' (or install the torch build that fits your GPU first)"
+        f"{install_command('torch')} (or install the torch build that fits your GPU first)"
     )
 
 
@@ -426,7 +427,7 @@ def test_a_script_that_is_refused(start_coordinator: StartCoordinator, tmp_path:
     invitation = start_coordinator().invitation().text()
     agent = (sys.executable, "-m", "gridtrain.cli", "worker", invitation, "--")
     done = run(*agent, sys.executable, str(script), "works")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "Traceback" not in done.stderr
     *_, sentence, agents_line = done.stderr.splitlines()
     agents_line = json.loads(agents_line)["fields"]["text"]
