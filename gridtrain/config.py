@@ -1,7 +1,4 @@
-"""What users choose, as small frozen dataclasses; and the deadlines everything waits by.
-
-Decides nothing at run time and touches neither torch nor sockets.
-"""
+"""Users' options as small frozen dataclasses, and the deadlines of all waits.  Without torch and sockets."""
 
 from __future__ import annotations
 
@@ -18,10 +15,10 @@ ENV_PREFIX = "GRIDTRAIN_"
 _KEY = re.compile(r"[0-9a-f]{64}")
 
 
-# -- exchanges (DESIGN: "exchange = how gradients are shared") -----------------------------------
+# -- exchanges: how gradients are shared -----------------------------------------------------------
 
 VALUES = ("fp16", "fp32", "bf16", "int8")
-"""How the values of a sparse exchange may travel."""
+"""Encodings of the values of a sparse exchange."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +26,9 @@ class Dense:
     """Dense all-reduce of float32 gradients: every element, every step.
 
     Attributes:
-        topology: "auto": the coordinator takes "direct" for small models on even links, else "ring"; "ring"
-            (Baidu, 2017); "direct": each member sums a chunk, two hops, with an edge between any two; or
-            "star": all send to rank 0, as to a parameter server.
+        topology: "auto": the coordinator uses "direct" for small models on similar links, else "ring"; "ring"
+            (Baidu, 2017); "direct": each member sums a chunk, two hops, all members connected to each other;
+            or "star": all send to rank 0, as to a parameter server.
     """
 
     topology: str = "auto"
@@ -49,13 +46,12 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class _Sparse:
-    """What both sparse exchanges share.
+    """Options of both sparse exchanges.
 
     Attributes:
-        density: rho; k = max(1, round(rho * n)) of n elements travel.
-        momentum: DGC momentum correction (arXiv 1712.01887, section 3.1); 0 switches it off.
-        values: "fp16", "fp32", "bf16" or "int8", how values travel; what rounding loses goes into the
-            residual.
+        density: rho; k = max(1, round(rho * n)) of n elements are sent.
+        momentum: DGC momentum correction (arXiv 1712.01887, section 3.1); 0: off.
+        values: "fp16", "fp32", "bf16" or "int8", the encoding of values; rounding errors go to the residual.
         warmup: densities of the first steps as ((until_step, density), ...), ascending: a function
             of the global step alone, so that a worker that joins late agrees with the others.
     """
@@ -126,7 +122,7 @@ class GTopK(_Sparse):
     topology: str = "butterfly"
 
     def __post_init__(self) -> None:
-        _Sparse.__post_init__(self)  # super() does not find its class in a dataclass with slots
+        _Sparse.__post_init__(self)  # super() does not work in a dataclass with slots
         _check_topology("GTopK", self.topology, ("butterfly", "tree", "star"))
 
     def describe(self) -> str:
@@ -142,14 +138,14 @@ _LEARNS = ((120_576, 0.05), (25_600_000, 0.001))
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """The coordinator chooses, from measured links and computing: `Dense()`, `GTopK` or `TopK`.
+    """The coordinator chooses `Dense()`, `GTopK` or `TopK`, from measured links and computing speed.
 
-    It may choose anew while the run goes on.  A dense step then takes along what sparse ones have kept back.
+    It may choose again during the run.  A dense step then sends the residuals of sparse ones, too.
 
     Attributes:
-        density: of the sparse ones; None: by the model's size, see `density_of`.
-        values: of the sparse ones, how values travel.
-        sparse: whether these may be chosen at all; not behind an optimizer that does not learn from them.
+        density: of the sparse exchanges; None: by the model's size, see `density_of`.
+        values: encoding of the sparse exchanges' values.
+        sparse: whether sparse exchanges may be chosen; not with an optimizer that learns badly from them.
     """
 
     density: float | None = None
@@ -157,18 +153,17 @@ class Auto:
     sparse: bool = True
 
     def __post_init__(self) -> None:
-        self.exchanges(1)  # which checks density and values
+        self.exchanges(1)  # checks density and values
 
     @property
     def topology(self) -> str:
-        """As long as nothing is chosen."""
+        """Before anything is chosen."""
         return "ring"
 
     @staticmethod
     def density_of(parameters: int) -> float:
-        """From two sizes that learn: 0.05 with 120,576 parameters (the demo's GPT, which fails with 0.001),
-        0.001 with 25.6 million (ResNet-50 in arXiv 1901.04359); between them along a straight line of the
-        logarithms."""
+        """Interpolates two sizes that learn: 0.05 with 120,576 parameters (the demo's GPT, which fails with
+        0.001), 0.001 with 25.6 million (ResNet-50 in arXiv 1901.04359); linear in the logarithms between."""
         (small, dense), (large, thin) = _LEARNS
         if parameters <= small:
             return dense
@@ -178,14 +173,14 @@ class Auto:
         return float(f"{dense * (thin / dense) ** part:.2g}")
 
     def exchanges(self, parameters: int) -> tuple[Exchange, ...]:
-        """What may be chosen for so many."""
+        """The exchanges that may be chosen for a model with this many parameters."""
         if not self.sparse:
             return (Dense(),)
         density = self.density if self.density is not None else self.density_of(parameters)
         return Dense(), GTopK(density, values=self.values), TopK(density, values=self.values)
 
     def describe(self) -> str:
-        """`parse` reads it back."""
+        """A text that `parse` reads."""
         if not self.sparse:
             return "auto(dense alone)"
         density = f"density={self.density}, " if self.density is not None else ""
@@ -193,7 +188,7 @@ class Auto:
 
     @classmethod
     def parse(cls, text: str) -> Auto | None:
-        """None: it is nothing that `describe` has said."""
+        """None if `describe` did not write the text."""
         found = _AUTO.fullmatch(text)
         if found is None:
             return None
@@ -207,29 +202,29 @@ class Auto:
 
 
 def exchange_of(given: Exchange | LocalSteps | Auto | str | None) -> Exchange | LocalSteps | Auto:
-    """What `exchange=` says.  Raises `ConfigError` for words that mean nothing."""
+    """The exchange that `exchange=` names.  Raises `ConfigError` for an unknown word."""
     if given is None:
         return GTopK()
     if given == "auto":
         return Auto()
     if isinstance(given, str):
-        raise ConfigError(f'exchange is "{given}"', remedy='the one word is exchange="auto"')
+        raise ConfigError(f'exchange is "{given}"', remedy='the only word is exchange="auto"')
     return given
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Exchange while backward still computes: the gradient travels in buckets, last layers first.
+    """Exchange while backward still computes: the gradient is sent in buckets, last layers first.
 
-    The same on all workers.  A bucket is worth its messages from about alpha / (rho e beta) elements on
-    (a message's latency, the density, bytes an entry and seconds a byte): for rho = 0.001 about 14 M at
-    1 Gbit/s (alpha 0.4 ms) and 6 M at 10 Mbit/s (17 ms); dense, where rho e is 4 bytes, 12,000 and 5,000.
+    The same on all workers.  A bucket should have at least alpha / (rho e beta) elements (a message's
+    latency, the density, bytes per entry, seconds per byte): for rho = 0.001 about 14 M at 1 Gbit/s (alpha
+    0.4 ms) and 6 M at 10 Mbit/s (17 ms); dense, with 4 bytes for rho e, 12,000 and 5,000.
 
     Attributes:
-        buckets: at most so many.
-        least: elements of a bucket, at least; None: 65,536 of a dense exchange, as many as hold 6,000
-            entries of a sparse one.  What is no longer than two of them travels whole.
-        adaptive: the group tries both ways now and then, and overlaps only where that saves time.
+        buckets: most buckets.
+        least: fewest elements of a bucket; None: 65,536 with a dense exchange, with a sparse one as many as
+            have 6,000 entries.  A gradient shorter than two buckets is not divided.
+        adaptive: the group tries both ways now and then, and overlaps only if that saves time.
     """
 
     buckets: int = 4
@@ -243,12 +238,12 @@ class Overlap:
             raise ConfigError(f"least is {self.least}; it must be >= 1", remedy="try least=1_000_000")
 
     def describe(self) -> str:
-        """What has to be equal on all workers."""
+        """What must be equal on all workers."""
         least = "" if self.least is None else f" of at least {self.least} elements"
         return f"{'' if self.adaptive else ' always'} in at most {self.buckets} buckets{least}"
 
     def least_of(self, exchange: Exchange) -> int:
-        """Elements of a bucket, at least."""
+        """Fewest elements of a bucket."""
         if self.least is not None:
             return self.least
         return 1 << 16 if isinstance(exchange, Dense) else max(1 << 16, round(6000 / exchange.density))
@@ -256,16 +251,16 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class LocalSteps:
-    """`every` optimizer steps on each worker alone, then one exchange of how far its parameters have come.
+    """`every` optimizer steps on each worker alone, then one exchange of the change of its parameters.
 
-    DiLoCo (arXiv 2311.08105), and with a sparse exchange SparseLoCo (arXiv 2508.15706): the road for AdamW on
-    slow lines.  A step of the run is then one exchange, and `every` of the loop's steps.
+    DiLoCo (arXiv 2311.08105), and with a sparse exchange SparseLoCo (arXiv 2508.15706): for AdamW on slow
+    links. A step of the run is then one exchange, and `every` of the loop's steps.
 
     Attributes:
         every: optimizer steps between two exchanges, the same on all workers;
             `gridtrain.propose_local_steps` proposes a number.
-        exchange: how the changes of the parameters are shared, without momentum of its own.
-        outer_learning_rate: what the group's mean change is multiplied with; 1: plain averaging.
+        exchange: how the changes of the parameters are shared; without momentum.
+        outer_learning_rate: factor of the group's mean change; 1: plain averaging.
         outer_momentum: Nesterov momentum over the exchanged changes; 0: none.
     """
 
@@ -282,12 +277,12 @@ class LocalSteps:
             )
         if not isinstance(self.exchange, Exchange):
             raise ConfigError(
-                f"exchange is {self.exchange!r}, which cannot go inside LocalSteps",
+                f"exchange is {self.exchange!r}, which LocalSteps does not support",
                 remedy="use Dense(), TopK(...) or GTopK(...)",
             )
         if getattr(self.exchange, "momentum", 0.0):
             raise ConfigError(
-                f"{self.exchange.describe()} corrects for momentum, but LocalSteps exchanges no gradient",
+                f"{self.exchange.describe()} applies momentum to gradients, but LocalSteps exchanges none",
                 remedy="build the exchange with momentum=0, and try LocalSteps(outer_momentum=...)",
             )
         if not 0.0 < self.outer_learning_rate < float("inf"):
@@ -311,7 +306,7 @@ class LocalSteps:
 
 
 def round_exchange(exchange: Exchange | LocalSteps | Auto) -> Exchange | Auto:
-    """What a round of it is on the wire."""
+    """The exchange of a single round."""
     return exchange.exchange if isinstance(exchange, LocalSteps) else exchange
 
 
@@ -328,50 +323,50 @@ def _check_topology(exchange: str, topology: str, known: tuple[str, ...]) -> Non
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Every wait in the system, in seconds.  Progress extends those marked (+)."""
+    """All timeouts, in seconds.  Progress extends those marked (+)."""
 
-    beat_s: float = 0.5  # worker -> coordinator sign of life
-    silence_s: float = 5.0  # without a beat a worker is held for lost; one that loads a state: ready_s
-    regreet_s: float = 1.0  # a broken connection may come back within this
-    ended_s: float = 0.1  # the same, where another member's connection to that worker broke as well
+    beat_s: float = 0.5  # interval of heartbeats to the coordinator
+    silence_s: float = 5.0  # heartbeat timeout; ready_s for a worker that loads a state
+    regreet_s: float = 1.0  # time for a broken connection to come back
+    ended_s: float = 0.1  # the same, if another member's connection to that worker broke as well
     report_s: float = 2.0  # answers to a FREEZE
-    regather_s: float = 60.0  # so long, at least, members that are all away are waited for
-    ready_s: float = 20.0  # (+) verdict executed, state received, edges up
+    regather_s: float = 60.0  # shortest wait for members that are all away
+    ready_s: float = 20.0  # (+) verdict executed, state received, links connected
     settle_s: float = 0.3  # joins that arrive together start together
-    reach_s: float = 3.0  # the coordinator calls back, to learn whether a worker can be reached
-    route_s: float = 8.0  # an edge of a coming generation that is not up by then wants another way
+    reach_s: float = 3.0  # the coordinator dials back to learn whether a worker can be reached
+    route_s: float = 8.0  # a link of the next generation that is not connected by then is relayed
     probe_s: float = 2.0  # round trips to the other workers
-    generation_gap_s: float = 1.0  # at most one generation in this time
-    recut_s: float = 15.0  # fewer workers than stages wait so long for another, before the model is cut anew
-    reshare_s: float = 30.0  # at most one in this time for better shares alone
-    first_step_s: float = 300.0  # (+) patience with a first step (compilation)
-    patience_floor_s: float = 5.0  # (+) least patience with a silent member in a round
-    patience_factor: float = 8.0  # patience = floor + factor * a usual step's time
-    handover_s: float = 5.0  # a worker that leaves may hand its residual over for so long
-    paused_s: float = 1800.0  # without the coordinator, where it is needed, before a worker gives up
+    generation_gap_s: float = 1.0  # shortest time between two generations
+    recut_s: float = 15.0  # wait this long for a missing worker before repartitioning the model
+    reshare_s: float = 30.0  # shortest time between two generations that only change shares
+    first_step_s: float = 300.0  # (+) timeout of a first step (compilation)
+    patience_floor_s: float = 5.0  # (+) shortest timeout of a silent member in a round
+    patience_factor: float = 8.0  # timeout = floor + factor * a usual step's time
+    handover_s: float = 5.0  # residual transfer of a worker that leaves
+    paused_s: float = 1800.0  # without the coordinator, if it is needed, before a worker gives up
     connect_s: float = 15.0  # first contact with the coordinator
 
 
-# -- where a worker finds its run ------------------------------------------------------------------
+# -- how a worker joins its run --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class JoinConfig:
-    """What `gridtrain.join` needs; by default from the environment that the agent sets.
+    """The settings of `gridtrain.join`; by default from the environment that the agent sets.
 
     Attributes:
         coordinator_key: its public key in hexadecimal.
         identity: the file with this worker's key pair.
-        listen: "" is any free port of the interface that leads to the coordinator.
+        listen: "": any free port of the interface that leads to the coordinator.
         checkpoint_every: steps between two checkpoints on this worker's disk; "0": none.
-        checkpoint_keep: so many of the latest are kept.
-        handover_mib: when this worker leaves, it hands over at most so much of its residual; "0": nothing.
-        state_dir: where checkpoints go; "": the state directory, under the coordinator's key.
-        donate_limit: at most so much of the line goes into states for newcomers while this worker trains.
-        relay: "no": do not pass on what other members send one another.
-        unencrypted: "yes": talk in the clear, as the coordinator was told to as well.
-        contribution: a file for the agent, which is told what this worker has done; "": nobody asks.
-        faults: what is to go wrong on purpose, see `gridtrain.testing.Faults`; "": nothing.
+        checkpoint_keep: number of checkpoints to keep.
+        handover_mib: most of its residual that a worker sends when it leaves; "0": nothing.
+        state_dir: the folder of checkpoints; "": in the state directory, under the coordinator's key.
+        donate_limit: upload limit of states for joining workers while this worker trains.
+        relay: "no": do not forward messages of other members.
+        unencrypted: "yes": do not encrypt; the coordinator has to be set likewise.
+        contribution: a file in which this worker reports its contribution to the agent; "": none.
+        faults: faults to inject, see `gridtrain.testing.Faults`; "": none.
     """
 
     coordinator: str
@@ -401,7 +396,7 @@ class JoinConfig:
     ) -> JoinConfig:
         """Arguments win over `GRIDTRAIN_*` variables, which win over defaults.
 
-        Raises `ConfigError` if no coordinator is named, or its key is none.
+        Raises `ConfigError` if no coordinator is named, or its key is invalid.
         """
         source = os.environ if environ is None else environ
         names = tuple(known.name for known in fields(cls) if known.name != "deadlines")
@@ -420,7 +415,7 @@ class JoinConfig:
             )
         if not _KEY.fullmatch(values["coordinator_key"]):
             raise ConfigError(
-                f"the coordinator's key is {values['coordinator_key'][:80]!r}, and not 64 hexadecimal digits",
+                f"the coordinator's key is {values['coordinator_key'][:80]!r}; it must be 64 hex digits",
                 remedy=f"leave {ENV_PREFIX}COORDINATOR_KEY to `gridtrain worker`, or pass the invitation",
             )
         return cls(**values)  # type: ignore[arg-type]

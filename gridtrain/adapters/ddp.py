@@ -3,21 +3,22 @@
     state = GTopKState(gridtrain.GTopK(density=0.01, momentum=0.9))
     ddp.register_comm_hook(state, gtopk_hook)
 
-Decides what of each of DDP's buckets travels, and puts the sum of it in the place of the mean gradient.
-Selection, payloads, merges and error feedback are gridtrain's own; only the transport is torch.distributed's.
-There is no coordinator here, nobody joins, and a process that dies ends the job, as always with DDP.
+Selection, payloads, merges and error feedback are gridtrain's; the transport is torch.distributed's.  There
+is no coordinator, no process can join, and a process that dies ends the job, as usual with DDP.
 
     autograd's thread    bucket 0 --select--> payload    bucket 1 --select--> payload ...
     one more thread                              [ butterfly over gloo ]         [ butterfly over gloo ]
                                                   --> update of bucket 0           --> bucket 1, the last:
                                                                                        all residuals commit
 
-DDP fills its buckets anew after the first step, in the order in which gradients became ready.  So what has
-not been sent belongs to parameters: where a bucket's parameters change, their residuals move with them.
+DDP arranges its buckets again after the first step, in the order in which gradients became ready.  So
+residuals
+belong to parameters: when a bucket's parameters change, their residuals move with them.
 
 A gradient that is not finite on one process makes the whole bucket NaN on all of them, so that GradScaler
-skips the step everywhere; no residual changes in that step.  Residuals are of gradients without a scale, as
-that changes from step to step: give the state the scaler.
+skips the step everywhere; no residual changes in that step.  Residuals are of unscaled gradients, because the
+scale changes
+from step to step: give the state the scaler.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
@@ -49,7 +50,7 @@ from gridtrain.training.checkpoint.flat_gradient import canonical_parameters
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Parameters that DDP sends together, and what of them was not sent: `feedback`, in their order."""
+    """Parameters that DDP sends together, and their residual: `feedback`, in their order."""
 
     parameters: tuple[Tensor, ...]
     feedback: ErrorFeedback
@@ -60,7 +61,7 @@ class _Bucket:
 
 
 class GTopKState:
-    """What the hook keeps from step to step.  Make one on every process, before the first backward.
+    """The state of the hook.  Make one on every process, before the first backward.
 
     Args:
         exchange: the same on all processes; `topology` as in a run.
@@ -68,7 +69,7 @@ class GTopKState:
         scaler: the GradScaler that scales the loss, if there is one.
 
     Attributes:
-        step: backward passes whose gradients were exchanged: what a density warm-up goes by.
+        step: backward passes whose gradients were exchanged, which a density warm-up counts.
 
     Raises:
         ConfigError: the processes were given different exchanges.
@@ -84,17 +85,17 @@ class GTopKState:
         self.exchange = GTopK() if exchange is None else exchange
         if not isinstance(self.exchange, GTopK):
             raise ConfigError(
-                f"{self.exchange!r} cannot go into DDP", remedy="use gridtrain.GTopK(...) for the hook"
+                f"{self.exchange!r} is not supported in DDP", remedy="use gridtrain.GTopK(...) for the hook"
             )
         self.kind: ValueKind = VALUE_KINDS[self.exchange.values]
         self.step = 0
         self._scaler = scaler
-        # Of its own: payloads are on the host, and DDP itself goes on using its group meanwhile.
+        # A separate group: payloads are on the host, and DDP uses its own group meanwhile.
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         self._channel = GlooChannel(group)
         self._buckets: dict[tuple[int, ...], _Bucket] = {}
-        self._loaded: dict[int, dict[str, Tensor]] = {}  # by id of the parameter, until its bucket comes
+        self._loaded: dict[int, dict[str, Tensor]] = {}  # by id of the parameter, until its bucket is made
         self._exchanged: list[tuple[ErrorFeedback, PreparedState, ButterflyBuffer]] = []
         self._skipped = False
         self._thread = ThreadPoolExecutor(1, "gridtrain-ddp")
@@ -138,51 +139,51 @@ class GTopKState:
         is_last: bool,
     ) -> None:
         try:
-            if index == 0:  # also after a step that an error has ended
+            if index == 0:  # also after a step that an error ended
                 self._exchanged, self._skipped = [], False
             n = mean_B.numel()
-            made = SPARSE_BUFFERS[self.exchange.topology]
-            workspace = made(prepared.payload, n=n, k=k, kind=self.kind, decoded=prepared.decoded)
-            skip = self._run(workspace, prepared.skip, encoded_bytes(k, n, self.kind))
-            update_B = _dense(workspace, mean_B, scale, skip)
-            # Sums that half precision does not hold: the scaler drops the step, on all processes alike.
+            make_buffer = SPARSE_BUFFERS[self.exchange.topology]
+            buffer = make_buffer(prepared.payload, n=n, k=k, kind=self.kind, decoded=prepared.decoded)
+            skip = self._run(buffer, prepared.skip, encoded_bytes(k, n, self.kind))
+            update_B = _dense(buffer, mean_B, scale, skip)
+            # If half precision overflows, the scaler skips the step on all processes.
             self._skipped |= skip or not bool(torch.isfinite(update_B).all())
-            self._exchanged.append((held.feedback, prepared, workspace))
+            self._exchanged.append((held.feedback, prepared, buffer))
             if is_last:
                 self._commit()
             future.set_result(update_B)
-        except BaseException as error:  # DDP waits for the future, and raises what is in it
+        except BaseException as error:  # DDP waits for the future, and raises its exception
             future.set_exception(error)  # type: ignore[arg-type]
 
-    def _run(self, workspace: ButterflyBuffer, skip: bool, most_bytes: int) -> bool:
-        """The collective, to its end.  Returns whether anybody skips."""
-        mail = self._channel
-        core = workspace.make_collective(mail.rank, mail.world_size, skip)
+    def _run(self, buffer: ButterflyBuffer, skip: bool, most_bytes: int) -> bool:
+        """Run the collective.  Returns whether any process skips."""
+        channel = self._channel
+        core = buffer.make_collective(channel.rank, channel.world_size, skip)
         effects = core.start(0.0)
         while True:
             for effect in effects:
                 match effect:
                     case SendTo(to_rank, place, flag):
                         head = (place.phase, place.hop, place.segment, place.slice, flag)
-                        mail.send(to_rank, head, workspace.payload(place))
+                        channel.send(to_rank, head, buffer.payload(place))
                     case CollectiveComplete(skipped):
-                        mail.wait_sent()
+                        channel.wait_sent()
                         return skipped
                     case _:
-                        workspace.apply(effect)
+                        buffer.apply(effect)
             from_rank = min(core.waiting_for())
-            head_H, payload = mail.receive(from_rank, most_bytes)
+            head_H, payload = channel.receive(from_rank, most_bytes)
             effects = core.handle(PayloadReceived(from_rank, _place(head_H), bool(head_H[4]), payload), 0.0)
 
     def _commit(self) -> None:
-        """All buckets of a step or none: GradScaler drops a step in which one of them is NaN."""
+        """Commit all buckets of a step or none: GradScaler drops a step in which one of them is NaN."""
         exchanged, self._exchanged = self._exchanged, []
         if not self._skipped:
-            for feedback, prepared, workspace in exchanged:
-                feedback.commit(prepared, workspace.truncated)
+            for feedback, prepared, buffer in exchanged:
+                feedback.commit(prepared, buffer.truncated)
         self.step += 1
 
-    # -- what was not sent -------------------------------------------------------------------------
+    # -- residuals ---------------------------------------------------------------------------------
 
     def _bucket_for(self, parameters: tuple[Tensor, ...], mean_B: Tensor) -> _Bucket:
         key = tuple(id(parameter) for parameter in parameters)
@@ -202,7 +203,7 @@ class GTopKState:
         return fresh
 
     def _take_residual(self, parameter: Tensor) -> dict[str, Tensor]:
-        """What belongs to a parameter, flat; the rest of its old bucket stays to be taken out, too."""
+        """The residual of a parameter, flat; those of the rest of its old bucket stay loaded."""
         self._dissolve(parameter)
         names = ("residual", "u") if self.exchange.momentum else ("residual",)
         nothing = {name: torch.zeros(parameter.numel()) for name in names}
@@ -221,17 +222,17 @@ class GTopKState:
         return found
 
     def residual_of(self, parameter: Tensor) -> Tensor:
-        """A copy on the host, flat float32: what this process has accumulated of it and not sent."""
+        """A copy of the residual of a parameter on the host, flat float32."""
         found = self._by_id().get(id(parameter))
         return torch.zeros(parameter.numel()) if found is None else found["residual"].clone()
 
     def state_dict(self, model: nn.Module) -> dict[str, dict[str, Tensor]]:
-        """By the parameters' names; each process has its own, to be saved and loaded there."""
+        """Residuals by the parameters' names; each process saves and loads its own."""
         found = self._by_id()
         return {name: found[id(p)] for name, p in canonical_parameters(model) if id(p) in found}
 
     def load_state_dict(self, model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take over `state_dict`, between two steps.  Raises `ConfigError` if it is of another model."""
+        """Load what `state_dict` returned, between two steps.  Raises `ConfigError` for another model."""
         parameters = dict(canonical_parameters(model))
         names = {"residual", "u"} if self.exchange.momentum else {"residual"}
         for name, kept in state.items():
@@ -256,7 +257,7 @@ class GTopKState:
         unlike = [rank for rank, other in enumerate(numbers) if not torch.equal(other, number)]
         if unlike:
             raise ConfigError(
-                f"this process exchanges by {self.exchange.describe()}, ranks {unlike} otherwise",
+                f"this process uses the exchange {self.exchange.describe()}, ranks {unlike} use another one",
                 remedy="give GTopKState the same exchange on all processes",
             )
 
@@ -264,9 +265,9 @@ class GTopKState:
 def gtopk_hook(state: GTopKState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """For `ddp.register_comm_hook(GTopKState(...), gtopk_hook)`.
 
-    In the place of the mean gradient comes the group's update: of the sum of (residual + gradient / P) over
-    all P processes about the k largest elements of each bucket (DESIGN section 6, after arXiv 1901.04359),
-    the same bits on every process.  The rest stays in the residuals.
+    The mean gradient is replaced by the group's update: of the sum of (residual + gradient / P) over all P
+    processes about the k largest elements of each bucket (after arXiv 1901.04359), the same bits on every
+    process.  The rest stays in the residuals.
     """
     return state.begin(bucket)
 
@@ -279,12 +280,12 @@ def _residuals_by_parameter(held: _Bucket) -> dict[int, dict[str, Tensor]]:
     }
 
 
-def _dense(workspace: ButterflyBuffer, like_B: Tensor, scale: float, skip: bool) -> Tensor:
+def _dense(buffer: ButterflyBuffer, like_B: Tensor, scale: float, skip: bool) -> Tensor:
     if skip:
         return torch.full_like(like_B, torch.nan)
     update_B = torch.zeros_like(like_B)
-    where = torch.from_numpy(workspace.update.indices).to(like_B.device)
-    update_B[where] = (torch.from_numpy(workspace.update.values) * scale).to(like_B)
+    where = torch.from_numpy(buffer.update.indices).to(like_B.device)
+    update_B[where] = (torch.from_numpy(buffer.update.values) * scale).to(like_B)
     return update_B
 
 

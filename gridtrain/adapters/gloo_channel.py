@@ -1,12 +1,11 @@
 """Messages of a few numbers and some bytes between two processes of a gloo group.
 
-Decides how a message lies in tensors.  Never pickles, and never decides what a message means.
-
     int64   | payload bytes | head[0] | head[1] | ... |     always `HEAD` numbers
-    uint8   | payload |                                     only where there is one
+    uint8   | payload |                                     only if there is one
 
-Two messages between the same two processes arrive in the order in which they were sent.  A process that is
-gone ends every wait for it: gloo raises as soon as the connection breaks, or at the group's time-out.
+Messages between two processes arrive in the order in which they were sent.  When a process is gone, every
+wait for it
+ends: gloo raises as soon as the connection breaks, or at the group's timeout.  Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ HEAD = 7
 
 
 class GlooChannel:
-    """This process's end of the messages in `group`, a gloo group; ranks are those within it."""
+    """This process's end of the messages in `group`, a gloo group; ranks are within it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self._under_way: list[tuple[dist.Work, Tensor]] = []  # a tensor lives until it has been sent
+        self._in_flight: list[tuple[dist.Work, Tensor]] = []  # keeps tensors alive until they were sent
 
     def send(self, to_rank: int, head: Sequence[int], payload: bytes | memoryview = b"") -> None:
-        """Begin to send; `settle` waits for the end."""
+        """Start to send; `wait_sent` waits for the end."""
         if len(head) > HEAD - 1:
             raise LocalProtocolError(f"message head of {len(head)} numbers, at most {HEAD - 1} fit")
         numbers = [len(payload), *head, *[0] * (HEAD - 1 - len(head))]
@@ -41,11 +40,11 @@ class GlooChannel:
             self._send_tensor(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to_rank)
 
     def receive(self, from_rank: int, most_bytes: int) -> tuple[list[int], bytes]:
-        """Wait for the next message of `from_rank`: (its head, filled up with zeros; its payload).
+        """Wait for the next message of `from_rank`: (its head, padded with zeros; its payload).
 
         Raises:
-            RemoteProtocolError: its payload is larger than `most_bytes`; nothing was allocated for it.
-            RuntimeError: of gloo: that process is gone, or the group's time is up.
+            RemoteProtocolError: the payload is larger than `most_bytes`; nothing was allocated for it.
+            RuntimeError: of gloo: that process is gone, or the group's timeout has passed.
         """
         numbers_H = torch.empty(HEAD, dtype=torch.int64)
         self._receive_tensor(numbers_H, from_rank)
@@ -63,14 +62,14 @@ class GlooChannel:
 
     def wait_sent(self) -> None:
         """Wait until everything has been sent."""
-        under_way, self._under_way = self._under_way, []
-        for work, _ in under_way:
+        in_flight, self._in_flight = self._in_flight, []
+        for work, _ in in_flight:
             work.wait()
 
     def _send_tensor(self, tensor: Tensor, to_rank: int) -> None:
         work = dist.isend(tensor, group=self.group, group_dst=to_rank)
         assert work is not None  # this process is in the group
-        self._under_way.append((work, tensor))
+        self._in_flight.append((work, tensor))
 
     def _receive_tensor(self, tensor: Tensor, from_rank: int) -> None:
         dist.recv(tensor, group=self.group, group_src=from_rank)

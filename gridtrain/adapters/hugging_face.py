@@ -6,18 +6,18 @@
                           optimizers=(torch.optim.SGD(model.parameters(), lr=0.4), None))
     trainer.train()
 
-Decides nothing about training: Trainer's own loop runs, with the group's optimizer, samples and steps.
+Trainer's own loop runs, with the group's optimizer, samples and steps:
 
     Trainer asks for                     it gets
-    create_optimizer                     what it would have made or was given, wrapped by grid.optimizer
-    create_scheduler                     its own, and newcomers receive its state
+    create_optimizer                     its own or the given one, wrapped by grid.optimizer
+    create_scheduler                     its own; joining workers receive its state
     get_train_dataloader                 GridLoader: this worker's samples of each step, until the run ends
     evaluate                             its own, while the others know that this worker is busy
     saving, logging to files             on the first worker alone
     state.global_step                    the run's, so that a worker that joins late stops with the others
 
-`max_steps` ends the run, for all workers together.  `max_grad_norm` clips the local gradient, as everywhere;
-for the exchanged one give `clip_norm=` and set max_grad_norm=0.
+`max_steps` ends the run, for all workers together.  `max_grad_norm` clips the local gradient, as usual; to
+clip the exchanged one give `clip_norm=` and set max_grad_norm=0.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class GridTrainer(Trainer):
     """`transformers.Trainer` whose steps are a run's.
 
     Args:
-        grid: of `gridtrain.join()`.
-        grid_options: `exchange=`, `clip_norm=`, ... as for `grid.optimizer`.  Without an exchange it is
-            GTopK(), beside which AdamW, Trainer's default, learns badly: `LocalSteps(...)` suits it.
+        grid: from `gridtrain.join()`.
+        grid_options: `exchange=`, `clip_norm=`, ... as for `grid.optimizer`.  The default exchange is
+            GTopK(), with which AdamW, Trainer's default, learns badly: `LocalSteps(...)` suits it.
         options: all of Trainer's own.
 
     Raises:
-        ConfigError: the arguments cannot be those of a worker; the text says which.
+        ConfigError: the arguments do not fit a worker; the text says which.
     """
 
     def __init__(self, *, grid: Grid, grid_options: dict[str, Any] | None = None, **options: Any) -> None:
@@ -56,7 +56,7 @@ class GridTrainer(Trainer):
         self.add_callback(_StepCallback(self))
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        if model is None:  # older versions know no argument
+        if model is None:  # older versions have no argument
             made: torch.optim.Optimizer = super().create_optimizer()
         else:
             made = super().create_optimizer(model)
@@ -82,7 +82,7 @@ class GridTrainer(Trainer):
             seed=self.args.data_seed or 0,
             num_workers=self.args.dataloader_num_workers,
             collate_fn=self.data_collator,
-            weigh=False,  # Trainer reads all batches of a step first, and divides by their items
+            weigh=False,  # Trainer reads all batches of a step first, and weighs them itself
         )
         return self._loader
 
@@ -97,7 +97,7 @@ class GridTrainer(Trainer):
 
 
 class _StepCallback(TrainerCallback):
-    """Trainer counts from 0 and stops by its own count; here the run counts."""
+    """Sets Trainer's step count, which starts at 0, to the run's."""
 
     def __init__(self, trainer: GridTrainer) -> None:
         self._trainer = trainer

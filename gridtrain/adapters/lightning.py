@@ -8,17 +8,15 @@
     trainer = L.Trainer(max_epochs=1, strategy=GridStrategy(grid, loader), ...)
     trainer.fit(model, loader)
 
-Decides how Lightning's step and gridtrain's meet.  Lightning hands `optimizer.step` a closure that computes
-the gradient; a group's gradient is exchanged once, so the closure runs first, with the clipping and hooks
-that Lightning puts around it, and then comes the step.
+Lightning gives `optimizer.step` a closure that computes the gradient.  A group's gradient is exchanged once,
+so the closure runs first, with the clipping and hooks that Lightning puts around it, and then the step.
 
     Lightning    optimizer_step(optimizer, closure)
     here                   closure(): forward, backward, on_before_optimizer_step, clipping
                            optimizer.step(): exchange and apply
 
-Learning rate schedulers of `configure_optimizers` are tracked: newcomers receive their state.
-
-To Lightning this is one process on one device: it draws no samples and moves no gradients itself.
+Learning rate schedulers of `configure_optimizers` are tracked: joining workers receive their state.  For
+Lightning this is one process on one device, so it distributes no samples and no gradients.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class GridStrategy(SingleDeviceStrategy):
     """For `lightning.Trainer(strategy=...)`.
 
     Args:
-        loader: what `trainer.fit` is given to train from; at the end of the fit this worker leaves the run.
+        loader: the argument of `trainer.fit`; at the end of the fit this worker leaves the run.
         device: of the model.
     """
 
@@ -50,7 +48,7 @@ class GridStrategy(SingleDeviceStrategy):
 
     @property
     def is_global_zero(self) -> bool:
-        """Lightning writes checkpoints and logs only there."""
+        """Whether Lightning writes checkpoints and logs here."""
         return self._grid.world_size == 0 or self._grid.is_first
 
     def setup(self, trainer: Any) -> None:
@@ -58,7 +56,7 @@ class GridStrategy(SingleDeviceStrategy):
         plain = [o for o in self.optimizers if not isinstance(o, GridOptimizer)]
         if plain and trainer.training:
             raise ConfigError(
-                f"configure_optimizers returned {type(plain[0]).__name__}, which belongs to no group",
+                f"configure_optimizers returned {type(plain[0]).__name__}, which takes part in no group",
                 remedy="return grid.optimizer(optimizer, self, exchange=...)",
             )
         if getattr(self.precision_plugin, "scaler", None) is not None:
@@ -66,7 +64,7 @@ class GridStrategy(SingleDeviceStrategy):
                 "precision 16-mixed: Lightning's GradScaler would differ from worker to worker",
                 remedy="use precision='bf16-mixed', which needs no scaler",
             )
-        if trainer.training:  # newcomers receive them
+        if trainer.training:  # so that joining workers receive them
             schedulers = [config.scheduler for config in self.lr_scheduler_configs]
             ours = serialization.INTERNAL_PREFIX
             self._grid.track(**{f"{ours}scheduler{n or ''}": each for n, each in enumerate(schedulers)})
@@ -88,7 +86,7 @@ class GridStrategy(SingleDeviceStrategy):
 
 
 class _ClosureFirstOptimizer:
-    """An optimizer whose `step` runs the closure once, then steps by the gradient that it left."""
+    """An optimizer whose `step` runs the closure once, and then steps with the gradient."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer

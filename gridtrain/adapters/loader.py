@@ -1,13 +1,10 @@
-"""Batches for training loops that are not the user's own.
-
-Decides how `grid.batches`, which ends when the run does, looks to a loop that counts: a length, an `iter` for
-each epoch, an end.  Never reads ahead: the positions of a step are known when the step before has committed.
+"""Batches of `grid.batches` for training loops of other packages, which count batches and epochs.
 
     loop       iter  next next ...  StopIteration     iter  StopIteration     finish
-    grid       -----------one generator, made at the first `iter`------------------^ farewell
+    grid       -----------one generator, made at the first `iter`------------------^ leaves the run
 
 A loop that fetches a batch before it has stepped would get its next turn too early.  So the loader has a
-length: both Hugging Face's and Lightning's loops look ahead only where there is none.
+length: the loops of Hugging Face and Lightning look ahead only if there is none.
 """
 
 from __future__ import annotations
@@ -22,12 +19,13 @@ from gridtrain.sdk.grid import Grid
 class GridLoader:
     """This worker's batches of a run of `steps` optimizer steps; looks like a DataLoader.
 
-    It may be made before the optimizer is wrapped; the data are shown to the group at the first `iter`.
+    It may be made before the optimizer is wrapped; the data set is described to the group at the first
+    `iter`.
 
     Args:
         steps: calls of `optimizer.step` in the whole run.  With `LocalSteps(every=H)` a multiple of H.
         accumulate: batches for each of these calls.
-        options: further ones of `grid.batches`: batch_size or global_batch_size, collate_fn, seed, ...
+        options: others of `grid.batches`: batch_size or global_batch_size, collate_fn, seed, ...
     """
 
     batch_sampler = sampler = None  # nothing for a framework to replace
@@ -38,11 +36,11 @@ class GridLoader:
         self._batches: Iterator[Any] | None = None
 
     def __len__(self) -> int:
-        """Batches of a worker that is there from the start to the end: no loop needs more."""
+        """Batches of a worker that takes part from the start to the end, which is the maximum."""
         return self._steps * self._accumulate
 
     def __iter__(self) -> Iterator[Any]:
-        """Goes on where the last one stopped."""
+        """Continues where the last one stopped."""
         if self._batches is None:
             self._batches = iter(
                 self._grid.batches(
@@ -52,7 +50,7 @@ class GridLoader:
         return self._batches
 
     def finish(self) -> None:
-        """The loop is over.  At the run's end this worker says farewell; before it, it leaves the others."""
+        """The loop is over.  This worker finishes with the run or, before its end, leaves it."""
         if self._batches is not None and not self._grid.finished and next(self._batches, None) is not None:
             self._grid.close("its training loop ended before the run")
 

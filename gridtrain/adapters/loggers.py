@@ -6,10 +6,9 @@
         log(loss=grid.mean(loss))
     log.close()
 
-Decides who writes: the first worker of the generation, so that a run is one curve.  When the first worker
-leaves, the next one goes on, with writers of its own, which it opens only then.
-
-Whoever writes, all workers tell the group (`grid.report`); the packages are imported at the first write.
+The first worker of the generation writes, so that a run is one curve.  When it leaves, the next one goes on
+with its own writers, which it opens only then.  All workers report the figures to the group
+(`grid.report`).  The packages are imported at the first write.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Writer(Protocol):
 
 
 class Worker(Protocol):
-    """What is needed of a `Grid`."""
+    """The part of `Grid` that `Log` uses."""
 
     @property
     def is_first(self) -> bool: ...
@@ -45,9 +44,9 @@ class Worker(Protocol):
 
 
 class Log:
-    """Call it with figures, on every worker; only the first one's writers see them.
+    """Call it with figures on every worker; only the first worker's writers get them.
 
-    What is not finite is left out.  With them comes `sent_bytes`, what this worker has sent so far.
+    Values that are not finite are left out.  `sent_bytes` is added: what this worker has sent so far.
     """
 
     def __init__(self, grid: Worker, *writers: Writer) -> None:

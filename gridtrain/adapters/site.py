@@ -7,20 +7,21 @@
         for x, y in site.batches(dataset, batch_size=32, steps=1000):
             loss = ...; loss.backward(); optimizer.step(); optimizer.zero_grad()
 
-Decides how the processes of a site share a step.  One of them, the leader (rank 0), is the worker: it alone
-speaks gridtrain, holds the optimizer's state and the residual.  Among themselves they use torch.distributed:
-NCCL for tensors on GPUs, gloo for the rest.
+One process of a site, the leader (rank 0), is the worker: it alone takes part in the run, and has the
+optimizer's state and the residual.  Among themselves the processes use torch.distributed: NCCL for tensors on
+GPUs, gloo for the rest.
 
     leader       turn: the site's samples, the model ------> every process
     every one    its part of the samples, backward
     leader       <--- reduce: sum of (n_j / n) * gradient_j --- every process
-                 step: exchange with the world, apply
+                 step: exchange with the run, apply
                  ... next turn: the model with the update in it ------> every process
 
-The model is sent whole, as a dense update would be: so whatever happens to the leader's (a skipped step,
-another member's state, a repair) has happened to all, and no other process needs an optimizer's state.
+The whole model is sent, which is as large as a dense update: so every change of the leader's model (a
+skipped step, another member's state, a repair) reaches all processes, and no other process needs an
+optimizer's state.
 
-A process that fails says why before it goes; the leader then leaves the run with that reason.
+A process that fails sends its reason first; the leader then leaves the run with that reason.
 """
 
 from __future__ import annotations
@@ -54,28 +55,28 @@ _MOST_TEXT_BYTES = 4096
 
 
 class SiteFailed(GridtrainError):
-    """Another process of this site is gone or has failed."""
+    """Another process of this site has failed or is gone."""
 
 
 class _SiteMessage(IntEnum):
     TURN = 1  # leader: the samples of the next step
     END = 2  # leader: no further step; with a text: because of an error
-    READY = 3  # the others: the gradient is there
-    FAILED = 4  # the others: with a text
+    READY = 3  # other processes: the gradient is complete
+    FAILED = 4  # other processes: with a text
 
 
 class Site:
-    """This process's place in the site.  Used from the thread that trains, in a `with`.
+    """This process's place in the site.  Used from the thread that trains, in a `with` statement.
 
     Attributes:
-        grid: the leader's hold on the run; None on the others.
+        grid: the leader's `Grid`; None on the other processes.
         rank, world_size: within the site.
     """
 
-    def __init__(self, grid: Grid | None, mail: GlooChannel) -> None:
+    def __init__(self, grid: Grid | None, channel: GlooChannel) -> None:
         self.grid = grid
-        self.rank, self.world_size = mail.rank, mail.world_size
-        self._channel = mail
+        self.rank, self.world_size = channel.rank, channel.world_size
+        self._channel = channel
         self._optimizer: SiteOptimizer | None = None
         self._weight = 0.0  # of this process's gradient in the site's
         self._listening = self._is_end_received = self._has_ended = False
@@ -84,7 +85,7 @@ class Site:
     def enter(cls, invitation: str | None = None, **options: Any) -> Site:
         """Set up torch.distributed from torchrun's variables, and join the run on rank 0.
 
-        Without torchrun the site is this process alone.  Arguments as of `gridtrain.join`.
+        Without torchrun the site is this process alone.  Arguments as for `gridtrain.join`.
         """
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -92,10 +93,10 @@ class Site:
                 dist.init_process_group(backend)
             else:
                 dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        mail = GlooChannel(dist.new_group(backend="gloo"))
-        site = cls(None, mail)
+        channel = GlooChannel(dist.new_group(backend="gloo"))
+        site = cls(None, channel)
         site._stop_cleanly()
-        if mail.rank == LEADER:
+        if channel.rank == LEADER:
             try:
                 site.grid = join(invitation, **options)
             except BaseException as error:
@@ -113,7 +114,7 @@ class Site:
         return self.grid is not None and self.grid.is_first
 
     def optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any) -> SiteOptimizer:
-        """Wrap `optimizer` on every process of the site; arguments as of `grid.optimizer`."""
+        """Wrap `optimizer` on every process of the site; arguments as for `grid.optimizer`."""
         if self._optimizer is not None:
             raise ConfigError("site.optimizer was called twice", remedy="one run trains one model")
         if options.get("overlap") is not None:
@@ -138,8 +139,8 @@ class Site:
         """Yield this process's batches until the run ends; one yielded batch is one `optimizer.step()`.
 
         Args:
-            batch_size: samples of each process; the site's share is `world_size` times as large.
-            max_batch_size: likewise of each process, with `global_batch_size`, which is of all workers.
+            batch_size: samples of each process; the site's batch is `world_size` times as large.
+            max_batch_size: also of each process; `global_batch_size` is of all workers.
         """
         if self._optimizer is None:
             raise ConfigError("the optimizer has not been wrapped yet", remedy="call site.optimizer first")
@@ -184,7 +185,7 @@ class Site:
             yield np.frombuffer(payload, np.int64).tolist()
 
     def _share_model(self) -> None:
-        """Everybody's parameters and buffers become the leader's, one message for each type of number."""
+        """Copy the leader's parameters and buffers to all processes, one message for each dtype."""
         assert self._optimizer is not None
         model = self._optimizer.model
         tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
@@ -201,15 +202,16 @@ class Site:
                 tensor.copy_(piece.view(tensor.shape))
 
     def sum_up(self, flat_N: Tensor) -> None:
-        """On the leader: flat_N = the sum of every process's n_j / n times flat_N; elsewhere it is spent."""
+        """On the leader: flat_N = the sum of every process's n_j / n times flat_N; elsewhere flat_N is
+        undefined."""
         if self._weight:
             flat_N.mul_(self._weight)
         else:
-            flat_N.zero_()  # it stands for no sample, and may hold anything
+            flat_N.zero_()  # without samples its values are arbitrary
         if self.world_size == 1:
             return
         if self.is_leader:
-            for rank in range(1, self.world_size):  # whoever has failed would leave a reduce hanging
+            for rank in range(1, self.world_size):  # a process that has failed would block the reduce
                 word, payload = self._listen(rank, _MOST_TEXT_BYTES)
                 if word is not _SiteMessage.READY:
                     text = payload.decode(errors="replace")
@@ -219,7 +221,7 @@ class Site:
         dist.reduce(flat_N, group_dst=LEADER)
         self._channel.wait_sent()
 
-    # -- words -----------------------------------------------------------------------------------------
+    # -- messages --------------------------------------------------------------------------------------
 
     def _broadcast(self, word: _SiteMessage, payload: bytes) -> None:
         for rank in range(1, self.world_size):
@@ -227,7 +229,7 @@ class Site:
         self._channel.wait_sent()
 
     def _listen(self, rank: int, most_bytes: int) -> tuple[_SiteMessage, bytes]:
-        """torchrun ends all processes when one fails: what that one has said is heard first."""
+        """torchrun ends all processes when one fails: the message of that one is received first."""
         self._listening = True
         try:
             head, payload = self._channel.receive(rank, most_bytes)
@@ -252,7 +254,7 @@ class Site:
             sys.exit(128 + number)
 
     def _end(self, reason: str) -> None:
-        """The others learn that this process goes, and why."""
+        """Tell the other processes that this one ends, and why."""
         if self._has_ended:
             return
         self._has_ended = True
@@ -263,7 +265,7 @@ class Site:
             else:
                 self._channel.send(LEADER, [_SiteMessage.FAILED], text)
                 self._channel.wait_sent()
-        except RuntimeError:  # of gloo: whom it should reach is gone already
+        except RuntimeError:  # of gloo: the receiver is gone already
             pass
 
     def __enter__(self) -> Site:
@@ -284,14 +286,14 @@ class Site:
 
 
 class SiteOptimizer(WrappingOptimizer):
-    """What `site.optimizer` returns: `step` sums the site's gradients, and on the leader takes the step.
+    """The result of `site.optimizer`: `step` sums the site's gradients, and on the leader takes the step.
 
     Attributes:
-        inner: on the leader the group's optimizer, elsewhere the user's, which holds no state.
+        inner: on the leader the group's optimizer, elsewhere the user's, which has no state.
         stepped: `step` was called for the latest batch.
     """
 
-    _step_supports_amp_scaling = True  # or a GradScaler would leave one process out of a step
+    _step_supports_amp_scaling = True  # otherwise a GradScaler would leave one process out of a step
 
     def __init__(
         self, site: Site, inner: torch.optim.Optimizer, model: nn.Module, flat: FlatGradient
@@ -316,7 +318,7 @@ class SiteOptimizer(WrappingOptimizer):
 
 
 def _share_of(indices: Sequence[int], rank: int, world_size: int) -> list[int]:
-    """Near-equal parts in order; () where there are fewer samples than processes."""
+    """Near-equal parts in order; empty if there are fewer samples than processes."""
     n = len(indices)
     return list(indices[n * rank // world_size : n * (rank + 1) // world_size])
 
@@ -329,5 +331,5 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, GridtrainError):
         return error.reason
     if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
-        return "its site was ended, perhaps because another process of it failed"
+        return "its site was stopped, perhaps because another process of it failed"
     return f"{type(error).__name__}: {error}"

@@ -1,20 +1,19 @@
-"""Buffers that a forward writes: batch norm's running statistics, and whatever else layers keep in buffers.
+"""Buffers that a forward writes: running statistics of batch norm, and other buffers of layers.
 
-Batch norm under micro-batches normalises each by its own statistics, and remembers those of the mini-batch.
-Decides what running statistics become (GPipe, arXiv 1811.06965, section 2.2: "the sufficient statistics are
-computed over each micro-batch"; "the moving average ... over the entire mini-batch" is kept for evaluation).
-Never changes what a forward computes.
+Batch norm under micro-batches normalises each by its own statistics, and remembers those of the mini-batch
+(GPipe, arXiv 1811.06965, section 2.2: "the sufficient statistics are computed over each micro-batch"; "the
+moving average ... over the entire mini-batch" is stored for evaluation).
 
     micro-batch 0..M-1  --(count, mean, squared deviations)-->  merged  --commit-->  running_mean, running_var
 
-Merged as by Chan, Golub and LeVeque (1979), which does not subtract large sums from each other; the variance
-is the unbiased one, as in torch.  Nothing changes before `commit`, so an aborted step leaves no trace.
+They are merged after Chan, Golub and LeVeque (1979), which does not subtract large sums from each other; the
+variance is the unbiased one, as in torch.  Nothing changes before `commit`, so an aborted step has no effect.
 
-Other buffers (a moving average, spectral norm's vectors, a counter) move with each micro-batch, as in a model
-in one piece.  A forward that is computed anew sees them as they were the first time and moves nothing; a step
-that is not committed puts them back.
+Other buffers (a moving average, spectral norm's vectors, a counter) change with each micro-batch, as in a
+whole model.  A forward that is computed again sees them as they were the first time and does not change them;
+a step that is not committed restores them.
 
-    forward of m   0 --> b1 --> 1 --> b2 --> 2 --> b3            forward of 1 once more: sees b1, leaves b3
+    forward of m   0 --> b1 --> 1 --> b2 --> 2 --> b3            forward of 1 again: sees b1, leaves b3
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from gridtrain.errors import ConfigError
 
 @dataclass
 class _Moments:
-    """Of one layer: how many values, their mean and squared deviations, each (C,)."""
+    """Of one layer: the number of values, their mean and squared deviations, each (C,)."""
 
     count: int
     mean_C: Tensor
@@ -41,22 +40,24 @@ class _Moments:
 
     def add(self, other: _Moments) -> None:
         total = self.count + other.count
-        apart_C = other.mean_C - self.mean_C
-        self.mean_C = self.mean_C + apart_C * (other.count / total)
+        difference_C = other.mean_C - self.mean_C
+        self.mean_C = self.mean_C + difference_C * (other.count / total)
         self.deviations_C = (
-            self.deviations_C + other.deviations_C + apart_C.square() * (self.count * other.count / total)
+            self.deviations_C
+            + other.deviations_C
+            + difference_C.square() * (self.count * other.count / total)
         )
         self.count = total
 
 
 class MiniBatchStatistics:
-    """Of all batch norms in some layers that keep running statistics."""
+    """The running statistics of all batch norms in some layers."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         found = {module: None for layer in layers for module in layer.modules()}
         if any(isinstance(module, nn.SyncBatchNorm) for module in found):
             raise ConfigError(
-                "SyncBatchNorm talks to a process group in the middle of a stage's forward",
+                "SyncBatchNorm communicates over a process group in the middle of a stage's forward",
                 remedy="use BatchNorm1d, 2d or 3d; replicas average their running statistics every few steps",
             )
         self._norms = [m for m in found if isinstance(m, _BatchNorm) and m.running_mean is not None]
@@ -75,7 +76,7 @@ class MiniBatchStatistics:
             self._sums[norm] = found
 
     def forward(self, *, first_time: bool) -> AbstractContextManager[None]:
-        """Around a micro-batch's forward; only the first time it is looked at, not when computed anew."""
+        """Around a micro-batch's forward; statistics are collected only the first time."""
         return self._observed(first_time) if self._norms else nullcontext()
 
     @contextmanager
@@ -85,7 +86,7 @@ class MiniBatchStatistics:
             norm.register_forward_pre_hook(self._before, with_kwargs=True) for norm in training if first_time
         ]
         for norm in training:
-            norm.track_running_stats = False  # torch then neither reads nor moves the running statistics
+            norm.track_running_stats = False  # torch then neither reads nor changes the running statistics
         try:
             yield
         finally:
@@ -99,7 +100,7 @@ class MiniBatchStatistics:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Move the running statistics by one mini-batch, once."""
+        """Update the running statistics by one mini-batch."""
         for norm, sums in self._sums.items():
             assert norm.running_mean is not None and norm.running_var is not None
             factor = norm.momentum
@@ -115,14 +116,14 @@ class MiniBatchStatistics:
 
 
 _BufferLocation = tuple[nn.Module, str]
-"""A buffer, by the module that owns it: a forward may put another tensor there."""
+"""A buffer, by the module that owns it, because a forward may replace the tensor."""
 
 
 class MutatedBuffers:
-    """Of some layers, but for what `MiniBatchStatistics` looks after.
+    """The buffers of some layers, except those of `MiniBatchStatistics`.
 
-    Which buffers move is found out: the first time that a layer runs all of its buffers are copied, later
-    those alone that have moved before.
+    The first time that a layer runs, all of its buffers are copied to find out which ones change; later only
+    those are copied.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -165,7 +166,7 @@ class MutatedBuffers:
             self._observed_layers[layer] = True
 
     def restore_during(self, m: int) -> AbstractContextManager[None]:
-        """Around a forward that is computed anew; nothing moves by it."""
+        """Around a forward that is computed again; no buffer is changed by it."""
         return self._restored(m) if self._mutated else nullcontext()
 
     @contextmanager
@@ -182,7 +183,7 @@ class MutatedBuffers:
 
     @torch.no_grad()
     def discard(self) -> None:
-        """As at the beginning of the mini-batch."""
+        """Restore the buffers of the beginning of the mini-batch."""
         for (module, name), (tensor, value) in self._at_begin.items():
             if tensor is not None and value is not None:
                 tensor.copy_(value)
@@ -190,7 +191,7 @@ class MutatedBuffers:
         self.commit()
 
     def commit(self) -> None:
-        """As they are now."""
+        """Keep the buffers as they are."""
         self._at_begin.clear()
         self._before.clear()
 

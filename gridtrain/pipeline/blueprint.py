@@ -1,21 +1,18 @@
 """A model that is built stage by stage, so that no worker ever holds the whole.
 
-Decides the initial value of every parameter; never where the model is cut.
-
-    with torch.device("meta"):  model          shapes alone: no memory
+    with torch.device("meta"):  model          only shapes: no memory
                 |
     Blueprint(model, seed=0)                   blocks, tied parameters
                 |
     build(start, stop)                         these blocks alone, with memory and values
 
-A block's values come from the run's seed and the block's number, never from the cut: any two cuts begin
-with the same model, bit for bit.  They are drawn on the CPU, whose generator is the same everywhere, and then
-moved.  A tied parameter has the value that the first block which holds it gives it.
+A block's values come from the run's seed and the block's number, so that the initial model is the same for
+every partition, bit for bit.  They are drawn on the CPU, whose generator is the same everywhere, and then
+moved.  A tied parameter has the value from the first block that holds it.
 
 What a constructor writes on the meta device is lost, so values come from each module's `reset_parameters`,
-and what these do not set from `init`.  Nothing is left to chance: memory is filled with NaN before, and a
-value that is still missing afterwards is refused; so is a constructor that has written more often than
-`reset_parameters` does.
+and the others from `init`.  Memory is filled with NaN before, and a value that is still missing afterwards is
+refused; so is a constructor that has written more often than `reset_parameters` does.
 """
 
 from __future__ import annotations
@@ -45,8 +42,8 @@ class TiedParameterName:
     """One parameter that several blocks hold.
 
     Attributes:
-        index: which of the model's tied parameters.
-        places: (block, its name in the block), ascending; the first gives it its value.
+        index: number among the model's tied parameters.
+        places: (block, its name in the block), ascending; the first one determines the value.
         parameter_bytes: of one copy.
     """
 
@@ -59,7 +56,7 @@ class TiedParameterName:
         return tuple(dict.fromkeys(block for block, _ in self.places))
 
     def stages(self, cuts: Sequence[int]) -> tuple[int, ...]:
-        """Who holds a copy where stages begin at `cuts` (S + 1,), ascending."""
+        """The stages that hold a copy if stages begin at `cuts` (S + 1,), ascending."""
         spans = enumerate(pairwise(cuts))
         return tuple(s for s, (start, stop) in spans if any(start <= b < stop for b in self.blocks))
 
@@ -71,15 +68,15 @@ class Blueprint:
     """A model on the meta device, and how its blocks get their values.
 
     Args:
-        model: made `with torch.device("meta")`; or a function that makes it, called so.  What can be cut
-            stands in `blocks`.
+        model: made `with torch.device("meta")`, or a function that makes it and is called there.  It is a
+            chain of blocks, see `model_blocks`.
         seed: of the run's initial values.
         init: called with each block and its number after `reset_parameters`, under that block's seed; it may
             set anything in the block.
-        split_at, example: of a model that is no sequence, see `blocks.blocks_of`.
+        split_at, example: of a model that is no sequence, see `model_blocks.blocks_of`.
 
     Raises:
-        ConfigError: the model has memory already, is no chain of blocks, or writes values in its constructor
+        ConfigError: the model has memory already, is no chain of blocks, or its constructor writes values
             that would be lost.
     """
 
@@ -110,20 +107,22 @@ class Blueprint:
 
     @property
     def parameter_bytes(self) -> tuple[int, ...]:
-        """(blocks,) parameters and buffers of each block, tied ones in every block that holds them."""
+        """(blocks,) bytes of parameters and buffers of each block, tied ones in every block that holds
+        them."""
         return tuple(sum(t.nbytes for _, t in _tensors(block)) for block in self.blocks)
 
     def build(self, start: int, stop: int, device: torch.device | str = "cpu") -> list[nn.Module]:
         """Blocks `start` to `stop` - 1 with memory and initial values, on `device`.
 
-        Holds no more than these blocks and one further.  Parameters tied among them are one object.
+        At most one more block is in memory meanwhile.  Parameters tied among them are one object.
 
         Raises:
-            ConfigError: there are no such blocks; or a parameter or buffer has got no value.
+            ConfigError: there are no such blocks, or a parameter or buffer has no value.
         """
         if not 0 <= start < stop <= len(self.blocks):
             raise ConfigError(
-                f"blocks {start} to {stop - 1} of {len(self.blocks)}", remedy="0 <= start < stop <= blocks"
+                f"blocks {start} to {stop - 1} of {len(self.blocks)}",
+                remedy="give 0 <= start < stop <= blocks",
             )
         shared = self._values_from_earlier_blocks(start, stop)
         built = []
@@ -138,11 +137,11 @@ class Blueprint:
         return built
 
     def tied_in(self, stage: int, cuts: Sequence[int], built: Sequence[nn.Module]) -> list[TiedParameter]:
-        """What `Stage(tied=)` wants: the parameters that this stage shares with others.
+        """The argument `Stage(tied=)`: the parameters that this stage shares with others.
 
         Args:
             cuts: (S + 1,) where stages begin, and the number of blocks.
-            built: what `build(cuts[stage], cuts[stage + 1])` gave.
+            built: the result of `build(cuts[stage], cuts[stage + 1])`.
         """
         found = []
         for tied in self.tied:
@@ -154,7 +153,7 @@ class Blueprint:
         return found
 
     def _values_from_earlier_blocks(self, start: int, stop: int) -> dict[int, nn.Parameter]:
-        """Values of parameters whose first block is not built here; one such block at a time has memory."""
+        """Values of parameters whose first block is not built here; one such block at a time is in memory."""
         owners: dict[int, list[TiedParameterName]] = {}
         for tied in self.tied:
             if tied.blocks[0] < start and any(start <= block < stop for block in tied.blocks):
@@ -167,7 +166,7 @@ class Blueprint:
         return found
 
     def _initialised_block(self, index: int) -> nn.Module:
-        """One block as if it were the only one."""
+        """One block, independent of the others."""
         block = copy.deepcopy(self.blocks[index])
         _materialise(block)
         counted = {name: (tensor, tensor._version) for name, tensor in _tensors(block)}
@@ -179,7 +178,7 @@ class Blueprint:
         return block
 
     def _values_from_earlier(self, index: int) -> set[str]:
-        """Parameters of this block that an earlier one gives their values."""
+        """Parameters of this block whose values come from an earlier block."""
         places = (place for tied in self.tied for place in tied.places if tied.blocks[0] < index)
         return {name for block, name in places if block == index}
 
@@ -198,21 +197,22 @@ class Blueprint:
                     )
                 if tensor.device.type != "meta":
                     raise ConfigError(
-                        f'"{name}" of {self._block_label(index)} lies on {tensor.device}; its values would go',
+                        f'"{name}" of {self._block_label(index)} is on {tensor.device}; its values would be '
+                        "lost",
                         remedy='make the model with torch.device("meta"), or give the function that makes it',
                     )
             for path, module in block.named_modules():
                 for name, value in vars(module).items():
                     if isinstance(value, Tensor) and value.device.type == "meta":
                         raise ConfigError(
-                            f'"{f"{path}.{name}".lstrip(".")}" of {self._block_label(index)} is a tensor that '
-                            "is neither parameter nor buffer: no stage would have its values",
-                            remedy=f'self.register_buffer("{name}", ..., persistent=False), with its values '
-                            "given by init=; or make it in forward",
+                            f'"{f"{path}.{name}".lstrip(".")}" of {self._block_label(index)} is a tensor '
+                            "that is neither parameter nor buffer: no stage would have its values",
+                            remedy=f'use self.register_buffer("{name}", ..., persistent=False), with its '
+                            "values from init=; or make it in forward",
                         )
 
     def _refuse_lost_values(self, index: int) -> None:
-        """A parameter that its constructor wrote to more often than `reset_parameters` does."""
+        """Refuse a parameter that its constructor wrote to more often than `reset_parameters` does."""
         fresh = copy.deepcopy(self.blocks[index])
         before = {name: parameter._version for name, parameter in fresh.named_parameters()}
         _reset_parameters(fresh)
@@ -222,8 +222,8 @@ class Blueprint:
         lost = [name for name in lost if name not in self._values_from_earlier(index)]
         if lost:
             raise ConfigError(
-                f"the constructor gives {_abbreviate_names(lost)} of {self._block_label(index)} values that reset_parameters "
-                "does not, and on the meta device they are lost",
+                f"the constructor gives {_abbreviate_names(lost)} of {self._block_label(index)} values that "
+                "reset_parameters does not, and on the meta device they are lost",
                 remedy="give init=, a function of (block, its number) that sets them; if reset_parameters is "
                 "what you want, init=lambda block, number: None",
             )
@@ -241,7 +241,7 @@ class Blueprint:
 
 
 def find_tied_parameters(blocks: Sequence[nn.Module]) -> tuple[TiedParameterName, ...]:
-    """Parameters that more than one of these blocks holds, in the order of their first places."""
+    """Parameters that more than one block holds, in the order of their first places."""
     places: dict[int, list[tuple[int, str]]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for index, block in enumerate(blocks):
@@ -267,7 +267,7 @@ def _abbreviate_names(names: Sequence[str]) -> str:
 
 @torch.no_grad()
 def _materialise(block: nn.Module) -> None:
-    """Memory on the CPU for everything, full of NaN; one object stays one (`to_empty` parts them)."""
+    """Allocate all tensors on the CPU, filled with NaN; a shared tensor stays one (unlike `to_empty`)."""
     made: dict[int, Any] = {}
     for module in block.modules():
         for held in (module._parameters, module._buffers):
@@ -290,7 +290,7 @@ def _set_parameter(block: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 @torch.no_grad()
 def _reset_parameters(module: nn.Module) -> None:
-    """Children first, in order, as constructors do; `nn.MultiheadAttention` calls its method `_reset_...`."""
+    """Children first, in order, as constructors do; `nn.MultiheadAttention` names the method `_reset_...`."""
     for child in module.children():
         _reset_parameters(child)
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
@@ -304,7 +304,7 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _is_unset(tensor: Tensor, before: Tensor, version: int) -> bool:
-    """Floats show it by NaN, others by never having been written to."""
+    """Whether it has no value: a float is NaN, another tensor was never written to."""
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().any())
     return tensor is before and tensor._version == version and tensor.numel() > 0
@@ -312,7 +312,7 @@ def _is_unset(tensor: Tensor, before: Tensor, version: int) -> bool:
 
 @contextmanager
 def _seeded_generator(seed: int, index: int) -> Iterator[None]:
-    """The CPU's generator under a block's own seed; afterwards it goes on where it was."""
+    """The CPU's generator with a block's seed; its state is restored afterwards."""
     digest = hashlib.blake2b(f"gridtrain initial values {seed} {index}".encode(), digest_size=8).digest()
     before = torch.get_rng_state()
     torch.default_generator.manual_seed(int.from_bytes(digest, "big") >> 1)

@@ -1,11 +1,11 @@
-"""What passes each cut of a model, found before the first step by a forward without data.
+"""Finds what passes each boundary of a model, by a forward without data before the first step.
 
-Decides the `Spec` of every cut; needs no weights: the layers run on torch's meta device, where tensors have
-shapes and dtypes and no values, so that a worker can do this for a model that it could never hold.
+The layers run on torch's meta device, where tensors have shapes and dtypes and no values, so that a worker
+can do this for a model that does not fit its memory.
 
-    example input --layer 0-- | --layer 1-- | --layer 2--      each | is a Spec, equal on all workers
+    example input --layer 0-- | --layer 1-- | --layer 2--      each | is a TensorTreeSpec, equal on all
 
-Every layer runs with two numbers of samples: what differs between them is what a sample contributes.
+Every layer runs with two numbers of samples; the difference is what one sample contributes.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ _SAMPLES = (2, 3)
 def infer_boundary_specs(
     layers: Sequence[nn.Module], example: Any, *, wire: WirePrecision = WirePrecision.EXACT
 ) -> tuple[TensorTreeSpec, ...]:
-    """`result[i]`: what layer i hands on, so a stage of layers a .. b - 1 has `input=result[a - 1]`.
+    """`result[i]` is the output of layer i, so a stage of layers a .. b - 1 has `input=result[a - 1]`.
 
     Args:
         layers: of the whole model, in order; on the meta device, or copied there one by one.
         example: an input of the model with at least one sample, samples first.
-        wire: how floating tensors and their gradients travel.
+        wire: how floating tensors and their gradients are sent.
 
     Raises:
         ConfigError: a layer's output depends on values, or on the number of samples other than in its rows.
     """
     meta = torch.device("meta")
-    ways = [_with_sample_count(example, samples, meta) for samples in _SAMPLES]
+    outputs = [_with_sample_count(example, samples, meta) for samples in _SAMPLES]
     specs = []
     for i, layer in enumerate(layers):
-        there = copy.deepcopy(layer).to(meta)
+        copied = copy.deepcopy(layer).to(meta)
         try:
-            with MiniBatchStatistics([there]).forward(first_time=False):
-                ways = [there(way) for way in ways]
+            with MiniBatchStatistics([copied]).forward(first_time=False):
+                outputs = [copied(output) for output in outputs]
         except GridtrainError:
             raise
         except Exception as error:  # a user's code may raise anything
@@ -53,22 +53,22 @@ def infer_boundary_specs(
                 f"layer {i}, {type(layer).__name__}, cannot run without data, on torch's meta device: "
                 f"{type(error).__name__}: {error}",
                 remedy="shapes must not depend on values: no .item(), .numpy(), `if` on tensors in forward; "
-                "or, with Stage alone, describe the cuts with Spec.of(output, samples)",
+                "or, with Stage alone, describe the boundaries with TensorTreeSpec.of(output, samples)",
             ) from error
-        specs.append(TensorTreeSpec.between(ways[0], _SAMPLES[0], ways[1], _SAMPLES[1], wire=wire))
-        ways = [_detached(way) for way in ways]
+        specs.append(TensorTreeSpec.between(outputs[0], _SAMPLES[0], outputs[1], _SAMPLES[1], wire=wire))
+        outputs = [_detached(output) for output in outputs]
     return tuple(specs)
 
 
 def min_samples(layers: Sequence[nn.Module], example: Any) -> int:
-    """Of a micro-batch: 2 where a layer refuses to train on one sample, as `BatchNorm1d` does."""
+    """Smallest micro-batch: 2 if a layer refuses to train on one sample, as `BatchNorm1d` does."""
     meta = torch.device("meta")
-    way = _with_sample_count(example, 1, meta)
-    there = [copy.deepcopy(layer).to(meta) for layer in layers]
+    output = _with_sample_count(example, 1, meta)
+    copies = [copy.deepcopy(layer).to(meta) for layer in layers]
     try:
-        with torch.no_grad(), MiniBatchStatistics(there).forward(first_time=False):
-            for layer in there:
-                way = layer(way)
+        with torch.no_grad(), MiniBatchStatistics(copies).forward(first_time=False):
+            for layer in copies:
+                output = layer(output)
     except ValueError:
         return 2
     except Exception:  # a user's code may raise anything
@@ -84,7 +84,7 @@ def _with_sample_count(tree: Any, samples: int, device: torch.device) -> Any:
 
 
 def _detached(tree: Any) -> Any:
-    """No leaves: a layer that is not the first of its stage may overwrite what it is given."""
+    """Not leaves, because a layer that is not the first of its stage may overwrite its input."""
     return _map_tensors(tree, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad).clone())
 
 

@@ -1,12 +1,10 @@
-"""One stage's part of a step: works through its list of the schedule, over a narrow line to the other stages.
+"""Executes one stage's part of a step: its list of the schedule, over a link to the other stages.
 
-Decides nothing: the order is `protocol.schedule`'s, the arithmetic is `stage`'s, how payloads travel is the
-line's.  Never opens a socket and never retries; a line that breaks ends the step here at once.
+    link  --activations of m-->  Stage.forward(m)   --activations-->  link   to stage s + 1
+    link  <--gradients of m----  Stage.backward(m)  <--gradients----  link   from stage s + 1
 
-    Line  --activations of m-->  Stage.forward(m)   --activations-->  Line   to stage s + 1
-    Line  <--gradients of m----  Stage.backward(m)  <--gradients----  Line   from stage s + 1
-
-Sending returns at once and receiving goes on in the background, so both overlap with computing.
+Sending returns at once and receiving goes on in the background, so both overlap with computing.  A link that
+breaks ends the step here at once; the next attempt computes it again.
 """
 
 from __future__ import annotations
@@ -33,23 +31,22 @@ ScheduleFactory = Callable[[int, int], plan.Schedule]
 
 
 MIN_WAIT_S = 0.0005
-"""Whoever gets a payload in less time has not waited for it."""
+"""A payload that takes less time was not waited for."""
 
 
 class StageLink(Protocol):
-    """What connects one stage with the other stages of its pipeline, for one attempt at one step.
+    """Connects one stage with the other stages of its pipeline, for one attempt at one step.
 
-    A stage is named by its number (`protocol.seats`: the pipeline of one replica).  A payload is what one
-    stage says to another on one channel; on each channel it says one thing, once.  The kinds of channels are
-    `protocol.schedule.Payload`.  A payload of another attempt must never come out of `receive`.
+    A stage is named by its number in the pipeline of one replica.  A payload is sent from one stage to
+    another on one channel (`gridtrain.core.stages.schedule`); each channel is used once.  `receive` must
+    never return a payload of another attempt.
     """
 
     def send(self, stage: int, channel: Channel, buffers: PayloadBuffers) -> None:
-        """Hand over a payload; returns without waiting for the receiver or the network.
+        """Send a payload; returns without waiting for the receiver or the network.
 
-        The buffers are contiguous, of format "B", and stay as they are until the line is dropped; the line
-        may keep them without copying, and their memory lives as long as it does.  There may be none
-        (`buffers` empty) and empty ones; both arrive as they were sent.
+        The buffers are contiguous, of format "B", and are not changed until the link is dropped: the link may
+        keep them without copying.  `buffers` may be empty, and so may each of them.
 
         Raises:
             LineBroken: the attempt is over.
@@ -57,38 +54,37 @@ class StageLink(Protocol):
         ...
 
     def receive(self, stage: int, channel: Channel) -> PayloadBuffers:
-        """The payload that `stage` sent to this stage on `channel`; waits until it is there.
+        """The payload that `stage` sent to this stage on `channel`; waits until it has arrived.
 
-        The buffers' memory lives as long as the caller holds them, and the caller does not write to it.
-        Number and sizes of the buffers are the caller's to check (`trees.Spec.decode`); the line bounds
-        them to what it can hold.
+        The caller does not write to the buffers, and checks their number and sizes
+        (`TensorTreeSpec.decode`); the link bounds them by what it can hold.
 
         Raises:
-            LineBroken: it will not come: a stage failed, left, aborted, or was silent for too long.  All
-                stages that wait are told at once, wherever in the pipeline the fault lies.
+            LineBroken: it will not arrive: a stage failed, left, aborted, or timed out.  All stages that wait
+                are told at once, wherever in the pipeline the fault is.
         """
         ...
 
     def abort(self, reason: str) -> None:
-        """This stage cannot go on: everyone's `receive` and `send` raise `LineBroken(reason, this stage)`.
+        """This stage cannot go on: `receive` and `send` raise `LineBroken(reason, this stage)` on all stages.
 
-        May be called more than once, and after the line has broken; never raises.
+        May be called more than once, and after the link has broken; never raises.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Of one step of one stage.
+    """One step of one stage.
 
     Attributes:
-        loss: the mini-batch's mean on the last stage, None elsewhere and without samples.
-        computed_s: spent in forward and backward.
-        waited_s: spent waiting for payloads: the bubble and slow links.
-        sent_bytes: payload bytes handed to the line.
-        forward_s: the mean of a micro-batch; `backward_s`: likewise, re-materialisation included.
-        turn_s: from the first micro-batch's departure to the next stage until its gradient is back; 0: not
-            known, as nobody waited for it, or there is no next stage.
+        loss: the mini-batch's mean on the last stage; None elsewhere, and without samples.
+        computed_s: time in forward and backward.
+        waited_s: time waiting for payloads: the bubble and slow links.
+        sent_bytes: payload bytes given to the link.
+        forward_s, backward_s: mean of a micro-batch, rematerialisation included.
+        round_trip_s: from sending the first micro-batch to the next stage until its gradient is back; 0 if
+            unknown, because nothing was waited for or there is no next stage.
     """
 
     loss: float | None
@@ -104,8 +100,8 @@ class StageExecutor:
     """Runs the steps of one stage.
 
     Args:
-        stage: what this worker holds.
-        number: which stage it is, 0 .. stages - 1.
+        stage: in this worker's memory.
+        number: of the stage, 0 .. stages - 1.
         stages: S, of the whole pipeline.
         schedule: from S and M to a schedule; equal on all stages.
 
@@ -124,27 +120,27 @@ class StageExecutor:
         if (number == stages - 1) is not (stage.output is None) or (number == 0) is not (stage.input is None):
             raise ConfigError(
                 f"stage {number} of {stages} was made with input {stage.input} and output {stage.output}",
-                remedy="the first stage alone has no `input`, the last one alone no `output`",
+                remedy="only the first stage has no `input`, and only the last one no `output`",
             )
         if any(number not in tied.stages for tied in stage.tied):
             raise ConfigError(
                 f"stage {number} was given a tied parameter that only stages "
                 f"{[tied.stages for tied in stage.tied]} hold",
-                remedy="Tied.stages names every stage that holds a copy",
+                remedy="TiedParameter.stages must name every stage that holds a copy",
             )
         self.stage, self.number, self.stages = stage, number, stages
         self._schedule = schedule
         self._cached_schedules: dict[int, plan.Schedule] = {}
 
     def schedule_for(self, micro_batches: int) -> plan.Schedule:
-        """The schedule; it is the same in nearly all steps."""
+        """The schedule, cached because it is the same in nearly all steps."""
         if micro_batches not in self._cached_schedules:
             self._cached_schedules = {micro_batches: self._schedule(self.stages, micro_batches)}
         return self._cached_schedules[micro_batches]
 
     def run(
         self,
-        line: StageLink,
+        link: StageLink,
         *,
         seed: int,
         sizes: Sequence[int],
@@ -155,17 +151,17 @@ class StageExecutor:
         """Forward and backward of one mini-batch; afterwards the gradients are in `parameter.grad`.
 
         Args:
-            line: of this attempt.
-            seed: of this step and replica, equal on all stages (`randomness.seed_of_step`).
-            sizes: of the micro-batches (`protocol.schedule.divide`), equal on all stages.
-            inputs: of the whole mini-batch, samples first; the first stage alone computes with it, others
-                look where what they were sent cannot be computed with.
+            link: of this attempt.
+            seed: of this step and replica, equal on all stages (`random_seeds.derive_step_seed`).
+            sizes: of the micro-batches (`schedule.divide_samples`), equal on all stages.
+            inputs: of the whole mini-batch, samples first; the first stage computes with them, others use
+                them to find out why received values cannot be computed with.
             targets: likewise, for the last stage's loss.
-            loss_scale: a GradScaler's, read by the last stage alone; gradients are that much larger.
+            loss_scale: of a GradScaler, used by the last stage: gradients are multiplied by it.
 
         Raises:
-            LineBroken: from the line, or what arrived does not fit what was agreed.  Gradients are as before.
-            Exception: what the model or the loss raised, after the others have been told.
+            LineBroken: the link broke, or a payload is not as agreed.  Gradients are as before.
+            Exception: what the model or the loss raised, after the other stages have been told.
         """
         try:
             first, last = self.number == 0, self.number == self.stages - 1
@@ -177,32 +173,30 @@ class StageExecutor:
                 loss_scale=loss_scale,
             )
             with torch.enable_grad():
-                return _StepExecution(self, line, sizes, inputs).run()
+                return _StepExecution(self, link, sizes, inputs).run()
         except LineBroken as broken:
             self.stage.abort()
-            line.abort(broken.reason)
+            link.abort(broken.reason)
             raise
         except BaseException as error:
             self.stage.abort()
-            line.abort(f"stage {self.number}: {type(error).__name__}: {error}")
+            link.abort(f"stage {self.number}: {type(error).__name__}: {error}")
             raise
 
 
 class _StepExecution:
-    """The state of one `run`: what the clock showed and what was sent."""
+    """The state of one `StageExecutor.run`: times and bytes so far."""
 
     def __init__(
-        self, runner: StageExecutor, line: StageLink, sizes: Sequence[int], inputs: Any = None
+        self, executor: StageExecutor, link: StageLink, sizes: Sequence[int], inputs: Any = None
     ) -> None:
-        self._inputs = inputs  # to look at where something goes wrong
-        self._stage, self._number, self._line = runner.stage, runner.number, line
+        self._inputs = inputs  # to examine errors
+        self._stage, self._number, self._link = executor.stage, executor.number, link
         self._sizes = tuple(sizes)
-        schedule = runner.schedule_for(len(self._sizes))
-        self._actions = schedule.actions[runner.number]
-        self._last = runner.number == runner.stages - 1
+        self._actions = executor.schedule_for(len(self._sizes)).actions[executor.number]
         self._spent_s = {plan.ActionKind.FORWARD: 0.0, plan.ActionKind.BACKWARD: 0.0}
         self._waited_s, self._sent_bytes = 0.0, 0
-        self._left_s = self._turn_s = 0.0
+        self._first_sent_s = self._round_trip_s = 0.0
 
     def run(self) -> StepResult:
         for position, action in enumerate(self._actions):
@@ -224,11 +218,11 @@ class _StepExecution:
             self._sent_bytes,
             forward_s / count,
             backward_s / count,
-            self._turn_s,
+            self._round_trip_s,
         )
 
     def _backward_follows(self, position: int) -> bool:
-        """Whether the backward follows with nothing between: then nothing is to be computed anew."""
+        """Whether this micro-batch's backward is the next action, so that nothing is computed again."""
         following = self._actions[position + 1 : position + 2]
         return following == (plan.Action(plan.ActionKind.BACKWARD, self._actions[position].micro_batch),)
 
@@ -238,15 +232,15 @@ class _StepExecution:
             received = self._receive(
                 self._number - 1, plan.activations_channel(m), self._stage.input, samples
             )
-        begun_s = time.perf_counter()
+        began_s = time.perf_counter()
         try:
             sent = self._stage.forward(m, received, backward_follows=backward_follows)
         except Exception as error:  # a user's code may raise anything
             sent = self._substitute_output(m, received, error)
-        self._spent_s[plan.ActionKind.FORWARD] += time.perf_counter() - begun_s
+        self._spent_s[plan.ActionKind.FORWARD] += time.perf_counter() - began_s
         if self._stage.output is not None:
             if m == 0:
-                self._left_s = time.perf_counter()
+                self._first_sent_s = time.perf_counter()
             self._send(
                 self._number + 1, plan.activations_channel(m), self._stage.output.encode(sent, samples)
             )
@@ -257,32 +251,32 @@ class _StepExecution:
             agreed, asked_s = self._stage.output.gradients, time.perf_counter()
             received = self._receive(self._number + 1, plan.gradients_channel(m), agreed, samples)
             if m == 0 and (now_s := time.perf_counter()) - asked_s > MIN_WAIT_S:
-                self._turn_s = now_s - self._left_s
-        begun_s = time.perf_counter()
+                self._round_trip_s = now_s - self._first_sent_s
+        began_s = time.perf_counter()
         sent = self._stage.backward(m, received)
-        self._spent_s[plan.ActionKind.BACKWARD] += time.perf_counter() - begun_s
+        self._spent_s[plan.ActionKind.BACKWARD] += time.perf_counter() - began_s
         if self._stage.input is not None:
             self._send(
                 self._number - 1, plan.gradients_channel(m), self._stage.input.gradients.encode(sent, samples)
             )
 
     def _substitute_output(self, m: int, received: Any, error: Exception) -> Any:
-        """What goes on instead of an output that could not be computed; raises what the step ends with."""
+        """A forward raised `error`: return a substitute output, or raise what ends the step."""
         source, agreed, samples = self._number - 1, self._stage.input, self._sizes[m]
         own = split_batch(self._inputs, self._sizes)[m]
-        verdict, found = find_fault_origin(
+        origin, found = find_fault_origin(
             error, agreed, received, samples, own, lambda other: self._stage.forward_fails(m, other)
         )
-        if verdict is FaultOrigin.OWN:
+        if origin is FaultOrigin.OWN:
             raise error
         text = "stage %d cannot compute with what stage %d sent, %s: %s"
         log.warning(text, self._number, source, found, f"{type(error).__name__}: {error}", exc_info=error)
-        if verdict is FaultOrigin.SENDER:
+        if origin is FaultOrigin.SENDER:
             raise sender_fault(source, found, error) from error
         return self._stage.substitute_forward(m, received)
 
     def _sum_tied_gradients(self) -> None:
-        """Each holder tells all others its part; all add them up in the order of the stages."""
+        """Each holder sends its part to all others; all add the parts in the order of the stages."""
         if not self._sizes:
             return
         own = {tied: self._stage.tied_gradient(tied) for tied in self._stage.tied}
@@ -301,12 +295,12 @@ class _StepExecution:
 
     def _send(self, to: int, channel: Channel, buffers: PayloadBuffers) -> None:
         self._sent_bytes += sum(buffer.nbytes for buffer in buffers)
-        self._line.send(to, channel, buffers)
+        self._link.send(to, channel, buffers)
 
     def _receive(self, source: int, channel: Channel, agreed: TensorTreeSpec, samples: int) -> Any:
-        begun_s = time.perf_counter()
-        buffers = self._line.receive(source, channel)
-        self._waited_s += time.perf_counter() - begun_s
+        began_s = time.perf_counter()
+        buffers = self._link.receive(source, channel)
+        self._waited_s += time.perf_counter() - began_s
         return _decode_payload(buffers, source, agreed, samples, self._stage.device)
 
 
@@ -317,7 +311,7 @@ def _decode_payload(
         return agreed.decode(buffers, samples, device)
     except RemoteProtocolError as error:
         raise LineBroken(
-            f"stage {source} sent what was not agreed: {error.reason}",
+            f"stage {source} sent a payload that is not as agreed: {error.reason}",
             source,
             remedy="all workers must run the same model and the same version of gridtrain",
         ) from error

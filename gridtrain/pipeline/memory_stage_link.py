@@ -1,12 +1,11 @@
-"""A pipeline inside one process: a `Line` for each stage, over memory, with latency and rate if wanted.
+"""A pipeline inside one process: a `StageLink` for each stage over memory, with latency and rate if wanted.
 
-Decides when a payload is there; never copies one.  For tests, notebooks and for trying out a cut, with a
-thread for each stage.
+For tests, notebooks and for trying out a partition, with a thread for each stage.
 
     stage 0  ==[ full-duplex link: bandwidth_Bps, then latency_s ]==  stage 1  ==[ ... ]==  stage 2
 
-Each direction between each two stages is a link of its own: payloads follow one another at `bandwidth_Bps`
-and each arrives `latency_s` after it has left.
+Each direction between two stages is a separate link: payloads follow one another at `bandwidth_Bps`, and each
+arrives `latency_s` after it was sent.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ T = TypeVar("T")
 
 
 class _SharedChannel:
-    """What all lines of one pipeline share."""
+    """What all links of one pipeline share."""
 
     def __init__(self, stages: int, latency_s: float, bandwidth_Bps: float | None) -> None:
         self.stages, self.latency_s, self.bandwidth_Bps = stages, latency_s, bandwidth_Bps
@@ -44,61 +43,61 @@ class _SharedChannel:
 
 
 class MemoryStageLink:
-    """One stage's end; make all of a pipeline with `memory_lines`."""
+    """One stage's end; `memory_stage_links` makes those of a pipeline."""
 
-    def __init__(self, wires: _SharedChannel, stage: int) -> None:
-        self._wires, self.stage = wires, stage
+    def __init__(self, shared: _SharedChannel, stage: int) -> None:
+        self._shared, self.stage = shared, stage
 
     def send(self, stage: int, channel: Channel, buffers: PayloadBuffers) -> None:
-        wires = self._wires
-        with wires.lock:
+        shared = self._shared
+        with shared.lock:
             self._check_not_broken()
             key = (self.stage, stage, channel)
-            if key in wires.arriving or not 0 <= stage < wires.stages or stage == self.stage:
+            if key in shared.arriving or not 0 <= stage < shared.stages or stage == self.stage:
                 raise LocalProtocolError(f"stage {self.stage} cannot send {channel} to stage {stage} (again)")
             payload_bytes = sum(buffer.nbytes for buffer in buffers)
-            wires.arriving[key] = (wires.arrival_s(self.stage, stage, payload_bytes), list(buffers))
-            wires.arrived[stage].notify_all()
+            shared.arriving[key] = (shared.arrival_s(self.stage, stage, payload_bytes), list(buffers))
+            shared.arrived[stage].notify_all()
 
     def receive(self, stage: int, channel: Channel) -> PayloadBuffers:
-        wires, key = self._wires, (stage, self.stage, channel)
-        with wires.lock:
+        shared, key = self._shared, (stage, self.stage, channel)
+        with shared.lock:
             while True:
                 self._check_not_broken()
-                found = wires.arriving.get(key)
+                found = shared.arriving.get(key)
                 if found is None:
-                    wires.arrived[self.stage].wait()
+                    shared.arrived[self.stage].wait()
                     continue
                 missing_s = found[0] - time.monotonic()
                 if missing_s <= 0:
-                    return wires.arriving.pop(key)[1]
-                wires.arrived[self.stage].wait(missing_s)
+                    return shared.arriving.pop(key)[1]
+                shared.arrived[self.stage].wait(missing_s)
 
     def abort(self, reason: str) -> None:
-        """Every stage's next or present call raises `LineBroken`; the first reason stays."""
-        with self._wires.lock:
-            if self._wires.broken is None:
-                self._wires.broken = (reason, self.stage)
-            for arrived in self._wires.arrived:
+        """Make `send` and `receive` of all stages raise `LineBroken`; the first reason stays."""
+        with self._shared.lock:
+            if self._shared.broken is None:
+                self._shared.broken = (reason, self.stage)
+            for arrived in self._shared.arrived:
                 arrived.notify_all()
 
     def _check_not_broken(self) -> None:
-        if self._wires.broken is not None:
-            raise LineBroken(*self._wires.broken)
+        if self._shared.broken is not None:
+            raise LineBroken(*self._shared.broken)
 
 
 def memory_stage_links(
     stages: int, *, latency_s: float = 0.0, bandwidth_Bps: float | None = None
 ) -> tuple[MemoryStageLink, ...]:
-    """The lines of one attempt, one for each stage."""
-    wires = _SharedChannel(stages, latency_s, bandwidth_Bps)
-    return tuple(MemoryStageLink(wires, stage) for stage in range(stages))
+    """The links of one attempt, one for each stage."""
+    shared = _SharedChannel(stages, latency_s, bandwidth_Bps)
+    return tuple(MemoryStageLink(shared, stage) for stage in range(stages))
 
 
 def run_in_threads(works: Sequence[Callable[[], T]]) -> list[T]:
-    """Run each in a thread of its own and wait for all; raises what failed.
+    """Run each in a thread and wait for all; raises what failed.
 
-    Where one stage's fault breaks the others' lines, the fault comes out, not the broken lines.
+    If one stage's error breaks the others' links, that error is raised, not `LineBroken`.
     """
     results: dict[int, T] = {}
     failed: list[BaseException] = []

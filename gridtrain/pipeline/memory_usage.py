@@ -1,14 +1,12 @@
-"""How many bytes a stage holds: counted tensor by tensor, on any device.
-
-Decides what is counted, and nothing else.  A process's own size says little about a small model: torch itself
-takes hundreds of megabytes.
+"""Counts the bytes that a stage takes, tensor by tensor, on any device.
 
     parameters     with buffers                          exchange    the flat gradient, residual and momentum
-    gradients      of the parameters                     kept        at most at once: what autograd saves for
-    optimizer      its state                                         backward, and micro-batches' inputs
+    gradients      of the parameters                     kept        maximum of what autograd stores for
+    optimizer      its state                                         backward, and of micro-batches' inputs
 
-Counted are storages, each once, however many views there are; not counted is what a layer holds only while it
-computes, and messages on their way.
+Storages are counted, each once, whatever the number of views.  Memory that a layer needs only while it
+computes, and messages in flight, are not counted.  (The size of the process says little: torch itself takes
+hundreds of MB.)
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """Bytes; see the module's text."""
+    """Bytes by purpose; see the module's docstring."""
 
     parameters: int
     gradients: int
@@ -44,22 +42,22 @@ class MemoryUsage:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of their storages, each counted once."""
+    """The bytes of their storages, each counted once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
 
 def optimizer_state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """What an optimizer holds beside the parameters."""
+    """The tensors of an optimizer's state."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 class SavedTensorMeter:
-    """Counts what autograd saves while `counting`: now, and at most.
+    """Counts what autograd stores while `counting`: now, and the maximum.
 
     Args:
-        without: tensors that are there anyway, such as parameters.
+        without: tensors that exist anyway, such as parameters.
     """
 
     def __init__(self, without: Iterable[Tensor]) -> None:
@@ -73,7 +71,7 @@ class SavedTensorMeter:
             yield
 
     def add_bytes(self, nbytes: int) -> None:
-        """Something else is held now, beside what is saved."""
+        """Other memory is held now, in addition to what is stored."""
         self.peak_bytes = max(self.peak_bytes, self.now_bytes + nbytes)
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -93,12 +91,12 @@ class SavedTensorMeter:
 
 
 class _SavedTensor:
-    """Lives as long as autograd keeps the tensor."""
+    """Lives as long as autograd stores the tensor."""
 
     __slots__ = ("_key", "_meter", "_nbytes", "tensor")
 
     def __init__(self, tensor: Tensor, meter: SavedTensorMeter | None, key: int, nbytes: int) -> None:
-        # A tensor that the graph itself owns would keep its graph, and so this, alive for ever.
+        # A tensor that belongs to the graph would keep the graph, and with it this object, alive for ever.
         self.tensor = tensor.detach() if tensor.is_leaf is False else tensor
         self._meter, self._key, self._nbytes = meter, key, nbytes
 

@@ -1,16 +1,15 @@
-"""A model as a chain of blocks: the places at which it may be cut.
+"""A model as a chain of blocks, between which it may be partitioned.
 
-Decides what counts as a chain; never where it is cut (`partitioning`), never what a block holds (`building`).
-
-    nn.Sequential, a list     its members; a plain nn.Sequential in it is opened as well
+    nn.Sequential, a list     its members; a plain nn.Sequential in it is flattened
     Sequence                  the same, with functions between the modules
-    any other module          its parts named by `split_at`, if its forward does nothing else than call them
+    any other module          its parts named by `split_at`, if its forward only calls them
 
     split_at=["embed", "body.0", "body.1", "head"]:   input -> embed -> body.0 -> body.1 -> head -> output
 
 One value goes from block to block: a tensor, or tensors in tuples, lists and dicts.  Whether a forward is
-such a chain is not believed but tried, on the meta device: each part must be called once, with the very
-tensors that the part before it returned.
+such a
+chain is tried on the meta device: each part must be called once, with the very tensors that the part before
+it returned.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Function(nn.Module):
     """A function without parameters as a block, such as `torch.relu` or `lambda x: x.flatten(1)`.
 
     Raises:
-        ConfigError: it holds a module or a tensor, which would stay behind when the stage is built elsewhere.
+        ConfigError: it uses a module or a tensor, which would be missing when the stage is built elsewhere.
     """
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
@@ -49,7 +48,7 @@ class Function(nn.Module):
         ]
         if held:
             raise ConfigError(
-                f"the function {_name(function)} uses a {held[0]} from outside, which no stage would build",
+                f"the function {_name(function)} uses a {held[0]} from outside, which no stage would have",
                 remedy="write it as an nn.Module that owns what it uses",
             )
         self.function = function
@@ -66,7 +65,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _captured_values(value: Any, known: set[int] | None = None) -> Iterator[Any]:
-    """All that a function may compute with: what it closes over, its script's globals, what these hold."""
+    """All values that a function may use: its closure, its script's globals, and what these contain."""
     known = set() if known is None else known
     if id(value) in known:
         return
@@ -85,7 +84,7 @@ def _contained_values(value: Any) -> Iterator[Any]:
         yield from (cell.cell_contents for cell in value.__closure__ or () if _is_set(cell))
         yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         named = (value.__globals__.get(name) for name in _globals_of(value.__code__))
-        # What a library's functions use is the library's affair.
+        # Functions of a library are not followed.
         yield from (it for it in named if not inspect.isfunction(it) or it.__module__ == value.__module__)
     elif isinstance(value, list | tuple | set | frozenset):
         yield from value
@@ -98,12 +97,12 @@ def _contained_values(value: Any) -> Iterator[Any]:
 def _is_set(cell: CellType) -> bool:
     try:
         return cell.cell_contents is not cell
-    except ValueError:  # what it stands for comes later in the script
+    except ValueError:  # it is assigned later in the script
         return False
 
 
 def _globals_of(code: CodeType) -> Iterator[str]:
-    """Names that it reads from its script, and so do functions that are made in it."""
+    """Names that the code reads from its script, and so does code that is nested in it."""
     found = (each for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
     yield from (each.argval for each in found)
     for constant in code.co_consts:
@@ -112,7 +111,7 @@ def _globals_of(code: CodeType) -> Iterator[str]:
 
 
 class Sequence(nn.Sequential):
-    """`nn.Sequential` that takes functions as well: each gets what the one before returned.
+    """`nn.Sequential` that takes functions, too: each gets what the one before returned.
 
     `Sequence(embed, lambda x: x.flatten(1), *layers, head)`
     """
@@ -127,8 +126,8 @@ def blocks_of(
     """The blocks by name, in the order of the calls.
 
     Args:
-        model: see the module's text.
-        split_at: of a module that is no sequence: all its parts, in the order of its forward.
+        model: see the module's docstring.
+        split_at: for a module that is no sequence: all its parts, in the order of its forward.
         example: with `split_at`: an input, to try on the meta device that forward is a chain.
 
     Raises:
@@ -138,7 +137,7 @@ def blocks_of(
         return _split_parts(model, split_at, example)
     if isinstance(model, nn.Module) and not _is_plain(model):
         raise ConfigError(
-            f"a {type(model).__name__} has a forward of its own, so where it can be cut is not known",
+            f"a {type(model).__name__} has its own forward, so where it can be partitioned is unknown",
             remedy="name its parts in the order of its forward with split_at=, or write it as a "
             "gridtrain.pipeline.Sequence of modules and functions",
         )
@@ -149,13 +148,13 @@ def blocks_of(
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether calling it is nothing else than calling its children in order."""
+    """Whether calling it only calls its children in order."""
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not hooked
 
 
 def _flattened(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module._modules.items():  # named_children leaves out a child that comes twice
+    for name, child in module._modules.items():  # named_children leaves out a child that occurs twice
         if child is not None:
             if _is_plain(child) and len(list(child.children())) > 0:
                 yield from _flattened(child, f"{prefix}{name}.")
@@ -163,7 +162,7 @@ def _flattened(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]
                 yield f"{prefix}{name}", child
 
 
-# -- a forward of its own --------------------------------------------------------------------------
+# -- a module with its own forward -----------------------------------------------------------------
 
 
 def _split_parts(model: nn.Module, names: Many[str], example: Any) -> dict[str, nn.Module]:
@@ -172,11 +171,11 @@ def _split_parts(model: nn.Module, names: Many[str], example: Any) -> dict[str, 
     if unknown or len(set(names)) != len(names):
         raise ConfigError(
             f"split_at names {unknown or list(names)}",
-            remedy=f"each part once, out of {', '.join(list(known)[1:9])} and so on",
+            remedy=f"name each part once, out of {', '.join(list(known)[1:9])} and so on",
         )
     if example is None:
         raise ConfigError(
-            "split_at= needs example=, an input: to try that forward calls these parts one after another",
+            "split_at= needs example=, an input to try that forward calls these parts one after another",
             remedy="give a small one, of two samples",
         )
     parts = {name: known[name] for name in names}
@@ -185,14 +184,14 @@ def _split_parts(model: nn.Module, names: Many[str], example: Any) -> dict[str, 
     if own:
         raise ConfigError(
             f"split_at= names no part that holds {', '.join(own[:4])}",
-            remedy="name the module that holds it, or give the model a part of its own for it",
+            remedy="name the module that holds it, or make a part of the model for it",
         )
     _ChainTrial(model, names).run(example)
     return parts
 
 
 class _ChainTrial:
-    """One forward on the meta device, with a look at what each part is called with."""
+    """One forward on the meta device that records what each part is called with."""
 
     def __init__(self, model: nn.Module, names: Many[str]) -> None:
         self._model = copy.deepcopy(model).to("meta")
@@ -243,20 +242,20 @@ class _ChainTrial:
         return hook
 
     def _check_same_tensors(self, marks: list[Any], what: str) -> None:
-        """The same tensors, in the state in which they were handed on."""
+        """The tensors are the same, and were not written to since they were returned."""
         same = len(marks) == len(self._last) and all(
             a is b and va == vb for (a, va), (b, vb) in zip(marks, self._last, strict=True)
         )
         if not same:
             raise ConfigError(
-                f"between {self._before} and {what} forward computes something that belongs to no part",
+                f"between {self._before} and {what} forward computes something that is in no part",
                 remedy="move it into a module, or write the model as a gridtrain.pipeline.Sequence, where "
                 "functions stand between modules",
             )
 
 
 def _tensor_versions(tree: Any) -> list[Any]:
-    """Each tensor of a nest with how often it has been written to."""
+    """Each tensor of a tree with the number of times that it was written to."""
     found: list[Any] = []
     map_tree(tree, lambda x: found.append((x, x._version)) if isinstance(x, Tensor) else None)
     return found

@@ -1,7 +1,7 @@
-"""What the coordinator is told of a model in stages, so that it can cut it anew when workers are lost.
+"""Describes a model in stages to the coordinator, which partitions it again when workers are lost.
 
-Decides nothing: sizes are counted on the meta device, times and activations come from a profile where there
-is one.  The first worker's numbers count for the run; the sizes must be equal on all (`protocol.roll`).
+Sizes are counted on the meta device; times and activations come from a profile, if there is one.  The first
+worker's numbers count for the run; the sizes must be equal on all workers.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from gridtrain.pipeline.stage_state import PipelineOptions
 from gridtrain.training.checkpoint import serialization
 
 DEFAULT_OPTIMIZER_COPIES = 2.0
-"""Of an optimizer that nobody knows: as often as Adam's its state counts as holding the parameters."""
+"""State of an unknown optimizer as a multiple of the parameters, as Adam's."""
 
 MIN_DIVIDED_SAMPLES = 4
-"""Micro-batches for each stage that "auto" begins with, and may stay at (`protocol.dividing`)."""
+"""Micro-batches for each stage with which "auto" begins, and may stay."""
 
 USABLE_MEMORY_SHARE = 0.9
-"""Of a card's memory: the rest is the framework's."""
+"""Of a GPU's memory: the rest is the framework's."""
 
 
 def describe_staged_model(
@@ -39,13 +39,13 @@ def describe_staged_model(
     batch_size: int,
     trackers: Iterable[serialization.Stateful],
 ) -> StagedModel:
-    """What `Setup.model` is.
+    """The value of `Setup.model`.
 
     Args:
         optimizer: of the whole model, on the meta device.
-        profile: measured; None: blocks take as long as they have bytes, and activations are not counted.
+        profile: measured; None: a block's time counts as its bytes, and activations are not counted.
         batch_size: samples of a replica's step.
-        trackers: what keeps tensors of its own belongs to a stage as it is: then it is not cut anew.
+        trackers: if one has tensors, the model is not partitioned again, because they belong to one stage.
     """
     layers, divided = _layers(staging, profile), options.micro_batches or MIN_DIVIDED_SAMPLES * staging.stages
     keeps = any(_has_tensors(tracker.state_dict()) for tracker in trackers)
@@ -65,14 +65,14 @@ def describe_staged_model(
 
 
 def training_memory_bytes(declared: int | None, device: torch.device) -> int:
-    """What training may fill here: what was declared, else the card's; 0: nobody knows.
+    """Bytes that training may fill: what was declared, else of the GPU's memory; 0: unknown.
 
     Raises:
-        ConfigError: no such number of bytes can be.
+        ConfigError: `declared` is not a positive number of bytes.
     """
     if declared is not None:
         if isinstance(declared, bool) or not isinstance(declared, int) or declared < 1:
-            raise ConfigError(f"memory_bytes is {declared!r}", remedy="a whole number of bytes, or None")
+            raise ConfigError(f"memory_bytes is {declared!r}", remedy="give a whole number of bytes, or None")
         return declared
     if device.type != "cuda" or not torch.cuda.is_available():
         return 0
@@ -90,7 +90,7 @@ def _layers(staging: ModelStages, profile: Profile | Sequence[Layer] | None) -> 
     if len(layers) != len(blocks):
         raise ConfigError(
             f"the profile has {len(layers)} layers, the model {len(blocks)} blocks",
-            remedy="measure this model anew with gridtrain.pipeline.profile",
+            remedy="measure this model again with gridtrain.pipeline.profile",
         )
     return layers
 
@@ -110,7 +110,7 @@ def _block(layer: Layer) -> LayerCosts:
 
 
 def _copies(exchange: Exchange, optimizer: torch.optim.Optimizer) -> float:
-    """Beside the parameters: gradients, the flat vector of them, the optimizer's state, what was not sent."""
+    """As a multiple of the parameters: gradients, flat vector, optimizer state, residual."""
     try:
         states = optimizer_state_copies(optimizer)
     except ConfigError:

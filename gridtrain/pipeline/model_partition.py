@@ -1,10 +1,10 @@
-"""How a model is cut into stages: `partition(model, stages)`.
+"""How a model is partitioned into stages: `partition(model, stages)`.
 
-Decides nothing itself: costs are measured by `profiling` (or given), the cut is `protocol.cutting`'s, the
-number of micro-batches `protocol.pipelining`'s.  What comes out is a plan, with its reason and a picture.
+Costs are measured by `profiler` (or given); `gridtrain.core.stages` computes the partition and the number of
+micro-batches.  The result has a reason and a chart.
 
     model --profile--> layers --+
-    cards, network, schedule ---+--> cut --> Partition: cuts, seconds and bytes of each stage, why
+    cards, network, schedule ---+--> cuts --> Partition: cuts, seconds and bytes of each stage, why
     batch size -----------------+
 """
 
@@ -39,14 +39,14 @@ from gridtrain.pipeline.tensor_tree import TensorTreeSpec
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A model cut into stages.
+    """A model that is partitioned into stages.
 
     Attributes:
-        outlook: the cut, and the step that is predicted with it.
+        outlook: the partition, and its predicted step.
         layers: what each block costs.
-        boundaries: (S - 1,) what passes each cut; () where the profile does not say.
-        tied: parameters that blocks share, wherever they are.
-        reason: why it is cut so, and why in so many micro-batches.
+        boundaries: (S - 1,) what passes each boundary; () if the profile does not say.
+        tied: parameters that blocks share.
+        reason: why these cuts and this number of micro-batches.
     """
 
     outlook: StepEstimate
@@ -70,7 +70,7 @@ class Partition:
 
     @property
     def shared(self) -> dict[str, tuple[int, ...]]:
-        """Tied parameters that more than one stage holds, and which stages these are."""
+        """Tied parameters that more than one stage holds, and these stages."""
         found = {str(tied): tied.stages(self.cuts) for tied in self.tied}
         return {name: stages for name, stages in found.items() if len(stages) > 1}
 
@@ -78,7 +78,7 @@ class Partition:
         return f"{partition_chart.chart_text(self.layers, self.outlook)}\n{self.reason}"
 
     def svg(self) -> str:
-        """Layers, times and bytes of each stage as a picture."""
+        """Layers, times and bytes of each stage as a chart."""
         return partition_chart.chart_svg(self.layers, self.outlook)
 
 
@@ -99,35 +99,37 @@ def partition(
     split_at: Sequence[str] = (),
     device: torch.device | str | None = None,
 ) -> Partition:
-    """Cut a model so that its pipeline is fastest and no card's memory is exceeded.
+    """Partition a model so that its pipeline is fastest and no card's memory is exceeded.
 
-    The objective, and what is held in memory, stand in `protocol.cutting` and `protocol.stage_costs`.
+    The objective and the memory that is counted are described in `gridtrain.core.stages.partition` and
+    `stage_cost`.
 
     Args:
         model: an `nn.Sequential`, a list of blocks, a `Sequence`, a `Blueprint`, or with `split_at` another
-            module; see `blocks`.
-        stages: how many on equal cards, or the cards, in order.
-        example: an input to measure with, of as many samples as a micro-batch may have.
-        profile: what has been measured elsewhere, instead of `example`; or layers, where nothing need be.
+            module; see `model_blocks`.
+        stages: their number on equal cards, or the cards, in order.
+        example: an input to measure with, with as many samples as a micro-batch may have.
+        profile: a measurement of elsewhere, instead of `example`; or layers.
         batch_size: samples of a step; None: the example's, in each of the micro-batches.
         micro_batches: of a step; "auto": proposed from `batch_size`.
         schedule: "fill-drain" (GPipe) or "1f1b".
-        rematerialise: stages keep inputs alone, and compute forward anew before backward.
-        optimizer: of `STATES`, or a torch optimizer, or how often its state holds the parameters.
-        extra_copies: as often again what else is held: a residual, a copy to send.
-        memory_bytes: of each card, where `stages` is a number.
-        network: of the stages, or (alpha in seconds, bandwidth in bytes per second) of all lines between
-            them; None: lines that take no time.
-        device: to measure on; None: CUDA where there is one.
+        rematerialise: stages store only inputs, and compute forward again before backward.
+        optimizer: of `OPTIMIZER_STATE_COPIES`, or a torch optimizer, or the size of its state as a multiple
+            of the parameters'.
+        extra_copies: further memory as a multiple of the parameters': a residual, a copy to send.
+        memory_bytes: of each card, if `stages` is a number.
+        network: of the stages, or (alpha in seconds, bandwidth in bytes per second) of all links between
+            them; None: links that take no time.
+        device: to measure on; None: CUDA if there is one.
 
     Raises:
-        ConfigError: too few blocks, nothing to measure with, or no cut fits: then with what would.
+        ConfigError: too few blocks, nothing to measure with, or nothing fits; the text says what would.
     """
     if not isinstance(model, Blueprint):
         model = list(blocks_of(model, split_at=split_at, example=example).values())
     measured = _profile_or_layers(model, example, profile, device)
     cards = [Card(memory_bytes=memory_bytes)] * stages if isinstance(stages, int) else list(stages)
-    lines = uniform_network(len(cards), *network) if isinstance(network, tuple) else network
+    links = uniform_network(len(cards), *network) if isinstance(network, tuple) else network
     running = ExecutionSettings(
         order=_parse_schedule(schedule),
         rematerialise=rematerialise,
@@ -137,7 +139,7 @@ def partition(
     numbers = _micro_batch_candidates(micro_batches)
     batch = batch_size or measured.samples * (numbers[0] if numbers else 1)
     proposal = propose_micro_batches(
-        measured.layers, cards, lines, running, batch, numbers=numbers, slack=TIME_TOLERANCE
+        measured.layers, cards, links, running, batch, numbers=numbers, slack=TIME_TOLERANCE
     )
     between = proposal.chosen.cut.cuts[1:-1]
     return Partition(
@@ -164,7 +166,7 @@ def _profile_or_layers(
     if len(found.layers) != count:
         raise ConfigError(
             f"the profile has {len(found.layers)} layers, the model {count} blocks",
-            remedy="measure this model anew with gridtrain.pipeline.profile",
+            remedy="measure this model again with gridtrain.pipeline.profile",
         )
     return found
 
@@ -175,7 +177,7 @@ def _parse_schedule(schedule: str) -> ScheduleKind:
     except ValueError:
         raise ConfigError(
             f'schedule="{schedule}"',
-            remedy=f"take one of {', '.join(repr(str(each)) for each in ScheduleKind)}",
+            remedy=f"use one of {', '.join(repr(str(each)) for each in ScheduleKind)}",
         ) from None
 
 
@@ -190,7 +192,7 @@ def _micro_batch_candidates(micro_batches: int | str) -> tuple[int, ...]:
 def optimizer_state_copies(
     optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | float,
 ) -> float:
-    """How often the optimizer's state holds the parameters."""
+    """The size of the optimizer's state as a multiple of the parameters'."""
     if isinstance(optimizer, int | float):
         return float(optimizer)
     name = (
@@ -202,8 +204,9 @@ def optimizer_state_copies(
         name += "-momentum"
     if name not in OPTIMIZER_STATE_COPIES:
         raise ConfigError(
-            f"how much state {name} keeps is not known",
-            remedy=f"give optimizer= one of {', '.join(OPTIMIZER_STATE_COPIES)}, or how often its state holds the parameters",
+            f"how much state {name} has is unknown",
+            remedy=f"give optimizer= one of {', '.join(OPTIMIZER_STATE_COPIES)}, or the size of its state "
+            "as a multiple of the parameters'",
         )
     return OPTIMIZER_STATE_COPIES[name]
 

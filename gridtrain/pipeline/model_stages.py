@@ -1,10 +1,9 @@
-"""The stages of a run's model: which blocks a stage has, under which names, and how this worker builds it.
-
-Decides where a model is cut that nobody has measured: so that the largest stage has as few bytes of
-parameters as can be.  Never builds another stage than the one it is asked for.
+"""The stages of a run's model: their blocks, the names of their tensors, and how they are built.
 
     blocks   embed   body.0   body.1   head        state_dict of stage 1: "body.1.weight", "head.bias", ...
-    cuts     0                2               4    (S + 1,) as `partition(...).cuts` has them
+    cuts     0                2               4    (S + 1,) as in `partition(...).cuts`
+
+Without cuts, the model is partitioned so that the largest stage has as few bytes of parameters as possible.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class StageModule(nn.Module):
 
     def __init__(self, blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
         super().__init__()
-        self.blocks = tuple(blocks)  # a tuple: no container that would be in every name
+        self.blocks = tuple(blocks)  # a tuple, because a ModuleList would be part of every name
         for name, block in zip(names, blocks, strict=True):
             *path, last = name.split(".")
             at: nn.Module = self
@@ -50,11 +49,11 @@ class ModelStages:
 
     Args:
         cuts: (S + 1,) where stages begin, and the number of blocks; None: by the bytes of the parameters.
-        device: where this worker builds.
+        device: on which this worker builds.
 
     Attributes:
         whole: the model on the meta device, for names and shapes.
-        chosen: somebody has said where to cut.
+        has_explicit_cuts: whether the cuts were given.
 
     Raises:
         ConfigError: the cuts do not make that many stages, or a stage has nothing to train.
@@ -63,12 +62,8 @@ class ModelStages:
     def __init__(
         self, blueprint: Blueprint, stages: int, *, cuts: Sequence[int] | None, device: torch.device
     ) -> None:
-        self.blueprint, self.stages, self.device, self.has_explicit_cuts = (
-            blueprint,
-            stages,
-            device,
-            cuts is not None,
-        )
+        self.blueprint, self.stages, self.device = blueprint, stages, device
+        self.has_explicit_cuts = cuts is not None
         self.cuts = tuple(cuts) if cuts is not None else _even_cuts(blueprint, stages)
         self.whole = StageModule(blueprint.blocks, blueprint.names)
         ends = self.cuts[:1] + self.cuts[-1:]
@@ -87,38 +82,38 @@ class ModelStages:
                 )
 
     def with_cuts(self, cuts: Sequence[int]) -> ModelStages:
-        """The same model, cut otherwise.  Raises `ConfigError` as the constructor does."""
+        """The same model with other cuts.  Raises `ConfigError` as the constructor does."""
         if tuple(cuts) == self.cuts:
             return self
         return ModelStages(self.blueprint, len(cuts) - 1, cuts=cuts, device=self.device)
 
     @property
     def tied_names(self) -> list[frozenset[str]]:
-        """In the whole model, of each parameter that several blocks hold."""
+        """For each tied parameter, its names in the whole model."""
         names = self.blueprint.names
         return [frozenset(f"{names[b]}.{name}" for b, name in tied.places) for tied in self.blueprint.tied]
 
     def block_range(self, stage: int) -> tuple[int, int]:
-        """Its first block, and the one after its last."""
+        """The stage's first block, and the one after its last."""
         return self.cuts[stage], self.cuts[stage + 1]
 
     def describe(self) -> str:
-        """For comparison and for people."""
+        """The cuts, for comparison and for people."""
         return f"{self.stages} stages cut at {list(self.cuts)}"
 
     def tensor_names(self, stage: int) -> list[str]:
-        """Of all tensors in the state_dict of a stage."""
+        """The names of all tensors in a stage's state_dict."""
         start, stop = self.block_range(stage)
         module = StageModule(self.blueprint.blocks[start:stop], self.blueprint.names[start:stop])
         return [name for name, value in module.state_dict().items() if isinstance(value, Tensor)]
 
     def gradient_elements(self, start: int, stop: int) -> int:
-        """Of the flat gradient of these blocks."""
+        """Elements of the flat gradient of these blocks."""
         module = StageModule(self.blueprint.blocks[start:stop], self.blueprint.names[start:stop])
         return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
     def build(self, stage: int) -> tuple[StageModule, list[TiedParameter]]:
-        """A stage with its initial values, and the parameters that other stages hold as well."""
+        """A stage with its initial values, and the parameters that other stages hold, too."""
         start, stop = self.block_range(stage)
         with borrowed_generators(self.device):
             blocks = self.blueprint.build(start, stop, self.device)
@@ -126,7 +121,7 @@ class ModelStages:
         return module, self.blueprint.tied_in(stage, self.cuts, blocks)
 
     def stages_tied_to(self, stage: int) -> frozenset[int]:
-        """Stages that hold a parameter which this one holds as well."""
+        """The stages that share a parameter with this one."""
         holders = (tied.stages(self.cuts) for tied in self.blueprint.tied)
         return frozenset(other for stages in holders if stage in stages for other in stages) - {stage}
 

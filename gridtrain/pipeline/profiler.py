@@ -1,14 +1,12 @@
-"""What each block of a model costs on this machine: seconds, bytes, and what passes from one to the next.
+"""Measures what each block of a model costs on this machine: seconds, bytes, and the size of its output.
 
-Decides how costs are measured; never where the model is cut, and never holds more than one block.
-
-    example (n samples) --block 0--> --block 1--> ...    each run on n and on 2 n samples:
+    example (n samples) --block 0--> --block 1--> ...    each runs on n and on 2 n samples:
                           |
                           time(n) = overhead + n x per sample      two unknowns, two measurements
 
-The best of several repeats counts: other programs only ever make a run slower.  What autograd keeps is
-counted while it keeps it: each memory once, parameters and the block's input left out, since that is the
-output of the block before, with which it is counted.
+One block at a time is in memory.  The best of several repeats counts, because other programs only ever make a
+run slower.  What autograd stores is counted without parameters and the block's input, which is the output of
+the block before and counted with it.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What `profile` found.
+    """The result of `profile`.
 
     Attributes:
         layers: one for each block, at this machine's speed.
-        boundaries: `boundaries[i]` is what block i hands on.
-        input_bytes: per sample, of what enters the first.
+        boundaries: `boundaries[i]` is the output of block i.
+        input_bytes: of the model's input, per sample.
         samples: of the example.
         device: on which it was measured.
     """
@@ -75,17 +73,17 @@ def profile(
     wire: WirePrecision = WirePrecision.EXACT,
     clock: Clock = time.perf_counter,
 ) -> Profile:
-    """Runs each block alone, forward and backward, on the example and on twice as many samples.
+    """Run each block alone, forward and backward, on the example and on twice as many samples.
 
     Args:
         model: a `Blueprint`, of which one block at a time gets memory; or a chain of blocks with values,
-            which stay as they are.
-        example: an input with at least one sample, samples first; of the size that micro-batches will have.
-        device: None: CUDA where there is one.
-        wire: how activations will travel, which decides their bytes.
+            which are not changed.
+        example: an input with at least one sample, samples first; of the size of a micro-batch.
+        device: None: CUDA if there is one.
+        wire: how activations are sent, which determines their bytes.
 
     Raises:
-        ConfigError: no samples in the example; or a block whose output is nothing that can be handed on.
+        ConfigError: the example has no samples, or a block's output cannot be sent.
     """
     at = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     samples = _samples(example)
@@ -127,7 +125,7 @@ def _materialised_blocks(model: Model | Blueprint, device: torch.device) -> Iter
             yield name, model.build(index, index + 1, device)[0]
     else:
         for name, block in blocks_of(model).items():
-            yield name, copy.deepcopy(block).to(device)  # running statistics and gradients stay as they were
+            yield name, copy.deepcopy(block).to(device)  # so that statistics and gradients do not change
 
 
 def _detached(value: Any) -> Any:
@@ -168,14 +166,14 @@ def _layer(name: str, block: nn.Module, runs: list[_BlockRun], samples: int, spe
 
 
 def _fit_line(samples: int, once_s: float, twice_s: float) -> tuple[float, float]:
-    """(per sample, overhead), neither below 0, which agree with the measurement at `samples`."""
+    """(per sample, overhead), both at least 0, that agree with the measurement at `samples`."""
     overhead_s = min(max(0.0, 2 * once_s - twice_s), once_s)
     return (once_s - overhead_s) / samples, overhead_s
 
 
 @dataclass(slots=True)
 class _BlockRun:
-    """One block on one input: what came out, the best times, what autograd kept between them."""
+    """One block on one input: its output, the best times, and what autograd stored between them."""
 
     result: Any
     forward_s: float
@@ -196,20 +194,19 @@ def _time_block(block: nn.Module, inputs: Any, at: torch.device, clock: Clock, r
     run = _measure_saved(block, fresh())
     for _ in range(max(1, repeats)):
         given = fresh()
-        begun_s = now_s()
+        began_s = now_s()
         result = block(given)
-        turned_s = now_s()
+        forward_end_s = now_s()
         roots = [leaf for leaf in _leaves(result) if leaf.requires_grad]
         seeds = [torch.ones_like(root) for root in roots]
-        again_s = now_s()
+        backward_began_s = now_s()
         if roots:
             torch.autograd.backward(roots, seeds)
-        run.backward_s = min(run.backward_s, now_s() - again_s)
-        run.forward_s = min(run.forward_s, turned_s - begun_s)
+        run.backward_s = min(run.backward_s, now_s() - backward_began_s)
+        run.forward_s = min(run.forward_s, forward_end_s - began_s)
     given = fresh()
-    with (
-        TensorMemoryMeter() as meter
-    ):  # gradients of parameters are there already, as from the second micro-batch on
+    # Parameters have gradients already, as from the second micro-batch on.
+    with TensorMemoryMeter() as meter:
         _backward(block(given))
     run.work_bytes = max(0, meter.peak_bytes - run.kept_bytes) + _nbytes(given)
     block.zero_grad(set_to_none=True)
@@ -223,7 +220,7 @@ def _backward(result: Any) -> None:
 
 
 def _fresh_inputs(block: nn.Module, inputs: Any) -> Callable[[], Any]:
-    """Inputs for one run each; copies where the block overwrites what it gets, which leaves cannot bear."""
+    """Inputs for each run: leaves or, if the block overwrites its input, copies, because leaves cannot be."""
 
     def leaves() -> Any:
         return map_tree(inputs, _detached)
@@ -243,7 +240,7 @@ def _fresh_inputs(block: nn.Module, inputs: Any) -> Callable[[], Any]:
 
 
 def _measure_saved(block: nn.Module, given: Any) -> _BlockRun:
-    """One forward, with a look at what autograd keeps while it is kept."""
+    """One forward that records what autograd stores."""
     saved: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
-"""Which random numbers a layer draws for a micro-batch: a function of what is drawn for, not of who draws.
+"""Seeds of the random numbers that a layer draws for a micro-batch.
 
-Decides seeds.  They depend on the run's seed, the step, the replica, the micro-batch and the layer's place in
-the whole model, never on the number of stages: dropout is the same however the model is cut, and the same
-again when an activation is computed anew.
+They depend on the run's seed, the step, the replica, the micro-batch and the layer's number in the whole
+model,
+not on the number of stages: dropout is the same for every partition, and when an activation is computed
+again.
 
-torch's generators belong to the process, so one stage at a time draws from them; afterwards they are as they
-were before.
+torch's generators belong to the process, so one stage at a time draws from them; afterwards they are
+restored.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ def _hash_seed(*numbers: int) -> int:
 
 
 def derive_step_seed(seed: int, step: int, replica: int = 0) -> int:
-    """Of one step of one replica, for `Runner.run`; 0 <= seed < 2**63.  A repeated attempt has the same."""
+    """Of one step of one replica, for `StageExecutor.run`; 0 <= seed < 2**63.  The same in each attempt."""
     return _hash_seed(seed, step, replica)
 
 
 def derive_layer_seed(step_seed: int, micro_batch: int, layer: int) -> int:
-    """What the generators are seeded with before this layer; `layer` counts from the model's first."""
+    """The generators' seed for this layer; `layer` counts from the model's first."""
     return _hash_seed(step_seed, micro_batch, layer)
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """The default generators of the CPU and of `device`."""
+    """Seed the default generators of the CPU and of `device`."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -46,7 +47,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 @contextmanager
 def borrowed_generators(device: torch.device) -> Iterator[None]:
-    """Nobody else draws meanwhile who also asks here, and the generators' states are put back."""
+    """Hold the lock of the process's generators, and restore their states afterwards."""
     with _GENERATORS_LOCK:
         host = torch.get_rng_state()
         there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None

@@ -1,15 +1,14 @@
-"""The part of a model that one worker holds: forward and backward of micro-batches.
+"""One stage of a model: forward and backward of micro-batches.
 
-Decides what is kept between them, what is computed anew, and how gradients add up; never talks to anybody and
-knows no other stage.
+    begin --> forward(m), backward(m) in the order of the schedule --> finish --> commit
+                 |                |                                       |          |
+         stores m's input   computes the forward again with    parameter.grad is     running statistics
+         (not the inside)   the same random numbers, then      the mini-batch's      of batch norm change
+                            the backward
 
-    begin --> forward(m), backward(m) in any order in which the schedule says --> finish --> commit
-                 |                |                                                  |          |
-         keeps m's input    computes the forward anew, with          parameter.grad is     batch norms'
-         (not the inside)   the same random numbers, then back       the mini-batch's      statistics move
-
-The loss of n samples in a mini-batch of N counts n / N, so gradients and loss are the mini-batch's mean
-however it is divided.  `abort` and the next `begin` put gradients back; nothing else has changed.
+The loss of n samples in a mini-batch of N has the weight n / N, so gradients and loss are the mini-batch's
+mean, however it is divided.  `abort` and the next `begin` restore the gradients; nothing else has changed
+then.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class TiedParameter:
-    """One parameter that several stages hold a copy of.
+    """A parameter of which several stages hold a copy.
 
     Attributes:
-        index: which of the model's tied parameters, equal on all stages.
-        stages: who holds it, ascending.
+        index: number among the model's tied parameters, equal on all stages.
+        stages: the stages that hold it, ascending.
         parameter: this stage's copy.
     """
 
@@ -46,13 +45,13 @@ class TiedParameter:
 
     @property
     def spec(self) -> TensorTreeSpec:
-        """Of the parameter and of its gradient: exactly, whatever is chosen for activations."""
+        """Of the parameter and of its gradient, always exact."""
         return TensorTreeSpec(Leaf(self.parameter.dtype, tuple(self.parameter.shape)))
 
 
 @dataclass(slots=True)
 class _MicroBatchState:
-    """Of a micro-batch between its forward and its backward; `result` None: to be computed anew."""
+    """A micro-batch between its forward and its backward; `result` None: to be computed again."""
 
     received: Any
     result: Any
@@ -60,21 +59,22 @@ class _MicroBatchState:
 
 
 class Stage:
-    """Consecutive layers of a model, each called with what the one before returned (as `nn.Sequential`).
+    """Consecutive layers of a model, each called with what the one before returned (as in `nn.Sequential`).
 
     Args:
         layers: in order, on one device.
-        input: what arrives from the stage before; None: this is the first one.
-        output: what goes to the next stage; None: this is the last one.
-        loss: on the last stage: (output, targets) to the mean over the samples, a scalar.
-        first_layer: how many layers of the model the stages before hold.
-        tied: parameters that other stages hold too.
-        rematerialise: keep only inputs, compute the forward again before the backward (GPipe, section 2.3).
-        deterministic: no layer draws random numbers; then generators are left alone.
-        device: where what arrives goes; that of the first parameter, else the CPU.
+        input: what the previous stage sends; None for the first stage.
+        output: what is sent to the next stage; None for the last stage.
+        loss: of the last stage: (output, targets) to the mean over the samples, a scalar.
+        first_layer: number of the model's layers in previous stages.
+        tied: parameters that other stages hold, too.
+        rematerialise: store only inputs, and compute the forward again before the backward (GPipe, section
+        2.3).
+        deterministic: no layer draws random numbers; then the generators are not touched.
+        device: of what is received; by default that of the first parameter, else the CPU.
 
     Raises:
-        ConfigError: the last stage without a loss, or another one with it.
+        ConfigError: the last stage has no loss, or another stage has one.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Stage:
     ) -> None:
         if (loss is None) is (output is None):
             raise ConfigError(
-                "a stage has either a loss, being the last one, or an output for the next one",
+                "a stage has either a loss, if it is the last one, or an output for the next one",
                 remedy="give Stage exactly one of loss= and output=",
             )
         self.layers, self.input, self.output = list(layers), input, output
@@ -115,7 +115,7 @@ class Stage:
 
     @property
     def in_flight(self) -> int:
-        """How many micro-batches are between their forward and their backward."""
+        """Micro-batches between their forward and their backward."""
         return len(self._kept)
 
     def begin(
@@ -127,17 +127,17 @@ class Stage:
         targets: Any = None,
         loss_scale: float = 1.0,
     ) -> None:
-        """A mini-batch of sum(sizes) samples; an unfinished one before it is dropped.
+        """Start a mini-batch of sum(sizes) samples; an unfinished one is dropped.
 
         Args:
-            seed: of this step and replica (`randomness.seed_of_step`).
+            seed: of this step and replica (`random_seeds.derive_step_seed`).
             sizes: samples of each micro-batch, all at least 1.
-            inputs: on the first stage: of the whole mini-batch; elsewhere not looked at.
-            targets: on the last stage, likewise.
-            loss_scale: on the last stage: a GradScaler's; gradients are that much larger, `loss` is not.
+            inputs: of the whole mini-batch; only the first stage uses them.
+            targets: of the whole mini-batch; only the last stage uses them.
+            loss_scale: of a GradScaler, on the last stage: gradients are multiplied by it, `loss` is not.
 
         Raises:
-            ConfigError: inputs or targets do not have that many samples.
+            ConfigError: inputs or targets have another number of samples.
         """
         self.abort()
         self._sizes, self._scale = tuple(sizes), loss_scale
@@ -158,35 +158,35 @@ class Stage:
         return map_tree(tree, lambda value: value.to(self.device) if isinstance(value, Tensor) else value)
 
     def forward(self, m: int, received: Any = None, *, backward_follows: bool = False) -> Any:
-        """Micro-batch m; returns what goes to the next stage, None on the last one.
+        """Forward of micro-batch m; returns what is sent to the next stage, None on the last one.
 
         Args:
             m: ascending from call to call.
-            received: from the stage before, as `input` says.
-            backward_follows: m's backward is the next call: then nothing is to be computed anew.
+            received: from the previous stage, as `input` describes it.
+            backward_follows: m's backward is the next call, so that nothing needs to be computed again.
 
         Raises:
-            ConfigError: the output is not as agreed, or a layer overwrote what it gets no gradient for.
+            ConfigError: the output is not as agreed, or a layer overwrote an input that has no gradient.
         """
         if m in self._kept:
             raise LocalProtocolError(f"micro-batch {m} has had its forward already")
         received = self._inputs[m] if self.input is None else self._leaves(received, m)
-        anew, versions = self._rematerialise and not backward_follows, _tensor_versions(received)
-        with torch.no_grad() if anew else nullcontext():
+        again, versions = self._rematerialise and not backward_follows, _tensor_versions(received)
+        with torch.no_grad() if again else nullcontext():
             result = self._compute(m, received, first_time=True)
         if _tensor_versions(received) != versions:
             raise ConfigError(
                 "a layer at the start of this stage overwrote its input, which is needed once more",
                 remedy="inplace=False for this layer",
             )
-        self._kept[m] = _MicroBatchState(received, None if anew else result)
+        self._kept[m] = _MicroBatchState(received, None if again else result)
         if self.output is None:
             self._losses.append(result.detach())
             return None
         return self.output.map_leaves(result, lambda leaf, value: _without_subclass(value))
 
     def forward_fails(self, m: int, received: Any) -> bool:
-        """Whether the forward of micro-batch m raises something with these values; changes nothing."""
+        """Whether the forward of micro-batch m raises an exception with these values; changes nothing."""
         try:
             with torch.no_grad():
                 self._compute(m, received, first_time=False)
@@ -195,8 +195,8 @@ class Stage:
         return False
 
     def substitute_forward(self, m: int, received: Any) -> Any:
-        """In the place of a forward that cannot be computed, as `received` is not finite: nor is anything
-        that follows from it, here and in other stages, and the step is skipped."""
+        """Replaces a forward that fails because `received` is not finite: everything that is computed from it
+        is NaN, here and in other stages, and the step is skipped."""
         self._kept[m] = _MicroBatchState(self._leaves(received, m), None, has_overflowed=True)
         if self.output is not None:
             return self.output.nan_tree(self._sizes[m], self.device)
@@ -204,7 +204,7 @@ class Stage:
         return None
 
     def _leaves(self, received: Any, m: int) -> Any:
-        """What arrived as the leaves of this stage's graph."""
+        """What was received, as the leaves of this stage's graph."""
         assert self.input is not None
 
         def leaf_of(leaf: Leaf, value: Any) -> Any:
@@ -214,7 +214,7 @@ class Stage:
         return self.input.map_leaves(received, leaf_of)
 
     def _compute(self, m: int, x: Any, *, first_time: bool) -> Any:
-        """The layers; on the last stage the loss, already weighted by the micro-batch's samples."""
+        """Run the layers; on the last stage the loss, weighted by the micro-batch's samples."""
         if self.input is not None:  # copies of leaves: a first layer may overwrite them (ReLU(inplace=True))
             x = self.input.map_leaves(x, lambda leaf, value: value.clone() if leaf.has_gradient else value)
         again = nullcontext() if first_time else self._buffers.restore_during(m)
@@ -256,15 +256,15 @@ class Stage:
                 raise
             raise ConfigError(
                 f"the loss cannot be computed, and this step has no targets: {type(error).__name__}: {error}",
-                remedy="loss = pipe.step(inputs, targets), on all workers",
+                remedy="call loss = pipe.step(inputs, targets) on all workers",
             ) from error
 
     def _generator_scope(self) -> AbstractContextManager[None]:
-        """Around layers that may draw: one stage of a process at a time."""
+        """Around layers that may draw random numbers: one stage of a process at a time."""
         return nullcontext() if self._deterministic else random_seeds.borrowed_generators(self.device)
 
     def _layer_seeds(self, seed: int, m: int) -> list[int]:
-        """Of each layer for micro-batch m, and of the loss."""
+        """The seeds of each layer and of the loss for micro-batch m."""
         count = len(self.layers) + (self._loss is not None)
         return [random_seeds.derive_layer_seed(seed, m, self._first_layer + i) for i in range(count)]
 
@@ -273,17 +273,17 @@ class Stage:
             random_seeds.seed_generators(self._seeds[m][i], self.device)
 
     def backward(self, m: int, gradients: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
-        """Adds micro-batch m's part to `parameter.grad`.
+        """Add micro-batch m's part to `parameter.grad`.
 
         Args:
             m: after its forward; ascending from call to call.
-            gradients: one for each leaf of `output` that has one; on the last stage none.
+            gradients: one for each leaf of `output` that has a gradient; none on the last stage.
 
         Returns:
-            One for each leaf of `input` that has one, zeros where the output does not depend on it.
+            One for each leaf of `input` that has a gradient, zeros if the output does not depend on it.
         """
         if m not in self._kept:
-            raise LocalProtocolError(f"the backward of micro-batch {m} comes before its forward")
+            raise LocalProtocolError(f"the backward of micro-batch {m} was called before its forward")
         kept = self._kept.pop(m)
         if kept.has_overflowed:
             assert self.input is not None
@@ -306,13 +306,13 @@ class Stage:
         return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)
 
     def tied_gradient(self, tied: TiedParameter) -> Tensor:
-        """This stage's own part, in its own memory; zeros where there is none."""
+        """This stage's part of the gradient; zeros if there is none."""
         gradient = tied.parameter.grad
         return torch.zeros_like(tied.parameter) if gradient is None else gradient
 
     @torch.no_grad()
     def sum_tied(self, tied: TiedParameter, parts: Mapping[int, Tensor]) -> None:
-        """`parameter.grad` becomes the sum of all stages' parts, in the order of the stages everywhere."""
+        """Set `parameter.grad` to the sum of all stages' parts, added in the same order everywhere."""
         total = parts[tied.stages[0]]
         for stage in tied.stages[1:]:
             total = total + parts[stage]
@@ -320,11 +320,12 @@ class Stage:
 
     @torch.no_grad()
     def replace_tied(self, tied: TiedParameter, value: Tensor) -> None:
-        """Take over another stage's copy."""
+        """Load another stage's copy."""
         tied.parameter.copy_(value)
 
     def finish(self) -> None:
-        """All micro-batches are done: gradients that were there before are added, `loss` is the mean."""
+        """All micro-batches are done: add the gradients that were there before, and set `loss` to the
+        mean."""
         if self._kept or self._gradients_before is None:
             raise LocalProtocolError(
                 f"a mini-batch ends with {len(self._kept)} micro-batches without backward"
@@ -338,13 +339,13 @@ class Stage:
         self._clear_mini_batch()
 
     def commit(self) -> None:
-        """The step went through: batch norms' running statistics move by one mini-batch."""
+        """The step is committed: update the running statistics of batch norm by one mini-batch."""
         self._statistics.commit()
         self._buffers.commit()
 
     def abort(self) -> None:
-        """Drop a mini-batch that is not committed: buffers are as they were before `begin`, and if it is not
-        finished either, so are gradients."""
+        """Drop a mini-batch that is not committed: restore the buffers and, if it is not finished, the
+        gradients."""
         if self._gradients_before is not None:
             for parameter, before in zip(self.parameters, self._gradients_before, strict=True):
                 parameter.grad = before
@@ -363,7 +364,7 @@ def _without_subclass(value: Any) -> Any:
 
 
 def _tensor_versions(tree: Any) -> list[int]:
-    """How often each tensor in a nest has been written to."""
+    """How often each tensor of a tree has been written to."""
     found: list[int] = []
     map_tree(tree, lambda value: found.append(value._version) if isinstance(value, Tensor) else None)
     return found

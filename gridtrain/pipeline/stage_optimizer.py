@@ -1,12 +1,9 @@
-"""The optimizer that users hold of a model in stages: one object, whichever stage this worker holds.
+"""The optimizer of a model in stages: one object for schedulers, whichever stage this worker holds.
 
-Decides which settings (learning rate and the like) go with a worker that changes its stage.  Never steps by
-itself, never holds a parameter longer than the worker holds its stage.
-
-    scheduler --> pipe.optimizer --.-- before the group has formed: of the whole model, on the meta device
-                  (one object)     |-- stage 2's, as it was built
-                                   '-- stage 0's, with the settings that stage 2's had, until a replica's
-                                       or a checkpoint's state of stage 0 brings its own
+scheduler --> pipe.optimizer --.-- before the group has formed: of the whole model, on the meta device
+              (one object)     |-- stage 2's, as it was built
+                               '-- stage 0's, with the settings that stage 2's had, until a replica's
+                                   or a checkpoint's state of stage 0 replaces them
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from gridtrain.training.wrapping_optimizer import WrappingOptimizer
 
 Settings = list[dict[str, Any]]
 _EXCLUDED_SETTINGS = ("params", "param_names")
-_SCHEDULER_KEY = "initial_lr"  # every scheduler of torch.optim leaves it in each group
+_SCHEDULER_KEY = "initial_lr"  # every scheduler of torch.optim sets it in each group
 
 
 class StageOptimizer(WrappingOptimizer):
@@ -36,20 +33,20 @@ class StageOptimizer(WrappingOptimizer):
         self._initial_settings, self._changed = self.settings(), False
 
     def set_inner(self, inner: torch.optim.Optimizer) -> None:
-        """Of another stage, with the settings that this one has now, if they are not what it was made with.
+        """Show another stage's optimizer, with the present settings if they were changed since it was made.
 
         Raises:
-            ConfigError: a scheduler, or the script, has set another number of groups.
+            ConfigError: settings were changed, and the number of groups differs.
         """
-        now, coming = self.inner.param_groups, inner.param_groups
+        now, others = self.inner.param_groups, inner.param_groups
         self._changed |= not all(map(_is_equal, self.settings(), self._initial_settings))
-        if len(now) != len(coming) and self._changed:
+        if len(now) != len(others) and self._changed:
             scheduled = any(_SCHEDULER_KEY in group for group in now)
             who = "a scheduler was made for" if scheduled else "the script has set"
             raise ConfigError(
                 f"{who} {len(now)} groups of parameters; the stage that this worker holds now has "
-                f"{len(coming)}",
-                remedy="make the same groups for every stage, also those that are empty there",
+                f"{len(others)}",
+                remedy="make the same groups for every stage, even if they are empty there",
             )
         settings, self.inner = self.settings(), inner
         self._initial_settings = self.settings()
@@ -64,19 +61,19 @@ class StageOptimizer(WrappingOptimizer):
         ]
 
     def load_settings(self, settings: Settings) -> None:
-        """What `settings` has given."""
+        """Load what `settings` returned."""
         _load(self.inner.param_groups, settings)
 
     def apply(self) -> None:
-        """The gradients are the group's update."""
+        """Step with the gradients of the parameters, which are the group's update."""
         self._applying = True
         try:
-            self.step()  # through what a scheduler has put around it
+            self.step()  # calls what a scheduler has wrapped around it
         finally:
             self._applying = False
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """For `apply` alone."""
+        """Only for `apply`."""
         if not self._applying:
             raise ConfigError(
                 "pipe.optimizer.step() was called; pipe.step(...) does that, with the whole group's update",

@@ -1,9 +1,7 @@
-"""What a worker holds of a model in stages: one stage, and what trains it.
+"""A stage in memory: its module and what trains it.
 
-Decides what is built for a stage and how large its neighbours' payloads may be.  Never talks to anybody.
-
-    Staging.build --> module --> optimizer, flat gradient, exchange      at once, when the seat is known
-                        +------> Stage, Runner                           when a batch shows what goes in
+ModelStages.build --> module --> optimizer, flat gradient, exchange      when this worker's rank is known
+                        +------> Stage, StageExecutor                    when a batch shows the input's shape
 """
 
 from __future__ import annotations
@@ -34,20 +32,21 @@ from gridtrain.pipeline.validation import check_in_flight
 from gridtrain.pipeline.wire_precision import WirePrecision
 from gridtrain.training.buffer_averaging import BufferAveraging
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
-from gridtrain.training.exchangers import Exchanger, make_exchanger
+from gridtrain.training.exchangers import make_exchanger
+from gridtrain.training.worker_residual import WorkerResidual
 
 MOST_AHEAD = 1e6
-"""More cannot be told to the coordinator."""
+"""Upper bound of `ahead` in the messages to the coordinator."""
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineOptions:
-    """What all workers of the run must have alike; see `Grid.pipeline`."""
+    """Options that all workers of the run have in common; see `Grid.pipeline`."""
 
     stages: int
-    micro_batches: int | None  # None: found out in the first steps
+    micro_batches: int | None  # None: measured in the first steps
     exchange: Exchange
     loss: LossFunction
     schedule: ScheduleFactory = schedule.one_forward_one_backward
@@ -74,66 +73,71 @@ class PipelineOptions:
             )
         if isinstance(self.loss, nn.Module) and any(p.requires_grad for p in self.loss.parameters()):
             raise ConfigError(
-                f"loss_fn is a {type(self.loss).__name__} with parameters, which no stage's optimizer has",
-                remedy="make what is trained of it the model's last block, and the rest loss_fn",
+                f"loss_fn is a {type(self.loss).__name__} with parameters, which no stage's optimizer would "
+                "update",
+                remedy="move them to the model's last block, and keep the rest as loss_fn",
             )
         if not isinstance(self.exchange, Exchange):
             raise ConfigError(
-                f"exchange is {self.exchange!r}, and the replicas of a stage exchange gradients at each step",
-                remedy="Dense(), TopK(...) or GTopK(...)",
+                f"exchange is {self.exchange!r}; the replicas of a stage exchange gradients in each step",
+                remedy="use Dense(), TopK(...) or GTopK(...)",
             )
         if self.micro_batches is not None:
             check_in_flight(self.schedule(self.stages, self.micro_batches))
         if not -(2**63) <= self.seed < 2**63:
-            raise ConfigError(f"seed is {self.seed}", remedy="a whole number of at most 63 bits")
+            raise ConfigError(f"seed is {self.seed}", remedy="give a whole number of at most 63 bits")
 
 
 def check_stages(stages: int) -> None:
-    """Raises `ConfigError` for a number of stages that no run can have."""
+    """Raise `ConfigError` unless `stages` is a number of stages that a run can have."""
     whole = isinstance(stages, int) and not isinstance(stages, bool)
     if not whole or not 2 <= stages <= MAX_STAGES:
         raise ConfigError(
             f"stages is {stages!r}",
-            remedy=f"a whole number from 2 to {MAX_STAGES}; a model in one piece is for grid.optimizer(...)",
+            remedy=f"give a whole number from 2 to {MAX_STAGES}; for a whole model use grid.optimizer(...)",
         )
 
 
 def make_optimizer(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of these parameters.  Raises `ConfigError` if `make` makes none."""
-    found = make(list(parameters)) if callable(make) else make  # to be gone through more than once
+    """The optimizer of these parameters.  Raises `ConfigError` if `make` does not return one."""
+    found = make(list(parameters)) if callable(make) else make  # a list, to be iterated more than once
     if not callable(make) or not isinstance(found, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer is {'a function that returned ' if callable(make) else ''}a {type(found).__name__}",
-            remedy="a function that makes the optimizer of any stage: "
+            remedy="give a function that makes the optimizer of any stage: "
             "lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",
         )
     return found
 
 
 def schedule_for(name: str, ahead: float) -> tuple[ScheduleFactory, str]:
-    """A schedule by its name, and what it is called.  Raises `ConfigError`."""
+    """The schedule of this name and its description.  Raises `ConfigError`."""
     if name == "fill-drain":
         return schedule.fill_drain, name
     if name != "1f1b" or not 0 <= ahead <= MOST_AHEAD:
         raise ConfigError(
             f'schedule="{name}", ahead={ahead:g}',
-            remedy=f'schedule="1f1b" with ahead from 0 to {MOST_AHEAD:g}, or "fill-drain", which is '
-            "as far ahead as can be",
+            remedy=f'use schedule="1f1b" with ahead from 0 to {MOST_AHEAD:g}, or "fill-drain", which is '
+            "as far ahead as possible",
         )
     return partial(schedule.one_forward_one_backward, ahead=ahead), f"1F1B, {ahead:g} ahead"
 
 
 def parse_wire(name: str) -> WirePrecision:
-    """How activations travel.  Raises `ConfigError`."""
+    """The precision in which activations are sent.  Raises `ConfigError`."""
     try:
         return WirePrecision(name)
     except ValueError:
         known = ", ".join(f'"{wire.value}"' for wire in WirePrecision)
-        raise ConfigError(f'wire="{name}"', remedy=f"one of {known}") from None
+        raise ConfigError(f'wire="{name}"', remedy=f"use one of {known}") from None
 
 
 class StageState:
-    """What this worker holds of the model: one stage of it, and what trains it."""
+    """One stage in memory, with its optimizer, flat gradient, exchanger and residual.
+
+    Attributes:
+        has_stepped: an update was applied since the stage was built or restored.
+    """
 
     def __init__(
         self, stage: int, staging: ModelStages, make: MakeOptimizer, options: PipelineOptions
@@ -143,35 +147,36 @@ class StageState:
         self.module, self.tied = staging.build(stage)
         self.inner = make_optimizer(make, self.module.parameters())
         self.flat = FlatGradient(self.module, self.inner)
-        self.exchanger: Exchanger = make_exchanger(
-            options.exchange, (0, self.flat.n), self.flat.flat_N.device
-        )
+        self.exchanger = make_exchanger(options.exchange, (0, self.flat.n), self.flat.flat_N.device)
+        self.residual = WorkerResidual(self.exchanger, self.flat.n)
         self.buffer_averaging = BufferAveraging(self.module, options.average_buffers_every)
         self.executor: StageExecutor | None = None
-        self.least_samples = 1  # of a micro-batch
-        self.has_stepped = False  # it is not any more what it was built as, or restored to
+        self._min_samples = 1  # of a micro-batch
+        self.has_stepped = False
 
     def set_position(self, staging: ModelStages, stage: int) -> None:
-        """The same blocks are a stage of another cut: other neighbours, other copies of what is tied."""
+        """The same layers are a stage of another partition: other neighbours, other copies of tied
+        parameters."""
         if (stage, staging.cuts) != (self.stage, self._cuts):
             self.stage, self._cuts, self.executor = stage, staging.cuts, None
             self.tied = staging.blueprint.tied_in(stage, staging.cuts, self.module.blocks)
 
-    def prepare_executor(self, staging: ModelStages, options: PipelineOptions, example: Any) -> StageExecutor:
-        """The runner, as soon as a batch shows what goes in."""
+    def prepare_executor(self, staging: ModelStages, example: Any) -> StageExecutor:
+        """The executor, built when the first batch shows the input's shape."""
         if self.executor is None:
+            options = self._options
             start, stop = staging.block_range(self.stage)
-            cuts = infer_boundary_specs(staging.blueprint.blocks, example, wire=options.wire)
-            self.least_samples = min_samples(staging.blueprint.blocks, example)
+            boundaries = infer_boundary_specs(staging.blueprint.blocks, example, wire=options.wire)
+            self._min_samples = min_samples(staging.blueprint.blocks, example)
             if options.micro_batches is not None:
                 order = options.schedule(staging.stages, options.micro_batches)
-                check_in_flight(order, max((len(cut.leaves) for cut in cuts[:-1]), default=1))
-            last = self.stage == staging.stages - 1
+                check_in_flight(order, max((len(each.leaves) for each in boundaries[:-1]), default=1))
+            is_last = self.stage == staging.stages - 1
             stage = Stage(
                 self.module.blocks,
-                input=cuts[start - 1] if start else None,
-                output=None if last else cuts[stop - 1],
-                loss=options.loss if last else None,
+                input=boundaries[start - 1] if start else None,
+                output=None if is_last else boundaries[stop - 1],
+                loss=options.loss if is_last else None,
                 first_layer=start,
                 tied=self.tied,
                 rematerialise=options.rematerialise,
@@ -182,7 +187,7 @@ class StageState:
     def without_tied_copies(
         self, update: npt.NDArray[np.float32] | SparseVector
     ) -> npt.NDArray[np.float32] | SparseVector:
-        """What of an update counts in the whole model's norm: a tied parameter does in its first stage."""
+        """The update without copies of tied parameters, which count in the norm of their first stage only."""
         copies = {id(t.parameter) for t in self.tied if t.stages[0] != self.stage}
         stops = list(accumulate(self.flat.sizes))
         for parameter, size, stop in zip(self.flat.parameters, self.flat.sizes, stops, strict=True):
@@ -196,21 +201,22 @@ class StageState:
         return update
 
     def micro_batch_sizes(self, samples: int, micro_batches: int) -> tuple[int, ...]:
-        """Of a batch's micro-batches: fewer than that many where the model cannot train on so few samples."""
-        return schedule.divide_samples(samples, min(micro_batches, max(1, samples // self.least_samples)))
+        """Samples of each micro-batch: fewer micro-batches if the model cannot train on so few samples."""
+        return schedule.divide_samples(samples, min(micro_batches, max(1, samples // self._min_samples)))
 
     def kept_input_bytes(self, samples: int, micro_batches: int) -> int:
-        """Of the micro-batches that wait for their backward, at most, but the one that is computed."""
+        """Most bytes of inputs stored for micro-batches that wait for their backward pass."""
         if self.executor is None or self.executor.stage.input is None:
             return 0
         order = self._options.schedule(len(self._cuts) - 1, micro_batches)
         return max(0, order.max_in_flight(self.stage) - 1) * self.executor.stage.input.payload_bytes(samples)
 
     def activation_meter(self) -> SavedTensorMeter:
+        """Counts the tensors that autograd stores."""
         return SavedTensorMeter((*self.module.parameters(), *self.module.buffers()))
 
     def max_payload_bytes(self, samples: int) -> int:
-        """The largest payload that a neighbour may hand over: twice its largest, for framing and rounding."""
+        """Bound of a neighbour's payloads: twice the largest, for framing and rounding."""
         assert self.executor is not None
         specs = [s for s in (self.executor.stage.input, self.executor.stage.output) if s is not None]
         tied = [t.parameter.numel() * t.parameter.element_size() for t in self.executor.stage.tied]

@@ -1,7 +1,7 @@
-"""How many bytes of tensors a piece of work holds at most, on any device.
+"""Counts the most bytes of tensors that a piece of work holds at one time, on any device.
 
-Decides nothing: it counts the storages that torch makes while it is entered, each until it is let go of.
-What a kernel uses inside itself, and what an allocator keeps in reserve, it does not see.
+It counts the storages that torch creates while it is entered, until each is freed.  Memory inside of kernels,
+and an allocator's reserve, are not counted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class TensorMemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees what this thread makes while it is entered: `most` at one time, `now()` what still lives."""
+    """Counts what this thread creates: `peak_bytes` at one time, `live_bytes()` that still exist."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -31,7 +31,7 @@ class TensorMemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in _tensors_with_memory(result):
             storage = tensor.untyped_storage()
             reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            if reference.cdata not in given:  # else a view, or written in place: made before
+            if reference.cdata not in given:  # otherwise a view, or written in place
                 self.live.setdefault(reference.cdata, (reference, storage.nbytes()))
         self.peak_bytes = max(self.peak_bytes, self.live_bytes())
         return result

@@ -1,14 +1,14 @@
-"""Nests of tensors between stages, as flat lists of byte buffers whose every size is known beforehand.
+"""Trees of tensors between stages, encoded as lists of byte buffers whose sizes are known beforehand.
 
-Decides how a nest is laid out and what of it may vary.  Never infers anything from a peer's bytes: structure,
-shapes and dtypes are fixed before the first step, equal on both sides; what arrives is held against them.
+Structure, shapes and dtypes are fixed before the first step, equal on both sides; what is received is checked
+against them, and nothing is inferred from a peer's bytes.
 
     {"x": float32 (n, 8), "pair": (int64 (4 n,), None), "alpha": 0.5}     n samples in this micro-batch
           |                          |                      |
     [ 32 n bytes,               32 n bytes,              8 bytes ]        None is part of the structure
 
-The number of samples is known from the ledger.  A tensor's first dimension is a fixed number of rows for each
-sample, or fixed; all others are fixed.  Numbers (bool, int, float) travel too, without a gradient.
+A tensor's first dimension is a fixed number of rows for each sample, or fixed; all other dimensions are
+fixed. Numbers (bool, int, float) are sent, too, without a gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.pipeline.wire_precision import WirePrecision, decode_tensor, encode_tensor, encoded_bytes
 
 _CAST = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool))
-"""Whose bytes numpy and Python hand on as they are."""
+"""Dtypes that numpy and Python convert without a copy."""
 
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
@@ -38,11 +38,11 @@ class Leaf:
 
     Attributes:
         dtype: of the tensor; of a number bool, int64 or float64.
-        shape: without what depends on the number of samples: (rows, ...) with `rows_per_sample` left out.
-        rows_per_sample: how many rows of the first dimension belong to one sample; None: it is fixed.
-        gradient: whether a gradient of it comes back.
-        wire: how it travels; other than EXACT only for floating tensors.
-        number: bool, int or float where it is no tensor.
+        shape: without the rows that depend on the number of samples.
+        rows_per_sample: rows of the first dimension that belong to one sample; None: it is fixed.
+        has_gradient: whether a gradient of it is sent back.
+        wire: how it is sent; other than EXACT only for floating tensors.
+        number: bool, int or float if it is not a tensor.
     """
 
     dtype: torch.dtype
@@ -78,7 +78,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """None or a text: part of the structure, never sent."""
+    """None or a string: part of the structure, never sent."""
 
     value: str | None
 
@@ -106,16 +106,17 @@ Node = Leaf | Constant | Branch
 
 @dataclass(frozen=True)  # without slots: what follows from the root is found once
 class TensorTreeSpec:
-    """What passes one cut of a model, for any number of samples; equal on both sides of the cut."""
+    """What passes one boundary of a model, for any number of samples; equal on both sides."""
 
     root: Node
 
     @classmethod
     def of(cls, tree: Any, samples: int, *, wire: WirePrecision = WirePrecision.EXACT) -> TensorTreeSpec:
-        """Of an example: a first dimension that `samples` divides counts samples, any other is fixed.
+        """Of an example: a first dimension that is a multiple of `samples` counts samples, any other is
+        fixed.
 
-        Floating tensors get a gradient back.  Where a fixed first dimension happens to be a multiple of
-        `samples`, use `boundaries`, which looks at two numbers of samples.
+        Floating tensors have a gradient.  If a fixed first dimension happens to be a multiple of `samples`,
+        use `infer_boundary_specs`, which compares two numbers of samples.
         """
         return cls(_describe_tree(tree, "", samples, wire))
 
@@ -123,7 +124,7 @@ class TensorTreeSpec:
     def between(
         cls, tree: Any, samples: int, other: Any, other_samples: int, *, wire: WirePrecision
     ) -> TensorTreeSpec:
-        """Of two examples with different numbers of samples; gradients where `requires_grad` is set."""
+        """Of two examples with different numbers of samples; gradients if `requires_grad` is set."""
         one = list(_iterate_leaves(_describe_tree(tree, "", samples, wire), tree, ""))
         two = list(_iterate_leaves(_describe_tree(other, "", other_samples, wire), other, ""))
         if [path for path, *_ in one] != [path for path, *_ in two]:
@@ -144,12 +145,12 @@ class TensorTreeSpec:
 
     @cached_property
     def single_leaf(self) -> Leaf | None:
-        """The leaf of a cut that one tensor passes, as in most models; None: there is more, or a number."""
+        """The leaf if it is the whole tree, as in most models, and a tensor; otherwise None."""
         return self.root if type(self.root) is Leaf and self.root.number is None else None
 
     @cached_property
     def is_flat_tuple(self) -> bool:
-        """A tuple of tensors and nothing else, as gradients come back."""
+        """Whether it is a tuple of tensors only, as gradients are."""
         root = self.root
         if type(root) is not Branch or root.container is not tuple:
             return False
@@ -157,7 +158,7 @@ class TensorTreeSpec:
 
     @cached_property
     def gradients(self) -> TensorTreeSpec:
-        """Of what comes back: a tuple, one tensor for each leaf that has a gradient."""
+        """Of the gradients: a tuple, one tensor for each leaf that has a gradient."""
         return TensorTreeSpec(
             Branch(tuple, (), tuple(replace(leaf, has_gradient=False) for leaf in self.gradient_leaves))
         )
@@ -168,7 +169,7 @@ class TensorTreeSpec:
 
     @property
     def digest(self) -> bytes:
-        """Of the text and of which leaves have a gradient, for comparing it before the first step."""
+        """Of the text and of the leaves with a gradient, for comparison before the first step."""
         text = f"{self} {[leaf.has_gradient for leaf in self.leaves]}"
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
@@ -179,7 +180,7 @@ class TensorTreeSpec:
         return str(self.root)
 
     def values(self, tree: Any, samples: int) -> list[tuple[Leaf, Any]]:
-        """The leaves of a nest in order, checked; `ConfigError` says where it is not as agreed."""
+        """The leaves of a tree in order, checked; raises `ConfigError` if one is not as agreed."""
         if self.single_leaf is not None and isinstance(tree, Tensor):
             _check("", self.single_leaf, tree, samples)
             return [(self.single_leaf, tree)]
@@ -197,18 +198,18 @@ class TensorTreeSpec:
         return found
 
     def tensors(self, tree: Any, samples: int) -> list[Tensor]:
-        """Those with a gradient, in order."""
+        """The tensors with a gradient, in order."""
         return [value for leaf, value in self.values(tree, samples) if leaf.has_gradient]
 
     def map_leaves(self, tree: Any, change: Callable[[Leaf, Any], Any]) -> Any:
-        """The same nest with `change(leaf, value)` in place of each tensor and number."""
+        """The same tree with `change(leaf, value)` in place of each tensor and number."""
         if self.single_leaf is not None and isinstance(tree, Tensor):
             return change(self.single_leaf, tree)
         values = iter([change(leaf, value) for _, leaf, value in _iterate_leaves(self.root, tree, "")])
         return _build_tree(self.root, values)
 
     def nan_tree(self, samples: int, device: torch.device) -> Any:
-        """A nest as agreed whose floats are NaN; everything else is 0."""
+        """A tree as agreed whose floats are NaN; everything else is 0."""
 
         def value_of(leaf: Leaf) -> Any:
             if leaf.number is not None:
@@ -219,18 +220,18 @@ class TensorTreeSpec:
         return _build_tree(self.root, map(value_of, self.leaves))
 
     def encode(self, tree: Any, samples: int) -> list[memoryview]:
-        """One buffer for each leaf.  Without narrowing, of a tensor on the host: its own memory, not a copy.
+        """One buffer for each leaf; its own memory, not a copy, if it is EXACT and on the host.
 
         Raises:
-            ConfigError: the nest is not what was agreed.
+            ConfigError: the tree is not as agreed.
         """
         return [_encode_leaf(leaf, value) for leaf, value in self.values(tree, samples)]
 
     def decode(self, buffers: Sequence[memoryview], samples: int, device: torch.device | None = None) -> Any:
-        """The nest, in memory of its own.
+        """The tree, in memory of its own.
 
         Raises:
-            RemoteProtocolError: the number of buffers, a size or a value is not what was agreed.
+            RemoteProtocolError: the number of buffers, a size or a value is not as agreed.
         """
         leaves = self.leaves
         if len(buffers) != len(leaves):
@@ -251,11 +252,11 @@ class TensorTreeSpec:
         return _build_tree(self.root, iter(values))
 
 
-_REMEDY = "cut the model elsewhere, or describe the cut with Spec.of"
+_REMEDY = "partition the model elsewhere, or describe the boundary with TensorTreeSpec.of"
 
 
 def split_batch(tree: Any, sizes: Sequence[int]) -> list[Any]:
-    """A mini-batch's nest, cut along the first dimension; numbers, texts and None are in every part.
+    """Divide a mini-batch along the first dimension; numbers, strings and None are in every part.
 
     Raises:
         ConfigError: a tensor does not have sum(sizes) rows.
@@ -276,7 +277,7 @@ def split_batch(tree: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def map_tree(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """The same nest with `change(value)` in place of everything that is not a tuple, list or dict."""
+    """The same tree with `change(value)` in place of everything that is not a tuple, list or dict."""
     if isinstance(tree, dict):
         return {key: map_tree(value, change) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
@@ -304,7 +305,7 @@ def _describe_tree(tree: Any, path: str, samples: int, wire: WirePrecision) -> N
             return Branch(type(tree), (), tuple(inside))
     raise ConfigError(
         f"{_path_text(path)} is a {type(tree).__name__}, which cannot pass from one stage to the next",
-        remedy="tensors, numbers, texts and None, in tuples, lists and dicts",
+        remedy="use tensors, numbers, strings and None, in tuples, lists and dicts",
     )
 
 
@@ -321,7 +322,7 @@ def _describe_leaf(tensor: Tensor, samples: int, wire: WirePrecision) -> Leaf:
 
 
 def _unify_leaf(path: str, leaf: Leaf, one: Any, samples: int, two: Any, other_samples: int) -> Leaf:
-    """The leaf as both examples show it."""
+    """The leaf according to both examples."""
     if leaf.number is not None:
         return leaf
     leaf = replace(leaf, has_gradient=one.requires_grad)
@@ -360,7 +361,7 @@ def _leaves(node: Node) -> Iterator[Leaf]:
 
 
 def _iterate_leaves(node: Node, tree: Any, path: str) -> Iterator[tuple[str, Leaf, Any]]:
-    """(where, leaf, value) in order; `ConfigError` where the structure is another."""
+    """(path, leaf, value) in order; raises `ConfigError` if the structure differs."""
     match node:
         case Leaf():
             fits = type(tree) is node.number if node.number is not None else isinstance(tree, Tensor)
@@ -410,8 +411,8 @@ def _check(path: str, leaf: Leaf, tensor: Tensor, samples: int) -> None:
 
 def _structure_error(path: str, node: Node, seen: str) -> ConfigError:
     return ConfigError(
-        f"between two stages {_path_text(path)} is {seen}, and {node} was agreed before the first step",
-        remedy="what passes a cut must have the same structure, shapes and dtypes in every micro-batch",
+        f"between two stages {_path_text(path)} is {seen}, but {node} was agreed before the first step",
+        remedy="what passes a boundary must have the same structure, shapes and dtypes in every micro-batch",
     )
 
 
@@ -439,7 +440,7 @@ def _decode_leaf(leaf: Leaf, buffer: memoryview, samples: int, device: torch.dev
 
 
 def _is_plain(leaf: Leaf, device: torch.device | None) -> bool:
-    """Its bytes are those in the host's memory, of a kind that Python knows: two calls, not six, make it."""
+    """Whether numpy reads it from the host's memory as it is, which takes two calls instead of six."""
     return (
         leaf.wire is WirePrecision.EXACT and leaf.dtype in _CAST and (device is None or device.type == "cpu")
     )

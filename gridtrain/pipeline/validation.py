@@ -1,14 +1,12 @@
-"""What can be wrong with a batch, with the number of micro-batches, and with what another stage sent.
+"""Checks a batch, the number of micro-batches, and values from another stage; finds out who is at fault.
 
-Decides who answers for it: the script of this worker, with a `ConfigError` before anything is sent, or the
-stage that sent something, with a `LineBroken` that names it.  Never computes, never sends.
+    pipe.step(inputs, targets) --> check_batch              the same samples in every tensor, on every stage
+    grid.pipeline(micro_batches=M) --> check_in_flight      what a neighbour must hold before it has begun
+    Stage.forward(received) raises --> find_fault_origin    whether it raises with other values, too
 
-    pipe.step(inputs, targets) --> check_batch        the same samples in every tensor, on every stage
-    grid.pipeline(micro_batches=M) --> check_on_way   what a neighbour must hold that has not begun yet
-    Stage.forward(received) raises --> judged         with other values in their place it would not have
-
-An error alone says nothing of the sender: a bug of the user's raises too, with whatever came.  So the layers
-are tried again with numbers that cannot be the cause.
+The script of this worker is at fault with a `ConfigError` before anything is sent, a stage that sent
+something with a `LineBroken` that names it.  An exception alone says nothing of the sender, because a bug of
+the script raises with any values.  So the layers are tried again with numbers that cannot be the cause.
 """
 
 from __future__ import annotations
@@ -29,10 +27,10 @@ _REMEDY = "all workers must run the same model on the same data; drop that worke
 
 
 def check_batch(name: str, tree: Any, samples: int) -> None:
-    """Every tensor of a nest has so many rows; nothing else in it could be divided.
+    """Check that every tensor of a tree has `samples` rows, and that everything else in it can be divided.
 
     Raises:
-        ConfigError: it is not so.  Nothing has been sent then: `pipe.step` may be called again.
+        ConfigError: it is not so.  Nothing was sent: `pipe.step` may be called again.
     """
 
     def check(value: Any) -> None:
@@ -47,20 +45,20 @@ def check_batch(name: str, tree: Any, samples: int) -> None:
         elif not isinstance(value, bool | int | float | str | None):
             raise ConfigError(
                 f"{name} has a {type(value).__name__}, which cannot be divided into micro-batches",
-                remedy="tensors, numbers, texts and None, in tuples, lists and dicts: torch.as_tensor(...)",
+                remedy="use tensors, numbers, strings, None in tuples, lists, dicts: torch.as_tensor(...)",
             )
 
     map_tree(tree, check)
 
 
 def check_in_flight(schedule: Schedule, buffers: int = 1) -> None:
-    """What a stage sends before its neighbour has begun is held there: so many messages, and no more.
+    """Check the number of messages that a neighbour holds before it has begun.
 
     Args:
-        buffers: of one payload; each is a message at least, and their table another one.
+        buffers: of one payload; each is at least one message, and their table another one.
 
     Raises:
-        ConfigError: an honest stage could send more than a neighbour holds, and would be dropped for it.
+        ConfigError: a stage could send more than a neighbour holds, and would be dropped for it.
     """
     most = MAX_EARLY_MESSAGES // 2 // (1 + buffers)  # half of them are for everything else
     kept = max((schedule.max_in_flight(stage) for stage in range(schedule.stages - 1)), default=0)
@@ -73,11 +71,11 @@ def check_in_flight(schedule: Schedule, buffers: int = 1) -> None:
 
 
 class FaultOrigin(Enum):
-    """Why a layer raised something, as far as what came from the stage before is concerned."""
+    """Whether the values from the previous stage are the reason of an exception."""
 
-    OWN = "not because of what came"
-    NOT_FINITE = "floats that are not finite came, and nobody need be at fault: a step that overflowed"
-    SENDER = "integers came that nobody can have from the batch of this step"
+    OWN = "the received values are not the reason"
+    NOT_FINITE = "floats that are not finite were received; the step may have overflowed"
+    SENDER = "integers were received that no sample of this step's batch has"
 
 
 def find_fault_origin(
@@ -88,32 +86,32 @@ def find_fault_origin(
     own: Any,
     fails: Callable[[Any], bool],
 ) -> tuple[FaultOrigin, str]:
-    """Who answers for what a layer or the loss has raised, and what of the values was the cause.
+    """Who is at fault for an exception of a layer or the loss, and which of the values caused it.
 
     Args:
-        agreed: how `received` looks; None: nothing came, it is the first stage.
+        agreed: describes `received`; None: this is the first stage.
         own: this worker's copy of the same micro-batch's inputs.
-        fails: whether computing with other values in the place of `received` raises something as well.
+        fails: whether computing with other values instead of `received` raises an exception, too.
     """
     if agreed is None or not isinstance(error, LookupError | ValueError | ArithmeticError | RuntimeError):
         return FaultOrigin.OWN, ""
     no_value = isinstance(error, GridtrainError | NotImplementedError | RecursionError)
-    if no_value or "memory" in str(error):  # no value that came does that; torch's allocators: RuntimeError
+    if no_value or "memory" in str(error):  # received values cannot cause these; allocators: RuntimeError
         return FaultOrigin.OWN, ""
     try:
         strange = _SuspectValues(agreed, received, samples, own)
         if strange.floats and not fails(strange.with_replacements(None)):
             return FaultOrigin.NOT_FINITE, strange.floats
-        # 0 is an index of every table, and 1 a length where 0 is none.
+        # 0 is a valid index of every table, and 1 a valid length where 0 is not.
         if strange.integers and not all(fails(strange.with_replacements(number)) for number in (0, 1)):
             return FaultOrigin.SENDER, strange.integers
-    except RuntimeError:  # a device that has failed tells nothing any more
+    except RuntimeError:  # a device that has failed
         pass
     return FaultOrigin.OWN, ""
 
 
 def sender_fault(source: int, found: str, error: Exception) -> LineBroken:
-    """For `Verdict.SENDER`: what the others are told."""
+    """The error that the others are sent for `FaultOrigin.SENDER`."""
     text = f"{type(error).__name__}: {str(error)[:200]}"
     return LineBroken(
         f"what stage {source} sent cannot be computed with: {found} -> {text}", source, remedy=_REMEDY
@@ -121,7 +119,7 @@ def sender_fault(source: int, found: str, error: Exception) -> LineBroken:
 
 
 class _SuspectValues:
-    """Of the values that came, what a layer may have stumbled over, in words; empty: nothing."""
+    """Which of the received values may have caused an exception, in words; empty: none."""
 
     def __init__(self, agreed: TensorTreeSpec, received: Any, samples: int, own: Any) -> None:
         self._spec, self._received, self._foreign_leaves = agreed, received, set[int]()
@@ -139,7 +137,9 @@ class _SuspectValues:
                 self._foreign_leaves.add(at)
 
     def with_replacements(self, number: int | None) -> Any:
-        """What came with 0 for floats that are not finite and, if given, this number for strange integers."""
+        """The received values with 0 for floats that are not finite and `number`, if given, for odd
+        integers."""
+
         places = iter(range(len(self._spec.leaves)))
 
         def change(leaf: Leaf, value: Any) -> Any:

@@ -1,13 +1,11 @@
-"""Tensors as bytes, exactly or in fewer bits.
-
-Decides the bytes of one tensor; never which tensors travel.  All on the tensor's own device.
+"""Encodes tensors as bytes, exactly or with fewer bits, on the tensor's own device.
 
     exact   the elements as they are in memory
     bf16    float32's range, 8 bits of precision
     fp16    11 bits; all elements times one power of two, so that gradients do not vanish: | int32 | fp16 |
-    int8    a scale for each 256 elements, which round to 127 steps either way:         | float32 | int8 |
+    int8    a scale for each 256 elements, rounded to 127 steps in each direction:       | float32 | int8 |
 
-Numbers that are not finite stay so: a step whose gradients overflow is seen to.
+Numbers that are not finite stay so, so that a step whose gradients overflow is noticed.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ _LARGEST_SHIFT = 120
 
 
 class WirePrecision(Enum):
-    """How floating tensors travel."""
+    """How floating tensors are sent."""
 
     EXACT = "exact"
     FP16 = "fp16"
@@ -35,12 +33,12 @@ class WirePrecision(Enum):
     INT8 = "int8"
 
     def is_narrower_than(self, dtype: torch.dtype) -> bool:
-        """Whether it is narrower than the elements themselves."""
+        """Whether it has fewer bytes than the elements themselves."""
         return dtype.is_floating_point and dtype.itemsize > (1 if self is WirePrecision.INT8 else 2)
 
 
 def encoded_bytes(elements: int, dtype: torch.dtype, wire: WirePrecision) -> int:
-    """The size of a tensor of so many elements as `narrowed_of` makes it."""
+    """The size of what `encode_tensor` makes of a tensor with this many elements."""
     match wire:
         case WirePrecision.EXACT:
             return elements * dtype.itemsize
@@ -53,8 +51,8 @@ def encoded_bytes(elements: int, dtype: torch.dtype, wire: WirePrecision) -> int
 
 
 def encode_tensor(tensor: Tensor, wire: WirePrecision) -> Tensor:
-    """The bytes, uint8 of shape (`narrowed_bytes`,); EXACT of a contiguous tensor is its own memory."""
-    flat_N = tensor.detach().contiguous().view(-1)  # `reshape` leaves a column of a matrix where it is
+    """The bytes, uint8 of shape (`encoded_bytes`,); for EXACT of a contiguous tensor its own memory."""
+    flat_N = tensor.detach().contiguous().view(-1)  # `reshape` does not copy a column of a matrix
     match wire:
         case WirePrecision.EXACT:
             return flat_N.view(torch.uint8)
@@ -67,10 +65,10 @@ def encode_tensor(tensor: Tensor, wire: WirePrecision) -> Tensor:
 
 
 def decode_tensor(bytes_: Tensor, shape: Sequence[int], dtype: torch.dtype, wire: WirePrecision) -> Tensor:
-    """The other way; `bytes_` has `narrowed_bytes` of them, and its memory is the result's where it can be.
+    """Decode `encoded_bytes` bytes; the result shares their memory if it can.
 
     Raises:
-        RemoteProtocolError: an exponent that `narrowed_of` never writes.
+        RemoteProtocolError: an exponent that `encode_tensor` never writes.
     """
     match wire:
         case WirePrecision.EXACT:

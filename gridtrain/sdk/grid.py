@@ -1,7 +1,11 @@
-"""What users hold: `grid = gridtrain.join()` and the few calls on it.
+"""`grid = gridtrain.join()` and the calls on it: what a training script holds.
 
-Decides how an ordinary PyTorch loop maps to steps of the run.  The work is done elsewhere: rounds in
-`runtime`, updates in `optim.wrapper`, samples in `optim.sampler`.
+`Grid` connects a PyTorch loop with the parts that do the work:
+
+    gridtrain.join()      transport, GroupSession (I/O thread) --> Grid
+    grid.optimizer(...)   GridOptimizer or LocalSGDOptimizer, and WholeModelState for checkpoints and residual
+    grid.pipeline(...)    Pipeline, and StageModelState
+    grid.batches(...)     Turns: one item for each call of `optimizer.step`, until the run has ended
 
     grid = gridtrain.join()
     optimizer = grid.optimizer(optimizer, model, exchange=gridtrain.GTopK(density=0.01, momentum=0.9))
@@ -15,7 +19,6 @@ import atexit
 import logging
 import os
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -23,7 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -31,30 +33,25 @@ from gridtrain._version import __version__
 from gridtrain.config import (
     Auto,
     Deadlines,
-    Dense,
     Exchange,
     GTopK,
     JoinConfig,
     LocalSteps,
     Overlap,
     exchange_of,
-    round_exchange,
 )
-from gridtrain.core.collectives import allgather, butterfly, direct, ring, star, tree
 from gridtrain.core.commit import data_ledger
 from gridtrain.core.group.invitation import parse
-from gridtrain.core.messages import CheckpointInfo, Facts, LedgerSpec, Setup, Span
-from gridtrain.core.planning.dense_topology import DIRECT_DENSE
+from gridtrain.core.messages import Facts, LedgerSpec, Span
 from gridtrain.core.stages.stage_cost import Layer
-from gridtrain.errors import ConfigError, GridtrainError, JoinRefused, RemoteProtocolError
+from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.fault_injection import Faults
 from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.network.transport.identity import Identity
-from gridtrain.network.transport.peer_allowlist import PeerAllowlist
 from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.network.transport.stack import build_stack
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
-from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.pipeline import model_costs
 from gridtrain.pipeline.blueprint import Blueprint, Init, Model
 from gridtrain.pipeline.micro_batch_count import parse_micro_batches
@@ -62,7 +59,7 @@ from gridtrain.pipeline.model_stages import ModelStages
 from gridtrain.pipeline.pipeline import Pipeline
 from gridtrain.pipeline.profiler import Profile
 from gridtrain.pipeline.stage import LossFunction
-from gridtrain.pipeline.stage_departure import StageDeparture
+from gridtrain.pipeline.stage_model_state import StageModelState
 from gridtrain.pipeline.stage_state import (
     MakeOptimizer,
     PipelineOptions,
@@ -79,25 +76,20 @@ from gridtrain.runtime.client.worker_naming import (
     run_folder_name,
     state_directory,
 )
-from gridtrain.runtime.group_session import GroupSession, PeersOf, WaitInterrupted
-from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
+from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.process_hooks import install_error_hook, install_sigterm_handler
-from gridtrain.runtime.state_transfer import residual_pieces
-from gridtrain.sdk.reported_figures import ReportedFigures, check_names, describe_machine
+from gridtrain.sdk.reported_figures import ReportedFigures, check_names
+from gridtrain.sdk.turns import Turns
 from gridtrain.tools.bench.device_speed import device_flops, float32_flops
 from gridtrain.tools.options.resolve import join_settings
 from gridtrain.tools.options.runfile import RunFile
 from gridtrain.training.checkpoint import serialization
-from gridtrain.training.checkpoint.checkpoint_store import CheckpointContent, CheckpointStore
 from gridtrain.training.checkpoint.flat_gradient import model_digest
-from gridtrain.training.checkpoint.model_export import plain_state, save_model
-from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpointStore
 from gridtrain.training.data import readers, sampler
 from gridtrain.training.data.batch_sizes import (
     BatchSizes,
     check_readers,
     describe_optimizer,
-    largest_state_bytes,
     parse_int,
     to_ints,
     unsupported_scaler_error,
@@ -105,30 +97,14 @@ from gridtrain.training.data.batch_sizes import (
 from gridtrain.training.data.prefetch import Prefetcher
 from gridtrain.training.grad_scaler import GridScaler
 from gridtrain.training.local_sgd import LocalSGDOptimizer
+from gridtrain.training.model_state import CheckpointOptions, ModelState, WholeModelState
 from gridtrain.training.optimizer import GridOptimizer
 from gridtrain.training.pause import MakeTransport, PauseController, SetRateLimits
-from gridtrain.training.residual_departure import (
-    LeftResidual,
-    load_left_residual,
-    save_left_residual,
-    transfer_residual,
-)
-from gridtrain.training.turn_rollback import TurnRollback
 
 log = logging.getLogger("gridtrain")
 
-CHECKPOINT_S = 30.0
-"""A checkpoint that is being written when the grid is closed gets so long."""
-
-_NEIGHBOURS: dict[str, PeersOf] = {
-    "auto": ring.neighbours,
-    "ring": ring.neighbours,
-    "direct": direct.neighbours,
-    "all-gather": allgather.neighbours,
-    "butterfly": butterfly.neighbours,
-    "tree": tree.neighbours,
-    "star": star.neighbours,
-}
+CHECKPOINT_TIMEOUT_S = 30.0
+"""How long `Grid.close` waits for a checkpoint that is being written."""
 
 
 def join(
@@ -147,34 +123,34 @@ def join(
     relay: bool | None = None,
     unencrypted: bool | None = None,
 ) -> Grid:
-    """Join a run.  Whatever is not given comes from `GRIDTRAIN_*`, which `gridtrain worker` sets; for a
-    script that was started by hand also from run.toml.
+    """Join a run.  An argument that is not given is taken from `GRIDTRAIN_*`, which `gridtrain worker` sets;
+    for a script that was started by hand also from run.toml.
 
     Args:
-        invitation: "gridtrain1:...", as the run's owner made it; not needed under `gridtrain worker`.
+        invitation: "gridtrain1:...", from the run's owner; not needed under `gridtrain worker`.
         name: what others see of this worker; a random one by default.
         listen: where peers connect to, "tcp://interface:port"; port 0 takes a free one.  By default a
             free port of the interface that leads to the coordinator.
-        advertise: the address that peers are told, where it differs from `listen`.
-        upload_limit, download_limit: such as "20Mbit"; always obeyed, also for what is relayed.
-        export_dir: where the first worker puts the final model; the state directory by default.
-        checkpoint_every: steps between two checkpoints on this worker's disk, 500 by default; 0: none.  A run
-            whose workers are all gone goes on from the latest that comes back.
-        checkpoint_keep: so many of the latest are kept, 2 by default.
-        handover_mib: when this worker leaves before the end, it hands over at most so much of what it has not
-            sent yet to another one, the largest values first; 16 by default, which is the most.
+        advertise: the address that is announced to peers, if it differs from `listen`.
+        upload_limit, download_limit: such as "20Mbit"; they hold for relayed traffic, too.
+        export_dir: where the first worker writes the final model; the state directory by default.
+        checkpoint_every: steps between two checkpoints on this worker's disk, 500 by default; 0: none.  If
+            all workers of a run are gone, it continues from the latest checkpoint that comes back.
+        checkpoint_keep: number of checkpoints to keep, 2 by default.
+        handover_mib: when this worker leaves before the end, it sends at most this much of its residual to
+            another one, the largest values first; 16 by default, which is the maximum.
         state_dir: the folder of the checkpoints.
-        relay: pass on what members that cannot reach each other send one another (sealed, so that
-            nothing of it can be read here).  True by default.
-        unencrypted: talk in the clear, with a coordinator that does so too; for benchmarks.
+        relay: forward messages of members that cannot reach each other (encrypted between these two).
+            True by default.
+        unencrypted: do not encrypt, with a coordinator that does not either; for benchmarks.
 
     Raises:
         ConfigError: an argument or variable is malformed, or there is no invitation.
-        CoordinatorUnreachable: nobody answered in time.
-        JoinRefused: the coordinator does not want this worker; the text says why.
+        CoordinatorUnreachable: the coordinator did not answer in time.
+        JoinRefused: the coordinator refuses this worker; the text says why.
     """
     install_error_hook()
-    given: dict[str, str | None] = {
+    arguments: dict[str, str | None] = {
         "name": name or None,
         "listen": listen,
         "advertise": advertise,
@@ -188,101 +164,89 @@ def join(
         "relay": None if relay is None else "yes" if relay else "no",
         "unencrypted": "yes" if unencrypted else None,
     }
-    if "GRIDTRAIN_COORDINATOR" not in os.environ:  # else the agent has looked at all of that
-        given |= join_settings(given, os.environ, RunFile.find(os.environ))
-    given["name"] = given["name"] or os.environ.get("GRIDTRAIN_NAME") or random_name()
-    with ExitStack() as held:
+    if "GRIDTRAIN_COORDINATOR" not in os.environ:  # otherwise the agent has read run.toml
+        arguments |= join_settings(arguments, os.environ, RunFile.find(os.environ))
+    arguments["name"] = arguments["name"] or os.environ.get("GRIDTRAIN_NAME") or random_name()
+    with ExitStack() as resources:
         if invitation is not None:
-            in_the_clear = given["unencrypted"] == "yes"
-            entry = held.enter_context(
-                enroll(parse(invitation), Deadlines().connect_s, unencrypted=in_the_clear)
+            entry = resources.enter_context(
+                enroll(
+                    parse(invitation),
+                    Deadlines().connect_s,
+                    unencrypted=arguments["unencrypted"] == "yes",
+                )
             )
-            given |= entry.join_options()
-        config = JoinConfig.from_environment(None, **given)
+            arguments |= entry.join_options()
+        config = JoinConfig.from_environment(None, **arguments)
         config = replace(config, coordinator=parse_coordinator_address(config.coordinator))
         check_names(config)
-        identity, encrypted = Identity.read(Path(config.identity)), config.unencrypted != "yes"
-        upload_Bps = parse_rate(config.upload_limit) if config.upload_limit else None
-        download_Bps = parse_rate(config.download_limit) if config.download_limit else None
-        rates = [upload_Bps, download_Bps]
-        latest: list[ZeroMQTransport] = []
-        planned = Faults.parse(config.faults) if config.faults else None
-
-        def connect() -> tuple[FlowControlTransport, PeerAllowlist]:
-            acquaintances = PeerAllowlist(bytes.fromhex(config.coordinator_key), relays=config.relay != "no")
-            sockets = ZeroMQTransport(
-                identity,
-                f"gridtrain {__version__}",
-                gate=acquaintances,
-                encrypted=encrypted,
-                plain_anywhere=not encrypted,  # where the coordinator may, which has to be told too
-                upload_Bps=rates[0],
-                download_Bps=rates[1],
-            )
-            latest[:] = [sockets]
-            transport = build_stack(
-                sockets,
-                identity,
-                may_relay=acquaintances.may_relay,
-                with_faults=partial(planned.over, name=config.name) if planned is not None else None,
-            )
-            return transport, acquaintances
-
-        def limit(upload_Bps: float | None, download_Bps: float | None) -> None:
-            rates[:] = [upload_Bps, download_Bps]
-            latest[0].set_rate_limits(upload_Bps, download_Bps)
-
-        transport, acquaintances = connect()
-        grid = Grid(transport, config, acquaintances)
+        identity = Identity.read(Path(config.identity))
+        connector = _Connector(config, identity)
+        transport, allowlist = connector.connect()
+        grid = Grid(transport, config, allowlist)
         if control := os.environ.get(CONTROL_VARIABLE):
-            grid.led_by(AgentLink(control, grid.moved_bytes), connect, limit)
-        grid.resources = held.pop_all()  # the identity is this worker's until its grid is closed
+            grid.led_by(AgentLink(control, grid.moved_bytes), connector.connect, connector.set_rate_limits)
+        grid.resources = resources.pop_all()  # the identity is this worker's until its grid is closed
         return grid
 
 
+class _Connector:
+    """Makes the transport of a worker, again after each pause, with the rate limits of the moment."""
+
+    def __init__(self, config: JoinConfig, identity: Identity) -> None:
+        self._config, self._identity = config, identity
+        self._upload_Bps = parse_rate(config.upload_limit) if config.upload_limit else None
+        self._download_Bps = parse_rate(config.download_limit) if config.download_limit else None
+        self._faults = Faults.parse(config.faults) if config.faults else None
+        self._sockets: ZeroMQTransport | None = None
+
+    def connect(self) -> tuple[FlowControlTransport, PeerAllowlist]:
+        config, encrypted = self._config, self._config.unencrypted != "yes"
+        allowlist = PeerAllowlist(bytes.fromhex(config.coordinator_key), relays=config.relay != "no")
+        self._sockets = ZeroMQTransport(
+            self._identity,
+            f"gridtrain {__version__}",
+            gate=allowlist,
+            encrypted=encrypted,
+            plain_anywhere=not encrypted,  # the coordinator has to allow it, too
+            upload_Bps=self._upload_Bps,
+            download_Bps=self._download_Bps,
+        )
+        with_faults = partial(self._faults.over, name=config.name) if self._faults is not None else None
+        transport = build_stack(
+            self._sockets, self._identity, may_relay=allowlist.may_relay, with_faults=with_faults
+        )
+        return transport, allowlist
+
+    def set_rate_limits(self, upload_Bps: float | None, download_Bps: float | None) -> None:
+        self._upload_Bps, self._download_Bps = upload_Bps, download_Bps
+        if self._sockets is not None:
+            self._sockets.set_rate_limits(upload_Bps, download_Bps)
+
+
 class Grid:
-    """This worker's hold on the run.  Used from the thread that trains."""
+    """This worker's place in the run.  Used from the thread that trains."""
 
-    _scalers: tuple[GridScaler, ...] = ()  # that were made
+    _scalers: tuple[GridScaler, ...] = ()
+    _optimizer: GridOptimizer | Pipeline | None = None
 
-    def __init__(
-        self, transport: FlowControlTransport, config: JoinConfig, acquaintances: PeerAllowlist
-    ) -> None:
+    def __init__(self, transport: FlowControlTransport, config: JoinConfig, allowlist: PeerAllowlist) -> None:
         self._config = replace(config, listen=config.listen or default_listen_address(config.coordinator))
-        self.resources = ExitStack()  # what is released when the grid is closed
+        self.resources = ExitStack()  # released when the grid is closed
         self._process = os.getpid()
-        self._session = GroupSession(transport, self._config, acquaintances)
+        self._session = GroupSession(transport, self._config, allowlist)
         try:
-            self._session.start()
+            self._session.connection.start()
         except BaseException:
             self._session.close()
-            transport.close()  # nobody has yet if the session's thread never ran
+            transport.close()  # the session's thread, which closes it, may never have run
             raise
-        self._optimizer: GridOptimizer | Pipeline | None = None
-        self._spec: LedgerSpec | None = None
-        self._clip_norm: float | None = None
         self._figures = ReportedFigures()
-        self._is_finished = self._closed = self._stopped = False
-        self._pause_control = PauseController(
-            self._session, NoAgent(), None, lambda upload_Bps, download_Bps: None
-        )
-        self._turn_rollback = TurnRollback()
-        self._session.on_batch_dropped = self._turn_rollback.drop_turn
-        self._batch_size = 0  # samples of a step that this worker asks for; 0: its part of the whole
-        self._full_share = 0  # this worker's share of a full step, in samples
-        self._pending_spans: deque[tuple[Span, ...]] = deque()  # of the turn: for the next calls of step()
-        self._checkpoints: CheckpointStore | None = None
-        self._stage_checkpoints: StageCheckpointStore | None = None
-        self._stage_leaving: StageDeparture | None = None
-        self._profile: Profile | Sequence[Layer] | None = None
-        self._memory_bytes = 0  # that training may fill here, of a model in stages; 0: nobody says
-        self._facts: Facts = ()
-        self._added_magnitude = 0.0
-        self._left_residual: LeftResidual | None = (
-            None  # the residual with which this worker left, not added yet
-        )
-        self._checkpoint_step: int | None = None  # of the checkpoint that was found
-        self._is_resumed = False  # state and residual are a checkpoint's, and no step was taken since
+        self._pauses = PauseController(self._session, NoAgent(), None, lambda upload_Bps, download_Bps: None)
+        self._model_state: ModelState | None = None
+        self._turns: Turns | None = None
+        self._clip_norm: float | None = None
+        self._is_closed = False
         atexit.register(self.close)
         install_sigterm_handler()
 
@@ -314,21 +278,21 @@ class Grid:
 
         Raises `ConfigError` before the optimizer is wrapped.
         """
-        return self._calls
+        return self._wrapped().calls_per_turn
 
     @property
     def finished(self) -> bool:
-        """The ledger has ended the run."""
-        return self._is_finished
+        """Whether the run has ended."""
+        return self._turns is not None and self._turns.is_finished
 
     @property
     def traffic(self) -> dict[str, tuple[int, int]]:
         """Bytes (sent, received) by message type, counted on the socket with framing."""
-        return self._session.traffic
+        return self._session.connection.traffic
 
     def moved_bytes(self) -> int:
-        """Sent and received so far, all in all; for any thread."""
-        return self._session.moved_bytes
+        """Bytes sent and received so far; for any thread."""
+        return self._session.connection.moved_bytes
 
     # -- what a loop calls -------------------------------------------------------------------------
 
@@ -373,16 +337,11 @@ class Grid:
             wrapped = GridOptimizer(optimizer, model, chosen, self._session, **options)
         self._optimizer, self._clip_norm = wrapped, clip_norm
         self._track_scalers()
-        largest_bytes = largest_state_bytes(model)
-        self._session.attach_state(
-            lambda seat, whole: wrapped.capture_state(whole), self._restore, largest_bytes
+        self._model_state = WholeModelState(
+            self._session, wrapped, self._checkpoint_options(), self._max_transfer_bytes()
         )
-        if self._pause_control.is_controlled:  # by an agent: others may ask how they compare
+        if self._pauses.is_controlled:  # started by an agent: the owner may compare the workers' speed
             self._session.report_figures({"float32_flops": float32_flops(model)})
-        self._session.attach_residual(wrapped.residual_size, self._add_residual)
-        self._session.attach_catch_up(
-            self._copy_state, wrapped.replay_update, largest_bytes, wrapped.flat_size
-        )
         return wrapped
 
     def pipeline(
@@ -408,40 +367,42 @@ class Grid:
         profile: Profile | Sequence[Layer] | None = None,
         memory_bytes: int | None = None,
     ) -> Pipeline:
-        """Train a model that no worker holds: it is cut into stages, and this worker holds one of them.
+        """Train a model that no worker holds as a whole: it is partitioned into stages, one for each worker.
 
-        S x R workers hold S stages in R replicas.  The batches of `grid.batches` are then of a replica: its
+        S x R workers hold S stages in R replicas.  A batch of `grid.batches` belongs to a replica: all its
         members get the same samples.  One batch is one step: `loss = pipe.step(inputs, targets)`.
 
         Args:
-            model: on the meta device, or a function that makes it, called so; or a `Blueprint`.  A chain of
-                blocks: `nn.Sequential`, a list, `gridtrain.pipeline.Sequence`.
+            model: on the meta device, or a function that makes it and is called there; or a `Blueprint`.  A
+                chain of blocks: `nn.Sequential`, a list, `gridtrain.pipeline.Sequence`.
             optimizer: makes the optimizer of a stage from its parameters: `torch.optim.SGD` with arguments
                 bound, `lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)`.
-            stages: S; a run takes at least so many workers.
+            stages: S; a run needs at least this many workers.
             loss_fn: of the last layer's output and the targets: a mean over the samples, as a scalar tensor.
-            micro_batches: so many pieces of a batch follow each other through the stages; "auto": the first
-                four steps try 4 and 8 for each stage, then all take what fits the measured times best.
+            micro_batches: number of pieces into which a batch is divided; "auto": the first four steps try 4
+                and 8 for each stage, then all workers use what fits the measured times best.
             exchange: among the replicas of a stage; `GTopK()` by default.
             cuts: (S + 1,) where stages begin, and the number of blocks, the same on all workers, such as
-                `gridtrain.pipeline.partition(...).cuts`; by default after the bytes of the parameters.
-            schedule: "1f1b", or "fill-drain" as GPipe has it, which keeps more micro-batches.
-            ahead: of 1F1B: so many micro-batches more for each stage that follows are on their way, so that
-                links with latency keep nobody waiting (`protocol.schedule`).
-            wire: how activations travel: "exact", "fp16", "bf16" or "int8".
+                `gridtrain.pipeline.partition(...).cuts`; by default chosen by the bytes of the parameters.
+            schedule: "1f1b", or "fill-drain" as in GPipe, which stores more micro-batches.
+            ahead: for 1F1B: micro-batches in flight beyond the usual, for each following stage, so that
+                links with latency keep no stage waiting (`gridtrain.core.stages.schedule`).
+            wire: how activations are sent: "exact", "fp16", "bf16" or "int8".
             clip_norm: largest 2-norm of the whole model's update.
             average_buffers_every: steps between two averages of floating buffers over a stage's replicas.
             compare_every: steps between two comparisons of the states of a stage's replicas; 0: never.
-            rematerialise: keep only the inputs of a stage for each micro-batch, and compute the rest again.
+            rematerialise: store only the inputs of a stage for each micro-batch, and compute the rest again.
             device: where this worker's stage is.
-            seed: of the first parameters, and of dropout; the same on all workers.
-            init: see `gridtrain.pipeline.Blueprint`, as is what a model may be.
-            profile: of the blocks (`gridtrain.pipeline.profile`), for new cuts when workers are lost; without
-                it a block takes as long as it has bytes, and activations are not counted.
-            memory_bytes: that training may fill on this worker; by default 90 % of the GPU's, on a CPU any.
+            seed: of the initial parameters, and of dropout; the same on all workers.
+            init: see `gridtrain.pipeline.Blueprint`, which also says what a model may be.
+            profile: of the blocks (`gridtrain.pipeline.profile`), to partition again when workers are lost;
+                without it a block's time counts as proportional to its bytes, and activations are not
+                counted.
+            memory_bytes: that training may fill on this worker; by default 90 % of the GPU's, unlimited on a
+                CPU.
 
         Raises:
-            ConfigError: the model cannot be cut so; the text says what to change.
+            ConfigError: the model cannot be partitioned like this; the text says what to change.
         """
         if self._optimizer is not None:
             raise ConfigError(
@@ -450,14 +411,14 @@ class Grid:
         if self._scalers:
             raise unsupported_scaler_error()
         check_stages(stages)
-        plan, plan_name = schedule_for(schedule, ahead)
+        make_schedule, schedule_name = schedule_for(schedule, ahead)
         options = PipelineOptions(
             stages=stages,
             micro_batches=parse_micro_batches(micro_batches),
             exchange=exchange if exchange is not None else GTopK(),
             loss=loss_fn,
-            schedule=plan,
-            schedule_name=plan_name,
+            schedule=make_schedule,
+            schedule_name=schedule_name,
             ahead=ahead,
             wire=parse_wire(wire),
             clip_norm=clip_norm,
@@ -469,10 +430,16 @@ class Grid:
         blueprint = model if isinstance(model, Blueprint) else Blueprint(model, seed=seed, init=init)
         staging = ModelStages(blueprint, stages, cuts=cuts, device=torch.device(device))
         pipe = Pipeline(staging, optimizer, options, self._session)
-        self._optimizer, self._clip_norm, self._profile = pipe, clip_norm, profile
-        self._memory_bytes = model_costs.training_memory_bytes(memory_bytes, staging.device)
-        self._session.attach_state(pipe.capture_state, self._restore, largest_state_bytes(pipe.model))
-        self._session.attach_residual(0, self._add_residual)  # `Pipeline` says how long it is
+        self._model_state = StageModelState(
+            self._session,
+            pipe.held,
+            self._checkpoint_options(),
+            self._max_transfer_bytes(),
+            profile=profile,
+            memory_bytes=model_costs.training_memory_bytes(memory_bytes, staging.device),
+            measure_flops=lambda: device_flops(staging.device),
+        )
+        self._optimizer, self._clip_norm = pipe, clip_norm
         return pipe
 
     def batches(
@@ -492,52 +459,51 @@ class Grid:
         collate_fn: Callable[[list[Any]], Any] = sampler.collate,
         weigh: bool = True,
     ) -> Iterator[Any]:
-        """Yield this worker's batches until the run's ledger ends it; every sample counts once.
+        """Yield this worker's batches until the run has ended; every sample counts once.
 
         One yielded batch is one step: the loop body calls `optimizer.step()` once for each batch, or
-        once for every `accumulate` batches.  In a step in which this worker holds no samples (the tail
-        of a pass) it gets a stand-in batch, whose gradient counts nothing, so that schedulers and the
+        once for every `accumulate` batches.  In a step in which this worker has no samples (the tail
+        of a pass) it gets a stand-in batch, whose gradient is ignored, so that schedulers and the
         like take the same number of steps everywhere.
 
-        With `LocalSteps(every=H)` a step of the run (`steps=`, `grid.step`, what is due every so many steps)
-        is H of the loop's steps; sizes and `accumulate` are of one of these.
+        With `LocalSteps(every=H)` a step of the run (`steps=`, `grid.step`, everything that is due every so
+        many steps) is H of the loop's steps; sizes and `accumulate` refer to one of these.
 
         Args:
-            dataset: the same on all workers.  One that can only be iterated over must give the same samples
-                each time.  It is taken in its own order (`set_epoch(pass)` is called if there is one), and
-                every worker reads past the samples of the others.
+            dataset: the same on all workers.  An iterable data set must give the same samples each time.  It
+                is read in its own order (`set_epoch(pass)` is called if there is one), and every worker reads
+                past the samples of the others.
             batch_size: samples of one yielded batch on this worker.
-            global_batch_size: samples of a step over all workers; held constant as workers come and go, and
-                shared out by the speed that each of them shows.
+            global_batch_size: samples of a step over all workers; constant as workers come and go, and
+                divided by the measured speed of each.
             max_batch_size: with `global_batch_size`, the largest yielded batch that fits this worker.
             epochs, steps: exactly one of them ends the run, for all workers together.
             accumulate: yielded batches in one step; the loop divides the loss of each, a mean, by it.
             seed: of the order of the samples, the same on all workers.
             length: samples of a pass over an iterable data set without `__len__`.
-            num_workers: processes that read batches ahead; at most 1 for an iterable data set.  What they
-                have read in vain when the group changes is dropped: a sample counts where its step commits.
+            num_workers: processes that read batches ahead; at most 1 for an iterable data set.  Batches that
+                are not needed after a change of the group are dropped: a sample counts when its step commits.
             prefetch_factor: steps that each of them reads ahead.
-            weigh: where `accumulate` does not divide a step's samples, its batches differ by one sample; what
-                the loop has accumulated is then scaled between two of them, so that each sample counts
-                alike.  False: not; for a loop that reads all of a step's batches before it computes, or
-                weighs them by itself.
+            weigh: if `accumulate` does not divide a step's samples, its batches differ by one sample; the
+                accumulated gradient is then scaled between two of them, so that each sample counts
+                alike.  False: not scaled; for a loop that reads all batches of a step before it computes, or
+                weighs them itself.
         """
         batch_size, global_batch_size, max_batch_size, accumulate, epochs, steps, seed, length = to_ints(
             batch_size=batch_size, global_batch_size=global_batch_size, max_batch_size=max_batch_size,
             accumulate=accumulate, epochs=epochs, steps=steps, seed=seed, length=length,
         )  # fmt: skip
         check_readers(dataset, num_workers, prefetch_factor)
-        sizes = BatchSizes(batch_size, global_batch_size, max_batch_size, accumulate, self._calls)
-        self._join_run(dataset, sizes, epochs, steps, seed, length)
-        assert self._spec is not None
+        sizes = BatchSizes(batch_size, global_batch_size, max_batch_size, accumulate, self.calls_per_step)
+        turns = self._join_run(dataset, sizes, epochs, steps, seed, length)
         self._wrapped().set_backwards_per_step(accumulate)
-        kind = readers.IterableReader if readers.is_iterable(dataset) else readers.MapReader
-        reader = kind(dataset, self._spec, accumulate, collate_fn)
+        make_reader = readers.IterableReader if readers.is_iterable(dataset) else readers.MapReader
+        reader = make_reader(dataset, turns.spec, accumulate, collate_fn)
         ahead = Prefetcher(reader, num_workers, prefetch_factor) if num_workers else None
         try:
-            for spans in self._turns():
-                if ahead is not None and self._session.turn_spans:
-                    batches = ahead.read(tuple(spans), self._predict_spans(ahead.depth))
+            for spans in self._run_turns():
+                if ahead is not None and turns.has_samples:
+                    batches = ahead.read(tuple(spans), turns.predict(ahead.depth))
                 else:
                     batches = reader.read(spans)
                 yield from self._weighed(batches, spans) if weigh and accumulate > 1 else batches
@@ -565,15 +531,14 @@ class Grid:
             batch_size=batch_size, global_batch_size=global_batch_size, max_batch_size=max_batch_size,
             epochs=epochs, steps=steps, seed=seed,
         )  # fmt: skip
-        sizes = BatchSizes(batch_size, global_batch_size, max_batch_size, calls_per_step=self._calls)
+        sizes = BatchSizes(batch_size, global_batch_size, max_batch_size, calls_per_step=self.calls_per_step)
         if readers.is_iterable(dataset):
             raise ConfigError(
                 f"a {type(dataset).__name__} has no index, so there is nothing to sample from",
                 remedy="use grid.batches(dataset, ...)",
             )
-        self._join_run(dataset, sizes, epochs, steps, seed)
-        assert self._spec is not None
-        return sampler.GridSampler(self._spec, self._turns)
+        turns = self._join_run(dataset, sizes, epochs, steps, seed)
+        return sampler.GridSampler(turns.spec, self._run_turns)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -587,7 +552,7 @@ class Grid:
     def mean(self, value: float | torch.Tensor) -> float:
         """Average of a number over all workers, for logs; all of them must call it at the same place.
 
-        It is no replicated state: if the group changes in that moment, or a worker does not call it,
+        It is not replicated state: if the group changes at that moment, or a worker does not call it,
         a worker gets its own number back.
         """
         return self._session.average(value.item() if isinstance(value, torch.Tensor) else float(value))
@@ -595,8 +560,8 @@ class Grid:
     def report(self, **figures: float) -> None:
         """Numbers for `gridtrain status` and the run's owner, such as `loss=...`.
 
-        Those that are not finite are left out.  Raises `ConfigError` for a name of more than 64 bytes or
-        with control characters, and for more than `figures.MAX_FIGURES` names.
+        Values that are not finite are left out.  Raises `ConfigError` for a name of more than 64 bytes or
+        with control characters, and for more than `reported_figures.MAX_FIGURES` names.
         """
         self._session.report_figures(self._figures.filter_valid(figures))
 
@@ -605,7 +570,7 @@ class Grid:
         self._wrapped().track(**trackers)
 
     def scaler(self, **kwargs: Any) -> GridScaler:
-        """A `torch.amp.GradScaler` whose scale stays equal on all workers, newcomers among them; not for a
+        """A `torch.amp.GradScaler` whose scale stays equal on all workers, joining ones included; not for a
         pipeline."""
         if isinstance(self._optimizer, Pipeline):
             raise unsupported_scaler_error()
@@ -614,25 +579,31 @@ class Grid:
         self._track_scalers()
         return made
 
+    def led_by(self, agent: AgentControl, connect: MakeTransport, limit: SetRateLimits) -> None:
+        """Let `agent` pause and limit this worker; see `PauseController`.
+
+        Args:
+            connect: makes the transport with which this worker joins again after a pause.
+            limit: changes the rate limits of the present transport.
+        """
+        self._pauses = PauseController(self._session, agent, connect, limit)
+
     def close(self, reason: str = "the training script ended") -> None:
-        """Leave the run; idempotent, and done by itself when the script ends."""
+        """Leave the run; idempotent, and called when the script ends."""
         if os.getpid() != self._process:
-            return  # a child that was forked: the place in the run is its parent's
+            return  # a forked child: the place in the run is its parent's
         atexit.unregister(self.close)
         try:
-            if not self._is_finished and not self._closed:
-                self._closed = True
-                self._transfer_residual()
+            if not self.finished and not self._is_closed:
+                self._is_closed = True
+                if self._model_state is not None and self._turns is not None:
+                    budget_bytes = self._pauses.remaining_bytes // 2
+                    self._model_state.leave(budget_bytes, between_steps=self._turns.is_stopped)
         finally:
-            self._release(reason)
-
-    def _release(self, reason: str) -> None:
-        self._session.close("its run is finished" if self._is_finished else reason)
-        if self._checkpoints is not None:
-            self._checkpoints.wait(CHECKPOINT_S)
-        if self._stage_checkpoints is not None:
-            self._stage_checkpoints.wait(CHECKPOINT_S)
-        self.resources.close()
+            self._session.close("its run is finished" if self.finished else reason)
+            if self._model_state is not None:
+                self._model_state.close(CHECKPOINT_TIMEOUT_S)
+            self.resources.close()
 
     def __enter__(self) -> Grid:
         return self
@@ -643,10 +614,10 @@ class Grid:
     # -- inside ------------------------------------------------------------------------------------
 
     def _track_scalers(self) -> None:
-        """As soon as there is an optimizer to whose state they belong."""
+        """Make the scalers part of the optimizer's state, as soon as there is an optimizer."""
         if isinstance(self._optimizer, GridOptimizer) and self._optimizer.shares_scale:
-            ours = serialization.INTERNAL_PREFIX
-            named = {f"{ours}scaler{number or ''}": each for number, each in enumerate(self._scalers)}
+            prefix = serialization.INTERNAL_PREFIX
+            named = {f"{prefix}scaler{number or ''}": each for number, each in enumerate(self._scalers)}
             self._optimizer.track(**named)
 
     def _wrapped(self) -> GridOptimizer | Pipeline:
@@ -657,11 +628,22 @@ class Grid:
             )
         return self._optimizer
 
-    def _require_whole_model(self) -> GridOptimizer:
-        """Of a model that this worker holds as a whole."""
-        wrapped = self._wrapped()
-        assert not isinstance(wrapped, Pipeline)
-        return wrapped
+    def _checkpoint_options(self) -> CheckpointOptions:
+        """Each worker of a machine has a folder of its own, below one for its coordinator's key."""
+        config = self._config
+        if config.state_dir:
+            folder = Path(config.state_dir)
+        else:
+            worker = run_folder_name(Path(config.identity).stem or config.name)
+            folder = state_directory(config.run) / "checkpoints" / config.coordinator_key[:16] / worker
+        return CheckpointOptions(
+            folder,
+            every=parse_int("checkpoint_every", config.checkpoint_every),
+            keep=parse_int("checkpoint_keep", config.checkpoint_keep),
+        )
+
+    def _max_transfer_bytes(self) -> int:
+        return parse_int("handover_mib", self._config.handover_mib) << 20
 
     def _join_run(
         self,
@@ -671,14 +653,15 @@ class Grid:
         steps: int | None,
         seed: int,
         length: int | None = None,
-    ) -> None:
+    ) -> Turns:
         wrapped = self._wrapped()
+        assert self._model_state is not None
         self._session.check_not_joined()
         sizes.check()
         self._export_folder()
         size, data_text = readers.measure_dataset(dataset, length)
-        self._spec = LedgerSpec(size=size, seed=seed, epochs=epochs, steps=steps)
-        data_ledger.validate(self._spec)
+        spec = LedgerSpec(size=size, seed=seed, epochs=epochs, steps=steps)
+        data_ledger.validate(spec)
         facts: Facts = (
             ("model", model_digest(wrapped.model)[0]),
             ("buffers", wrapped.buffer_averaging.describe()),
@@ -688,344 +671,54 @@ class Grid:
             ("compared", f"every {wrapped.compare_every} steps" if wrapped.compare_every else "never"),
             ("data", data_text),
         )
-        share = self._batch_size = sizes.batch_size
-        neighbours = _NEIGHBOURS[round_exchange(wrapped.exchange_config).topology]
-        if isinstance(wrapped, Pipeline):
-            facts = (*facts, ("stages", str(wrapped.stages)), ("blocks", str(len(wrapped.defined.blueprint))))
-            kept = self._open_stage_checkpoints(wrapped, facts)
-            model = wrapped.described(self._profile, share)
-            setup = Setup(
-                facts, self._spec, share, sizes.global_batch_size, stages=wrapped.stages, stage_checkpoints=kept,
-                model=model, memory_bytes=self._memory_bytes, flops=device_flops(wrapped.defined.device),
-            )  # fmt: skip
-            self._session.join(setup, wrapped.edges(neighbours))
-            return
-        held = self._resume(facts)
-        self._session.join(
-            Setup(
-                facts,
-                self._spec,
-                share,
-                sizes.global_batch_size,
-                held,
-                can_catch_up=round_exchange(wrapped.exchange_config).sparse,
-                initial_state_digest=wrapped.initial_digest() if held is None else b"",
-            ),
-            _with_ring_peers(neighbours),
-            describe_machine(wrapped.model),
-            _exchange_choices(wrapped),
-        )
+        self._turns = Turns(self._session, wrapped, self._model_state, self._pauses, spec, sizes.batch_size)
+        self._model_state.join(facts, spec, sizes)
+        return self._turns
 
-    def _turns(self) -> Iterator[Sequence[Span]]:
-        """This worker's spans for each call of `optimizer.step`; a stand-in where it holds none."""
-        assert self._spec is not None
-        # Batch norm, for one, cannot take a batch of one sample.
-        stand_in: tuple[Span, ...] = (Span(0, min(self._spec.size, max(2, self._batch_size // self._calls))),)
-        while (picture := self._next_turn()) is not None:
-            assert picture.open_round is not None
-            if self._stage_leaving is not None:
-                self._stage_leaving.restore_residual(picture)
-                self._checkpoint_stage(picture)
-            else:
-                self._verify_checkpoints(picture.applied + 1)
-                self._restore_left_residual(picture)
-                self._checkpoint(picture)
-            self._pending_spans = deque(self._begin_turn(picture, stand_in))
-            stand_in = self._pending_spans[-1]
-            while self._pending_spans:
-                yield self._pending_spans.popleft()
-            if not self._session.is_turn_done:
-                raise self._check_step_called(picture.open_round.step)
-        if not self._stopped and not self._is_finished:  # a DataLoader may ask once more after the end
+    def _run_turns(self) -> Iterator[Sequence[Span]]:
+        """This worker's spans for each call of `optimizer.step`; at the end of the run the model is
+        exported."""
+        assert self._turns is not None
+        was_finished = self._turns.is_finished  # a DataLoader may ask once more after the end
+        yield from self._turns
+        if self._turns.is_finished and not self._turns.is_stopped and not was_finished:
             self._finish()
 
     def _weighed(self, batches: Sequence[Any], spans: Sequence[Span]) -> Iterator[Any]:
-        """A step's micro-batches; those of a stand-in count nothing anyway."""
+        """A step's micro-batches, each with its weight set; the weights of a stand-in do not matter."""
         weights = readers.micro_batch_weights(data_ledger.count_samples(spans), len(batches))
+        wrapped = self._wrapped()
+        assert isinstance(wrapped, GridOptimizer)
         for number, batch in enumerate(batches):
-            self._require_whole_model().begin_micro_batch(number, weights)
+            wrapped.begin_micro_batch(number, weights)
             yield batch
 
-    def _begin_turn(self, picture: WorkerSnapshot, stand_in: tuple[Span, ...]) -> list[tuple[Span, ...]]:
-        """This worker's positions, cut for the turn's calls of `optimizer.step`."""
-        self._full_share = picture.shares[picture.rank][1]
-        self._wrapped().begin_turn(self._calls_with_samples(picture.spans))
-        if self._pause_control.is_controlled:
-            self._turn_rollback.begin_turn(self._wrapped())
-        return self._call_spans(picture.spans) if picture.spans else [stand_in] * self._calls
-
-    @property
-    def _calls(self) -> int:
-        return self._wrapped().calls_per_turn
-
-    def _calls_with_samples(self, spans: Sequence[Span]) -> int:
-        """So many of a turn's calls have samples: a short step has fewer of them, not smaller batches."""
-        samples = data_ledger.count_samples(spans)
-        return min(self._calls, samples, -(-self._calls * samples // max(1, self._full_share)))
-
-    def _call_spans(self, spans: Sequence[Span]) -> list[tuple[Span, ...]]:
-        """For each of a turn's calls; those that have no samples are given the last ones again."""
-        pieces = sampler.split_spans(spans, self._calls_with_samples(spans))
-        return pieces + [pieces[-1]] * (self._calls - len(pieces))
-
-    def _predict_spans(self, count: int) -> list[tuple[Span, ...]]:
-        """What `_turns` yields next, at least so many unless the run ends or the group changes."""
-        ahead = list(self._pending_spans)
-        for spans in self._session.predict_spans(-(-count // self._calls)):
-            ahead += self._call_spans(spans) if spans else [()]
-        return ahead
-
-    def _check_step_called(self, step: int) -> ConfigError:
-        had = self._wrapped().local_calls
-        batches = "the batch" if self._calls == 1 else f"the {self._calls} batches"
-        return ConfigError(
-            f"optimizer.step() was called {had} times for {batches} of step {step}; each batch is one step",
-            remedy="call it once for each batch, or once for every a batches of "
-            "grid.batches(..., accumulate=a)",
-        )
-
-    # -- checkpoints -------------------------------------------------------------------------------
-
-    def _resume(self, facts: Facts) -> CheckpointInfo | None:
-        """Load the latest checkpoint of this training from the disk; what the group holds may be later."""
-        assert self._spec is not None
-        self._facts = (*facts, ("order", f"{self._spec.size} samples, seed {self._spec.seed}"))
-        self._checkpoints = CheckpointStore(
-            self._checkpoint_folder(),
-            every=parse_int("checkpoint_every", self._config.checkpoint_every),
-            keep=parse_int("checkpoint_keep", self._config.checkpoint_keep),
-        )
-        self._checkpoints.claim()
-        self.resources.callback(self._checkpoints.release)
-        found = self._checkpoints.latest(self._facts)
-        self._left_residual = load_left_residual(
-            self._checkpoint_folder(), self._facts, self._require_whole_model().residual_size
-        )
-        if found is None:
-            return None
-        try:
-            self._require_whole_model().unpack(found.document, found.tensors)
-        except RemoteProtocolError as error:
-            raise ConfigError(
-                f"the checkpoint {found.path} of step {found.step} cannot be used: {error.reason}",
-                remedy="move it away: this worker then begins from an older one, or takes the others' state",
-            ) from None
-        if found.residual:  # none: another worker has it (`Checkpoints.void`)
-            self._require_whole_model().load_residual_state(found.residual)
-        if self._left_residual is not None and self._left_residual.history == found.position.history:
-            self._require_whole_model().clear_residual()  # what was left is what remains of it
-        self._is_resumed, self._checkpoint_step = True, found.step
-        log.warning("this worker holds a checkpoint of step %d: %s", found.step, found.path)
-        return found.position
-
-    def _verify_checkpoints(self, step: int) -> None:
-        """At the first turn: what was found on the disk is this training's past, or it is left alone."""
-        assert self._checkpoints is not None
-        if self._is_resumed:
-            self._checkpoints.mark_verified()
-        elif self._checkpoint_step is not None:
-            text = (
-                "the run goes on from step %d, not from this worker's checkpoint of step %d: it stays in %s"
-            )
-            log.warning(text, step, self._checkpoint_step, self._checkpoints.folder)
-        self._is_resumed, self._checkpoint_step = False, None
-
-    def _open_stage_checkpoints(self, pipe: Pipeline, facts: Facts) -> tuple[CheckpointInfo, ...]:
-        """The checkpoints of stages that this worker has from an earlier life."""
-        assert self._spec is not None
-        self._facts = (*facts, ("order", f"{self._spec.size} samples, seed {self._spec.seed}"))
-        self._stage_checkpoints = store = StageCheckpointStore(
-            self._checkpoint_folder(),
-            self._facts,
-            every=parse_int("checkpoint_every", self._config.checkpoint_every),
-            keep=parse_int("checkpoint_keep", self._config.checkpoint_keep),
-            told=self._session.report_checkpoints,
-            loaded=pipe.load,
-            packed=lambda held: pipe.pack_aside(held, self._facts),
-        )
-        store.claim()
-        self.resources.callback(store.release)
-        self._session.attach_stage_checkpoints(store)
-        keeps = parse_int("checkpoint_every", self._config.checkpoint_every) > 0
-        self._stage_leaving = StageDeparture(self._session, pipe, store, self._facts, keeps)
-        return store.stored_checkpoints()
-
-    def _checkpoint_stage(self, picture: WorkerSnapshot) -> None:
-        """As `_checkpoint`, of this worker's stage."""
-        pipe, store = self._wrapped(), self._stage_checkpoints
-        assert isinstance(pipe, Pipeline) and store is not None
-        blocks = pipe.blocks_at(picture)
-        if store.is_due(blocks, picture.applied + 1):
-            document, tensors = pipe.pack(picture)
-            held = CheckpointInfo(picture.applied, picture.history, picture.ledger)
-            residual = pipe.residual_state(picture)
-            store.write(blocks, CheckpointContent(held, self._facts, document, tensors, residual))
-
-    def _restore(self, blobs: Sequence[bytes]) -> None:
-        """Another worker's state.  A residual from a checkpoint belongs to the checkpoint's step alone: what
-        was sent since would be sent twice."""
-        if self._is_resumed:
-            self._require_whole_model().clear_residual()
-            self._is_resumed = False
-        self._wrapped().restore_state(blobs)
-
-    def _copy_state(self) -> Callable[[], tuple[bytes, bytes]]:
-        """Between two steps; what is returned makes bytes of the copy."""
-        copy = self._require_whole_model().copy_state()
-        return lambda: (copy.private_bytes(), copy.shared_bytes())
-
-    def _restore_left_residual(self, picture: WorkerSnapshot) -> None:
-        """At the first turn: the residual with which this worker left, if no step was committed since."""
-        left, self._left_residual = self._left_residual, None
-        if left is None:
-            return
-        fits = (left.applied, left.history) == (picture.applied, picture.history)
-        indices_K = np.flatnonzero(left.residual_N)
-        entries = SparseVector(indices_K, left.residual_N[indices_K])
-        back = fits and self._require_whole_model().add_residual(entries, picture.world_size)
-        mass = residual_pieces.magnitude_sum([entries])
-        self._session.report_figures(
-            {"read_back_mass": mass if back else 0.0, "lost_mass": 0.0 if back else mass}
-        )
-        where = f"step {left.applied + 1}; the run is at step {picture.applied + 1}"
-        log.warning("the residual of %s: mass %.3g is %s", where, mass, "read back" if back else "lost")
-
-    def _add_residual(self, peer: bytes, entries: SparseVector) -> None:
-        """What a member that has left had not sent is sent from here."""
-        picture = self._session.snapshot
-        added, mass = (
-            self._wrapped().add_residual(entries, picture.world_size),
-            residual_pieces.magnitude_sum([entries]),
-        )
-        self._added_magnitude += mass if added else 0.0
-        self._session.report_figures({"inherited_mass": self._added_magnitude})
-        what = "added to this worker's" if added else "lost: a sum with this worker's is too large to travel"
-        log.warning(
-            "residual of %s, %d entries, mass %.3g: %s", peer.hex()[:8], len(entries.values), mass, what
-        )
-
-    def _transfer_residual(self) -> None:
-        """The others go on: give them what this worker has not sent.  What stops that costs the residual."""
-        if self._optimizer is None or self._spec is None:
-            return
-        try:
-            if isinstance(self._optimizer, Pipeline):
-                if self._stage_leaving is not None:
-                    self._stage_leaving.leave(self._residual_budget_bytes(), between_steps=self._stopped)
-                return
-            keeps = parse_int("checkpoint_every", self._config.checkpoint_every) > 0
-            folder = self._checkpoint_folder() if keeps else None
-            if self._left_residual is not None and folder is not None:
-                save_left_residual(folder, self._facts, self._left_residual)  # no turn has come
-                return
-            voids = self._checkpoints.drop_residual if keeps and self._checkpoints is not None else None
-            left = transfer_residual(self._session, self._optimizer, self._residual_budget_bytes(), voids)
-            if folder is not None:
-                save_left_residual(folder, self._facts, left)
-        except GridtrainError as error:
-            log.debug("nothing handed over: %s", error)  # this worker is no member (any more)
-
-    def _residual_budget_bytes(self) -> int:
-        """At most so much, and not the last of what this machine may move today."""
-        return min(
-            parse_int("handover_mib", self._config.handover_mib) << 20,
-            self._pause_control.remaining_bytes // 2,
-        )
-
-    # -- pauses ------------------------------------------------------------------------------------
-
-    def led_by(self, owner: AgentControl, connect: MakeTransport, limit: SetRateLimits) -> None:
-        """This worker rests when its `owner` says so: see `optim.pausing`.
-
-        Args:
-            connect: makes what a new place in the group needs, after a pause.
-            limit: changes the rates of the connection that stands.
-        """
-        self._pause_control = PauseController(self._session, owner, connect, limit)
-
-    def _next_turn(self) -> WorkerSnapshot | None:
-        """As `GroupSession.await_turn`, with pauses; None also where the owner has said stop."""
-        self._turn_rollback.end_turn()
-        while True:
-            try:
-                picture = self._session.await_turn()
-            except WaitInterrupted:
-                self._stopped = not self._pause()
-                if self._stopped:
-                    return None
-                continue
-            except JoinRefused as refusal:
-                if not self._pause_control.is_run_over(refusal):
-                    raise
-                self._is_finished = self._stopped = True
-                return None
-            self._pause_control.begin_turn()
-            return picture
-
-    def _pause(self) -> bool:
-        """Leave between two steps, wait, and come back; False: there is nothing to come back to."""
-        if self._pause_control.should_stop:
-            log.warning("this worker's owner has said stop: its loop ends after step %d", self.step - 1)
-            return False
-        wrapped, picture = self._wrapped(), self._session.snapshot
-        keeps = parse_int("checkpoint_every", self._config.checkpoint_every) > 0
-        held: CheckpointInfo | None = None
-        if isinstance(wrapped, Pipeline):
-            assert self._stage_leaving is not None
-            self._stage_leaving.rest(self._residual_budget_bytes())
-        else:
-            if self._left_residual is None:  # else no turn has come since the last time
-                voids = self._checkpoints.drop_residual if keeps and self._checkpoints is not None else None
-                self._left_residual = transfer_residual(
-                    self._session, wrapped, self._residual_budget_bytes(), voids
-                )
-            wrapped.clear_residual()
-            if picture.is_synced and picture.applied >= 0:
-                held = CheckpointInfo(picture.applied, picture.history, picture.ledger)
-        came_back = self._pause_control.pause(held, touched=picture.is_modified or picture.applied >= 0)
-        self._is_finished = self._is_finished or self._pause_control.has_missed_end
-        return came_back
-
-    def _checkpoint(self, picture: WorkerSnapshot) -> None:
-        """Between two steps: copy what is due to be written."""
-        assert self._checkpoints is not None
-        if self._checkpoints.is_due(picture.applied + 1):
-            wrapped = self._require_whole_model()
-            document, tensors = wrapped.pack()
-            held = CheckpointInfo(picture.applied, picture.history, picture.ledger)
-            residual = wrapped.residual_state()
-            self._checkpoints.write(CheckpointContent(held, self._facts, document, tensors, residual))
-
-    def _checkpoint_folder(self) -> Path:
-        """Each worker of a machine has its own, under the key that its coordinator has."""
-        if self._config.state_dir:
-            return Path(self._config.state_dir)
-        worker = Path(self._config.identity).stem or self._config.name
-        run = state_directory(self._config.run)
-        return run / "checkpoints" / self._config.coordinator_key[:16] / run_folder_name(worker)
-
     def _finish(self) -> None:
-        self._is_finished = True
+        if self._session.is_standby_at_end:
+            log.warning("the run is finished; this worker had no model, or no part of it, at the end")
+            return
         exports = self._is_exporter()
         if exports:
             self._export()
         if not self._session.wait_for_members():
             log.warning("left before the coordinator had declared the run finished")
-        if not exports and self._has_become_first():
-            self._export()
-
-    def _has_become_first(self) -> bool:
-        """The first worker was lost after the last step, perhaps before its export: this one follows it."""
-        with suppress(GridtrainError):  # what ended the session; who knows nothing of the group is not first
-            return self.world_size > 0 and self._is_exporter()
-        return False
+        if not exports:
+            # The first worker may have been lost after the last step, before its export.
+            with suppress(GridtrainError):  # what ended the session: then nothing is known of the group
+                exports = self._is_exporter()
+            if exports:
+                self._export()
 
     def _is_exporter(self) -> bool:
-        wrapped = self._wrapped()
-        return wrapped.exports if isinstance(wrapped, Pipeline) else self.is_first
+        assert self._model_state is not None
+        return self._model_state.exports
+
+    def _export(self) -> None:
+        assert self._model_state is not None
+        self._model_state.export(self._export_folder())
 
     def _export_folder(self) -> Path:
-        """Made and tried before the training, since after it is too late to choose another."""
+        """Created and checked before the training, because after it would be too late to choose another."""
         folder = Path(self._config.export_dir or state_directory(self._config.run))
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -1037,31 +730,9 @@ class Grid:
                 remedy="name a folder with --export-dir (or gridtrain.join(export_dir=...))",
             ) from None
 
-    def _export(self) -> None:
-        """The final model as safetensors, written aside and renamed."""
-        wrapped = self._wrapped()
-        if isinstance(wrapped, Pipeline):
-            wrapped.export(self._export_folder())
-            return
-        path = self._export_folder() / "final.safetensors"
-        save_model(plain_state(wrapped.model), path)
-        log.warning("the run is finished; the model is in %s", path)
-
-
-def _with_ring_peers(neighbours: PeersOf) -> PeersOf:
-    """Averages of buffers, tables of trials and, in retries, settings go round the ring in any exchange."""
-    return lambda rank, world_size: neighbours(rank, world_size) | ring.neighbours(rank, world_size)
-
-
-def _exchange_choices(wrapped: GridOptimizer) -> dict[str, PeersOf]:
-    """The edges of each exchange that a VIEW may name; with "" among them it need not name one."""
-    if round_exchange(wrapped.exchange_config) == Dense():
-        return {"": ring.neighbours, DIRECT_DENSE: _with_ring_peers(direct.neighbours)}
-    return {each.describe(): _with_ring_peers(_NEIGHBOURS[each.topology]) for each in wrapped.choices}
-
 
 def _fit_auto(auto: Auto, inner: torch.optim.Optimizer, overlap: Overlap | None) -> Auto:
-    """What the coordinator may choose behind this optimizer."""
+    """The exchanges that the coordinator may choose with this optimizer."""
     if overlap is not None:
         raise ConfigError(
             'overlap with exchange="auto", whose buckets would depend on what is chosen',

@@ -26,11 +26,11 @@ from typing import Any, NoReturn, TypeVar
 from gridtrain.config import Deadlines, JoinConfig
 from gridtrain.core.messages import PeerId
 from gridtrain.errors import ConfigError
+from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.fault_injection import Faults
 from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.in_memory import MemoryHub, MemoryTransport
-from gridtrain.network.transport.peer_allowlist import PeerAllowlist
 from gridtrain.network.transport.stack import build_stack
 from gridtrain.runtime.client.agent_link import AgentControl
 from gridtrain.sdk.grid import Grid
@@ -94,7 +94,7 @@ class LocalGroup:
             run="local",
             min_workers=min_workers,
             deadlines=self._deadlines,
-            window=self._window,
+            dashboard=self._window,
             log=log,
         )
         self._thread = threading.Thread(

@@ -1,23 +1,22 @@
-"""Selection on the CPU: one visit of the vector, exact whatever threshold it starts from.
+"""Selection on the CPU in one pass over the vector, exact whatever threshold it starts from.
 
-Decides which k entries of a vector travel, and may be told how to compute the vector: then a block is
-computed, compared and left while it is still in the second-level cache.  Never touches torch.
+The vector can be computed in the same pass: a block is computed and compared while it is in the second-level
+cache.
 
     block b     fill(start, stop)              acc = residual + contribution, into the second buffer
                 |acc| >= threshold ?  -------> candidates (ascending index)
                 too many candidates: keep the exact k largest of them, threshold = just above the k-th
     end         at least k candidates: their exact k largest are those of the vector
-                fewer: the threshold was too high; once more over acc, from one that a sample of acc gives,
-                and should that be too high as well, from the bottom
+                fewer: the threshold was too high; a second pass over acc with a threshold from a sample of
+                acc and, if that is too high as well, a third one without a threshold
 
-Why this is exact: what is not among the k largest of the part seen so far (ties to the lower index) is not
-among the k largest of the whole; and an element that only equals the k-th of them comes later, so it loses
-the tie.  So a threshold, carried over from the last step or sampled, is a hint that saves time and never
-changes a result, and no input needs more than three visits.
+The result is exact: an element that is not among the k largest of the part so far (ties to the lower index)
+is not among the k largest of the whole; and an element that equals the k-th of them has a higher index, so
+it loses the tie. So a threshold from the last step or a sample saves time and never changes the result.
 
-Magnitudes are compared as integers: clearing the sign bit of a float32 leaves bits that are ordered as the
-magnitudes are, with infinity above every number and NaN above infinity.  So what is not finite is among the
-selected, and whoever looks at the selected values finds it.
+Magnitudes are compared as integers: the bits of a float32 without its sign are ordered as the magnitudes
+are, with infinity above every number and NaN above infinity.  So values that are not finite are among the
+selected, where the caller finds them.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ IndexArray = npt.NDArray[np.int64]
 BitsArray = npt.NDArray[np.uint32]
 
 BLOCK = 1 << 16
-"""Elements of a block, 256 KiB of each vector: the next operation finds it in the second-level cache."""
+"""Elements of a block, 256 KiB of each vector, which fits the second-level cache."""
 
 MAGNITUDE_MASK = 0x7FFF_FFFF
-_LOWEST_BITS = 1  # of the smallest subnormal: exact zeros never travel
+_LOWEST_BITS = 1  # of the smallest subnormal: exact zeros are never selected
 _PRUNE_AT = 4  # times k candidates
 _SAMPLE_STRIDE = 64
 _SLACK_START, _SLACK_MIN, _SLACK_MAX = 0.9, 0.5, 0.98
 
 
 class ThresholdHint:
-    """The threshold carried from one selection to the next: somewhat below the last k-th magnitude.
+    """The threshold from one selection for the next: somewhat below the last k-th magnitude.
 
     Attributes:
-        bits: of the float32 from which the next selection may start; `floor` of `start` if there is none.
-        misses: how often it was too high, so that a second visit was needed.
+        bits: of the float32 from which the next selection may start; 0 if there is none.
+        misses: how often it was too high, so that a second pass was needed.
     """
 
     def __init__(self) -> None:
@@ -60,12 +59,12 @@ class ThresholdHint:
         return max(self.bits, floor_bits)
 
     def mark_missed(self) -> None:
-        """Too high: fewer than k elements reached it."""
+        """It was too high: fewer than k elements reached it."""
         self.misses += 1
         self._slack = max(_SLACK_MIN, self._slack * 0.8)
 
     def update(self, kth_bits: int, candidates: int, k: int) -> None:
-        """Take over the k-th magnitude of a selection that had to look at `candidates` elements."""
+        """Set it from the k-th magnitude of a selection that had to consider `candidates` elements."""
         if candidates > 3 * k:
             self._slack = min(_SLACK_MAX, self._slack * 1.02)
         kth = min(value_from_bits(kth_bits), float(np.finfo(np.float32).max))
@@ -82,7 +81,7 @@ def value_from_bits(bits: int) -> float:
 
 
 class CpuSelection:
-    """Selects again and again from vectors of about the same distribution.  Not for two threads at once."""
+    """Selects from a sequence of vectors of about the same distribution.  Not thread-safe."""
 
     def __init__(self) -> None:
         self.hint = ThresholdHint()
@@ -96,13 +95,13 @@ class CpuSelection:
         fill: Callable[[int, int], None] | None = None,
         floor: float = 0.0,
     ) -> IndexArray:
-        """Indices of the k largest |acc_N|; ties go to the lowest index, exact zeros never travel.
+        """Indices of the k largest |acc_N|; ties go to the lowest index; zeros are not selected.
 
         Args:
             acc_N: (n,) float32, contiguous.
             k: 1 <= k <= n.
             fill: computes acc_N[start:stop]; called once for each block, in ascending order.
-            floor: magnitudes below it stay behind, too.
+            floor: magnitudes below it are not selected.
 
         Returns:
             (K,) int64, ascending; K = k, or fewer when acc_N has fewer non-zeros of at least `floor`.
@@ -113,7 +112,7 @@ class CpuSelection:
         n = acc_N.size
         if not 1 <= k <= n:
             raise LocalProtocolError(f"select {k} of {n} entries, must be 1 .. {n}")
-        if self._reached.size < min(n, BLOCK):  # parts of a vector may be small, and many
+        if self._reached.size < min(n, BLOCK):  # a vector may have many small parts
             self._magnitudes = np.empty(min(n, BLOCK), np.uint32)
             self._reached = np.empty(min(n, BLOCK), np.bool_)
         floor_bits = max(_LOWEST_BITS, value_bits(floor))
@@ -133,7 +132,7 @@ class CpuSelection:
             if found.seen_count >= k or start_bits == floor_bits:
                 return found
             self.hint.mark_missed()
-        elif fill is not None:  # a threshold needs a sample, a sample needs acc
+        elif fill is not None:  # a threshold needs a sample, and a sample needs acc
             for start in range(0, bits_N.size, BLOCK):
                 fill(start, min(start + BLOCK, bits_N.size))
         sampled_bits = max(floor_bits, _sampled_threshold(bits_N, k))
@@ -159,26 +158,26 @@ class CpuSelection:
             if not hits.size:
                 continue
             found.add(start, hits, magnitudes)
-            if found.held > prune_at:
+            if found.count > prune_at:
                 threshold = found.prune()[1].min() + np.uint32(1)
         return found
 
 
 class _Candidates:
-    """Elements that may be among the k largest, ascending by index.  `seen` counts also what was pruned."""
+    """Elements that may be among the k largest, ascending by index; `seen_count` includes pruned ones."""
 
     def __init__(self, k: int) -> None:
         self._k = k
         self._indices: list[IndexArray] = []
         self._bits: list[BitsArray] = []
         self.seen_count = 0
-        self.held = 0
+        self.count = 0
 
     def add(self, start: int, hits: IndexArray, magnitudes: BitsArray) -> None:
         self._bits.append(magnitudes[hits])
         self._indices.append(hits + start)
         self.seen_count += hits.size
-        self.held += hits.size
+        self.count += hits.size
 
     def prune(self) -> tuple[IndexArray, BitsArray]:
         """Keep the exact k largest; returns their indices, ascending, and the bits of their magnitudes."""
@@ -188,14 +187,14 @@ class _Candidates:
         if bits.size > self._k:
             keep = largest_first_ties(bits, self._k)
             indices, bits = indices[keep], bits[keep]
-        self._indices, self._bits, self.held = [indices], [bits], bits.size
+        self._indices, self._bits, self.count = [indices], [bits], bits.size
         return indices, bits
 
 
 def _sampled_threshold(bits_N: BitsArray, k: int) -> int:
-    """Bits that most probably k elements reach, and not many more; 0: the sample is too small to say.
+    """Bits that most probably k elements reach, and not many more; 0 if the sample is too small.
 
-    Of the sample h elements are expected among the k largest; four standard deviations more are taken.
+    h elements of the sample are expected among the k largest; four standard deviations are added.
     """
     sample = bits_N[::_SAMPLE_STRIDE] & np.uint32(MAGNITUDE_MASK)
     expected = k / _SAMPLE_STRIDE
@@ -204,7 +203,7 @@ def _sampled_threshold(bits_N: BitsArray, k: int) -> int:
 
 
 def largest_first_ties(bits: BitsArray, k: int) -> npt.NDArray[np.bool_]:
-    """Mask of the k largest, k < size, of equal ones the first."""
+    """Mask of the k largest, k < size; ties go to the first."""
     kth = np.partition(bits, bits.size - k)[bits.size - k]
     keep: npt.NDArray[np.bool_] = bits > kth
     ties = np.flatnonzero(bits == kth)
@@ -213,10 +212,11 @@ def largest_first_ties(bits: BitsArray, k: int) -> npt.NDArray[np.bool_]:
 
 
 class BlockwiseSum:
-    """What `fill` computes: residual + weight * gradient, or with DGC momentum u = m u + weight * gradient.
+    """The `fill` that computes residual + weight * gradient, or with DGC momentum u = m u + weight *
+    gradient.
 
-    Each product and each sum is rounded to float32 by itself, in the order in which it is written here: the
-    bits are those of the same operations over whole vectors, on the CPU or on a GPU.
+    Each product and each sum is rounded to float32 separately, in this order, so that the bits are those of
+    the same operations over whole vectors, on the CPU or on a GPU.
 
     Args:
         residual_N, gradient_N: (n,) float32, read only.

@@ -1,13 +1,13 @@
-"""Selection on a CUDA device in one fused kernel; and which way of selecting a device gets.
+"""Selection on a CUDA device in one fused kernel, and the choice of the selection for a device.
 
-Decides how the device is driven; what is selected is what `select` says, bit for bit.  Never waits for the
-device but for one copy of k entries and a count.
+It waits for the device only for one copy of k entries and a count.
 
-    step s, threshold carried     accumulate ----------------> keys --topk--> gather --one copy--> host
-    first step, or few reached    histogram -> threshold -> compact -> keys ...      (threshold on the device)
-    more keys than there is room for (ties, or a distribution that changed): TensorSelection, of the same acc
+    step s, with a threshold      accumulate ----------------> keys --topk--> gather --one copy--> host
+    first step, or too few        histogram -> threshold -> compact -> keys ...      (threshold on the device)
+    more keys than there is room for (ties, or a distribution that changed): TensorSelection, from the same
+    acc
 
-The keys of a step are about k to 3 k int64; everything after the kernel works on these.
+A step has about k to 3 k keys of int64; everything after the kernel works on these.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ from gridtrain.sparsify.selection import (
     key_indices,
 )
 
-_BLOCK = (
-    2048  # elements of a program, 8 for each thread: 48 registers a thread, so that an SM holds 5 programs
-)
+_BLOCK = 2048  # elements of a program, 8 per thread: 48 registers per thread, so that an SM runs 5 programs
 _WARPS = 8
 _PROGRAMS_PER_SM = 4  # of the histogram, each with its own 2048 bins
 _CAPACITY_FACTOR = 4  # times k keys
@@ -42,7 +40,7 @@ _MIN_CAPACITY = 1 << 14
 
 
 def make_selection(device: torch.device) -> Selection:
-    """The fastest way of selecting that works on `device`."""
+    """The fastest selection that works on `device`."""
     if device.type == "cpu":
         return HostSelection()
     if device.type == "cuda" and are_kernels_correct(device):
@@ -51,7 +49,7 @@ def make_selection(device: torch.device) -> Selection:
 
 
 class CudaSelection:
-    """CUDA with Triton.  Not for two threads at once."""
+    """CUDA with Triton.  Not thread-safe."""
 
     def __init__(self) -> None:
         from gridtrain.sparsify import triton_kernels
@@ -118,7 +116,7 @@ class CudaSelection:
         *,
         sum_first: bool,
     ) -> None:
-        """Without a threshold: from a histogram of acc's leading bits, which the host never sees."""
+        """Without a threshold: computes one from a histogram of acc's leading bits, on the device."""
         kernels, acc_N = self._kernels, terms.acc_N
         n, blocks = acc_N.numel(), -(-acc_N.numel() // _BLOCK)
         counts = torch.zeros(kernels.HISTOGRAM_BINS, dtype=torch.int32, device=acc_N.device)
@@ -134,7 +132,7 @@ class CudaSelection:
             num_warps=_WARPS,
             enable_fp_fusion=False,
         )
-        # the highest bin such that it and those above it have k elements: as many bins fall short of k
+        # The highest bin such that it and those above it have k elements.
         lower = (counts.flip(0).cumsum(0) < k).sum()
         bits = (kernels.HISTOGRAM_BINS - 1 - lower).clamp_(min=0) << kernels.HISTOGRAM_SHIFT
         threshold.copy_(bits.clamp_(min=floor_bits).view(1))
@@ -156,7 +154,7 @@ class CudaSelection:
 
 
 def _pointers(terms: AccumulationTerms) -> tuple[Tensor | float, ...]:
-    nothing = terms.acc_N  # never read or written as u: the kernel is compiled without it
+    nothing = terms.acc_N  # a placeholder: the kernel that is compiled for it does not use u
     return (
         terms.residual_N,
         terms.gradient_N,
@@ -177,7 +175,7 @@ def _variant(terms: AccumulationTerms) -> dict[str, bool]:
 
 
 def _fetch(acc_N: Tensor, k: int, keys_C: Tensor, count: Tensor) -> tuple[int, SelectedEntries]:
-    """The k largest keys' entries by one copy to the host, and how many keys there were."""
+    """The entries of the k largest keys in one copy to the host, and the number of keys."""
     keys_K = torch.topk(keys_C, min(k, keys_C.numel()), sorted=False).values
     where_K = key_indices(keys_K).sort().values  # keys of 0 come last
     values_K = acc_N[where_K.clamp(max=acc_N.numel() - 1)]
@@ -203,15 +201,15 @@ def _programs(device: torch.device) -> int:
 
 @functools.cache
 def are_kernels_correct(device: torch.device) -> bool:
-    """Whether Triton is here, compiles, and selects on `device` what torch's operations select.
+    """Whether Triton is installed, compiles, and selects on `device` what torch's operations select.
 
-    Tried once on small vectors, before the kernels are trusted with anybody's gradient: Triton needs a C
-    compiler, a driver that fits and a device that it knows, and says so only when a kernel is launched.
+    Tried once on small vectors before the kernels are used: Triton needs a C compiler, a suitable driver and
+    a device that it supports, and reports problems only when a kernel is launched.
     """
     try:
         import gridtrain.sparsify.triton_kernels  # noqa: F401
     except ImportError:
-        return False  # nothing wrong: torch comes without Triton on many platforms
+        return False  # no problem: torch comes without Triton on many platforms
     try:
         agree = all(
             _is_selection_correct(device, weight, momentum)
@@ -219,7 +217,7 @@ def are_kernels_correct(device: torch.device) -> bool:
             for momentum in (0.0, 0.9)
         )
         problem = "its results differ from torch's"
-    except Exception as error:  # whatever a compiler, a driver or a launch may raise
+    except Exception as error:  # a compiler, a driver or a launch may raise anything
         agree, problem = False, f"{type(error).__name__}: {error}"
     if not agree:
         warnings.warn(
@@ -235,7 +233,7 @@ def _is_selection_correct(device: torch.device, weight: float, momentum: float) 
     generator = torch.Generator().manual_seed(1)
     n, k = 3 * _BLOCK + 17, 200
     one, other = CudaSelection(), TensorSelection()
-    for _ in range(3):  # cold, then with a threshold carried over
+    for _ in range(3):  # without a threshold, then with one
         residual_N, gradient_N, u_N = torch.randn(3, n, generator=generator).to(device).unbind()
         results = []
         for selection in (one, other):

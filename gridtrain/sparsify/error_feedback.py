@@ -1,9 +1,8 @@
-"""Error feedback: what this worker has accumulated and not yet sent (DESIGN section 6).
+"""Error feedback: the residual of a worker, which is the gradient that it has not sent yet.
 
-Decides what a step's payload holds and what stays behind.  Never decides whether the step commits: until
-`commit`, the committed state is only read, everything new is written into second buffers.
+Until `commit` the committed state is only read; everything new is written to second buffers.
 
-                   contribution                        kept (from the merges)
+                   contribution                     truncated (by the merges)
                         |                                      |
     residual --(+)------+---> acc --select--> payload          |
        ^                       |                               |
@@ -13,13 +12,13 @@ Decides what a step's payload holds and what stays behind.  Never decides whethe
 
 With DGC momentum correction (Lin et al. 2018, arXiv 1712.01887, section 3.1) the residual is their v:
 
-    u = m u + contribution;   v += u;   select on v;   v -= decode(mine);   u = 0 where selected here
+    u = m u + contribution;   v += u;   select from v;   v -= decode(mine);   u = 0 where selected here
 
-so the conservation law (promise 2) holds over v, with "contribution" read as the new u.
-Only the selected entries ever cross from the device to the host.
+so that no gradient is lost in v, with "contribution" read as the new u.  Only the selected entries are copied
+from the device to the host.
 
-A vector can be prepared in parts (the buckets of an exchange that overlaps with backward), each with a
-payload of its own; they commit together or not at all.
+A vector can be prepared in parts (the buckets of an exchange that overlaps with backward), each with its own
+payload; they commit together or not at all.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ class PreparedState:
     """A round's new state before the vote.  Valid until the next `prepare` of the same part.
 
     Attributes:
-        payload: what this worker brings into the exchange; its indices count from `start`.
-        decoded: what that decodes to.
-        skip: the accumulated values cannot travel; the payload is empty and nothing may change.
-        new_residual_N, new_u_N: state after a commit, without what merges keep (None: skip, no momentum).
+        payload: what this worker sends; its indices count from `start`.
+        decoded: what the payload decodes to.
+        skip: the accumulated values cannot be sent; the payload is empty and nothing may change.
+        new_residual_N, new_u_N: state after a commit, without truncated entries (None: skip, no momentum).
         start: first element of the part; 0 for the whole vector.
-        threshold: the smallest magnitude selected; 0.0: none was.
+        threshold: the smallest magnitude selected; 0.0 if none was.
     """
 
     payload: bytes
@@ -68,8 +67,8 @@ class ErrorFeedback:
 
     Args:
         n: elements of the flat gradient.
-        device: where selection happens.
-        momentum: DGC momentum m, 0 <= m < 1; 0 keeps no u.
+        device: on which entries are selected.
+        momentum: DGC momentum m, 0 <= m < 1; 0 for no u.
     """
 
     def __init__(self, n: int, device: torch.device | str, momentum: float = 0.0) -> None:
@@ -78,7 +77,7 @@ class ErrorFeedback:
         self._spare_residual_N = torch.zeros_like(self._residual_N)
         self._u_N = torch.zeros_like(self._residual_N) if momentum else None
         self._spare_u_N = torch.zeros_like(self._residual_N) if momentum else None
-        self._selections: dict[tuple[int, int], Selection] = {}  # of each part, with its own threshold
+        self._selections: dict[tuple[int, int], Selection] = {}  # by part, each with its own threshold
 
     @property
     def residual_N(self) -> Tensor:
@@ -101,9 +100,9 @@ class ErrorFeedback:
         start: int = 0,
         floor: float = 0.0,
     ) -> PreparedState:
-        """Select, encode, and compute what stays behind.  The committed state is untouched.
+        """Select, encode, and compute what remains.  The committed state is not changed.
 
-        A contribution that is not finite, or a sum that is not, makes a skip: no need to look for it before.
+        A contribution or a sum that is not finite makes this worker skip, so the caller need not check it.
 
         Args:
             contribution_N: (n,) float32 on the residual's device: n_i / N times the mean gradient; or the
@@ -111,7 +110,8 @@ class ErrorFeedback:
             k: entries to send, 1 <= k <= n.
             limit: largest magnitude to send (`merge.largest_summable`); beyond it this worker skips.
             weight: n_i / N, if contribution_N is not multiplied by it yet (the product is rounded to float32
-                before it is added, as if it had been); 0.0: no sample is here, contribution_N is not read.
+                before it is added, as if it were); 0.0: this worker has no samples, and contribution_N is not
+                read.
             start: the first element of the part.  Parts may be prepared in any order, by different threads.
             floor: only entries of at least this magnitude are sent.
 
@@ -142,21 +142,22 @@ class ErrorFeedback:
         return PreparedState(made.payload, made.sparse, False, acc_N, new_u_N, start, threshold)
 
     def prepare_skip(self, kind: ValueKind, *, start: int = 0, n: int | None = None) -> PreparedState:
-        """Take part with an empty payload: a gradient here is not finite.  `n`: of the part at `start`."""
+        """Take part with an empty payload: a gradient is not finite.  `n`: elements of the part at
+        `start`."""
         nothing = np.empty(0, np.int64), np.empty(0, np.float32)
         n = self._residual_N.numel() if n is None else n
         made = encode_with_decoded(*nothing, n=n, kind=kind)
         return PreparedState(made.payload, made.sparse, True, None, None, start)
 
-    def commit(self, prepared: PreparedState, kept: Iterable[TruncatedEntries]) -> None:
-        """Make the prepared state the committed one and add what the merges on this worker kept.
+    def commit(self, prepared: PreparedState, truncated: Iterable[TruncatedEntries]) -> None:
+        """Make the prepared state the committed one, and add what the merges on this worker truncated.
 
-        A round that was skipped (by anybody) is not committed here: residual and u stay as they are.
+        Not for a round that was skipped (by any member): residual and u do not change then.
         """
-        self.commit_parts([(prepared, kept)])
+        self.commit_parts([(prepared, truncated)])
 
     def commit_parts(self, parts: Sequence[tuple[PreparedState, Iterable[TruncatedEntries]]]) -> None:
-        """Commit a vector that was prepared in parts, each with what its merges kept (indices from `start`).
+        """Commit a vector that was prepared in parts, each with its truncated entries (indices from `start`).
 
         If one of them is a skip, nothing changes.
 
@@ -166,8 +167,8 @@ class ErrorFeedback:
         if any(prepared.new_residual_N is None for prepared, _ in parts):
             return
         self._check_whole([prepared for prepared, _ in parts])
-        for prepared, kept in parts:
-            for indices, values in kept:
+        for prepared, truncated in parts:
+            for indices, values in truncated:
                 assert prepared.new_residual_N is not None
                 where = torch.from_numpy(indices).to(prepared.new_residual_N.device, torch.int64)
                 prepared.new_residual_N.index_add_(0, where, _like(values, prepared.new_residual_N))
@@ -187,7 +188,7 @@ class ErrorFeedback:
         return self._selections[key]
 
     def _check_whole(self, parts: Sequence[PreparedState]) -> None:
-        """Parts follow each other from the first element to the last, all in the second buffer."""
+        """Check that the parts cover the vector without gaps, all in the second buffer."""
         covered = 0
         for prepared in sorted(parts, key=lambda prepared: prepared.start):
             new_N = prepared.new_residual_N
@@ -207,7 +208,7 @@ class ErrorFeedback:
     ) -> bool:
         """Add another worker's residual to the committed one, between two rounds: all of it or nothing.
 
-        Returns False, and changes nothing, if a sum is beyond `limit`: this worker could not send it.
+        Returns False, and changes nothing, if a sum exceeds `limit`, because this worker could not send it.
         """
         where = torch.from_numpy(indices_K).to(self._residual_N.device, torch.int64)
         summed_K = self._residual_N[where] + _like(values_K, self._residual_N)
@@ -217,20 +218,20 @@ class ErrorFeedback:
         return True
 
     def clear(self) -> None:
-        """What was kept belongs to another life of this worker: zeros, as at the beginning."""
+        """Set everything to zero, as at the beginning."""
         self._residual_N.zero_()
         if self._u_N is not None:
             self._u_N.zero_()
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of the committed state, kept apart from the optimizer's: every worker has its own."""
+        """Copies of the committed state; not part of the optimizer's, because every worker has its own."""
         state = {"residual": self._residual_N.cpu().clone()}
         if self._u_N is not None:
             state["u"] = self._u_N.cpu().clone()
         return state
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state` returned.  Raises `ConfigError` if it is of another model or momentum."""
+        """Load what `state` returned.  Raises `ConfigError` if it is of another model or momentum."""
         expected = {"residual": self._residual_N} | ({} if self._u_N is None else {"u": self._u_N})
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         if shapes != {name: tuple(tensor.shape) for name, tensor in expected.items()}:

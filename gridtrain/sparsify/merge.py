@@ -1,17 +1,14 @@
-"""Sums of sparse payloads: the numerical heart of TopK and GTopK.
-
-Decides which entries of a sum go on and what stays behind, so that nothing is lost.  Never touches
-the network, a tensor, or the residual itself: it hands out what has to be added to it.
+"""Sums sparse payloads, as TopK and GTopK need it, without losing a value.
 
     mine    . 3 . -1 . 5 .           sum by index in float32, on the union of both index sets
     theirs  2 . .  1 . 1 .
     sum     2 3 .  0 . 6 .           exact zeros are no entries
             | |        |
-            | +--------+--> payload  the k = 2 largest by (-|s|, index), encoded once
-            +-------------> kept     what was dropped, and what encoding rounded off
+            | +--------+--> payload    the k = 2 largest by (-|s|, index), encoded once
+            +-------------> truncated  what was dropped, and the encoding's rounding errors; for the residual
 
-Both sides of an exchange compute the same bits, whichever of the two payloads is "mine": float
-addition commutes, and the payload is made once and decoded again, also by the one who made it.
+Both sides of an exchange compute the same bits, whichever payload is "mine": float addition commutes, and the
+payload is encoded once and decoded by all, also by its sender.
 """
 
 from __future__ import annotations
@@ -29,19 +26,19 @@ from gridtrain.network.wire.sparse_payload import SparseVector, ValueKind, encod
 IndexArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 TruncatedEntries = tuple[IndexArray, FloatArray]
-"""What must go back into a residual: indices (K,), strictly increasing, and values (K,), none zero."""
+"""What is added to a residual: indices (K,), strictly increasing, and values (K,), none zero."""
 
-_KEPT_BYTES = 24 << 20  # below glibc's largest threshold, 32 MiB; it keeps at most twice as much
-_SAMPLED_FROM = 1 << 13  # magnitudes; below it a sample saves nothing
+_RESERVE_BYTES = 24 << 20  # below glibc's largest threshold, 32 MiB; glibc retains at most twice as much
+_SAMPLED_FROM = 1 << 13  # magnitudes; for fewer a sample saves no time
 _STRIDE = 32
 _MARGIN = (
-    3  # times the square root of the sample's size, to both sides: six standard deviations at the median
+    3  # times the square root of the sample's size, on both sides: six standard deviations at the median
 )
 
 
 @dataclass(frozen=True, slots=True)
 class MergeResult:
-    """`sparse` is what `payload` decodes to.  sparse + kept == mine + theirs, summed in float32."""
+    """`sparse` is what `payload` decodes to; sparse + truncated == mine + theirs, summed in float32."""
 
     payload: bytes
     sparse: SparseVector
@@ -49,10 +46,10 @@ class MergeResult:
     truncated_values: FloatArray
 
     def truncated_of_owner(self, modulus: int, residue: int) -> TruncatedEntries:
-        """The part of what is kept that falls to the owner of indices i % modulus == residue."""
+        """The truncated entries of the owner of indices with i % modulus == residue."""
         if modulus == 1:
             return self.truncated_indices, self.truncated_values
-        # Moduli are powers of two, for which a mask takes a tenth of a division's time.
+        # Moduli are powers of two, for which a mask takes a tenth of the time of a division.
         is_power = modulus & (modulus - 1) == 0
         remainders = self.truncated_indices & (modulus - 1) if is_power else self.truncated_indices % modulus
         owned = np.flatnonzero(remainders == residue)
@@ -60,32 +57,32 @@ class MergeResult:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep the memory of freed arrays, for those of the next merge.
+    """Let the C library retain the memory of freed arrays for the next merge.
 
-    glibc gives arrays above 128 KiB back to the system when they are freed, and page faults then take longer
-    than a merge of 25,600 entries itself.  Its threshold rises to the size of whatever is freed, so one array
-    that is never written to is enough.  Elsewhere this does nothing.
+    glibc returns arrays above 128 KiB to the system when they are freed, and the page faults take longer
+    than a merge of 25,600 entries.  Its threshold rises to the size of a freed array, so freeing one large
+    array that is never written to is enough.  Elsewhere this has no effect.
     """
-    np.empty(_KEPT_BYTES, np.uint8)
+    np.empty(_RESERVE_BYTES, np.uint8)
 
 
 def largest_summable(world_size: int) -> float:
     """Magnitude up to which each of `world_size` members may contribute to one element.
 
-    No sum can then overflow float32, in any order and however it is rounded on the way.  A larger
-    contribution has to be treated as a non-finite one is: the member skips.
+    No sum can then overflow float32, in any order and with any rounding.  A member with a larger contribution
+    has to skip the step, as with one that is not finite.
     """
     return float(np.finfo(np.float32).max) / (2 * world_size)
 
 
 def merge(mine: SparseVector, theirs: SparseVector, *, n: int, k: int, kind: ValueKind) -> MergeResult:
-    """Sum two payloads by index, truncate to the k largest, and keep the rest.
+    """Sum two payloads by index, and truncate to the k largest.
 
-    Selection is by (-|s|, index), before encoding; an entry whose sum is exactly 0 is dropped.
+    Entries are selected by (-|s|, index), before encoding; an entry whose sum is exactly 0 is dropped.
 
     Args:
-        mine, theirs: entries of a vector of n elements, as decoded.
-        k: entries of the result, at most.
+        mine, theirs: decoded entries of a vector of n elements.
+        k: most entries of the result.
 
     Raises:
         RemoteProtocolError: a sum overflows float32 (honest members stay below `largest_summable`).
@@ -94,7 +91,7 @@ def merge(mine: SparseVector, theirs: SparseVector, *, n: int, k: int, kind: Val
 
 
 def truncate(summed: SparseVector, *, n: int, k: int, kind: ValueKind) -> MergeResult:
-    """The k largest of a sum by (-|s|, index), encoded once; the rest, and what encoding rounds off, is kept.
+    """The k largest of a sum by (-|s|, index), encoded once; the rest and the rounding errors are truncated.
 
     Args:
         summed: entries of a vector of n elements, none of them 0.
@@ -102,14 +99,14 @@ def truncate(summed: SparseVector, *, n: int, k: int, kind: ValueKind) -> MergeR
     chosen = np.flatnonzero(_largest(np.abs(summed.values), k))
     sums = summed.values.take(chosen)
     made = encode_with_decoded(summed.indices.take(chosen), sums, n=n, kind=kind)
-    kept_values = summed.values.copy()
-    kept_values[chosen] = sums - made.sparse.values  # exact: see `wire.sparse.encode_once`
-    is_kept = np.flatnonzero(kept_values != 0)
-    return MergeResult(made.payload, made.sparse, summed.indices.take(is_kept), kept_values.take(is_kept))
+    rest_values = summed.values.copy()
+    rest_values[chosen] = sums - made.sparse.values  # exact: see `sparse_payload.encode_with_decoded`
+    rest = np.flatnonzero(rest_values != 0)
+    return MergeResult(made.payload, made.sparse, summed.indices.take(rest), rest_values.take(rest))
 
 
 def sum_of_two(mine: SparseVector, theirs: SparseVector) -> SparseVector:
-    """Sum by index in float32, whichever of the two comes first; exact zeros are no entries.
+    """Sum by index in float32, independent of their order; exact zeros are no entries.
 
     Raises:
         RemoteProtocolError: a sum overflows float32.
@@ -119,14 +116,14 @@ def sum_of_two(mine: SparseVector, theirs: SparseVector) -> SparseVector:
     for at, part in ((slice(0, split), mine), (slice(split, None), theirs)):
         pairs[at, 0] = part.values.view("<u4")
         pairs[at, 1] = part.indices
-    # Two sorted runs: a stable sort of integers merges them in one pass.
+    # Two sorted runs, which a stable sort of integers merges in one pass.
     pairs.view("<u8").sort(axis=0, kind="stable")
     indices = pairs[:, 1].astype(np.int64)
     total = pairs[:, 0].copy().view("<f4")
     twice = np.flatnonzero(indices[1:] == indices[:-1])
     with np.errstate(over="ignore", invalid="ignore"):  # checked below
         total[twice] += total[twice + 1]
-    total[twice + 1] = 0.0  # the second of a pair is no entry any more
+    total[twice + 1] = 0.0  # the second of a pair is no entry
     return _entries(indices, total)
 
 
@@ -154,18 +151,18 @@ def sum_in_rank_order(parts: Sequence[SparseVector]) -> SparseVector:
 
 
 def _entries(indices: IndexArray, total: FloatArray) -> SparseVector:
-    """Those whose sum is not 0.  Raises `RemoteProtocolError` if one is not finite."""
+    """The entries whose sum is not 0.  Raises `RemoteProtocolError` if a sum is not finite."""
     if not np.isfinite(total).all():
         raise RemoteProtocolError(
             f"a sum of sparse payloads overflows float32 at index {indices[~np.isfinite(total)][0]}",
-            remedy="drop the peer: a member whose values are that large has to skip the step",
+            remedy="drop the peer: a member with values that large has to skip the step",
         )
     is_entry = np.flatnonzero(total != 0)
     return SparseVector(indices.take(is_entry), total.take(is_entry))
 
 
 def _largest(magnitudes: FloatArray, k: int) -> npt.NDArray[np.bool_]:
-    """Mask of the k largest, of equal ones the first."""
+    """Mask of the k largest; ties go to the first."""
     if magnitudes.size <= k:
         return np.ones(magnitudes.shape, np.bool_)
     threshold = _kth_largest(magnitudes, k)
@@ -176,11 +173,10 @@ def _largest(magnitudes: FloatArray, k: int) -> npt.NDArray[np.bool_]:
 
 
 def _kth_largest(magnitudes: FloatArray, k: int) -> np.float32:
-    """Exactly; of many, most are set aside by a sample before the rest is partitioned.
+    """Exactly; with many magnitudes, a sample is used to exclude most before the rest is partitioned.
 
-    Below the sample's upper bound and above its lower one there is a thin slice of all magnitudes, in which
-    the k-th largest nearly always lies.  Where it does not (many ties, an order that the stride meets), all
-    are partitioned.
+    The k-th largest nearly always lies between the sample's lower and upper bound, in a thin slice of all
+    magnitudes.  If it does not (many ties, or an order that coincides with the stride), all are partitioned.
     """
     size = magnitudes.size
     if size >= _SAMPLED_FROM:

@@ -1,20 +1,18 @@
-"""Which entries travel: exactly the k largest magnitudes, on the device where the vector is.
-
-Decides the set of indices and nothing else; payloads and residuals are `feedback`'s.
+"""Selects the entries that are sent: exactly the k largest magnitudes, on the device of the vector.
 
     acc        3.  -7.   0.   5.   5.  -5.      k = 3
     threshold  the k-th largest magnitude: 5
-    above      -7                               all of them travel
+    above      -7                               all of them are selected
     equal               5.   5.  -5.            as many as there is room for, lowest index first
     selected   1, 3, 4
 
-Every way of selecting gives the same set for the same bits; they differ in what they cost:
+All implementations select the same set for the same bits:
 
-    HostSelection     vectors in host memory          one visit, block by block (`blocked`)
+    HostSelection     vectors in host memory          one pass, block by block (`cpu_selection`)
     TensorSelection   any device, torch alone         compare and nonzero; a histogram of the leading bits
-    KernelSelection   CUDA with Triton (`device`)     one fused kernel
+    CudaSelection     CUDA with Triton                one fused kernel (`cuda_selection`)
 
-torch.topk alone would not do: it breaks ties as it likes, differently on each device.
+torch.topk alone is not enough, because it resolves ties differently on each device.
 """
 
 from __future__ import annotations
@@ -38,18 +36,18 @@ from gridtrain.sparsify.cpu_selection import (
 
 _INDEX_MASK = 0xFFFF_FFFF  # n <= 2**32
 _FEW = 1 << 20
-"""Candidates that are sorted without a thought; of more, the exact threshold is found first."""
+"""Up to this many candidates are sorted at once; with more, the exact threshold is computed first."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccumulationTerms:
     """acc = residual + added, added = weight * gradient, or u with u = m u + weight * gradient.
 
-    All tensors are (n,) float32 on one device, contiguous.  `acc_N` and `new_u_N` are written, nothing else.
-    Each product and sum is rounded by itself, in this order: all devices compute the same bits.
+    All tensors are (n,) float32 on one device, contiguous.  Only `acc_N` and `new_u_N` are written.  Each
+    product and sum is rounded separately, in this order, so that all devices compute the same bits.
 
     Attributes:
-        weight: n_i / N; 1.0: gradient_N is the contribution already; 0.0: it does not count at all.
+        weight: n_i / N; 1.0: gradient_N is the contribution already; 0.0: it does not count.
         u_N, new_u_N: momentum before and after; both or none.
         momentum: m.
     """
@@ -73,12 +71,12 @@ class SelectedEntries:
 
 
 class Selection(Protocol):
-    """Computes acc and selects from it.  Carries a threshold from call to call: one object a vector."""
+    """Computes acc and selects from it.  It has a threshold from the last call: one object per vector."""
 
     def select(self, terms: AccumulationTerms, k: int, floor: float = 0.0) -> SelectedEntries:
-        """The k largest |acc|; ties to the lowest index, exact zeros and what is below `floor` not at all.
+        """The k largest |acc|; ties go to the lowest index; zeros and entries below `floor` are not selected.
 
-        What is not finite counts as larger than all that is, so it is among the selected.
+        Values that are not finite count as larger than all others, so they are among the selected.
 
         Raises:
             LocalProtocolError: k is not in 1 .. n.
@@ -87,7 +85,7 @@ class Selection(Protocol):
 
 
 def select_topk(acc_N: Tensor, k: int) -> Tensor:
-    """Indices of the k largest |acc_N|; ties go to the lowest index, exact zeros never travel.
+    """Indices of the k largest |acc_N|; ties go to the lowest index; zeros are not selected.
 
     Args:
         acc_N: (n,) float32 without NaN, on any device.
@@ -105,7 +103,7 @@ def select_topk(acc_N: Tensor, k: int) -> Tensor:
 
 
 class HostSelection:
-    """Vectors in host memory, by numpy, on the calling thread alone."""
+    """Vectors in host memory, by numpy, on the calling thread."""
 
     def __init__(self) -> None:
         self._blocked = CpuSelection()
@@ -125,7 +123,7 @@ class HostSelection:
             new_u_N=None if terms.new_u_N is None else terms.new_u_N.numpy(),
             momentum=terms.momentum,
         )
-        with np.errstate(over="ignore", invalid="ignore"):  # found among the selected values
+        with np.errstate(over="ignore", invalid="ignore"):  # checked among the selected values
             indices_K = self._blocked.select(acc_N, k, fill, floor)
         return SelectedEntries(indices_K, acc_N[indices_K], torch.from_numpy(indices_K))
 
@@ -153,7 +151,7 @@ class TensorSelection:
         if candidates is None:
             start_bits = max(floor_bits, _lower_bound(bits_N, k, many))
             candidates = self._reaching(bits_N, start_bits, 0, many)
-        if candidates is None:  # more than are worth sorting reach the k-th magnitude itself
+        if candidates is None:  # too many to sort have at least the k-th magnitude
             where_K = _select_by_threshold(bits_N, k, start_bits)
             seen = where_K.numel()
         else:

@@ -1,15 +1,15 @@
-"""Triton kernels of selection: what runs on the device, nothing about when.
+"""Triton kernels of selection.
 
-    accumulate   acc = residual + added, stored; and the keys of what reaches the threshold, compacted.
+    accumulate   acc = residual + added, stored; and the keys of elements that reach the threshold, compacted.
                  Reads 4 B of residual and of gradient, writes 4 B; with momentum reads and writes 4 B more
-    histogram    acc likewise, or as it is; how many magnitudes have which leading 11 bits: from these a
-                 threshold is found where none was carried over
-    compact      the keys alone, of an acc that is there already
+    histogram    acc likewise, or as it is; counts magnitudes by their leading 11 bits, from which a threshold
+                 is computed if there is none from the last step
+    compact      only the keys, of an acc that exists already
 
-A key is (bits of |acc|) << 32 | (2**32 - 1 - index): keys order as (-|acc|, index) does.  Keys arrive in any
-order, the sort after it does not care; `count` tells how many there were, also beyond the capacity.
+A key is (bits of |acc|) << 32 | (2**32 - 1 - index): keys are ordered as (-|acc|, index) is.  Keys are stored
+in any order, because they are sorted afterwards; `count` counts them, even beyond the capacity.
 
-Launch with enable_fp_fusion=False: a fused multiply-add would round once where other devices round twice.
+Launch with enable_fp_fusion=False: a fused multiply-add rounds once where other devices round twice.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _sum_block(
     EMPTY: tl.constexpr,
     HAS_U: tl.constexpr,
 ):
-    """One block of acc, stored and returned; elements that are not `inside` come back as 0."""
+    """One block of acc, stored and returned; elements that are not `inside` are returned as 0."""
     if EMPTY:
         added = tl.zeros(offsets.shape, tl.float32)
     else:
@@ -53,7 +53,7 @@ def _sum_block(
 
 @triton.jit
 def _append_keys(acc, offsets, inside, threshold, keys_C, count, capacity):
-    """Append the keys of what reaches the threshold; one atomic addition for a block that has any."""
+    """Append the keys of elements that reach the threshold, with one atomic addition for each block."""
     bits = acc.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     reached = (bits >= threshold) & inside
     ones = reached.to(tl.int32)
@@ -105,7 +105,7 @@ def accumulate(
 
 @triton.jit
 def compact(acc_N, threshold, keys_C, count, n, capacity, BLOCK: tl.constexpr):
-    """As `accumulate`, of an acc that is there already."""
+    """As `accumulate`, for an acc that exists already."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     acc = tl.load(acc_N + offsets, mask=inside, other=0.0)
@@ -131,7 +131,7 @@ def histogram(
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Few programs, each with a histogram of its own until the end.  Elements beyond n count into bin 0."""
+    """Few programs, each with its own histogram until the end.  Elements beyond n are counted in bin 0."""
     counts = tl.zeros((BINS,), tl.int32)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     stride = tl.num_programs(0).to(tl.int64) * BLOCK

@@ -1,10 +1,9 @@
-"""Sensors that say what they are told to: for tests of a worker's controls, and for trying out rules.
+"""Sensors with given readings, for tests of a worker's controls and for trying out rules.
 
-Decides nothing.  A file's form serves processes: `gridtrain worker` reads it instead of the machine where
-`--sensors` (or `GRIDTRAIN_SENSORS`) names one.
+`gridtrain worker` reads a file instead of the machine if `--sensors` (or `GRIDTRAIN_SENSORS`) names one.
 
     sensors = FakeSensors(on_battery=False)          {"on_battery": true, "temperature_C": 71.5}
-    sensors.say(on_battery=True)                     FileSensors(path): read anew each time
+    sensors.say(on_battery=True)                     FileSensors(path): read again each time
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from gridtrain.core.group.sensor_readings import SensorReadings
 from gridtrain.errors import ConfigError
 
 MAX_FILE_BYTES = 4096
-NO_READING = "the fake says nothing of it"
+NO_READING = "the fake sensors have no such reading"
 _NAMES = {
     "on_battery": ("battery", bool),
     "gpu_used": ("gpu", bool),
@@ -28,10 +27,11 @@ _NAMES = {
 
 
 class FakeSensors:
-    """Says what was last said to it.  May be told from another thread.
+    """Returns the readings that were set last.  `say` may be called from another thread.
 
     Args:
-        said: `on_battery`, `gpu_used`, `idle_s`, `temperature_C`; what is not named, or None, is absent.
+        said: `on_battery`, `gpu_used`, `idle_s`, `temperature_C`; a reading that is not named, or None, is
+        absent.
     """
 
     def __init__(self, **said: bool | float | None) -> None:
@@ -39,7 +39,7 @@ class FakeSensors:
         self._values: dict[str, Any] = dict(said)
 
     def say(self, **said: bool | float | None) -> None:
-        """Change some; None: that sensor is gone."""
+        """Change some readings; None: absent."""
         self._values |= said
         self._readings = _readings(self._values)
 
@@ -48,7 +48,7 @@ class FakeSensors:
 
 
 class FileSensors:
-    """As `FakeSensors`, from a JSON file.  Raises `ConfigError` for one that cannot be understood."""
+    """As `FakeSensors`, from a JSON file.  Raises `ConfigError` if it is invalid."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -62,7 +62,8 @@ class FileSensors:
             return _readings(said)
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
-                f"the sensors in {self._path} cannot be read: {error}", remedy="write them whole, by renaming"
+                f"the sensors in {self._path} cannot be read: {error}",
+                remedy="write a JSON object to another file, and rename it",
             ) from None
 
 

@@ -1,13 +1,12 @@
-"""The worker's side of `exchange="auto"`: whatever exchange the plan of a step names.
+"""The worker's side of `exchange="auto"`: the exchange that the coordinator has named in the step plan.
 
-Decides how what one exchange has kept back goes on under the next one, so that no gradient is lost (promise
-2).  Which exchange it is, is the coordinator's choice (`protocol.exchanging`).
+The residual of one exchange is passed on to the next, so that no gradient is lost:
 
     plan.exchange   Dense()     GTopK(..)   TopK(..)      Dense()
-    residual          none    --> r1 -----> r2 ---------> taken along by the first dense step --> none
+    residual          none    --> r1 -----> r2 ---------> sent by the first dense step --> none
 
-A dense step that takes a residual along: contribution' = contribution + residual, and residual = 0 once it is
-committed.  So sum of residuals after (0) + update = sum of residuals before + contributions.
+A dense step that sends a residual: contribution' = contribution + residual, and residual = 0 once it is
+committed, so sum of residuals after (0) + update = sum of residuals before + contributions.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gridtrain.config import Auto, Dense, Exchange
-from gridtrain.core.planning.dense_topology import DIRECT_DENSE
+from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
 from gridtrain.errors import LocalProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.buffers.buckets import Bounds
@@ -28,22 +27,27 @@ from gridtrain.training.exchangers import DenseExchanger, ExchangeAttempt, Excha
 
 
 class AutoExchanger:
-    """See the module's text.  One bucket: the whole gradient."""
+    """Switches between exchangers over one error feedback.  It has one bucket, the whole gradient."""
 
     def __init__(self, auto: Auto, bounds: Bounds, device: torch.device) -> None:
         assert len(bounds) == 2
         self.bounds: Bounds = bounds
         self._device = device
         self._choices = {exchange.describe(): exchange for exchange in auto.exchanges(bounds[-1])}
-        self._choices[DIRECT_DENSE] = Dense(topology="direct")  # the other road of `Dense()`
+        self._choices[DIRECT_DENSE] = Dense(topology="direct")  # the other topology of `Dense()`
         self._name = ""
         self._current: Exchanger | None = None
         self._feedback: ErrorFeedback | None = None
-        self._taken_N: Tensor | None = None  # what of the residual the dense step under way takes along
+        self._taken_N: Tensor | None = None  # the residual that the dense step in flight sends
 
     @property
     def feedback(self) -> ErrorFeedback | None:
         return self._feedback
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether the coordinator may choose a sparse exchange."""
+        return self._feedback is not None or any(each.sparse for each in self._choices.values())
 
     @property
     def choices(self) -> dict[str, Exchange]:
@@ -51,23 +55,21 @@ class AutoExchanger:
 
     @property
     def current_exchange(self) -> Exchange | None:
-        """What the latest step used; None: there was none."""
+        """The exchange of the latest step; None before the first."""
         return self._choices.get(self._name)
 
-    def open_feedback(self) -> ErrorFeedback:
-        """For what another worker, or a checkpoint, has kept."""
-        if self._feedback is None:
+    def open_feedback(self) -> ErrorFeedback | None:
+        if self._feedback is None and self.keeps_residual:
             self._feedback = ErrorFeedback(self.bounds[-1], self._device)
         return self._feedback
 
-    def clear(self) -> None:
-        """What was kept belongs to another life of this worker."""
+    def clear_residual(self) -> None:
         self._feedback = self._taken_N = None
 
     def prepare_bucket(
         self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool
     ) -> ExchangeAttempt:
-        """See `Exchanger`.  Raises `LocalProtocolError` where nothing is chosen, or something else."""
+        """See `Exchanger`.  Raises `LocalProtocolError` if the plan names no exchange of the choices."""
         current = self._switch_to(plan.exchange)
         self._taken_N = None
         if isinstance(current, SparseExchanger) or self._feedback is None or not usable:
@@ -84,7 +86,7 @@ class AutoExchanger:
         update = self._current.commit(attempt)
         taken_N, self._taken_N = self._taken_N, None
         if taken_N is not None and self._feedback is not None:
-            # Another worker's may have come in between: it stays.
+            # Another worker's residual may have been added since: it stays.
             left_N = torch.where(
                 self._feedback.residual_N == taken_N,
                 torch.zeros_like(taken_N),
@@ -98,12 +100,14 @@ class AutoExchanger:
 
     def _switch_to(self, name: str) -> Exchanger:
         if self._current is not None and name == self._name:
-            if isinstance(self._current, SparseExchanger):
-                self._current.feedback = self.open_feedback()
+            if isinstance(self._current, SparseExchanger) and (feedback := self.open_feedback()) is not None:
+                self._current.feedback = feedback
             return self._current
         exchange = self._choices.get(name)
         if exchange is None:
-            raise LocalProtocolError(f"a step began with the exchange {name!r}, which is none to choose")
+            raise LocalProtocolError(
+                f"a step began with the exchange {name!r}, which is not one of the choices"
+            )
         if isinstance(exchange, Dense):
             self._current = DenseExchanger(exchange, self.bounds)
         else:

@@ -1,15 +1,15 @@
-"""Buffers (batch-norm statistics and their counters), made equal every N steps (promise 1).
+"""Averages a model's buffers (batch-norm statistics and their counters) every N steps.
 
-Decides when they travel, a function of the global step alone, and in which form: as one more dense vector
-in the same round, so that they commit or abort together with the update.
+The averages are one more dense vector of the same round, so that they commit or abort together with the
+update.
 
     contribution   float buffers | 1.0 | for each buffer: 1.0 and 32 bits of its digest | integer buffers of
-                                         or, of one that is not finite: zeros and 0.0     rank 0, 16-bit words
-    the sum        / how many          how many; do all digests agree?                    rank 0's words
+                                         or, if it is not finite: zeros and 0.0           rank 0, 16-bit words
+    the sum        / members       members; do all digests agree?                         rank 0's words
 
-A worker with a buffer that is not finite puts zeros for it, and gets the others' average back.  One that is
-equal on all (a mask, frequencies) stays as it is to the last bit: also where it is infinite, or has more
-digits than travel.
+A worker with a buffer that is not finite contributes zeros for it, and gets the others' average.  A buffer
+that is equal on all workers (a mask, frequencies) is not changed, so that infinite values and all digits
+stay.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _HEAD = 1 + _DIGEST_BITS
 
 
 class BufferAveraging:
-    """The averages of one worker's model; `every`: steps between two of them, 0 for never."""
+    """Averages of one model's buffers; `every`: steps between two of them, 0: never."""
 
     def __init__(self, model: nn.Module, every: int) -> None:
         self._model = model
         self._every = every if serialization.has_buffers(model) else 0
 
     def describe(self) -> str:
-        """For comparison and for people: which buffers there are, and when they are averaged."""
+        """Which buffers there are and when they are averaged, for comparison and for people."""
         text, _ = serialization.buffers_digest(self._model)
         return f"{text}, averaged every {self._every} steps" if self._every else text
 
     def make_collective_buffer(self, plan: StepPlan) -> DenseRingBuffer | None:
-        """This worker's part in the average that is due in this step; None if none is."""
+        """This worker's contribution to the average that is due in this step; None if none is due."""
         if not self._every or (plan.step + 1) % self._every:
             return None
         limit = largest_summable(plan.world_size)
@@ -57,24 +57,22 @@ class BufferAveraging:
         parts = (*floats, *heads, words_M if plan.rank == 0 else np.zeros_like(words_M))
         return DenseRingBuffer(np.concatenate(parts), plan.world_size)
 
-    def apply(self, workspace: DenseRingBuffer) -> None:
-        """After the commit: the average of those who took part, and rank 0's integers."""
+    def apply(self, buffer: DenseRingBuffer) -> None:
+        """After the commit: load the average of the contributors, and rank 0's integers."""
         buffers = serialization.float_buffers(self._model)
         n = sum(buffer.numel() for buffer in buffers)
-        sums_N, members, heads, words_M = np.split(
-            workspace.update_N, (n, n + 1, n + 1 + _HEAD * len(buffers))
-        )
+        sums_N, members, heads, words_M = np.split(buffer.update_N, (n, n + 1, n + 1 + _HEAD * len(buffers)))
         pieces = np.split(sums_N, np.cumsum([buffer.numel() for buffer in buffers])[:-1]) if buffers else []
-        for buffer, sum_N, head in zip(buffers, pieces, heads.reshape(-1, _HEAD), strict=True):
+        for own, sum_N, head in zip(buffers, pieces, heads.reshape(-1, _HEAD), strict=True):
             contributors, ones = head[0], head[1:]
             if contributors > 0 and not np.isin(ones, (0.0, members[0])).all():
                 with torch.no_grad():
-                    buffer.copy_(torch.from_numpy(sum_N / contributors).view(buffer.shape))
+                    own.copy_(torch.from_numpy(sum_N / contributors).view(own.shape))
         integers = np.ascontiguousarray(words_M.astype(np.uint16)).view(np.int64)
         serialization.load_integer_buffers_vector(self._model, integers)
 
 
 def _digest_bits(buffer: Tensor) -> FloatArray:
-    """(32,) zeros and ones; where buffers are equal, each one's sum over the members is 0 or all of them."""
+    """(32,) zeros and ones; if all buffers are equal, the sum of each is 0 or the number of members."""
     digest = hashlib.blake2b(serialization.tensor_bytes(buffer).data, digest_size=_DIGEST_BITS // 8).digest()
     return np.unpackbits(np.frombuffer(digest, np.uint8)).astype(np.float32)

@@ -1,16 +1,15 @@
-"""From a gradient to a workspace, and from a sealed workspace to an update: one class for each family.
+"""From a gradient to a collective buffer, and from its result to an update: one class per exchange family.
 
-Decides which numbers a worker brings into a round.  Never changes committed state before `commit`, so that an
-aborted attempt needs no undoing.
+State that was committed changes only in `commit`, so an aborted attempt needs no undo.
 
-    gradient_N   [ bucket 0 | bucket 1 | ... ]      one bucket, but for `Overlap`
-                       | prepare_bucket (times n_i / N)
-                 Attempt   Attempt     ...  --assemble--> Attempt --session.run--> commit --> update
+    gradient_N   [ bucket 0 | bucket 1 | ... ]      a single bucket without `Overlap`
+                       | prepare_bucket (weighted by n_i / N)
+                 ExchangeAttempt ...  --join_attempts--> ExchangeAttempt --session.run--> commit --> update
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -19,8 +18,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gridtrain.config import Dense, Exchange, GTopK, TopK
-from gridtrain.core.planning.dense_topology import DIRECT_DENSE
+from gridtrain.config import Auto, Dense, Exchange, GTopK, LocalSteps, TopK, round_exchange
+from gridtrain.core.collectives import allgather, butterfly, direct, ring, star, tree
+from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.network.wire.value_encoding import VALUE_KINDS
 from gridtrain.runtime.buffers.buckets import Bounds, BucketBuffer, BucketedBuffer
@@ -30,15 +30,34 @@ from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.sparsify.error_feedback import ErrorFeedback, PreparedState
 from gridtrain.sparsify.merge import TruncatedEntries, keep_freed_memory, largest_summable
 
+NeighboursOf = Callable[[int, int], frozenset[int]]
+"""From a rank and a world size to the ranks that it exchanges messages with."""
+
+_NEIGHBOURS: dict[str, NeighboursOf] = {
+    "auto": ring.neighbours,
+    "ring": ring.neighbours,
+    "direct": direct.neighbours,
+    "all-gather": allgather.neighbours,
+    "butterfly": butterfly.neighbours,
+    "tree": tree.neighbours,
+    "star": star.neighbours,
+}
+
+
+def neighbours_of(exchange: Exchange | LocalSteps | Auto) -> NeighboursOf:
+    """The neighbours of each rank in this exchange."""
+    return _NEIGHBOURS[round_exchange(exchange).topology]
+
 
 @dataclass(frozen=True, slots=True)
 class ExchangeAttempt:
-    """What one worker brings into one attempt.
+    """One worker's part in one attempt.
 
     Attributes:
-        workspace: of the whole vector, or of one bucket.
-        skip: its values cannot travel, nobody may apply.
-        parts: of a `BucketedWorkspace`, each bucket's.
+        buffer: the collective buffer of the whole vector or of one bucket.
+        skip: the values cannot be sent (not finite or too large), so that the group skips the step.
+        prepared: what a sparse exchange commits to its residual.
+        parts: for a `BucketedBuffer`, the attempts of its buckets.
     """
 
     buffer: BucketBuffer | BucketedBuffer
@@ -52,7 +71,7 @@ class ExchangeAttempt:
 
     @property
     def is_resumable(self) -> bool:
-        """A retry goes on from what has arrived in it, so it must be the same one."""
+        """A retry continues with this attempt and the data that it has received."""
         first = self.buckets[0].buffer
         return isinstance(first, DenseRingBuffer) and first.is_resumable
 
@@ -61,38 +80,51 @@ class Exchanger(Protocol):
     """One worker's side of an exchange.
 
     Attributes:
-        bounds: of the buckets in the flat gradient.
+        bounds: (0, ..., n), the buckets' bounds in the flat gradient.
     """
 
     bounds: Bounds
 
     @property
     def feedback(self) -> ErrorFeedback | None:
-        """None for an exchange that keeps nothing back."""
+        """The error feedback; None if there is no residual now."""
+        ...
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether there is a residual, or may be one."""
+        ...
+
+    def open_feedback(self) -> ErrorFeedback | None:
+        """The error feedback, created if there may be one; None if the exchange keeps no residual."""
+        ...
+
+    def clear_residual(self) -> None:
+        """Set the residual to zero."""
         ...
 
     def prepare_bucket(
         self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool
     ) -> ExchangeAttempt:
-        """May be called again after an abort, for one bucket in any order.
+        """One bucket's attempt; may be called again after an abort, and for buckets in any order.
 
         Args:
-            gradient_B: mean gradient over this worker's samples, of the bucket's elements; any, without.
-            usable: False: it is known to be of no use, and this worker skips the step.
+            gradient_B: mean gradient over this worker's samples; ignored if it has none.
+            usable: False if the gradient is known not to be finite: this worker then votes to skip the step.
         """
         ...
 
     def commit(self, attempt: ExchangeAttempt) -> npt.NDArray[np.float32] | SparseVector:
-        """The update of a committed round that nobody skipped."""
+        """The update of a round that was committed and not skipped."""
         ...
 
 
 def make_exchanger(
     exchange: Exchange, bounds: Bounds, device: torch.device, feedback: ErrorFeedback | None = None
 ) -> Exchanger:
-    """The worker's side of `exchange` for a flat gradient on `device`, cut at `bounds` (0, ..., n).
+    """The worker's side of `exchange` for a flat gradient on `device`, divided at `bounds` (0, ..., n).
 
-    `feedback`: of another one, cut elsewhere, that takes turns with this one.
+    `feedback`: the error feedback that it shares with an exchanger of other bounds.
     """
     if isinstance(exchange, Dense):
         return DenseExchanger(exchange, bounds)
@@ -100,47 +132,56 @@ def make_exchanger(
 
 
 def join_attempts(bounds: Bounds, attempts: Sequence[ExchangeAttempt]) -> ExchangeAttempt:
-    """One attempt out of all buckets' attempts, in order."""
+    """Join the buckets' attempts, given in order, to one."""
     if len(attempts) == 1:
         return attempts[0]
-    workspaces = [cast(BucketBuffer, attempt.buffer) for attempt in attempts]
-    whole = BucketedBuffer(bounds, workspaces)
+    whole = BucketedBuffer(bounds, [cast(BucketBuffer, attempt.buffer) for attempt in attempts])
     return ExchangeAttempt(whole, any(attempt.skip for attempt in attempts), parts=tuple(attempts))
 
 
 class DenseExchanger:
+    """`Dense`: sends the whole gradient and keeps no residual."""
+
     feedback: ErrorFeedback | None = None
+    keeps_residual = False
 
     def __init__(self, exchange: Dense, bounds: Bounds) -> None:
         self.bounds = bounds
         self._topology = exchange.topology
 
+    def open_feedback(self) -> None:
+        return None
+
+    def clear_residual(self) -> None:
+        pass
+
     def prepare_bucket(
         self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool
     ) -> ExchangeAttempt:
-        # Sums are made in place: the workspace gets an array that is nobody else's.
+        # The collective sums in place, so the buffer gets an array that nothing else uses.
         contribution_B = gradient_B * plan.weight if plan.samples else torch.zeros_like(gradient_B)
         return self.prepare_contribution(contribution_B, plan, usable=usable)
 
     def prepare_contribution(
         self, contribution_B: Tensor, plan: StepPlan, *, usable: bool
     ) -> ExchangeAttempt:
-        """As `prepare_bucket`, of what is weighted already and may be changed."""
+        """As `prepare_bucket`, for a gradient that is weighted already and may be overwritten."""
         usable = usable and largest_magnitude(contribution_B) <= largest_summable(plan.world_size)
         topology = self._topology
-        if topology == "auto":  # see `protocol.roads`; empty: round a ring
+        if topology == "auto":  # the coordinator names one; a ring otherwise
             topology = "direct" if plan.exchange == DIRECT_DENSE else "ring"
-        workspace = make_dense_buffer(topology, contribution_B.cpu().numpy(), plan.world_size)
-        return ExchangeAttempt(workspace, not usable)
+        buffer = make_dense_buffer(topology, contribution_B.cpu().numpy(), plan.world_size)
+        return ExchangeAttempt(buffer, not usable)
 
     def commit(self, attempt: ExchangeAttempt) -> npt.NDArray[np.float32]:
-        workspace = attempt.buffer
-        assert not isinstance(workspace, AllGatherBuffer | ButterflyBuffer)
-        return workspace.update_N
+        assert not isinstance(attempt.buffer, AllGatherBuffer | ButterflyBuffer)
+        return attempt.buffer.update_N
 
 
 class SparseExchanger:
-    """TopK and GTopK: selection and error feedback are the same, only the workspace differs."""
+    """`TopK` and `GTopK`: the same selection and error feedback, different collective buffers."""
+
+    keeps_residual = True
 
     def __init__(
         self,
@@ -155,6 +196,12 @@ class SparseExchanger:
         self.feedback = feedback or ErrorFeedback(bounds[-1], device, exchange.momentum)
         keep_freed_memory()
 
+    def open_feedback(self) -> ErrorFeedback:
+        return self.feedback
+
+    def clear_residual(self) -> None:
+        self.feedback.clear()
+
     def prepare_bucket(
         self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool
     ) -> ExchangeAttempt:
@@ -165,15 +212,16 @@ class SparseExchanger:
             prepared = self.feedback.prepare(gradient_B, k, kind, limit, weight=weight, start=start)
         else:
             prepared = self.feedback.prepare_skip(kind, start=start, n=n)
-        mine, decoded = prepared.payload, prepared.decoded
-        workspace: AllGatherBuffer | ButterflyBuffer
+        payload, decoded = prepared.payload, prepared.decoded
+        buffer: AllGatherBuffer | ButterflyBuffer
         if isinstance(self._exchange, TopK):
-            here = plan.rank, plan.world_size
-            workspace = AllGatherBuffer(*here, mine, n=n, k=k, kind=kind, decoded=decoded)
+            buffer = AllGatherBuffer(
+                plan.rank, plan.world_size, payload, n=n, k=k, kind=kind, decoded=decoded
+            )
         else:
-            made = SPARSE_BUFFERS[self._exchange.topology]
-            workspace = made(mine, n=n, k=k, kind=kind, decoded=decoded)
-        return ExchangeAttempt(workspace, prepared.skip, prepared)
+            make_buffer = SPARSE_BUFFERS[self._exchange.topology]
+            buffer = make_buffer(payload, n=n, k=k, kind=kind, decoded=decoded)
+        return ExchangeAttempt(buffer, prepared.skip, prepared)
 
     def commit(self, attempt: ExchangeAttempt) -> SparseVector:
         self.feedback.commit_parts(
@@ -187,6 +235,6 @@ def _truncated(attempt: ExchangeAttempt) -> list[TruncatedEntries]:
 
 
 def largest_magnitude(values_N: Tensor) -> float:
-    """NaN if there is one; infinite or NaN compares as too large for any bound."""
+    """The largest absolute value; NaN if any value is NaN, which fails every comparison with a bound."""
     low, high = torch.aminmax(values_N)
     return float(torch.maximum(-low, high))

@@ -1,17 +1,16 @@
 """A GradScaler whose scale stays equal on all workers.
 
-Decides nothing: it takes over the group's verdict.  Worker A overflows, worker B does not; the group skips
-the step on both, and both must back off:
+If worker A overflows and worker B does not, the group skips the step on both, and both must reduce the scale:
 
-    torch's GradScaler     A: scale / 2     B: counts a good step      scales drift apart
+    torch's GradScaler     A: scale / 2     B: counts a good step      the scales diverge
     GridScaler             A: scale / 2     B: scale / 2
 
-A newcomer takes over the others' scale, as a tracker (`Grid.scaler`): with 65536, where they are at 1024, it
-would have the group skip six steps.  With `LocalSteps` each worker's scale is its own: no gradient is
-exchanged.
+A joining worker receives the others' scale (as a tracker, see `Grid.scaler`): with 65536, where they are at
+1024, it would have the group skip six steps.  With `LocalSteps` each worker has its own scale, because no
+gradient is exchanged.
 
-The verdict has to be put into the scaler's own record: it hands `optimizer.found_inf` out as a fresh sum, so
-that a write to the optimizer's attribute does nothing.
+The group's result is written to the scaler's own record: `optimizer.found_inf` is computed from it each
+time, so setting that attribute would have no effect.
 """
 
 from __future__ import annotations
@@ -38,6 +37,6 @@ class GridScaler(torch.amp.GradScaler):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """That of a worker whose scaler is not enabled says nothing."""
+        """An empty state is that of a worker whose scaler is not enabled: it is ignored."""
         if state_dict:
             super().load_state_dict(state_dict)

@@ -1,14 +1,15 @@
-"""Whose optimizer settings differ: asked only when a step has been aborted.
+"""Finds the workers whose optimizer settings differ, after a step was aborted for that reason.
 
-Decides which workers have to leave when learning rates and the like have forked.  Their digest is part of
-every vote, so that a fork never commits; without this module it would abort for ever instead.  A retry
-carries the settings of all ranks as text, in one more dense vector of the same round:
+A digest of learning rates and the like is part of every vote, so that different settings never commit.  A
+retry exchanges the settings of all ranks as text, in one more dense vector of the same round, so that the
+workers with other settings end instead of aborting for ever:
 
     attempt 0   update                         ABORT: the votes' digests differ
-    attempt 1   update | row 0 | row 1 | ...   ABORT, but everybody has read the rows: the largest party (of
-                                               equal ones that of the lowest rank) goes on, the others raise
+    attempt 1   update | row 0 | row 1 | ...   ABORT, but all have read the rows: the largest agreeing group
+                                               (of equal ones that of the lowest rank) goes on, the others
+                                               raise
 
-    row (512 values, one byte each): checksum 8 | digest 32 | name=value lines, cut to fit
+    row (512 values, one byte each): checksum 8 | digest 32 | name=value lines, truncated to fit
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ HyperparameterRow = tuple[bytes, tuple[str, ...]]  # digest, name=value lines
 
 
 class _HyperparameterBuffer(DenseRingBuffer):
-    """One row for each rank.  Also a member whose gradient is not finite brings its row."""
+    """One row for each rank.  A member whose gradient is not finite sends its row, too."""
 
     def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
         return super().make_collective(rank, world_size, skip=False)
@@ -56,14 +57,14 @@ def make_hyperparameter_buffer(plan: StepPlan, optimizer: torch.optim.Optimizer)
 
 
 def check_hyperparameters(plan: StepPlan, sums: DenseRingBuffer) -> None:
-    """To be called after the abort of an attempt that carried `workspace`.
+    """Call it after an attempt with `make_hyperparameter_buffer` was aborted.
 
-    Raises `ConfigError` if this worker's settings are not those of the largest party.
+    Raises `ConfigError` if this worker's settings are not those of the largest agreeing group.
     """
     read = [_read_row(row) for row in sums.update_N.reshape(plan.world_size, ROW_BYTES)]
     rows = [row for row in read if row is not None]
     if len(rows) < plan.world_size:
-        return  # the exchange broke off: another reason than a fork, or none that can be known
+        return  # the exchange failed: another reason than different settings
     staying = largest_agreeing_group({rank: digest for rank, (digest, _) in enumerate(rows)})
     if plan.rank in staying:
         return
@@ -77,7 +78,7 @@ def check_hyperparameters(plan: StepPlan, sums: DenseRingBuffer) -> None:
 
 
 def _read_row(row: npt.NDArray[np.float32]) -> HyperparameterRow | None:
-    """None if it did not arrive whole."""
+    """None if it did not arrive complete."""
     raw = np.clip(np.nan_to_num(row), 0, 255).astype(np.uint8).tobytes()
     checksum, body = raw[:_CHECKSUM_BYTES], raw[_CHECKSUM_BYTES:]
     if _checksum(body) != checksum:
@@ -87,9 +88,9 @@ def _read_row(row: npt.NDArray[np.float32]) -> HyperparameterRow | None:
 
 
 def _difference(mine: HyperparameterRow, theirs: HyperparameterRow) -> tuple[str, str]:
-    """What differs, as either side has it; `theirs` came over the network."""
+    """The settings that differ, here and there; `theirs` came from the network."""
     pairs = [(a, b) for a, b in zip(mine[1], theirs[1], strict=False) if a != b][:_MAX_NAMED]
-    if not pairs:  # beyond what fits into a row
+    if not pairs:  # the difference is beyond the truncation
         pairs = [(f"settings {mine[0].hex()[:8]}", f"settings {theirs[0].hex()[:8]}")]
     return ", ".join(_printable(a) for a, _ in pairs), ", ".join(_printable(b) for _, b in pairs)
 

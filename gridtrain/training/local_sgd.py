@@ -1,23 +1,23 @@
-"""`LocalSteps`: a worker trains alone for a while, then the group agrees on how far all have come.
+"""`LocalSteps`: each worker trains alone for some steps, then the group averages the change of the
+parameters.
 
-Decides what is exchanged and how it is applied.  The exchange itself, its residual, its vote and its retries
-are `optim.wrapper`'s and all below it: to them the change of the parameters is just another gradient.
+The change of the parameters is exchanged as a gradient is: residual, vote and retries are `GridOptimizer`'s.
 
     anchor                parameters after the last committed round, bit-identical on all workers
-      |  inner.step()     `every` times, each worker with gradients and moments of its own
+      |  inner.step()     `every` times, each worker with its own gradients and moments
       v
-    local parameters      change_N = anchor - local, weighted with n_i / N;  parameters = anchor
+    local parameters      change_N = anchor - local, weighted by n_i / N;  parameters = anchor
                              |
                              +--> round (Dense, TopK, GTopK; error feedback)  --> update_N on all workers
     next anchor  <-------- anchor - outer_learning_rate * nesterov(update_N)
 
 After DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1), with a sparse exchange after SparseLoCo
 (Sarfi et al. 2025, arXiv 2508.15706).  Equal on all workers after each committed round, compared and sent to
-newcomers: the parameters and the outer velocity.  A worker's own: the moments of its inner optimizer.
+joining workers: the parameters and the outer velocity.  A worker's own: the moments of its inner optimizer.
 
-The parameters are back at the anchor *before* the round begins.  So what others may ask for while this worker
-waits (its state for a newcomer, an image), and what may be loaded into it, is never a half-trained model.
-Settings and trackers in it are those with which the turn began (`optim.before`).
+The parameters are set back to the anchor *before* the round begins.  So a state that others ask for while
+this worker waits, or that is loaded into it then, is never a half-trained model.  Settings and trackers in it
+are those of the turn's start (`turn_start_state`).
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ _ZERO_TIMINGS = dict.fromkeys(("waiting_s", "selecting_s", "communicating_s", "a
 
 
 class OuterOptimizer(torch.optim.Optimizer):
-    """Moves the parameters by an update that the group committed; its state is the same on all workers.
+    """Applies a committed update to the parameters; its state is the same on all workers.
 
-    It shows the groups of the inner optimizer (so that learning rates travel and are compared as ever), and
-    the velocity as its state: (n,) float32, absent without momentum.
+    It shows the groups of the inner optimizer, so that learning rates are sent and compared as usual, and the
+    velocity as its state: (n,) float32, absent without momentum.
 
     Args:
-        flat: whose `flat_N` holds the update when `step` is called.
+        flat: its `flat_N` holds the update when `step` is called.
     """
 
     inner: torch.optim.Optimizer
 
     def __init__(self, inner: torch.optim.Optimizer, flat: FlatGradient, exchange: LocalSteps) -> None:
-        self.__setstate__({"inner": inner})  # as in GridOptimizer
+        self.__setstate__({"inner": inner})  # see WrappingOptimizer
         self._flat = flat
         self._rate, self._momentum = exchange.outer_learning_rate, exchange.outer_momentum
         self._velocity_N = torch.zeros_like(flat.flat_N) if self._momentum else None
@@ -87,7 +87,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         velocity_N = _velocity_of(state_dict["state"])
         mine_N = self._velocity_N
         if (velocity_N is None) != (mine_N is None):
-            raise ValueError("there is an outer velocity on one side only")
+            raise ValueError("an outer velocity is on one side only")
         if velocity_N is not None and _shape_and_dtype(velocity_N) != _shape_and_dtype(mine_N):
             raise ValueError(f"an outer velocity of {_shape_and_dtype(velocity_N)}")
         own = self.inner.state_dict()["state"]
@@ -98,8 +98,8 @@ class OuterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """SGD as in torch (Nesterov after Sutskever et al. 2013), product and sum apart: how a fused one
-        rounds depends on how the work falls to threads, and all workers must get the same bits."""
+        """SGD as in torch (Nesterov after Sutskever et al. 2013), with separate product and sum: the rounding
+        of a fused one depends on the number of threads, and all workers must get the same bits."""
         step_N = self._flat.flat_N
         if self._velocity_N is not None:
             self._velocity_N.mul_(self._momentum).add_(step_N)
@@ -115,7 +115,7 @@ class LocalSGDOptimizer(GridOptimizer):
     `param_groups`, `state` and `state_dict` are the inner optimizer's.  Clip the local gradients between
     backward and `step`, as without a group.
 
-    Args as in `GridOptimizer`; `clip_norm` must be None.  Attributes as there, and:
+    Arguments as in `GridOptimizer`; `clip_norm` must be None.  Attributes as there, and:
         replicated: the outer optimizer.
         local_calls: calls of `step` since the last exchange.
     """
@@ -136,12 +136,12 @@ class LocalSGDOptimizer(GridOptimizer):
     ) -> None:
         if overlap is not None:
             raise ConfigError(
-                "overlap with LocalSteps, where no gradient is exchanged that could be sent early",
+                "overlap with LocalSteps, which exchanges no gradient that could be sent early",
                 remedy="leave overlap out",
             )
         if clip_norm is not None:
             raise ConfigError(
-                f"clip_norm={clip_norm} with LocalSteps, where no gradient is exchanged that it could clip",
+                f"clip_norm={clip_norm} with LocalSteps, which exchanges no gradient that it could clip",
                 remedy="clip each worker's: clip_grad_norm_(...) between backward() and step()",
             )
         super().__init__(
@@ -154,11 +154,11 @@ class LocalSGDOptimizer(GridOptimizer):
         )
         self._every = exchange.every
         self.replicated = OuterOptimizer(inner, self._flat, exchange)
-        self._is_new = copy.deepcopy(inner.state_dict()["state"])
+        self._initial_moments = copy.deepcopy(inner.state_dict()["state"])
         self._anchor: list[Tensor] = []
         self.local_calls = 0
-        self._trained_calls = self._every  # of a turn's calls so many are for samples
-        self._calls_left: int | None = None  # calls until the turn ends; None: nobody counts turns
+        self._calls_with_samples = self._every
+        self._calls_left: int | None = None  # calls until the turn ends; None outside of turns
         self._computing_s = 0.0
 
     # -- turns ---------------------------------------------------------------------------------------
@@ -167,18 +167,18 @@ class LocalSGDOptimizer(GridOptimizer):
     def calls_per_turn(self) -> int:
         return self._every
 
-    def begin_turn(self, trained: int) -> None:
-        self.local_calls, self._calls_left, self._trained_calls = 0, self._every, trained
+    def begin_turn(self, calls_with_samples: int) -> None:
+        self.local_calls, self._calls_left, self._calls_with_samples = 0, self._every, calls_with_samples
         self._save_turn_start()
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """A step of the inner optimizer; after the last one of a turn, the exchange.
+        """A step of the inner optimizer; the last one of a turn exchanges.
 
         Raises:
-            ConfigError: it is called more often than there are batches.
+            ConfigError: it was called more often than there are batches.
         """
         if closure is not None:
-            super().step(closure)  # refuses it
+            super().step(closure)  # raises ConfigError
         if self._calls_left == 0:
             raise ConfigError(
                 f"optimizer.step() was called {self._every + 1} times for a step's {self._every} batches",
@@ -187,7 +187,7 @@ class LocalSGDOptimizer(GridOptimizer):
             )
         self._calls_left = None if self._calls_left is None else self._calls_left - 1
         if self.local_calls == 0:
-            self._remember_anchor()
+            self._save_anchor()
         self.local_calls += 1
         self._local_step()
         if self.local_calls < self._every:
@@ -197,34 +197,34 @@ class LocalSGDOptimizer(GridOptimizer):
 
     def exchange(self) -> bool:
         raise ConfigError(
-            "optimizer.exchange() was called with LocalSteps, where no gradient is exchanged",
+            "optimizer.exchange() was called with LocalSteps, which exchanges no gradient",
             remedy="call optimizer.step() only; clip between loss.backward() and optimizer.step()",
         )
 
-    # -- alone -----------------------------------------------------------------------------------------
+    # -- local steps -------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _remember_anchor(self) -> None:
-        """At the first step of a turn, so that whatever was loaded since the last one counts."""
+    def _save_anchor(self) -> None:
+        """At the first step of a turn, because a state may have been loaded since the last turn."""
         if self._calls_left is None:
             self._save_turn_start()
         parameters = [parameter for _, parameter in self._flat.views]
         if not self._anchor:
             self._anchor = [parameter.detach().clone() for parameter in parameters]
             return
-        for kept, parameter in zip(self._anchor, parameters, strict=True):
-            kept.copy_(parameter)
+        for anchor, parameter in zip(self._anchor, parameters, strict=True):
+            anchor.copy_(parameter)
 
     def _local_step(self) -> None:
         self._flat.check_unchanged()
         overflowed = self._unscale_local()
-        if not overflowed and self.local_calls <= self._trained_calls:
+        if not overflowed and self.local_calls <= self._calls_with_samples:
             self._flat.rescale(self._flat.scale)
             self.inner.step()
         self.last_skipped = overflowed
 
     def _unscale_local(self) -> bool:
-        """As `GridOptimizer._unscale`, for the gradients themselves."""
+        """As `GridOptimizer._unscale`, but for the gradients of the parameters."""
         scale: Tensor | None = getattr(self, "grad_scale", None)
         overflowed = float(getattr(self, "found_inf", 0.0)) > 0.0
         if scale is not None and not overflowed:
@@ -236,12 +236,12 @@ class LocalSGDOptimizer(GridOptimizer):
 
     def _report_local(self) -> None:
         self._stopwatch.lap("computing_s")
-        alone_s = self._stopwatch.reset()
-        self._computing_s += alone_s["computing_s"]
-        self.timings = _ZERO_TIMINGS | alone_s
-        self._session.report_figures({})  # a sign of life: the others may wait in the round already
+        laps_s = self._stopwatch.reset()
+        self._computing_s += laps_s["computing_s"]
+        self.timings = _ZERO_TIMINGS | laps_s
+        self._session.report_figures({})  # a heartbeat: the others may be waiting in the round already
 
-    # -- together --------------------------------------------------------------------------------------
+    # -- the exchange ------------------------------------------------------------------------------------
 
     def _global_step(self) -> None:
         self.local_calls = 0
@@ -255,19 +255,19 @@ class LocalSGDOptimizer(GridOptimizer):
     @torch.no_grad()
     def _compute_delta(self) -> None:
         """flat_N = anchor - parameters; parameters = anchor."""
-        for (view, parameter), kept in zip(self._flat.views, self._anchor, strict=True):
-            view.copy_(_to_float32(kept) - _to_float32(parameter))
-            parameter.copy_(kept)
+        for (view, parameter), anchor in zip(self._flat.views, self._anchor, strict=True):
+            view.copy_(_to_float32(anchor) - _to_float32(parameter))
+            parameter.copy_(anchor)
 
     def _reset_inner(self) -> None:
-        """What led to parameters that are not finite is mostly in the moments as well."""
+        """The moments mostly hold the values that made the parameters not finite."""
         log.warning(
             "this worker's parameters are not finite after %d local steps: the group skips the step, and its "
-            "%s starts with fresh moments from the parameters that all have",
+            "%s starts again with new moments and the group's parameters",
             self._every,
             type(self.inner).__name__,
         )
-        self._load_moments(copy.deepcopy(self._is_new))  # what is loaded is not copied, and trained on
+        self._load_moments(copy.deepcopy(self._initial_moments))  # a copy, because training changes it
 
     def _apply(self) -> None:
         if not self.last_skipped:
@@ -275,24 +275,24 @@ class LocalSGDOptimizer(GridOptimizer):
         self._compare()
         self._stopwatch.lap("applying_s")
         timings = self._stopwatch.reset()
-        alone_s, self._computing_s = self._computing_s, 0.0
         self.timings = timings
-        self._session.report_figures(timings | {"computing_s": timings.get("computing_s", 0.0) + alone_s})
+        computing_s, self._computing_s = timings.get("computing_s", 0.0) + self._computing_s, 0.0
+        self._session.report_figures(timings | {"computing_s": computing_s})
 
     def _load_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
-        """Into flat_N alone, where the outer optimizer reads it: no gradient of a parameter is touched."""
+        """Into flat_N alone, where the outer optimizer reads it: gradients of parameters are not changed."""
         self._flat.load_update(update)
 
-    # -- what others are given ---------------------------------------------------------------------------
+    # -- the state that is sent --------------------------------------------------------------------------
 
     def _save_turn_start(self) -> None:
-        """With averages: a loop moves them after each of its steps."""
+        """With averages, because a loop changes them after each of its steps."""
         self._turn_start = TurnStartState.capture(self.inner, self._trackers, averages=True)
 
     # -- this worker's own part of a checkpoint ----------------------------------------------------------
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """As in `GridOptimizer`, with the inner optimizer's moments: for this worker's own disk."""
+        """As in `GridOptimizer`, with the inner optimizer's moments, for this worker's own disk."""
         document, tensors = super().pack()
         moments = serialization.pack_private({"state": self.inner.state_dict()["state"]}, tensors)
         return document | {"moments": moments}, tensors
@@ -303,7 +303,7 @@ class LocalSGDOptimizer(GridOptimizer):
             return
         try:
             self._load_moments(serialization.unpack_private(document["moments"], tensors)["state"])
-        except Exception as error:  # other people's code may raise anything
+        except Exception as error:  # a user's optimizer may raise anything
             text = f"the moments of {type(self.inner).__name__} do not fit: {type(error).__name__}: {error}"
             raise RemoteProtocolError(text, remedy="build the optimizer as before") from error
 
@@ -314,7 +314,7 @@ class LocalSGDOptimizer(GridOptimizer):
 
 
 def _to_float32(values: Tensor) -> Tensor:
-    """At least float32, detached: a difference of bfloat16 values is no bfloat16 value."""
+    """At least float32, detached: the difference of two bfloat16 values needs more digits."""
     wide = torch.promote_types(values.dtype, torch.float32)
     return values.detach().to(wide)
 
@@ -324,7 +324,7 @@ def _shape_and_dtype(values: Tensor | None) -> tuple[torch.Size, torch.dtype] | 
 
 
 def _velocity_of(state: Any) -> Tensor | None:
-    """Raises `ValueError` if it is no state of an `OuterOptimizer`."""
+    """Raises `ValueError` if `state` is not a state of an `OuterOptimizer`."""
     if state == {}:
         return None
     try:

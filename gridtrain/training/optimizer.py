@@ -1,14 +1,13 @@
-"""The optimizer that a user's loop calls: the group's update instead of the local gradient.
+"""The optimizer that a script calls: it applies the group's update instead of the local gradient.
 
-Decides what a worker brings into a step and applies what the group committed (DESIGN section 7).  Never opens
-a socket and never decides a commit: that is the session's.
-
-    p.grad --gather--> flat_N --(n_i / N)--> contribution --prepare--> workspace --+
+    p.grad --gather--> flat_N --(n_i / N)--> contribution --prepare--> buffer -----+
       ^                  ^                                                         |  session.run
-      |                  |            not committed: begin again, same gradient <--+
+      |                  |          not committed: begin again, same gradient <----+
       +-----scatter------+------ clip_norm ------- update <----- committed --------+
-      |                                            (skip: no update, the inner optimizer is not called)
+      |                                            (skipped: no update, the inner optimizer is not called)
       +--> inner.step()
+
+The session decides whether a step is committed (rules 1 to 13 in docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.buffers.buckets import Bounds
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.state_transfer.update_log import StepUpdate
-from gridtrain.runtime.step_plan import RoundOutcome, StepPlan
-from gridtrain.sparsify.error_feedback import ErrorFeedback
+from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.training import hyperparameter_check
 from gridtrain.training.auto_exchanger import AutoExchanger
 from gridtrain.training.buffer_averaging import BufferAveraging
@@ -42,21 +40,22 @@ from gridtrain.training.checkpoint import serialization
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
 from gridtrain.training.exchangers import ExchangeAttempt, Exchanger, join_attempts, make_exchanger
 from gridtrain.training.overlap import Overlapper, check_no_scaler, make_overlapper
-from gridtrain.training.pending_attempt import PendingAttempt, add_residual
 from gridtrain.training.session_interface import TrainingSession
+from gridtrain.training.skip_report import SkipReport
 from gridtrain.training.turn_start_state import TurnStartState
+from gridtrain.training.worker_residual import WorkerResidual
 from gridtrain.training.wrapping_optimizer import WrappingOptimizer
 
 _NORM_BLOCK = 1 << 20
 
 EarlyBuckets = tuple[StepPlan | None, dict[int, ExchangeAttempt]]
-"""The plan that buckets were sent for while backward computed, and these buckets."""
+"""The buckets that were sent during the backward pass, and the plan that they were sent for."""
 
 
 class GridOptimizer(WrappingOptimizer):
     """A real `torch.optim.Optimizer` around the user's, whose groups, state and `state_dict` it shows.
 
-    Between backward and `step`, clipping clips the local gradient.  To clip what the group agreed on, give
+    Clipping between backward and `step` clips the local gradient.  To clip the group's update, give
     `clip_norm=`, or use the explicit form::
 
         optimizer.exchange()
@@ -65,29 +64,29 @@ class GridOptimizer(WrappingOptimizer):
 
     Args:
         inner: the optimizer that applies updates.
-        model: all of its trainable parameters take part, zeros where a gradient is None.
+        model: all of its trainable parameters take part, with zeros if a gradient is None.
         exchange: `Dense()`, `TopK(...)`, `GTopK(...)` or `Auto(...)`; `LocalSteps(...)` is for
-            `LocalStepsOptimizer`.
+            `LocalSGDOptimizer`.
         session: this worker's place in the run.
         clip_norm: largest 2-norm of the exchanged update; None: not clipped.
         average_buffers_every: steps between two averages of the model's buffers; 0: never.
-        compare_every: steps between two comparisons of the whole state with the others'; 0: never.
-        overlap: exchange while backward still computes; None: all of it in `step`.  Gradients must then not
+        compare_every: steps between two comparisons of the whole state with the other workers'; 0: never.
+        overlap: exchange during the backward pass; None: in `step` alone.  With overlap, gradients must not
             be changed between backward and `step`.
 
     Attributes:
         replicated: the optimizer that applies updates and whose state is equal on all workers: here `inner`.
-        skipped_steps: committed steps whose update was empty because somebody's gradient was not finite.
-        last_skipped: whether the latest step was one of these, or went on without this worker.
-        last_overflowed: whether it was one of these.
+        residual: the gradient that this worker has not sent yet.
+        last_skipped: whether the latest step was skipped, or went on without this worker.
+        last_overflowed: whether it was skipped because a gradient was not finite.
         timings: seconds of the latest step: computing, waiting, selecting, communicating, applying.
 
     Raises:
         ConfigError: inner, model and exchange do not fit together; the text says what to change.
     """
 
-    shares_scale = True  # a GradScaler's scale has to be equal on all workers
-    local_calls = 0  # of `step` in this turn, without an exchange yet
+    shares_scale = True  # whether a GradScaler's scale has to be equal on all workers
+    local_calls = 0  # calls of `step` in this turn that have not exchanged yet
     _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to `step`
 
     def __init__(
@@ -127,43 +126,48 @@ class GridOptimizer(WrappingOptimizer):
         self._step = -1
         self._compare_next = False
         self._has_exchanged = False
-        self._pending_attempt = PendingAttempt()
+        self.residual = WorkerResidual(self._exchanger, self._flat.n)
         self._backwards = 1
-        self._turn_start: TurnStartState | None = None  # the turn that is under way
-        self._micro_batches_given: TurnStartState | None = (
-            None  # the same, while the round may hand this worker's state out
+        self._turn_start: TurnStartState | None = None  # of the turn in progress
+        self._round_start: TurnStartState | None = (
+            None  # the same, while a round may send this worker's state
         )
-        self.skipped_steps = 0
+        self._skips = SkipReport()
         self.last_skipped = self.last_overflowed = False
         self.timings: dict[str, float] = {}
         self._stopwatch = _Stopwatch()
 
+    @property
+    def skipped_steps(self) -> int:
+        """Committed steps that were skipped because a gradient was not finite."""
+        return self._skips.total
+
     def describe_exchange(self) -> str:
-        """For comparison and for people: what all workers must have alike."""
+        """What all workers must have in common, for comparison and for people."""
         buckets = self.overlap_config.describe() if self.overlap_config is not None else ""
         return self.exchange_config.describe() + buckets
 
     def set_backwards_per_step(self, count: int) -> None:
-        """So many backward passes are one step: with overlap, gradients are complete after the last."""
+        """Set the backward passes of a step; with overlap, gradients are complete after the last one."""
         self._backwards = count
         if self._overlapper is not None:
             self._overlapper.backwards = count
 
     @property
     def is_overlapping(self) -> bool:
-        """Whether steps are cut and sent early now, trials apart."""
+        """Whether buckets are sent during the backward pass now, apart from trials."""
         return self._overlapper is not None and self._overlapper.is_active
 
-    # -- what an Optimizer is --------------------------------------------------------------------
+    # -- torch.optim.Optimizer -------------------------------------------------------------------
 
     @property
     def flat_size(self) -> int:
-        """Of the flat gradient."""
+        """Elements of the flat gradient."""
         return self._flat.n
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ConfigError(
-            "a parameter group was added after the optimizer was wrapped, when the flat layout is fixed",
+            "a parameter group was added after the optimizer was wrapped, when the flat gradient's layout is fixed",
             remedy="add all groups to the inner optimizer before grid.optimizer(...)",
         )
 
@@ -179,22 +183,24 @@ class GridOptimizer(WrappingOptimizer):
         self._has_exchanged = False
         self._apply()
 
-    # -- turns: what `Grid` hands out for one step of the run ---------------------------------------
+    # -- turns: the calls of `step` in one step of the run -------------------------------------------
 
     @property
     def calls_per_turn(self) -> int:
-        """How often `step` is called in one step of the run."""
+        """Calls of `step` in one step of the run."""
         return 1
 
-    def begin_turn(self, trained: int) -> None:
-        """`trained`: so many of the turn's calls are for samples; the others are for stand-ins."""
-        if self._backwards > 1:  # a loop may step its scheduler for each of them
+    def begin_turn(self, calls_with_samples: int) -> None:
+        """`calls_with_samples`: of the turn's calls; the others get stand-in batches."""
+        if self._backwards > 1:  # a loop may step its scheduler after each of them
             self._turn_start = TurnStartState.capture(self.inner, self._trackers, averages=False)
 
     def begin_micro_batch(self, number: int, weights: Sequence[float]) -> None:
-        """The loop is given a step's micro-batch of this number, and divides each one's loss by how many
-        there are.  What it has accumulated is scaled, so that they count by their weights; the last factor,
-        of at most 1 where weights never rise, is left to the step, so that a clipped gradient stays so."""
+        """The loop gets micro-batch `number` of a step, and divides the loss of each by their number.
+
+        The accumulated gradient is scaled, so that micro-batches count by their weights.  The last factor, at
+        most 1 if weights never rise, is applied in the step, so that a clipped gradient stays clipped.
+        """
         self._flat.rescale(weights[number - 1] / weights[number] if number else 1.0)
         self._flat.scale = len(weights) * weights[-1] / math.fsum(weights)
 
@@ -203,7 +209,7 @@ class GridOptimizer(WrappingOptimizer):
     def exchange(self) -> bool:
         """Replace every `p.grad` by the group's committed update; `step` then only applies it.
 
-        Returns False if the step is skipped: gradients are as they were, and `step` will not apply them.
+        Returns False if the step is skipped: gradients are unchanged, and `step` does not apply them.
         With a GradScaler call `scaler.unscale_(optimizer)` first.
         """
         self._session.disable_replay("its script may change updates between exchange() and step()")
@@ -227,22 +233,22 @@ class GridOptimizer(WrappingOptimizer):
         return not self.last_skipped
 
     def _run_attempts(self, usable: bool, early: EarlyBuckets | None = None) -> None:
-        """Attempts at one step until one commits; the local gradient in flat_N stays until then.
+        """Attempt one step until an attempt is committed; the local gradient in flat_N stays until then.
 
         Args:
-            usable: False: it is known not to be finite.
-            early: the plan for which buckets are under way already, and these.
+            usable: False if the gradient is known not to be finite.
+            early: the buckets that were sent already.
         """
-        self._micro_batches_given = self._turn_start
+        self._round_start = self._turn_start
         try:
             self._iterate_attempts(usable, early)
         finally:
-            self._micro_batches_given = self._turn_start = None
+            self._round_start = self._turn_start = None
 
     def _iterate_attempts(self, usable: bool, early: EarlyBuckets | None) -> None:
         self._stopwatch.lap("computing_s")
         attempt: ExchangeAttempt | None = None
-        averages = compared = before = tried = None
+        averages = compared = before = trial = None
         while True:
             plan = self._session.begin()
             self._stopwatch.lap("waiting_s")
@@ -255,53 +261,52 @@ class GridOptimizer(WrappingOptimizer):
                 sent = early[1] if early is not None and early[0] is plan else {}
                 early = None
                 attempt = self._prepare(plan, usable or plan.samples == 0, sent)
-            if fresh:  # else the rings go on from what has arrived
+            if fresh:  # otherwise the rings continue with what they have received
                 averages = self.buffer_averaging.make_collective_buffer(plan)
-                tried = self._overlapper.make_trial_buffer(plan) if self._overlapper is not None else None
+                trial = self._overlapper.make_trial_buffer(plan) if self._overlapper is not None else None
             if fresh or compared is None:
                 compared = hyperparameter_check.make_hyperparameter_buffer(plan, self.inner)
-            # A retry adds what is compared: behind the others, whose channels stay what they are.
-            extra = [each for each in (averages, tried, compared) if each is not None]
+            # A retry adds the hyperparameters at the end, so that the channels of the others do not change.
+            extra = [each for each in (averages, trial, compared) if each is not None]
             self._stopwatch.lap("selecting_s")
             settings_text = serialization.hyperparameters_json(self.inner)
-            self._pending_attempt.mark_sent(attempt)
+            self.residual.mark_sent(attempt)
             outcome = self._session.run(plan, [attempt.buffer, *extra], attempt.skip, settings_text)
             self._stopwatch.lap("communicating_s")
             if outcome.is_committed:
                 break
-            self._pending_attempt.mark_ended()
+            self.residual.mark_ended()
             if compared is not None:
                 self._check_hyperparameters(plan, compared)
         self.last_skipped = self.last_overflowed = outcome.is_skipped
         self._step, self._compare_next = plan.step, plan.compare_after
         if outcome.is_skipped:
-            self._pending_attempt.mark_ended()
-            self.skipped_steps += 1
+            self.residual.mark_ended()
+            self._skips.record_skipped(plan.step, is_own=attempt.skip)
             return
+        self._skips.record_applied()
         if averages is not None:
             self.buffer_averaging.apply(averages)
-        if tried is not None and self._overlapper is not None:
-            self._overlapper.finish_trial(plan, tried)
-        self._load_update(self._pending_attempt.commit(self._exchanger, attempt))
+        if trial is not None and self._overlapper is not None:
+            self._overlapper.finish_trial(plan, trial)
+        self._load_update(self.residual.commit(attempt))
 
     def _check_hyperparameters(self, plan: StepPlan, compared: DenseRingBuffer) -> None:
         try:
             hyperparameter_check.check_hyperparameters(plan, compared)
         except ConfigError as error:
-            self._session.close(error.reason)  # at once: the others need not wait for the script's end
+            self._session.close(error.reason)  # so that the others do not wait for the end of this script
             raise
 
     def _prepare(self, plan: StepPlan, usable: bool, sent: Mapping[int, ExchangeAttempt]) -> ExchangeAttempt:
-        """This worker's part; `sent`: buckets of it that are under way already."""
-        attempts = []
-        mine = self._exchanger if self._overlapper is None else self._overlapper.exchanger(plan)
-        for bucket, (start, stop) in enumerate(pairwise(mine.bounds)):
-            attempt = sent.get(bucket)
-            if attempt is None:
-                gradient_B = self._flat.flat_N[start:stop]
-                attempt = mine.prepare_bucket(bucket, gradient_B, plan, usable=usable)
-            attempts.append(attempt)
-        return join_attempts(mine.bounds, attempts)
+        """This worker's part in an attempt; `sent`: buckets of it that were sent already."""
+        exchanger = self._exchanger if self._overlapper is None else self._overlapper.exchanger(plan)
+        attempts = [
+            sent.get(bucket)
+            or exchanger.prepare_bucket(bucket, self._flat.flat_N[start:stop], plan, usable=usable)
+            for bucket, (start, stop) in enumerate(pairwise(exchanger.bounds))
+        ]
+        return join_attempts(exchanger.bounds, attempts)
 
     def _apply(self) -> None:
         if not self.last_skipped:
@@ -322,54 +327,51 @@ class GridOptimizer(WrappingOptimizer):
             self._session.report_digest(step, serialization.replica_digest(self.model, self.replicated))
 
     def _unscale(self) -> bool:
-        """What GradScaler leaves to an optimizer that declares `_step_supports_amp_scaling`.
+        """Divide by the scale of a GradScaler, which leaves that to `_step_supports_amp_scaling` optimizers.
 
-        Returns whether it found a gradient that is not finite.
+        Returns whether the scaler found a gradient that is not finite.
         """
         scale: Tensor | None = getattr(self, "grad_scale", None)  # None: already unscaled, or no scaler
         if scale is not None:
             self._flat.flat_N.mul_(1.0 / float(scale))
         return float(getattr(self, "found_inf", 0.0)) > 0.0
 
-    # -- what has to be equal on all workers ------------------------------------------------------
+    # -- the replicated state -----------------------------------------------------------------------
 
     def hyperparameter_digest(self) -> bytes:
         """32-byte digest of learning rates, weight decays, ... of all groups.
 
-        Part of every vote: a learning rate that one worker's scheduler changed alone forks no replica.
+        It is part of every vote, so that a learning rate that differs on one worker is never applied.
         """
         return serialization.hyperparameter_digest(self.inner)
 
     def track(self, **trackers: serialization.Stateful) -> None:
-        """Put schedulers, averages and the like into what a joining worker receives.  All workers alike."""
+        """Add schedulers, averages and the like to the state; the same ones on all workers."""
         self._trackers.update(trackers)
 
     def capture_state(self, whole: bool = True) -> Sequence[bytes | memoryview]:
-        """The replicated state; see `state_sync.capture`."""
+        """The replicated state; see `serialization.capture_state`."""
         return serialization.capture_state(self.model, *self._turn_start_view(), whole=whole)
 
     def initial_digest(self) -> bytes:
-        """Digest of what `capture` gives, before the first step; see `state_sync.begins`."""
+        """Digest of the state before the first step; see `serialization.initial_digest`."""
         return serialization.initial_digest(self.model, self.replicated, self._trackers)
 
     def copy_state(self) -> serialization.StateCopy:
-        """The same, without making bytes of it yet."""
+        """A copy of the replicated state, not serialized yet."""
         return serialization.copy_state(self.model, *self._turn_start_view())
 
     def _turn_start_view(self) -> tuple[torch.optim.Optimizer, serialization.Trackers]:
-        """What stands for optimizer and trackers in a state that is given away now."""
-        before = self._micro_batches_given
-        return (
-            (self.replicated, self._trackers)
-            if before is None
-            else before.apply_to(self.replicated, self._trackers)
-        )
+        """The optimizer and the trackers as they were when the turn in progress began."""
+        if self._round_start is None:
+            return self.replicated, self._trackers
+        return self._round_start.apply_to(self.replicated, self._trackers)
 
     def replay_update(self, step: StepUpdate) -> None:
-        """What the members did in a step in which this worker did not take part.
+        """Apply a step in which this worker did not take part.
 
         Raises:
-            RemoteProtocolError: it cannot be replayed; the model is of no use then.
+            RemoteProtocolError: it cannot be replayed; the model is unusable then.
         """
         if step.update is None:
             return
@@ -378,98 +380,55 @@ class GridOptimizer(WrappingOptimizer):
             serialization.load_hyperparameters(self.inner, groups)
             self._load_update(step.update)
             self.replicated.step()
-        except Exception as error:  # other people's code, given what a peer made up: it may raise anything
+        except Exception as error:  # a user's optimizer with a peer's settings may raise anything
             text = f"step {step.step} cannot be replayed: {type(error).__name__}: {error}"
             raise RemoteProtocolError(text, remedy="take the whole state") from error
         self.inner.zero_grad()
 
     def _load_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
-        """The update into every `p.grad`, clipped."""
+        """Write the update, clipped, to every `p.grad`."""
         self._flat.load_update(update)
         if self._clip_norm is not None:
             self._flat.flat_N.mul_(min(1.0, self._clip_norm / (l2_norm(update) + 1e-6)))
         self._flat.scatter()
 
     def restore_state(self, blobs: bytes | memoryview | Sequence[bytes | memoryview]) -> None:
-        """Take over another worker's `capture`; see `state_sync.restore`."""
+        """Load another worker's state; see `serialization.restore_state`."""
         serialization.restore_state(blobs, self.model, self.replicated, self._trackers)
 
     def capture_turn_state(self) -> Callable[[], None]:
-        """See `set_back.Trained`."""
+        """Copy what the script changes between two steps; the function that is returned restores it."""
         own = self.capture_state(whole=False)
         return lambda: self.restore_state(own)
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """See `state_sync.pack`; for checkpoints."""
+        """See `serialization.pack_state`; for checkpoints."""
         return serialization.pack_state(self.model, self.replicated, self._trackers)
 
     def unpack(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `pack` copied; raises `RemoteProtocolError` if it does not fit."""
+        """Load what `pack` copied; raises `RemoteProtocolError` if it does not fit."""
         serialization.unpack_state(document, tensors, self.model, self.replicated, self._trackers)
 
     def residual_state(self) -> dict[str, Tensor]:
-        """What this worker has not yet sent; empty for `Dense`.  Not part of `state_dict`: not replicated."""
-        feedback = self._exchanger.feedback
-        return {} if feedback is None else feedback.state()
-
-    @property
-    def residual_size(self) -> int:
-        """Elements of the residual; 0: the exchange keeps nothing back."""
-        keeps = self._exchanger.feedback is not None or self.can_choose_sparse
-        return self._flat.n if keeps else 0
+        """The residual by name; empty for `Dense`.  Not part of `state_dict`, because it is not
+        replicated."""
+        return self.residual.state()
 
     @property
     def choices(self) -> Sequence[Exchange]:
-        """What the coordinator may choose; empty: the script has."""
+        """The exchanges that the coordinator may choose; empty if the script has chosen."""
         return (*self._exchanger.choices.values(),) if isinstance(self._exchanger, AutoExchanger) else ()
 
     @property
     def current_exchange(self) -> Exchange | LocalSteps | None:
-        """What the latest step used; None: nothing is chosen yet."""
+        """The exchange of the latest step; None if none is chosen yet."""
         if isinstance(self._exchanger, AutoExchanger):
             return self._exchanger.current_exchange
         return self.exchange_config if not isinstance(self.exchange_config, Auto) else None
 
-    @property
-    def can_choose_sparse(self) -> bool:
-        """The coordinator may choose an exchange that keeps something back."""
-        return any(each.sparse for each in self.choices)
-
-    def _open_feedback(self) -> ErrorFeedback | None:
-        mine = self._exchanger
-        return (
-            mine.open_feedback()
-            if isinstance(mine, AutoExchanger) and self.can_choose_sparse
-            else mine.feedback
-        )
-
-    def take_residual(self, settle: Callable[[], RoundOutcome | None]) -> npt.NDArray[np.float32] | None:
-        """The residual of a worker that takes no further step; see `InFlight.surrender`."""
-        if self._exchanger.feedback is None and self.residual_size:
-            return np.zeros(self.residual_size, np.float32)  # a sparse exchange may be chosen; none is now
-        return self._pending_attempt.take_residual(self._exchanger, settle)
-
-    def add_residual(self, entries: SparseVector, world_size: int) -> bool:
-        """Add what another worker had not sent, between two rounds; False: it cannot be, and is dropped."""
-        return add_residual(self._open_feedback(), entries, world_size)
-
-    def clear_residual(self) -> None:
-        """What was not sent belongs to another life of this worker."""
-        self._pending_attempt.clear()
-        if isinstance(self._exchanger, AutoExchanger):
-            self._exchanger.clear()
-        elif self._exchanger.feedback is not None:
-            self._exchanger.feedback.clear()
-
-    def load_residual_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over `residual_state` of the same model and exchange; raises `ConfigError` otherwise."""
-        feedback = self._open_feedback()
-        if feedback is not None:
-            feedback.load(state)
-
 
 class _Stopwatch:
-    """Laps of one step by name, in seconds; time outside of steps counts as the next one's first lap."""
+    """Seconds of a step's phases by name; time between steps counts for the first phase of the next one."""
 
     def __init__(self) -> None:
         self._last_s = time.perf_counter()
@@ -488,7 +447,7 @@ class _Stopwatch:
 def check_compatible(
     inner: torch.optim.Optimizer, exchange: Exchange | LocalSteps | Auto, clip_norm: float | None
 ) -> None:
-    """Raise `ConfigError` if these cannot train together; called by what the user has called."""
+    """Raise `ConfigError` if these cannot be used together.  Call it two frames below the user's call."""
     name = type(inner).__name__
     if isinstance(inner, GridOptimizer):
         raise ConfigError("the optimizer is already wrapped", remedy="call grid.optimizer(...) once")
@@ -501,19 +460,19 @@ def check_compatible(
     momentum = max(float(group.get("momentum", 0.0)) for group in inner.param_groups)
     if momentum and exchange.momentum:
         raise ConfigError(
-            f"{name} has momentum {momentum} and {exchange.describe()} corrects for momentum, too",
+            f"{name} has momentum {momentum}, and {exchange.describe()} applies momentum, too",
             remedy=f"keep the exchange's and build {name} with momentum=0",
         )
     if "betas" in inner.defaults:
         warnings.warn(
-            f"{name} after a sparse exchange learns badly, most elements of an update being zero -> "
+            f"{name} learns badly with a sparse exchange, because most elements of an update are zero -> "
             "use exchange=Dense(), SGD with GTopK(momentum=0.9), or LocalSteps(every=32, exchange=GTopK())",
             stacklevel=4,  # the line that called grid.optimizer(...)
         )
 
 
 def l2_norm(update: npt.NDArray[np.float32] | SparseVector) -> float:
-    """2-norm, summed in float64 on the host: equal on all workers whatever their number of threads."""
+    """2-norm, summed in float64 on the host: equal on all workers, whatever their number of threads."""
     values = update.values if isinstance(update, SparseVector) else update
     blocks = (values[i : i + _NORM_BLOCK].astype(np.float64) for i in range(0, values.size, _NORM_BLOCK))
     return math.sqrt(math.fsum(float(np.square(block).sum()) for block in blocks))

@@ -1,14 +1,13 @@
-"""Sending the gradient while backward still computes it: last layers first (Baidu, 2017).
+"""Sends parts of the gradient while backward still computes the rest: last layers first (Baidu, 2017).
 
-Decides when a bucket's gradient is complete, and sends it then, in steps that are cut: which ones, is decided
-by `overlap_trial`.  Never waits: what could not be sent early is sent by `step`.
+`overlap_trial` decides which steps do so.  What cannot be sent early is sent by `step`.
 
     backward     layer 4   layer 3   layer 2   layer 1  |  step
     ready            [ bucket 1 ]        [ bucket 0 ]   |
     network              [===== bucket 1 =====][======= bucket 0 =====] vote
                                                         ^ only what is right of here is waited for
 
-A round commits as a whole, so nothing of its update is used before the last bucket is there.
+A round commits as a whole, so nothing of its update is used before the last bucket has arrived.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ log = logging.getLogger("gridtrain")
 def make_overlapper(
     flat: FlatGradient, whole: Exchanger, session: TrainingSession, overlap: Overlap, exchange: Exchange
 ) -> Overlapper | None:
-    """None: the gradient is too short to be cut, and overlap would change nothing."""
+    """None if the gradient is too short to be divided into buckets: overlap would change nothing then."""
     least = overlap.least_of(exchange)
     bounds = bucket_bounds(flat.sizes, overlap.buckets, least)
     if len(bounds) == 2:
-        text = "overlap is left out: %d elements in %d parameters cannot be cut into buckets of at least %d"
+        text = "overlap is left out: %d elements in %d parameters are too few for two buckets of at least %d"
         log.warning(text, flat.n, len(flat.sizes), least)
         return None
     parts = make_exchanger(exchange, bounds, flat.flat_N.device, whole.feedback)
@@ -48,15 +47,15 @@ def make_overlapper(
 
 
 class Overlapper:
-    """Watches the gradients of one model, and sends a bucket when its last one is complete.
+    """Watches the gradients of one model, and sends each bucket when its gradients are complete.
 
     Args:
-        whole, parts: the same exchange, of the vector in one piece and in buckets, over one error feedback.
-        trial: in which steps it is which.
+        whole, parts: the same exchange for the whole vector and for buckets, over one error feedback.
+        trial: decides in which steps which of them is used.
 
     Attributes:
         backwards: backward passes in one step (`grid.batches(accumulate=)`).
-        selecting_s: seconds of the current backward spent on selection here.
+        selecting_s: seconds of the current backward pass that were spent on selection.
     """
 
     def __init__(
@@ -73,8 +72,8 @@ class Overlapper:
         self._bucket_of = {p: b for b, members in enumerate(self._bucket_parameters) for p in members}
         self.backwards = 1
         self.selecting_s = 0.0
-        self._began_s: float | None = None  # the backward of this step
-        self._current_plan: StepPlan | None = None  # the latest attempt at it
+        self._began_s: float | None = None  # start of this step's backward
+        self._current_plan: StepPlan | None = None  # of the latest attempt at this step
         self._reset()
         for index, parameter in enumerate(flat.parameters):
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
@@ -88,10 +87,10 @@ class Overlapper:
 
     @property
     def is_active(self) -> bool:
-        """Steps are cut, trials apart."""
+        """Whether overlap is on, outside of trials."""
         return self._trial.is_worthwhile
 
-    # -- in the middle of backward -------------------------------------------------------------------
+    # -- during backward -----------------------------------------------------------------------------
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         return lambda _: self._complete(index)
@@ -102,7 +101,7 @@ class Overlapper:
             self._began_s = time.perf_counter()
         if bucket in self._sent:
             raise ConfigError(
-                f"more than {self.backwards} backward passes before one step(), and their gradients are sent",
+                f"more than {self.backwards} backward passes before one step(): their gradients were sent already",
                 remedy="use grid.batches(..., accumulate=a) for a backward passes a step, or overlap=None",
             )
         self._backward_counts[index] += 1
@@ -132,9 +131,9 @@ class Overlapper:
     # -- in step -------------------------------------------------------------------------------------
 
     def take_sent(self) -> tuple[StepPlan | None, dict[int, ExchangeAttempt]]:
-        """The plan that buckets were sent for, and these buckets; what is under way stays so.
+        """The buckets that were sent, and the plan that they were sent for.
 
-        The flat vector holds the gradients of the other ones, too, after this.
+        The flat vector holds the other buckets' gradients, too, after this.
 
         Raises `ConfigError` if a gradient was changed after it was sent.
         """
@@ -154,22 +153,22 @@ class Overlapper:
         return plan, sent
 
     def exchanger(self, plan: StepPlan) -> Exchanger:
-        """How all members cut their gradients in this attempt."""
+        """The exchanger with which all members divide their gradients in this attempt."""
         self._current_plan = plan
         return self._bucket_exchanger if self._trial.is_overlapped(plan) else self._whole_exchanger
 
     def make_trial_buffer(self, plan: StepPlan) -> DenseRingBuffer | None:
-        """What else this attempt exchanges: how long either way takes; see `overlap_trial`."""
+        """A table of durations that this attempt exchanges in addition; see `overlap_trial`."""
         return self._trial.make_table(plan)
 
     def finish_trial(self, plan: StepPlan, table: DenseRingBuffer) -> None:
         """The round is committed, and with it the table."""
-        news = self._trial.apply_table(plan, table.update_N)
-        if news:
-            log.log(logging.INFO if self._trial.is_worthwhile else logging.WARNING, "%s", news)
+        text = self._trial.apply_table(plan, table.update_N)
+        if text:
+            log.log(logging.INFO if self._trial.is_worthwhile else logging.WARNING, "%s", text)
 
     def end_step(self) -> float:
-        """A step is over; returns the seconds of selection within its backward."""
+        """End a step; returns the seconds of selection during its backward pass."""
         plan, self._current_plan = self._current_plan, None
         began_s, self._began_s = self._began_s, None
         if plan is not None and began_s is not None:
@@ -179,7 +178,7 @@ class Overlapper:
 
 
 def _bucket_members(sizes: Sequence[int], bounds: Sequence[int]) -> list[list[int]]:
-    """Indices of each bucket's parameters."""
+    """Indices of the parameters in each bucket."""
     members: list[list[int]] = [[] for _ in bounds[1:]]
     at = bucket = 0
     for index, size in enumerate(sizes):
@@ -191,7 +190,7 @@ def _bucket_members(sizes: Sequence[int], bounds: Sequence[int]) -> list[list[in
 
 
 def check_no_scaler(optimizer: object) -> None:
-    """Raises `ConfigError`: what is sent before `step` has not been unscaled."""
+    """Raise `ConfigError` if a GradScaler is used: a bucket is sent before `step` could unscale it."""
     if getattr(optimizer, "grad_scale", None) is not None:
         raise ConfigError(
             "a GradScaler scales gradients that overlap sends before they are unscaled",

@@ -1,12 +1,11 @@
-"""What the script itself changes in a turn, as it was before the turn began.
+"""What the script itself changes during a turn, as it was before the turn began.
 
-Decides what stands for settings and trackers in a state that is given away inside of a step.  Never gives
-one.
+A state that is sent in the middle of a turn has these values, because its receiver makes all calls of the
+turn:
 
     micro-batch or local step    1       2       3       4 = the step of the run
     scheduler, stepped by each   s+1     s+2     s+3      |  others may ask for this worker's state here
-    given then                   s <----------------------+  whoever takes it makes all of the turn's calls,
-                                                             and its scheduler with them
+    sent then                    s <----------------------+
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from gridtrain.training.checkpoint.serialization import Trackers
 
 @dataclass(frozen=True, slots=True)
 class TurnStartState:
-    """See the module's text.
+    """Optimizer settings and trackers at the start of a turn.
 
     Attributes:
         param_groups: as in a state_dict, where parameters are numbers.
@@ -36,10 +35,10 @@ class TurnStartState:
 
     @classmethod
     def capture(cls, inner: torch.optim.Optimizer, trackers: Trackers, *, averages: bool) -> TurnStartState:
-        """As it is now.
+        """Copy the present settings and trackers.
 
-        `averages`: copy also what may be as large as the model.  Who changes it after the step of the run
-        alone can do without.
+        `averages`: also copy large tensors of trackers.  Not needed if the script changes them only after the
+        step of the run.
         """
         groups = copy.deepcopy(inner.state_dict()["param_groups"])
         return cls(
@@ -49,7 +48,7 @@ class TurnStartState:
     def apply_to(
         self, replicated: torch.optim.Optimizer, trackers: Trackers
     ) -> tuple[torch.optim.Optimizer, Trackers]:
-        """What stands for these two in a state that is given away; for `state_sync`."""
+        """Replacements of the optimizer and the trackers in a state that is sent now."""
         theirs = {
             name: _TrackerView(self.trackers[name]) if name in self.trackers else item
             for name, item in trackers.items()
@@ -59,7 +58,7 @@ class TurnStartState:
 
 @dataclass(frozen=True, slots=True)
 class _OptimizerView:
-    """An optimizer with the settings of before; its moments are of the last step as they are."""
+    """An optimizer with the settings of the turn's start; its moments are those of the last step anyway."""
 
     replicated: torch.optim.Optimizer
     param_groups: list[dict[str, Any]]
@@ -70,7 +69,7 @@ class _OptimizerView:
 
 @dataclass(frozen=True, slots=True)
 class _TrackerView:
-    """A tracker as it was."""
+    """A tracker as it was at the turn's start."""
 
     state: dict[str, Any]
 
@@ -78,7 +77,7 @@ class _TrackerView:
         return self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise NotImplementedError("what was remembered is only given away")
+        raise NotImplementedError("the state at a turn's start is only sent, never loaded")
 
 
 def _copy_value(value: Any, averages: bool) -> Any:

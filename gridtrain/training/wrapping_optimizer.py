@@ -1,7 +1,7 @@
 """An optimizer around another one, whose groups and state it shows as its own.
 
-Decides nothing: what a step does is the subclass's.  Schedulers, GradScaler and checkpoints look at
-`param_groups`, `state` and `state_dict`, and must find the inner optimizer's.
+Schedulers, GradScaler and checkpoints read `param_groups`, `state` and `state_dict`, and must find the inner
+optimizer's.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 
 
 class WrappingOptimizer(torch.optim.Optimizer):
-    """A real `torch.optim.Optimizer` that has no groups of its own."""
+    """A real `torch.optim.Optimizer` without parameter groups of its own; a subclass defines `step`."""
 
     inner: torch.optim.Optimizer
 
     def _wrap(self, inner: torch.optim.Optimizer) -> None:
-        # Not Optimizer.__init__, which would build groups of its own: the door that unpickling uses
-        # sets up everything else (hooks, profiling).
+        # Optimizer.__init__ would build groups.  __setstate__, which unpickling uses, sets up everything
+        # else (hooks, profiling).
         self.__setstate__({"inner": inner})
 
     @property

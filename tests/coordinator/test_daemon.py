@@ -384,14 +384,14 @@ def test_a_kick_is_durable_before_anybody_is_told() -> None:
     ]
     (expelled,) = core.heard
     assert isinstance(expelled, WorkerRemoved) and expelled.code == "kicked"
-    assert expelled.reason == "was put out of the run: too slow" and "new invitation" in expelled.remedy
+    assert expelled.reason == "was removed from the run: too slow" and "new invitation" in expelled.remedy
 
 
 def test_who_is_banned_is_not_sent_for_a_new_invitation_alone() -> None:
     core = FakeCore()
     play(core, [Received(OPERATOR, m.RemoveWorker(ANNA, True, "rude"), 40)])
     (expelled,) = core.heard
-    assert isinstance(expelled, WorkerRemoved) and expelled.reason == "was put out of the run: rude"
+    assert isinstance(expelled, WorkerRemoved) and expelled.reason == "was removed from the run: rude"
     assert f"gridtrain unban {ANNA.hex()[:12]}" in expelled.remedy
 
 
@@ -426,9 +426,9 @@ def test_the_third_strike_is_a_kick() -> None:
     assert transcript == ["durable: strike", "durable: strike", "durable: strike, expelled"]
     expulsions = [event for event in core.heard if isinstance(event, WorkerRemoved)]
     assert [(event.code, event.reason[:38]) for event in expulsions] == [
-        ("offence", "broke the protocol (strike 1 of 3): re"),
-        ("offence", "broke the protocol (strike 2 of 3): re"),
-        ("kicked", "was put out of the run: 3 strikes, the"),
+        ("offence", "broke the protocol (violation 1 of 3):"),
+        ("offence", "broke the protocol (violation 2 of 3):"),
+        ("kicked", "was removed from the run: 3 violations"),
     ]
 
 

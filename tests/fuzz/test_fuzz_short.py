@@ -83,7 +83,7 @@ def test_what_honest_ones_do_is_accepted(name: str) -> None:
 # -- that it finds what there is: a defence is taken away, and the fuzzer says so -------------------
 
 PLANTED = {
-    "codec": ("gridtrain.network.wire.field_types.IntField.pack", lambda self, value: value, 20000),
+    "codec": ("gridtrain.core.messages.declaration.IntField.pack", lambda self, value: value, 20000),
     "sparse": ("gridtrain.network.wire.value_encoding._EXPONENT_MAX", 400, 4000),
     "status": ("gridtrain.runtime.client.coordinator_client._printable", lambda value: value, 200),
     "stateblocks": (
@@ -92,7 +92,7 @@ PLANTED = {
         200,
     ),
     "state": ("gridtrain.training.checkpoint.serialization._check_same", lambda what, theirs, own: None, 400),
-    "collectives": ("gridtrain.core.collectives.ring.check_expected", lambda *of: None, 400),
+    "collectives": ("gridtrain.core.collectives.collective.check_expected", lambda *of: None, 400),
     "attempts": ("gridtrain.core.commit.attempts._proves_commit", lambda rank: True, 4000),
     "member": ("gridtrain.core.commit.two_phase_commit._decides", lambda *ranks: True, 1500),
     "membership": (

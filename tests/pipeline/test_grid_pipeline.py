@@ -227,16 +227,16 @@ def test_clipping_is_by_the_norm_of_the_whole_model(tmp_path: Path) -> None:
 def test_what_is_written_is_the_turn_s_stage_though_the_group_has_moved_on() -> None:
     """Else a checkpoint of another stage would have the values with which that stage begins."""
     options = PipelineOptions(stages=2, micro_batches=1, exchange=gridtrain.Dense(), loss=loss_fn)
-    session = SimpleNamespace(picture=WorkerSnapshot(rank=0, world_size=2), resize_residual=lambda n: None)
+    session = SimpleNamespace(snapshot=WorkerSnapshot(rank=0, world_size=2), resize_residual=lambda n: None)
     staging = ModelStages(Blueprint(layers), 2, cuts=None, device=torch.device("cpu"))
     pipe = Pipeline(staging, sgd, options, session)  # type: ignore[arg-type]
-    turn, trained = session.picture, pipe.module
+    turn, trained = session.snapshot, pipe.module
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter.fill_(7.0)
     for moved in (WorkerSnapshot(rank=1, world_size=2), WorkerSnapshot()):
-        session.picture = moved
-        _, tensors = pipe.pack(turn)
+        session.snapshot = moved
+        _, tensors = pipe.held.pack(turn)
         weights = [value for value in tensors.values() if value.is_floating_point()]
         assert weights and all(bool((value == 7.0).all()) for value in weights)
 
@@ -244,17 +244,17 @@ def test_what_is_written_is_the_turn_s_stage_though_the_group_has_moved_on() -> 
 @pytest.mark.parametrize(
     ("option", "text"),
     [
-        ({"stages": 0}, "stages is 0 -> a whole number from 2"),
+        ({"stages": 0}, "stages is 0 -> give a whole number from 2"),
         ({"stages": 1}, "stages is 1 -> .* grid.optimizer"),
         ({"stages": 2.0}, "stages is 2.0"),
         ({"stages": 7}, "6 blocks, of which 4 are trained, for 7 stages"),
         ({"micro_batches": 0}, "micro_batches is 0"),
         ({"micro_batches": True}, "micro_batches is True"),
         ({"loss_fn": None}, "loss_fn is None -> a function"),
-        ({"make": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "optimizer is a SGD -> a function"),
+        ({"make": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "optimizer is a SGD -> give a function"),
         ({"make": lambda parameters: None}, "returned a NoneType"),
         ({"make": torch.optim.LBFGS}, "LBFGS cannot take its gradients from a group"),
-        ({"exchange": gridtrain.GTopK(momentum=0.9)}, "has momentum 0.9 and GTopK"),
+        ({"exchange": gridtrain.GTopK(momentum=0.9)}, "has momentum 0.9, and GTopK"),
         ({"exchange": gridtrain.LocalSteps(every=4)}, "exchange is LocalSteps"),
         ({"exchange": gridtrain.Overlap()}, "exchange is Overlap"),
         ({"clip_norm": -1.0}, "clip_norm is -1.0"),
@@ -327,7 +327,7 @@ class Learned(nn.Module):
 
 
 def test_a_loss_with_parameters_is_refused_as_nobody_would_train_them() -> None:
-    with pytest.raises(ConfigError, match="Learned with parameters, which no stage's optimizer has"):
+    with pytest.raises(ConfigError, match="Learned with parameters, which no stage's optimizer would update"):
         PipelineOptions(2, 1, gridtrain.Dense(), Learned())
 
 

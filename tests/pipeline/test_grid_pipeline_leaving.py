@@ -22,7 +22,7 @@ from pipeline_group import Seen, Workers, undisturbed
 import gridtrain
 from gridtrain.core.messages import CheckpointInfo
 from gridtrain.pipeline.pipeline import Pipeline
-from gridtrain.pipeline.stage_residuals import StageResiduals
+from gridtrain.pipeline.stage_model_state import StageModelState
 from gridtrain.runtime.client.agent_link import AgentDirective
 from gridtrain.training.checkpoint import serialization
 from gridtrain.training.checkpoint.checkpoint_store import checkpoint_step, list_checkpoints
@@ -68,7 +68,7 @@ def test_a_stages_only_worker_is_paused_and_the_run_goes_on_where_it_was(
         workers.wait(lambda: resting() is not None and workers.snapshot()["phase"] == "paused")
         snapshot, seen = workers.snapshot(), resting()
         assert seen is not None
-        assert f"stage {stage} of 2 has nobody: 1 worker is here, 2 are needed" in snapshot["reason"]
+        assert f"stage {stage} of 2 has no worker: 1 worker is here, 2 are needed" in snapshot["reason"]
         assert [line["name"] for line in snapshot["resting"]] == [seen.name]
         seen.owner.directive = AgentDirective()
         workers.finish("anna", "bert")
@@ -179,28 +179,29 @@ def test_what_a_leaver_has_not_sent_is_sent_by_its_replica(
     absorbed: dict[int | None, np.ndarray] = {}
     given: list[np.ndarray] = []
     leaver: list[Seen] = []
-    real = StageResiduals.add_residual
+    real = StageModelState._add_residual
 
-    def absorb(self: StageResiduals, entries: Any, world_size: int) -> bool:
-        dense_N = np.zeros(self.residual_size, np.float32)
+    def absorb(self: StageModelState, peer: bytes, entries: Any) -> None:
+        assert self._held.residual is not None
+        dense_N = np.zeros(self._held.residual.size, np.float32)
         dense_N[entries.indices] = entries.values
-        absorbed[self.held_stage] = dense_N
-        return real(self, entries, world_size)
+        absorbed[self._held.stage] = dense_N
+        real(self, peer, entries)
 
     def before(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
         with workers.changed:
             if grid.step == 6 and pipe.stage == 1 and not leaver:
                 leaver.append(seen)
-                given.append(pipe.residual_state()["residual"].numpy().copy())
+                given.append(pipe.held.in_memory().residual.state()["residual"].numpy().copy())
                 if way == "leaves":
                     raise Leaves
 
     def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
         if way == "rests" and [seen] == leaver and seen.step == 6:
-            given[:] = [pipe.residual_state()["residual"].numpy().copy()]
+            given[:] = [pipe.held.in_memory().residual.state()["residual"].numpy().copy()]
             seen.owner.directive = REST
 
-    monkeypatch.setattr(StageResiduals, "add_residual", absorb)
+    monkeypatch.setattr(StageModelState, "_add_residual", absorb)
     with Workers(tmp_path, 5, steps=15, exchange=SPARSE) as workers:
         workers.before, workers.after = before, after
         for name in ("anna", "bert", "clara", "dora", "emil"):
@@ -225,7 +226,7 @@ def test_what_is_lost_with_a_seat_is_told(tmp_path: Path, caplog: pytest.LogCapt
     killed: list[str] = []
 
     def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
-        figures[seen.name] = dict(grid._session._io_loop.heartbeat.figures)
+        figures[seen.name] = dict(grid._session.connection.loop.heartbeat.figures)
         if seen.step == 12 and not killed and all(s.step >= 11 for s in workers.seen.values()):
             killed.extend(name for name, other in workers.seen.items() if other.stages[11] == 0)
             for name in killed:
@@ -241,7 +242,10 @@ def test_what_is_lost_with_a_seat_is_told(tmp_path: Path, caplog: pytest.LogCapt
     assert [seen.end for seen in survivors] == ["finished"] * 2
     (moved,) = [seen for seen in survivors if seen.stages[24] == 0]
     assert figures[moved.name]["lost_mass"] > 0
-    assert "residual of stage 1, mass" in caplog.text and "lost with the seat" in caplog.text
+    assert (
+        "residual of stage 1, magnitude" in caplog.text
+        and "lost, because this worker holds another stage now" in caplog.text
+    )
 
 
 def test_a_checkpoint_at_a_pause_takes_no_other_ones_place(tmp_path: Path) -> None:

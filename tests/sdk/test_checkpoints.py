@@ -36,7 +36,7 @@ def train(grid: gridtrain.Grid, exchange: Any, until: int, steps: int = STEPS) -
         if seen["first"] is None:
             seen["first"] = {name: value.clone() for name, value in model.state_dict().items()}
         seen["steps"].append(grid.step)
-        grid._checkpoints.wait()  # steps are faster here than a disk
+        grid._model_state.checkpoints.wait()  # steps are faster here than a disk
         ((model(x) - y) ** 2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -164,7 +164,7 @@ def test_the_ledger_is_in_the_checkpoint_and_every_sample_counts_once_over_a_res
         numbers = [(x, number) for number, (x, _) in enumerate(DATA)]
         for x, indices in grid.batches(numbers, global_batch_size=6, epochs=3):
             step = grid.step
-            grid._checkpoints.wait()
+            grid._model_state.checkpoints.wait()
             model(x).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -221,7 +221,7 @@ def test_what_another_history_left_on_the_disk_stays(
         folder = str(tmp_path / "worker-0")
         with group.join("old", checkpoint_every=1, state_dir=folder) as grid:
             for number, _ in enumerate(steps_of(grid)):
-                grid._checkpoints.wait()
+                grid._model_state.checkpoints.wait()
                 if number == 6:
                     break
         over.set()

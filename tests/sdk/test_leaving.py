@@ -31,6 +31,7 @@ from gridtrain.network.transport.in_memory import FaultPlan, MessageFault
 from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer
 from gridtrain.runtime.state_transfer import residual_pieces
 from gridtrain.training import residual_departure
+from gridtrain.training.worker_residual import WorkerResidual
 
 SIZE, WIDE, STEPS, LEAVES = 64, 32, 24, 9
 DATA = [
@@ -103,7 +104,7 @@ def training(books: Books, exchange: Any, stop: Any) -> Any:
             if chosen is not None and grid.step == LEAVES and chosen(grid, optimizer):
                 break
             if number == 0 and grid.step == LEAVES and stop is while_the_other_computes:
-                assert grid._session._io_loop.wait(lambda picture: picture.world_size == 1, WITHIN_S)
+                assert grid._session.connection.wait(lambda picture: picture.world_size == 1, WITHIN_S)
             optimizer.step()
         if grid.finished:
             books.residuals[number] = optimizer.residual_state()["residual"].double().numpy()
@@ -125,7 +126,7 @@ def in_the_middle_of_a_round(
     grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer, *, committed: bool = True
 ) -> bool:
     """Ctrl-C comes when the round has been committed, and the training thread has not heard of it."""
-    driver = grid._session._io_loop
+    driver = grid._session.connection.loop
     wait = driver.mailbox.wait
 
     def interrupted(*args: Any) -> Any:
@@ -183,7 +184,7 @@ def test_an_heir_that_leaves_before_it_counts_hands_it_on(
     monkeypatch.setattr(residual_pieces.IncomingResiduals, "receive_piece", taking)
 
     def heir_goes(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:
-        return heir_known.wait(WITHIN_S) and grid._session._io_loop.residuals.incoming is heir[0]
+        return heir_known.wait(WITHIN_S) and grid._session.connection.loop.residuals.incoming is heir[0]
 
     stops = {0: heir_goes, 1: before_the_step, 2: heir_goes}
     with new_group(workers=3, deadlines=replace(QUICK, settle_s=0.3)) as group:
@@ -192,7 +193,7 @@ def test_an_heir_that_leaves_before_it_counts_hands_it_on(
         ended = [group.result(number) for number in range(3)]
     assert sorted(ended) == [LEAVES, LEAVES, STEPS] and ended[1] == LEAVES
     assert np.abs(books.open_sum()).max() < 2.0**-18, "but for the rounding of thirds: shares may be 3 and 1"
-    passed_on = sum("goes on with this worker's" in record.message for record in caplog.records)
+    passed_on = sum("is passed on with this worker's" in record.message for record in caplog.records)
     added = sum("added to this worker's" in record.message for record in caplog.records)
     assert (passed_on, added) in ((1, 1), (0, 2)), "0, 2: the View was there first, and it counted already"
 
@@ -206,14 +207,16 @@ def test_an_heir_that_leaves_and_hears_no_view_says_what_is_lost(
 
     def stop(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:
         heir.receive_piece(b"p" * 32, ResidualBlock(1, 1, 0, b"", 0, 1, payload), 2)
-        grid._session._io_loop.residuals.incoming = heir  # acknowledged, and the leaver is lost in between
+        grid._session.connection.loop.residuals.incoming = (
+            heir  # acknowledged, and the leaver is lost in between
+        )
         return True
 
     with new_group(workers=2, deadlines=replace(QUICK, handover_s=0.5)) as group:
         for _ in range(2):
             group.start(training(Books(), EXCHANGES[0], stop))
         group.result(1)
-        assert f"mass {WIDE / 2:.3g} of others' residuals is lost" in caplog.text
+        assert f"magnitude {WIDE / 2:.3g} of other workers' residuals is lost" in caplog.text
         group.result(0)
 
 
@@ -364,7 +367,7 @@ def alone(group: Any, folder: Path, until: int) -> tuple[list[np.ndarray], int]:
             torch.optim.SGD(model.parameters(), lr=2.0**-10), model, exchange=EXCHANGES[0]
         )
         for batch in grid.batches(DATA, global_batch_size=4, steps=STEPS):
-            grid._checkpoints.wait()
+            grid._model_state.checkpoints.wait()
             if first < 0:
                 first = grid.step
                 seen.append(optimizer.residual_state()["residual"].numpy())
@@ -399,7 +402,7 @@ def test_ctrl_c_on_the_way_into_a_round_leaves_everything_with_the_worker(
 ) -> None:
     """Nothing of the step has been submitted: how the round before it ended says nothing about this one."""
     seen: dict[str, np.ndarray] = {}
-    surrender, collective = gridtrain.GridOptimizer.take_residual, ButterflyBuffer.make_collective
+    surrender, collective = WorkerResidual.take, ButterflyBuffer.make_collective
     rounds: Counter[str] = Counter()
 
     def surrendering(self: Any, settle: Any) -> Any:
@@ -415,7 +418,7 @@ def test_ctrl_c_on_the_way_into_a_round_leaves_everything_with_the_worker(
             raise KeyboardInterrupt
         return collective(self, *args)
 
-    monkeypatch.setattr(gridtrain.GridOptimizer, "take_residual", surrendering)
+    monkeypatch.setattr(WorkerResidual, "take", surrendering)
     monkeypatch.setattr(ButterflyBuffer, "make_collective", interrupted)
 
     def train(grid: gridtrain.Grid, number: int) -> None:

@@ -345,7 +345,7 @@ class Faulty:
             attempt = (name.generation, name.step, name.attempt)
             self.taken[attempt] += sorted(mine) if plan.samples else []
             outcome = run(plan, *rest)
-            if outcome.committed:
+            if outcome.is_committed:
                 self.committed.add(attempt)
             return outcome
 
@@ -438,7 +438,7 @@ def run(folder: Path, workers: int, exchange: Any, until: int) -> list[dict[str,
             seen: dict[str, Any] = {"steps": []}
             for inputs, _ in grid.batches(Numbered(90), global_batch_size=6, steps=12):
                 if optimizer.local_calls == 0:
-                    grid._checkpoints.wait()  # type: ignore[union-attr]
+                    grid._model_state.checkpoints.wait()  # type: ignore[union-attr]
                     if grid.step == until:
                         break
                     seen["steps"].append(grid.step)

@@ -156,7 +156,7 @@ ERRORS = {
     a_closure: "step() was called with a closure; a gradient is exchanged once and cannot be re-evaluated ->",
     a_group_added_later: "a parameter group was added after the optimizer was wrapped, when the flat layout",
     sparse_embedding: "parameter 'weight' has sparse gradients, which have no place in the flat vector -> ",
-    momentum_twice: "SGD has momentum 0.9 and GTopK(density=0.01, momentum=0.9, values=fp16) corrects for "
+    momentum_twice: "SGD has momentum 0.9, and GTopK(density=0.01, momentum=0.9, values=fp16) corrects for "
     "momentum, too -> keep the exchange's and build SGD with momentum=0",
     another_models_optimizer: "the optimizer holds 2 parameters that the model does not have -> build the",
 }
@@ -275,7 +275,7 @@ def test_a_joiner_whose_scheduler_begins_anew(new_group: Any) -> None:
             scheduler.step()
             if number == 0 and grid.step == 3:
                 come.set()
-                assert grid._session._io_loop.wait(lambda picture: picture.world_size == 2, WITHIN_S)
+                assert grid._session.connection.wait(lambda picture: picture.world_size == 2, WITHIN_S)
         return grid.step
 
     with new_group(workers=1) as group:

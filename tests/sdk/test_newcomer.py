@@ -30,8 +30,8 @@ from gridtrain.errors import (
     TransportError,
 )
 from gridtrain.extras import install_command
+from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.identity import Identity
-from gridtrain.network.transport.peer_allowlist import PeerAllowlist
 from gridtrain.network.transport.stack import build_stack
 from gridtrain.network.transport.zmq import zeromq_transport
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
@@ -299,7 +299,7 @@ def test_another_runs_coordinator(start_coordinator: StartCoordinator) -> None:
 def test_a_stranger_is_not_let_in(start_coordinator: StartCoordinator) -> None:
     """A key that never showed an invitation; the coordinator does not even greet it."""
     desk = start_coordinator()
-    with pytest.raises(JoinRefused, match=r"does not let this worker in .* -> ask the run's owner") as caught:
+    with pytest.raises(JoinRefused, match=r"denies this worker access -> ask the run's owner") as caught:
         grid_of(config_of(desk.address, desk.key), Identity.generate())
     assert caught.value.code == "denied"
 
@@ -436,7 +436,7 @@ def test_a_script_that_is_refused(start_coordinator: StartCoordinator, tmp_path:
         "the run's end is epochs=1, steps=6; exactly one must be given -> "
         "give grid.batches either epochs= or steps="
     )
-    assert agents_line.startswith("the script ended with exit code 1 after ")
+    assert agents_line.startswith("the script ended with exit code 2 after ")
 
 
 def test_a_script_without_an_agent_trains_with_its_invitation(

@@ -111,7 +111,7 @@ def test_nothing_is_lost_when_the_way_changes(
             broken = plan.step in breaks
             breaks.discard(plan.step)
         if broken:
-            self._io_loop.command(io.RoundFailed("the test wants it"))
+            self.connection.submit(io.RoundFailed("the test wants it"))
         return true(self, plan, *rest)
 
     monkeypatch.setattr(GroupSession, "run", run)
@@ -147,7 +147,7 @@ def test_all_measure_decide_and_say_it_once(
     assert cut_steps == {2, 3, 4, 8, 9, 10}
     said = [text for text in caplog.messages if text.startswith("overlap is")]
     assert said == 2 * [
-        f"overlap is off from step {DECIDED}, as it has to save 2%: backward and exchange take "
+        f"overlap is off from step {DECIDED}, because it has to save 2%: backward and exchange take "
         "2 s with it, 1 s without; it is tried again in step 100"
     ]
 

@@ -280,7 +280,7 @@ def check(world: StagedWorld, stages: int) -> None:
     wrong = {p: seen[p] for p in range(samples) if seen[p] != 1}
     assert not wrong and len(seen) == samples, f"not counted once: {wrong}"
     for worker in over:
-        blocks = worker.trainer.blocks
+        blocks = worker.trainer.layers
         assert worker.core.rank_assignment is not None and blocks == worker.core.rank_assignment.layers
         for block, number in zip(range(blocks.start, blocks.stop), worker.trainer.state, strict=True):
             assert number == sum(layer_weight(p, block) for p in counted), f"block {block}"
@@ -338,6 +338,14 @@ def starved(seed: int) -> tuple[StagedWorld, int]:
 def test_promises_hold_where_the_model_is_cut_anew(seeds: Seeds) -> None:
     seen = ("finished", "left paused", "rollbacks", "merges", "cut anew", "to fewer", "to more")
     sweep(seeds, 5, starved, seen)
+
+
+def test_a_stage_that_is_loaded_after_the_freeze_ends_a_pause() -> None:
+    """Seed 119: the source of stage 0 dies while its recipient still loads.  The recipient answers FREEZE
+    without a state, the run pauses, and the state that is loaded then is the only copy of that stage."""
+    world, stages = starved(119)
+    check(world, stages)
+    assert world.finished and world.pauses == 2 and len(world.lost_steps) == 1
 
 
 def test_promises_hold_under_churn(seeds: Seeds) -> None:
@@ -455,7 +463,7 @@ def test_where_it_does_not_fit_the_run_waits_and_says_why() -> None:
     world.run(60.0)
     assert world.coordinator.phase is RunPhase.PAUSED
     assert "stage 1 of 3 has nobody" in world.coordinator.reason
-    assert "no cut of 6 layers into 2 stages fits" in world.coordinator.reason
+    assert "no partition of 6 layers into 2 stages fits" in world.coordinator.reason
     world.join()
     world.run(120.0)
     check(world, 3)

@@ -20,7 +20,7 @@ from collective_group import CollectiveGroup
 
 from gridtrain.core import messages as m
 from gridtrain.core.collectives import allgather, butterfly, direct, ring, star, tree
-from gridtrain.core.commit.attempts import RankAssignment
+from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.network.wire.sparse_payload import ValueKind, decode, encode
 from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
 from gridtrain.runtime.buffers.direct_buffer import DirectBuffer
@@ -54,8 +54,8 @@ WHAT_HAPPENS = (
     "passed_on",
     "restarts",
     "rollbacks",
-    "reborn",
-    "followed",
+    "restarted_processes",
+    "caught_up",
 )
 Seeds = Callable[[int], Iterator[int]]
 
@@ -87,7 +87,7 @@ class ToyTrainer:
         @property
         def residual(self) -> np.ndarray:
             left = self.left.copy()
-            for indices, values in getattr(self.workspace, "kept", []):
+            for indices, values in getattr(self.workspace, "truncated", []):
                 np.add.at(left, indices, values)
             return left
 

@@ -67,7 +67,8 @@ class PerfectNetwork:
         (counts,) = {len(workspaces) for workspaces, _, _ in self._brought}
         skips = [self._run([(w[channel], skip) for w, skip, _ in self._brought]) for channel in range(counts)]
         votes = {
-            (salt, *(workspace.seal() for workspace in workspaces)) for workspaces, _, salt in self._brought
+            (salt, *(workspace.compute_digest() for workspace in workspaces))
+            for workspaces, _, salt in self._brought
         }
         committed = len(votes) == 1 and (self.step, self.attempt) not in self.aborts
         self._outcome = RoundOutcome(committed, any(skips))
@@ -120,16 +121,16 @@ class _Session(TrainingSession):
         self.plans.append(plan)
         return replace(plan)
 
-    def cannot_replay(self, reason):
+    def disable_replay(self, reason):
         pass
 
-    def compare(self, step, digest):
+    def report_digest(self, step, digest):
         pass
 
     def run(self, plan, workspaces, skip, salt):
         return self.network.exchange(plan.rank, workspaces, skip, salt)
 
-    def note(self, figures):
+    def report_figures(self, figures):
         self.notes.append(dict(figures))
 
 

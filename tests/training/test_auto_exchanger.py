@@ -88,7 +88,7 @@ def test_a_dense_step_takes_along_what_others_left(network: Any) -> None:
 
     def absorb(rank: int, step: int, wrapped: GridOptimizer) -> None:
         if (rank, step) == (1, 1):
-            assert wrapped.add_residual(
+            assert wrapped.residual.add(
                 SparseVector(np.array([3, 7]), np.array([5.0, -2.0], np.float32)), RANKS
             )
 
@@ -107,8 +107,8 @@ def test_a_checkpoints_residual_is_sent_whatever_is_chosen(network: Any) -> None
         wrapped = GridOptimizer(
             torch.optim.SGD(model.parameters(), lr=1.0), model, AUTO, Chosen(session, [DENSE])
         )
-        assert wrapped.residual_size == N
-        wrapped.load_residual_state(saved)
+        assert wrapped.residual.size == N
+        wrapped.residual.load(saved)
         model.values.grad = torch.zeros(N)
         wrapped.step()
         return -model.values.detach()
@@ -120,8 +120,8 @@ def test_a_checkpoints_residual_is_sent_whatever_is_chosen(network: Any) -> None
 def test_who_leaves_while_nothing_is_kept_back_loses_nothing(network: Any) -> None:
     """None would be a residual that is lost, and `hand_over` would say so."""
     for _, _, wrapped in train(network(RANKS), [GTOPK, DENSE]):
-        given_N = wrapped.take_residual(lambda: None)
-        assert given_N is not None and given_N.shape == (wrapped.residual_size,) and not given_N.any()
+        given_N = wrapped.residual.take(lambda: None)
+        assert given_N is not None and given_N.shape == (wrapped.residual.size,) and not given_N.any()
 
 
 def test_it_says_what_it_used(network: Any) -> None:
@@ -131,7 +131,7 @@ def test_it_says_what_it_used(network: Any) -> None:
 
 
 def test_what_was_not_offered_is_no_exchange(network: Any) -> None:
-    with pytest.raises(LocalProtocolError, match="none to choose"):
+    with pytest.raises(LocalProtocolError, match="not one of the choices"):
         train(network(1), ["GTopK(density=0.5)"])
 
 

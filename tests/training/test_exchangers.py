@@ -11,7 +11,7 @@ from gridtrain.config import Dense, GTopK, TopK
 from gridtrain.errors import ConfigError
 from gridtrain.network.wire.value_encoding import VALUE_KINDS
 from gridtrain.runtime.buffers.star_buffers import SPARSE_BUFFERS, DenseStarBuffer, make_dense_buffer
-from gridtrain.sdk.grid import _NEIGHBOURS
+from gridtrain.training.exchangers import neighbours_of
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_every_kind_of_values_can_be_asked_for(values: str) -> None:
 
 @pytest.mark.parametrize("topology", SPARSE_BUFFERS)
 def test_each_topology_of_gtopk_has_edges_that_both_ends_know(topology: str) -> None:
-    edges = _NEIGHBOURS[GTopK(topology=topology).topology]
+    edges = neighbours_of(GTopK(topology=topology))
     for world_size in range(1, 20):
         for rank in range(world_size):
             assert all(rank in edges(other, world_size) for other in edges(rank, world_size))

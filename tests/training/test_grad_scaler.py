@@ -116,7 +116,7 @@ class Elsewhere:
     def begin(self):
         return None
 
-    def note(self, figures):
+    def report_figures(self, figures):
         pass
 
 

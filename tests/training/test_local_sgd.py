@@ -380,7 +380,7 @@ def test_replaying_updates_leads_to_the_same_bits(network):
 
     def recorded(plan, workspaces, skip, settings):
         outcome = run(plan, workspaces, skip, settings)
-        updates.append(StepUpdate(plan.step, settings, outcome.skip, workspaces[0].update))
+        updates.append(StepUpdate(plan.step, settings, outcome.is_skipped, workspaces[0].update))
         return outcome
 
     session.run = recorded
@@ -402,7 +402,7 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_happened(network):
     again = small_model()
     resumed = wrap(network().session(), again, GTopK(density=0.2), outer_momentum=0.9)
     resumed.unpack(document, tensors)
-    resumed.load_residual_state(optimizer.residual_state())
+    resumed.residual.load(optimizer.residual_state())
     for step in range(50, 50 + 2 * EVERY):
         train_step(model, optimizer, step)
         train_step(again, resumed, step)
@@ -415,7 +415,7 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_happened(network):
 def test_a_state_with_another_velocity_is_refused(network):
     _, optimizer = trained(network)
     plain = wrap(network().session(), small_model(), GTopK(density=0.2))
-    with pytest.raises(RemoteProtocolError, match="an outer velocity on one side only"):
+    with pytest.raises(RemoteProtocolError, match="an outer velocity is on one side only"):
         plain.restore_state(optimizer.capture_state())
     document, tensors = optimizer.pack()
     for broken in (
@@ -481,7 +481,7 @@ def test_too_many_calls_are_refused(network):
 
 def test_an_exchange_by_hand_and_a_closure_are_refused(network):
     optimizer = wrap(network().session(), small_model(), Dense())
-    with pytest.raises(ConfigError, match="where no gradient is exchanged"):
+    with pytest.raises(ConfigError, match="which exchanges no gradient"):
         optimizer.exchange()
     with pytest.raises(ConfigError, match="closure"):
         optimizer.step(lambda: 0.0)

@@ -466,7 +466,7 @@ def wrap(make_optimizer, model=None, exchange=None, **options):
         (lambda: wrap(sgd, clip_norm=0.0), r"clip_norm is 0\.0"),
         (
             lambda: wrap(lambda m: sgd(m, momentum=0.9), exchange=GTopK(momentum=0.9)),
-            r"SGD has momentum 0\.9 and GTopK.* -> keep the exchange's and build SGD with momentum=0",
+            r"SGD has momentum 0\.9, and GTopK.* -> keep the exchange's and build SGD with momentum=0",
         ),
     ],
 )
@@ -547,7 +547,7 @@ def test_residuals_are_saved_apart(network):
     train_step(model, wrapped, 0)
     twin = copy.deepcopy(model)
     other = GridOptimizer(sgd(twin), twin, GTopK(density=0.1, momentum=0.9), network().session())
-    other.load_residual_state(wrapped.residual_state())
+    other.residual.load(wrapped.residual_state())
     train_step(model, wrapped, 1)
     train_step(twin, other, 1)
     assert same(model, twin)

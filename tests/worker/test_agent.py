@@ -356,7 +356,7 @@ def test_one_refused_handshake_does_not_put_a_worker_out(
     lines: list[str] = []
     job = Job(python("raise SystemExit(5)"), invitation, restarts=1, backoff_s=0.01)
     if put_out:
-        with pytest.raises(JoinRefused, match="was put out of the run"):
+        with pytest.raises(JoinRefused, match="was removed from the run"):
             supervise(job, lines.append)
     else:
         assert supervise(job, lines.append) == 5

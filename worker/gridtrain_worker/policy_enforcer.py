@@ -1,6 +1,6 @@
 """Applies the owner's rules to a running script: reads sensors and the day's traffic, and directs the script.
 
-every LOOK_S:  sensors, clock, Budget --> TrainingPolicy.decide --> a directive, sent to the script if it differs
+every LOOK_S:  sensors, clock, Budget --> TrainingPolicy.decide --> a directive, sent to the script
 set, show, pause, resume, stop <-------- the owner, over the control socket
 moved_bytes <--------------------------- the script, four times a second --> Budget, on disk
 """

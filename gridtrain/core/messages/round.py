@@ -3,67 +3,75 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from gridtrain.core.messages.declaration import Count, Digest, Payload, Reason, UInt, message
 from gridtrain.core.messages.types import Channel, PayloadSlot, RoundId, Verdict
 
 
+@message(50)
 @dataclass(frozen=True, slots=True)
 class Data:
-    """A piece of an exchange.  `payload` is a token: one frame on the wire, anything in a simulator.
-
-    `skip` is ORed along the exchange: somebody's gradient was not finite.
-    """
+    """One payload of a collective.  `skip`: the gradient of a member that contributed to it is not finite."""
 
     round: RoundId
     channel: Channel
     slot: PayloadSlot
     skip: bool
-    payload: Any
+    payload: Payload
 
 
+@message(51)
 @dataclass(frozen=True, slots=True)
 class Vote:
+    """A member's vote on a round, to the root (commit rules 2 and 3)."""
+
     round: RoundId
     yes: bool
-    digest: bytes
-    reason: str
+    digest: Digest
+    reason: Reason
 
 
+@message(52)
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The root's, once for each attempt (commit rule 3)."""
+    """The root's verdict on a round, decided once for each attempt (commit rule 3)."""
 
     round: RoundId
     verdict: Verdict
-    reason: str
+    reason: Reason
 
 
+@message(53)
 @dataclass(frozen=True, slots=True)
 class RoundProgress:
-    """I am alive and working on this round; extends the root's deadline."""
+    """The sender is alive and working on this round; extends the receiver's deadline."""
 
     round: RoundId
-    progress: int
+    progress: UInt
 
 
+@message(58)
 @dataclass(frozen=True, slots=True)
 class MeanRequest:
-    """To the root: my number for the `index`-th average of this step; for people, not for the model."""
+    """To the root: the sender's value for the `index`-th average (`grid.mean`) of this step."""
 
-    term: int
-    generation: int
-    step: int
-    index: int
+    term: UInt
+    generation: UInt
+    step: UInt
+    index: Count
     value: float
 
 
+@message(59)
 @dataclass(frozen=True, slots=True)
 class MeanReply:
     """From the root: the average over the generation."""
 
-    term: int
-    generation: int
-    step: int
-    index: int
+    term: UInt
+    generation: UInt
+    step: UInt
+    index: Count
     value: float
+
+
+RoundMessage = Data | Vote | Decision | RoundProgress | MeanRequest | MeanReply

@@ -1,10 +1,8 @@
-"""Workspaces of the tree and of the star: the same numbers as `buffers`, on other roads.
+"""Buffers of the tree and of the star.
 
-Decides what a root does with many payloads.  Never decides who sends what to whom or when (the core does).
-
-    TreeWorkspace        Tree         as the butterfly's; a merge has one owner, which keeps all that it drops
-    StarWorkspace        SparseStar   root: all payloads, summed in rank order, truncated once
-    DenseStarWorkspace   DenseStar    work (n,) float32, in place
+TreeBuffer        TreeExchange  as the butterfly's; a merge has one owner, which keeps all that it drops
+SparseStarBuffer  SparseStar    root: all payloads, summed in rank order, truncated once
+DenseStarBuffer   DenseStar     vector (n,) float32, in place
 """
 
 from __future__ import annotations
@@ -33,21 +31,21 @@ class TreeBuffer(ButterflyBuffer):
     """One payload, merged hop by hop up the tree.  `update` is what it decodes to."""
 
     def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
-        self._bring(skip)
+        self._clear_if_skipped(skip)
         return TreeExchange(rank, world_size, skip)
 
 
 class SparseStarBuffer(ButterflyBuffer):
-    """Root: one payload of each rank until all are there, then the one that goes to all.
+    """Root: one payload of each rank until all are there, then the one that is sent to all.
 
-    `kept`: at the root, all that it dropped or rounded; elsewhere nothing.
+    `truncated`: at the root, all that it dropped or rounded; elsewhere nothing.
     """
 
     _parts: dict[int, SparseVector]
     _world_size: int
 
     def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
-        self._bring(skip)
+        self._clear_if_skipped(skip)
         self._world_size, self._parts = world_size, {rank: self.update}
         return SparseStar(rank, world_size, skip)
 
@@ -62,7 +60,7 @@ class SparseStarBuffer(ButterflyBuffer):
                 super().apply(effect)
 
     def _merge(self) -> None:
-        """No sum can overflow: each part was held against the bound that it has alone."""
+        """No sum can overflow: each part was checked against its own bound."""
         summed = sum_in_rank_order([self._parts[rank] for rank in range(self._world_size)])
         merged = truncate(summed, n=self.n, k=self._k, kind=self._kind)
         self._payload, self.update = merged.payload, merged.sparse
@@ -71,16 +69,16 @@ class SparseStarBuffer(ButterflyBuffer):
 
 
 class DenseStarBuffer:
-    """The slices of one flat vector; the root adds to its own, the others store what it made.
+    """The slices of one flat vector; the root adds to its own, the others store its sums.
 
     Takes ownership of `contribution_N` ((n,) float32).  `update_N` is the whole sum once the collective is
-    complete.  A retry takes a new workspace.
+    complete.  A retry takes a new buffer.
 
-    Payloads are views of the vector that the transport may still be sending when we go on.  A member writes
-    to a slice only when its sum arrives, and that exists only after the root has read what the view shows;
-    the root writes to a slice only before it sends it.
+    Payloads are views of the vector, which the transport may still be sending while the collective continues.
+    A member writes to a slice only when its sum arrives, and that exists only after the root has read the
+    view; the root writes to a slice only before it sends it.
 
-    Slices and seal are the ring's, of a vector that is one segment.
+    Slices and digest are the ring's, of a vector that is one segment.
 
     Args:
         slice_bytes: the largest slice; None: what all members choose for this length.
@@ -116,8 +114,8 @@ class DenseStarBuffer:
             case _:
                 raise collective_buffers._unexpected_effect("DenseStar", effect)
 
-    def payload(self, place: PayloadSlot) -> bytes | memoryview:
-        return self._view(place.slice).view(np.uint8).data.toreadonly()
+    def payload(self, slot: PayloadSlot) -> bytes | memoryview:
+        return self._view(slot.slice).view(np.uint8).data.toreadonly()
 
     def compute_digest(self) -> bytes:
         return collective_buffers._dense_digest(self._view(index) for index in range(self.slices))
@@ -137,7 +135,7 @@ DENSE_BUFFERS: dict[str, type[DenseRingBuffer] | type[DenseStarBuffer]] = {
 def make_dense_buffer(
     topology: str, contribution_N: FloatArray, world_size: int
 ) -> DenseRingBuffer | DenseStarBuffer:
-    """The one for `Dense(topology=...)`."""
+    """The buffer for `Dense(topology=...)`."""
     return DENSE_BUFFERS[topology](contribution_N, world_size)
 
 
@@ -146,4 +144,4 @@ SPARSE_BUFFERS: dict[str, type[ButterflyBuffer]] = {
     "tree": TreeBuffer,
     "star": SparseStarBuffer,
 }
-"""Those for `GTopK(topology=...)`."""
+"""By the topology of `GTopK`."""

@@ -1,14 +1,14 @@
-"""A stage put together from checkpoints of stages of another cut, parameter by parameter.
-
-Decides which checkpoint a value is taken from.  Never reads a disk, never decides where the model is cut.
+"""Builds a stage from checkpoints of stages of another partition, parameter by parameter.
 
     [0 2) at step 20    embed.weight, body.0.*          a parameter is found by its name in the whole model,
     [2 4) at step 20    body.1.*, body.2.*              its optimizer's state by the parameter, its residual
          |                                              by its place in the flat gradient
     [0 3)               embed.weight, body.0.*, body.1.*
 
-Random numbers need nothing: they belong to layers and steps (decision 0026).  What belongs to a stage as a
-whole must be the same in all checkpoints: settings of the optimizer's groups, and what `Grid.track` tracks.
+Random numbers belong to layers and steps (docs/decisions/0026), so there is nothing to restore.  What belongs
+to a
+stage as a whole must be the same in all checkpoints: the settings of the optimizer's groups, and the
+trackers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gridtrain.training.checkpoint.checkpoint_store import Checkpoint
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient, canonical_parameters
 
 PARAMETER_ORDER_KEY, FROZEN_KEY = "order", "frozen"
-"""Of a checkpoint's document: names of the parameters as the optimizer numbers them, and of those which are
+"""Keys of a checkpoint's document: names of the parameters in the optimizer's order, and of those that are
 not trained."""
 
 _REMEDY = "start the run again with as many workers as it has stages"
@@ -34,7 +34,7 @@ _REMEDY = "start the run again with as many workers as it has stages"
 
 @dataclass(frozen=True, slots=True)
 class _CheckpointSource:
-    """One checkpoint, its optimizer's state and settings by parameter."""
+    """One checkpoint, with the optimizer's state and settings by parameter."""
 
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
@@ -45,27 +45,27 @@ class _CheckpointSource:
 
 
 def parameter_order(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """What `ORDER` stands for."""
+    """The value of `PARAMETER_ORDER_KEY`."""
     names = {id(parameter): name for name, parameter in canonical_parameters(module)}
     return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def load_merged(
-    founds: Sequence[Checkpoint],
+    checkpoints: Sequence[Checkpoint],
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     trackers: serialization.Trackers,
     tied: Sequence[frozenset[str]],
 ) -> None:
-    """Make a stage that was built anew what it is in these checkpoints, which together have all of it.
+    """Load a stage that was just built from checkpoints that together have all of it.
 
     Args:
-        tied: names, in the whole model, of one parameter that several blocks hold.
+        tied: for each tied parameter, its names in the whole model.
 
     Raises:
         RemoteProtocolError: something is missing, or the checkpoints differ in what must be the same.
     """
-    sources = [_read_source(found) for found in founds]
+    sources = [_read_source(found) for found in checkpoints]
     names = [name for name, _ in canonical_parameters(module)]
     others = {name: group for group in tied for name in group}
 
@@ -77,7 +77,7 @@ def load_merged(
         return None
 
     if missing := [name for name in names if of("parameters", name) is None]:
-        raise RemoteProtocolError(f"no checkpoint has {missing[0]!r} and {len(missing) - 1} more")
+        raise RemoteProtocolError(f"no checkpoint has {missing[0]!r}, nor {len(missing) - 1} more")
     buffers: dict[str, Any] = {}
     for source in reversed(sources):
         buffers |= source.buffers
@@ -103,15 +103,12 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, order: Sequence[str], of:
         known = [of("groups", order[index]) for index in group["params"]]
         if any(fields is None or not _is_equal(fields, known[0]) for fields in known):
             raise RemoteProtocolError(
-                "the optimizer is set otherwise for some of the parameters of a group", remedy=_REMEDY
+                "the parameters of one group had different optimizer settings", remedy=_REMEDY
             )
         if known:
             group.update(known[0])
-    return {"state": {i: one for i, one in found.items() if one is not None}, **_groups(state)}
-
-
-def _groups(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if name != "state"}
+    settings = {name: value for name, value in state.items() if name != "state"}
+    return {"state": {i: one for i, one in found.items() if one is not None}, **settings}
 
 
 def _read_source(found: Checkpoint) -> _CheckpointSource:
@@ -131,7 +128,8 @@ def _read_source(found: Checkpoint) -> _CheckpointSource:
         )
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise RemoteProtocolError(
-            f"the checkpoint {found.path} does not say which state is whose: {error!r}", remedy=_REMEDY
+            f"the checkpoint {found.path} does not name the parameters of its state: {error!r}",
+            remedy=_REMEDY,
         ) from error
 
 
@@ -139,7 +137,7 @@ def _same_trackers(sources: Sequence[_CheckpointSource]) -> Mapping[str, Any]:
     first = sources[0].trackers
     if any(not _is_equal(source.trackers, first) for source in sources):
         raise RemoteProtocolError(
-            f"what {', '.join(sorted(first))} tracks differs from stage to stage", remedy=_REMEDY
+            f"the states of {', '.join(sorted(first))} differ from stage to stage", remedy=_REMEDY
         )
     return first
 
@@ -154,20 +152,22 @@ def _is_equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def merged_residual(founds: Sequence[Checkpoint], module: nn.Module, flat: FlatGradient) -> dict[str, Tensor]:
-    """What this worker had not sent of these parameters, as flat vectors (n,); {}: nothing is known."""
-    kinds = {kind for found in founds for kind in found.residual}
+def merged_residual(
+    checkpoints: Sequence[Checkpoint], module: nn.Module, flat: FlatGradient
+) -> dict[str, Tensor]:
+    """The residual of these parameters, as flat vectors (n,) by name; {} if there is none."""
+    kinds = {kind for found in checkpoints for kind in found.residual}
     trained = {name: p.numel() for name, p in canonical_parameters(module) if p.requires_grad}
     whole = {kind: torch.zeros(flat.n) for kind in kinds}
     done: set[str] = set()
-    for found in founds:
+    for found in checkpoints:
         shapes = serialization.read_state(found.document, found.tensors)["parameters"]
         sizes = {name: int(value.numel()) for name, value in shapes.items()}
         frozen = set(found.document.get(FROZEN_KEY, ()))
         places = _parameter_slices({name: size for name, size in sizes.items() if name not in frozen})
         ends = max((stop for _, stop in places.values()), default=0)
         if any(int(vector.numel()) != ends for vector in found.residual.values()):
-            continue  # of another exchange
+            continue  # a residual of another exchange
         for name, (start, stop) in _parameter_slices(trained).items():
             if name in places and name not in done and found.residual:
                 done.add(name)
@@ -177,7 +177,7 @@ def merged_residual(founds: Sequence[Checkpoint], module: nn.Module, flat: FlatG
 
 
 def _parameter_slices(sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Of each parameter in a flat vector."""
+    """The slice of each parameter in a flat vector."""
     places, at = {}, 0
     for name, size in sizes.items():
         places[name] = (at, at + size)

@@ -1,15 +1,13 @@
 """Checkpoints on a worker's disk: the replicated state after a step, and this worker's residual.
 
-Decides when one is due, how it lies on the disk, and which ones are kept.  Never decides whether a run
-goes on from one: the coordinator does (`protocol.membership`), as it knows what the others hold.
-
     <folder>/step-00000200/
-        state.json             run, step, history, ledger, facts, and where each tensor belongs
+        state.json             run, step, history, ledger, facts, and the places of the tensors
         tensors.safetensors    parameters, buffers, optimizer, trackers
         residual.safetensors   what this worker had not sent yet (sparse exchanges)
 
-Copies are made on the training thread between two steps; a thread of its own writes them aside and renames
-the folder when everything is on the disk, so that there is either a whole checkpoint or none.
+Copies are made on the training thread between two steps.  A writer thread writes them to a temporary folder
+and renames it when everything is on disk, so that there is either a whole checkpoint or none.  The
+coordinator decides whether a run continues from one.
 """
 
 from __future__ import annotations
@@ -48,11 +46,11 @@ _PARTIAL = ".step-*.partial"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One as it was read.
+    """A checkpoint that was read.
 
     Attributes:
         facts: what the worker trained, as in `Setup.facts`.
-        document: where the tensors belong; `state_sync.restore_from` takes it.
+        document: see `serialization.pack_state`, as `tensors`.
         residual: empty if there was none.
     """
 
@@ -65,13 +63,13 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Steps that had been committed."""
+        """Number of steps that had been committed."""
         return self.position.applied + 1
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointContent:
-    """What is to be written: copies that nobody changes any more."""
+    """What is to be written: copies that nothing changes any more."""
 
     position: CheckpointInfo
     facts: Facts
@@ -84,9 +82,9 @@ class CheckpointStore:
     """The checkpoints of one worker in one run.
 
     Args:
-        folder: made when the first one is written.
-        every: steps between two; 0: none are written.
-        keep: so many of the latest stay.
+        folder: created when it is claimed.
+        every: steps between two checkpoints; 0: none are written.
+        keep: number of checkpoints to keep.
     """
 
     def __init__(self, folder: Path, *, every: int, keep: int) -> None:
@@ -100,15 +98,15 @@ class CheckpointStore:
         self._writer: threading.Thread | None = None
         self._failed = ""
         self._latest: int | None = None
-        self._mine: list[Path] = []  # oldest first; others on the disk may be of a history that was left
+        self._own: list[Path] = []  # oldest first; others on the disk may be of another history
         self._lock: int | None = None
-        self._dropped_residuals: int | None = None
+        self._dropped_residual: int | None = None  # the step of a residual that was sent
 
     def claim(self) -> None:
-        """For this worker alone, until `release`.  What cannot be written to is said now, not after hours.
+        """Lock the folder for this worker until `release`; log a warning if it cannot be written to.
 
         Raises:
-            ConfigError: another worker has it.
+            ConfigError: another worker uses it.
         """
         if not self._every:
             return
@@ -124,10 +122,10 @@ class CheckpointStore:
                 remedy="give each worker a state directory of its own: --state-dir",
             ) from None
         except OSError as error:
-            log.warning("there will be no checkpoints: %s cannot be written to: %s", self.folder, error)
+            log.warning("no checkpoints will be written: %s is not writable: %s", self.folder, error)
 
     def _remove_partial(self) -> None:
-        """What a process that was killed had begun to write.  A state is large, and nobody else comes by."""
+        """Remove what a killed process had begun to write: a state is large."""
         for left in (*self.folder.glob(_PARTIAL), *self.folder.glob(f"*/{_PARTIAL}")):
             shutil.rmtree(left, ignore_errors=True)
 
@@ -137,32 +135,33 @@ class CheckpointStore:
             self._lock = None
 
     def mark_verified(self) -> None:
-        """The training goes on from the latest one: what is on the disk is of this history."""
+        """The training goes on from the latest checkpoint: those on disk belong to this history."""
         with contextlib.suppress(OSError):
-            self._mine = list_checkpoints(self.folder)
+            self._own = list_checkpoints(self.folder)
 
     def is_due(self, step: int) -> bool:
-        """After `step` committed steps; later, if the one before is still being written then."""
+        """Whether one is due after `step` committed steps; later, if the previous one is still being
+        written."""
         if self._latest is None:
-            self._latest = step  # where this worker begins
+            self._latest = step  # where this worker starts
         return (
             self._every > 0 and not self._is_writing() and step // self._every > self._latest // self._every
         )
 
-    def write(self, snapshot: CheckpointContent) -> None:
-        """In the background.  A full disk costs the checkpoint, not the training: it is logged."""
+    def write(self, content: CheckpointContent) -> None:
+        """Write it in the background.  An error, such as a full disk, is logged; the training goes on."""
         self.wait()
-        self._dropped_residuals = None
-        self._latest = snapshot.position.applied + 1
+        self._dropped_residual = None
+        self._latest = content.position.applied + 1
         self._writer = threading.Thread(
-            target=self._write, args=(snapshot,), name="gridtrain-checkpoint", daemon=True
+            target=self._write, args=(content,), name="gridtrain-checkpoint", daemon=True
         )
         self._writer.start()
 
     def drop_residual(self, step: int) -> None:
-        """Somebody else has the residual of this step: its checkpoint, which may be on its way to the disk,
-        must not bring it back."""
-        self._dropped_residuals = step  # first: whoever renames it afterwards looks here
+        """The residual of this step was sent: its checkpoint, which may be being written, must not restore
+        it."""
+        self._dropped_residual = step  # first, because the writer reads it after the rename
         self._drop_residual(step)
 
     def _drop_residual(self, step: int) -> None:
@@ -170,19 +169,19 @@ class CheckpointStore:
             (step_folder(self.folder, step) / RESIDUAL_FILE).unlink()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until what is being written is on the disk."""
+        """Wait for the checkpoint that is being written."""
         if self._writer is not None:
             self._writer.join(timeout_s)
 
     def latest(self, facts: Facts) -> Checkpoint | None:
-        """The latest one of this training that can be read; None: there is none.
+        """The latest readable checkpoint of this training; None if there is none.
 
-        A damaged one is skipped with a warning, and so is one of another model or other data.
+        Damaged ones, and those of another model or other data, are skipped with a warning.
         """
         try:
             paths = list_checkpoints(self.folder)
         except OSError as error:
-            log.warning("checkpoints in %s cannot be looked at: %s", self.folder, error)
+            log.warning("checkpoints in %s cannot be listed: %s", self.folder, error)
             paths = []
         for path in reversed(paths):
             try:
@@ -192,31 +191,33 @@ class CheckpointStore:
                 continue
             if checkpoint.facts == facts:
                 return checkpoint
-            log.warning("the checkpoint %s is of another training, and is left alone", path)
+            log.warning("the checkpoint %s belongs to another training, and is not used", path)
         return None
 
     def _is_writing(self) -> bool:
         return self._writer is not None and self._writer.is_alive()
 
-    def _write(self, snapshot: CheckpointContent) -> None:
-        step = snapshot.position.applied + 1
+    def _write(self, content: CheckpointContent) -> None:
+        step = content.position.applied + 1
         try:
-            save(snapshot, step_folder(self.folder, step))
-            if step == self._dropped_residuals:
+            save(content, step_folder(self.folder, step))
+            if step == self._dropped_residual:
                 self._drop_residual(step)
-            self._mine = [path for path in self._mine if path.name != checkpoint_folder_name(step)]
-            self._mine.append(step_folder(self.folder, step))
-            while len(self._mine) > self._keep:
-                shutil.rmtree(self._mine.pop(0), ignore_errors=True)
+            self._own = [path for path in self._own if path.name != checkpoint_folder_name(step)]
+            self._own.append(step_folder(self.folder, step))
+            while len(self._own) > self._keep:
+                shutil.rmtree(self._own.pop(0), ignore_errors=True)
             self._failed = ""
         except OSError as error:
             if self._failed != str(error):
-                log.error("no checkpoint of step %d: %s; the training goes on", step, error)
+                log.error(
+                    "no checkpoint of step %d in %s: %s; the training goes on", step, self.folder, error
+                )
             self._failed = str(error)
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint after so many steps lies."""
+    """The folder of the checkpoint after `step` steps."""
     return folder / checkpoint_folder_name(step)
 
 
@@ -224,25 +225,25 @@ def checkpoint_folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def save(snapshot: CheckpointContent, path: Path) -> None:
+def save(content: CheckpointContent, path: Path) -> None:
     """Write a checkpoint to the new folder `path`, whole or not at all.  Raises `OSError`."""
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        residual = safetensors.torch.save(dict(snapshot.residual)) if snapshot.residual else b""
+        residual = safetensors.torch.save(dict(content.residual)) if content.residual else b""
         body = {
             "format": FORMAT,
-            "applied": snapshot.position.applied,
-            "history": snapshot.position.history.hex(),
-            "ledger": ledger_entry(snapshot.position.ledger),
-            "facts": [list(fact) for fact in snapshot.facts],
-            "content": content_digest(snapshot.document, snapshot.tensors).hex(),
+            "applied": content.position.applied,
+            "history": content.position.history.hex(),
+            "ledger": ledger_entry(content.position.ledger),
+            "facts": [list(fact) for fact in content.facts],
+            "content": content_digest(content.document, content.tensors).hex(),
             "residual": _digest(residual),
-            "state": snapshot.document,
+            "state": content.document,
         }
-        _write_file(partial / "tensors.safetensors", safetensors.torch.save(dict(snapshot.tensors)))
-        if snapshot.residual:
+        _write_file(partial / "tensors.safetensors", safetensors.torch.save(dict(content.tensors)))
+        if content.residual:
             _write_file(partial / RESIDUAL_FILE, residual)
         _write_file(partial / "state.json", json.dumps(body, separators=(",", ":")).encode())
         publish_folder(partial, path)
@@ -252,7 +253,7 @@ def save(snapshot: CheckpointContent, path: Path) -> None:
 
 
 def read(path: Path) -> Checkpoint:
-    """Raises `ConfigError` if it cannot be read, or is damaged."""
+    """Read a checkpoint.  Raises `ConfigError` if it cannot be read, or is damaged."""
     try:
         text = _read_text(path / "state.json")
         body = json.loads(text)
@@ -263,7 +264,7 @@ def read(path: Path) -> Checkpoint:
         tensors = safetensors.torch.load_file(path / "tensors.safetensors")
         residual = _read_residual(path / RESIDUAL_FILE, body.get("residual", ""))
         if held.digest and content_digest(dict(body["state"]), tensors) != held.digest:
-            raise ValueError("its tensors are not those that were written")
+            raise ValueError("its tensors differ from those that were written")
         return Checkpoint(path, held, facts, dict(body["state"]), tensors, residual)
     except RemoteProtocolError as error:
         raise _unreadable_error(path, error) from None
@@ -272,7 +273,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def _read_residual(path: Path, written: str) -> dict[str, Tensor]:
-    """Empty where there is none, or another one than was written: the state beside it is good all the same.
+    """Empty if there is none, or if it differs from what was written: the state beside it is still good.
 
     `written`: its digest; older checkpoints have none.
     """
@@ -280,7 +281,7 @@ def _read_residual(path: Path, written: str) -> dict[str, Tensor]:
         return {}
     data = path.read_bytes()
     if written and _digest(data) != written:
-        log.warning("the residual %s is not what was written: it is lost, the state is not", path)
+        log.warning("the residual %s differs from what was written: it is lost, the state is not", path)
         return {}
     return safetensors.torch.load(data)
 
@@ -290,7 +291,7 @@ def _digest(data: bytes) -> str:
 
 
 def read_header(path: Path) -> tuple[CheckpointInfo, Facts]:
-    """Which state it is, and of what training; `read` may still find it damaged.  Raises `ConfigError`."""
+    """Which state and which training it is; `read` may still find it damaged.  Raises `ConfigError`."""
     try:
         body = json.loads(_read_text(path / "state.json"))
         return _parse_position(body), tuple((str(name), str(value)) for name, value in body["facts"])
@@ -299,7 +300,7 @@ def read_header(path: Path) -> tuple[CheckpointInfo, Facts]:
 
 
 def _parse_position(body: Mapping[str, Any]) -> CheckpointInfo:
-    digest = bytes.fromhex(body.get("content", ""))  # older ones have none
+    digest = bytes.fromhex(body.get("content", ""))  # older checkpoints have none
     history = bytes.fromhex(body["history"])
     return CheckpointInfo(int(body["applied"]), history, parse_ledger(body["ledger"]), digest=digest)
 
@@ -307,12 +308,12 @@ def _parse_position(body: Mapping[str, Any]) -> CheckpointInfo:
 def _unreadable_error(path: Path, error: Exception) -> ConfigError:
     return ConfigError(
         f"the checkpoint {path} cannot be read: {type(error).__name__}: {error}",
-        remedy="an older one beside it may do; move this one away",
+        remedy="move it away; an older one beside it may be usable",
     )
 
 
 def checkpoint_step(path: Path) -> int:
-    """Committed steps of a checkpoint that `folders` has found."""
+    """Committed steps of a checkpoint that `list_checkpoints` has found."""
     return int(path.name.removeprefix("step-"))
 
 
@@ -333,15 +334,15 @@ def _read_text(path: Path) -> bytes:
 
 
 def publish_folder(partial: Path, path: Path) -> None:
-    """A folder whose files are on the disk for good becomes `path`.  Raises `OSError`."""
+    """Rename a folder whose files are on disk to `path`.  Raises `OSError`."""
     sync_folder(partial)
-    shutil.rmtree(path, ignore_errors=True)  # of an earlier life of the run, or before a rollback
+    shutil.rmtree(path, ignore_errors=True)  # of an earlier run, or before a rollback
     os.rename(partial, path)
     sync_folder(path.parent)
 
 
 def sync_files(folder: Path) -> None:
-    """Those that somebody else has written.  Raises `OSError`."""
+    """Flush files that another module has written.  Raises `OSError`."""
     for path in folder.iterdir():
         sync_folder(path)
 
@@ -354,7 +355,7 @@ def _write_file(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Or a file.  Raises `OSError`."""
+    """Flush a folder or a file.  Raises `OSError`."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

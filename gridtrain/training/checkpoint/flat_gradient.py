@@ -1,12 +1,10 @@
-"""One flat float32 vector that stands for all trainable parameters of a model.
-
-Decides the order of its elements and whether model and optimizer fit together; never talks to anybody.
+"""One flat float32 vector of the gradients of all trainable parameters of a model.
 
     named_parameters, tied ones once, frozen ones not         flat_N, float32, on the first parameter's device
     embed.weight (256, 64)   |  block.0.weight (64, 64)  |    ----- views_P -----
     head.weight  = embed.weight                          |    [ embed.weight | block.0.weight | ... ]
 
-A gradient of another dtype or device is converted on its way in, and the update on its way back.
+A gradient of another dtype or device is converted when it is gathered, and the update when it is scattered.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ _DATA_PARALLEL = "module."
 
 
 def canonical_names(names: Sequence[str]) -> list[str]:
-    """Names as the plain model has them: without what torch.compile and DataParallel wrap around it.
+    """Names as in the plain model, without the prefixes of torch.compile and DataParallel.
 
-    `module.` goes only where everything is under it: then it cannot be a model's own sub-module among others.
+    `module.` is removed only if all names have it: otherwise it is one of the model's own sub-modules.
     """
     plain = [name.replace(_COMPILED, "") for name in names]
     while plain and all(name.startswith(_DATA_PARALLEL) for name in plain):
@@ -44,7 +42,7 @@ def canonical_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def model_digest(model: nn.Module) -> tuple[str, bytes]:
-    """A text for people and a digest over names, shapes, dtypes and what is trainable, not over values."""
+    """A text for people and a digest of names, shapes, dtypes and requires_grad, not of values."""
     parameters = canonical_parameters(model)
     lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in parameters]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=32).digest()
@@ -58,8 +56,8 @@ class FlatGradient:
     """The flat vector, with a view for every trainable parameter.
 
     Args:
-        model: whose trainable parameters take part.
-        optimizer: must hold all of these, and none that the model does not have.
+        model: its trainable parameters take part.
+        optimizer: must have all of these, and none that the model does not have.
 
     Raises:
         ConfigError: they do not fit together, or a parameter cannot take part.
@@ -75,7 +73,7 @@ class FlatGradient:
         self.flat_N = torch.zeros(sum(sizes), dtype=torch.float32, device=self._named[0][1].device)
         pieces = torch.split(self.flat_N, sizes)
         self._views_P = [piece.view(p.shape) for piece, (_, p) in zip(pieces, self._named, strict=True)]
-        self.scale = 1.0  # of the gradients, on their way in
+        self.scale = 1.0  # factor of the gradients when they are gathered
 
     @property
     def n(self) -> int:
@@ -83,7 +81,7 @@ class FlatGradient:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """In the vector's order; `sizes`: elements of each."""
+        """In the order of the vector; `sizes`: their elements."""
         return [parameter for _, parameter in self._named]
 
     @property
@@ -92,11 +90,11 @@ class FlatGradient:
 
     @property
     def views(self) -> list[tuple[Tensor, nn.Parameter]]:
-        """Of every trainable parameter its view of flat_N, in order."""
+        """Each trainable parameter with its view of flat_N, in order."""
         return [(view, parameter) for view, (_, parameter) in zip(self._views_P, self._named, strict=True)]
 
     def check_unchanged(self) -> None:
-        """Raise `ConfigError` for what is trained since the start without being in the vector."""
+        """Raise `ConfigError` if parameters are trained that are not in the vector."""
         if any(p.grad is not None and p.requires_grad for p in self._excluded):
             raise ConfigError(
                 "a parameter that was frozen when the optimizer was wrapped has a gradient now",
@@ -106,12 +104,13 @@ class FlatGradient:
             id(p) for group in self._optimizer.param_groups for p in group["params"]
         ] != self._optimizer_parameters:
             raise ConfigError(
-                "the wrapped optimizer was given other parameters, which no other worker would learn of",
+                "the wrapped optimizer was given other parameters, which the other workers do not have",
                 remedy="add all groups to the inner optimizer before grid.optimizer(...)",
             )
 
     def _check_not_frozen(self) -> None:
-        """Its gradient would be zeros, by which momentum and weight decay move it all the same."""
+        """A frozen parameter's gradient would be zeros, but momentum and weight decay would still change
+        it."""
         if frozen := [name for name, parameter in self._named if not parameter.requires_grad]:
             raise ConfigError(
                 f"parameter {frozen[0]!r} was frozen after the optimizer was wrapped",
@@ -121,9 +120,9 @@ class FlatGradient:
 
     @torch.no_grad()
     def gather(self, indices: Sequence[int] | None = None) -> None:
-        """flat_N = the gradients, zeros where there is none; `indices`: of these parameters alone.
+        """flat_N = the gradients, zeros for None; `indices`: only of these parameters.
 
-        Raises `ConfigError` for a sparse gradient, and where other parameters are trained than at the start.
+        Raises `ConfigError` for a sparse gradient, and if other parameters are trained than at the start.
         """
         self.check_unchanged()
         self._check_not_frozen()
@@ -141,23 +140,23 @@ class FlatGradient:
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
-        """The gradients themselves, in their place."""
+        """Multiply the gradients of the parameters in place."""
         for _, parameter in self._named:
             if factor != 1.0 and parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
     @torch.no_grad()
     def has_changed(self, indices: Sequence[int]) -> bool:
-        """Whether a gradient of these parameters is not what `gather` has found; NaN is like NaN."""
+        """Whether a gradient of these parameters differs from what `gather` has read; NaN equals NaN."""
         unlike = []
         for index in indices:
             view, (_, parameter) = self._views_P[index], self._named[index]
             now = torch.zeros_like(view) if parameter.grad is None else parameter.grad.to(view)
             now = now if self.scale == 1.0 else now * self.scale
             if view.device.type == "cpu" and torch.equal(view, now):
-                continue  # one pass, without temporaries; of a device it would be a question each
+                continue  # one pass without temporaries; on a GPU each test would be a synchronization
             unlike.append(((view != now) & (view == view)).any())
-        return bool(torch.stack(unlike).any()) if unlike else False  # asks the device once
+        return bool(torch.stack(unlike).any()) if unlike else False  # synchronizes once
 
     @torch.no_grad()
     def load_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
@@ -181,16 +180,16 @@ class FlatGradient:
 def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
     named = canonical_parameters(model)
     held_ids, model_ids = {id(p) for p in held}, {id(p) for _, p in named}
-    strangers = len(held_ids - model_ids)
-    if strangers:
+    unknown = len(held_ids - model_ids)
+    if unknown:
         raise ConfigError(
-            f"the optimizer holds {strangers} parameters that the model does not have",
+            f"the optimizer has {unknown} parameters that the model does not have",
             remedy="build the optimizer from model.parameters() of the model that you pass",
         )
-    forgotten = [name for name, p in named if p.requires_grad and id(p) not in held_ids]
-    if forgotten:
+    missing = [name for name, p in named if p.requires_grad and id(p) not in held_ids]
+    if missing:
         raise ConfigError(
-            f"{len(forgotten)} trainable parameters are in no group of the optimizer, first {forgotten[0]!r}",
+            f"{len(missing)} trainable parameters are in no group of the optimizer, first {missing[0]!r}",
             remedy="add them to the optimizer, or freeze them with parameter.requires_grad_(False)",
         )
     trainable = [(name, p) for name, p in named if p.requires_grad]
@@ -203,9 +202,9 @@ def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
     normed_ids = {id(module.weight) for module in embeddings if module.max_norm is not None}
     if normed := [name for name, p in named if id(p) in normed_ids]:
         raise ConfigError(
-            f"the embedding of {normed[0]!r} has max_norm: each forward changes rows of the weight, on each "
-            "worker those of its own samples",
-            remedy="build it without max_norm, and normalise what it returns",
+            f"the embedding of {normed[0]!r} has max_norm: each forward pass changes rows of the weight, on "
+            "each worker those of its own samples",
+            remedy="build it without max_norm, and normalise its output",
         )
     for name, parameter in trainable:
         if id(parameter) in sparse_ids:
@@ -219,6 +218,6 @@ def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
 
 def _sparse_gradient_error(name: str) -> ConfigError:
     return ConfigError(
-        f"parameter {name!r} has sparse gradients, which have no place in the flat vector",
+        f"parameter {name!r} has sparse gradients, which the flat vector cannot hold",
         remedy="build the embedding with sparse=False; GTopK sends only the large entries anyway",
     )

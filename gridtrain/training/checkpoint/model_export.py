@@ -1,10 +1,7 @@
-"""A checkpoint as a plain file that any PyTorch program loads: no gridtrain needed.
+"""Writes the model of a checkpoint to a plain file that any PyTorch program loads without gridtrain.
 
-Decides which checkpoint is meant and in which format it goes out.  Never changes a checkpoint, never talks to
-anybody.
-
-    gridtrain export FOLDER OUT        FOLDER: one checkpoint, or any folder above some of them
-                                       OUT:    .safetensors, or .pt/.pth for torch.load(weights_only=True)
+gridtrain export FOLDER OUT        FOLDER: one checkpoint, or any folder above some of them
+                                   OUT:    .safetensors, or .pt/.pth for torch.load(weights_only=True)
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ MAX_DEPTH = 5  # run / checkpoints / coordinator / worker / step
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """What was written."""
+    """What was written, and from which checkpoint."""
 
     source: Path
     step: int
@@ -46,37 +43,38 @@ class ExportResult:
 def export_model(folder: Path, out: Path, step: int | None = None) -> ExportResult:
     """Write the model of the latest checkpoint, or of that of `step`, in or below `folder`.
 
-    Written aside and renamed.  A damaged checkpoint is passed over where another worker has one of the step,
-    and no step was asked for.
+    The file replaces `out` when it is complete.  A damaged checkpoint is passed over if another worker has
+    one of the step.
 
     Raises:
         ConfigError: there is none, it cannot be read, or `out` cannot be written.
     """
     write = _writer(out)
     found = _find_checkpoints(folder, step)
-    complaint: ConfigError | None = None
+    first_error: ConfigError | None = None
     for path in found:
         try:
             read = checkpoint_store.read(path)
             tensors = model_tensors(read.document, read.tensors)
             tensors |= _load_other_stages(read, found)
         except RemoteProtocolError as error:
-            complaint = ConfigError(
+            first_error = ConfigError(
                 f"the checkpoint {path} cannot be read: {error.reason}",
                 remedy="name another one: --step N, or another worker's --state-dir",
             )
             continue
         except ConfigError as error:
-            complaint = complaint or error
+            first_error = first_error or error
             continue
         _write_atomically(tensors, out, write)
         return ExportResult(path, read.step, len(tensors), sum(t.numel() for t in tensors.values()))
-    assert complaint is not None
-    raise complaint
+    assert first_error is not None
+    raise first_error
 
 
 def save_model(state: Mapping[str, Any], out: Path) -> None:
-    """A `state_dict` as a .safetensors file.  What is no tensor in it (a module's extra state) is left out.
+    """Write a `state_dict` as a .safetensors file, without values that are not tensors (modules' extra
+    state).
 
     Raises:
         ConfigError: `out` cannot be written.
@@ -86,16 +84,16 @@ def save_model(state: Mapping[str, Any], out: Path) -> None:
 
 
 def plain_state(model: nn.Module) -> dict[str, Any]:
-    """Its `state_dict` under the plain model's names, however it is compiled or wrapped."""
+    """The model's `state_dict` under the plain model's names, whether it is compiled or wrapped."""
     state = model.state_dict()
     return dict(zip(canonical_names(list(state)), state.values(), strict=True))
 
 
 def _load_other_stages(read: Checkpoint, found: Sequence[Path]) -> dict[str, Tensor]:
-    """Of a model in stages: what the other stages' checkpoints of the same step and history hold.
+    """For a stage: the tensors of the other stages' checkpoints of the same step and history.
 
     Raises:
-        ConfigError: a block is missing.
+        ConfigError: a layer is missing.
     """
     count = int(dict(read.facts).get("blocks", "0"))
     here = parse_stage_folder(read.path.parent.name)
@@ -111,10 +109,10 @@ def _load_other_stages(read: Checkpoint, found: Sequence[Path]) -> dict[str, Ten
         if (other.position.history, other.facts) == (read.position.history, read.facts):
             tensors |= model_tensors(other.document, other.tensors)
             have.add(blocks)
-    if lacking := uncovered_spans(have, count):
+    if missing := uncovered_spans(have, count):
         raise ConfigError(
-            f"of step {read.step} there are not all {count} blocks of the model: the first that lacks is "
-            f"{lacking[0].start}",
+            f"the checkpoints of step {read.step} do not have all {count} layers of the model: the first "
+            f"missing one is {missing[0].start}",
             remedy="name a folder above all workers' state directories, or another step",
         )
     return tensors
@@ -144,7 +142,7 @@ def _search_folders(folder: Path, depth: int) -> list[Path]:
         inside = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
     except OSError as error:
         raise ConfigError(
-            f"{folder} cannot be looked into: {error.strerror}", remedy="name a folder with checkpoints"
+            f"{folder} cannot be read: {error.strerror}", remedy="name a folder with checkpoints"
         ) from None
     whole = [path for path in inside if _NAME.fullmatch(path.name)]
     deeper = [path for path in inside if path not in whole] if depth > 1 else []
@@ -161,12 +159,12 @@ def _writer(out: Path) -> Writer:
         case ".pt" | ".pth":
             return _write_torch
     raise ConfigError(
-        f"{out.name} does not say which format it is to have", remedy="end its name in .safetensors or .pt"
+        f"the suffix of {out.name} names no format", remedy="end its name in .safetensors or .pt"
     )
 
 
 class _ErrorRecordingFile:
-    """A file that remembers why it could not be written: torch tells of its own archive instead."""
+    """A file that remembers an error of writing, because torch reports one of its archive instead."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -195,8 +193,8 @@ def _write_torch(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """It refuses memory that two names share: a tied tensor is written under each of its names.  And strides
-    of another order, as a model in channels_last has them."""
+    """Copies the tensors, because safetensors refuses shared memory (tied tensors have several names) and
+    strides of another order (channels_last)."""
     own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     safetensors.torch.save_file(own, path)
 

@@ -1,17 +1,14 @@
-"""The replicated state as bytes: what a joining worker receives, and a digest to compare replicas by.
+"""Serializes the replicated state, which a joining worker receives, and computes digests to compare replicas.
 
-Decides what belongs to the state and how it is laid out.  Never unpickles, never sends anything.
-
-    own part      buffers:    {name: tensor}                         each part: u64 J | u64 T |
+    private part  buffers:    {name: tensor}                         each part: u64 J | u64 T |
                   trackers:   {name: state_dict} of schedulers, ...  J bytes of JSON | T bytes of safetensors
-                  settings:   of the optimizer's groups              (a tensor stands in the
-    common part   parameters: {name: tensor}                         JSON as {"tensor": "7"})
+                  settings:   of the optimizer's groups              (a tensor is {"tensor": "7"}
+    shared part   parameters: {name: tensor}                         in the JSON)
                   optimizer:  the inner optimizer's state_dict
 
-The common part is bit-identical on all members.  The own one may differ between two averagings of buffers;
-without the common part it is what a worker lacks that has replayed all updates.
-
-Residuals belong to neither: every worker has its own, and one that joins begins with none.
+The shared part is bit-identical on all members.  The private part may differ between two averages of buffers;
+it is all that a worker needs which has replayed all updates.  Residuals are in neither: every worker has its
+own, and a joining one starts without.  Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ _PACKED = ("parameters", "buffers", "optimizer", "trackers")
 
 
 class Stateful(Protocol):
-    """A scheduler, an average of weights, a GradScaler."""
+    """Anything with a state_dict, such as a scheduler, an average of weights or a GradScaler."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -53,8 +50,8 @@ class Stateful(Protocol):
 Trackers = Mapping[str, Stateful]
 
 INTERNAL_PREFIX = ":"
-"""So begin names of trackers that no script has named: a worker may lack them, and keeps what it has where a
-state lacks them (of an older program, or of a worker without a loss scale)."""
+"""Prefix of trackers that no script has named.  A worker may lack them, and keeps its own if a state lacks
+them (of an older version, or of a worker without a loss scale)."""
 
 
 # -- the whole state -----------------------------------------------------------------------------
@@ -62,7 +59,7 @@ state lacks them (of an older program, or of a worker without a loss scale)."""
 
 @dataclass(frozen=True, slots=True)
 class StateCopy:
-    """The state at one moment; `own` and `common` make bytes of it, which takes its time."""
+    """The state at one moment; the methods serialize it, which takes time."""
 
     private_part: tuple[dict[str, Any], dict[str, Tensor]]
     shared_part: tuple[dict[str, Any], dict[str, Tensor]]
@@ -77,18 +74,18 @@ class StateCopy:
 def copy_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers, *, whole: bool = True
 ) -> StateCopy:
-    """A copy of the state, or of its own part alone.
+    """A copy of the state, or of its private part alone.
 
     Raises:
         ConfigError: a state_dict holds something that is neither a tensor nor plain data.
     """
     own, common = _Packer(), _Packer()
-    own_document = {
-        "buffers": own.pack(dict(_buffers(model)), "model"),
+    private_document = {
+        "buffers": own.pack(dict(buffers_of(model)), "model"),
         "trackers": {name: own.pack(item.state_dict(), name) for name, item in trackers.items()},
         "settings": own.pack(_plain_groups(optimizer), "optimizer"),
     }
-    common_document = (
+    shared_document = (
         {
             "parameters": common.pack(dict(canonical_parameters(model)), "model"),
             "optimizer": common.pack(optimizer.state_dict(), "optimizer"),
@@ -96,18 +93,18 @@ def copy_state(
         if whole
         else {}
     )
-    return StateCopy((own_document, own.tensors), (common_document, common.tensors))
+    return StateCopy((private_document, own.tensors), (shared_document, common.tensors))
 
 
 def capture_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers, *, whole: bool = True
 ) -> list[bytes]:
-    """A copy of the state in parts: the own one and, if it is to be `whole`, the common one.
+    """A copy of the state in parts: the private one and, if `whole`, the shared one.
 
-    Raises as `copy`.
+    Raises as `copy_state`.
     """
-    taken = copy_state(model, optimizer, trackers, whole=whole)
-    return [taken.private_bytes(), taken.shared_bytes()] if whole else [taken.private_bytes()]
+    copy = copy_state(model, optimizer, trackers, whole=whole)
+    return [copy.private_bytes(), copy.shared_bytes()] if whole else [copy.private_bytes()]
 
 
 def _frame(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
@@ -119,11 +116,11 @@ def _frame(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
 def pack_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A copy of the state: what goes into the JSON, and the tensors that it names.  Raises as `capture`."""
+    """A copy of the state: a JSON document, and the tensors that it names.  Raises as `copy_state`."""
     packer = _Packer()
     document = {
         "parameters": packer.pack(dict(canonical_parameters(model)), "model"),
-        "buffers": packer.pack(dict(_buffers(model)), "model"),
+        "buffers": packer.pack(dict(buffers_of(model)), "model"),
         "optimizer": packer.pack(optimizer.state_dict(), "optimizer"),
         "trackers": {name: packer.pack(item.state_dict(), name) for name, item in trackers.items()},
         "aliases": _aliases(model),
@@ -132,32 +129,32 @@ def pack_state(
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
-    """Further names of tied tensors, as a state_dict has them -> the name under which they are packed."""
-    packed = {id(tensor): name for name, tensor in (*canonical_parameters(model), *_buffers(model))}
+    """Further names of tied tensors in a state_dict -> the name under which they are packed."""
+    packed = {id(tensor): name for name, tensor in (*canonical_parameters(model), *buffers_of(model))}
     state = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
     named = zip(canonical_names(list(state)), state.values(), strict=True)
     return {name: packed[id(x)] for name, x in named if packed.get(id(x), name) != name}
 
 
 def frame_state(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[bytes]:
-    """What `pack` gave, as what `restore` takes."""
+    """Serialize what `pack_state` returned, for `restore_state`."""
     return [_frame({name: document[name] for name in document if name in _PACKED}, tensors), b""]
 
 
 def content_digest(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    """32 bytes of what `pack` gave: parameters, buffers, optimizer and trackers.  Raises as `unpack`."""
-    return _digest_of(_read(document, tensors))
+    """32-byte digest of what `pack_state` returned.  Raises as `unpack_state`."""
+    return _digest_of(read_state(document, tensors))
 
 
 def initial_digest(model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers) -> bytes:
-    """32 bytes of all that `capture` gives, bit for bit, without a copy of it: about a second for a gigabyte.
+    """32-byte digest of the state, bit for bit, without copying it: about a second for a gigabyte.
 
-    Workers that have built the same have the same; a state_dict with something that is neither a tensor nor
-    plain data, which cannot be sent, may have another one on each of them.
+    It is equal on workers that have built the same model.  A state_dict with something that is neither a
+    tensor nor plain data, which cannot be sent, may differ from worker to worker.
     """
     values = {
         "parameters": dict(canonical_parameters(model)),
-        "buffers": dict(_buffers(model)),
+        "buffers": dict(buffers_of(model)),
         "optimizer": optimizer.state_dict(),
         "trackers": {name: item.state_dict() for name, item in _script_trackers(trackers).items()},
     }
@@ -165,21 +162,22 @@ def initial_digest(model: nn.Module, optimizer: torch.optim.Optimizer, trackers:
 
 
 def _script_trackers(trackers: Mapping[str, _T]) -> dict[str, _T]:
-    """Those that have to be there on all workers."""
+    """The trackers that all workers must have."""
     return {name: item for name, item in trackers.items() if not name.startswith(INTERNAL_PREFIX)}
 
 
 def check_content(blobs: Sequence[bytes | memoryview], digest: bytes) -> None:
-    """What another worker gave is the state with this `content_digest`.
+    """Check that a state from another worker has this `content_digest`.
 
     Raises:
-        RemoteProtocolError: it is another one, or none.
+        RemoteProtocolError: it has another one, or is not a state.
     """
-    came = _digest_of(_parse_values(blobs))
-    if came != digest:
+    received = _digest_of(_parse_values(blobs))
+    if received != digest:
         raise RemoteProtocolError(
-            f"the state that came has the digest {came.hex()[:12]}; the group's has {digest.hex()[:12]}",
-            remedy="it is taken from another worker",
+            f"the state that was received has the digest {received.hex()[:12]}; the group's has "
+            f"{digest.hex()[:12]}",
+            remedy="it is requested from another worker",
         )
 
 
@@ -191,7 +189,7 @@ def _digest_of(values: Mapping[str, Any]) -> bytes:
 
 
 def _hash(value: Any, total: hashlib.blake2b) -> None:
-    """Unambiguously, and alike for whatever JSON and safetensors give back."""
+    """Unambiguous, and the same for what JSON and safetensors give back."""
     match value:
         case Tensor():
             flat = value.detach().cpu().contiguous()
@@ -226,18 +224,18 @@ def restore_state(
     optimizer: torch.optim.Optimizer,
     trackers: Trackers,
 ) -> None:
-    """Make model, optimizer and trackers bit-identical to what `capture` saw; from an own part alone only
+    """Make model, optimizer and trackers bit-identical to a captured state; from a private part alone only
     buffers, trackers and the optimizer's settings.
 
     Args:
-        blobs: what `capture` returned, cut in any way.
+        blobs: what `capture_state` returned, divided in any way.
 
     Raises:
-        RemoteProtocolError: not such a state, or that of another model; nothing was changed before
+        RemoteProtocolError: it is not such a state, or that of another model; nothing was changed before
             parameters and buffers were checked.
     """
     pieces = [blobs] if isinstance(blobs, bytes | memoryview) else blobs
-    _load(_parse_values(pieces), model, optimizer, trackers)
+    load_state(_parse_values(pieces), model, optimizer, trackers)
 
 
 def _parse_values(pieces: Sequence[bytes | memoryview]) -> dict[str, Any]:
@@ -256,13 +254,14 @@ def unpack_state(
     optimizer: torch.optim.Optimizer,
     trackers: Trackers,
 ) -> None:
-    """Take over what `pack` copied.  Raises as `restore`."""
-    _load(_read(document, tensors), model, optimizer, trackers)
+    """Load what `pack_state` copied.  Raises as `restore_state`."""
+    load_state(read_state(document, tensors), model, optimizer, trackers)
 
 
-def _load(
+def load_state(
     values: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers
 ) -> None:
+    """Load what `read_state` returned, or what was built from it.  Raises as `restore_state`."""
     whole = "parameters" in values
     try:
         parameters = values["parameters"] if whole else {}
@@ -281,7 +280,7 @@ def _load(
             f"the state tracks {sorted(theirs)}, this worker tracks {sorted(mine)}",
             remedy="call grid.track(...) with the same names on all workers, before the first batch",
         )
-    own_parameters, own_buffers = dict(canonical_parameters(model)), dict(_buffers(model))
+    own_parameters, own_buffers = dict(canonical_parameters(model)), dict(buffers_of(model))
     if whole:
         _check_same("parameters", parameters, own_parameters)
     _check_same("buffers", buffers, own_buffers)
@@ -299,7 +298,7 @@ def _load(
         for name, item in trackers.items():
             if name in tracked:
                 item.load_state_dict(tracked[name])
-    except Exception as error:  # other people's code, given what a peer made up: it may raise anything
+    except Exception as error:  # a user's classes with a peer's state may raise anything
         raise RemoteProtocolError(
             f"the optimizer's or a tracker's state does not fit: {type(error).__name__}: {error}",
             remedy="build optimizer and schedulers alike on all workers",
@@ -307,7 +306,7 @@ def _load(
 
 
 def keep_dtypes(optimizer: torch.optim.Optimizer, state: Any) -> None:
-    """After `load_state_dict`, which casts a state's tensors to their parameters' dtype: the bits that came.
+    """After `load_state_dict`, which casts tensors to their parameters' dtype: restore the original dtypes.
 
     NAdam and ASGD have float32 numbers for any parameter, others float32 moments for bfloat16 ones.
     """
@@ -329,25 +328,8 @@ def _keep_dtypes(own: Any, came: Any) -> None:
             own[place] = theirs.detach().to(mine.device, copy=True)
 
 
-def read_state(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What `pack` was given, by part: parameters, buffers, optimizer, trackers.  Raises as `restore`."""
-    return _read(document, tensors)
-
-
-def load_state(
-    values: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers
-) -> None:
-    """Take over what `read` returned, or others have put together of it.  Raises as `restore`."""
-    _load(values, model, optimizer, trackers)
-
-
-def buffers_of(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Those that belong to the state, by name."""
-    return _buffers(model)
-
-
 def _parse(data: bytes, start: int) -> tuple[dict[str, Any], int]:
-    """The part that begins at `start`, and where it ends."""
+    """The part that begins at `start`, and its end."""
     if len(data) - start < _LENGTHS.size:
         raise _invalid_state(f"{len(data)} bytes")
     text_bytes, tensors_bytes = _LENGTHS.unpack_from(data, start)
@@ -362,10 +344,11 @@ def _parse(data: bytes, start: int) -> tuple[dict[str, Any], int]:
         raise _invalid_state(str(error)) from error
     if not isinstance(document, dict):
         raise _invalid_state(f"its JSON is a {type(document).__name__}")
-    return _read(document, tensors), end + tensors_bytes
+    return read_state(document, tensors), end + tensors_bytes
 
 
-def _read(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def read_state(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The values that were packed, by part: parameters, buffers, ...  Raises as `restore_state`."""
     try:
         trackers = document.get("trackers")
         values = {name: _unpack(document[name], tensors) for name in _PARTS if name in document}
@@ -377,7 +360,7 @@ def _read(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[st
 
 
 def _has_named_groups(state: Any) -> bool:
-    """As every `Optimizer.state_dict()` has them; torch takes others too, and we compute with the names."""
+    """As in every `Optimizer.state_dict()`; torch accepts others, too, but the names are used here."""
     groups = state.get("param_groups") if isinstance(state, dict) else None
     return isinstance(groups, list) and all(
         isinstance(group, dict) and all(isinstance(name, str) for name in group) for group in groups
@@ -403,19 +386,19 @@ def _check_same(what: str, theirs: Any, own: Mapping[str, Tensor]) -> None:
 
 def _invalid_state(reason: str) -> RemoteProtocolError:
     return RemoteProtocolError(
-        f"what came is not a training state: {reason}", remedy="ask another worker for it"
+        f"this is not a training state: {reason}", remedy="request it from another worker"
     )
 
 
 def pack_private(state: Mapping[str, Any], tensors: dict[str, Tensor]) -> Any:
-    """A further state for a checkpoint: its JSON; copies of its tensors are added to `tensors`."""
+    """Pack one more state for a checkpoint: returns its JSON, and adds copies of its tensors to `tensors`."""
     packer = _Packer()
     packer.tensors = tensors
     return packer.pack(state, "optimizer")
 
 
 def unpack_private(node: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What `pack_private` was given.  Raises `RemoteProtocolError`."""
+    """The state that was given to `pack_private`.  Raises `RemoteProtocolError`."""
     try:
         return dict(_unpack(node, tensors))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -426,7 +409,7 @@ def unpack_private(node: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 class _Packer:
-    """Plain data becomes JSON that remembers int keys and tuples; tensors are numbered and copied out."""
+    """Converts plain data to JSON that preserves int keys and tuples; tensors are numbered and copied."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -434,7 +417,7 @@ class _Packer:
     def pack(self, value: Any, where: str) -> Any:
         if isinstance(value, Tensor):
             name = str(len(self.tensors))
-            # Cloned: safetensors refuses memory that two tensors share.
+            # A clone, because safetensors refuses memory that two tensors share.
             self.tensors[name] = value.detach().cpu().contiguous().clone()
             return {"tensor": name}
         if isinstance(value, np.generic):
@@ -449,13 +432,13 @@ class _Packer:
             kind = "tuple" if isinstance(value, tuple) else "list"
             return {kind: [self.pack(v, f"{where}[{i}]") for i, v in enumerate(value)]}
         raise ConfigError(
-            f"{where} is a {type(value).__name__}, which a joining worker cannot be sent",
+            f"{where} is a {type(value).__name__}, which cannot be sent to a joining worker",
             remedy="keep tensors, numbers, strings, lists and dicts in state_dict()",
         )
 
 
 def _unpack(node: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
-    """Raises `ValueError`, `KeyError` or `TypeError` for what `_Packer` would not have written."""
+    """Raises `ValueError`, `KeyError` or `TypeError` for what `_Packer` does not write."""
     if depth > _MAX_DEPTH:
         raise ValueError(f"nested deeper than {_MAX_DEPTH}")
     if not isinstance(node, dict):
@@ -479,9 +462,9 @@ def _unpack(node: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
 
 
 def replica_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
-    """32-byte digest of all parameters, the optimizer's state and its hyper-parameters, bit for bit.
+    """32-byte digest of all parameters, the optimizer's state and its hyperparameters, bit for bit.
 
-    Buffers are left out: between their averagings they may differ (promise 1).
+    Buffers are left out: they may differ between two averages.
     """
     packer = _Packer()
     layout = {
@@ -502,14 +485,15 @@ def hyperparameter_digest(optimizer: torch.optim.Optimizer) -> bytes:
 
 
 def hyperparameters_json(optimizer: torch.optim.Optimizer) -> bytes:
-    """The optimizer's kind and all plain fields of its groups, as JSON: what an update was applied with."""
+    """The optimizer's kind and all plain fields of its groups, as JSON."""
     return json.dumps([type(optimizer).__name__, _plain_groups(optimizer)], sort_keys=True).encode()
 
 
 def load_hyperparameters(optimizer: torch.optim.Optimizer, groups: Any) -> None:
-    """Take over what `settings` gave of each group.  Raises `ValueError` if there are other groups."""
+    """Load the fields that `hyperparameters_json` has for each group.  Raises `ValueError` for other
+    groups."""
     if not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
-        raise ValueError(f"settings of other than {len(optimizer.param_groups)} groups")
+        raise ValueError(f"settings of another number of groups than {len(optimizer.param_groups)}")
     for group, fields in zip(optimizer.param_groups, groups, strict=True):
         if not isinstance(fields, dict) or not fields.keys() <= group.keys() - set(_NAMES):
             raise ValueError("settings that this optimizer does not have")
@@ -518,7 +502,7 @@ def load_hyperparameters(optimizer: torch.optim.Optimizer, groups: Any) -> None:
 
 
 def _convert_like(own: Any, value: Any, name: str) -> Any:
-    """`value` as JSON gave it, in the form that it has here.  Raises `ValueError` if it cannot be it."""
+    """`value` from JSON, in the type of `own`.  Raises `ValueError` if it cannot be converted."""
     if isinstance(own, Tensor) and isinstance(value, int | float):
         return own.fill_(value)
     if isinstance(own, tuple | list) and isinstance(value, tuple | list) and len(own) == len(value):
@@ -531,7 +515,7 @@ def _convert_like(own: Any, value: Any, name: str) -> Any:
 
 
 def hyperparameter_lines(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The same for people, as "name=value" lines: first the fields that schedulers change, of all groups."""
+    """For people, as "name=value" lines: first the fields that schedulers change, of all groups."""
     groups = _plain_groups(optimizer)
     pairs = [(name, number) for number, group in enumerate(groups) for name in group]
     pairs.sort(key=lambda pair: (pair[0] not in _OFTEN_CHANGED, pair))
@@ -550,7 +534,7 @@ def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 _OFTEN_CHANGED = ("lr", "momentum", "weight_decay")
-_NAMES = ("params", "param_names")  # the model's, and differently prefixed under torch.compile
+_NAMES = ("params", "param_names")  # the model's, with other prefixes under torch.compile
 
 
 def _is_plain(value: Any) -> bool:
@@ -573,33 +557,33 @@ def tensor_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
 # -- buffers: float ones are averaged, integer ones taken from the lowest rank ---------------------
 
 
-def _buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Persistent buffers (those in `state_dict`), in the model's order, shared ones once."""
+def buffers_of(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Persistent buffers (those in `state_dict`) by name, in the model's order, shared ones once."""
     persistent = model.state_dict(keep_vars=True).keys()
     named: dict[int, tuple[str, Tensor]] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name in persistent:  # of several names the first may be one that is not
+        if name in persistent:  # a shared buffer may have another name that is not
             named.setdefault(id(buffer), (name, buffer))
     names = canonical_names([name for name, _ in named.values()])
     return list(zip(names, (buffer for _, buffer in named.values()), strict=True))
 
 
 def _buffers_of_type(model: nn.Module, *, floating: bool) -> list[Tensor]:
-    return [b for _, b in _buffers(model) if b.is_floating_point() == floating and not b.is_complex()]
+    return [b for _, b in buffers_of(model) if b.is_floating_point() == floating and not b.is_complex()]
 
 
 def float_buffers(model: nn.Module) -> list[Tensor]:
-    """The floating-point ones, in the order of `buffers_vector`."""
+    """The floating-point buffers, in the order of `buffers_vector`."""
     return _buffers_of_type(model, floating=True)
 
 
 def has_buffers(model: nn.Module) -> bool:
-    return bool(_buffers(model))
+    return bool(buffers_of(model))
 
 
 def buffers_digest(model: nn.Module) -> tuple[str, bytes]:
-    """As `flat.model_digest`, of the persistent buffers: over names, shapes and dtypes, not over values."""
-    named = _buffers(model)
+    """A text for people and a digest of the buffers' names, shapes and dtypes, not of their values."""
+    named = buffers_of(model)
     lines = [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in named]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=32).digest()
     text = f"{len(named)} tensor{'s' * (len(named) > 1)}, digest {digest.hex()[:12]}" if named else "none"
@@ -617,7 +601,7 @@ def integer_buffers_vector(model: nn.Module) -> npt.NDArray[np.int64]:
 
 
 def load_integer_buffers_vector(model: nn.Module, vector_N: npt.NDArray[np.int64]) -> None:
-    """Write the lowest rank's `integer_buffers_vector` back."""
+    """Load the lowest rank's `integer_buffers_vector`."""
     _scatter(_buffers_of_type(model, floating=False), vector_N)
 
 

@@ -1,10 +1,8 @@
-"""What a user gave to `Grid`: sizes, numbers, an optimizer, checked and put into words.
+"""Checks and describes arguments of `Grid`: batch sizes, numbers, an optimizer.
 
-Decides what is refused, with what to give instead.  Never talks to anybody, and knows of no step.
-
-    batch_size=32, accumulate=2, H = 4 calls a step      --> Sizes.share: 256 samples of each step
-    global_batch_size=512, max_batch_size=64             --> Sizes.whole_step, at most `share` of it here
-    AdamW(lr=0.1, weight_decay=0.5), two groups          --> "AdamW(lr=0.1, ...) and 1 more group, ..."
+batch_size=32, accumulate=2, H = 4 calls a step      --> batch_size: 256 samples of each step
+global_batch_size=512, max_batch_size=64             --> global_batch_size, at most `batch_size` of it here
+AdamW(lr=0.1, weight_decay=0.5), two groups          --> "AdamW(lr=0.1, ...) and 1 more group, ..."
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from gridtrain.training.data import readers
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
-    """How many samples a step takes, as `Grid.batches` was told: `each` worker's, or a `whole` step's."""
+    """Samples of a step, from the arguments of `Grid.batches`: of each worker, or of the whole step."""
 
     per_worker: int | None
     per_step: int | None
@@ -39,7 +37,7 @@ class BatchSizes:
 
     @property
     def batch_size(self) -> int:
-        """For `Setup.batch_size`: of a step on this worker, or the most of it; 0: any number."""
+        """For `Setup.batch_size`: samples of a step on this worker, or the maximum; 0: any number."""
         return (
             ((self.per_worker if self.per_step is None else self.max_per_worker) or 0)
             * self.accumulate
@@ -47,15 +45,16 @@ class BatchSizes:
         )
 
     def check(self) -> None:
-        """Raises `ConfigError`."""
+        """Raise `ConfigError` for sizes that contradict each other or are not positive."""
         if (self.per_worker is None) == (self.per_step is None):
             raise ConfigError(
-                f"batch_size={self.per_worker}, global_batch_size={self.per_step}; exactly one must be given",
+                f"batch_size={self.per_worker}, global_batch_size={self.per_step}; give exactly one",
                 remedy="batch_size=32 for 32 samples on each worker",
             )
         if self.max_per_worker is not None and self.per_step is None:
             raise ConfigError(
-                f"max_batch_size={self.max_per_worker} without global_batch_size: this worker's batch size is fixed",
+                f"max_batch_size={self.max_per_worker} without global_batch_size: this worker's batch size is "
+                "fixed",
                 remedy="leave max_batch_size out",
             )
         named = {
@@ -72,21 +71,22 @@ class BatchSizes:
 
 def unsupported_scaler_error() -> ConfigError:
     return ConfigError(
-        "grid.scaler() with a pipeline, whose backward is inside of pipe.step, where no scale reaches it",
-        remedy="train in float32 or bfloat16, which need no scale; wire='fp16' or 'bf16' for what travels",
+        "grid.scaler() with a pipeline, whose backward pass is inside of pipe.step, where no scale can be applied",
+        remedy="train in float32 or bfloat16, which need no scale; wire='fp16' or 'bf16' for activations",
     )
 
 
 def largest_state_bytes(model: nn.Module) -> int:
-    """What a donor may send: optimizers keep two or three copies of the model, averages one more each."""
+    """Bound of a state: optimizers have two or three copies of the model, weight averages one more each."""
     tensors = (*model.parameters(), *model.buffers())
     return (64 << 20) + 16 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def check_readers(dataset: Any, num_workers: int, prefetch_factor: int) -> None:
+    """Raise `ConfigError` for a number of reader processes that the data set cannot have."""
     most = 1 if readers.is_iterable(dataset) else None
     if num_workers < 0 or (most is not None and num_workers > most):
-        bound = "0 or 1 for a data set that is read from the front" if most else ">= 0"
+        bound = "0 or 1 for an iterable data set" if most else ">= 0"
         raise ConfigError(f"num_workers is {num_workers}; it must be {bound}", remedy="try num_workers=1")
     if prefetch_factor < 1:
         raise ConfigError(
@@ -95,7 +95,7 @@ def check_readers(dataset: Any, num_workers: int, prefetch_factor: int) -> None:
 
 
 def describe_optimizer(inner: torch.optim.Optimizer) -> str:
-    """For comparison and for people: the kind, and what the first group has other than by default."""
+    """The class and the first group's options that are not defaults, for comparison and for people."""
     defaults = {name: p.default for name, p in inspect.signature(type(inner)).parameters.items()}
     first, *others = inner.param_groups
     options = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in first.items()}
@@ -111,9 +111,9 @@ def describe_optimizer(inner: torch.optim.Optimizer) -> str:
 
 
 def to_ints(**named: Any) -> list[Any]:
-    """These as plain ints, in their order, None where nothing was given: numpy's are no ints to the wire.
+    """The values as plain ints, because messages cannot have numpy's; None stays None.
 
-    Raises `ConfigError` for what is no whole number: 1e3, 1.5, "32"; and for a seed that is None.
+    Raises `ConfigError` for 1e3, 1.5, "32" and the like, and for a seed or `accumulate` that is None.
     """
     plain = []
     for name, value in named.items():
@@ -128,6 +128,7 @@ def to_ints(**named: Any) -> list[Any]:
 
 
 def parse_int(name: str, text: str) -> int:
+    """Raises `ConfigError` unless `text` is a whole number >= 0."""
     if not text.isdecimal():
         raise ConfigError(f"{name} is {text!r}; it must be a whole number >= 0", remedy=f"try {name}=500")
     return int(text)

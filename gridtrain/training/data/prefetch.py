@@ -1,12 +1,9 @@
-"""Batches read ahead by processes of their own, in the order in which the run will ask for them.
+"""Reads batches ahead in other processes, in the order in which the run is expected to need them.
 
-Decides what is read ahead and what of it is thrown away.  Never decides what a step takes: the ledger says
-what comes next if nobody comes or goes (`ledger.foresee`), and at each turn what really came.
+    expected      s+1   s+2   s+3              a member joins, and the shares change:
+    requested     s+1   s+2   s+3              s+1'  s+2' ..     s+1, s+2, s+3 are read and dropped
 
-    foreseen          s+1   s+2   s+3              a member joins, and the shares change:
-    asked, in line    s+1   s+2   s+3              s+1'  s+2' ..     s+1, s+2, s+3 are read and dropped
-
-Nothing counts that was read: a sample counts where its step commits.
+Samples count when their step commits, not when they are read.
 """
 
 from __future__ import annotations
@@ -30,19 +27,20 @@ Spans = tuple[Span, ...]
 
 @dataclass(slots=True)
 class _BatchRequest:
-    spans: Spans  # (): nothing was wanted when the loader came for more
+    spans: Spans  # (): the loader had room, and nothing was expected
     is_stale: bool = False
 
 
 class Prefetcher:
-    """See the module's text.
+    """Reads the steps of `reader` ahead.
 
     Args:
         num_workers: processes, at least 1.
         prefetch_factor: steps that each of them reads ahead.
 
     Attributes:
-        dropped: steps that were read for nothing.
+        depth: steps that are read ahead.
+        dropped_batches: steps that were read and not used.
     """
 
     def __init__(self, reader: Reader, num_workers: int, prefetch_factor: int) -> None:
@@ -62,43 +60,44 @@ class Prefetcher:
         )
 
     def read(self, spans: Spans, ahead: Sequence[Spans]) -> list[Any]:
-        """The batches of this turn; what lies ahead of it is read meanwhile.
+        """The batches of this turn; the steps of `ahead` are read meanwhile.
 
-        `ahead` holds at least the next `depth` steps, fewer at the end of the run.
+        `ahead` has at least the next `depth` steps, fewer at the end of the run.
         """
         self._update_requests([spans, *(later for later in ahead if later)])
         if self._batches is None:
-            self._batches = iter(self._loader)  # asks for `depth` steps
+            self._batches = iter(self._loader)  # requests `depth` steps
         while True:
-            batches = next(self._batches)  # asks for one more
+            batches = next(self._batches)  # requests one more
             asked = self._pending.popleft()
             if asked.spans == spans and not asked.is_stale:
                 return list(batches)
             self.dropped_batches += bool(asked.spans)
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Stop the processes."""
         self._batches = None
 
     def next_request(self) -> Spans:
-        """The loader has room for one more."""
+        """The loader has room for one more step; () if none is expected."""
         spans = self._requests.popleft() if self._requests else ()
         self._pending.append(_BatchRequest(spans))
         return spans
 
     def _update_requests(self, expected: list[Spans]) -> None:
-        """Go on asking after what is asked for already; if that is not what is expected, begin anew."""
-        in_line = [asked.spans for asked in self._pending if asked.spans and not asked.is_stale]
-        shorter = min(len(in_line), len(expected))
-        if in_line[:shorter] != expected[:shorter]:
+        """Continue after the pending requests; if they are not what is expected, drop them and start
+        again."""
+        pending = [asked.spans for asked in self._pending if asked.spans and not asked.is_stale]
+        shorter = min(len(pending), len(expected))
+        if pending[:shorter] != expected[:shorter]:
             for asked in self._pending:
                 asked.is_stale = True
-            in_line = []
-        self._requests = deque(expected[len(in_line) :])
+            pending = []
+        self._requests = deque(expected[len(pending) :])
 
 
 class _RequestSampler(Sampler[Spans]):
-    """What the loader asks for next; without end."""
+    """What the loader requests next, without end."""
 
     def __init__(self, prefetcher: Prefetcher) -> None:
         self._prefetcher = prefetcher
@@ -109,7 +108,7 @@ class _RequestSampler(Sampler[Spans]):
 
 
 class _RequestDataset(Dataset[Any]):
-    """What runs in the processes: an "index" is a step's spans."""
+    """Runs in the processes: an "index" is a step's spans."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -123,7 +122,8 @@ def _identity(batches: Any) -> Any:
 
 
 def _exit_with_parent(worker: int) -> None:
-    """A reader holds copies of the connections: while it lived, no peer would notice that its parent died."""
+    """A reader has copies of the sockets: if it outlived its parent, no peer would notice the parent's
+    death."""
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

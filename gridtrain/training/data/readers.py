@@ -1,13 +1,11 @@
-"""From positions to batches, for data sets with an index and for those that can only be read from the front.
-
-Decides how a sample is found, and whether a data set can be read again with the same outcome.  Never decides
-who takes which position (`protocol.ledger`), nor when: `optim.prefetch` may ask long before.
+"""From positions to batches, for data sets with an index and for iterable ones.
 
     spans of a step --MapReader-------> permutation of the pass, dataset[index] -----+
                     --IterableReader--> read on from where the last one stopped -----+--> `accumulate` batches
 
-An `IterableReader` has to read past all the samples of the others: every worker reads the whole data set.
-What was re-queued, and a run that is resumed within a pass, costs reading from the pass's front again.
+An `IterableReader` reads past the samples of the other workers: every worker reads the whole data
+set.  Re-queued samples, and a run that is resumed within a pass, need reading from the start of the pass
+again.
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ from gridtrain.errors import ConfigError
 from gridtrain.training.data import sampler
 
 MAX_OPEN_PASSES = 2
-"""Passes that are read at a time: one, and one that begins or of which samples are re-queued."""
+"""Passes that are open at a time: the present one, and the next one or one with re-queued samples."""
 
 Collate = Callable[[list[Any]], Any]
 Item = TypeVar("Item")
 
 
 class Reader(Protocol):
-    """Usable in another process, where it is a copy."""
+    """Can be copied to another process."""
 
     def read(self, spans: Sequence[Span]) -> list[Any]:
         """The batches of one step."""
@@ -40,18 +38,18 @@ class Reader(Protocol):
 
 
 def is_iterable(dataset: Any) -> bool:
-    """It can only be read from the front."""
+    """Whether the data set can only be read from its start."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
 def measure_dataset(dataset: Any, length: int | None) -> tuple[int, str]:
     """Samples of one pass, and a text that is equal on workers that have the same data.
 
-    Raises `ConfigError` for a data set that cannot be shared out.
+    Raises `ConfigError` for a data set that cannot be divided among workers.
     """
     if isinstance(dataset, DataLoader):  # its batches would be taken for samples
         raise ConfigError(
-            "a DataLoader was given in the place of a data set; the run makes the batches",
+            "a DataLoader was given instead of a data set; the run makes the batches",
             remedy="give the data set itself: grid.batches(loader.dataset, batch_size=..., collate_fn=..., "
             "num_workers=...)",
         )
@@ -66,7 +64,7 @@ def measure_dataset(dataset: Any, length: int | None) -> tuple[int, str]:
         length = _declared_length(dataset)
     if length < 1:
         raise ConfigError(
-            f"a pass over the {type(dataset).__name__} has {length} samples", remedy="it must have 1 at least"
+            f"a pass over the {type(dataset).__name__} has {length} samples", remedy="it must have at least 1"
         )
     return length, _iterable_text(dataset, length)
 
@@ -87,17 +85,16 @@ def _iterable_text(dataset: Any, length: int) -> str:
     text = f"{length} samples a pass in the data set's own order"
     if first != again:
         raise ConfigError(
-            f"the {type(dataset).__name__} is not read twice alike: its first "
-            f"{min(length, sampler.DIGEST_SAMPLES)} samples differ from one reading to the next, so "
-            "positions mean nothing",
+            f"the {type(dataset).__name__} gives different samples when it is read again: its first "
+            f"{min(length, sampler.DIGEST_SAMPLES)} samples differ, so positions have no meaning",
             remedy="seed its shuffling and augmentation (by set_epoch, if passes are to differ), open its "
-            "source anew in __iter__, or use a data set with an index",
+            "source again in __iter__, or use a data set with an index",
         )
     return f"{text}, digest {first.hex()[:12]}" if first else f"{text} (contents not compared)"
 
 
 def _leading_samples_digest(dataset: Any, length: int, reading: int) -> bytes:
-    """Of the first samples of pass 0; b"" where their bits mean nothing to another process."""
+    """Of the first samples of pass 0; b"" if a sample has no portable bytes."""
     total = hashlib.blake2b(digest_size=32)
     sampler.seed_random(reading)
     for value in islice(_open_pass(dataset, 0), min(length, sampler.DIGEST_SAMPLES)):
@@ -109,9 +106,11 @@ def _leading_samples_digest(dataset: Any, length: int, reading: int) -> bytes:
 
 
 def _open_pass(dataset: Any, pass_number: int) -> Iterator[Any]:
-    """Its samples in the pass; the first is read at once, as a generator looks at its pass only then.
+    """The samples of a pass; the first one is read at once, because only then a generator reads its pass
+    number.
 
-    Each reading has a copy with a pass number of its own, which one that goes on may look at later, too.
+    Each pass has a copy of the data set with its own pass number, because an open pass may read it later,
+    too.
     """
     if hasattr(dataset, "set_epoch"):
         dataset = copy.copy(dataset)
@@ -127,7 +126,8 @@ def _open_pass(dataset: Any, pass_number: int) -> Iterator[Any]:
 
 
 def split_micro_batches(items: Sequence[Item], count: int) -> list[list[Item]]:
-    """`count` near-equal micro-batches, the heavier ones first; of fewer samples some come twice."""
+    """`count` near-equal micro-batches, larger ones first; if there are fewer samples, some are used
+    twice."""
     samples = len(items)
     if samples >= count:
         cuts = pairwise(accumulate(_split_sizes(samples, count), initial=0))
@@ -137,7 +137,8 @@ def split_micro_batches(items: Sequence[Item], count: int) -> list[list[Item]]:
 
 
 def micro_batch_weights(samples: int, count: int) -> list[float]:
-    """Of `parts` of so many samples, that each sample counts once; never rising.  All equal for none."""
+    """Weights of `count` micro-batches by which each sample counts once; never rising.  Equal for no
+    samples."""
     if samples >= count:
         return [float(size) for size in _split_sizes(samples, count)]
     times = reversed(_split_sizes(count, samples)) if samples else (count,)
@@ -145,13 +146,13 @@ def micro_batch_weights(samples: int, count: int) -> list[float]:
 
 
 def _split_sizes(whole: int, count: int) -> list[int]:
-    """`whole` in `count` near-equal numbers, falling."""
+    """`whole` as `count` near-equal numbers, never rising."""
     size, more = divmod(whole, count)
     return [size + (number < more) for number in range(count)]
 
 
 class MapReader:
-    """Of a data set with an index: every pass in an order of its own."""
+    """Reads a data set with an index; every pass has its own order."""
 
     def __init__(self, dataset: Any, spec: LedgerSpec, accumulate: int, collate: Collate) -> None:
         self._dataset, self._spec, self._accumulate, self._collate = dataset, spec, accumulate, collate
@@ -165,15 +166,15 @@ class MapReader:
 
 
 class IterableReader:
-    """Of a data set that is read from the front: in its own order."""
+    """Reads an iterable data set, in its own order."""
 
     def __init__(self, dataset: Any, spec: LedgerSpec, accumulate: int, collate: Collate) -> None:
         self._dataset, self._spec, self._accumulate, self._collate = dataset, spec, accumulate, collate
-        self._open: list[_DatasetPass] = []  # the latest used last
+        self._open: list[_DatasetPass] = []  # the most recently used last
         self._latest: tuple[Sequence[Span], list[Any]] = ((), [])
 
     def read(self, spans: Sequence[Span]) -> list[Any]:
-        if spans != self._latest[0]:  # a stand-in is what was read last
+        if spans != self._latest[0]:  # a stand-in repeats the latest spans
             samples: list[Any] = []
             for span in spans:
                 number, offset = divmod(span.start, self._spec.size)
@@ -191,7 +192,7 @@ class IterableReader:
 
 
 class _DatasetPass:
-    """One reading of the data set; `offset` samples of it are gone."""
+    """One open pass; `offset`: samples that were read."""
 
     def __init__(self, dataset: Any, size: int, number: int) -> None:
         self.number, self.offset = number, 0

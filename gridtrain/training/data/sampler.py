@@ -1,7 +1,6 @@
-"""From positions of the run to samples of a data set.
+"""From positions of the run to samples of a data set, the same on every worker and machine.
 
-Decides which sample a position means, the same on every worker and machine.  Who holds which positions, and
-when they are used up, is the ledger's affair (DESIGN section 8).
+The data ledger (`gridtrain.core.commit.data_ledger`) decides which worker gets which positions.
 
     position          0   1   2   3   4 |  5   6   7   8   9 | 10 ...      size = 5
     pass                       0        |          1         |
@@ -36,7 +35,7 @@ collate = default_collate
 def permutation(size: int, seed: int, pass_number: int) -> npt.NDArray[np.int64]:
     """Order of the samples in one pass over the data: (size,) int64, read only.
 
-    numpy's `RandomState`, because its stream is frozen by numpy's policy: the same on every version.
+    It uses `RandomState`, whose stream numpy guarantees to be the same in every version.
     """
     words = [seed & 0xFFFFFFFF, seed >> 32, pass_number & 0xFFFFFFFF, pass_number >> 32]
     order = np.random.RandomState(words).permutation(size).astype(np.int64)
@@ -59,7 +58,7 @@ def sample_indices(spec: LedgerSpec, spans: Sequence[Span]) -> list[int]:
 
 
 def split_spans(spans: Sequence[Span], count: int) -> list[tuple[Span, ...]]:
-    """`spans` in `count` near-equal runs of positions; where there are fewer than that, some come twice."""
+    """`spans` in `count` near-equal pieces; if there are fewer positions, some are used twice."""
     total = sum(span.stop - span.start for span in spans)
     bounds = [total * part // count for part in range(count + 1)]
     pairs = [(a, b) if a < b else (a % total, a % total + 1) for a, b in pairwise(bounds)]
@@ -67,7 +66,7 @@ def split_spans(spans: Sequence[Span], count: int) -> list[tuple[Span, ...]]:
 
 
 def _slice_spans(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
-    """From the start-th to before the stop-th position of `spans`."""
+    """The positions of `spans` from number `start` to before `stop`."""
     taken, before = [], 0
     for span in spans:
         first, last = max(start - before, 0), min(stop - before, span.stop - span.start)
@@ -90,8 +89,8 @@ class GridSampler(Sampler[list[int]]):
     """For `DataLoader(dataset, batch_sampler=...)`: one list of sample indices for each step of this worker.
 
     Args:
-        spec: the run's ledger.
-        turns: called at each iteration; yields this worker's spans of one step after the other.
+        spec: the run's data ledger.
+        turns: called for each iteration; yields this worker's spans step by step.
     """
 
     def __init__(self, spec: LedgerSpec, turns: Callable[[], Iterator[Sequence[Span]]]) -> None:
@@ -109,9 +108,9 @@ class GridSampler(Sampler[list[int]]):
 def dataset_digest(dataset: Any) -> tuple[str, bytes]:
     """A text for people and a 32-byte digest: the length, and up to 16 evenly spaced samples.
 
-    Each of these is read twice, with other random numbers, which are the same on all workers; if one differs
-    from itself (random augmentation) or holds something else than tensors, arrays, numbers, strings and
-    containers of these, only the length counts.
+    Each sample is read twice, with different random numbers that are the same on all workers.  If the two
+    readings differ (random augmentation), or a sample contains something other than tensors, arrays, numbers,
+    strings and containers of these, only the length is compared.
 
     Raises:
         ConfigError: the data set has no length, or is empty.
@@ -122,7 +121,7 @@ def dataset_digest(dataset: Any) -> tuple[str, bytes]:
         size = 0
     if size < 1:
         raise ConfigError(
-            f"a {type(dataset).__name__} without samples or without a length cannot be shared out",
+            f"a {type(dataset).__name__} without samples or without a length cannot be divided among workers",
             remedy="use a map-style data set with __len__ and __getitem__",
         )
     total = hashlib.blake2b(str(size).encode(), digest_size=32)
@@ -151,7 +150,7 @@ def _read_sample(dataset: Any, index: int, reading: int) -> Any:
 
 
 def value_digest(value: Any) -> bytes | None:
-    """None for a type whose bits mean nothing to another process."""
+    """None for a type that has no portable bytes."""
     if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
         array = np.ascontiguousarray(value)
         return _digest(f"{array.dtype.str} {array.shape}", array.tobytes())
@@ -172,16 +171,17 @@ def _digest(kind: str, content: bytes) -> bytes:
 
 
 def seed_random(seed: int) -> None:
-    """For what follows, on all workers: where augmentation is rare, it would be chance whether a worker sees
-    any of it, and those who have would refuse those who have not.  To be called in `random_state_kept`."""
+    """Make random augmentation the same on all workers; if it is rare, only some workers would see it, and
+    would refuse the others.  Call it inside of `preserve_random_state`."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)  # of the CPU alone, as that is what is kept
+    torch.default_generator.manual_seed(seed)  # of the CPU alone, which is what is restored
 
 
 @contextmanager
 def preserve_random_state() -> Iterator[None]:
-    """Reading samples for a digest must not shift a training run's random numbers."""
+    """Restore the random state afterwards, so that reading samples for a digest does not change the
+    training."""
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gridtrain.core import messages as m
+from gridtrain.core.group.invitation import invitation_digest
 from gridtrain_coordinator.access import authorization as module
 from gridtrain_coordinator.access import authorization_rules as rules
 from gridtrain_coordinator.access.authorization import (
@@ -138,7 +139,7 @@ def test_nobody_enrols_a_key_that_is_something_else() -> None:
     house.invite(uses=9)
     house.invite(OTHER_KEY)
     for key in (KEY, OTHER_KEY, OPERATOR, US):
-        assert house.enrol(peer=key) == "Refused key: this key is another one's"
+        assert house.enrol(peer=key) == "Refused key: this key belongs to somebody else"
     assert house.standing(US) == "stranger"
 
 
@@ -190,7 +191,7 @@ def test_kick_ban_and_unban() -> None:
     assert house.expel(ANNA) == "OperatorReply"
     assert house.standing(ANNA) == "stranger"
     assert house.enrol(OTHER_KEY, ANNA) == (
-        "Refused kicked: this worker was put out of the run: the run's owner decided so"
+        "Refused kicked: this worker was removed from the run: the run's owner decided so"
     ), "it was made before the kick"
     house.invite(KEY, uses=9)
     assert house.enrol(KEY, ANNA) == "Enrolled"
@@ -581,14 +582,14 @@ def test_the_picture_shows_nothing_to_come_in_with() -> None:
     house.accuse(": anna")
     house.expel(BERT, ban=True)
     shown = json.loads(json.dumps(house.door.status(house.now_s)))
-    name = rules.invitation_digest(KEY)
+    name = invitation_digest(KEY)
     assert name not in json.dumps(shown) and KEY.hex() not in json.dumps(shown)
     assert shown == {
         "open_to_all": False,
         "invitations": [{"id": name[:8], "uses": 3, "used": 1, "left_s": DAY_S}],
         "enrolled_total": 2,
         "enrolled": [
-            {"peer": ANNA.hex(), "invitation": rules.invitation_digest(bytes(31) + b"-")[:8], "strikes": 2},
+            {"peer": ANNA.hex(), "invitation": invitation_digest(bytes(31) + b"-")[:8], "strikes": 2},
             {"peer": CARL.hex(), "invitation": name[:8], "strikes": 0},
         ],
         "banned": [{"peer": BERT.hex(), "reason": "the run's owner decided so"}],

@@ -79,7 +79,7 @@ def desk() -> Iterator[Desks]:
             return EventStream(lambda: encoded(board.full_state()))
 
         api = Api(board, asyncio.run(stream()), TOKEN, obey, lambda: made.now_s)
-        client = TestClient(create_app(api, named=named), base_url="http://127.0.0.1:7780")
+        client = TestClient(create_app(api, allowed_hosts=named), base_url="http://127.0.0.1:7780")
         made = Desk(board, client, now_s=board.updated_s or 0.0)
         opened.append(client)
         return made

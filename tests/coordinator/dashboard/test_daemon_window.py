@@ -60,7 +60,7 @@ def coordinator(window: Window, store: JournalStore) -> Coordinator:
     door.enrol(INVITATION, ANNA, "", time.time())
     transport = MemoryTransport(COORDINATOR, MemoryHub(), gate=connection_gate(door, time.time))
     transport.listen("memory://c")
-    return Coordinator.for_run(transport, store, door, operator=OPERATOR, window=window)
+    return Coordinator.for_run(transport, store, door, operator=OPERATOR, dashboard=window)
 
 
 def test_the_window_is_shown_what_the_operator_would_be_told() -> None:

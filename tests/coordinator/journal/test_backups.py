@@ -135,10 +135,10 @@ def test_a_full_disk_leaves_the_earlier_ones(tmp_path: Path, monkeypatch: pytest
 DIES = """
 import os, signal, sys
 from pathlib import Path
-from gridtrain_coordinator import backups
-from gridtrain_coordinator.journal.store import Store
+from gridtrain_coordinator.journal import backups
+from gridtrain_coordinator.journal.store import JournalStore
 state, folder, left = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-store = Store.open(state / "journal.sqlite")
+store = JournalStore.open(state / "journal.sqlite")
 store.append("state", {"n": left})
 def dies(frame, event, arg):
     global left

@@ -89,7 +89,7 @@ def test_a_file_that_was_cut_short(path: Path, seeds: Seeds) -> None:
 def test_an_empty_file_is_no_new_run_where_there_was_one(path: Path) -> None:
     written(path)
     path.write_bytes(b"")
-    with pytest.raises(JournalError, match="it is empty, and"):
+    with pytest.raises(JournalError, match="it is empty, although"):
         JournalStore.open(path)
     assert path.read_bytes() == b""
 

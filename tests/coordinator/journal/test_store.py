@@ -74,8 +74,8 @@ def test_the_cores_own_term_entry_does_not_count_twice(path: Path) -> None:
 
 DIES_AFTER_APPEND = """
 import os, signal, sys
-from gridtrain_coordinator.journal.store import Store
-store = Store.open(sys.argv[1])
+from gridtrain_coordinator.journal.store import JournalStore
+store = JournalStore.open(sys.argv[1])
 store.next_term()
 store.append("state", {"state": "training"})
 os.kill(os.getpid(), signal.SIGKILL)

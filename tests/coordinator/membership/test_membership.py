@@ -27,7 +27,8 @@ from gridtrain_coordinator.run.events import (
     Send,
     WorkerRemoved,
 )
-from gridtrain_coordinator.run.registry import Worker, unique_name
+from gridtrain_coordinator.run.registry import Worker
+from gridtrain_coordinator.run.worker_names import unique_name
 
 ME = b"0" * 32
 A, B, C, D, E = (letter * 32 for letter in (b"a", b"b", b"c", b"d", b"e"))
@@ -305,7 +306,7 @@ def test_an_accusation_is_for_the_door_to_judge() -> None:
     assert run.say(A, m.ViolationReport(C, "is no member")) == []
     assert run.say(A, m.ViolationReport(A, "itself")) == []
     assert run.say(B, m.Welcome(1, "r", "")) == [
-        RecordViolation(B, "sent Welcome, which only others may send")
+        RecordViolation(B, "sent Welcome, which a worker may not send")
     ]
 
 
@@ -388,7 +389,7 @@ def accused_by_two() -> Run:
 def test_two_that_agree_cannot_put_a_third_one_out() -> None:
     run = accused_by_two()
     assert dismissed(flap(run, [(A, D), (C, D)] * 40)) == []
-    assert run.core.generation == 2 and not run.core._view_change.reason, "and they cost one generation"
+    assert run.core.generation == 2 and not run.core.run.view_change.reason, "and they cost one generation"
 
 
 def test_a_bad_line_shows_beside_the_next_neighbour_too() -> None:

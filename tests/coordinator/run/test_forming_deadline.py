@@ -8,8 +8,8 @@ from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.core.member.member import MemberCore
+from gridtrain_coordinator.membership import readiness
 from gridtrain_coordinator.membership.membership import Membership
-from gridtrain_coordinator.run import forming_deadline
 from gridtrain_coordinator.run.events import (
     DialBackResult,
     Effect,
@@ -222,12 +222,12 @@ def test_only_a_way_that_was_told_is_given_up() -> None:
 
 
 def test_the_time_for_forming_grows_with_the_bytes_that_are_due() -> None:
-    assert forming_deadline.max_forming_s(0, 25_600_000, None) == forming_deadline.MAX_FORMING_S
-    few, many = (forming_deadline.max_forming_s(count, 25_600_000, 12.5e6) for count in (1, 15))
-    assert many - forming_deadline.MAX_FORMING_S > 15 * 102.4e6 / 12.5e6
-    assert round(many - forming_deadline.MAX_FORMING_S) == round(15 * (few - forming_deadline.MAX_FORMING_S))
-    assert forming_deadline.max_forming_s(1, 1000, 1.0) == forming_deadline.max_forming_s(
-        1, 1000, forming_deadline.MIN_RATE_Bps
+    assert readiness.max_forming_s(0, 25_600_000, None) == readiness.MAX_FORMING_S
+    few, many = (readiness.max_forming_s(count, 25_600_000, 12.5e6) for count in (1, 15))
+    assert many - readiness.MAX_FORMING_S > 15 * 102.4e6 / 12.5e6
+    assert round(many - readiness.MAX_FORMING_S) == round(15 * (few - readiness.MAX_FORMING_S))
+    assert readiness.max_forming_s(1, 1000, 1.0) == readiness.max_forming_s(
+        1, 1000, readiness.MIN_RATE_Bps
     ), "a liar's line"
 
 

@@ -82,7 +82,7 @@ class Run:
 def test_links_that_have_changed_make_another_order_but_not_at_once() -> None:
     run = Run()
     assert run.order == "abcd"
-    made_s = run.core._view_change.last_installed_s
+    made_s = run.core.run.view_change.last_installed_s
     run.rates({frozenset((A, B)), frozenset((B, D))})
     reason = run.beat_until_frozen(60.0)
     assert run.now_s - made_s >= 30.0, "not before reshare_s has passed"

@@ -158,7 +158,7 @@ def test_of_each_member_two_lines_are_kept_however_many_read_them() -> None:
     for number, peer in enumerate(peers):
         worker = Worker(peer, "", f"tcp://10.0.0.{number}:1", 0.0, 0.0)
         where.on_connected(peer, f"198.51.100.{number}")
-        where.request_dial_back(worker, relays=True)
+        where.request_dial_back(worker, can_relay=True)
         where.on_dial_back_result(worker, worker.address if number % 2 else "")
     where.begin_generation(peers)
     roster = tuple(m.Member(peer, "", "", 1, False) for peer in peers)

@@ -77,7 +77,7 @@ def test_without_anything_borne_out_the_run_waits_rather_than_believe_one() -> N
     run.checkpoints |= {D: kept(5, 0, 1), E: kept(5, 1)}
     run.join(D)
     assert run.core.phase is RunPhase.PAUSED
-    assert "step 6 is told of, but neither the journal nor most of the workers" in run.core.reason
+    assert "step 6 is reported, but neither the journal nor most of the workers" in run.core.reason
     run.join(E)
     view = run.core.run.view
     assert view is not None and view.applied == 5, "two of three say so"
@@ -92,9 +92,9 @@ def test_the_journal_bears_out_what_the_dead_have_told() -> None:
     assert [body["checkpoint"]["step"] for _, body in entries if "checkpoint" in body] == [10]
     known = CheckpointQuorum(recover_run(entries).checkpoints)
     liar, survivor = kept(19, 0, 1, history=b"x"), kept(9, 0, 1)
-    found = latest_whole_state(SPEC, {A: survivor, D: liar, E: ()}, 2, before=23, witnesses=known)
+    found = latest_whole_state(SPEC, {A: survivor, D: liar, E: ()}, 2, before=23, quorum=known)
     assert found is not None and found.history == b"h9"
-    assert latest_whole_state(SPEC, {D: liar, E: ()}, 2, before=23, witnesses=known) is None
+    assert latest_whole_state(SPEC, {D: liar, E: ()}, 2, before=23, quorum=known) is None
 
 
 def test_a_rollback_takes_back_what_came_after_also_in_the_journal() -> None:
@@ -118,14 +118,14 @@ def test_the_ledger_is_borne_out_too() -> None:
     other = tuple(replace(held, ledger=m.LedgerState(10, 400, (), 400)) for held in told)
     known = CheckpointQuorum()
     assert len(known.update(SPEC, 1, {A: BLOCKS[0], B: BLOCKS[1]}, {A: told, B: told})) == 1
-    found = latest_whole_state(SPEC, {A: told, C: other}, 2, before=23, witnesses=known)
+    found = latest_whole_state(SPEC, {A: told, C: other}, 2, before=23, quorum=known)
     assert found is not None and found.ledger == state_after(9)
-    assert latest_whole_state(SPEC, {C: other, D: ()}, 2, before=23, witnesses=known) is None
+    assert latest_whole_state(SPEC, {C: other, D: ()}, 2, before=23, quorum=known) is None
 
 
 def test_stages_of_one_worker_are_one_voice() -> None:
     many = {A: kept(19, 0, 1, 2, history=b"x"), B: kept(9, 0, 1), C: kept(9, 2)}
-    found = latest_whole_state(SPEC, many, 3, before=23, witnesses=CheckpointQuorum())
+    found = latest_whole_state(SPEC, many, 3, before=23, quorum=CheckpointQuorum())
     assert found is not None and found.history == b"h9"
 
 
@@ -133,7 +133,7 @@ def test_a_new_coordinator_believes_those_who_have_anything() -> None:
     """Its journal is lost, and so nothing can be: one worker brings its disk, others are new."""
     disks = {A: kept(9, 0, 1), B: (), C: ()}
     assert latest_whole_state(SPEC, disks, 2, before=None) is not None
-    assert latest_whole_state(SPEC, disks, 2, before=None, witnesses=CheckpointQuorum()) is None
+    assert latest_whole_state(SPEC, disks, 2, before=None, quorum=CheckpointQuorum()) is None
     assert ReporterMajority().confirmed_states(SPEC, {A: kept(9, 0), B: kept(19, 0), C: ()}) == frozenset()
 
 

@@ -90,7 +90,7 @@ def test_without_a_spare_the_rest_goes_on_with_one_replica_less() -> None:
     assert not any(member.joining for member in run.core.run.member_list)
     (left_over,) = [w.peer for w in run.core.run.workers.values() if w.standby_reason]
     (spared,) = run.last_sent(left_over, m.StandbyNotice)
-    assert isinstance(spared, m.StandbyNotice) and "takes the seat of whoever leaves" in spared.reason
+    assert isinstance(spared, m.StandbyNotice) and "replaces a worker that leaves" in spared.reason
 
 
 def test_the_death_of_one_freezes_all_at_once() -> None:
@@ -110,7 +110,7 @@ def test_fewer_than_stages_pause_and_say_so() -> None:
     snapshot = run.core.snapshot(run.now_s)
     assert snapshot["phase"] == "paused"
     assert snapshot["reason"] == (
-        "stage 2 of 4 has nobody: 3 workers are here, 4 are needed; training goes on when one joins"
+        "stage 2 of 4 has no worker: 3 workers are here, 4 are needed; training continues when one joins"
     )
     told = [e.message for e in run.seen if isinstance(e, Send) and e.peer == A]
     assert m.RunStateUpdate("paused", snapshot["reason"]) in told
@@ -180,7 +180,9 @@ def test_with_no_whole_step_the_run_waits_for_who_has_it() -> None:
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
     run.join(C)
     assert run.core.phase is RunPhase.PAUSED
-    assert run.core.reason.startswith("nobody here holds stage 1 of 2 after step 12, and of no earlier step")
+    assert run.core.reason.startswith(
+        "no worker here holds stage 1 of 2 after step 12, and of no earlier step"
+    )
     run.join(D)
     view = run.core.run.view
     assert view is not None and view.applied == 9 and run.roster == "a d" and run.standbys == "c"

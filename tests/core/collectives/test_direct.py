@@ -128,7 +128,7 @@ def test_the_same_place_twice_is_refused(place):
     core = DirectAllReduce(0, 3, slices=1, skip=False)
     core.start(0.0)
     core.handle(PayloadReceived(2, place, False, "x"), 0.0)
-    with pytest.raises(RemoteProtocolError, match=r"due was nothing \(more\) of this place"):
+    with pytest.raises(RemoteProtocolError, match=r"due was nothing \(more\) here"):
         core.handle(PayloadReceived(2, place, False, "x"), 0.0)
 
 
@@ -207,7 +207,7 @@ def test_what_no_honest_member_sends_is_refused_where_it_arrives(bad):
     workspace = DirectBuffer(np.ones(6, np.float32), 3)
     workspace.make_collective(0, 3, skip=False)
     payload = np.array([bad, 0], np.float32).tobytes()
-    with pytest.raises(RemoteProtocolError, match=r"slice 0 from rank 1 holds values from .* at most"):
+    with pytest.raises(RemoteProtocolError, match=r"slice 0 from rank 1 has values from .* at most"):
         workspace.apply(AddSlice(0, 0, payload, Provenance(1, 1, 3, 1)))
     assert workspace.update_N.tolist() == [1] * 6
 

@@ -277,6 +277,6 @@ def test_a_contribution_of_another_form_is_our_bug(wrong):
 def test_what_no_honest_member_sends_is_refused_where_it_arrives(bad):
     workspace = DenseStarBuffer(np.ones(2, np.float32), 3)
     workspace.make_collective(0, 3, skip=False)
-    with pytest.raises(RemoteProtocolError, match=r"slice 0 from rank 1 holds values from .* at most"):
+    with pytest.raises(RemoteProtocolError, match=r"slice 0 from rank 1 has values from .* at most"):
         workspace.apply(AddSlice(0, 0, np.array([bad, 0], np.float32).tobytes(), Provenance(1, 1, 3, 1)))
     assert workspace.update_N.tolist() == [1, 1]

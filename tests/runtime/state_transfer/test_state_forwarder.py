@@ -49,7 +49,7 @@ class Chain:
         self.ticks = 0
         for number, intake in enumerate(self.intakes):
             intake.keeps_blocks = True
-            self.donor.request(PEERS[number], 1, 5, digest=chained and number > 0)
+            self.donor.request(PEERS[number], 1, 5, digest_only=chained and number > 0)
             if chained and number:
                 self.outlets[number - 1].request(PEERS[number], 1, 5, 0)
         self.donor.store(5, BLOBS, state_digest(BLOBS))

@@ -51,4 +51,4 @@ def test_a_damaged_residual_is_lost_and_the_state_is_not(
     file.write_bytes(data[:-9] if torn else data[:-1] + bytes([data[-1] ^ 0x40]))
     found = checkpoint_store.read(path)
     assert found.residual == {} and torch.equal(found.tensors["weight"], torch.zeros(3))
-    assert "is not what was written: it is lost, the state is not" in caplog.text
+    assert "differs from what was written: it is lost, the state is not" in caplog.text

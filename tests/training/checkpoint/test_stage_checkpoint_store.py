@@ -94,7 +94,7 @@ def test_a_checkpoint_whose_tensors_are_others_is_not_loaded_nor_given(tmp_path:
     path = step_folder(store.folder_of(BLOCKS), 10)
     assert read(path).position.digest == held.digest
     changed(path)
-    with pytest.raises(ConfigError, match="its tensors are not those that were written"):
+    with pytest.raises(ConfigError, match="its tensors differ from those that were written"):
         store.read_for_peer(held)
     assert store.stored_checkpoints() == (), "nobody is sent here for it again"
     store.write_now(BLOCKS, snapshot(10))

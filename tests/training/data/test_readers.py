@@ -137,12 +137,16 @@ def test_the_text_tells_data_apart() -> None:
 @pytest.mark.parametrize(
     ("dataset", "length", "words"),
     [
-        (Numbered(lambda i: torch.rand(1).item()), 20, "16 samples differ from one reading to the next"),
-        (iter([1.0, 2.0, 3.0]), 3, "is not read twice alike: its first 3 samples differ"),
+        (Numbered(lambda i: torch.rand(1).item()), 20, "16 samples differ"),
+        (
+            iter([1.0, 2.0, 3.0]),
+            3,
+            "gives different samples when it is read again: its first 3 samples differ",
+        ),
         (Numbered(lambda i: i), None, "does not say how many samples a pass over it has"),
         (Letters(), 0, "a pass over the Letters has 0 samples"),
         ([1, 2, 3], 3, "length=3 was given for a list, which has an index"),
-        (DataLoader([1, 2, 3]), None, "a DataLoader was given in the place of a data set"),  # type: ignore[arg-type]
+        (DataLoader([1, 2, 3]), None, "a DataLoader was given instead of a data set"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(dataset: Any, length: int | None, words: str) -> None:

@@ -23,7 +23,7 @@ from gridtrain.runtime.step_plan import RoundOutcome, StepPlan
 from gridtrain.training.auto_exchanger import AutoExchanger
 from gridtrain.training.exchangers import ExchangeAttempt, Exchanger, make_exchanger
 from gridtrain.training.optimizer import GridOptimizer
-from gridtrain.training.pending_attempt import PendingAttempt
+from gridtrain.training.worker_residual import WorkerResidual
 
 GRADIENT_N = torch.tensor([3.0, 1.0, -2.0, 0.5])
 SENT_N = np.array([3.0, 0, 0, 0], np.float32)  # k == 1
@@ -55,23 +55,25 @@ def a_round() -> tuple[Exchanger, ExchangeAttempt]:
     ids=["committed", "aborted", "skipped", "nobody knows"],
 )
 def test_the_round_that_is_under_way_is_settled_first(settled: RoundOutcome | None, left_N: object) -> None:
-    (sparse, attempt), in_flight = a_round(), PendingAttempt()
-    in_flight.mark_sent(attempt)
-    given_N = in_flight.take_residual(sparse, lambda: settled)
+    sparse, attempt = a_round()
+    residual = WorkerResidual(sparse, 4)
+    residual.mark_sent(attempt)
+    given_N = residual.take(lambda: settled)
     assert given_N is None if left_N is None else np.array_equal(given_N, left_N)
 
 
 def test_what_is_half_applied_is_not_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    (sparse, attempt), in_flight = a_round(), PendingAttempt()
-    in_flight.mark_sent(attempt)
+    sparse, attempt = a_round()
+    residual = WorkerResidual(sparse, 4)
+    residual.mark_sent(attempt)
 
     def interrupted(attempt: ExchangeAttempt) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sparse, "commit", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        in_flight.commit(sparse, attempt)
-    assert in_flight.take_residual(sparse, lambda: pytest.fail("there is no round to settle")) is None
+        residual.commit(attempt)
+    assert residual.take(lambda: pytest.fail("there is no round to settle")) is None
 
 
 def wrapped_whole() -> GridOptimizer:
@@ -87,35 +89,35 @@ def stage_of_two() -> Pipeline:
         stages=2, micro_batches=1, exchange=GTopK(density=0.25, momentum=0.0), loss=nn.MSELoss()
     )
     session: Any = SimpleNamespace(
-        picture=WorkerSnapshot(rank=0, world_size=2),
+        snapshot=WorkerSnapshot(rank=0, world_size=2),
         resize_residual=lambda n: None,
-        note=lambda figures: None,
+        report_figures=lambda figures: None,
     )
     blocks = Blueprint(lambda: [nn.Linear(2, 2, bias=False) for _ in range(2)])
     staging = ModelStages(blocks, 2, cuts=None, device=torch.device("cpu"))
     pipe = Pipeline(staging, lambda p: torch.optim.SGD(p, lr=0.1), options, session)
-    pipe.capture_state(session.picture)
-    assert pipe.held_stage == 0
+    pipe.held.capture_state(session.snapshot)
+    assert pipe.held.stage == 0
     return pipe
 
 
-def exchanger_of(trains: GridOptimizer | Pipeline) -> Exchanger:
+def residual_of(trains: GridOptimizer | Pipeline) -> WorkerResidual:
     if isinstance(trains, GridOptimizer):
-        return trains._exchanger
-    assert trains._state is not None
-    return trains._state.exchanger
+        return trains.residual
+    assert trains.held.residual is not None
+    return trains.held.residual
 
 
 def give_up(trains: GridOptimizer | Pipeline) -> None:
     """As after a pause, when what was kept back has been handed over or is lost."""
-    trains.clear_residual()
+    residual_of(trains).clear()
 
 
 def get_another_seat(trains: GridOptimizer | Pipeline) -> None:
     assert isinstance(trains, Pipeline)
     trains._session.snapshot = WorkerSnapshot(rank=1, world_size=2)  # type: ignore[misc]
-    trains.pack(trains._session.snapshot)
-    assert trains.held_stage == 1
+    trains.held.pack(trains._session.snapshot)
+    assert trains.held.stage == 1
 
 
 BEGINNINGS = pytest.mark.parametrize(
@@ -136,12 +138,12 @@ def test_a_residual_that_begins_anew_is_given_away_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(exchanger_of(trains), "commit", interrupted)
-        trains._in_flight.commit(exchanger_of(trains), a_round()[1])
-    assert trains.take_residual(lambda: pytest.fail("there is no round to settle")) is None
+        patched.setattr(residual_of(trains)._exchanger, "commit", interrupted)
+        residual_of(trains).commit(a_round()[1])
+    assert residual_of(trains).take(lambda: pytest.fail("there is no round to settle")) is None
     begin_anew(trains)
-    assert trains.add_residual(INHERITED, 2)
-    given_N = trains.take_residual(lambda: pytest.fail("there is no round to settle"))
+    assert residual_of(trains).add(INHERITED, 2)
+    given_N = residual_of(trains).take(lambda: pytest.fail("there is no round to settle"))
     assert given_N is not None and given_N.tolist() == [0, 2.5, 0, 0]
 
 
@@ -151,26 +153,28 @@ def test_a_round_is_not_settled_for_a_residual_that_came_after_it(
 ) -> None:
     trains = made()
     plan = StepPlan(step=0, attempt=0, rank=0, world_size=1, samples=1, total_samples=1)
-    trains._in_flight.sent(exchanger_of(trains).prepare_bucket(0, GRADIENT_N, plan, usable=True))
+    residual = residual_of(trains)
+    residual.mark_sent(residual._exchanger.prepare_bucket(0, GRADIENT_N, plan, usable=True))
     begin_anew(trains)
-    assert trains.add_residual(INHERITED, 2)
-    given_N = trains.take_residual(lambda: outcome(committed=True))
+    assert residual_of(trains).add(INHERITED, 2)
+    given_N = residual_of(trains).take(lambda: outcome(committed=True))
     assert given_N is not None and given_N.tolist() == [0, 2.5, 0, 0]
 
 
 def test_without_a_residual_nothing_is_settled() -> None:
     dense = make_exchanger(Dense(), (0, 4), torch.device("cpu"))
-    assert PendingAttempt().take_residual(dense, lambda: pytest.fail("there is nothing to give away")) is None
+    assert WorkerResidual(dense, 4).take(lambda: pytest.fail("there is nothing to give away")) is None
 
 
 @pytest.mark.parametrize("committed", [True, False])
 def test_what_a_dense_step_has_taken_along_is_not_given_away_again(committed: bool) -> None:
     auto = Auto(density=0.25)
-    chosen, in_flight = AutoExchanger(auto, (0, 4), torch.device("cpu")), PendingAttempt()
+    chosen = AutoExchanger(auto, (0, 4), torch.device("cpu"))
+    residual = WorkerResidual(chosen, 4)
     kept_N = np.array([0, 1.0, -2.0, 0.5], np.float32)
-    assert chosen.open_feedback().add_residual(np.arange(4), kept_N, 1e30)
+    assert residual.add(SparseVector(np.arange(4), kept_N), 1)
     plan = StepPlan(0, 0, rank=0, world_size=1, samples=1, total_samples=1, exchange=Dense().describe())
-    in_flight.mark_sent(chosen.prepare_bucket(0, GRADIENT_N, plan, usable=True))
-    given_N = in_flight.take_residual(chosen, lambda: outcome(committed=committed))
+    residual.mark_sent(chosen.prepare_bucket(0, GRADIENT_N, plan, usable=True))
+    given_N = residual.take(lambda: outcome(committed=committed))
     left_N = np.zeros(4) if committed else kept_N
     assert given_N is not None and np.array_equal(given_N, left_N), "the others have applied it"

@@ -1,0 +1,213 @@
+"""What happens to a stage between two steps: checkpoints, pauses, leaving, export (see `ModelState`).
+
+a replica of the stage is there    the residual's largest entries are sent to it; the rest is saved
+no other worker has the stage      the stage is saved as it is now: the others wait with the same step in
+                                   memory, and go on from it when this worker is back
+it comes back                      the rest of the residual is added, if no step was committed since
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from gridtrain.core.collectives import ring
+from gridtrain.core.collectives.direct_allgather import neighbours as all_ranks
+from gridtrain.core.collectives.subgroup import neighbours_within
+from gridtrain.core.group.member_events import MemberPhase
+from gridtrain.core.group.rank_layout import RankLayout
+from gridtrain.core.messages import CheckpointInfo, Facts, LedgerSpec, Setup, Span
+from gridtrain.core.stages.stage_cost import Layer
+from gridtrain.network.wire.sparse_payload import SparseVector
+from gridtrain.pipeline.held_stage import HeldStage
+from gridtrain.pipeline.model_costs import describe_staged_model
+from gridtrain.pipeline.model_stages import ModelStages
+from gridtrain.pipeline.profiler import Profile
+from gridtrain.runtime.group_session import GroupSession
+from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
+from gridtrain.training.checkpoint.checkpoint_store import CheckpointContent
+from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpointStore
+from gridtrain.training.data.batch_sizes import BatchSizes, largest_state_bytes
+from gridtrain.training.exchangers import NeighboursOf, neighbours_of
+from gridtrain.training.model_state import CheckpointOptions, ModelState, position_of
+from gridtrain.training.residual_departure import LeftResidual, load_left_residual
+from gridtrain.training.worker_residual import WorkerResidual
+
+log = logging.getLogger("gridtrain")
+
+
+class StageModelState(ModelState):
+    """The stage of a model that this worker holds; other workers hold the others.
+
+    Args:
+        profile: of the model's layers, by which the coordinator partitions it again.
+        memory_bytes: that training may fill here; 0: unknown.
+        measure_flops: this device's float32 operations per second.
+    """
+
+    def __init__(
+        self,
+        session: GroupSession,
+        held: HeldStage,
+        checkpoints: CheckpointOptions,
+        max_transfer_bytes: int,
+        *,
+        profile: Profile | Sequence[Layer] | None = None,
+        memory_bytes: int = 0,
+        measure_flops: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        super().__init__(session, checkpoints, max_transfer_bytes)
+        self._held, self._profile, self._memory_bytes = held, profile, memory_bytes
+        self._measure_flops = measure_flops
+        self._store: StageCheckpointStore | None = None
+        self._has_read_disk = False
+        session.tasks.attach_state(
+            held.capture_state, self._restore_state, largest_state_bytes(held.defined.whole)
+        )
+        session.tasks.attach_residual(0, self._add_residual)  # `HeldStage` tells its length
+
+    def join(self, facts: Facts, spec: LedgerSpec, sizes: BatchSizes) -> None:
+        held, defined, options = self._held, self._held.defined, self._held.options
+        facts = (*facts, ("stages", str(options.stages)), ("blocks", str(len(defined.blueprint))))
+        self._define(facts, spec)
+        self._store = StageCheckpointStore(
+            self._options.folder,
+            self._facts,
+            every=self._options.every,
+            keep=self._options.keep,
+            told=self._session.tasks.report_checkpoints,
+            loaded=held.load_checkpoints,
+            packed=lambda info: held.pack_replaced(info, self._facts),
+        )
+        self._store.claim()
+        self._session.tasks.attach_stage_checkpoints(self._store)
+        model = describe_staged_model(
+            defined, options, held.template, self._profile, sizes.batch_size, held.trackers.values()
+        )
+        setup = Setup(
+            facts,
+            spec,
+            sizes.batch_size,
+            sizes.global_batch_size,
+            stages=options.stages,
+            stage_checkpoints=self._store.stored_checkpoints(),
+            model=model,
+            memory_bytes=self._memory_bytes,
+            flops=self._measure_flops(),
+        )
+        self._session.join(setup, stage_neighbours(defined, neighbours_of(options.exchange)))
+
+    def close(self, timeout_s: float) -> None:
+        if self._store is not None:
+            self._store.wait(timeout_s)
+            self._store.release()
+
+    @property
+    def exports(self) -> bool:
+        return self._held.exports
+
+    def export(self, folder: Path) -> None:
+        self._held.export(folder)
+
+    @property
+    def _layers(self) -> Span:
+        assert self._held.layers is not None
+        return self._held.layers
+
+    @property
+    def _residual(self) -> WorkerResidual | None:
+        return self._held.residual
+
+    @property
+    def _checkpoints(self) -> StageCheckpointStore:
+        assert self._store is not None, "join opens it"
+        return self._store
+
+    def _load_state(self, blobs: Sequence[bytes]) -> None:
+        self._held.restore_state(blobs)
+
+    def _write_due_checkpoint(self, snapshot: WorkerSnapshot) -> None:
+        layers = self._held.layers_at(snapshot)
+        if self._checkpoints.is_due(layers, snapshot.applied + 1):
+            document, tensors = self._held.pack(snapshot)
+            residual = self._held.at(snapshot).residual.state()
+            content = CheckpointContent(position_of(snapshot), self._facts, document, tensors, residual)
+            self._checkpoints.write(layers, content)
+
+    def _keep_for_pause(self) -> CheckpointInfo | None:
+        """Nothing of the stage stays in memory."""
+        self._keep_for_others()
+        self._held.release()
+        return None
+
+    def _keep_for_others(self) -> None:
+        """Save the stage, unless a replica has it."""
+        snapshot = self._session.snapshot
+        layers, stage = self._held.layers, self._held.stage
+        if layers is None or snapshot.applied < 0 or not snapshot.is_synced:
+            return
+        is_alone = self._held.is_alone(snapshot)
+        if not is_alone and snapshot.phase is MemberPhase.RUNNING:
+            return  # in any other phase its replicas may be gone, too
+        if self._held.layers_at(snapshot) != layers:
+            return  # the group has gone on with other stages
+        if not self._has_checkpoints:
+            log.warning(
+                "stage %d is held by this worker alone, which writes no checkpoints: its training is lost",
+                stage,
+            )
+            return
+        document, tensors = self._held.pack(snapshot)
+        # Without the residual, which was sent or is saved apart.
+        content = CheckpointContent(position_of(snapshot), self._facts, document, tensors, {})
+        if self._checkpoints.write_now(layers, content):
+            why = "is held by this worker alone" if is_alone else "may be held by no other worker"
+            text = "stage %d %s: step %d is on this worker's disk, and the others wait until it is back"
+            log.warning(text, stage, why, snapshot.applied + 1)
+
+    def _drop_from_checkpoint(self, step: int) -> None:
+        self._checkpoints.drop_residual(self._layers, step)
+
+    def _left_folder(self, left: LeftResidual) -> Path:
+        return self._checkpoints.folder_of(left.layers)
+
+    def _take_left(self) -> list[LeftResidual]:
+        found = super()._take_left()
+        if not self._has_read_disk:
+            self._has_read_disk = True
+            for layers, folder in self._checkpoints.stages():
+                n = self._held.defined.gradient_elements(layers.start, layers.stop)
+                left = load_left_residual(folder, self._facts, n, layers)
+                found += [] if left is None else [left]
+        return found
+
+    def _add_left(self, left: LeftResidual, entries: SparseVector, snapshot: WorkerSnapshot) -> bool:
+        if left.layers != self._held.layers_at(snapshot):
+            return False
+        residual = self._held.at(snapshot).residual  # builds the stage, if it is not in memory yet
+        residual.clear()  # that of a checkpoint of the same step: `left` is what remains of it
+        return residual.add(entries, snapshot.world_size)
+
+
+def stage_neighbours(defined: ModelStages, neighbours: NeighboursOf) -> Callable[..., frozenset[int]]:
+    """The ranks that a rank is connected to, by rank, world size and the bounds of the stages.
+
+    Args:
+        neighbours: in the exchange among the replicas of a stage.
+    """
+
+    def ranks(rank: int, world_size: int, stage_bounds: tuple[int, ...] = ()) -> frozenset[int]:
+        stages = defined.with_cuts(stage_bounds or defined.cuts)
+        layout = RankLayout.for_world_size(stages.stages, world_size)
+        stage, replica = layout.stage_of(rank), layout.replica_of(rank)
+        group = layout.stage_ranks(stage)
+        adjacent = {layout.previous_stage_rank(rank), layout.next_stage_rank(rank)}
+        tied = {layout.rank_of(other, replica) for other in stages.stages_tied_to(stage)}
+        replicas = neighbours_within(neighbours, group, rank) | neighbours_within(
+            ring.neighbours, group, rank
+        )
+        found = {r for r in adjacent if r is not None} | tied | replicas | all_ranks(rank, world_size)
+        return frozenset(found - {rank})
+
+    return ranks

@@ -1,0 +1,184 @@
+"""One worker's turns: the samples of each step of the run, with pauses between two steps.
+
+GroupSession.await_turn --> snapshot: a step is open, these positions of the data are this worker's
+     ModelState.begin_turn      a residual is added, a due checkpoint is written
+     yield spans                one item for each call of `optimizer.step` in the turn
+the agent wants a pause     --> ModelState.rest, PauseController.pause, and the next turn after it
+the run has ended           --> stop; `is_finished`
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from gridtrain.core.commit import data_ledger
+from gridtrain.core.messages import LedgerSpec, Span
+from gridtrain.errors import ConfigError, JoinRefused
+from gridtrain.pipeline.pipeline import Pipeline
+from gridtrain.runtime.group_session import GroupSession, WaitInterrupted
+from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
+from gridtrain.training.data import sampler
+from gridtrain.training.model_state import ModelState
+from gridtrain.training.optimizer import GridOptimizer
+from gridtrain.training.pause import PauseController
+
+log = logging.getLogger("gridtrain")
+
+Spans = tuple[Span, ...]
+
+
+class Turns:
+    """The turns of one worker in one run.  Used from the training thread.
+
+    Args:
+        trainer: what the script steps.
+        batch_size: samples of a step that this worker asks for; 0: any number.
+
+    Attributes:
+        is_finished: the run has ended.
+        is_stopped: this worker's agent has stopped it, or the run ended while it was paused.
+    """
+
+    def __init__(
+        self,
+        session: GroupSession,
+        trainer: GridOptimizer | Pipeline,
+        model_state: ModelState,
+        pauses: PauseController,
+        spec: LedgerSpec,
+        batch_size: int,
+    ) -> None:
+        self._session, self._trainer, self._model_state, self._pauses = session, trainer, model_state, pauses
+        self.spec, self._batch_size = spec, batch_size
+        self._calls = trainer.calls_per_turn
+        self._full_share = 0  # this worker's share of a full step, in samples
+        self._pending: deque[Spans] = deque()  # of the turn, for the next calls of step()
+        self._rollback = TurnRollback(trainer.capture_turn_state)
+        session.on_batch_dropped = self._rollback.drop_turn
+        self.is_finished = self.is_stopped = False
+
+    def __iter__(self) -> Iterator[Sequence[Span]]:
+        """This worker's positions for each call of `optimizer.step`; a stand-in where it has none.
+
+        Raises:
+            ConfigError: `step` was not called as often as there were batches.
+        """
+        # At least two samples, because batch norm, for one, cannot take a batch of one.
+        stand_in: Spans = (Span(0, min(self.spec.size, max(2, self._batch_size // self._calls))),)
+        while (snapshot := self._next_turn()) is not None:
+            assert snapshot.open_round is not None
+            self._model_state.begin_turn(snapshot)
+            self._full_share = snapshot.shares[snapshot.rank][1]
+            self._trainer.begin_turn(self._calls_with_samples(snapshot.spans))
+            if self._pauses.is_controlled:
+                self._rollback.begin_turn(saves_now=self._calls > 1)
+            spans = self._divide(snapshot.spans) if snapshot.spans else [stand_in] * self._calls
+            self._pending, stand_in = deque(spans), spans[-1]
+            while self._pending:
+                yield self._pending.popleft()
+            if not self._session.is_turn_done:
+                raise self._missing_call_error(snapshot.open_round.step)
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether this worker has samples of its own in the turn."""
+        return bool(self._session.turn_spans)
+
+    def predict(self, count: int) -> list[Spans]:
+        """What the iterator yields next: at least `count` items, unless the run ends or the group changes."""
+        found = list(self._pending)
+        for spans in self._session.predict_spans(-(-count // self._calls)):
+            found += self._divide(spans) if spans else [()]
+        return found
+
+    # -- the next turn ---------------------------------------------------------------------------------
+
+    def _next_turn(self) -> WorkerSnapshot | None:
+        """As `GroupSession.await_turn`, with pauses; None also if the agent has stopped this worker."""
+        self._rollback.end_turn()
+        while not self.is_finished and not self.is_stopped:
+            try:
+                snapshot = self._session.await_turn()
+            except WaitInterrupted:
+                self.is_stopped = not self._pause()
+                self.is_finished = self._pauses.has_missed_end
+                continue
+            except JoinRefused as refusal:
+                if not self._pauses.is_run_over(refusal):
+                    raise
+                self.is_finished = self.is_stopped = True
+                continue
+            if snapshot is None:
+                self.is_finished = True
+                continue
+            self._pauses.begin_turn()
+            return snapshot
+        return None
+
+    def _pause(self) -> bool:
+        """Leave between two steps, wait, and join again; False if this worker is not to join again."""
+        if self._pauses.should_stop:
+            log.warning(
+                "this worker's agent has stopped it: its loop ends after step %d",
+                self._session.snapshot.applied,
+            )
+            return False
+        snapshot = self._session.snapshot
+        held = self._model_state.rest(self._pauses.remaining_bytes // 2)
+        return self._pauses.pause(held, touched=snapshot.is_modified or snapshot.applied >= 0)
+
+    # -- the calls of a turn -----------------------------------------------------------------------------
+
+    def _calls_with_samples(self, spans: Sequence[Span]) -> int:
+        """How many of a turn's calls have samples: a short step has fewer calls, not smaller batches."""
+        samples = data_ledger.count_samples(spans)
+        return min(self._calls, samples, -(-self._calls * samples // max(1, self._full_share)))
+
+    def _divide(self, spans: Sequence[Span]) -> list[Spans]:
+        """The spans of each call; calls without samples get the last ones again."""
+        pieces = sampler.split_spans(spans, self._calls_with_samples(spans))
+        return pieces + [pieces[-1]] * (self._calls - len(pieces))
+
+    def _missing_call_error(self, step: int) -> ConfigError:
+        batches = "the batch" if self._calls == 1 else f"the {self._calls} batches"
+        return ConfigError(
+            f"optimizer.step() was called {self._trainer.local_calls} times for {batches} of step {step}; "
+            "each batch is one step",
+            remedy="call it once for each batch, or once for every a batches of "
+            "grid.batches(..., accumulate=a)",
+        )
+
+
+class TurnRollback:
+    """Restores what the script changed after a step that was dropped, before its worker pauses.
+
+        optimizer.step()    the agent wants a pause before an attempt can begin: the step is dropped
+        scheduler.step()    the script cannot know, and goes on as after any step
+        grid.batches        schedulers and trackers are restored to the last committed step
+
+    Args:
+        capture: copies what the script changes between two steps; the function that it returns restores it.
+    """
+
+    def __init__(self, capture: Callable[[], Callable[[], None]]) -> None:
+        self._capture = capture
+        self._restore: Callable[[], None] | None = None
+        self._is_dropped = False
+
+    def begin_turn(self, *, saves_now: bool) -> None:
+        """`saves_now`: the turn has several calls, and the script changes things before the last of them."""
+        self._restore = self._capture() if saves_now else None
+
+    def drop_turn(self) -> None:
+        """The turn's step is not done."""
+        self._is_dropped = True
+        self._restore = self._restore or self._capture()
+
+    def end_turn(self) -> None:
+        """The script is about to get the next turn."""
+        restore, self._restore = self._restore, None
+        if self._is_dropped and restore is not None:
+            restore()
+        self._is_dropped = False

@@ -1,0 +1,388 @@
+"""A worker's model between two steps: its checkpoints, its residual when it leaves, and the state of others.
+
+One path for a whole model and for a stage of a pipeline.  What differs is a policy, a method of the subclass:
+`WholeModelState` here, `StageModelState` in `gridtrain.pipeline`.
+
+    join          load the checkpoint on disk, and describe this training to the coordinator
+    begin_turn    add a residual that was left, if the run is still at its step; write a checkpoint if due
+    rest, leave   residual: largest entries --> another worker, the rest --> memory (rest) or disk (leave)
+    export        write the final model
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gridtrain._version import __version__
+from gridtrain.config import Dense, round_exchange
+from gridtrain.core.collectives import direct, ring
+from gridtrain.core.messages import CheckpointInfo, Facts, LedgerSpec, PeerId, Setup, Span, WorkerInfo
+from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
+from gridtrain.errors import ConfigError, GridtrainError, RemoteProtocolError
+from gridtrain.network.wire.sparse_payload import SparseVector
+from gridtrain.runtime.group_session import GroupSession
+from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
+from gridtrain.runtime.state_transfer import residual_pieces
+from gridtrain.training.checkpoint.checkpoint_store import CheckpointContent, CheckpointStore
+from gridtrain.training.checkpoint.model_export import plain_state, save_model
+from gridtrain.training.data.batch_sizes import BatchSizes, largest_state_bytes
+from gridtrain.training.exchangers import NeighboursOf, neighbours_of
+from gridtrain.training.optimizer import GridOptimizer
+from gridtrain.training.residual_departure import (
+    WHOLE_MODEL,
+    LeftResidual,
+    load_left_residual,
+    save_left_residual,
+    transfer_residual,
+)
+from gridtrain.training.worker_residual import WorkerResidual
+
+log = logging.getLogger("gridtrain")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointOptions:
+    """Where a worker writes checkpoints, every how many steps (0: never), and how many it keeps."""
+
+    folder: Path
+    every: int
+    keep: int
+
+
+class ModelState(ABC):
+    """One worker's model in one run.  Used from the training thread.
+
+    Args:
+        max_transfer_bytes: most bytes of a residual that are sent when this worker leaves.
+    """
+
+    def __init__(
+        self, session: GroupSession, checkpoints: CheckpointOptions, max_transfer_bytes: int
+    ) -> None:
+        self._session, self._options = session, checkpoints
+        self._max_transfer_bytes = max_transfer_bytes
+        self._facts: Facts = ()
+        self._left: LeftResidual | None = None  # of this worker when it left; not added yet
+        self._received_magnitude = 0.0
+        self._has_initial_weights = True
+
+    # -- joining -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def join(self, facts: Facts, spec: LedgerSpec, sizes: BatchSizes) -> None:
+        """Open the checkpoints and ask for a place in the run.
+
+        Args:
+            facts: what all workers must have in common, for comparison.
+        """
+
+    def _define(self, facts: Facts, spec: LedgerSpec) -> None:
+        """Set the facts by which checkpoints of this training are recognized."""
+        self._facts = (*facts, ("order", f"{spec.size} samples, seed {spec.seed}"))
+
+    @property
+    def _has_checkpoints(self) -> bool:
+        return self._options.every > 0
+
+    # -- between two steps -----------------------------------------------------------------------------
+
+    def begin_turn(self, snapshot: WorkerSnapshot) -> None:
+        """A step is open: add a residual that was left and still fits, and write a checkpoint if one is
+        due."""
+        self._has_initial_weights = False
+        self._restore_left_residuals(snapshot)
+        self._write_due_checkpoint(snapshot)
+
+    def rest(self, budget_bytes: int) -> CheckpointInfo | None:
+        """Before a pause: the state that stays in memory, None if none does."""
+        if self._left is None:  # else no step was taken since the last pause
+            self._left = self._transfer_residual(budget_bytes)
+        return self._keep_for_pause()
+
+    def leave(self, budget_bytes: int, *, between_steps: bool) -> None:
+        """This worker leaves a run that goes on."""
+        try:
+            left = self._left or self._transfer_residual(budget_bytes)
+            if between_steps:
+                self._keep_for_others()
+            if left is not None and self._has_checkpoints:
+                save_left_residual(self._left_folder(left), self._facts, left)
+        except GridtrainError as error:
+            log.debug("the residual is not transferred: %s", error)  # this worker is no member (any more)
+
+    @abstractmethod
+    def close(self, timeout_s: float) -> None:
+        """Wait for a checkpoint that is being written, and release the folder."""
+
+    # -- the final model ---------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def exports(self) -> bool:
+        """Whether this worker writes the final model, or a part of it."""
+
+    @abstractmethod
+    def export(self, folder: Path) -> None:
+        """Write the final model, or this worker's part of it."""
+
+    # -- what a subclass decides -------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def _layers(self) -> Span:
+        """The layers in this worker's memory."""
+
+    @property
+    @abstractmethod
+    def _residual(self) -> WorkerResidual | None:
+        """None if no stage is held."""
+
+    @abstractmethod
+    def _load_state(self, blobs: Sequence[bytes]) -> None:
+        """Load another worker's state."""
+
+    @abstractmethod
+    def _write_due_checkpoint(self, snapshot: WorkerSnapshot) -> None: ...
+
+    @abstractmethod
+    def _keep_for_pause(self) -> CheckpointInfo | None:
+        """What becomes of the state during a pause; returns it if it stays in memory."""
+
+    def _keep_for_others(self) -> None:
+        """What becomes of a state that no other worker has, when this one leaves."""
+
+    @abstractmethod
+    def _drop_from_checkpoint(self, step: int) -> None:
+        """The residual of `step` was sent: its checkpoint must not bring it back."""
+
+    def _left_folder(self, left: LeftResidual) -> Path:
+        return self._options.folder
+
+    def _take_left(self) -> list[LeftResidual]:
+        """The residuals with which this worker left, each once."""
+        left, self._left = self._left, None
+        return [] if left is None else [left]
+
+    def _add_left(self, left: LeftResidual, entries: SparseVector, snapshot: WorkerSnapshot) -> bool:
+        """Add a residual of the step that the run is at; False: it does not fit."""
+        assert self._residual is not None
+        return self._residual.add(entries, snapshot.world_size)
+
+    # -- shared --------------------------------------------------------------------------------------------
+
+    def _restore_state(self, blobs: Sequence[bytes]) -> None:
+        self._load_state(blobs)
+        if self._has_initial_weights:
+            self._has_initial_weights = False
+            log.warning("this worker's initial weights were replaced by the group's: all train one model")
+
+    def _transfer_residual(self, budget_bytes: int) -> LeftResidual | None:
+        residual = self._residual
+        if residual is None or not residual.size:
+            return None
+        drop = self._drop_from_checkpoint if self._has_checkpoints else None
+        left = transfer_residual(
+            self._session, residual, min(budget_bytes, self._max_transfer_bytes), drop, self._layers
+        )
+        residual.clear()
+        return left
+
+    def _restore_left_residuals(self, snapshot: WorkerSnapshot) -> None:
+        left_residuals = self._take_left()
+        added = lost = 0.0
+        for left in left_residuals:
+            fits = (left.applied, left.history) == (snapshot.applied, snapshot.history)
+            indices_K = np.flatnonzero(left.residual_N)
+            entries = SparseVector(indices_K, left.residual_N[indices_K])
+            magnitude = residual_pieces.magnitude_sum([entries])
+            is_added = fits and self._add_left(left, entries, snapshot)
+            added, lost = (added + magnitude, lost) if is_added else (added, lost + magnitude)
+            log.warning(
+                "the residual of %sstep %d, magnitude %.3g is %s; the run is at step %d",
+                left.text,
+                left.applied + 1,
+                magnitude,
+                "read back" if is_added else "lost",
+                snapshot.applied + 1,
+            )
+        if left_residuals:
+            self._session.report_figures({"read_back_mass": added, "lost_mass": lost})
+
+    def _add_residual(self, peer: PeerId, entries: SparseVector) -> None:
+        """Add the residual of a member that has left; it is sent from here."""
+        residual, magnitude = self._residual, residual_pieces.magnitude_sum([entries])
+        is_added = residual is not None and residual.add(entries, self._session.snapshot.world_size)
+        self._received_magnitude += magnitude if is_added else 0.0
+        self._session.report_figures({"inherited_mass": self._received_magnitude})
+        log.warning(
+            "residual of %s, %d entries, magnitude %.3g: %s",
+            peer.hex()[:8],
+            len(entries.values),
+            magnitude,
+            "added to this worker's" if is_added else "lost: the sum with this worker's is too large to send",
+        )
+
+
+def position_of(snapshot: WorkerSnapshot) -> CheckpointInfo:
+    """The state after the last committed step."""
+    return CheckpointInfo(snapshot.applied, snapshot.history, snapshot.ledger)
+
+
+class WholeModelState(ModelState):
+    """A model that this worker holds as a whole, as every other worker does."""
+
+    _layers = WHOLE_MODEL
+
+    def __init__(
+        self,
+        session: GroupSession,
+        optimizer: GridOptimizer,
+        checkpoints: CheckpointOptions,
+        max_transfer_bytes: int,
+    ) -> None:
+        super().__init__(session, checkpoints, max_transfer_bytes)
+        self._optimizer = optimizer
+        self.checkpoints = CheckpointStore(checkpoints.folder, every=checkpoints.every, keep=checkpoints.keep)
+        self._checkpoint_step: int | None = None  # of the checkpoint that was found on disk
+        self._is_resumed = False  # state and residual are the checkpoint's, and no step was taken since
+        largest_bytes = largest_state_bytes(optimizer.model)
+        session.tasks.attach_state(
+            lambda place, whole: optimizer.capture_state(whole), self._restore_state, largest_bytes
+        )
+        session.tasks.attach_residual(optimizer.residual.size, self._add_residual)
+        session.tasks.attach_catch_up(
+            self._copy_state, optimizer.replay_update, largest_bytes, optimizer.flat_size
+        )
+
+    def join(self, facts: Facts, spec: LedgerSpec, sizes: BatchSizes) -> None:
+        self._define(facts, spec)
+        wrapped, found = self._optimizer, self._load_checkpoint()
+        setup = Setup(
+            facts,
+            spec,
+            sizes.batch_size,
+            sizes.global_batch_size,
+            found,
+            can_catch_up=round_exchange(wrapped.exchange_config).sparse,
+            initial_state_digest=wrapped.initial_digest() if found is None else b"",
+        )
+        neighbours = _with_ring(neighbours_of(wrapped.exchange_config))
+        self._session.join(setup, neighbours, describe_machine(wrapped.model), _exchange_choices(wrapped))
+
+    def _load_checkpoint(self) -> CheckpointInfo | None:
+        """Load the latest checkpoint of this training from disk; the group may have a later state."""
+        self.checkpoints.claim()
+        found = self.checkpoints.latest(self._facts)
+        residual = self._optimizer.residual
+        self._left = load_left_residual(self._options.folder, self._facts, residual.size)
+        if found is None:
+            return None
+        try:
+            self._optimizer.unpack(found.document, found.tensors)
+        except RemoteProtocolError as error:
+            raise ConfigError(
+                f"the checkpoint {found.path} of step {found.step} cannot be used: {error.reason}",
+                remedy="move it away: this worker then begins from an older one, or takes the group's state",
+            ) from None
+        if found.residual:  # missing if another worker has it (`CheckpointStore.drop_residual`)
+            residual.load(found.residual)
+        if self._left is not None and self._left.history == found.position.history:
+            residual.clear()  # `_left` is what remains of it
+        self._is_resumed, self._has_initial_weights, self._checkpoint_step = True, False, found.step
+        log.warning("this worker has a checkpoint of step %d: %s", found.step, found.path)
+        return found.position
+
+    def begin_turn(self, snapshot: WorkerSnapshot) -> None:
+        if self._is_resumed:
+            self.checkpoints.mark_verified()
+        elif self._checkpoint_step is not None:
+            log.warning(
+                "the run goes on from step %d, not from this worker's checkpoint of step %d: it stays in %s",
+                snapshot.applied + 1,
+                self._checkpoint_step,
+                self.checkpoints.folder,
+            )
+        self._is_resumed, self._checkpoint_step = False, None
+        super().begin_turn(snapshot)
+
+    def close(self, timeout_s: float) -> None:
+        self.checkpoints.wait(timeout_s)
+        self.checkpoints.release()
+
+    @property
+    def exports(self) -> bool:
+        """True on the first worker."""
+        snapshot = self._session.snapshot
+        return snapshot.world_size > 0 and snapshot.rank == 0
+
+    def export(self, folder: Path) -> None:
+        path = folder / "final.safetensors"
+        save_model(plain_state(self._optimizer.model), path)
+        log.warning("the run is finished; the model is in %s", path)
+
+    @property
+    def _residual(self) -> WorkerResidual:
+        return self._optimizer.residual
+
+    def _load_state(self, blobs: Sequence[bytes]) -> None:
+        if self._is_resumed:
+            # The residual is of the checkpoint's step: what was sent since would be sent twice.
+            self._residual.clear()
+            self._is_resumed = False
+        self._optimizer.restore_state(blobs)
+
+    def _copy_state(self) -> Callable[[], tuple[bytes, bytes]]:
+        """Copy the state between two steps; the function that is returned serializes the copy."""
+        copy = self._optimizer.copy_state()
+        return lambda: (copy.private_bytes(), copy.shared_bytes())
+
+    def _write_due_checkpoint(self, snapshot: WorkerSnapshot) -> None:
+        if self.checkpoints.is_due(snapshot.applied + 1):
+            document, tensors = self._optimizer.pack()
+            residual = self._residual.state()
+            self.checkpoints.write(
+                CheckpointContent(position_of(snapshot), self._facts, document, tensors, residual)
+            )
+
+    def _keep_for_pause(self) -> CheckpointInfo | None:
+        """The model stays in memory."""
+        self._residual.clear()
+        snapshot = self._session.snapshot
+        return position_of(snapshot) if snapshot.is_synced and snapshot.applied >= 0 else None
+
+    def _drop_from_checkpoint(self, step: int) -> None:
+        self.checkpoints.drop_residual(step)
+
+
+def describe_machine(model: torch.nn.Module) -> WorkerInfo:
+    """This machine for the run's owner: device, its memory, versions."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    texts = {"device": f"CPU, {os.cpu_count() or 1} cores"}
+    if device.type == "cuda":
+        texts["device"] = torch.cuda.get_device_name(device)
+        texts["memory"] = f"{torch.cuda.get_device_properties(device).total_memory / 2**30:.1f} GiB"
+    elif device.type != "cpu":
+        texts["device"] = device.type
+    texts |= {"torch": torch.__version__, "python": platform.python_version(), "gridtrain": __version__}
+    return WorkerInfo(tuple((name, text[:128]) for name, text in texts.items()))
+
+
+def _with_ring(neighbours: NeighboursOf) -> NeighboursOf:
+    """Buffer averages, trial tables and, in retries, hyperparameters use a ring in every exchange."""
+    return lambda rank, world_size: neighbours(rank, world_size) | ring.neighbours(rank, world_size)
+
+
+def _exchange_choices(wrapped: GridOptimizer) -> Mapping[str, NeighboursOf]:
+    """The neighbours in each exchange that a membership view may name; "" stands for none named."""
+    if round_exchange(wrapped.exchange_config) == Dense():
+        return {"": ring.neighbours, DIRECT_DENSE: _with_ring(direct.neighbours)}
+    return {each.describe(): _with_ring(neighbours_of(each)) for each in wrapped.choices}
