@@ -452,7 +452,7 @@ INVITATION = invitation_to("tcp://127.0.0.1:1")
     ("arguments", "text"),
     [
         (("dance",), "No such command 'dance'"),
-        (("worker",), "'' is not an invitation"),
+        (("worker",), "no invitation was given -> gridtrain worker INVITATION"),
         (("worker", INVITATION, "--upload-limit", "fast", "--", "true"), "'fast' is not a rate"),
         (("worker", "--", "true"), "not an invitation"),
         (("coordinator", "--min-workers", "0"), "0 is not in the range"),
