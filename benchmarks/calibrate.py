@@ -37,8 +37,8 @@ from bench.cells import Link
 from bench.ground import ground_of, why_no_link
 from gridtrain.core.collectives.ring import MAX_SLICE_BYTES
 from gridtrain.core.planning.cost_model import exchange_cost
+from gridtrain.core.planning.exchange_facts import parse_workload
 from gridtrain.core.planning.network_model import uniform_network
-from gridtrain.core.planning.rank_order import parse_workload
 from gridtrain.core.planning.workload import NO_CPU_COSTS, PACKET_BYTES, CpuCosts, Workload, count_messages
 from gridtrain.network.wire.sparse_payload import ValueKind, decode, encode
 from gridtrain.sparsify.error_feedback import ErrorFeedback

@@ -34,9 +34,9 @@ from typing import Any
 
 from calibrate import measure
 from gridtrain.core.planning.cost_model import exchange_cost
-from gridtrain.core.planning.dense_topology import choose_dense_topology
+from gridtrain.core.planning.exchange_comparison import choose_dense_topology
+from gridtrain.core.planning.exchange_facts import parse_workload
 from gridtrain.core.planning.network_model import NetworkModel, uniform_network
-from gridtrain.core.planning.rank_order import parse_workload
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
 from gridtrain.errors import ConfigError
 from gridtrain.network.transport.rate_limiter import parse_rate

@@ -68,7 +68,7 @@ def run_ours(asked: Asked) -> None:
     from gridtrain.core.collectives import direct, ring
     from gridtrain.core.messages import LedgerSpec, Setup
     from gridtrain.network.transport.identity import Identity
-    from gridtrain.network.transport.peer_allowlist import PeerAllowlist
+    from gridtrain.network.transport.access_control import PeerAllowlist
     from gridtrain.network.transport.stack import build_stack
     from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
     from gridtrain.runtime.buffers.star_buffers import make_dense_buffer

@@ -12,7 +12,7 @@ from collections import deque
 from typing import Any
 
 from gridtrain.core import messages as m
-from gridtrain.network.wire.schema import MAX_BLOCK_BYTES
+from gridtrain.core.messages import MAX_BLOCK_BYTES
 from gridtrain.tools.bundle import Bundle
 from gridtrain_coordinator.run import events as io
 

@@ -86,7 +86,7 @@ def parse_run_status(picture: Mapping[str, Any]) -> RunStatus:
     """What the prediction needs of a status.  Raises `ConfigError`."""
     from gridtrain.cli.live_network import network_from_status
     from gridtrain.core.messages import LedgerSpec, Setup
-    from gridtrain.core.planning.rank_order import workload_of
+    from gridtrain.core.planning.exchange_facts import workload_of
     from gridtrain.tools.doctor.speedup_prediction import RunStatus, member_figures, member_shares
 
     facts = picture.get("facts", {})

@@ -1,19 +1,17 @@
-"""A model's layers as people, or `gridtrain.pipeline.profile`, describe them: a file, or so many alike.
+"""A model's layers as people, or `gridtrain.pipeline.profile`, describe them: a TOML file, or N equal ones.
 
-Decides what the words mean; never measures.
+input = "2kB"              # of one sample, of the first layer
 
-    input = "2kB"              # of one sample, that enters the first layer
-
-    [[layer]]
-    name = "block"
-    repeat = 12                # so many alike: block0, block1 ...
-    parameters = "28MB"        # bytes, buffers too; trainable = less, where some are frozen
-    forward = "1ms"            # of one sample, on a card of speed 1; or a number of seconds
-    backward = "2ms"           # left out: twice forward
-    overhead = "50us"          # of each forward and each backward, however small
-    output = "64kB"            # of one sample, to the next layer; gradient = less, where little comes back
-    kept = "1MB"               # of one sample, what is kept for backward inside the layer
-    work = "400kB"             # of one sample, what the layer needs beside that while it runs
+[[layer]]
+name = "block"
+repeat = 12                # equal layers: block0, block1 ...
+parameters = "28MB"        # bytes, buffers too; trainable = less, where some are frozen
+forward = "1ms"            # of one sample, on a card of speed 1; or a number of seconds
+backward = "2ms"           # left out: twice forward
+overhead = "50us"          # of each forward and each backward of a micro-batch of any size
+output = "64kB"            # of one sample, to the next layer; gradient = of what comes back, if less
+kept = "1MB"               # of one sample, kept for backward inside the layer
+work = "400kB"             # of one sample, held beside that while the layer runs
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ def parse_bytes(text: str) -> int:
     """Bytes from "8GB", "64kB", "512MiB".
 
     Raises:
-        ConfigError: the text is no size.
+        ConfigError: the text is not a size.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
@@ -53,7 +51,7 @@ def parse_bytes(text: str) -> int:
 def uniform_layers(
     count: int, parameters: int, compute_s: float, batch: int, output_bytes: int
 ) -> list[Layer]:
-    """So many even layers of a model that has float32 `parameters` and computes a step in `compute_s`."""
+    """`count` equal layers of a model with float32 `parameters` that computes a step in `compute_s`."""
     from gridtrain.core.stages.stage_cost import Layer
 
     if not 1 <= count <= MOST_LAYERS:
@@ -64,7 +62,7 @@ def uniform_layers(
 
 
 def read_layers(path: Path) -> tuple[list[Layer], int]:
-    """(layers, bytes of a sample of the input), see the module's text.
+    """(layers, bytes of a sample of the input) of a file as shown at the top of this module.
 
     Raises:
         ConfigError: the file cannot be read, or describes no layers.
@@ -96,7 +94,7 @@ def _layers(path: Path, number: int, entry: dict[str, Any]) -> list[Layer]:
         )
     repeat = entry.get("repeat", 1)
     if not isinstance(name, str) or type(repeat) is not int or not 1 <= repeat <= MOST_LAYERS:
-        raise ConfigError(f"{where} comes {repeat!r} times", remedy=f"give repeat = 1 to {MOST_LAYERS}")
+        raise ConfigError(f"{where} is repeated {repeat!r} times", remedy=f"give repeat = 1 to {MOST_LAYERS}")
     forward_s = _seconds(where, entry.get("forward", 0))
     named = ("parameters", "trainable", "output", "gradient", "kept", "work", "fixed_work")
     sizes = {key: _bytes(where, entry[key]) for key in named if key in entry}
@@ -129,7 +127,7 @@ def _seconds(where: str, value: Any) -> float:
         return parse_seconds(value)
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e6:
         return float(value)
-    raise ConfigError(f"{where} takes {value!r}", remedy='write "1.5ms", or seconds as a number')
+    raise ConfigError(f"{where} has a time of {value!r}", remedy='write "1.5ms", or seconds as a number')
 
 
 def _bytes(where: str, value: Any) -> int:
@@ -137,4 +135,4 @@ def _bytes(where: str, value: Any) -> int:
         return parse_bytes(value)
     if type(value) is int and 0 <= value < 1e18:
         return value
-    raise ConfigError(f"{where} has a size of {value!r}", remedy='write "28MB", or bytes as a whole number')
+    raise ConfigError(f"{where} has a size of {value!r}", remedy='write "28MB", or bytes as an integer')

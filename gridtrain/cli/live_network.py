@@ -1,6 +1,6 @@
-"""The network of a run as its workers have measured it, from what the coordinator's status says.
+"""The network of a run as its workers have measured it, from the coordinator's status.
 
-Decides what of the status is usable.  Never asks a worker, and believes no figure that cannot be.
+The status comes over the network: each figure is checked before it is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gridtrain.core.planning.network_model import LinkModel, NetworkModel
     from gridtrain.core.planning.workload import Workload
 
-MOST_MEMBERS = 1000  # that a coordinator admits
+MOST_MEMBERS = 1000  # as many as a coordinator admits
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class LiveNetwork:
     """The members of a run in rank order.
 
     Attributes:
-        load: what the run exchanges; None: its facts do not say.
+        workload: what the run exchanges; None: unknown.
         compute_s: of a step, of its slowest member; None: not known yet.
-        text: for people.
+        description: for people.
     """
 
     members: NetworkModel
@@ -40,9 +40,9 @@ class LiveNetwork:
         return self.members.size
 
     def network(self, size: int) -> NetworkModel:
-        """Of other numbers than there are: the first members, or further ones like those that are there.
+        """The network of `size` workers: the first members, or the members repeated in even parts.
 
-        Two that are like the same member are as far apart as that one is from the nearest other.
+        Two copies of one member have the latency that it has to its nearest other member.
         """
         from gridtrain.core.planning.network_model import LinkModel, NetworkModel
 
@@ -55,9 +55,8 @@ class LiveNetwork:
             min((members.link(one, other) for other in range(count) if other != one), key=_alpha_s)
             for one in range(count)
         ]
-        alike = [LinkModel(near.alpha_s) for near in nearest]  # at the rate of their own lines
-
-        repeated = [rank * count // size for rank in range(size)]  # those that are alike side by side
+        alike = [LinkModel(near.alpha_s) for near in nearest]  # at the rate of their upload and download
+        repeated = [rank * count // size for rank in range(size)]  # copies of one member side by side
 
         def link(a: int, b: int) -> LinkModel:
             one, other = repeated[a], repeated[b]
@@ -71,13 +70,14 @@ class LiveNetwork:
         )
 
 
-def network_from_status(picture: Mapping[str, Any]) -> LiveNetwork:
-    """Raises `ConfigError`: nobody trains, or nothing is measured."""
+def network_from_status(status: Mapping[str, Any]) -> LiveNetwork:
+    """Raises `ConfigError`: fewer than two workers train, or nothing is measured."""
     from gridtrain.core.messages import LedgerSpec, Setup
-    from gridtrain.core.planning.rank_order import LinkMeasurements, workload_of
+    from gridtrain.core.planning.exchange_facts import workload_of
+    from gridtrain.core.planning.rank_order import LinkMeasurements
 
-    size, run = picture.get("world_size", 0), str(picture.get("run", "?"))
-    links = picture.get("links", [])
+    size, run = status.get("world_size", 0), str(status.get("run", "?"))
+    links = status.get("links", [])
     network = None
     if isinstance(size, int) and size >= 2 and isinstance(links, list):
         ranks = [rank.to_bytes(2, "big") * 16 for rank in range(min(size, MOST_MEMBERS))]
@@ -91,17 +91,17 @@ def network_from_status(picture: Mapping[str, Any]) -> LiveNetwork:
                 measured.record(ranks[a], [(ranks[b], rate_Bps, 0.0)])
         network = measured.build_network(
             ranks, bounded=False
-        )  # the coordinator has compared both ends' words
+        )  # the coordinator has compared the reports of both ends
     if network is None:
         raise ConfigError(
             f'nothing is measured between members of "{run}" ({size} train)',
-            remedy="ask again when at least two train, or describe the network with --link or --network",
+            remedy="try again when at least two train, or describe the network with --link or --network",
         )
-    facts = picture.get("facts", {})
+    facts = status.get("facts", {})
     texts = tuple((str(name), str(text)) for name, text in facts.items()) if isinstance(facts, dict) else ()
     setup = Setup(texts, LedgerSpec(size=1, seed=0, epochs=1), 1, None)
     return LiveNetwork(
-        network, workload_of(setup), _compute_s(picture), f'{network.size} members of "{run}", as measured'
+        network, workload_of(setup), _compute_s(status), f'{network.size} members of "{run}", as measured'
     )
 
 
@@ -121,8 +121,8 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) and value >= 0 else None
 
 
-def _compute_s(picture: Mapping[str, Any]) -> float | None:
-    members = [member for member in picture.get("members", []) if isinstance(member, dict)]
+def _compute_s(status: Mapping[str, Any]) -> float | None:
+    members = [member for member in status.get("members", []) if isinstance(member, dict)]
     figures = (member.get("figures", {}) for member in members if member.get("rank") is not None)
     found = [_number(each.get("computing_s")) for each in figures if isinstance(each, dict)]
     known = [seconds for seconds in found if seconds]

@@ -1,17 +1,14 @@
-"""A network as people describe it: one kind of line for all, or a file of sites and what lies between them.
+"""A network as people describe it: one link for all, or a TOML file of sites and the links between them.
+[[site]]
+name = "office"
+workers = 8                # for another total each site gets its proportion
+link = "1Gbit"             # of each worker, both ways; or up = and down =
+latency = "0.2ms"          # one way, between two workers of this site
 
-Decides what the words mean; never measures.
-
-    [[site]]
-    name = "office"
-    workers = 8                # of other totals each site has its share
-    link = "1Gbit"             # of each worker, both ways; or up = and down =
-    latency = "0.2ms"          # one way, between two of this site
-
-    [[between]]
-    sites = ["office", "home"]
-    link = "100Mbit"           # one line for all that goes between them, each way; left out: no limit
-    latency = "15ms"           # one way
+[[between]]
+sites = ["office", "home"]
+link = "100Mbit"           # shared by all traffic between them, each way; left out: no limit
+latency = "15ms"           # one way
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ def parse_seconds(text: str) -> float:
     """Seconds from "0.5s", "10ms", "200us".
 
     Raises:
-        ConfigError: the text is no time.
+        ConfigError: the text is not a time.
     """
     match = _TIME.fullmatch(text.strip())
     if match is None:
@@ -46,7 +43,7 @@ def parse_seconds(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class NetworkSite:
-    """Workers that stand together."""
+    """Workers at one place."""
 
     name: str
     workers: int
@@ -57,7 +54,7 @@ class NetworkSite:
 
 @dataclass(frozen=True, slots=True)
 class DescribedNetwork:
-    """Sites, and for each pair of them the latency and the rate (or none) of what lies between."""
+    """Sites, and for each pair of them the latency and the rate (None: no limit) of the link between them."""
 
     sites: tuple[NetworkSite, ...]
     between: dict[frozenset[str], tuple[float, float | None]]
@@ -76,7 +73,7 @@ class DescribedNetwork:
         return len(self.sites) == 1
 
     def network(self, size: int) -> NetworkModel:
-        """So many workers, of each site in proportion; site after site."""
+        """The network of `size` workers, from each site in proportion; site after site."""
         from gridtrain.core.planning.network_model import LinkModel, NetworkModel
 
         members = [
@@ -97,7 +94,7 @@ class DescribedNetwork:
         )
 
     def _counts(self, size: int) -> list[int]:
-        """By the largest remainders."""
+        """Workers of each site, by the largest remainders."""
         exact = [size * site.workers / self.workers for site in self.sites]
         counts = [int(count) for count in exact]
         most_left = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
@@ -113,13 +110,13 @@ def _between(a: str, b: str, alpha_s: float, rate_Bps: float | None) -> LinkMode
 
 
 def single_site(link: str, latency: str) -> DescribedNetwork:
-    """Everybody alike: `link` is "RATE", or "DOWN/UP" as providers write it."""
+    """Equal workers at one site; `link` is "RATE", or "DOWN/UP" as providers write it."""
     down_Bps, up_Bps = _rates(link)
     return DescribedNetwork((NetworkSite("all", 1, up_Bps, down_Bps, parse_seconds(latency)),), {})
 
 
 def read_network(path: Path) -> DescribedNetwork:
-    """See the module's text.
+    """The network of a file as shown at the top of this module.
 
     Raises:
         ConfigError: the file cannot be read, or describes no network.
@@ -128,7 +125,7 @@ def read_network(path: Path) -> DescribedNetwork:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
         raise ConfigError(
-            f"{path}: lists in lists, too deep", remedy="write it as docs/planning.md shows"
+            f"{path}: lists are nested too deeply", remedy="write it as docs/planning.md shows"
         ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {error}", remedy="write it as docs/planning.md shows") from None
@@ -136,15 +133,15 @@ def read_network(path: Path) -> DescribedNetwork:
     names = [site.name for site in sites]
     if not sites or len(set(names)) != len(names):
         raise ConfigError(
-            f"{path}: sites are {names}", remedy="give at least one [[site]], each its own name"
+            f"{path}: sites are {names}", remedy="give at least one [[site]], each with its own name"
         )
     between = dict(_pair(path, names, entry) for entry in _tables(path, document, "between"))
     for i, a in enumerate(names):
         for b in names[:i]:
             if frozenset((a, b)) not in between:
                 raise ConfigError(
-                    f'{path}: nothing is said about what lies between "{b}" and "{a}"',
-                    remedy=f'add [[between]] with sites = ["{b}", "{a}"] and a latency; a link if it is thin',
+                    f'{path}: no link is given between "{b}" and "{a}"',
+                    remedy=f'add [[between]] with sites = ["{b}", "{a}"] and a latency; a link if it is slow',
                 )
     return DescribedNetwork(sites, between)
 
@@ -170,7 +167,7 @@ def _site(path: Path, entry: dict[str, Any]) -> NetworkSite:
     if both is not None and ("up" in entry or "down" in entry):
         raise ConfigError(f"{where} has a link, and up or down", remedy="give it a link, or up and down")
     if both is None and ("up" not in entry or "down" not in entry):
-        raise ConfigError(f"{where} has no line", remedy="give it a link, or up and down")
+        raise ConfigError(f"{where} has no link", remedy="give it a link, or up and down")
     down_Bps, up_Bps = _rates(str(both)) if both is not None else _rates(f"{entry['down']}/{entry['up']}")
     return NetworkSite(name, workers, up_Bps, down_Bps, parse_seconds(str(entry.get("latency", "0s"))))
 

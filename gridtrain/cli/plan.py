@@ -1,6 +1,6 @@
 """`gridtrain plan`: step time, bytes and scaling of each exchange on a network, before anybody joins.
 
-Decides what is compared and how it is shown.  The figures are `protocol.choosing`'s; nothing is measured.
+The figures are predictions of `gridtrain.core.planning.exchange_comparison`; nothing is measured.
 """
 
 from __future__ import annotations
@@ -28,48 +28,50 @@ if TYPE_CHECKING:
 EXCHANGES = ("dense", "topk", "gtopk", "gtopk-tree", "dense-direct", "star", "star-gtopk")
 PLAIN_WIDTH = 120
 MAX_ORDERED_WORKERS = 32
-"""Up to so many workers the best order of an uneven network is looked for; above, sites stay together."""
+"""Up to so many workers the best order on an uneven network is searched; above, sites stay together."""
 
 MOST_WORKERS = 8192
 MOST_PARAMETERS = 1e15
 MOST_COMPUTE_s = 1e6
-"""Above, and below a nanosecond, figures are no numbers any more."""
+"""Above it, and below a nanosecond, predictions overflow."""
 
-_COUNT = re.compile(r"\d+(?:\.\d+)?(?:[eE]\d+)?[kMG]?")
-_MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9}
+_COUNT = re.compile(r"\d+(?:\.\d+)?(?:[eE]\d+)?[kMGB]?")
+_MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 
 
 @click.command(epilog=EXIT_CODES)
-@click.option("--parameters", metavar="N", help="Of the model: 25600000, 25.6e6 or 25.6M.")
+@click.option("--parameters", metavar="N", help="Of the model: 25600000, 25.6e6, 25.6M or 7B.")
 @click.option(
     "--workers",
     default="2..4096",
     show_default=True,
     metavar="LIST",
-    help='"2..4096": doubling; or "2,3,8".  With --network only its own number, unless given.',
+    help='"2..4096": doubling; or "2,3,8".  With --network: the number in the file, unless given.',
 )
-@click.option("--link", default="100Mbit", show_default=True, help="Each worker's line, RATE or DOWN/UP.")
+@click.option(
+    "--link", default="100Mbit", show_default=True, help="Each worker's connection, RATE or DOWN/UP."
+)
 @click.option("--latency", default="10ms", show_default=True, help="From one worker to another, one way.")
 @click.option(
     "--network",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A TOML file of sites and the lines between them, instead of --link and --latency.",
+    help="A TOML file of sites and the links between them, instead of --link and --latency.",
 )
-@click.option("--coordinator", metavar="INVITATION", help="The links of a run that goes on, as measured.")
+@click.option("--coordinator", metavar="INVITATION", help="Use the measured links of a run in progress.")
 @click.option(
     "--state",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="The same of a run that is coordinated on this machine: the coordinator's --state.",
+    help="The same for a run whose coordinator is on this machine: its --state folder.",
 )
-@click.option("--compute", default="0.5s", show_default=True, help="A worker's computing of one step.")
+@click.option("--compute", default="0.5s", show_default=True, help="Time that a worker computes in one step.")
 @click.option(
     "--exchange",
     "exchanges",
     default="dense,topk,gtopk,star",
     show_default=True,
     metavar="LIST",
-    help=f"Out of {', '.join(EXCHANGES)}.",
+    help=f"Some of {', '.join(EXCHANGES)}.",
 )
 @click.option("--density", default=0.001, show_default=True, help="Of sparse exchanges.")
 @click.option(
@@ -111,11 +113,11 @@ def plan(
       gridtrain plan --coordinator gridtrain1:AbC...
       gridtrain plan --stages 4 --layers layers.toml --batch 64 --memory 8GB
 
-    Nobody has to join, and nothing is measured: the figures come from a model of the exchanges' messages,
-    the lines they go over, and the work they make.  With --coordinator or --state the lines, and what else is
-    not given, are those of a run; with --workers 2..4096 also of more workers like its members.  With
-    --stages the model is cut over so many workers: the table has the stages, and --compute is of a step of
-    the whole model on one worker.
+    No worker has to join, and nothing is measured: the figures come from a model of the exchanges' messages,
+    the links they use, and the work they make.  With --coordinator or --state the links, and whatever else is
+    not given, are those of a run; with --workers 2..4096 also for more workers like its members.  With
+    --stages the model is divided over that many workers: the table shows the stages, and --compute is the
+    time of a step of the whole model on one worker.
     """
     from gridtrain.cli import network_file
     from gridtrain.core.planning.workload import ExchangeKind, Workload
@@ -124,12 +126,10 @@ def plan(
         return context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
 
     if network and (given("link") or given("latency")):
-        raise click.UsageError(
-            "--network says of each site's link and latency: leave out --link and --latency"
-        )
+        raise click.UsageError("--network gives each site's link and latency: leave out --link and --latency")
     if picture and not (picture.absolute().parent.is_dir() and os.access(picture.absolute().parent, os.W_OK)):
         raise click.BadParameter(
-            f"{picture.absolute().parent} is no folder to write to", param_hint="--picture"
+            f"{picture.absolute().parent} is not a folder that can be written to", param_hint="--picture"
         )
     live = _live(coordinator, state) if coordinator or state else None
     described: DescribedNetwork | LiveNetwork
@@ -144,12 +144,12 @@ def plan(
             f'"{compute}" must be 1e-9 s to {MOST_COMPUTE_s:g} s', param_hint="--compute"
         )
     if pipeline["stages"]:
-        lines = described.network(pipeline["stages"])
-        show_plan(lines, _parameters(parameters) if parameters else 0, compute_s, picture, as_json, pipeline)
+        links = described.network(pipeline["stages"])
+        show_plan(links, _parameters(parameters) if parameters else 0, compute_s, picture, as_json, pipeline)
         return
     if extra := [name for name in OPTION_NAMES if given(name)]:
         raise click.UsageError(
-            f"--{extra[0].replace('_', '-')} says how a model is cut: give --stages as well"
+            f"--{extra[0].replace('_', '-')} only counts for a model in stages: give --stages as well"
         )
     counts = _workers(workers) if given("workers") or not (network or live) else [described.workers]
     if not 2 <= counts[-1] <= MOST_WORKERS:
@@ -161,16 +161,16 @@ def plan(
         raise click.UsageError("--picture shows how exchanges scale; give --workers at least two numbers")
     count = _parameters(parameters) if parameters else from_run.parameters if from_run else 0
     if count < 1:
-        raise click.UsageError("--parameters is missing: how many has the model?")
+        raise click.UsageError("--parameters is missing: the model's number of parameters")
     if from_run is not None and from_run.kind.is_sparse:
         density = density if given("density") else from_run.density
         values = values if given("values") else from_run.values
     loads = [Workload(ExchangeKind(name), count, density, values, not plain) for name in _names(exchanges)]
     if live is not None and live.compute_s and not given("compute"):
         compute_s = live.compute_s
-    rows = [[_look(load, described, count, compute_s, local_steps) for load in loads] for count in counts]
+    rows = [[_estimate(load, described, count, compute_s, local_steps) for load in loads] for count in counts]
     if picture:
-        picture.write_text(_drawn(rows, _subtitle(loads[0].parameters, described, link, latency, compute_s)))
+        picture.write_text(_chart(rows, _subtitle(loads[0].parameters, described, link, latency, compute_s)))
     if as_json:
         click.echo(json.dumps([_figures(each) for row in rows for each in row]))
     else:
@@ -187,7 +187,7 @@ def _live(coordinator: str | None, state: Path | None) -> LiveNetwork:
         return network_from_status(client.status(ANSWER_TIMEOUT_S))
 
 
-def _look(
+def _estimate(
     load: Any, described: DescribedNetwork | LiveNetwork, count: int, compute_s: float, local_steps: int
 ) -> ExchangeEstimate:
     from gridtrain.core.planning.exchange_comparison import estimate_best_order, estimate_exchange
@@ -195,11 +195,11 @@ def _look(
 
     network = described.network(count)
     ordered = not described.is_uniform and 2 < count <= MAX_ORDERED_WORKERS
-    look = estimate_best_order if ordered else estimate_exchange
-    return look(load, network, CpuCosts(), compute_s, local_steps=local_steps)
+    estimate = estimate_best_order if ordered else estimate_exchange
+    return estimate(load, network, CpuCosts(), compute_s, local_steps=local_steps)
 
 
-# -- what the options say --------------------------------------------------------------------------
+# -- the options' values ---------------------------------------------------------------------------
 
 
 def _workers(text: str) -> list[int]:
@@ -216,7 +216,7 @@ def _workers(text: str) -> list[int]:
 
 
 def _doubled(first: int, last: int) -> list[int]:
-    """The range is checked before it is walked: nothing below 1 ever doubles its way up to `last`."""
+    """The range is checked first: numbers below 1 would never reach `last` by doubling."""
     if not 2 <= first <= last <= MOST_WORKERS:
         return []
     counts = [first]
@@ -227,8 +227,8 @@ def _doubled(first: int, last: int) -> list[int]:
 
 def _parameters(text: str) -> int:
     if not _COUNT.fullmatch(text):
-        raise click.BadParameter(f'"{text}"; write 25600000, 25.6e6 or 25.6M', param_hint="--parameters")
-    count = float(text.rstrip("kMG")) * _MULTIPLES.get(text[-1], 1.0)
+        raise click.BadParameter(f'"{text}"; write 25600000, 25.6e6, 25.6M or 7B', param_hint="--parameters")
+    count = float(text.rstrip("kMGB")) * _MULTIPLES.get(text[-1], 1.0)
     if not 1 <= count <= MOST_PARAMETERS:
         raise click.BadParameter(f'"{text}" must be 1 to {MOST_PARAMETERS:g}', param_hint="--parameters")
     return round(count)
@@ -242,7 +242,7 @@ def _names(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-# -- how it is shown -------------------------------------------------------------------------------
+# -- output -------------------------------------------------------------------------------------------
 
 
 def _print(rows: Sequence[Sequence[ExchangeEstimate]], described: DescribedNetwork | LiveNetwork) -> None:
@@ -266,7 +266,7 @@ def _print(rows: Sequence[Sequence[ExchangeEstimate]], described: DescribedNetwo
     if not described.is_uniform:
         console.print("Members are ordered for each exchange by predicted time.", highlight=False)
         if rows[-1][0].world_size > described.workers and _is_live(described):
-            text = f"More than {described.workers} are like the members that there are, in even parts."
+            text = f"More than {described.workers} workers are assumed to be like the members, in even parts."
             console.print(text, highlight=False)
 
 
@@ -277,7 +277,7 @@ def _is_live(described: DescribedNetwork | LiveNetwork) -> bool:
 
 
 def _tables(rows: Sequence[Sequence[ExchangeEstimate]], console: Console) -> list[Table]:
-    """One for all exchanges; several, with fewer in each, where the terminal is too narrow for it."""
+    """One table for all exchanges; several with fewer exchanges in each where the terminal is too narrow."""
     from rich.measure import Measurement
 
     unbounded = console.options.update(width=10_000)
@@ -290,7 +290,7 @@ def _tables(rows: Sequence[Sequence[ExchangeEstimate]], console: Console) -> lis
 
 
 def _table(rows: Sequence[Sequence[ExchangeEstimate]]) -> Table:
-    """A line for each number of workers; of each exchange the step, the bytes, the efficiency."""
+    """A row for each number of workers; for each exchange the step, the bytes, the efficiency."""
     from rich.table import Table
 
     from gridtrain.core.planning.exchange_comparison import format_seconds
@@ -327,11 +327,11 @@ def _figures(each: ExchangeEstimate) -> dict[str, Any]:
 def _subtitle(
     parameters: int, described: DescribedNetwork | LiveNetwork, link: str, latency: str, compute_s: float
 ) -> str:
-    lines = f"{link} and {latency} each" if described.is_uniform else described.description
-    return f"{parameters:,} parameters; {lines}; {compute_s:g} s of computing a step; predicted"
+    links = f"{link} and {latency} each" if described.is_uniform else described.description
+    return f"{parameters:,} parameters; {links}; {compute_s:g} s of computing a step; predicted"
 
 
-def _drawn(rows: Sequence[Sequence[ExchangeEstimate]], subtitle: str) -> str:
+def _chart(rows: Sequence[Sequence[ExchangeEstimate]], subtitle: str) -> str:
     from gridtrain.tools.demo.svg_chart import COLOURS, ChartLine, ChartPanel, draw_chart
 
     lines: list[tuple[ChartLine, ChartLine]] = []

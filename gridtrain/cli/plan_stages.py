@@ -1,6 +1,7 @@
-"""`gridtrain plan --stages`: how a model would be cut, and in how many micro-batches, before anybody joins.
+"""`gridtrain plan --stages`: how a model would be divided into stages and micro-batches, before anybody
+joins.
 
-Decides how a pipeline is described and shown.  The figures are `protocol.pipelining`'s; nothing is measured.
+The figures are predictions of `gridtrain.core.stages.step_time`; nothing is measured.
 """
 
 from __future__ import annotations
@@ -29,14 +30,19 @@ OPTION_NAMES = (
 )
 
 _OPTIONS = (
-    click.option("--stages", type=click.IntRange(1, MOST_STAGES), help="Cut the model over so many workers."),
+    click.option(
+        "--stages", type=click.IntRange(1, MOST_STAGES), help="Divide the model over that many workers."
+    ),
     click.option(
         "--layers",
         metavar="FILE|N",
-        help="With --stages: a TOML file of the model's layers, or N alike [default: 4 a stage].",
+        help="With --stages: a TOML file of the model's layers, or N equal ones [default: 4 per stage].",
     ),
     click.option(
-        "--activations", default="1MB", metavar="SIZE", help="Of a sample at a cut, with --layers N."
+        "--activations",
+        default="1MB",
+        metavar="SIZE",
+        help="Of a sample between two stages, with --layers N.",
     ),
     click.option(
         "--batch",
@@ -51,14 +57,14 @@ _OPTIONS = (
     click.option("--schedule", type=click.Choice(["1f1b", "fill-drain"]), default="1f1b", show_default=True),
     click.option("--memory", metavar="LIST", help='Of each worker\'s card: "8GB", or one for each stage.'),
     click.option("--speeds", metavar="LIST", help='Of the cards, such as "1,2,1,1".'),
-    click.option("--optimizer", default="adam", show_default=True, help="Whose state is to be held."),
+    click.option("--optimizer", default="adam", show_default=True, help="Optimizer whose state counts."),
     click.option("--keep-activations", is_flag=True, help="Without re-materialisation."),
 )
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def pipeline_options(command: _Command) -> _Command:
-    """Adds the options that only count with --stages."""
+    """Decorator that adds the options that only count with --stages."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
@@ -70,25 +76,25 @@ def show_plan(
     compute_s: float,
     picture: Path | None,
     as_json: bool,
-    said: dict[str, Any],
+    options: dict[str, Any],
 ) -> None:
-    """Plans with what the options say, and prints.
+    """Plan by the options, and print.
 
     Args:
         network: of as many ranks as stages.
         parameters, compute_s: of the whole model on a card of speed 1, where --layers is a number.
-        said: the options of `pipeline_options` by name.
+        options: the options of `pipeline_options` by name.
     """
     from gridtrain.core.stages import partition_chart as drawing
     from gridtrain.core.stages.stage_cost import TIME_TOLERANCE
     from gridtrain.core.stages.step_time import propose_micro_batches
 
-    layers, input_bytes = _layers(parameters, compute_s, said)
-    cards = _cards(said)
-    running = _running(input_bytes, said)
-    numbers = _numbers(said["micro_batches"], said["batch"])
+    layers, input_bytes = _layers(parameters, compute_s, options)
+    cards = _cards(options)
+    running = _running(input_bytes, options)
+    numbers = _numbers(options["micro_batches"], options["batch"])
     proposal = propose_micro_batches(
-        layers, cards, network, running, said["batch"], numbers=numbers, slack=TIME_TOLERANCE
+        layers, cards, network, running, options["batch"], numbers=numbers, slack=TIME_TOLERANCE
     )
     if picture:
         picture.write_text(drawing.chart_svg(layers, proposal.chosen))
@@ -100,61 +106,61 @@ def show_plan(
         click.echo(f"picture: {picture}")
 
 
-# -- what the options say --------------------------------------------------------------------------
+# -- the options' values ---------------------------------------------------------------------------
 
 
-def _layers(parameters: int, compute_s: float, said: dict[str, Any]) -> tuple[list[Layer], int]:
+def _layers(parameters: int, compute_s: float, options: dict[str, Any]) -> tuple[list[Layer], int]:
     from gridtrain.cli import layers_file
 
-    words = said["layers"] or str(4 * said["stages"])
+    words = options["layers"] or str(4 * options["stages"])
     if not words.isdecimal():
         if not Path(words).is_file():
             raise click.BadParameter(f'"{words}" is neither a file nor a number', param_hint="--layers")
         return layers_file.read_layers(Path(words))
     if parameters < 1:
-        raise click.UsageError("--parameters is missing: how many has the model?  (or --layers FILE)")
-    output_bytes = layers_file.parse_bytes(said["activations"])
+        raise click.UsageError("--parameters is missing: the model's number of parameters, or --layers FILE")
+    output_bytes = layers_file.parse_bytes(options["activations"])
     return layers_file.uniform_layers(
-        int(words), parameters, compute_s, said["batch"], output_bytes
+        int(words), parameters, compute_s, options["batch"], output_bytes
     ), output_bytes
 
 
-def _cards(said: dict[str, Any]) -> list[Card]:
+def _cards(options: dict[str, Any]) -> list[Card]:
     from gridtrain.cli.layers_file import parse_bytes
     from gridtrain.core.stages.stage_cost import Card
 
-    memory = _each("--memory", said["memory"], said["stages"], parse_bytes, float("inf"))
-    speeds = _each("--speeds", said["speeds"], said["stages"], float, 1.0)
+    memory = _each("--memory", options["memory"], options["stages"], parse_bytes, float("inf"))
+    speeds = _each("--speeds", options["speeds"], options["stages"], float, 1.0)
     return [Card(speed, limit) for speed, limit in zip(speeds, memory, strict=True)]
 
 
 def _each(
     option: str, text: str | None, stages: int, parse: Callable[[str], float], usual: float
 ) -> list[float]:
-    """One for all, or one for each stage."""
+    """One value for all stages, or one for each."""
     if text is None:
         return [usual] * stages
     try:
         values = [parse(word) for word in text.split(",")]
     except ValueError:
-        raise click.BadParameter(f'"{text}" is no list of numbers', param_hint=option) from None
+        raise click.BadParameter(f'"{text}" is not a list of numbers', param_hint=option) from None
     if len(values) not in (1, stages):
         raise click.BadParameter(f"{len(values)} values for {stages} stages", param_hint=option)
     return values * stages if len(values) == 1 else values
 
 
-def _running(input_bytes: int, said: dict[str, Any]) -> ExecutionSettings:
+def _running(input_bytes: int, options: dict[str, Any]) -> ExecutionSettings:
     from gridtrain.core.stages.stage_cost import OPTIMIZER_STATE_COPIES, ExecutionSettings, ScheduleKind
 
-    if said["optimizer"] not in OPTIMIZER_STATE_COPIES:
+    if options["optimizer"] not in OPTIMIZER_STATE_COPIES:
         raise click.BadParameter(
-            f'"{said["optimizer"]}"; take one of {", ".join(OPTIMIZER_STATE_COPIES)}',
+            f'"{options["optimizer"]}"; take one of {", ".join(OPTIMIZER_STATE_COPIES)}',
             param_hint="--optimizer",
         )
     return ExecutionSettings(
-        order=ScheduleKind(said["schedule"]),
-        rematerialise=not said["keep_activations"],
-        copies=1.0 + OPTIMIZER_STATE_COPIES[said["optimizer"]],
+        order=ScheduleKind(options["schedule"]),
+        rematerialise=not options["keep_activations"],
+        copies=1.0 + OPTIMIZER_STATE_COPIES[options["optimizer"]],
         input_bytes=input_bytes,
     )
 
@@ -170,7 +176,7 @@ def _numbers(text: str, batch: int) -> list[int]:
     return [int(word) for word in words]
 
 
-# -- how it is shown -------------------------------------------------------------------------------
+# -- output -------------------------------------------------------------------------------------------
 
 
 def _print(layers: list[Layer], proposal: MicroBatchProposal, reason: str) -> None:
@@ -181,12 +187,12 @@ def _print(layers: list[Layer], proposal: MicroBatchProposal, reason: str) -> No
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     console.print(_stages(layers, proposal.chosen), markup=False)
     if len(proposal.alternatives) > 1:
-        console.print(_compared(proposal), markup=False)
+        console.print(_alternatives(proposal), markup=False)
     console.print(reason, markup=False, highlight=False, soft_wrap=True)
 
 
 def _stages(layers: list[Layer], chosen: StepEstimate) -> Table:
-    """A line for each stage; the link is the one to the next stage, in bytes of a step each way."""
+    """A row for each stage; the link is the one to the next stage, in bytes of a step each way."""
     from rich.table import Table
 
     from gridtrain.core.planning.exchange_comparison import format_seconds
@@ -195,7 +201,7 @@ def _stages(layers: list[Layer], chosen: StepEstimate) -> Table:
     table = Table()
     table.add_column("stage", justify="right")
     table.add_column("layers")
-    for name in ("compute", "line", "link, a step", "holds", "of"):
+    for name in ("compute", "transfer", "link, a step", "holds", "of"):
         table.add_column(name, justify="right", no_wrap=True)
     for index, stage in enumerate(chosen.cut.stages):
         on, back = _link(chosen, index)
@@ -217,15 +223,15 @@ def _named(layers: list[Layer], start: int, stop: int) -> str:
     return first if stop - start == 1 else f"{first} to {last} ({stop - start})"
 
 
-def _link(outlook: StepEstimate, stage: int) -> tuple[int, int]:
-    """Bytes of a step to the next stage, and back from it; as if all micro-batches were of the largest."""
-    stages, count = outlook.cut.stages, outlook.settings.micro_batches
+def _link(estimate: StepEstimate, stage: int) -> tuple[int, int]:
+    """Bytes of a step (to the next stage, back from it); all micro-batches count as the largest."""
+    stages, count = estimate.cut.stages, estimate.settings.micro_batches
     if stage + 1 == len(stages):
         return 0, 0
     return count * stages[stage].out_bytes, count * stages[stage + 1].back_bytes
 
 
-def _compared(proposal: MicroBatchProposal) -> Table:
+def _alternatives(proposal: MicroBatchProposal) -> Table:
     from rich.table import Table
 
     from gridtrain.core.planning.exchange_comparison import format_seconds
@@ -247,7 +253,8 @@ def _compared(proposal: MicroBatchProposal) -> Table:
 
 
 def _some(proposal: MicroBatchProposal) -> list[StepEstimate]:
-    """Of many, those about the powers of two, and the proposed one."""
+    """At most `MOST_ROWS` alternatives, every second one left out where there are more, and the proposed
+    one."""
     others = list(proposal.alternatives)
     while len(others) > MOST_ROWS:
         halved = [each for i, each in enumerate(others) if i % 2 == 0 or each is proposal.chosen]

@@ -83,9 +83,8 @@ def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> No
 def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
     """What to run and how.  Raises `ConfigError`."""
     from gridtrain.core.group.invitation import looks_like, parse
+    from gridtrain.core.messages import NAME, FieldError
     from gridtrain.network.addresses import parse_explicit_address
-    from gridtrain.network.wire.field_types import FieldError
-    from gridtrain.network.wire.schema import NAME
     from gridtrain_worker.agent import Job
     from gridtrain_worker.training_policy import parse_pairs
 

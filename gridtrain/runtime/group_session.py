@@ -26,7 +26,7 @@ from gridtrain.core.group import member_events as io
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
 from gridtrain.errors import ConfigError, GridtrainError, JoinRefused, RemoteProtocolError
 from gridtrain.network.transport.flow_control import FlowControlTransport
-from gridtrain.network.transport.peer_allowlist import PeerAllowlist
+from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.buffers.buckets import BucketedBuffer
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer

@@ -43,8 +43,8 @@ from gridtrain.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from gridtrain.network.transport.credit_return import CreditReturn
-from gridtrain.network.transport.flow_control import FlowControlTransport, needs_credit
+from gridtrain.network.transport.access_control import PeerAllowlist
+from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.network.transport.interface import (
     ConnectionDenied,
     PeerDown,
@@ -53,9 +53,8 @@ from gridtrain.network.transport.interface import (
     TransportEvent,
     TransportViolation,
 )
-from gridtrain.network.transport.peer_allowlist import PeerAllowlist
 from gridtrain.network.transport.rate_limiter import parse_rate
-from gridtrain.network.transport.zmq import socket_buffers
+from gridtrain.network.transport.zmq import tcp_options
 from gridtrain.runtime.event_log import log_event
 from gridtrain.runtime.heartbeat import HeartbeatSource
 from gridtrain.runtime.link_probe import LinkProbe
@@ -130,7 +129,6 @@ class IoLoop:
             self.residuals,
             self.checkpoint_requests,
         )
-        self._credit_return = CreditReturn(transport)
         self._link_probe = LinkProbe(transport, deadlines.probe_s, SystemRandom())
         self._reconnect_policy = ReconnectPolicy(config.coordinator, deadlines.paused_s)
         self._average: list[float | None] = []  # the answer that the trainer waits for
@@ -216,7 +214,7 @@ class IoLoop:
     # -- this thread ---------------------------------------------------------------------------
 
     def _main(self) -> None:
-        socket_buffers.keep_freed_pages()
+        tcp_options.keep_freed_pages()
         try:
             while True:
                 stopping = self.mailbox.is_stopping
@@ -258,7 +256,7 @@ class IoLoop:
             self._publish()  # nor does the trainer, which waits for the outcome
         self.step_rounds.hash_ahead()
         now_s = time.monotonic()
-        self._credit_return.return_credit(self._core.early_bytes)  # nor do those who want to send more
+        self._transport.return_credit(self._core.early_bytes)  # nor do those who want to send more
         if not self._is_payload_only or now_s >= self._housekeeping_s + HOUSEKEEPING_INTERVAL_S:
             self._do_housekeeping(now_s)
 
@@ -328,7 +326,6 @@ class IoLoop:
                 self._link_probe.peer_up(peer, time.monotonic())
                 self._handle(io.PeerConnected(peer))
             case PeerDown(peer, reason):
-                self._credit_return.remove_peer(peer)
                 self._link_probe.peer_down(peer)
                 self._handle(io.PeerDisconnected(peer, reason))
             case ConnectionDenied(self._coordinator):
@@ -340,8 +337,6 @@ class IoLoop:
             case TransportViolation(peer, reason) if peer is not None:
                 self._handle(io.ProtocolViolation(peer, reason))
             case Received(peer, message, nbytes):
-                if needs_credit(message):
-                    self._credit_return.record_received(peer, nbytes)
                 self._handle_message(peer, message, nbytes)
 
     def _handle_message(self, peer: m.PeerId, message: m.Message, nbytes: int) -> None:
@@ -421,7 +416,6 @@ class IoLoop:
             case io.Dial(peer, address):
                 self._transport.dial(peer, address)
             case io.Disconnect(peer):
-                self._credit_return.remove_peer(peer)
                 self._transport.hang_up(peer)
             case io.ProbePeers():
                 self._link_probe.begin(effect, time.monotonic())

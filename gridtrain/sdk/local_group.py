@@ -30,7 +30,7 @@ from gridtrain.network.transport.fault_injection import Faults
 from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.in_memory import MemoryHub, MemoryTransport
-from gridtrain.network.transport.peer_allowlist import PeerAllowlist
+from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.stack import build_stack
 from gridtrain.runtime.client.agent_link import AgentControl
 from gridtrain.sdk.grid import Grid

@@ -1,6 +1,6 @@
 """Numbers and names that a script gives to the group, held to what can travel on the line that gives them.
 
-Decides nothing about bounds: those are `wire.schema`'s.  Sends nothing.
+Decides nothing about bounds: those are the messages' (`gridtrain.core.messages`).  Sends nothing.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import torch
 
 from gridtrain._version import __version__
 from gridtrain.config import JoinConfig
-from gridtrain.core.messages import WorkerInfo
+from gridtrain.core.messages import ADDRESS, NAME, FieldError, WorkerInfo
+from gridtrain.core.messages.declaration import TextField
 from gridtrain.errors import ConfigError
-from gridtrain.network.wire.field_types import FieldError, TextField
-from gridtrain.network.wire.schema import ADDRESS, NAME
 
 log = logging.getLogger("gridtrain")
 

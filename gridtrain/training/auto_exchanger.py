@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gridtrain.config import Auto, Dense, Exchange
-from gridtrain.core.planning.dense_topology import DIRECT_DENSE
+from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
 from gridtrain.errors import LocalProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.buffers.buckets import Bounds

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gridtrain.config import Auto, Dense, Exchange, GTopK, LocalSteps, TopK, round_exchange
 from gridtrain.core.collectives import allgather, butterfly, direct, ring, star, tree
-from gridtrain.core.planning.dense_topology import DIRECT_DENSE
+from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.network.wire.value_encoding import VALUE_KINDS
 from gridtrain.runtime.buffers.buckets import Bounds, BucketBuffer, BucketedBuffer

@@ -26,7 +26,7 @@ from gridtrain._version import __version__
 from gridtrain.config import Dense, round_exchange
 from gridtrain.core.collectives import direct, ring
 from gridtrain.core.messages import CheckpointInfo, Facts, LedgerSpec, PeerId, Setup, Span, WorkerInfo
-from gridtrain.core.planning.dense_topology import DIRECT_DENSE
+from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
 from gridtrain.errors import ConfigError, GridtrainError, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.group_session import GroupSession

@@ -87,6 +87,13 @@ def test_figures_scale_as_the_exchanges_do() -> None:
         assert each["speedup"] == pytest.approx(each["workers"] * each["efficiency"])
 
 
+def test_billions_of_parameters_are_written_with_b_or_g() -> None:
+    sent = [
+        figures("--parameters", text, "--workers", "2,4")[0]["sent_bytes"] for text in ("7B", "7G", "7e9")
+    ]
+    assert sent[0] == sent[1] == sent[2] > 1e9
+
+
 def test_faster_lines_more_density_and_local_steps_show() -> None:
     base = ("--parameters", "1M", "--workers", "8", "--exchange", "gtopk")
     usual = figures(*base)["gtopk", 8]
@@ -130,7 +137,7 @@ def test_the_picture_shows_each_exchange(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--parameters", "many"), "write 25600000, 25.6e6 or 25.6M"),
+        (("--parameters", "many"), "write 25600000, 25.6e6, 25.6M or 7B"),
         (("--parameters", "1M", "--workers", "1..4"), 'write "2..4096" or "2,3,8"'),
         (("--parameters", "1M", "--workers", "0..8"), 'write "2..4096" or "2,3,8"'),
         (("--parameters", "1M", "--workers=-1..4"), 'write "2..4096" or "2,3,8"'),
@@ -140,7 +147,10 @@ def test_the_picture_shows_each_exchange(tmp_path: Path) -> None:
         (("--parameters", "0"), "must be 1 to 1e+15"),
         (("--parameters", "1M", "--compute", "9" * 400 + "s"), "must be 1e-9 s to 1e+06 s"),
         (("--parameters", "1M", "--compute", "0s"), "must be 1e-9 s to 1e+06 s"),
-        (("--parameters", "1M", "--picture", "/nonexistent/x.svg"), "/nonexistent is no folder to write to"),
+        (
+            ("--parameters", "1M", "--picture", "/nonexistent/x.svg"),
+            "/nonexistent is not a folder that can be written to",
+        ),
         (("--parameters", "1M", "--network", __file__, "--link", "1Gbit"), "leave out --link and --latency"),
         (("--parameters", "1M", "--workers", "four"), 'write "2..4096" or "2,3,8"'),
         (("--parameters", "1M", "--exchange", "gossip"), "name some of dense, topk"),
@@ -182,7 +192,7 @@ def test_configuration_errors_leave_by_exit_code_2(capsys: pytest.CaptureFixture
         ("", "sites are []"),
         ("[[site]]\nname='a'\nlink='1Gbit'\ncolour='red'", "has ['colour']"),
         ("[[site]]\nname='a'\nworkers=0\nlink='1Gbit'", "has 0 workers"),
-        ("[[site]]\nname='a'\nup='1Mbit'", "has no line"),
+        ("[[site]]\nname='a'\nup='1Mbit'", "has no link"),
         ("[[site]]\nname='a'\nlink='1Gbit'\n[[site]]\nname='b'\nlink='1Gbit'", 'between "a" and "b"'),
         ("[[site]]\nname='a'\nlink='1Gbit'\n[[between]]\nsites=['a','a']", "[[between]] of ['a', 'a']"),
         ("[[host]]\nname='a'", "unknown host"),
@@ -192,7 +202,7 @@ def test_configuration_errors_leave_by_exit_code_2(capsys: pytest.CaptureFixture
             "[[site]]\nname='a'\nlink='1Gbit'\n[[between]]\nsites=[['a'],['b']]",
             "[[between]] of [['a'], ['b']]",
         ),
-        ("site = " + "[" * 5000 + "]" * 5000, "lists in lists, too deep"),
+        ("site = " + "[" * 5000 + "]" * 5000, "lists are nested too deeply"),
         ("][", "Expected"),
     ],
 )
@@ -232,7 +242,7 @@ def test_a_run_that_goes_on_brings_its_own_links(monkeypatch: pytest.MonkeyPatch
     assert found["dense", 4]["exchange_s"] > 2 * 3 / 4 * 8e6 / 1e6, "its thin line is in the ring"
     assert found["gtopk", 4]["efficiency"] == pytest.approx(0.4 / found["gtopk", 4]["step_s"])
     more = run("--coordinator", "gridtrain1:x", "--workers", "4,8")
-    assert more.exit_code == 0 and "More than 4 are like the members that there are" in more.output
+    assert more.exit_code == 0 and "More than 4 workers are assumed to be like the members" in more.output
 
 
 @pytest.mark.parametrize(

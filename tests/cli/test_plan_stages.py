@@ -141,7 +141,7 @@ def test_cards_lines_and_ways_to_run_count(layers: str) -> None:
 def test_what_does_not_fit_leaves_with_what_would(layers: str) -> None:
     done = run("--stages", "3", "--layers", layers, "--memory", "150MB")
     assert isinstance(done.exception, ConfigError)
-    assert "no cut of 8 layers into 3 stages fits" in str(done.exception)
+    assert "no partition of 8 layers into 3 stages fits" in str(done.exception)
     assert "stages, the further ones on cards of 150 MB" in str(done.exception)
     assert run("--stages", "3", "--layers", layers, "--memory", "200MB,300MB,200MB").exit_code == 0
 
@@ -172,10 +172,10 @@ def test_a_profile_becomes_a_file_of_layers(tmp_path: Path) -> None:
         (("--stages", "4"), "--parameters is missing"),
         (("--stages", "0"), "not in the range"),
         (("--layers", "12"), "give --stages as well"),
-        (("--batch", "12"), "--batch says how a model is cut: give --stages as well"),
+        (("--batch", "12"), "--batch only counts for a model in stages: give --stages as well"),
         (("--stages", "2", "--layers", "nowhere.toml"), "neither a file nor a number"),
         (("--stages", "2", "--parameters", "1M", "--memory", "8GB,8GB,8GB"), "3 values for 2 stages"),
-        (("--stages", "2", "--parameters", "1M", "--speeds", "fast"), '"fast" is no list of numbers'),
+        (("--stages", "2", "--parameters", "1M", "--speeds", "fast"), '"fast" is not a list of numbers'),
         (("--stages", "2", "--parameters", "1M", "--optimizer", "lbfgs"), '"lbfgs"; take one of sgd'),
         (("--stages", "2", "--parameters", "1M", "--micro-batches", "64"), "numbers from 1 to 32"),
         (("--stages", "2", "--parameters", "1M", "--micro-batches", "some"), "write auto, or numbers"),
@@ -192,8 +192,8 @@ def test_what_cannot_be_is_said(arguments: tuple[str, ...], says: str) -> None:
     [
         ("", "0 layers"),
         ("[[layer]]\ncolour = 1", "has \\['colour'\\]"),
-        ("[[layer]]\nrepeat = 0", "comes 0 times"),
-        ("[[layer]]\nforward = true", "takes True"),
+        ("[[layer]]\nrepeat = 0", "is repeated 0 times"),
+        ("[[layer]]\nforward = true", "has a time of True"),
         ("[[layer]]\nforward = 'soon'", "is not a time"),
         ("[[layer]]\nkept = 1.5", "has a size of 1.5"),
         ("[[layer]]\nkept = 'much'", "is not a size"),

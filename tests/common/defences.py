@@ -139,10 +139,12 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
         ("frame-size", "_check_sizes", _nothing, "a header or a payload of any size"),
         ("parse-limits", "_PARSE_LIMITS", _WIDE_OPEN, "long strings and maps are built, then refused"),
     ],
-    "gridtrain.network.wire.field_types": [
+    "gridtrain.core.messages.declaration": [
         ("plain-text", "TextField._forbidden", re.compile("(?!)"), "a name that moves a terminal's cursor"),
         ("number-bounds", "IntField.pack", _as_it_came, "counts that are negative or no SQLite integer"),
         ("finite-figures", "FloatField.unpack", _as_it_came, "NaN in figures and averages"),
+    ],
+    "gridtrain.network.wire.schema": [
         (
             "record-rules",
             "RecordField._check_rule",
@@ -252,7 +254,7 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
         ("three-strikes", "exceeds_limit", _no, "an offender stays for ever"),
         ("liar", "is_common_accuser", _no, "one member gets rid of all others by accusing them"),
     ],
-    "gridtrain.network.transport.zmq.zap": [
+    "gridtrain.network.transport.zmq.handshake": [
         ("zap", "authenticate", _every_key, "any key there is finishes the handshake"),
     ],
     "gridtrain.network.transport.access_control": [
@@ -263,10 +265,10 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
         ("receive-queue", "RECEIVE_MESSAGES", 2, "a full queue, a ping and a reset end the process"),
     ],
     "gridtrain.network.transport.zmq.half_open": [
-        ("half-open", "connections_to_cut", _nobody, "silent connections keep descriptors"),
+        ("half-open", "connections_to_close", _nobody, "silent connections keep descriptors"),
     ],
-    "gridtrain.network.transport.zmq.listener": [
-        ("hoard", "is_hoarding", _no, "a message that never ends fills the memory"),
+    "gridtrain.network.transport.zmq.dialer": [
+        ("hoard", "exceeds_unread", _no, "a message that never ends fills the memory"),
     ],
     "gridtrain.network.transport.rate_limiter": [
         ("flood", "is_flood", _no, "a peer talks without end, and what it says is all kept"),

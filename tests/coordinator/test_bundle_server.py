@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gridtrain.core import messages as m
-from gridtrain.network.wire.schema import MAX_BLOCK_BYTES
+from gridtrain.core.messages import MAX_BLOCK_BYTES
 from gridtrain.tools.bundle import Bundle, digest_of
 from gridtrain.tools.bundle.bundle_archive import pack
 from gridtrain.tools.options.runfile import RunDescription

@@ -83,7 +83,7 @@ def test_what_honest_ones_do_is_accepted(name: str) -> None:
 # -- that it finds what there is: a defence is taken away, and the fuzzer says so -------------------
 
 PLANTED = {
-    "codec": ("gridtrain.network.wire.field_types.IntField.pack", lambda self, value: value, 20000),
+    "codec": ("gridtrain.core.messages.declaration.IntField.pack", lambda self, value: value, 20000),
     "sparse": ("gridtrain.network.wire.value_encoding._EXPONENT_MAX", 400, 4000),
     "status": ("gridtrain.runtime.client.coordinator_client._printable", lambda value: value, 200),
     "stateblocks": (

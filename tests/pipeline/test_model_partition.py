@@ -51,7 +51,7 @@ def test_what_is_printed_can_be_checked_by_eye() -> None:
         'stage 2 layers 6 to 7, "block6" to "block7"',
     ]
     assert "#" * 12 in lines[0] and " of 20 MB" in lines[0] and " of 40 MB" in lines[1]
-    assert found.reason.startswith("Cut before block2, block6: stage ")
+    assert found.reason.startswith("Stages begin at block2, block6: stage ")
     assert "by computing" in found.reason
     assert "As asked: 8 micro-batches of 4 of 32 samples over 3 stages" in found.reason
 
@@ -75,7 +75,7 @@ def test_the_picture_has_a_bar_for_every_stage() -> None:
 
 def test_lines_are_two_numbers_or_a_network() -> None:
     slow = plan(network=(0.005, 1e5), micro_batches=8)
-    assert "by its line" in slow.reason
+    assert "by its link" in slow.reason
     assert slow.outlook.step_s > 2 * plan(micro_batches=8).outlook.step_s
 
 
@@ -129,8 +129,8 @@ def linears_of(width: int, count: int) -> list[nn.Module]:
         ({"micro_batches": "many"}, "micro_batches='many'"),
         ({"micro_batches": 0}, "micro_batches=0"),
         ({"optimizer": "lbfgs"}, "how much state lbfgs keeps is not known"),
-        ({"stages": 9}, "8 layers cannot be cut into 9 stages"),
-        ({"memory_bytes": 1e6}, "no cut of 8 layers into 4 stages fits"),
+        ({"stages": 9}, "8 layers cannot be divided into 9 stages"),
+        ({"memory_bytes": 1e6}, "no partition of 8 layers into 4 stages fits"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
@@ -155,5 +155,5 @@ def test_every_stage_of_a_partly_frozen_model_has_something_to_train() -> None:
     model = Blueprint(make)
     plan = partition(model, 3, example=torch.randn(4, 16))
     ModelStages(model, 3, cuts=plan.cuts, device=torch.device("cpu"))  # as grid.pipeline takes it
-    with pytest.raises(ConfigError, match=r"8 layers, of which 3 are trained, cannot be cut into 4 stages"):
+    with pytest.raises(ConfigError, match=r"8 layers, of which 3 are trained, cannot be divided into 4 stages"):
         partition(model, 4, example=torch.randn(4, 16))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ import pytest
 from gridtrain.config import Deadlines, JoinConfig
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
+from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.interface import Received, TrafficCounters
-from gridtrain.network.transport.peer_allowlist import PeerAllowlist
 from gridtrain.runtime import io_loop as loop
 from gridtrain.runtime.open_round import OpenRound, PipelineRound
 
@@ -50,8 +51,8 @@ class Line:
     def backlog_bytes(self, peer: m.PeerId) -> int:
         return 0
 
-    def done(self, peer: m.PeerId, nbytes: int) -> None:
-        self.credited[peer] = self.credited.get(peer, 0) + nbytes
+    def return_credit(self, held_bytes: Callable[[m.PeerId], int]) -> None:
+        self.credited[PEER] = 50 * len(self.waits) - held_bytes(PEER)
 
 
 class Core:

@@ -19,8 +19,8 @@ from gridtrain.config import Auto
 from gridtrain.core import messages as m
 from gridtrain.core.collectives import allgather, butterfly, direct, ring
 from gridtrain.core.planning.batch_shares import SAMPLES_FIGURE, SECONDS_FIGURE
-from gridtrain.core.planning.dense_topology import DIRECT_DENSE
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
+from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
 from simulation.world import SimWorker, World
 
 Seeds = Callable[[int], Iterator[int]]

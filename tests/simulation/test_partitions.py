@@ -77,13 +77,13 @@ def test_a_newcomer_that_reaches_nobody_follows_over_a_relay(seed: int) -> None:
     newcomer = world.join()
     for member in members:  # each can be dialled by the coordinator, and this one has no way to any
         world.cut_link(newcomer.peer, member.peer, 1e9)
-    while newcomer.core.seat is None or newcomer.core.next_round is None:
+    while newcomer.core.rank_assignment is None or newcomer.core.next_round is None:
         world.run(world.now_s + 0.01)
         assert world.now_s < came_s + 15.0, "some times `route_s`, which is 2 s here"
         assert not world.finished
-    assert world.log.followed == 1 and world.log.generations == 2, "nobody waited for its ways"
+    assert world.log.caught_up == 1 and world.log.generations == 2, "nobody waited for its ways"
     relayed = world.coordinator.snapshot(world.now_s)["relayed"]
-    ranks = {worker.peer: rank for rank, worker in enumerate(world.coordinator.run.roster)}
+    ranks = {worker.peer: rank for rank, worker in enumerate(world.coordinator.run.member_list)}
     assert {(min(pair[:2]), max(pair[:2])) for pair in relayed} == {
         tuple(sorted((ranks[newcomer.peer], ranks[member.peer]))) for member in members
     }

@@ -340,6 +340,14 @@ def test_promises_hold_where_the_model_is_cut_anew(seeds: Seeds) -> None:
     sweep(seeds, 5, starved, seen)
 
 
+def test_a_stage_that_is_loaded_after_the_freeze_ends_a_pause() -> None:
+    """Seed 119: the source of stage 0 dies while its recipient still loads.  The recipient answers FREEZE
+    without a state, the run pauses, and the state that is loaded then is the only copy of that stage."""
+    world, stages = starved(119)
+    check(world, stages)
+    assert world.finished and world.pauses == 2 and len(world.lost_steps) == 1
+
+
 def test_promises_hold_under_churn(seeds: Seeds) -> None:
     sweep(seeds, 60, history, SEEN)
 
@@ -455,7 +463,7 @@ def test_where_it_does_not_fit_the_run_waits_and_says_why() -> None:
     world.run(60.0)
     assert world.coordinator.phase is RunPhase.PAUSED
     assert "stage 1 of 3 has nobody" in world.coordinator.reason
-    assert "no cut of 6 layers into 2 stages fits" in world.coordinator.reason
+    assert "no partition of 6 layers into 2 stages fits" in world.coordinator.reason
     world.join()
     world.run(120.0)
     check(world, 3)

@@ -54,8 +54,8 @@ WHAT_HAPPENS = (
     "passed_on",
     "restarts",
     "rollbacks",
-    "reborn",
-    "followed",
+    "restarted_processes",
+    "caught_up",
 )
 Seeds = Callable[[int], Iterator[int]]
 
@@ -87,7 +87,7 @@ class ToyTrainer:
         @property
         def residual(self) -> np.ndarray:
             left = self.left.copy()
-            for indices, values in getattr(self.workspace, "kept", []):
+            for indices, values in getattr(self.workspace, "truncated", []):
                 np.add.at(left, indices, values)
             return left
 

@@ -232,7 +232,7 @@ class SimWorker:
                 self._progress += 1
                 self._workspaces[channel].apply(fill)
             case io.ComputeDigest(skip):
-                digest = b"" if skip else self._workspaces[m.Channel()].seal()
+                digest = b"" if skip else self._workspaces[m.Channel()].compute_digest()
                 flipped, self.flip_next = self.flip_next, False
                 return self._run_core(io.DigestComputed(digest + bytes([skip, flipped])))
             case io.ResolveRound(round_id, committed, skip, _):

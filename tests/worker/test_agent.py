@@ -17,9 +17,9 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from live_coordinator import LiveCoordinator
 from zmq.utils import z85
 
 from gridtrain.core.group.invitation import Invitation
@@ -160,8 +160,10 @@ def test_a_run_that_is_finished(tmp_path: Path) -> None:
     assert caught.value.code == "finished"
 
 
-def test_an_invitation_that_does_not_let_in_starts_nothing(desk: Any, tmp_path: Path) -> None:
-    never = replace(desk.invitation(), token=b"t" * 32)
+def test_an_invitation_that_does_not_let_in_starts_nothing(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    never = replace(coordinator.invitation(), token=b"t" * 32)
     mark = tmp_path / "started"
     with pytest.raises(
         JoinRefused, match=f"^{INVALID_INVITATION} -> ask the run's owner for a new one$"
@@ -201,13 +203,13 @@ def test_a_job_that_cannot_work_is_refused_at_once(wrong: dict[str, str]) -> Non
 # -- who we are ------------------------------------------------------------------------------------
 
 
-def test_a_machine_that_was_let_in_needs_no_further_use(desk: Any, state: Path) -> None:
+def test_a_machine_that_was_let_in_needs_no_further_use(coordinator: LiveCoordinator, state: Path) -> None:
     """It is the same worker as before, for the coordinator too; the used-up invitation finds the run."""
-    once = desk.invitation(uses=1)
-    before = desk.door()["enrolled_total"]
+    once = coordinator.invitation(uses=1)
+    before = coordinator.access()["enrolled_total"]
     for _ in range(3):
         assert supervise(Job(python("pass"), once)) == 0
-    assert desk.door()["enrolled_total"] == before + 1
+    assert coordinator.access()["enrolled_total"] == before + 1
     assert [path.name for path in sorted(identities(state, once).glob("worker-*"))] == [
         "worker-0",
         "worker-0.key",
@@ -215,9 +217,11 @@ def test_a_machine_that_was_let_in_needs_no_further_use(desk: Any, state: Path) 
     ]
 
 
-def test_two_workers_of_one_machine_are_two(agent: StartAgent, desk: Any, state: Path) -> None:
+def test_two_workers_of_one_machine_are_two(
+    agent: StartAgent, coordinator: LiveCoordinator, state: Path
+) -> None:
     """The second one finds the first one's key held; when that has ended, its key is taken again."""
-    before = desk.door()["enrolled_total"]
+    before = coordinator.access()["enrolled_total"]
     first, second = agent(SAYS_WHO_IT_IS), agent(SAYS_WHO_IT_IS)
     said = [process.stdout.readline().strip() for process in (first, second)]
     first.terminate()
@@ -226,12 +230,12 @@ def test_two_workers_of_one_machine_are_two(agent: StartAgent, desk: Any, state:
     said.append(third.stdout.readline().strip())
     assert [Path(path).name for path in said] == ["worker-0.key", "worker-1.key", "worker-0.key"]
     keys = {Identity.read(Path(path)).public for path in said}
-    assert len(keys) == 2 and desk.door()["enrolled_total"] == before + 2
+    assert len(keys) == 2 and coordinator.access()["enrolled_total"] == before + 2
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks a process up in /proc")
 def test_the_script_and_the_logs_hold_no_secret(
-    agent: StartAgent, desk: Any, invitation: Invitation, state: Path
+    agent: StartAgent, coordinator: LiveCoordinator, invitation: Invitation, state: Path
 ) -> None:
     """Neither the token nor a secret key: whoever may look at the script's process learns nothing."""
     process = agent(SAYS_WHO_IT_IS)
@@ -242,11 +246,11 @@ def test_the_script_and_the_logs_hold_no_secret(
     assert str(path).encode() in seen[0], "the right process"
     process.terminate()
     out, err = process.communicate(timeout=WITHIN_S)
-    seen += [out.encode(), err.encode(), desk.log.getvalue().encode()]
+    seen += [out.encode(), err.encode(), coordinator.log.getvalue().encode()]
 
     worker, guest = Identity.read(path), Identity.from_secret(invitation.token)
     assert b'"enrolled"' in seen[-1] and worker.public.hex()[:12].encode() in seen[-1], "the right log"
-    secrets = [invitation.text().encode(), desk.keys.secret, desk.operator.secret]
+    secrets = [invitation.text().encode(), coordinator.keys.secret, coordinator.operator.secret]
     for secret in (*secrets, worker.secret, guest.secret):
         for form in (secret, secret.hex().encode(), b64encode(secret), z85.encode(secret[:32])):
             assert not [text for text in seen if form in text]
@@ -316,10 +320,10 @@ def test_one_refused_handshake_does_not_put_a_worker_out(
 AGENT = """
 import json, sys
 from gridtrain.core.group.invitation import parse
-from gridtrain_worker import warden
+from gridtrain_worker import policy_enforcer
 from gridtrain_worker.agent import Job, supervise
 options = json.loads(sys.stdin.readline())
-warden.OBEY_S = options.pop("obey_s", warden.OBEY_S)
+policy_enforcer.OBEY_TIMEOUT_S = options.pop("obey_s", policy_enforcer.OBEY_TIMEOUT_S)
 sys.exit(supervise(Job(**options | {"invitation": parse(options["invitation"])})))
 """
 LEAVES_GRACEFULLY = """

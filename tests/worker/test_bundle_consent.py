@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from live_coordinator import LiveCoordinator
 
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import ConfigError, NotAccepted, RemoteProtocolError
@@ -26,8 +26,6 @@ from gridtrain_worker.agent import Job, supervise
 from gridtrain_worker.bundle_consent import BundleOffer
 
 pytestmark = pytest.mark.integration
-Desk = Any  # of conftest.py
-
 SCRIPT = """
 import os, pathlib, sys
 import helper
@@ -38,8 +36,8 @@ pathlib.Path(sys.argv[1]).write_text(os.environ["GRIDTRAIN_DATA_DIR"] + " " + he
 class Owner:
     """A folder with a run.toml, and the coordinator's shelf that holds what is made of it."""
 
-    def __init__(self, folder: Path, desk: Desk) -> None:
-        self.folder, self.desk, self.mark = folder, desk, folder / "mark"
+    def __init__(self, folder: Path, coordinator: LiveCoordinator) -> None:
+        self.folder, self.coordinator, self.mark = folder, coordinator, folder / "mark"
         (folder / "train.py").write_text(SCRIPT)
         (folder / "helper.py").write_text("WORD = 'one'\n")
         self.describe()
@@ -53,7 +51,7 @@ class Owner:
         """What there is now; its digest."""
         bundle = Bundle.from_run_file(RunFile.find({}, self.folder))
         assert bundle is not None
-        self.desk.daemon._shelf = BundleServer(bundle)
+        self.coordinator.daemon._bundle_server = BundleServer(bundle)
         return bundle.digest
 
     def ran(self) -> str:
@@ -64,11 +62,11 @@ class Owner:
 
 
 @pytest.fixture
-def owner(desk: Desk, tmp_path: Path) -> Iterator[Owner]:
+def owner(coordinator: LiveCoordinator, tmp_path: Path) -> Iterator[Owner]:
     folder = tmp_path / "owner"
     folder.mkdir()
-    yield Owner(folder, desk)
-    desk.daemon._shelf = BundleServer()
+    yield Owner(folder, coordinator)
+    coordinator.daemon._bundle_server = BundleServer()
 
 
 def folder_of(state: Path, invitation: Invitation, digest: str) -> Path:
@@ -174,11 +172,11 @@ def test_a_large_bundle_comes_in_blocks(owner: Owner, invitation: Invitation, st
 
 
 def test_a_coordinator_that_sends_something_else(
-    owner: Owner, invitation: Invitation, desk: Desk, state: Path
+    owner: Owner, invitation: Invitation, coordinator: LiveCoordinator, state: Path
 ) -> None:
     """It announces one digest and sends other bytes: nothing is kept."""
     owner.serve()
-    shelf = desk.daemon._shelf
+    shelf = coordinator.daemon._bundle_server
     honest = b"".join(shelf._blocks)
     shelf._blocks = [honest.replace(b"one", b"two")]
     with pytest.raises(RemoteProtocolError, match="was asked for"):
@@ -284,5 +282,5 @@ def test_a_disk_that_takes_nothing(owner: Owner, invitation: Invitation, state: 
     assert "make room" in caught.value.remedy
 
 
-def test_the_log_of_the_coordinator_has_no_violation(desk: Desk) -> None:
-    assert isinstance(desk.log, io.StringIO) and "violation" not in desk.log.getvalue()
+def test_the_log_of_the_coordinator_has_no_violation(coordinator: LiveCoordinator) -> None:
+    assert isinstance(coordinator.log, io.StringIO) and "violation" not in coordinator.log.getvalue()

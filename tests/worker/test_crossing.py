@@ -12,9 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from stat import S_IMODE
 from threading import Barrier
-from typing import Any
 
 import pytest
+from live_coordinator import LiveCoordinator
 
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.core.messages import RemoveWorker
@@ -37,9 +37,9 @@ def key(entry: Enrollment) -> bytes:
 
 
 def test_an_invitation_that_was_not_needed_lets_the_other_worker_in(
-    desk: Any, state: Path, stack: ExitStack
+    coordinator: LiveCoordinator, state: Path, stack: ExitStack
 ) -> None:
-    first, second = desk.invitation(), desk.invitation()
+    first, second = coordinator.invitation(), coordinator.invitation()
     with enroll(first, WITHIN_S) as alone:
         known = key(alone)
     b = stack.enter_context(enroll(second, WITHIN_S))  # finds the machine's key, and spends nothing
@@ -53,8 +53,8 @@ def test_an_invitation_that_was_not_needed_lets_the_other_worker_in(
         stack.enter_context(enroll(first, WITHIN_S))  # two invitations are two workers
 
 
-def test_two_at_once(desk: Any, stack: ExitStack) -> None:
-    first, second = desk.invitation(), desk.invitation()
+def test_two_at_once(coordinator: LiveCoordinator, stack: ExitStack) -> None:
+    first, second = coordinator.invitation(), coordinator.invitation()
     with enroll(first, WITHIN_S):
         pass
     for _ in range(3):  # whichever is faster
@@ -71,12 +71,14 @@ def test_two_at_once(desk: Any, stack: ExitStack) -> None:
         assert len(set(keys)) == 2
 
 
-def test_who_was_put_out_needs_a_new_invitation_and_is_told_so(desk: Any, stack: ExitStack) -> None:
-    once, often = desk.invitation(), desk.invitation(uses=9)
+def test_who_was_put_out_needs_a_new_invitation_and_is_told_so(
+    coordinator: LiveCoordinator, stack: ExitStack
+) -> None:
+    once, often = coordinator.invitation(), coordinator.invitation(uses=9)
     with enroll(once, WITHIN_S) as entry:
         peer = key(entry)
         assert is_still_admitted(entry, WITHIN_S)
-        with desk._operator() as operator:
+        with coordinator.operator_client() as operator:
             operator.order(RemoveWorker(peer, False, "too slow"))
         assert not is_still_admitted(entry, WITHIN_S)
     digits = peer.hex()[:12]
@@ -91,25 +93,25 @@ def test_who_was_put_out_needs_a_new_invitation_and_is_told_so(desk: Any, stack:
     ):
         stack.enter_context(enroll(often, WITHIN_S))  # of before: no other key is made for it
     assert len(list(entry.identity.parent.glob("*.key"))) == 1
-    with enroll(desk.invitation(), WITHIN_S) as again:
+    with enroll(coordinator.invitation(), WITHIN_S) as again:
         assert key(again) == peer
 
 
-def test_who_was_banned_is_told_what_the_owner_can_do(desk: Any, stack: ExitStack) -> None:
-    with enroll(desk.invitation(), WITHIN_S) as entry:
+def test_who_was_banned_is_told_what_the_owner_can_do(coordinator: LiveCoordinator, stack: ExitStack) -> None:
+    with enroll(coordinator.invitation(), WITHIN_S) as entry:
         peer = key(entry)
-    with desk._operator() as operator:
+    with coordinator.operator_client() as operator:
         operator.order(RemoveWorker(peer, True, "spam"))
     digits = peer.hex()[:12]
     with pytest.raises(JoinRefused, match=f"banned this worker's key {digits}: spam -> .*unban {digits}"):
-        stack.enter_context(enroll(desk.invitation(), WITHIN_S))
+        stack.enter_context(enroll(coordinator.invitation(), WITHIN_S))
 
 
-def test_the_other_worker_of_a_machine_stays_in(desk: Any, stack: ExitStack) -> None:
-    often = desk.invitation(uses=2)
+def test_the_other_worker_of_a_machine_stays_in(coordinator: LiveCoordinator, stack: ExitStack) -> None:
+    often = coordinator.invitation(uses=2)
     with enroll(often, WITHIN_S) as one, enroll(often, WITHIN_S) as two:
         peers = key(one), key(two)
-    with desk._operator() as operator:
+    with coordinator.operator_client() as operator:
         operator.order(RemoveWorker(peers[0], False, ""))
     assert key(stack.enter_context(enroll(often, WITHIN_S))) == peers[1]
     with pytest.raises(JoinRefused, match="was put out"):
@@ -117,17 +119,17 @@ def test_the_other_worker_of_a_machine_stays_in(desk: Any, stack: ExitStack) -> 
 
 
 def test_a_folder_that_cannot_be_written_to(
-    desk: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: ExitStack
+    coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: ExitStack
 ) -> None:
-    invitation = desk.invitation()
+    invitation = coordinator.invitation()
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match=r"cannot be written to: Not a directory -> .*XDG_STATE_HOME"):
         stack.enter_context(enroll(invitation, WITHIN_S))
 
 
-def test_a_memory_that_is_damaged_is_none(desk: Any, state: Path) -> None:
-    invitation = desk.invitation()
+def test_a_memory_that_is_damaged_is_none(coordinator: LiveCoordinator, state: Path) -> None:
+    invitation = coordinator.invitation()
     with enroll(invitation, WITHIN_S) as entry:
         peer = key(entry)
     (book,) = state.rglob(STORE_FILE)

@@ -40,7 +40,7 @@ class Ear(SilentConsole):
     def __init__(self) -> None:
         self.ended: list[tuple[Contribution, Contribution]] = []
 
-    def end(self, given: Contribution, total: Contribution) -> None:
+    def show_summary(self, given: Contribution, total: Contribution) -> None:
         self.ended.append((given, total))
 
 

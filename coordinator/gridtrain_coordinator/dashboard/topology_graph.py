@@ -16,7 +16,7 @@ from typing import Any
 from gridtrain.core.collectives import allgather, butterfly, direct, ring, star, tree
 from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.messages import LedgerSpec, Setup
-from gridtrain.core.planning.rank_order import workload_of
+from gridtrain.core.planning.exchange_facts import workload_of
 from gridtrain.core.planning.workload import ExchangeKind, Workload
 from gridtrain.errors import LocalProtocolError
 from gridtrain_coordinator.dashboard import sanitize

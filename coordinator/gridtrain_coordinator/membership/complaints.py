@@ -13,7 +13,6 @@ Never takes one member's word against another one's where that alone would remov
 from __future__ import annotations
 
 from gridtrain.core import messages as m
-from gridtrain.core.planning import rank_order
 from gridtrain_coordinator.membership.departures import Departures
 from gridtrain_coordinator.membership.stalls import StalledStep
 from gridtrain_coordinator.run.addressing import AddressBook
@@ -75,9 +74,7 @@ class Complaints:
         breaks.record(worker.peer, message.peer, now_s)
         if message.peer in run.workers:
             run.workers[message.peer].link_broken_s = now_s
-        centre = (
-            run.member_order[0] if rank_order.is_star(self._planner.exchange_choice.effective_setup) else None
-        )
+        centre = run.member_order[0] if self._planner.exchange_choice.is_star else None
         flapping = breaks.common_endpoint(now_s, size, centre)
         if flapping is not None:
             text = f"its connections broke {FAILURES_BEFORE_AVOIDING} times within {WINDOW_S:.0f} s"

@@ -19,10 +19,9 @@ from gridtrain.core import messages as m
 from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.planning import rank_order
 from gridtrain.core.planning.batch_shares import BatchShares, WorkerSpeeds
-from gridtrain.core.planning.dense_topology import MAX_DIRECT_MEMBERS
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE, ExchangeChoice, seconds_per_sample
+from gridtrain.core.planning.exchange_comparison import MAX_DIRECT_MEMBERS
 from gridtrain.core.planning.network_model import NetworkModel
-from gridtrain.core.planning.ring_order import RankOrder
 from gridtrain.core.stages.rank_placement import PairCost, RankPlacement, pair_cost, stage_shares
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.events import RunPhase
@@ -137,7 +136,7 @@ class GenerationPlanner:
         self.plan_reason += "; " + dealt.reason
         return order, dealt.counts
 
-    def _choose_order(self, peers: Sequence[m.PeerId], firsts: Sequence[m.PeerId]) -> RankOrder:
+    def _choose_order(self, peers: Sequence[m.PeerId], firsts: Sequence[m.PeerId]) -> rank_order.RankOrder:
         if not self._by_links:
             return rank_order.join_order(peers, firsts)
         return rank_order.plan_rank_order(
@@ -195,7 +194,7 @@ class GenerationPlanner:
             self._exchange_checked_s = now_s
             chosen = self.exchange_choice.reconsider(*self._current_measurements(roster))
         if chosen:
-            making.request(f"the exchange is chosen: {self.exchange_choice.chosen}")
+            making.request(f"the exchange is chosen: {self.exchange_choice.chosen_text}")
 
     def _check_shares(self, now_s: float) -> None:
         """Other shares where that gains noticeably, and not too often."""

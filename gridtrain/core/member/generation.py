@@ -314,7 +314,16 @@ class Generation:
         self._context.catch_up.finish()
         self._context.checkpoints.loading = ()
         holding.state_loaded(self.rank_assignment.layers)
-        return [*self.state_transfer.serve_pending(), *self.check_ready()]
+        return [*self._report_again(), *self.state_transfer.serve_pending(), *self.check_ready()]
+
+    def _report_again(self) -> list[MemberEffect]:
+        """The report that answered FREEZE said that the state was missing.  The run may be paused because of
+        that, and this state may be the last copy."""
+        if self.phase is not MemberPhase.FROZEN:
+            return []
+        lasting = self._context
+        at = lasting.coordinator_link.term, self.rank_assignment.generation
+        return [Send(lasting.coordinator, lasting.replica_state.make_report(*at, self.prepared_vote))]
 
     def state_digest_mismatch(self, generation: int) -> list[MemberEffect]:
         """What was passed on is another state than the donor's."""

@@ -101,12 +101,14 @@ class ReplicaState:
         """The ledger has ended the run, as far as it was applied here."""
         return self.is_synced and data_ledger.is_finished(spec, self.ledger)
 
-    def make_report(self, freeze: m.Freeze, voted: tuple[m.RoundId, bytes, bool] | None) -> m.FreezeReport:
+    def make_report(
+        self, term: int, generation: int, voted: tuple[m.RoundId, bytes, bool] | None
+    ) -> m.FreezeReport:
         """Commit rule 5.  `voted`: the round that is prepared, its digest and whether it is skipped."""
         prepared, digest, skip = voted if voted is not None else (None, b"", False)
         return m.FreezeReport(
-            term=freeze.term,
-            generation=freeze.generation,
+            term=term,
+            generation=generation,
             is_synced=self.is_synced or self.memory_layers is not None,
             applied=self.applied,
             history=self.history,

@@ -165,7 +165,8 @@ class ViewChanges:
         lasting.peer_links.excluded |= set(freeze.removed) - {lasting.own_id}
         gone = lasting.disconnect_strangers(self.rank_assignment)
         given_up = here.freeze() if here is not None else []
-        report = lasting.replica_state.make_report(freeze, here.prepared_vote if here is not None else None)
+        vote = here.prepared_vote if here is not None else None
+        report = lasting.replica_state.make_report(freeze.term, freeze.generation, vote)
         note = LogEvent("frozen", {"reason": freeze.reason})
         return [note, Send(self._coordinator, report), *gone, *given_up]
 

@@ -1,7 +1,7 @@
 """What travels: one frozen dataclass for each message, and nothing else.
 
-Decides nothing and opens no payload.  How a message becomes bytes, and every
-bound on its fields, is `gridtrain.network.wire.codec`; what it means is PROTOCOL.md.
+`declaration` says how a message, its code and the bounds of its fields are declared;
+`gridtrain.network.wire` derives the encoding from that.  What a message means is in PROTOCOL.md.
 
     worker -> coordinator   Join About Setup Kept Links Rates Beat Report Ready Stalled Accuse Broken NoRoute
                             Leave Pausing Finished StatusRequest BundleAsk
@@ -50,6 +50,8 @@ from gridtrain.core.messages.admin import (
 from gridtrain.core.messages.admin import (
     Unban as Unban,
 )
+from gridtrain.core.messages.coordination import MAX_MEMBER_PAGES as MAX_MEMBER_PAGES
+from gridtrain.core.messages.coordination import MAX_MEMBERS_PER_PAGE as MAX_MEMBERS_PER_PAGE
 from gridtrain.core.messages.coordination import (
     STATE_LEFT as STATE_LEFT,
 )
@@ -158,6 +160,12 @@ from gridtrain.core.messages.coordination import (
 from gridtrain.core.messages.coordination import (
     WorkerInfo as WorkerInfo,
 )
+from gridtrain.core.messages.declaration import ADDRESS as ADDRESS
+from gridtrain.core.messages.declaration import MAX_STAGES as MAX_STAGES
+from gridtrain.core.messages.declaration import MESSAGE_TYPES as MESSAGE_TYPES
+from gridtrain.core.messages.declaration import NAME as NAME
+from gridtrain.core.messages.declaration import FieldError as FieldError
+from gridtrain.core.messages.declaration import PeerId as PeerId
 from gridtrain.core.messages.round import (
     Data as Data,
 )
@@ -182,6 +190,7 @@ from gridtrain.core.messages.transfer import (
 from gridtrain.core.messages.transfer import (
     BURST_MESSAGES as BURST_MESSAGES,
 )
+from gridtrain.core.messages.transfer import MAX_RESIDUAL_BLOCKS as MAX_RESIDUAL_BLOCKS
 from gridtrain.core.messages.transfer import (
     Burst as Burst,
 )
@@ -260,6 +269,7 @@ from gridtrain.core.messages.transfer import (
 from gridtrain.core.messages.transfer import (
     UpdatesRequest as UpdatesRequest,
 )
+from gridtrain.core.messages.types import MAX_BLOCK_BYTES as MAX_BLOCK_BYTES
 from gridtrain.core.messages.types import (
     MAX_CHECKPOINT_SOURCES as MAX_CHECKPOINT_SOURCES,
 )
@@ -268,9 +278,6 @@ from gridtrain.core.messages.types import (
 )
 from gridtrain.core.messages.types import (
     MAX_STAGE_CHECKPOINTS as MAX_STAGE_CHECKPOINTS,
-)
-from gridtrain.core.messages.types import (
-    MAX_STAGES as MAX_STAGES,
 )
 from gridtrain.core.messages.types import (
     PROTOCOL_VERSION as PROTOCOL_VERSION,
@@ -304,9 +311,6 @@ from gridtrain.core.messages.types import (
 )
 from gridtrain.core.messages.types import (
     PayloadSlot as PayloadSlot,
-)
-from gridtrain.core.messages.types import (
-    PeerId as PeerId,
 )
 from gridtrain.core.messages.types import (
     RoundId as RoundId,

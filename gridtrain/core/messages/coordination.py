@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from gridtrain.core.messages.declaration import (
+    Address,
+    AppliedStep,
+    AtMost,
+    Count,
+    Digest,
+    Flops,
+    Name,
+    PeerId,
+    Positive,
+    Rate,
+    Reason,
+    RunStateWord,
+    Seconds,
+    StageBounds,
+    StageCount,
+    Text,
+    UInt,
+    message,
+)
 from gridtrain.core.messages.types import (
+    MAX_STAGE_CHECKPOINTS,
     CheckpointInfo,
     Facts,
     LedgerSpec,
     LedgerState,
     Member,
-    PeerId,
     RoundId,
     Span,
     StagedModel,
@@ -18,15 +39,17 @@ from gridtrain.core.messages.types import (
 )
 
 
+@message(1)
 @dataclass(frozen=True, slots=True)
 class Hello:
     """First message on every connection: who dials, and which protocol is spoken."""
 
     peer: PeerId
-    version: int
-    software: str
+    version: UInt
+    software: Name
 
 
+@message(5)
 @dataclass(frozen=True, slots=True)
 class Enrol:
     """Whoever holds an invitation asks that `peer`, its own public key, may come in from now on."""
@@ -34,6 +57,7 @@ class Enrol:
     peer: PeerId
 
 
+@message(10)
 @dataclass(frozen=True, slots=True)
 class Join:
     """I want to take part in `run`; peers may reach me at `address`.
@@ -43,14 +67,15 @@ class Join:
     key knows nothing of what is known of that key.
     """
 
-    run: str
-    name: str
-    address: str
+    run: Name
+    name: Name
+    address: Address
     can_relay: bool = True
     is_rejoin: bool = False
-    generation: int = 0
+    generation: UInt = 0
 
 
+@message(11)
 @dataclass(frozen=True, slots=True)
 class Setup:
     """What this worker will train.  `facts` must be equal on all workers of a run.
@@ -68,18 +93,19 @@ class Setup:
 
     facts: Facts
     ledger: LedgerSpec
-    batch_size: int
-    global_batch_size: int | None
+    batch_size: Count
+    global_batch_size: Count | None
     checkpoint: CheckpointInfo | None = None
     can_catch_up: bool = False
-    stages: int = 1
-    stage_checkpoints: tuple[CheckpointInfo, ...] = ()
+    stages: StageCount = 1
+    stage_checkpoints: Annotated[tuple[CheckpointInfo, ...], AtMost(MAX_STAGE_CHECKPOINTS)] = ()
     model: StagedModel | None = None
-    memory_bytes: int = 0
-    flops: float = 0.0
-    initial_state_digest: bytes = b""
+    memory_bytes: UInt = 0
+    flops: Flops = 0.0
+    initial_state_digest: Digest = b""
 
 
+@message(77)
 @dataclass(frozen=True, slots=True)
 class StageCheckpointList:
     """The checkpoints of stages on this worker's disk, all of them: replaces what `Setup.kept` said.
@@ -87,36 +113,40 @@ class StageCheckpointList:
     `generation`: of the last View that it had heard by then.
     """
 
-    checkpoints: tuple[CheckpointInfo, ...]
-    generation: int = 0
+    checkpoints: Annotated[tuple[CheckpointInfo, ...], AtMost(MAX_STAGE_CHECKPOINTS)]
+    generation: UInt = 0
 
 
+@message(12)
 @dataclass(frozen=True, slots=True)
 class LinkLatencies:
     """Round-trip times in seconds from this worker to the peers that it was told to probe."""
 
-    rtt_s: tuple[tuple[PeerId, float], ...]
+    rtt_s: Annotated[tuple[tuple[PeerId, Seconds], ...], AtMost(256)]
 
 
+@message(26)
 @dataclass(frozen=True, slots=True)
 class LinkRates:
     """How fast bulk went from this worker to a peer, and from that peer to it, in bytes per second; 0: not
     measured.  Of a link's two ends the more modest one is believed (`protocol.topology`)."""
 
-    rates_Bps: tuple[tuple[PeerId, float, float], ...]
+    rates_Bps: Annotated[tuple[tuple[PeerId, Rate, Rate], ...], AtMost(256)]
 
 
+@message(80)
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """What this worker is, for people: its device, versions.  Nothing is decided by it."""
 
-    texts: tuple[tuple[str, str], ...]
+    texts: Annotated[tuple[tuple[Name, Text], ...], AtMost(16)]
 
 
 STATE_LEFT = "state_left_bytes"
 """The metric of a heartbeat that says how many bytes of its state a worker still lacks."""
 
 
+@message(13)
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     """Sign of life, twice a second, with what `gridtrain status` shows.
@@ -125,12 +155,13 @@ class Heartbeat:
     `figures` are numbers for people: loss, bytes, seconds computing, ...
     """
 
-    sequence: int
-    step: int
-    progress: int
-    metrics: tuple[tuple[str, float], ...]
+    sequence: UInt
+    step: AppliedStep
+    progress: UInt
+    metrics: Annotated[tuple[tuple[Name, float], ...], AtMost(64)]
 
 
+@message(14)
 @dataclass(frozen=True, slots=True)
 class FreezeReport:
     """Answer to FREEZE: where I stand (commit rule 5).
@@ -140,18 +171,19 @@ class FreezeReport:
     A worker that has no state yet says `synced=False`.  `blocks`: of the model, that this state is of.
     """
 
-    term: int
-    generation: int
+    term: UInt
+    generation: UInt
     is_synced: bool
-    applied: int
-    history: bytes
+    applied: AppliedStep
+    history: Digest
     ledger: LedgerState
     prepared: RoundId | None
-    digest: bytes
+    digest: Digest
     skip: bool
     layers: Span = field(default=Span(0, 1))
 
 
+@message(23)
 @dataclass(frozen=True, slots=True)
 class CurrentGeneration:
     """Follows every Welcome: the generation I am in, its members and shares in rank order, and its `cuts`.
@@ -159,21 +191,23 @@ class CurrentGeneration:
     A coordinator that was started from a backup may not know it (commit rule 11).
     """
 
-    term: int
-    generation: int
-    members: tuple[tuple[PeerId, int], ...]
-    stage_bounds: tuple[int, ...] = ()
+    term: UInt
+    generation: UInt
+    members: Annotated[tuple[tuple[PeerId, Count], ...], AtMost(1024)]
+    stage_bounds: StageBounds = ()
 
 
+@message(15)
 @dataclass(frozen=True, slots=True)
 class Ready:
     """I executed the VIEW's verdict, have the state and my edges (commit rule 8)."""
 
-    term: int
-    generation: int
-    history: bytes
+    term: UInt
+    generation: UInt
+    history: Digest
 
 
+@message(16)
 @dataclass(frozen=True, slots=True)
 class RoundStalled:
     """A round does not come to an end; these peers are waited for, are not connected, or disagree.
@@ -182,126 +216,142 @@ class RoundStalled:
     """
 
     round: RoundId
-    suspects: tuple[PeerId, ...]
-    silent_s: float
-    reason: str
+    suspects: Annotated[tuple[PeerId, ...], AtMost(1024)]
+    silent_s: Seconds
+    reason: Reason
 
 
+@message(20)
 @dataclass(frozen=True, slots=True)
 class ViolationReport:
     """`peer` broke the protocol towards this worker, which has dropped it."""
 
     peer: PeerId
-    reason: str
+    reason: Reason
 
 
+@message(22)
 @dataclass(frozen=True, slots=True)
 class ConnectionLost:
     """The connection to this member of the running generation broke, for a reason that is not mine."""
 
-    term: int
-    generation: int
+    term: UInt
+    generation: UInt
     peer: PeerId
 
 
+@message(21)
 @dataclass(frozen=True, slots=True)
 class PeersUnreachable:
     """These members of the generation cannot be reached at the addresses that the Roster gave."""
 
-    term: int
-    generation: int
-    peers: tuple[PeerId, ...]
+    term: UInt
+    generation: UInt
+    peers: Annotated[tuple[PeerId, ...], AtMost(1024)]
 
 
+@message(24)
 @dataclass(frozen=True, slots=True)
 class ReplicaDigest:
     """Digest of this member's parameters, optimizer and settings after step `step`."""
 
-    term: int
-    generation: int
-    step: int
-    digest: bytes
+    term: UInt
+    generation: UInt
+    step: UInt
+    digest: Digest
 
 
+@message(17)
 @dataclass(frozen=True, slots=True)
 class Leave:
     """Departure, not silence."""
 
-    reason: str
+    reason: Reason
 
 
+@message(83)
 @dataclass(frozen=True, slots=True)
 class TemporaryLeave:
     """As Leave; its owner wants the machine for something else, and the worker means to come back."""
 
-    reason: str
+    reason: Reason
 
 
+@message(18)
 @dataclass(frozen=True, slots=True)
 class RunFinished:
     """The ledger ended the run on this worker."""
 
-    applied: int
-    history: bytes
+    applied: AppliedStep
+    history: Digest
 
 
+@message(30)
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    term: int
-    run: str
-    software: str
+    term: UInt
+    run: Name
+    software: Name
 
 
+@message(31)
 @dataclass(frozen=True, slots=True)
 class Refused:
-    code: str
-    reason: str
-    remedy: str
+    code: Name
+    reason: Reason
+    remedy: Reason
 
 
+@message(41)
 @dataclass(frozen=True, slots=True)
 class Enrolled:
     """Answer to Enrol: the key may now connect, and join `run`."""
 
-    run: str
+    run: Name
 
 
+@message(43)
 @dataclass(frozen=True, slots=True)
 class Reachability:
     """The coordinator called back: `address` reaches this worker; empty: nobody from outside can."""
 
-    address: str
+    address: Address
 
 
+@message(47)
 @dataclass(frozen=True, slots=True)
 class ReplicaDiverged:
     """This member's fingerprint of `step` is not that of most: it has to get the state anew."""
 
-    term: int
-    generation: int
-    step: int
+    term: UInt
+    generation: UInt
+    step: UInt
 
 
+@message(44)
 @dataclass(frozen=True, slots=True)
 class ExpectProbes:
     """Workers that will measure their links to you.  Connect to those with an address (see `Member`)."""
 
-    peers: tuple[tuple[PeerId, str], ...]
+    peers: Annotated[tuple[tuple[PeerId, Address], ...], AtMost(256)]
 
 
+@message(32)
 @dataclass(frozen=True, slots=True)
 class Admitted:
     """The set-up fits; measure the round trip to `probe` and answer with Links.  Addresses as in `Member`."""
 
-    probe_targets: tuple[tuple[PeerId, str], ...]
+    probe_targets: Annotated[tuple[tuple[PeerId, Address], ...], AtMost(256)]
 
 
+@message(33)
 @dataclass(frozen=True, slots=True)
 class HeartbeatReply:
-    term: int
-    sequence: int
+    term: UInt
+    sequence: UInt
 
 
+@message(34)
 @dataclass(frozen=True, slots=True)
 class Freeze:
     """From now on neither vote nor apply in this generation; report (commit rule 5).
@@ -309,23 +359,36 @@ class Freeze:
     `without`: members that left or were put out; they are to be cut off now, not only by the next VIEW.
     """
 
-    term: int
-    generation: int
-    reason: str
-    removed: tuple[PeerId, ...] = ()
+    term: UInt
+    generation: UInt
+    reason: Reason
+    removed: Annotated[tuple[PeerId, ...], AtMost(1024)] = ()
 
 
+MAX_MEMBERS_PER_PAGE = 192
+"""Such a page still fits a header if all names and addresses are the longest."""
+
+MAX_MEMBER_PAGES = 256
+
+
+@message(35)
 @dataclass(frozen=True, slots=True)
 class MemberListPage:
     """One page of the members of a coming VIEW, in rank order; pages precede the View."""
 
-    term: int
-    generation: int
-    page: int
-    pages: int
-    members: tuple[Member, ...]
+    term: UInt
+    generation: UInt
+    page: Count
+    pages: Positive
+    members: Annotated[tuple[Member, ...], AtMost(MAX_MEMBERS_PER_PAGE)]
+
+    def find_problem(self) -> str | None:
+        if self.page < self.pages <= MAX_MEMBER_PAGES:
+            return None
+        return f"page {self.page} of {self.pages}, must be below that, and that at most {MAX_MEMBER_PAGES}"
 
 
+@message(36)
 @dataclass(frozen=True, slots=True)
 class MembershipView:
     """The next generation, and the verdict on the step that was open (commit rules 6 and 7).
@@ -337,19 +400,20 @@ class MembershipView:
     the number of its blocks.
     """
 
-    term: int
-    generation: int
-    world_size: int
+    term: UInt
+    generation: UInt
+    world_size: Positive
     verdict: Verdict
     decided_round: RoundId | None
-    applied: int
-    history: bytes
+    applied: AppliedStep
+    history: Digest
     ledger: LedgerState
-    reason: str
-    exchange: str = ""
-    stage_bounds: tuple[int, ...] = ()
+    reason: Reason
+    exchange: Text = ""
+    stage_bounds: StageBounds = ()
 
 
+@message(78)
 @dataclass(frozen=True, slots=True)
 class StandbyNotice:
     """You are admitted and in no seat of this generation: the model has stages for so many only.
@@ -357,30 +421,33 @@ class StandbyNotice:
     `applied`, `history` and `ledger` are the View's: who was a member before executes the same verdict.
     """
 
-    term: int
-    generation: int
-    applied: int
-    history: bytes
+    term: UInt
+    generation: UInt
+    applied: AppliedStep
+    history: Digest
     ledger: LedgerState
-    reason: str
+    reason: Reason
 
 
+@message(37)
 @dataclass(frozen=True, slots=True)
 class StartGeneration:
-    term: int
-    generation: int
+    term: UInt
+    generation: UInt
 
 
+@message(38)
 @dataclass(frozen=True, slots=True)
 class RunStateUpdate:
     """The run is `waiting`, `training`, `paused` or `finished`, and why."""
 
-    state: str
-    reason: str
+    state: RunStateWord
+    reason: Reason
 
 
+@message(40)
 @dataclass(frozen=True, slots=True)
 class Rejoin:
     """You are no member (any more): introduce yourself again with Join."""
 
-    reason: str
+    reason: Reason

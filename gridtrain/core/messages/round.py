@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from gridtrain.core.messages.declaration import Count, Digest, Payload, Reason, UInt, message
 from gridtrain.core.messages.types import Channel, PayloadSlot, RoundId, Verdict
 
 
+@message(50)
 @dataclass(frozen=True, slots=True)
 class Data:
     """A piece of an exchange.  `payload` is a token: one frame on the wire, anything in a simulator.
@@ -19,51 +20,56 @@ class Data:
     channel: Channel
     slot: PayloadSlot
     skip: bool
-    payload: Any
+    payload: Payload
 
 
+@message(51)
 @dataclass(frozen=True, slots=True)
 class Vote:
     round: RoundId
     yes: bool
-    digest: bytes
-    reason: str
+    digest: Digest
+    reason: Reason
 
 
+@message(52)
 @dataclass(frozen=True, slots=True)
 class Decision:
     """The root's, once for each attempt (commit rule 3)."""
 
     round: RoundId
     verdict: Verdict
-    reason: str
+    reason: Reason
 
 
+@message(53)
 @dataclass(frozen=True, slots=True)
 class RoundProgress:
     """I am alive and working on this round; extends the root's deadline."""
 
     round: RoundId
-    progress: int
+    progress: UInt
 
 
+@message(58)
 @dataclass(frozen=True, slots=True)
 class MeanRequest:
     """To the root: my number for the `index`-th average of this step; for people, not for the model."""
 
-    term: int
-    generation: int
-    step: int
-    index: int
+    term: UInt
+    generation: UInt
+    step: UInt
+    index: Count
     value: float
 
 
+@message(59)
 @dataclass(frozen=True, slots=True)
 class MeanReply:
     """From the root: the average over the generation."""
 
-    term: int
-    generation: int
-    step: int
-    index: int
+    term: UInt
+    generation: UInt
+    step: UInt
+    index: Count
     value: float

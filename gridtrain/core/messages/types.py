@@ -5,11 +5,26 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
+from typing import Annotated, Any
+
+from gridtrain.core.messages.declaration import (
+    Address,
+    AtMost,
+    Count,
+    Digest,
+    Factor,
+    Name,
+    PeerId,
+    Positive,
+    Seconds,
+    SourceRank,
+    StageBounds,
+    Text,
+    UInt,
+)
 
 PROTOCOL_VERSION = 2
-
-MAX_STAGES = 1024
-"""That a model may be cut into."""
 
 MAX_STAGE_CHECKPOINTS = 16
 """Checkpoints of stages that one worker tells of."""
@@ -20,10 +35,10 @@ MAX_LAYERS = 256
 MAX_CHECKPOINT_SOURCES = 64
 """Checkpoints that one stage is put together from."""
 
-PeerId = bytes
-"""A peer's public key, 32 bytes.  Never an address, never a routing id."""
+MAX_BLOCK_BYTES = 1 << 20
+"""Payload of a message that carries one block of something larger."""
 
-Facts = tuple[tuple[str, str], ...]
+Facts = Annotated[tuple[tuple[Name, Text], ...], AtMost(64)]
 """Short texts by name, for people and for comparison; see `Setup`."""
 
 
@@ -61,19 +76,19 @@ class Verdict(IntEnum):
 class RoundId:
     """One attempt at one step's exchange, in one generation of one term."""
 
-    term: int
-    generation: int
-    step: int
-    attempt: int
+    term: UInt
+    generation: UInt
+    step: UInt
+    attempt: UInt
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Channel:
     """Which collective within a round: a bucket, a micro-batch of a pipeline (`protocol.handoff`)."""
 
-    group: int = 0
-    kind: int = 0
-    index: int = 0
+    group: Count = 0
+    kind: Count = 0
+    index: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +96,27 @@ class PayloadSlot:
     """Where a payload belongs inside one collective."""
 
     phase: CollectivePhase
-    hop: int = 0
-    segment: int = 0
-    slice: int = 0
+    hop: Count = 0
+    segment: Count = 0
+    slice: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """Data positions start <= p < stop of the run (see `protocol.ledger`); or blocks of a model."""
 
-    start: int
-    stop: int
+    start: UInt
+    stop: UInt
+
+    def find_problem(self) -> str | None:
+        return None if self.start <= self.stop else f"{self}, must not stop before it starts"
+
+    def find_problem_of_layers(self) -> str | None:
+        """As `find_problem`; layers are at least one, while data positions may be none."""
+        return None if self.start < self.stop else f"layers {self}, must be one at least"
+
+
+Spans = Annotated[tuple[Span, ...], AtMost(4096)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +126,14 @@ class LedgerSpec:
     Exactly one of `epochs` and `steps` is not None; it ends the run.
     """
 
-    size: int
-    seed: int
-    epochs: int | None = None
-    steps: int | None = None
+    size: UInt
+    seed: UInt
+    epochs: UInt | None = None
+    steps: UInt | None = None
+
+    def find_problem(self) -> str | None:
+        one_limit = (self.epochs is None) != (self.steps is None)
+        return None if one_limit else f"{self}, must have epochs or steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +149,12 @@ class LedgerState:
         holders: who holds which positions of step `step`, when a VIEW fixed it; None: by shares.
     """
 
-    step: int = 0
-    cursor: int = 0
-    requeued: tuple[Span, ...] = ()
-    consumed: int = 0
-    skipped: int = 0
-    holders: tuple[tuple[PeerId, tuple[Span, ...]], ...] | None = None
+    step: UInt = 0
+    cursor: UInt = 0
+    requeued: Spans = ()
+    consumed: UInt = 0
+    skipped: UInt = 0
+    holders: Annotated[tuple[tuple[PeerId, Spans], ...], AtMost(1024)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +175,21 @@ class Member:
     """
 
     peer: PeerId
-    name: str
-    address: str
-    share: int
+    name: Name
+    address: Address
+    share: Count
     joining: bool
-    donor: int = -1
-    pieces: tuple[tuple[Span, int], ...] = ()
-    digest: bytes = b""
-    piece_digests: tuple[bytes, ...] = ()
+    donor: SourceRank = -1
+    pieces: Annotated[tuple[tuple[Span, Count], ...], AtMost(MAX_CHECKPOINT_SOURCES)] = ()
+    digest: Digest = b""
+    piece_digests: Annotated[tuple[Digest, ...], AtMost(MAX_CHECKPOINT_SOURCES)] = ()
+
+    def find_problem(self) -> str | None:
+        if len(self.piece_digests) != len(self.pieces):
+            return f"{len(self.piece_digests)} digests of {len(self.pieces)} pieces, must be as many"
+        return next(
+            (problem for layers, _ in self.pieces if (problem := layers.find_problem_of_layers())), None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +200,14 @@ class CheckpointInfo:
     `digest`: of what is in it (`optim.state_sync.content_digest`); empty: not known.
     """
 
-    applied: int
-    history: bytes
+    applied: UInt
+    history: Digest
     ledger: LedgerState
     layers: Span = Span(0, 1)
-    digest: bytes = b""
+    digest: Digest = b""
+
+    def find_problem(self) -> str | None:
+        return self.layers.find_problem_of_layers()
 
     def matches(self, blocks: Span, applied: int, history: bytes) -> bool:
         """The state of these blocks, after this step of this history; its digest may not be known yet."""
@@ -179,15 +218,15 @@ class CheckpointInfo:
 class LayerCosts:
     """What one block of a model in stages costs; see `protocol.stage_costs.Layer`, where the units stand."""
 
-    parameter_bytes: int
-    trainable_bytes: int
-    output_bytes: int = 0
-    gradient_bytes: int = 0
-    kept_bytes: int = 0
-    work_bytes: int = 0
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    overhead_s: float = 0.0
+    parameter_bytes: UInt
+    trainable_bytes: UInt
+    output_bytes: UInt = 0
+    gradient_bytes: UInt = 0
+    kept_bytes: UInt = 0
+    work_bytes: UInt = 0
+    forward_s: Seconds = 0.0
+    backward_s: Seconds = 0.0
+    overhead_s: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,13 +238,35 @@ class StagedModel:
     chosen the cuts; where there are workers for all stages these are taken, whatever their cards are like.
     """
 
-    cuts: tuple[int, ...]
-    blocks: tuple[LayerCosts, ...] = ()
-    samples: int = 1
-    micro_batches: int = 1
-    copies: float = 3.0
-    input_bytes: int = 0
+    cuts: StageBounds
+    blocks: Annotated[tuple[LayerCosts, ...], AtMost(MAX_LAYERS)] = ()
+    samples: Positive = 1
+    micro_batches: Positive = 1
+    copies: Factor = 3.0
+    input_bytes: UInt = 0
     rematerialise: bool = True
     fill_drain: bool = False
-    ahead: float = 0.0
+    ahead: Factor = 0.0
     fixed: bool = False
+
+    def find_problem(self) -> str | None:
+        cuts, count = self.cuts, len(self.blocks)
+        if cuts[:1] != (0,) or len(cuts) < 2 or not all(a < b for a, b in pairwise(cuts)):
+            return f"cuts {cuts[:8]}, must ascend from 0"
+        return (
+            None
+            if not count or count == cuts[-1]
+            else f"{count} blocks cut at {cuts[:8]}, must end with them"
+        )
+
+
+def find_problem_of_block(index: int, total: int, payload: Any, max_blocks: int) -> str | None:
+    """Of block `index` of `total`, of which there may be `max_blocks`."""
+    if not index < total <= max_blocks:
+        return f"block {index} of {total}, must be below the total, and that at most {max_blocks}"
+    return find_problem_of_size(payload, MAX_BLOCK_BYTES)
+
+
+def find_problem_of_size(payload: Any, max_bytes: int) -> str | None:
+    nbytes = memoryview(payload).nbytes
+    return None if nbytes <= max_bytes else f"{nbytes} bytes, must be at most {max_bytes}"

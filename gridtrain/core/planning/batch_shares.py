@@ -1,14 +1,12 @@
-"""How many samples of a step each worker takes, where the whole step's number is fixed (`global_batch_size`).
-
-Decides the shares from the speeds that workers measure while they compute, and when other shares are worth
-a new generation.  Never measures, never makes a generation: that is `protocol.generations`.
+"""How many samples of a step each worker takes, where the number of a whole step is fixed
+(`global_batch_size`).
 
     speed, samples/s      40   10   10        (20 + 20 + 20)            step's computing: 2.00 s
     shares of 60          40   10   10        the slowest is done last                    1.00 s
 
-A step takes as long as its slowest worker, so the shares are dealt such that the longest n_i / v_i is as
-short as whole samples allow.  A speed is measured in what a worker did of its share, so where a step has a
-fixed part (v grows with n) the shares creep to the point at which all are done at the same time.
+A step takes as long as its slowest worker, so the shares make the longest n_i / v_i as short as whole samples
+allow.  A worker's speed is measured at its present share.  Where a step has a fixed part (v grows with n) the
+shares therefore converge to those with which all workers finish at the same time.
 """
 
 from __future__ import annotations
@@ -23,20 +21,20 @@ from gridtrain.core.messages import PeerId
 
 SAMPLES_FIGURE = "computed_samples"
 SECONDS_FIGURE = "computed_s"
-"""Figures of a Beat: how much a worker has computed since it came, and in how long."""
+"""Figures of a heartbeat: samples that a worker has computed since it joined, and in how many seconds."""
 
 OBSERVATION_DECAY = math.exp(-1 / 20)
-"""What an observation counts for at the next one: of beats or, where those take longer, of steps."""
+"""Weight of an observation at the next one: of heartbeats or, where those take longer, of steps."""
 
 MIN_SECONDS_S = 0.05
 MIN_OBSERVATIONS = 8
-"""A speed is known from so many beats on, with so much computing in them."""
+"""A speed counts as measured after so many heartbeats with so much computing in them."""
 
 MIN_SPEEDUP = 1.15
 """Other shares are worth a generation when the longest computing becomes shorter by this factor."""
 
 MAX_MEDIAN_RATIO = 64.0
-"""A speed counts as so many times the median at most: it is the worker's own word."""
+"""A speed counts as at most so many times the median, as it is the worker's own report."""
 
 MAX_NAMED_WORKERS = 8
 
@@ -53,7 +51,7 @@ class _SpeedEstimate:
 
 @dataclass(frozen=True, slots=True)
 class BatchShares:
-    """`counts[i]` samples for the i-th worker; `reason` says in words why."""
+    """`counts[i]` samples for the i-th worker, and the reason in words."""
 
     counts: tuple[int, ...]
     reason: str
@@ -61,30 +59,30 @@ class BatchShares:
 
 @dataclass(slots=True)
 class WorkerSpeeds:
-    """What is known of the workers' speeds."""
+    """The workers' measured speeds."""
 
     _speeds: dict[PeerId, _SpeedEstimate] = field(default_factory=dict)
 
     def observe(self, peer: PeerId, figures: Mapping[str, float]) -> None:
-        """Take the totals out of a beat's figures; a beat without them, or with nonsense, tells nothing."""
-        told = figures.get(SAMPLES_FIGURE, 0.0), figures.get(SECONDS_FIGURE, 0.0)
+        """Record the totals in a heartbeat's figures; missing or invalid ones are ignored."""
+        totals = figures.get(SAMPLES_FIGURE, 0.0), figures.get(SECONDS_FIGURE, 0.0)
         known = self._speeds.setdefault(peer, _SpeedEstimate())
-        samples, seconds_s = told[0] - known.last_totals[0], told[1] - known.last_totals[1]
-        if samples < 0 or seconds_s < 0:  # it began anew
-            self._speeds[peer] = _SpeedEstimate(last_totals=told)
+        samples, seconds_s = totals[0] - known.last_totals[0], totals[1] - known.last_totals[1]
+        if samples < 0 or seconds_s < 0:  # the worker restarted
+            self._speeds[peer] = _SpeedEstimate(last_totals=totals)
             return
         if not (0 < samples < math.inf and 0 < seconds_s < math.inf):
             return
         known.samples = known.samples * OBSERVATION_DECAY + samples
         known.seconds_s = known.seconds_s * OBSERVATION_DECAY + seconds_s
         known.observations += 1
-        known.last_totals = told
+        known.last_totals = totals
 
     def forget(self, peer: PeerId) -> None:
         self._speeds.pop(peer, None)
 
     def speed(self, peer: PeerId) -> float | None:
-        """Samples per second of computing; None: not known yet."""
+        """Samples per second of computing; None: not measured yet."""
         known = self._speeds.get(peer)
         if known is None or known.observations < MIN_OBSERVATIONS or known.seconds_s < MIN_SECONDS_S:
             return None
@@ -93,7 +91,7 @@ class WorkerSpeeds:
     def plan_shares(
         self, peers: Sequence[PeerId], names: Sequence[str], total: int, most: Sequence[int]
     ) -> BatchShares:
-        """Shares of `total` for `peers`; who has not been measured counts as the median of the others."""
+        """Shares of `total` for `peers`; one that is not measured counts as the median of the others."""
         measured = {p: speed for p in peers if (speed := self.speed(p)) is not None}
         counts = tuple(divide_samples(total, self._assumed_speeds(peers, measured), most))
         if not measured:
@@ -106,7 +104,8 @@ class WorkerSpeeds:
         return BatchShares(counts, f"{total} samples shared by measured speed: {shown}{more}")
 
     def rebalance_reason(self, peers: Sequence[PeerId], current: Sequence[int], most: Sequence[int]) -> str:
-        """Why other shares than the current ones are wanted; empty: they are not, or it cannot be known."""
+        """Why other shares than the current ones are worth a generation; empty: they are not, or that is
+        unknown."""
         measured = {p: speed for p in peers if (speed := self.speed(p)) is not None}
         busy = [peer for peer, share in zip(peers, current, strict=True) if share > 0]
         if len(peers) < 2 or not busy or any(peer not in measured for peer in busy):
@@ -124,23 +123,23 @@ class WorkerSpeeds:
 
 
 def slowest_compute_s(counts: Sequence[int], speeds: Sequence[float]) -> float:
-    """How long the slowest worker computes, in seconds."""
+    """Seconds that the slowest worker computes."""
     return max(count / speed for count, speed in zip(counts, speeds, strict=True))
 
 
 def divide_samples(total: int, speeds: Sequence[float], most: Sequence[int]) -> list[int]:
-    """Whole shares whose sum is `total`, such that the longest count / speed is as short as can be.
+    """Integer shares with the sum `total` that make the longest count / speed as short as possible.
 
-    Everybody gets at least 1 if there are enough; ties go to the lower index.
+    Every worker gets at least 1 if there are enough; ties go to the lower index.
 
     Args:
         speeds: all > 0 and finite.
-        most: the largest share of each; 0: any.  Where they do not hold the total they count in proportion.
+        most: the largest share of each; 0: any.  If their sum is less than `total`, they are scaled up.
     """
     limits = _share_limits(total, most)
     least = 1 if total >= len(speeds) else 0
     counts = _rounded_down(total, speeds, limits, least)
-    # The next sample goes where it is done first: exact, as every count only grows.
+    # The next sample goes to the worker that finishes it first: exact, as counts only grow.
     queue = [
         ((count + 1) / speed, i)
         for i, (count, speed, limit) in enumerate(zip(counts, speeds, limits, strict=True))
@@ -163,30 +162,30 @@ def _share_limits(total: int, most: Sequence[int]) -> list[int]:
 
 
 def _rounded_down(total: int, speeds: Sequence[float], limits: Sequence[int], least: int) -> list[int]:
-    """Proportional shares within their bounds, none above its place in the best deal.
+    """Proportional shares within their bounds, none larger than in the best division.
 
-    Who is at a bound is taken out, and the rest is shared again: at most one turn for each worker.
+    Workers at a bound get that, and the rest is divided again: at most one pass for each worker.
     """
     counts = [0] * len(speeds)
-    open_ones = list(range(len(speeds)))
+    unbounded = list(range(len(speeds)))
     left = total
-    while open_ones:
-        whole = math.fsum(speeds[i] for i in open_ones)
-        low = [i for i in open_ones if left * speeds[i] / whole <= least]
-        high = [i for i in open_ones if left * speeds[i] / whole >= limits[i]]
-        # Too much for some and too little for others pull the rest apart: the larger surplus goes first.
-        short = sum(least - left * speeds[i] / whole for i in low)
-        over = sum(left * speeds[i] / whole - limits[i] for i in high)
-        bound = low if low and short >= over else high
+    while unbounded:
+        whole = math.fsum(speeds[i] for i in unbounded)
+        at_least = [i for i in unbounded if left * speeds[i] / whole <= least]
+        at_most = [i for i in unbounded if left * speeds[i] / whole >= limits[i]]
+        # Fixing lower and upper bounds moves the rest in opposite directions: the larger surplus goes first.
+        short = sum(least - left * speeds[i] / whole for i in at_least)
+        over = sum(left * speeds[i] / whole - limits[i] for i in at_most)
+        bound = at_least if at_least and short >= over else at_most
         if not bound:
             break
         for i in bound:
-            counts[i] = least if bound is low else limits[i]
+            counts[i] = least if bound is at_least else limits[i]
             left -= counts[i]
-        open_ones = [i for i in open_ones if i not in bound]
-    if open_ones:
-        whole = math.fsum(speeds[i] for i in open_ones)
-        for i in open_ones:
+        unbounded = [i for i in unbounded if i not in bound]
+    if unbounded:
+        whole = math.fsum(speeds[i] for i in unbounded)
+        for i in unbounded:
             counts[i] = min(limits[i], max(least, math.floor(left * speeds[i] / whole)))
     while sum(counts) > total:  # rounding errors of huge ratios
         counts[max(range(len(counts)), key=lambda i: counts[i])] -= 1

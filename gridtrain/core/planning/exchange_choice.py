@@ -1,91 +1,83 @@
-"""Which exchange a run uses whose script leaves that open (`exchange="auto"`), and why.
+"""The exchange of a run whose script leaves it open (`exchange="auto"`), and the topology of a dense one.
 
-Decides, from measured links, measured computing and the model's size, once for all members: what is chosen
-travels in the View and is journalled with it.  Never measures, never makes a generation (`generations`).
+The choice is made once for all members from measured links, measured computing and the model's size; it
+travels in the MembershipView and is journalled with it.
 
-    first generation: "" -----> all have computed a batch, links are known -----> a View with the choice
+    first generation: "" -----> all have computed a batch, links are known -----> a view with the choice
                                         |                                                |
                 members compute, and wait before the exchange               they go on with the same gradient
 
-    later: links, speeds or members change --> another choice, where it makes steps `WORTH` times as fast
+    later: links, speeds or members change --> another choice, where steps get `MIN_SPEEDUP` times as fast
 
-The first batch of a worker takes longest (kernels are compiled), so the first choice may be dense where
-later ones are not: a dense step then costs little beside the computing.  A choice may change at any
-generation without loss: dense keeps nothing back, sparse exchanges keep it in the same residual, and a dense
-step takes along what lies in it.
+The first batch of a worker takes longest (kernels are compiled), so the first choice may be dense where later
+ones are not: a dense step then costs little beside the computing.  A choice may change at any generation
+without loss: a dense exchange keeps nothing back, sparse ones keep the same residual, and a dense step adds
+it to what it sends.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from gridtrain.config import Auto, Deadlines
+from gridtrain.config import Auto, Deadlines, Dense, Exchange
 from gridtrain.core.messages import PeerId, Setup
 from gridtrain.core.planning.batch_shares import SAMPLES_FIGURE, SECONDS_FIGURE
-from gridtrain.core.planning.cost_model import ExchangeCost, exchange_cost
-from gridtrain.core.planning.dense_topology import (
-    DIRECT_DENSE,
-    MAX_DIRECT_MEMBERS,
-    OPEN_DENSE,
-    RING_TOPOLOGY,
-    DenseTopology,
-    choose_dense_topology,
-)
 from gridtrain.core.planning.exchange_comparison import (
     DENSE_PREFERENCE_MARGIN,
     LOSSLESS_KINDS,
+    MAX_DIRECT_MEMBERS,
+    RING_TOPOLOGY,
+    DenseTopology,
     ExchangeEstimate,
+    choose_dense_topology,
+    estimate_exchange,
     fastest_estimate,
     format_exchange,
     format_seconds,
     recommend_exchange,
 )
+from gridtrain.core.planning.exchange_facts import (
+    DIRECT_DENSE,
+    OPEN_DENSE,
+    exchange_of,
+    parameter_count,
+    replace_exchange,
+)
 from gridtrain.core.planning.local_steps_proposal import propose_local_steps
 from gridtrain.core.planning.network_model import NetworkModel, uniform_network
-from gridtrain.core.planning.rank_order import MIN_SPEEDUP, DEFAULT_LINK_Bps, parse_workload, workload_of
+from gridtrain.core.planning.rank_order import MIN_SPEEDUP, DEFAULT_LINK_Bps
 from gridtrain.core.planning.rank_order_search import SIMULATED_MESSAGES, best_order
-from gridtrain.core.planning.workload import CpuCosts, Workload
-from gridtrain.errors import ConfigError
+from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
 
 FIRST_STEP_FIGURE = "first_computed_s"
-"""A figure of a Beat: seconds of the batch whose gradient waits for the first choice."""
+"""A figure of a heartbeat: seconds of the batch whose gradient waits for the first choice."""
 
 MAX_MEDIAN_RATIO = 4.0
-"""The slowest member's computing counts as so many times the median at most: it is that worker's own word."""
+"""The slowest member's computing counts as at most so many times the median, as it is that worker's own
+report."""
 
 MAX_ORDERED_MEMBERS = 32
-"""Members for which the best order of each exchange is looked for; above they are compared as they joined, as
-three searches would hold up the coordinator."""
+"""Members for which the best order of each exchange is searched; larger groups are compared in the order of
+joining, as three searches would block the coordinator."""
 
 DEFAULT_ALPHA_s = 1e-3
 DENSE_RETURN_RATIO = 1.05
-"""Dense, which leaves nothing out, is gone back to where its steps are at most so many times as long."""
+"""The choice returns to dense, which leaves nothing out, where its steps are at most so many times as
+long."""
 
 LOCAL_STEPS_COMPUTE_SHARE = 0.5
-"""Where less than this part of a step is computing, local steps are mentioned."""
+"""Where less than this share of a step is computing, local steps are mentioned."""
 
-_EXCHANGE = re.compile(r"(Dense|TopK|GTopK)\(([^()]*)\)")
-
-
-def parse_auto(setup: Setup | None) -> Auto | None:
-    """What a run leaves to the coordinator; None: its script names an exchange."""
-    return Auto.parse(dict(setup.facts).get("exchange", "")) if setup is not None else None
+STAR_KINDS = (ExchangeKind.STAR, ExchangeKind.STAR_GTOPK)
 
 
 def seconds_per_sample(figures: Mapping[str, float]) -> float:
-    """Seconds for a sample over a worker's whole stay, first batches left out; 0.0: not known."""
+    """Seconds for a sample since the worker joined, first batches left out; 0.0: unknown."""
     samples, seconds = figures.get(SAMPLES_FIGURE, 0.0), figures.get(SECONDS_FIGURE, 0.0)
     return seconds / samples if 0 < samples < math.inf and 0 < seconds < math.inf else 0.0
-
-
-def parameter_count(setup: Setup) -> int:
-    """Of the model, by the facts; 0: they do not say."""
-    found = re.match(r"(\d{1,18}) parameters", dict(setup.facts).get("model", ""))
-    return int(found[1]) if found else 0
 
 
 @dataclass(slots=True)
@@ -93,181 +85,210 @@ class ExchangeChoice:
     """The choice of one run.
 
     Attributes:
-        chosen: out of several exchanges.
-        road: of a dense exchange that is open to it, in the generation that is made.
-        reason: of the choice, in words; with what another one would gain now, if that is known.
-        rates_s: so long the first choice waits for a measured rate.
-        patience_s: so long for members that have not told what their first batch took, since the first has
-            told: one that hangs must not hold up the others where no round with its deadlines is open.
+        chosen: by `exchange="auto"`; None: not chosen yet, or the script names an exchange.
+        dense_topology: of a dense exchange whose topology is open, in the current generation.
+        reason: of the choice, in words.
+        rate_timeout_s: how long the first choice waits for a measured rate.
+        report_timeout_s: how long it waits for members that have not reported their first batch, from the
+            first
+            report on: one that hangs must not hold up the others where no round with its deadlines is open.
     """
 
-    chosen: str = ""
+    chosen: Exchange | None = None
     reason: str = ""
     dense_topology: DenseTopology = RING_TOPOLOGY
     rate_timeout_s: float = 2.0
     report_timeout_s: float = Deadlines().first_step_s
     _setup: Setup | None = None
-    _auto: Auto | None = None
-    _alternative_text: str = ""  # what another choice would bring that is not worth it
-    _first_report_s: float | None = None  # since when one has computed
+    _alternative_text: str = ""  # another exchange that is faster, but not enough to change
+    _first_report_s: float | None = None  # since when one member has computed
     _all_reported_s: float | None = None  # since when all have
     _is_chosen_alone: bool = False  # chosen by a worker that had nobody to exchange with
 
     def configure(self, setup: Setup | None, chosen: str = "", alone: bool = False) -> None:
-        """The run is known; `chosen`: what a journal says, and whether a worker alone had chosen it."""
-        self.dense_topology = (
-            DenseTopology(True, "direct, as in the journal") if chosen == DIRECT_DENSE else RING_TOPOLOGY
-        )
-        chosen = OPEN_DENSE if self.dense_topology.is_direct else chosen
-        self._setup, self._auto = setup, parse_auto(setup)
-        self.chosen = chosen if self._auto is not None and chosen in self._candidate_texts() else ""
-        self.reason = f"{self.chosen}, as in the journal" if self.chosen else ""
-        self._is_chosen_alone = alone and bool(self.chosen)
+        """The run is known.
+
+        Args:
+            chosen: the exchange that a journal names; empty: none.
+            alone: a worker without others had chosen it.
+        """
+        is_direct = chosen == DIRECT_DENSE
+        self.dense_topology = DenseTopology(True, "direct, as in the journal") if is_direct else RING_TOPOLOGY
+        self._setup = setup
+        text = OPEN_DENSE if is_direct else chosen
+        self.chosen = next((each for each in self._candidates() if each.describe() == text), None)
+        self.reason = f"{text}, as in the journal" if self.chosen else ""
+        self._is_chosen_alone = alone and self.chosen is not None
+
+    # -- what is known -----------------------------------------------------------------------------
+
+    @property
+    def _named(self) -> Exchange | Auto | None:
+        """What the script says; None: unknown."""
+        return exchange_of(self._setup)
+
+    @property
+    def is_auto(self) -> bool:
+        return isinstance(self._named, Auto)
 
     @property
     def is_open(self) -> bool:
         """The coordinator has to choose, and has not yet."""
-        return self._auto is not None and not self.chosen
+        return self.is_auto and self.chosen is None
 
     @property
-    def is_auto(self) -> bool:
-        return self._auto is not None
+    def chosen_text(self) -> str:
+        """As it is shown and journalled; empty: nothing is chosen."""
+        return self.chosen.describe() if self.chosen is not None else ""
+
+    @property
+    def view_exchange(self) -> str:
+        """As `MembershipView.exchange`."""
+        return DIRECT_DENSE if self.dense_topology.is_direct else self.chosen_text
 
     @property
     def description(self) -> str:
         """For people; empty: the run's script names an exchange."""
-        if self._auto is None:
+        if not self.is_auto:
             return ""
-        said = self._with_topology(self.reason)
-        return (
-            f"{said}{'; ' + self._alternative_text if self._alternative_text else ''}"
-            if self.chosen
-            else "not chosen yet"
-        )
+        if self.chosen is None:
+            return "not chosen yet"
+        shown = self.reason
+        if self.dense_topology.is_direct:
+            shown = shown.replace(OPEN_DENSE, DIRECT_DENSE, 1)
+        return f"{shown}; {self._alternative_text}" if self._alternative_text else shown
 
     @property
     def effective_setup(self) -> Setup | None:
-        """As if the script had named what was chosen: for orders of ranks, and for status."""
-        if self._setup is None or not (self.chosen or self.dense_topology.is_direct):
+        """The set-up with the exchange that is in use, for the status."""
+        is_direct = self.dense_topology.is_direct
+        if self._setup is None or not (self.chosen or is_direct):
             return self._setup
-        named = ((n, self.chosen or t if n == "exchange" else t) for n, t in self._setup.facts)
-        facts = tuple((n, self._with_topology(t) if n == "exchange" else t) for n, t in named)
-        return replace(self._setup, facts=facts)
+        return replace(self._setup, facts=replace_exchange(self._setup, self.chosen_text, direct=is_direct))
 
     @property
-    def view_exchange(self) -> str:
-        """As `View.exchange`."""
-        return DIRECT_DENSE if self.dense_topology.is_direct else self.chosen
+    def workload(self) -> Workload | None:
+        """What a round exchanges; None: unknown, or not chosen yet."""
+        exchange, parameters = self.chosen or self._named, parameter_count(self._setup)
+        if exchange is None or isinstance(exchange, Auto) or parameters < 1:
+            return None
+        if self.dense_topology.is_direct and exchange == Dense():
+            exchange = Dense(topology="direct")
+        return Workload.of(exchange, parameters)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether updates are small, so that newcomers may catch up with them."""
+        load = self.workload
+        return load is not None and load.kind.is_sparse
+
+    @property
+    def is_star(self) -> bool:
+        """Whether everything passes rank 0."""
+        load = self.workload
+        return load is not None and load.kind in STAR_KINDS
+
+    def _candidates(self) -> tuple[Exchange, ...]:
+        """What may be chosen; empty: the script names an exchange."""
+        named = self._named
+        return named.exchanges(max(1, parameter_count(self._setup))) if isinstance(named, Auto) else ()
+
+    # -- topology of a dense exchange --------------------------------------------------------------
 
     def choose_dense_topology(
         self, size: int, network: NetworkModel | None, edges: Callable[[], bool]
     ) -> None:
-        """A generation of so many is made.
+        """Choose it for a generation of that many members.
 
         Args:
-            network: as in `roads.road_of`.
-            edges: likewise; asked where that matters.
+            network, edges: see `exchange_comparison.choose_dense_topology`; `edges` is called where it
+                matters.
         """
         self.dense_topology = RING_TOPOLOGY
-        setup = self.effective_setup
-        if setup is not None and setup.stages == 1 and OPEN_DENSE in dict(setup.facts).get("exchange", ""):
-            self.dense_topology = choose_dense_topology(
-                workload_of(setup), size, network, size <= MAX_DIRECT_MEMBERS and edges()
-            )
+        is_whole_model = self._setup is not None and self._setup.stages == 1
+        if is_whole_model and (self.chosen or self._named) == Dense():
+            has_edges = size <= MAX_DIRECT_MEMBERS and edges()
+            self.dense_topology = choose_dense_topology(self.workload, size, network, has_edges)
 
     def ring_reason(self, size: int, network: NetworkModel) -> str:
-        """Why the members, who stand and exchange directly, want a ring now; empty: they do not."""
-        load = self.workload
-        found = (
-            choose_dense_topology(load, size, network, True)
-            if self.dense_topology.is_direct
-            else RING_TOPOLOGY
-        )
-        if not self.dense_topology.is_direct or found.is_direct or found.ring_speedup < MIN_SPEEDUP:
+        """Why members that exchange directly should use a ring now; empty: they should not."""
+        if not self.dense_topology.is_direct:
             return ""
-        return f"links have changed: {found.reason}"
+        found = choose_dense_topology(self.workload, size, network, True)
+        is_worth_it = not found.is_direct and found.ring_speedup >= MIN_SPEEDUP
+        return f"links have changed: {found.reason}" if is_worth_it else ""
 
-    def _with_topology(self, text: str) -> str:
-        return text.replace(OPEN_DENSE, DIRECT_DENSE, 1) if self.dense_topology.is_direct else text
-
-    @property
-    def workload(self) -> Workload | None:
-        """What a round exchanges; None: not known."""
-        return workload_of(self.effective_setup)
-
-    @property
-    def is_sparse(self) -> bool:
-        """Updates are small: newcomers may follow them."""
-        load = self.workload
-        return load is not None and load.kind.is_sparse
-
-    def _candidate_texts(self) -> tuple[str, ...]:
-        assert self._auto is not None and self._setup is not None
-        return tuple(each.describe() for each in self._auto.exchanges(max(1, parameter_count(self._setup))))
-
-    # -- choices -----------------------------------------------------------------------------------
+    # -- which exchange ----------------------------------------------------------------------------
 
     def choose_first(
         self,
         peers: Sequence[PeerId],
-        told: Mapping[PeerId, float],
+        reported_s: Mapping[PeerId, float],
         network: NetworkModel | None,
         now_s: float,
     ) -> str:
-        """Choose if that can be done now; the reason, empty: nothing new is chosen.
+        """Choose if that can be done now; the reason, empty: nothing is chosen.
 
         Args:
-            told: by member, `FIRST_FIGURE`.
+            reported_s: by member, `FIRST_STEP_FIGURE`.
             network: of `peers`, in any order; None: nothing is measured yet.
         """
         if not self.is_open or not peers:
             return ""
-        if len(peers) > 1:
-            if not any(peer in told for peer in peers):
-                return ""
-            self._first_report_s = now_s if self._first_report_s is None else self._first_report_s
-            if (
-                any(peer not in told for peer in peers)
-                and now_s < self._first_report_s + self.report_timeout_s
-            ):
-                return ""
-            self._all_reported_s = now_s if self._all_reported_s is None else self._all_reported_s
-            if network is None and now_s < self._all_reported_s + self.rate_timeout_s:
-                return ""
-        computing_s = _slowest_compute_s([told[peer] for peer in peers if peer in told])
-        return self._choose(len(peers), network, computing_s)
+        if len(peers) > 1 and self._is_waiting(peers, reported_s, network, now_s):
+            return ""
+        compute_s = _slowest_compute_s([reported_s[peer] for peer in peers if peer in reported_s])
+        return self._choose(len(peers), network, compute_s)
 
-    def reconsider(self, size: int, network: NetworkModel | None, computing_s: Sequence[float]) -> str:
-        """Choose anew where it is worth it; the reason, empty: the choice stays.
+    def _is_waiting(
+        self,
+        peers: Sequence[PeerId],
+        reported_s: Mapping[PeerId, float],
+        network: NetworkModel | None,
+        now_s: float,
+    ) -> bool:
+        """Whether reports or rates that are missing may still come."""
+        missing = [peer for peer in peers if peer not in reported_s]
+        if len(missing) == len(peers):
+            return True
+        self._first_report_s = now_s if self._first_report_s is None else self._first_report_s
+        if missing and now_s < self._first_report_s + self.report_timeout_s:
+            return True
+        self._all_reported_s = now_s if self._all_reported_s is None else self._all_reported_s
+        return network is None and now_s < self._all_reported_s + self.rate_timeout_s
 
-        What a worker alone had chosen is no choice for two: without measurements it is open again.
+    def reconsider(self, size: int, network: NetworkModel | None, compute_s: Sequence[float]) -> str:
+        """Choose again where it is worth it; the reason, empty: the choice stays.
+
+        What a worker alone has chosen is no choice for two: without measurements it is open again.
 
         Args:
-            computing_s: of a step, by member; empty: not known.
+            compute_s: of a step, by member; empty: unknown.
         """
-        if not self.chosen or size < 2 or self._auto is None:
+        if self.chosen is None or size < 2:
             return ""
-        if self._is_chosen_alone and (network is None or not computing_s):
-            self.chosen, self.reason, self._is_chosen_alone = "", "", False
+        if network is None or not compute_s:
+            if not self._is_chosen_alone:
+                return ""
+            self.chosen, self.reason, self._is_chosen_alone = None, "", False
             return "a worker that was alone is no longer"
-        if network is None or not computing_s:
-            return ""
+        slowest_s = _slowest_compute_s(compute_s)
         if self._is_chosen_alone:
-            return self._choose(size, network, _slowest_compute_s(computing_s))
-        looks = self._estimates(size, network, _slowest_compute_s(computing_s))
-        at = next((index for index, text in enumerate(self._candidate_texts()) if text == self.chosen), None)
-        if at is None or not looks:
+            return self._choose(size, network, slowest_s)
+        candidates, estimates = self._candidates(), self._estimates(size, network, slowest_s)
+        if self.chosen not in candidates or not estimates:
             return ""
-        here, best = looks[at], fastest_estimate(looks)
-        dense = min((x for x in looks if x.load.kind in LOSSLESS_KINDS), key=lambda x: x.step_s)
+        current, best = estimates[candidates.index(self.chosen)], fastest_estimate(estimates)
+        dense = min((x for x in estimates if x.load.kind in LOSSLESS_KINDS), key=lambda x: x.step_s)
         self._alternative_text = ""
-        if here.load.kind not in LOSSLESS_KINDS and dense.step_s <= DENSE_RETURN_RATIO * here.step_s:
-            return self._adopt(looks, dense)
-        if best is here:
+        is_lossy = current.load.kind not in LOSSLESS_KINDS
+        if is_lossy and dense.step_s <= DENSE_RETURN_RATIO * current.step_s:
+            return self._adopt(estimates, dense)
+        if best is current:
             return ""
-        gain = here.step_s / best.step_s
+        gain = current.step_s / best.step_s
         if gain >= MIN_SPEEDUP:
-            return self._adopt(looks, best)
+            return self._adopt(estimates, best)
         if gain > 1 + DENSE_PREFERENCE_MARGIN / 2:
             self._alternative_text = (
                 f"{format_exchange(best)} would now make steps {gain - 1:.0%} faster, and is taken from "
@@ -275,70 +296,56 @@ class ExchangeChoice:
             )
         return ""
 
-    def _choose(self, size: int, network: NetworkModel | None, computing_s: float) -> str:
+    def _choose(self, size: int, network: NetworkModel | None, compute_s: float) -> str:
         self._is_chosen_alone, self._first_report_s, self._all_reported_s = size == 1, None, None
-        if size == 1:
-            self.chosen = self._candidate_texts()[0]
-            self.reason = f"{self.chosen}: one worker has nobody to exchange with"
+        estimates = self._estimates(size, network, compute_s) if size > 1 else []
+        if not estimates:
+            self.chosen = self._candidates()[0]
+            why = "one worker has nobody to exchange with" if size == 1 else "the model's size is not known"
+            self.reason = f"{self.chosen_text}: {why}"
             return self.reason
-        looks = self._estimates(size, network, computing_s)
-        if not looks:
-            self.chosen = self._candidate_texts()[0]
-            self.reason = f"{self.chosen}: the model's size is not known"
-            return self.reason
-        best, _ = recommend_exchange(looks)
-        return self._adopt(looks, best, measured=network is not None)
+        return self._adopt(estimates, recommend_exchange(estimates).best, measured=network is not None)
 
     def _adopt(
-        self, looks: Sequence[ExchangeEstimate], best: ExchangeEstimate, *, measured: bool = True
+        self, estimates: Sequence[ExchangeEstimate], best: ExchangeEstimate, *, measured: bool = True
     ) -> str:
-        self.chosen = self._candidate_texts()[looks.index(best)]
+        self.chosen = self._candidates()[estimates.index(best)]
         self._alternative_text = ""
-        self.reason = _choice_reason(self.chosen, looks, best)
+        self.reason = _choice_reason(self.chosen_text, estimates, best)
         if not measured:
             self.reason += f"; no link is measured, each counts as {DEFAULT_LINK_Bps * 8 / 1e6:.0f} Mbit/s"
-        assert self._auto is not None
-        self.reason += _local_steps_advice(best, self._auto)
+        assert isinstance(self._named, Auto)
+        self.reason += _local_steps_advice(best, self._named)
         return self.reason
 
-    def _estimates(
-        self, size: int, network: NetworkModel | None, computing_s: float
-    ) -> list[ExchangeEstimate]:
-        """Each choice on this network, in its best order where that can be looked for in a moment."""
-        assert self._setup is not None
-        count = parameter_count(self._setup)
-        lines = network if network is not None else uniform_network(size, DEFAULT_ALPHA_s, DEFAULT_LINK_Bps)
-        looks = []
-        for text in self._candidate_texts() if count else ():
-            found = _EXCHANGE.match(text)
-            load = parse_workload(found[1], found[2], count) if found else None
-            if load is None:
-                raise ConfigError(f"{text!r} is no exchange", remedy="use gridtrain's own version")
-            looks.append(
-                ExchangeEstimate(load, size, _cost(load, lines, measured=network is not None), computing_s)
+    def _estimates(self, size: int, network: NetworkModel | None, compute_s: float) -> list[ExchangeEstimate]:
+        """Each candidate on this network, in its best order where that is found quickly; empty: the model's
+        size is unknown."""
+        count, cpu = parameter_count(self._setup), CpuCosts()
+        assumed = network if network is not None else uniform_network(size, DEFAULT_ALPHA_s, DEFAULT_LINK_Bps)
+        estimates = []
+        for exchange in self._candidates() if count else ():
+            load, order = Workload.of(exchange, count), None
+            if network is not None and 2 < size <= MAX_ORDERED_MEMBERS:
+                order = best_order(load, network, cpu, range(size)).order
+            estimates.append(
+                estimate_exchange(load, assumed, cpu, compute_s, order=order, max_messages=SIMULATED_MESSAGES)
             )
-        return looks
-
-
-def _cost(load: Workload, lines: NetworkModel, *, measured: bool) -> ExchangeCost:
-    order: Sequence[int] = range(lines.size)
-    if measured and 2 < lines.size <= MAX_ORDERED_MEMBERS:
-        order = best_order(load, lines, CpuCosts(), range(lines.size)).order
-    return exchange_cost(load, lines.reordered(order), CpuCosts(), most_moves=SIMULATED_MESSAGES)
+        return estimates
 
 
 def _slowest_compute_s(seconds: Sequence[float]) -> float:
-    """The slowest is waited for, whatever it says up to a bound."""
+    """The slowest is waited for; its report counts up to a multiple of the median."""
     usual = median(seconds) if seconds else 0.0
     return min(max(max(seconds, default=0.0), 1e-6), MAX_MEDIAN_RATIO * max(usual, 1e-6), 1e6)
 
 
-def _choice_reason(chosen: str, looks: Sequence[ExchangeEstimate], best: ExchangeEstimate) -> str:
+def _choice_reason(chosen: str, estimates: Sequence[ExchangeEstimate], best: ExchangeEstimate) -> str:
     text = (
         f"{chosen}: a step takes {format_seconds(best.step_s)} with {best.world_size} workers, "
         f"{format_seconds(best.compute_s)} of it computing"
     )
-    others = sorted((look for look in looks if look is not best), key=lambda look: look.step_s)
+    others = sorted((each for each in estimates if each is not best), key=lambda each: each.step_s)
     if not others:
         return text
     text += "; " + ", ".join(f"{format_exchange(other)} {format_seconds(other.step_s)}" for other in others)
@@ -348,7 +355,7 @@ def _choice_reason(chosen: str, looks: Sequence[ExchangeEstimate], best: Exchang
 
 
 def _local_steps_advice(best: ExchangeEstimate, auto: Auto) -> str:
-    """Only in words: they change what is optimized, which is the script's business."""
+    """Only in words: local steps change what is optimized, which the script decides."""
     if best.efficiency >= LOCAL_STEPS_COMPUTE_SHARE:
         return ""
     proposed = propose_local_steps(best.compute_s, best.cost.exchange_s)

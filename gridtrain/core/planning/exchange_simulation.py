@@ -1,11 +1,9 @@
-"""One exchange in virtual time: each move over the lines of a network, in the order of events.
+"""Event-driven simulation of one exchange: its messages over the links of a network, in the order of events.
 
-Decides when each message leaves, reaches its receiver, is there, and is dealt with.  Never chooses anything.
+    needs handled --> [sender's CPU] --> links --alpha--> [download] --> [receiver's CPU: work] --> next
 
-    needs dealt with --> [sender's turn] --> lines --alpha--> [download] --> [receiver's turn: work] --> more
-
-A member works on one thing at a time; its lines go on beside it.  With `host_cores` all members stand on one
-machine and share so many cores, as in the lab.
+A member's CPU does one thing at a time while its links carry on.  With `host_cores` all members run on one
+machine and share that many cores, as in the lab.
 """
 
 from __future__ import annotations
@@ -28,15 +26,15 @@ from gridtrain.core.planning.workload import (
 )
 
 
-class _CpuOccupancy:
-    """Who computes when: each member one thing at a time, all together on no more cores than there are."""
+class CpuOccupancy:
+    """When each member's CPU is free: one thing at a time, all members together on at most `host_cores`."""
 
-    def __init__(self, size: int, host_cores: int | None) -> None:
+    def __init__(self, size: int, host_cores: int | None = None) -> None:
         self._free_s = [0.0] * size
         self._cores_s = [0.0] * host_cores if host_cores else None
 
     def reserve(self, rank: int, ready_s: float, seconds: float) -> float:
-        """When it is done."""
+        """Queue for the CPU of `rank`; the time at which the work is done."""
         start_s = max(ready_s, self._free_s[rank])
         if self._cores_s is not None and seconds > 0:
             start_s = max(start_s, heapq.heappop(self._cores_s))
@@ -46,12 +44,41 @@ class _CpuOccupancy:
         return end_s
 
 
-_LEAVE, _REACH, _ARRIVE = range(3)
+def vote_end_s(ends_s: Sequence[float], network: NetworkModel, cpu: CpuCosts, cpus: CpuOccupancy) -> float:
+    """When the last member knows the verdict of the vote that follows an exchange.
+
+    All tell the root (rank 0) that they are prepared; it handles one vote after the other, and then sends one
+    decision after the other.
+
+    Args:
+        ends_s: (P,) when each member has the complete update.
+    """
+    work, others = cpus.reserve, range(1, network.size)
+    votes_s = []
+    for rank in others:
+        out_s = work(rank, ends_s[rank], cpu.message_s)
+        votes_s.append(out_s + network.link(rank, 0).alpha_s + cpu.wake_s)
+    decided_s = max([ends_s[0], *(work(0, arrived_s, cpu.message_s) for arrived_s in sorted(votes_s))])
+    decisions = []
+    for rank in others:
+        out_s = work(0, decided_s, cpu.message_s)
+        decisions.append((out_s + network.link(0, rank).alpha_s + cpu.wake_s, rank))
+    known_s = [
+        work(rank, arrived_s, cpu.message_s + cpu.begin_s / 2) for arrived_s, rank in sorted(decisions)
+    ]
+    return max([work(0, decided_s, cpu.begin_s / 2), *known_s])
+
+
+_DEPART, _REACH, _ARRIVE = range(3)
 
 
 @dataclass(slots=True)
 class ExchangeSimulation:
-    """All moves of one exchange in the order of time; the vote is not among them."""
+    """All messages of one exchange in the order of time, and then the vote.
+
+    Attributes:
+        sent_bytes, received_bytes, cpu_s: (P,) by each member, once it has run.
+    """
 
     messages: Sequence[PlannedMessage]
     load: Workload
@@ -62,119 +89,104 @@ class ExchangeSimulation:
     received_bytes: list[float] = field(init=False)
     cpu_s: list[float] = field(init=False)
     _events: list[tuple[float, int, int, float]] = field(default_factory=list)
-    _pending_needs: list[int] = field(init=False)  # needs of each move that are still to come
-    _pending_predecessors: list[int] = field(init=False)  # moves that its receiver deals with first
+    _pending_needs: list[int] = field(init=False)  # by message: needs that are not handled yet
+    _pending_predecessors: list[int] = field(init=False)  # by message: `after_messages` not handled yet
     _dependents: list[list[int]] = field(init=False)
     _successors: list[list[int]] = field(init=False)
     _arrived_s: dict[int, float] = field(default_factory=dict)
     _ends_s: list[float] = field(init=False)
-    _workers: _CpuOccupancy = field(init=False)
+    _cpus: CpuOccupancy = field(init=False)
 
     def __post_init__(self) -> None:
         size = self.network.size
-        self._workers = _CpuOccupancy(size, self.host_cores)
+        self._cpus = CpuOccupancy(size, self.host_cores)
         self.sent_bytes, self.received_bytes = [0.0] * size, [0.0] * size
         self.cpu_s = [start_work_s(self.load, self.cpu) + self.cpu.begin_s] * size
-        self._pending_needs = [len(move.needs) for move in self.messages]
-        self._pending_predecessors = [len(move.after_messages) for move in self.messages]
+        self._pending_needs = [len(message.needs) for message in self.messages]
+        self._pending_predecessors = [len(message.after_messages) for message in self.messages]
         self._dependents = [[] for _ in self.messages]
         self._successors = [[] for _ in self.messages]
-        for index, move in enumerate(self.messages):
-            for need in move.needs:
+        for index, message in enumerate(self.messages):
+            for need in message.needs:
                 self._dependents[need].append(index)
-            for first in move.after_messages:
+            for first in message.after_messages:
                 self._successors[first].append(index)
 
     def run(self) -> list[float]:
-        """When each member has everything, and the digest of it; in seconds from the start."""
+        """(P,) seconds from the start until each member has the complete update and its digest."""
         size = self.network.size
         start_s = start_work_s(self.load, self.cpu) + self.cpu.begin_s / 2
-        begin_s = [self._workers.reserve(rank, 0.0, start_s) for rank in range(size)]
+        begin_s = [self._cpus.reserve(rank, 0.0, start_s) for rank in range(size)]
         self._ends_s = list(begin_s)
         traffic = LinkOccupancy(self.network)
-        for index, move in enumerate(self.messages):
-            if not move.needs:
-                self._ready(index, begin_s[move.src])
+        for index, message in enumerate(self.messages):
+            if not message.needs:
+                self._queue_to_send(index, begin_s[message.src])
         while self._events:
-            now_s, key, stage, until_s = heapq.heappop(self._events)
+            now_s, key, event, until_s = heapq.heappop(self._events)
             index = abs(key)
-            move = self.messages[index]
-            if stage == _LEAVE:
-                if (turn_s := traffic.earliest_departure_s(move.src, move.dst)) > now_s:
-                    heapq.heappush(self._events, (turn_s, index, _LEAVE, 0.0))
+            message = self.messages[index]
+            if event == _DEPART:
+                if (turn_s := traffic.earliest_departure_s(message.src, message.dst)) > now_s:
+                    heapq.heappush(self._events, (turn_s, index, _DEPART, 0.0))
                     continue
-                reached_s, last_s = traffic.depart(move.src, move.dst, self._wire_bytes(move), now_s)
-                self._count_bytes(move)
+                nbytes = self._wire_bytes(message)
+                reached_s, last_s = traffic.depart(message.src, message.dst, nbytes, now_s)
+                self._count_bytes(message)
                 # Two that share a download end together: at a tie the one that is needed sooner comes second.
                 heapq.heappush(self._events, (reached_s, -index, _REACH, last_s))
-            elif stage == _REACH:
-                there_s = traffic.arrive(move.dst, self._wire_bytes(move), now_s, until_s) + self.cpu.wake_s
-                heapq.heappush(self._events, (there_s, index, _ARRIVE, 0.0))
+            elif event == _REACH:
+                arrived_s = traffic.arrive(message.dst, self._wire_bytes(message), now_s, until_s)
+                heapq.heappush(self._events, (arrived_s + self.cpu.wake_s, index, _ARRIVE, 0.0))
             else:
                 self._arrive(index, now_s)
         end_s = end_work_s(self.load, size, self.cpu)
-        ahead_s = overlapped_work_s(self.load, size, self.cpu)
-        self.cpu_s = [spent_s + end_s + ahead_s for spent_s in self.cpu_s]
+        overlapped_s = overlapped_work_s(self.load, size, self.cpu)
+        self.cpu_s = [spent_s + end_s + overlapped_s for spent_s in self.cpu_s]
         if self.host_cores is not None:
-            end_s += ahead_s  # on cores that all members share there is no idle moment for it
-        return [self._workers.reserve(rank, ready_s, end_s) for rank, ready_s in enumerate(self._ends_s)]
+            end_s += overlapped_s  # on cores that all members share there is no idle moment for it
+        return [self._cpus.reserve(rank, ready_s, end_s) for rank, ready_s in enumerate(self._ends_s)]
 
-    def finish_vote_s(self, ends_s: Sequence[float]) -> float:
-        """After `run`: all tell the root (rank 0) that they are prepared, and it tells all what is decided.
+    def run_vote(self, ends_s: Sequence[float]) -> float:
+        """After `run`; see `vote_end_s`."""
+        message_s = self.cpu.message_s
+        self.cpu_s = [spent_s + 2 * message_s for spent_s in self.cpu_s]
+        self.cpu_s[0] += 2 * (self.network.size - 2) * message_s
+        return vote_end_s(ends_s, self.network, self.cpu, self._cpus)
 
-        It deals with one vote after the other, and sends one decision after the other.  Returns when the last
-        member knows.
-        """
-        size, cpu, work = self.network.size, self.cpu, self._workers.reserve
-        heard = []
-        for rank in range(1, size):
-            out_s = work(rank, ends_s[rank], cpu.message_s)
-            heard.append(out_s + self.network.link(rank, 0).alpha_s + cpu.wake_s)
-        decided_s = max([ends_s[0], *(work(0, there_s, cpu.message_s) for there_s in sorted(heard))])
-        told = []
-        for rank in range(1, size):
-            out_s = work(0, decided_s, cpu.message_s)
-            told.append((out_s + self.network.link(0, rank).alpha_s + cpu.wake_s, rank))
-        self.cpu_s = [spent_s + 2 * cpu.message_s for spent_s in self.cpu_s]
-        self.cpu_s[0] += 2 * (size - 2) * cpu.message_s
-        known = [work(rank, there_s, cpu.message_s + cpu.begin_s / 2) for there_s, rank in sorted(told)]
-        return max([work(0, decided_s, cpu.begin_s / 2), *known])
+    def _queue_to_send(self, index: int, now_s: float) -> None:
+        """The sender's CPU sends before it handles anything else that has arrived."""
+        message = self.messages[index]
+        out_s = self._cpus.reserve(message.src, now_s, message.count * self.cpu.message_s)
+        heapq.heappush(self._events, (out_s, index, _DEPART, 0.0))
 
-    def _ready(self, index: int, now_s: float) -> None:
-        """Its sender takes its turn, before it deals with anything else that has come."""
-        move = self.messages[index]
-        out_s = self._workers.reserve(move.src, now_s, move.count * self.cpu.message_s)
-        heapq.heappush(self._events, (out_s, index, _LEAVE, 0.0))
+    def _wire_bytes(self, message: PlannedMessage) -> float:
+        return message.count * (message.fraction * self.load.unit_bytes + HEADER_BYTES)
 
-    def _wire_bytes(self, move: PlannedMessage) -> float:
-        return move.count * (move.fraction * self.load.unit_bytes + HEADER_BYTES)
-
-    def _handling_s(self, move: PlannedMessage) -> float:
-        """Of the CPU, at each end."""
-        return move.count * self.cpu.message_s + self._wire_bytes(move) * cpu_s_per_byte(self.load, self.cpu)
-
-    def _count_bytes(self, move: PlannedMessage) -> None:
-        self.sent_bytes[move.src] += self._wire_bytes(move)
-        self.received_bytes[move.dst] += self._wire_bytes(move)
-        self.cpu_s[move.src] += self._handling_s(move)
-        self.cpu_s[move.dst] += self._handling_s(move)
+    def _count_bytes(self, message: PlannedMessage) -> None:
+        nbytes = self._wire_bytes(message)
+        handling_s = message.count * self.cpu.message_s + nbytes * cpu_s_per_byte(self.load, self.cpu)
+        self.sent_bytes[message.src] += nbytes
+        self.received_bytes[message.dst] += nbytes
+        self.cpu_s[message.src] += handling_s
+        self.cpu_s[message.dst] += handling_s
 
     def _arrive(self, index: int, now_s: float) -> None:
-        """It is dealt with, unless another one comes first; then whatever waited for it."""
+        """Handle the message unless another one comes first, and then those that waited for it."""
         self._arrived_s[index] = now_s
         ready = [index] if self._pending_predecessors[index] == 0 else []
         while ready:
             done = ready.pop()
-            move = self.messages[done]
-            seconds = move.count * receive_work_s(move.work, self.load, move.fraction, self.cpu)
-            handled_s = seconds + move.count * self.cpu.message_s
-            end_s = self._workers.reserve(move.dst, max(now_s, self._arrived_s[done]), handled_s)
-            self.cpu_s[move.dst] += seconds
-            self._ends_s[move.dst] = max(self._ends_s[move.dst], end_s)
-            for follower in self._dependents[done]:
-                self._pending_needs[follower] -= 1
-                if self._pending_needs[follower] == 0:
-                    self._ready(follower, end_s)
+            message = self.messages[done]
+            work_s = message.count * receive_work_s(message.work, self.load, message.fraction, self.cpu)
+            handled_s = work_s + message.count * self.cpu.message_s
+            end_s = self._cpus.reserve(message.dst, max(now_s, self._arrived_s[done]), handled_s)
+            self.cpu_s[message.dst] += work_s
+            self._ends_s[message.dst] = max(self._ends_s[message.dst], end_s)
+            for dependent in self._dependents[done]:
+                self._pending_needs[dependent] -= 1
+                if self._pending_needs[dependent] == 0:
+                    self._queue_to_send(dependent, end_s)
             for successor in self._successors[done]:
                 self._pending_predecessors[successor] -= 1
                 if self._pending_predecessors[successor] == 0 and successor in self._arrived_s:

@@ -1,10 +1,9 @@
 """How many optimizer steps a worker takes alone between two exchanges (`gridtrain.LocalSteps`).
 
-Decides a number from measured seconds, and says why.  Measures nothing and sets nothing: all workers of a run
-need the same number, so its owner writes it into the script.
-
     | step | step | ... | step | exchange |        share = exchange_s / (every * step_s + exchange_s)
     '------- every times ------'
+
+The number is a proposal: all workers of a run need the same, so the script sets it.
 """
 
 from __future__ import annotations
@@ -15,16 +14,18 @@ from dataclasses import dataclass
 from gridtrain.errors import ConfigError
 
 MOST_LOCAL_STEPS = 512
-"""Workers that train alone for longer drift apart: DiLoCo (arXiv 2311.08105, section 3.1) was measured up to
-2,000 steps, and lost from 500 on."""
+"""With more steps alone the replicas diverge: DiLoCo (arXiv 2311.08105, section 3.1) was measured up to 2,000
+steps, and got worse from 500 on."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalStepsProposal:
-    """Attributes:
-    every: for `LocalSteps(every=...)`.
-    share: of the time that goes into exchanges then, 0 .. 1.
-    reason: in words.
+    """A number of local steps.
+
+    Attributes:
+        every: for `LocalSteps(every=...)`.
+        share: of the time that exchanges then take, 0 .. 1.
+        reason: in words.
     """
 
     every: int
@@ -35,13 +36,14 @@ class LocalStepsProposal:
 def propose_local_steps(
     step_s: float, exchange_s: float, *, target_share: float = 0.1, most: int = MOST_LOCAL_STEPS
 ) -> LocalStepsProposal:
-    """The fewest steps with which exchanges take at most `target_share` of the time: fewer learn better.
+    """The fewest steps with which exchanges take at most `target_share` of the time: fewer steps learn
+    better.
 
     Args:
         step_s: seconds of one optimizer step on the slowest worker (`optimizer.timings["computing_s"]`).
-        exchange_s: seconds of one exchange on the slowest line, measured or predicted.
+        exchange_s: seconds of one exchange on the slowest link, measured or predicted.
         target_share: 0 < target_share < 1.
-        most: never more than this.
+        most: the largest number to propose.
 
     Raises:
         ConfigError: an argument is out of range.

@@ -1,14 +1,12 @@
-"""Which lines a message goes over, and how long they are busy: a network as the planner sees it.
+"""The network as the planner sees it: links, and when each of them is free.
 
-Decides what a path costs in time, message by message.  Never measures, never sends, knows no exchange.
+    src -- its upload -- the pair's own link -- links that several pairs share -- dst's download --> dst
+           (shared by                            (a slow link between two sites)  (shared by
+            all that src sends)                                                    all that dst receives)
 
-    src -- its upload -- the pair's own link -- lines that several pairs share -- dst's download --> dst
-           (shared by                            (a thin line between two sites)  (shared by
-            all that src sends)                                                    all that dst gets)
-
-Every line is a queue: first come, first served, at its own rate, both directions apart.  A message flows
-through all lines of its path at once (the first byte is not held until the last is there), so alone it
-takes alpha + bytes / (the slowest rate), and two that share a line take it in turns.
+Each is a queue: first come, first served, at its own rate, both directions apart.  A message flows through
+all of its path at once (the first byte is not held until the last has arrived), so alone it takes
+alpha + bytes / (the slowest rate), and two messages on one link wait for each other.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ class LinkModel:
     """One direction between two ranks.
 
     Attributes:
-        alpha_s: time of the first byte on its way, in seconds.
+        alpha_s: latency of the first byte, in seconds.
         bandwidth_Bps: bytes per second of this pair alone.
-        shared: names of lines that other pairs use as well; their rates are in `Network.shared_Bps`.
+        shared_links: names of links that other pairs use as well; rates are in `NetworkModel.shared_Bps`.
     """
 
     alpha_s: float
@@ -37,12 +35,15 @@ class LinkModel:
 
 @dataclass(frozen=True, slots=True)
 class NetworkModel:
-    """`size` ranks and what lies between them.
+    """`size` ranks and the links between them.
 
     Attributes:
-        link: of the direction src -> dst.
-        up_Bps, down_Bps: (size,) bytes per second of each rank's own line.
-        shared_Bps: bytes per second of lines that several pairs share, by name.
+        link: the link from src to dst.
+        up_Bps, down_Bps: (size,) bytes per second of each rank's upload and download.
+        shared_Bps: bytes per second of links that several pairs share, by name.
+
+    Raises:
+        ConfigError: a rate is not above 0, or uploads and downloads differ in number.
     """
 
     link: Callable[[int, int], LinkModel]
@@ -55,7 +56,7 @@ class NetworkModel:
         if len(self.up_Bps) != len(self.down_Bps) or not self.up_Bps or any(not rate > 0 for rate in rates):
             raise ConfigError(
                 f"a network of {len(self.up_Bps)} uploads and {len(self.down_Bps)} downloads, "
-                f"the slowest line {min(rates, default=0.0):g} bytes per second",
+                f"the slowest link {min(rates, default=0.0):g} bytes per second",
                 remedy="give each member an upload and a download above 0",
             )
 
@@ -64,7 +65,7 @@ class NetworkModel:
         return len(self.up_Bps)
 
     def path_Bps(self, src: int, dst: int) -> float:
-        """Rate of the slowest line from src to dst, if nobody else uses it."""
+        """Rate of the slowest link on the path from src to dst, if nobody else uses it."""
         link = self.link(src, dst)
         rates = (self.shared_Bps[name] for name in link.shared_links)
         return min(self.up_Bps[src], link.bandwidth_Bps, self.down_Bps[dst], *rates)
@@ -81,16 +82,16 @@ class NetworkModel:
 
 
 def uniform_network(size: int, alpha_s: float, bandwidth_Bps: float) -> NetworkModel:
-    """All lines alike, as on one switch: `bandwidth_Bps` up and down for each rank."""
+    """Equal links, as on one switch: `bandwidth_Bps` up and down for each rank."""
     link = LinkModel(alpha_s)
     return NetworkModel(lambda src, dst: link, (bandwidth_Bps,) * size, (bandwidth_Bps,) * size)
 
 
 class LinkOccupancy:
-    """When each line of a network is free again.
+    """When each link of a network is free again.
 
-    A message is put on the lines at its sender (`leave`) when it is ready, and on the receiver's download
-    (`reach`) when its first byte is there; both calls come in the order of time.
+    A message occupies the links of its path but the last (`depart`) when its sender is ready, and the
+    receiver's download (`arrive`) when its first byte is there; calls must come in the order of time.
     """
 
     __slots__ = ("_free_s", "_network")
@@ -100,14 +101,14 @@ class LinkOccupancy:
         self._free_s: dict[Hashable, float] = {}
 
     def earliest_departure_s(self, src: int, dst: int) -> float:
-        """When a message from src can leave at the earliest, if its path has lines that others share.
+        """When a message from src can depart at the earliest, if its path has shared links.
 
-        There its turn comes when it leaves, and not when it begins to wait for src's other messages.
+        It queues for a shared link when it departs, not when it begins to wait for other messages of src.
         """
         return self._free_s.get(src, 0.0) if self._network.link(src, dst).shared_links else 0.0
 
     def depart(self, src: int, dst: int, nbytes: float, ready_s: float) -> tuple[float, float]:
-        """When its first byte reaches dst, and before when its last one cannot."""
+        """(time of its first byte at dst, earliest time of its last byte)."""
         network = self._network
         link = network.link(src, dst)
         start_s, last_s = self._reserve(src, network.up_Bps[src], nbytes, ready_s)
@@ -124,8 +125,8 @@ class LinkOccupancy:
         _, end_s = self._reserve(~dst, self._network.down_Bps[dst], nbytes, reached_s)
         return max(end_s, not_before_s)
 
-    def _reserve(self, line: Hashable, rate_Bps: float, nbytes: float, ready_s: float) -> tuple[float, float]:
-        """The line's turn: when it begins and ends."""
-        start_s = max(ready_s, self._free_s.get(line, 0.0))
-        end_s = self._free_s[line] = start_s + nbytes / rate_Bps
+    def _reserve(self, link: Hashable, rate_Bps: float, nbytes: float, ready_s: float) -> tuple[float, float]:
+        """Queue for a link; (when the transfer begins, when it ends)."""
+        start_s = max(ready_s, self._free_s.get(link, 0.0))
+        end_s = self._free_s[link] = start_s + nbytes / rate_Bps
         return start_s, end_s

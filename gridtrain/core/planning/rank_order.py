@@ -1,26 +1,24 @@
-"""From what workers have measured to the order of ranks of the exchange that they run, and the reason.
+"""The order of ranks for the exchange of a run, from what its workers have measured, and the reason.
 
-Decides which measurements count and when a better order is worth a new generation.  Never measures.
+    round trips -----------+
+    rates (both ends) -----+--> NetworkModel --> rank_order_search.best_order --> RankOrder(order, reason)
+    exchange, parameters --+
 
-    Links (round trips) ---+
-    Rates (both ends) -----+--> Network of the members --> ordering.best_order --> Plan(order, reason)
-    Setup (exchange, n) ---+
-
-A worker can say what it likes, so of a link's rate the smaller of what its two ends say counts, and of a
-round trip the larger; what one end alone says of a rate counts as no more than the median of what the others
-say.  Nobody can make a link look better than the other end has seen it; who makes its own look worse only
-gets the place that such a link would get, and no new order while all others' words speak against it.
+A worker can report what it likes.  Of a link's rate the smaller of the reports of its two ends counts, and of
+a round trip the larger; a rate that one end alone reports counts as no more than the median of the others.
+So nobody can make a link look better than the other end has measured it.  Who makes its own links look worse
+only gets the rank that such links would get, and causes no new order that the reports of the others do not
+support.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from gridtrain.core.messages import PeerId, Setup
+from gridtrain.core.messages import PeerId
 from gridtrain.core.planning.network_model import LinkModel, NetworkModel
 from gridtrain.core.planning.rank_order_search import (
     MAX_SEARCHED_PEERS,
@@ -29,36 +27,22 @@ from gridtrain.core.planning.rank_order_search import (
     best_order,
     simulated_exchange_s,
 )
-from gridtrain.core.planning.ring_order import RankOrder, order_ring
-from gridtrain.core.planning.workload import VALUE_BYTES, CpuCosts, ExchangeKind, Workload, messages_by_pair
+from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload, messages_by_pair
 
 MIN_SPEEDUP = 1.2
-"""Another order is worth a generation if the exchange is predicted to take so many times less."""
+"""Another order is worth a generation if the exchange is predicted to be this much faster."""
 
-MAX_REPLANNED_MEMBERS = 64  # members; above the order stays until somebody comes or goes
+MAX_REPLANNED_MEMBERS = 64  # members; in larger groups the order stays until somebody joins or leaves
 MAX_LISTED_MEMBERS = 32  # members whose links the status shows
-DEFAULT_LINK_Bps = 12.5e6  # 100 Mbit/s: what a line counts as where nothing has been measured
+DEFAULT_LINK_Bps = 12.5e6  # 100 Mbit/s, assumed where nothing has been measured
 MOST_Bps, LEAST_Bps = 1e11, 1e3
-MAX_UNCONFIRMED_Bps = 125e6
-"""1 Gbit/s: what one end alone has told counts as no more where nobody else has told anything.  A loop that
-was too busy to answer in time is just the one that reads a burst from a buffer, in no time."""
+"""Bounds of a reported rate."""
 
-"""What a rate counts as at most and at least: it is a worker's word."""
+MAX_UNCONFIRMED_Bps = 125e6
+"""1 Gbit/s: bound of a rate that one end alone has reported where nobody else has reported any.  A worker
+whose loop was too busy to answer in time then reads the whole burst from a buffer, in no time."""
 
 PeerPair = tuple[PeerId, PeerId]
-_KINDS = {
-    ("dense", ""): ExchangeKind.DENSE,
-    ("dense", "ring"): ExchangeKind.DENSE,
-    ("dense", "direct"): ExchangeKind.DIRECT,
-    ("dense", "star"): ExchangeKind.STAR,
-    ("topk", ""): ExchangeKind.TOPK,
-    ("gtopk", ""): ExchangeKind.GTOPK,
-    ("gtopk", "butterfly"): ExchangeKind.GTOPK,
-    ("gtopk", "tree"): ExchangeKind.TREE,
-    ("gtopk", "star"): ExchangeKind.STAR_GTOPK,
-}
-_EXCHANGE = re.compile(r"(Dense|TopK|GTopK)\(([^()]*)")
-_PARAMETERS = re.compile(r"(\d{1,18}) parameters")
 _TOPOLOGY_NAMES = {
     ExchangeKind.DENSE: "ring",
     ExchangeKind.DIRECT: "direct exchange",
@@ -66,48 +50,26 @@ _TOPOLOGY_NAMES = {
     ExchangeKind.GTOPK: "butterfly",
     ExchangeKind.TREE: "tree",
 }
+_LATENCY_ONLY = Workload(ExchangeKind.DENSE, 1)
+"""A ring of one element: its time is that of the round trips."""
 
 
-def workload_of(setup: Setup | None) -> Workload | None:
-    """What a run exchanges, from the facts on which all its workers agree; None: it does not say."""
-    facts = dict(setup.facts) if setup is not None else {}
-    exchange = _EXCHANGE.search(facts.get("exchange", ""))
-    parameters = _PARAMETERS.match(facts.get("model", ""))
-    if exchange is None or parameters is None or int(parameters[1]) < 1:
-        return None
-    return parse_workload(exchange[1], exchange[2], int(parameters[1]))
+@dataclass(frozen=True, slots=True)
+class RankOrder:
+    """`order[rank]` is a member; `reason` says in words why this order."""
 
-
-def is_star(setup: Setup | None) -> bool:
-    """Whether everything goes over rank 0."""
-    load = workload_of(setup)
-    return load is not None and load.kind in (ExchangeKind.STAR, ExchangeKind.STAR_GTOPK)
-
-
-def parse_workload(exchange: str, options: str, parameters: int, encrypted: bool = True) -> Workload | None:
-    """ "GTopK" and "density=0.01, values=fp16, topology=tree" as a load; None: there is no such exchange."""
-    said = dict(option.strip().partition("=")[::2] for option in options.split(",") if "=" in option)
-    kind = _KINDS.get((exchange.lower(), said.get("topology", "")))
-    if kind is None or not kind.is_sparse:
-        return Workload(kind, parameters, encrypted=encrypted) if kind is not None else None
-    try:
-        density = float(said.get("density", "nan"))
-    except ValueError:
-        return None
-    values = said.get("values", "fp16")
-    if not 0 < density <= 1 or values not in VALUE_BYTES:
-        return None
-    return Workload(kind, parameters, density, values, encrypted)
+    order: tuple[PeerId, ...]
+    reason: str
 
 
 @dataclass(slots=True)
 class LinkMeasurements:
-    """Links between workers, as they have told of them.
+    """Links between workers, as they report them.
 
     Attributes:
         rtt_s: round trips in seconds, by (who measured, to whom).
-        sent_Bps, came_Bps: bytes per second from one peer to another, by the sender's and the receiver's
-            word.
+        sent_Bps, received_Bps: bytes per second from one peer to another, as the sender and as the receiver
+            reports them.
     """
 
     rtt_s: Mapping[PeerPair, float] = field(default_factory=dict)
@@ -115,21 +77,26 @@ class LinkMeasurements:
     received_Bps: dict[PeerPair, float] = field(default_factory=dict)
 
     def record(self, peer: PeerId, rates: Sequence[tuple[PeerId, float, float]]) -> bool:
-        """`rates`: to whom, bytes per second there, bytes per second from there; 0: not measured.
+        """Record a report of `peer`; whether it says anything new.
 
-        Returns whether anything is new.
+        Args:
+            rates: of each link (other end, bytes per second to it, bytes per second from it); 0: not
+                measured.
         """
         new = False
         for other, there_Bps, back_Bps in rates:
-            words = ((self.sent_Bps, (peer, other), there_Bps), (self.received_Bps, (other, peer), back_Bps))
-            for known, pair, rate_Bps in words if other != peer else ():
+            reports = (
+                (self.sent_Bps, (peer, other), there_Bps),
+                (self.received_Bps, (other, peer), back_Bps),
+            )
+            for known, pair, rate_Bps in reports if other != peer else ():
                 bounded_Bps = min(max(rate_Bps, LEAST_Bps), MOST_Bps)
                 if rate_Bps > 0 and known.get(pair) != bounded_Bps:
                     known[pair], new = bounded_Bps, True
         return new
 
     def without_reporter(self, peer: PeerId) -> LinkMeasurements:
-        """The same without what this worker has told, of whichever links."""
+        """The same without the reports of this worker."""
         return LinkMeasurements(
             {pair: rtt_s for pair, rtt_s in self.rtt_s.items() if pair[0] != peer},
             {pair: rate_Bps for pair, rate_Bps in self.sent_Bps.items() if pair[0] != peer},
@@ -142,15 +109,18 @@ class LinkMeasurements:
                 del known[pair]
 
     def rate_Bps(self, a: PeerId, b: PeerId) -> float | None:
-        """From a to b, by the more modest of both ends; None: neither has said."""
-        words = [known[a, b] for known in (self.sent_Bps, self.received_Bps) if (a, b) in known]
-        return min(words, default=None)
+        """From a to b, the smaller of what both ends report; None: not measured."""
+        reported = [known[a, b] for known in (self.sent_Bps, self.received_Bps) if (a, b) in known]
+        return min(reported, default=None)
 
     def build_network(self, peers: Sequence[PeerId], *, bounded: bool = True) -> NetworkModel | None:
-        """Of these members, in their order; None: nothing is measured between them.
+        """The network of these members, in their order; None: nothing is measured between them.
 
-        A link that is not measured counts as the median of the others.  A line is as fast as the fastest that
-        went over it.  `bounded`: what one end alone has told counts as no more than the others' median.
+        A link that is not measured counts as the median of the others, and a member's upload or download as
+        its fastest link.
+
+        Args:
+            bounded: a rate that one end alone reports counts as no more than the others' median.
         """
         at = {peer: index for index, peer in enumerate(peers)}
         trips = self._round_trips(at)
@@ -172,7 +142,7 @@ class LinkMeasurements:
         )
 
     def _round_trips(self, at: Mapping[PeerId, int]) -> dict[tuple[int, int], float]:
-        """By (smaller index, larger index) of members: the larger of what both say."""
+        """By (smaller index, larger index) of members: the larger of both reports."""
         trips: dict[tuple[int, int], float] = {}
         for (a, b), seconds in self.rtt_s.items():
             if a in at and b in at and a != b and math.isfinite(seconds) and seconds >= 0:
@@ -182,25 +152,29 @@ class LinkMeasurements:
 
     def _rates(self, at: Mapping[PeerId, int], bounded: bool) -> dict[tuple[int, int], float]:
         """By directed pair of members' indices."""
-        words: dict[tuple[int, int], dict[int, float]] = {}  # by who said so
+        reports: dict[tuple[int, int], dict[int, float]] = {}  # by pair, by reporter
         for known, end in ((self.sent_Bps, 0), (self.received_Bps, 1)):
             for (a, b), rate_Bps in known.items():
                 if a in at and b in at:
                     pair = at[a], at[b]
-                    words.setdefault(pair, {})[pair[end]] = rate_Bps
-        rates = {pair: min(said.values()) for pair, said in words.items()}
+                    reports.setdefault(pair, {})[pair[end]] = rate_Bps
+        rates = {pair: min(by_end.values()) for pair, by_end in reports.items()}
         if not bounded:
             return rates
-        lone = {pair: next(iter(said)) for pair, said in words.items() if len(said) == 1}
+        unconfirmed = {pair: next(iter(by_end)) for pair, by_end in reports.items() if len(by_end) == 1}
         bounds = {
-            who: median([r for pair, r in rates.items() if lone.get(pair) != who] or [MAX_UNCONFIRMED_Bps])
-            for who in set(lone.values())
+            who: median(
+                [r for pair, r in rates.items() if unconfirmed.get(pair) != who] or [MAX_UNCONFIRMED_Bps]
+            )
+            for who in set(unconfirmed.values())
         }
-        return {pair: min(r, bounds[lone[pair]]) if pair in lone else r for pair, r in rates.items()}
+        return {
+            pair: min(r, bounds[unconfirmed[pair]]) if pair in unconfirmed else r for pair, r in rates.items()
+        }
 
-    def link_rows(self, roster: Sequence[PeerId]) -> list[list[float | int | None]]:
+    def link_rows(self, members: Sequence[PeerId]) -> list[list[float | int | None]]:
         """[rank, other rank, round trip in s, bytes per second] of the first members; JSON-able."""
-        shown = list(enumerate(roster[:MAX_LISTED_MEMBERS]))
+        shown = list(enumerate(members[:MAX_LISTED_MEMBERS]))
         every = [
             [i, j, self._round_trip_s(a, b), self.rate_Bps(a, b)]
             for i, a in shown
@@ -210,9 +184,9 @@ class LinkMeasurements:
         return [link for link in every if link[2] is not None or link[3] is not None]
 
     def _round_trip_s(self, a: PeerId, b: PeerId) -> float | None:
-        """The larger of what both say."""
-        words = [self.rtt_s[pair] for pair in ((a, b), (b, a)) if pair in self.rtt_s]
-        return max((s for s in words if math.isfinite(s) and s >= 0), default=None)
+        """The larger of both reports."""
+        reported = [self.rtt_s[pair] for pair in ((a, b), (b, a)) if pair in self.rtt_s]
+        return max((s for s in reported if math.isfinite(s) and s >= 0), default=None)
 
 
 def plan_rank_order(
@@ -220,27 +194,33 @@ def plan_rank_order(
     measured: LinkMeasurements,
     peers: Sequence[PeerId],
     firsts: Sequence[PeerId],
-    roster: Sequence[PeerId] = (),
+    current: Sequence[PeerId] = (),
 ) -> RankOrder:
     """The order of ranks for what the run exchanges.
 
     Args:
-        load: None: not known; then, and where only a ring's round trips are known, the ring goes by these.
+        load: None: unknown.  Then, and for a ring of which only round trips are known, these alone count.
         peers: the members in the order of joining, all different.
-        firsts: who may be rank 0, the one that is if it makes no difference first.
-        roster: the order in which members stand; those who are new come last in it.
+        firsts: who may be rank 0; the first of them is where it makes no difference.
+        current: the current order; new members come last in the search.
     """
-    rates = bool(measured.sent_Bps or measured.received_Bps)
-    network = measured.build_network(peers) if len(peers) > 2 else None
-    if load is None or network is None or (load.kind is ExchangeKind.DENSE and not rates):
-        return order_ring(measured.rtt_s, peers, firsts[0])
-    found = _search_best_order(load, network, peers, firsts, roster)
+    joined, count = (firsts[0], *(peer for peer in peers if peer != firsts[0])), len(peers)
+    if count <= 2:
+        return RankOrder(joined, f"ring of {count}: there is only one order")
+    has_rates = bool(measured.sent_Bps or measured.received_Bps)
+    by_latency = load is None or (load.kind is ExchangeKind.DENSE and not has_rates)
+    network = measured.build_network(peers)
+    if network is None or (by_latency and not measured.rtt_s):
+        return RankOrder(joined, f"ring of {count} in join order: no round trip is measured")
+    searched = _LATENCY_ONLY if load is None or by_latency else load
+    found = _search_best_order(searched, network, peers, firsts, current)
     order = tuple(peers[member] for member in found.order)
-    return RankOrder(order, _reason(load, network, found.order, found.exchange_s, found.join_order_s, rates))
+    reason = _latency_reason(found) if by_latency else _reason(searched, network, found, has_rates)
+    return RankOrder(order, reason)
 
 
 def join_order(peers: Sequence[PeerId], firsts: Sequence[PeerId]) -> RankOrder:
-    """The order of joining, as the owner wants it; rank 0 is the first of `firsts`, who may be it."""
+    """The order of joining, where the operator has chosen that; rank 0 is the first of `firsts`."""
     order = (firsts[0], *(peer for peer in peers if peer != firsts[0]))
     return RankOrder(order, "ranks by the order of joining, as ordered")
 
@@ -248,29 +228,26 @@ def join_order(peers: Sequence[PeerId], firsts: Sequence[PeerId]) -> RankOrder:
 def reorder_reason(
     load: Workload | None,
     measured: LinkMeasurements,
-    roster: Sequence[PeerId],
+    current: Sequence[PeerId],
     peers: Sequence[PeerId] = (),
 ) -> str:
-    """Why another order than `roster`'s is wanted; empty: it is not, or it cannot be known.
+    """Why another order than the current one is worth a generation; empty: it is not, or that is unknown.
 
     Args:
-        peers: the same members in the order of joining, by default as they stand; all hold the state.
+        peers: the same members in the order of joining, by default as `current`; all hold the state.
     """
-    if (
-        load is None
-        or not 2 < len(roster) <= MAX_REPLANNED_MEMBERS
-        or not (measured.sent_Bps or measured.received_Bps)
-    ):
+    has_rates = bool(measured.sent_Bps or measured.received_Bps)
+    if load is None or not 2 < len(current) <= MAX_REPLANNED_MEMBERS or not has_rates:
         return ""
-    peers = peers or roster
+    peers = peers or current
     network = measured.build_network(peers)
     if network is None:
         return ""
-    stand = [peers.index(peer) for peer in roster]
-    now_s = simulated_exchange_s(load, network, CpuCosts(), stand)
-    found = _search_best_order(load, network, peers, peers, roster)  # as `plan` will look for it
+    now = [peers.index(peer) for peer in current]
+    now_s = simulated_exchange_s(load, network, CpuCosts(), now)
+    found = _search_best_order(load, network, peers, peers, current)  # the search of `plan_rank_order`
     if now_s < MIN_SPEEDUP * found.exchange_s or not _is_corroborated(
-        load, measured, peers, stand, found.order
+        load, measured, peers, now, found.order
     ):
         return ""
     return (
@@ -286,14 +263,13 @@ def _is_corroborated(
     now: Sequence[int],
     then: Sequence[int],
 ) -> bool:
-    """Whether it is worth it without the words of any one member as well, so that none can bring it about."""
+    """Whether it is worth it without the reports of any one member as well, so that none can cause it."""
     for peer in peers:
         network = measured.without_reporter(peer).build_network(peers, bounded=False)
         if network is None:
             return False
-        if simulated_exchange_s(load, network, CpuCosts(), now) < MIN_SPEEDUP * simulated_exchange_s(
-            load, network, CpuCosts(), then
-        ):
+        now_s, then_s = (simulated_exchange_s(load, network, CpuCosts(), order) for order in (now, then))
+        if now_s < MIN_SPEEDUP * then_s:
             return False
     return True
 
@@ -303,36 +279,51 @@ def _search_best_order(
     network: NetworkModel,
     peers: Sequence[PeerId],
     firsts: Sequence[PeerId],
-    roster: Sequence[PeerId],
+    current: Sequence[PeerId],
 ) -> RankOrderEstimate:
-    """For `plan` and `worth` the same search, so that the one finds what the other has promised."""
+    """One search for `plan_rank_order` and `reorder_reason`, so that the one finds what the other
+    predicts."""
     at = {peer: index for index, peer in enumerate(peers)}
-    stand = [at[peer] for peer in roster if peer in at]
-    stand += sorted(set(range(len(peers))) - set(stand)) if stand else []
-    return best_order(load, network, CpuCosts(), [at[peer] for peer in firsts], stand)
+    now = [at[peer] for peer in current if peer in at]
+    now += sorted(set(range(len(peers))) - set(now)) if now else []
+    return best_order(load, network, CpuCosts(), [at[peer] for peer in firsts], now)
 
 
-def _reason(
-    load: Workload,
-    network: NetworkModel,
-    order: Sequence[int],
-    exchange_s: float,
-    joined_s: float,
-    rates: bool,
-) -> str:
+# -- in words --------------------------------------------------------------------------------------
+
+
+_NOT_SEARCHED = "no better one is looked for"
+
+
+def _gain(found: RankOrderEstimate) -> str:
+    faster = found.exchange_s < found.join_order_s
+    return f" instead of {_ms(found.join_order_s)} in join order" if faster else ", as in join order"
+
+
+def _latency_reason(found: RankOrderEstimate) -> str:
+    size = len(found.order)
+    if size > MAX_SEARCHED_PEERS:
+        return (
+            f"ring of {size} in join order, as above {MAX_SEARCHED_PEERS} members no better one is looked for"
+        )
+    took = f"the smallest exchange takes {_ms(found.exchange_s)}"
+    return f"ring of {size} ordered by round trip: {took}{_gain(found)}"
+
+
+def _reason(load: Workload, network: NetworkModel, found: RankOrderEstimate, has_rates: bool) -> str:
+    order = found.order
     shape = f"{_TOPOLOGY_NAMES.get(load.kind, 'star')} of {len(order)}"
-    gain = f" instead of {_ms(joined_s)} in join order" if exchange_s < joined_s else ", as in join order"
-    text = f"{shape} ordered by predicted time: {_ms(exchange_s)} an exchange{gain}"
+    text = f"{shape} ordered by predicted time: {_ms(found.exchange_s)} an exchange{_gain(found)}"
     if len(order) > MAX_SEARCHED_PEERS and load.kind not in ROOT_ONLY_KINDS:
         text = (
-            f"{shape} in join order, as above {MAX_SEARCHED_PEERS} members no better one is looked for: "
-            f"{_ms(exchange_s)} an exchange"
+            f"{shape} in join order, as above {MAX_SEARCHED_PEERS} members {_NOT_SEARCHED}: "
+            f"{_ms(found.exchange_s)} an exchange"
         )
-    if not rates:
-        return f"{text} (no rate is measured; lines count as {DEFAULT_LINK_Bps * 8 / 1e6:.0f} Mbit/s)"
+    if not has_rates:
+        return f"{text} (no rate is measured; links count as {DEFAULT_LINK_Bps * 8 / 1e6:.0f} Mbit/s)"
     ordered = network.reordered(order)
     thin_Bps, src, dst = min((ordered.path_Bps(a, b), a, b) for a, b in messages_by_pair(load, len(order)))
-    return f"{text}; its thinnest link is {_rate(thin_Bps)}, rank {src} to {dst}"
+    return f"{text}; its slowest link is {_rate(thin_Bps)}, rank {src} to {dst}"
 
 
 def _ms(seconds: float) -> str:

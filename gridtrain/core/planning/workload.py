@@ -1,7 +1,4 @@
-"""What is to be exchanged, and what working on it takes.
-
-Decides the size of payloads and the seconds of work.  Never times an exchange (`walk`, `costs`).
-"""
+"""What an exchange transfers and what handling it costs: payload sizes in bytes, CPU time in seconds."""
 
 from __future__ import annotations
 
@@ -10,25 +7,26 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
+from gridtrain.config import Exchange
 from gridtrain.core.collectives import direct, ring
 from gridtrain.core.planning import message_schedule
 from gridtrain.core.planning.message_schedule import PlannedMessage, ReceiveWork
 from gridtrain.errors import ConfigError
 
 HEADER_BYTES = 110
-"""Of a Data message: the msgpack header, the framing of ZMTP, and what a transport adds."""
+"""Overhead of a Data message: the msgpack header, the framing of ZMTP, and what a transport adds."""
 
 PACKET_BYTES = 1448
-"""Of an Ethernet frame those of a message: TCP with timestamps over IPv4."""
+"""Payload of an Ethernet frame: TCP with timestamps over IPv4."""
 
 VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 INT8_BLOCK_ENTRIES = 256  # entries that share a scale of 2 bytes
 MAX_MESSAGES = 30_000
-"""A ring of more is walked with fewer slices, and one of more than that even so is not walked any more."""
+"""An exchange of more messages is simulated with fewer slices, and estimated where that is not enough."""
 
 
 class ExchangeKind(StrEnum):
-    """How gradients are shared, as people write it."""
+    """Exchange and topology, by the name that `gridtrain plan` shows."""
 
     DENSE = "dense"
     DIRECT = "dense-direct"
@@ -43,26 +41,39 @@ class ExchangeKind(StrEnum):
         return self not in (ExchangeKind.DENSE, ExchangeKind.DIRECT, ExchangeKind.STAR)
 
 
+_KINDS = {
+    ("Dense", "auto"): ExchangeKind.DENSE,
+    ("Dense", "ring"): ExchangeKind.DENSE,
+    ("Dense", "direct"): ExchangeKind.DIRECT,
+    ("Dense", "star"): ExchangeKind.STAR,
+    ("TopK", "all-gather"): ExchangeKind.TOPK,
+    ("GTopK", "butterfly"): ExchangeKind.GTOPK,
+    ("GTopK", "tree"): ExchangeKind.TREE,
+    ("GTopK", "star"): ExchangeKind.STAR_GTOPK,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class CpuCosts:
-    """Seconds of one core.  The defaults are what `benchmarks/calibrate.py` found on two cores of a cloud
-    machine (2026-11-22), most rounded up by 10 to 60 %, as other machines are slower; it measures the machine
-    at hand.  Found: message 190 us, wake 140 us, begin 1.7 ms; in ns a byte 0.11, sealed 0.52, add 0.08,
-    store 0.09, hash 0.56; in ns an entry encode 9.6, decode 7.2, merge 46, sum 69; in ns a parameter select
-    1.4.
+    """Seconds of one core.
+
+    The defaults are what `benchmarks/calibrate.py` measured on two cores of a cloud machine (2026-11-22),
+    most rounded up by 10 to 60 %, as other machines are slower.  Measured: message 190 us, wake 140 us, begin
+    1.7 ms; in ns a byte 0.11, encrypted 0.52, add 0.08, store 0.09, hash 0.56; in ns an entry encode 9.6,
+    decode 7.2, merge 46, sum 69; in ns a parameter select 1.4.
 
     Attributes:
         message_s: one message at one end, sent or received.
         wake_s: from a message's arrival until its receiver's thread looks at it; no core works meanwhile.
-        begin_s: an exchange as such: the trainer's thread hands its part over, and is woken at the end.
-        packet_s: one packet of a line that is slower than the processor, at one end: each wakes a thread.  It
-            takes no time of an exchange, but a core from members that share it.
+        begin_s: an exchange as such: the training thread submits its part, and is woken at the end.
+        packet_s: one packet of a link that is slower than the processor, at one end: each wakes a thread.  It
+            delays no exchange, but takes a core from members that share it.
         byte_s: one byte through one end's socket.
-        crypt_byte_s: one byte sealed or opened (CURVE), beside `byte_s`.
+        crypt_byte_s: one byte encrypted or decrypted (CURVE), beside `byte_s`.
         add_byte_s, store_byte_s: one byte of a dense slice added, or copied, to its place.
         hash_byte_s: one byte of the update's digest (SHA-256 of each dense slice).
-        encode_entry_s, decode_entry_s: one entry of a sparse payload made, or read and checked.
-        merge_entry_s: one of k entries of a gTop-k hop: their payload read, summed, cut to k, encoded.
+        encode_entry_s, decode_entry_s: one entry of a sparse payload encoded, or decoded and checked.
+        merge_entry_s: one of k entries in a gTop-k hop: decoded, summed, truncated to k, encoded.
         sum_entry_s: one entry of all payloads in the sum that ends TopK.
         select_parameter_s: one parameter looked at while the k largest are selected.
     """
@@ -84,7 +95,7 @@ class CpuCosts:
 
 
 NO_CPU_COSTS = CpuCosts(*(0.0,) * 14)
-"""Work takes no time: what the wire alone costs."""
+"""Work takes no time; only the network counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +121,28 @@ class Workload:
                 remedy=f"at least 1 parameter, 0 < density <= 1, values one of {', '.join(VALUE_BYTES)}",
             )
 
+    @classmethod
+    def of(cls, exchange: Exchange, parameters: int, encrypted: bool = True) -> Workload:
+        """What `exchange` transfers for a model of that many parameters."""
+        kind = _KINDS[type(exchange).__name__, exchange.topology]
+        density, values = getattr(exchange, "density", 0.001), getattr(exchange, "values", "fp16")
+        return cls(kind, parameters, density, values, encrypted)
+
     @property
     def entries(self) -> int:
-        """k of a sparse kind."""
+        """Entries of a sparse payload, k."""
         return min(self.parameters, max(1, round(self.density * self.parameters)))
 
     @property
     def unit_bytes(self) -> int:
-        """The dense vector, or one sparse payload."""
+        """Bytes of the dense vector, or of one sparse payload."""
         if not self.kind.is_sparse:
             return 4 * self.parameters
         return sparse_payload_bytes(self.parameters, self.entries, self.values)
 
 
 def sparse_payload_bytes(parameters: int, entries: int, values: str) -> int:
-    """Length of a payload of that many entries, exactly (PROTOCOL.md, 5.2)."""
+    """Exact length of a payload of that many entries (PROTOCOL.md, 5.2)."""
     if entries == 0:
         return 8
     low = int(math.log2(parameters // entries)) if parameters >= entries else 0
@@ -134,69 +152,83 @@ def sparse_payload_bytes(parameters: int, entries: int, values: str) -> int:
 
 
 def slice_count(load: Workload, world_size: int) -> int:
-    """In how many slices a dense segment (star: the vector) travels."""
+    """Number of slices of a dense segment (star: of the vector)."""
     if load.kind is ExchangeKind.STAR:
         return ring.count_slices(load.unit_bytes)
     slices = direct.count_slices if load.kind is ExchangeKind.DIRECT else ring.count_slices
     return slices(math.ceil(load.unit_bytes / world_size))
 
 
-def messages_of(load: Workload, world_size: int, most_moves: int = MAX_MESSAGES) -> list[PlannedMessage]:
-    """The exchange's messages.  Slices are fewer than they are where there would be too many to walk."""
+# -- messages --------------------------------------------------------------------------------------
+
+
+def _messages_per_slice(kind: ExchangeKind, world_size: int) -> int:
+    """Messages of one slice of a dense kind, of all members together."""
+    return 2 * (world_size - 1) * (1 if kind is ExchangeKind.STAR else world_size)
+
+
+def simulated_slices(load: Workload, world_size: int, max_messages: int) -> int:
+    """Slices of a dense kind, fewer than there are where their messages would be more than `max_messages`."""
+    most = max(1, max_messages // max(1, _messages_per_slice(load.kind, world_size)))
+    return min(slice_count(load, world_size), most)
+
+
+def messages_of(load: Workload, world_size: int, max_messages: int = MAX_MESSAGES) -> list[PlannedMessage]:
+    """The messages of the exchange; see `simulated_slices`."""
     match load.kind:
-        case ExchangeKind.DENSE | ExchangeKind.DIRECT:
-            most = max(1, most_moves // max(1, 2 * (world_size - 1) * world_size))
-            make = message_schedule.ring if load.kind is ExchangeKind.DENSE else message_schedule.direct
-            return make(world_size, min(slice_count(load, world_size), most))
+        case ExchangeKind.DENSE:
+            return message_schedule.ring(world_size, simulated_slices(load, world_size, max_messages))
+        case ExchangeKind.DIRECT:
+            return message_schedule.direct(world_size, simulated_slices(load, world_size, max_messages))
+        case ExchangeKind.STAR:
+            slices = simulated_slices(load, world_size, max_messages)
+            return message_schedule.star(world_size, slices, ReceiveWork.ADD, ReceiveWork.STORE)
         case ExchangeKind.TOPK:
             return message_schedule.all_gather(world_size)
         case ExchangeKind.GTOPK:
             return message_schedule.butterfly(world_size)
         case ExchangeKind.TREE:
             return message_schedule.tree(world_size)
-        case ExchangeKind.STAR:
-            most = max(1, most_moves // max(1, 2 * (world_size - 1)))
-            return message_schedule.star(
-                world_size, min(slice_count(load, world_size), most), ReceiveWork.ADD, ReceiveWork.STORE
-            )
         case ExchangeKind.STAR_GTOPK:
             return message_schedule.star(world_size, 1, ReceiveWork.POOL, ReceiveWork.ADOPT)
 
 
-def count_messages(load: Workload, world_size: int, most_moves: int = MAX_MESSAGES) -> int:
-    """How many `moves_of` would make, without making them: a ring of 1000 has two million."""
+def count_messages(load: Workload, world_size: int, max_messages: int = MAX_MESSAGES) -> int:
+    """Length of `messages_of`, without making them: a ring of 1000 members has two million."""
     others = world_size - 1
     match load.kind:
-        case ExchangeKind.DENSE | ExchangeKind.DIRECT:
-            rounds = 2 * others * world_size
-            return rounds * min(slice_count(load, world_size), max(1, most_moves // max(1, rounds)))
+        case ExchangeKind.DENSE | ExchangeKind.DIRECT | ExchangeKind.STAR:
+            each = _messages_per_slice(load.kind, world_size)
+            return each * simulated_slices(load, world_size, max_messages)
         case ExchangeKind.TOPK:
             bundled = world_size > message_schedule.BUNDLING_MIN_RANKS
             return world_size * (others.bit_length() if bundled else others)
         case ExchangeKind.GTOPK:
             log2 = world_size.bit_length() - 1
             return (log2 << log2) + 2 * (world_size - (1 << log2))
-        case ExchangeKind.STAR:
-            rounds = 2 * others
-            return rounds * min(slice_count(load, world_size), max(1, most_moves // max(1, rounds)))
         case ExchangeKind.TREE | ExchangeKind.STAR_GTOPK:
             return 2 * others
 
 
 def messages_by_pair(load: Workload, world_size: int) -> Counter[tuple[int, int]]:
-    """Directed pairs of ranks between which anything goes, with the number of messages of one slice."""
+    """Number of messages of one slice by (sender, receiver); pairs without any are left out."""
+    ranks = range(world_size)
     if load.kind is ExchangeKind.DENSE:
         hops = 2 * (world_size - 1)
-        return Counter({(rank, (rank + 1) % world_size): hops for rank in range(world_size) if hops})
-    return Counter((move.src, move.dst) for move in messages_of(load, world_size, 1))
+        return Counter({(rank, (rank + 1) % world_size): hops for rank in ranks if hops})
+    if load.kind is ExchangeKind.DIRECT:
+        return Counter({(src, dst): 2 for src in ranks for dst in ranks if src != dst})
+    return Counter((message.src, message.dst) for message in messages_of(load, world_size, 1))
 
+
+# -- CPU time --------------------------------------------------------------------------------------
 
 _SEGMENTED = (ExchangeKind.DENSE, ExchangeKind.DIRECT)
-"""A segment for each member, hashed slice by slice."""
+"""Each member sums one segment, and hashes it slice by slice."""
 
 
 def receive_work_s(work: ReceiveWork, load: Workload, part: float, cpu: CpuCosts) -> float:
-    """What a receiver does with one payload."""
+    """CPU time of a receiver for one payload; `part` of the dense vector."""
     match work:
         case ReceiveWork.ADD:
             return part * load.unit_bytes * cpu.add_byte_s
@@ -211,14 +243,15 @@ def receive_work_s(work: ReceiveWork, load: Workload, part: float, cpu: CpuCosts
 
 
 def start_work_s(load: Workload, cpu: CpuCosts) -> float:
-    """Before anything is sent."""
+    """CPU time before anything is sent: selecting and encoding."""
     if not load.kind.is_sparse:
         return 0.0
     return load.parameters * cpu.select_parameter_s + load.entries * cpu.encode_entry_s
 
 
 def end_work_s(load: Workload, world_size: int, cpu: CpuCosts) -> float:
-    """When everything is there: TopK's sum, and the digest that is voted on (of a ring its last slice's)."""
+    """CPU time after the last message: the sum of TopK, and the digest for the vote (of a ring, of its last
+    slice)."""
     if load.kind in _SEGMENTED:
         return load.unit_bytes / (world_size * slice_count(load, world_size)) * cpu.hash_byte_s
     if load.kind is ExchangeKind.STAR:
@@ -229,12 +262,12 @@ def end_work_s(load: Workload, world_size: int, cpu: CpuCosts) -> float:
 
 
 def overlapped_work_s(load: Workload, world_size: int, cpu: CpuCosts) -> float:
-    """While the lines are busy, if the core has nothing else to do: a ring's slices that are final."""
+    """CPU time that overlaps with transfers if the core is idle otherwise: hashing slices that are final."""
     if load.kind not in _SEGMENTED:
         return 0.0
     return load.unit_bytes * cpu.hash_byte_s - end_work_s(load, world_size, cpu)
 
 
 def cpu_s_per_byte(load: Workload, cpu: CpuCosts) -> float:
-    """Seconds of a core for a byte, at each end."""
+    """CPU time of a byte, at each end."""
     return cpu.byte_s + (cpu.crypt_byte_s if load.encrypted else 0.0)

@@ -1,17 +1,18 @@
-"""Cuts of a line of layers whose costliest stage costs least: dynamic programming over (stages, layers).
+"""Divide a sequence of layers into stages so that the costliest stage costs least: dynamic programming.
 
-Decides nothing about what a stage costs: that is a function of (stage, start, stop).  A prefix is cut best
-however the rest is cut, so all prefixes are, for one stage after the other.
+What a stage costs is a function of (stage, start, stop).  The best partition of a prefix does not depend on
+the rest, so all prefixes are divided, for one stage after the other.
 
-    bound      5          no stage may cost more, as some cut is known that does not
+    bound      5          no stage may cost more, as some partition is known where none does
     layers     1 4 2 2 3 1 4 1
     stage 0    |---|                 may stop after 1 .. 2    (1 + 4 <= 5, with 2 more it is 7)
-    stage 1      |-------|           after 3 .. 4             (as the two behind it reach back so far)
+    stage 1      |-------|           after 3 .. 4             (as the two after it reach back that far)
     stage 2          |-----|         after 6 .. 6
-                               ---> few prefixes are left to look at
+                               ---> few prefixes are left to examine
 
-What cannot be part of a cut within the bound is left out, so the cut is the same as without a bound.  Where
-no bound is known, `narrowed` tries some, from just above what no cut can be below: a narrow search is short.
+Only what cannot be part of a partition within the bound is left out, so the result is the same as without
+one. `bottleneck_cuts_within` tries bounds from just above the smallest possible one: a narrow search is
+short.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 StageCostFunction = Callable[[int, int, int], float]
-"""Of (stage, start, stop): layers `start` to `stop` - 1 as that stage."""
+"""Cost by (stage, start, stop): layers `start` to `stop` - 1 as that stage."""
 
 FoundCuts = tuple[tuple[int, ...] | None, float]
-"""(stages + 1,) where stages begin, and the number of layers; and the costliest stage's cost."""
+"""(stages + 1,) where stages begin, and the number of layers; and the cost of the costliest stage."""
 
 EdgeCosts = Sequence[Sequence[float]]
-"""[stage][stop]: what the stage, or the next one, costs at least for being cut there."""
+"""[stage][stop]: lower bound of the cost of the stage, and of the next one, if it ends there."""
 
 BOUND_GROWTH = 1.25
-"""From one bound to the next: the last search is little wider than it has to be, and the others are cheap."""
+"""From one bound to the next: the last search is little wider than necessary, and the others are cheap."""
 
 BOUND_HALVINGS = 12
 
@@ -43,19 +44,20 @@ def bottleneck_cuts(
     within: float = math.inf,
     edges: EdgeCosts = (),
 ) -> FoundCuts:
-    """Cuts of `count` layers whose largest `cost(stage, start, stop)` is least, and that cost.
+    """The partition of `count` layers whose largest `cost(stage, start, stop)` is least, and that cost.
 
     Among equals the one whose later stages begin latest.
 
     Args:
-        cost: infinite where a stage cannot be so.
-        least: at most `cost`, and never less for a smaller `start` or a larger `stop`: where it reaches the
-            best found, or is beyond the bound, no smaller start is looked at.
-        within: cuts that cost more do not count.
-        edges: see `Edges`; (): nothing is known.
+        cost: infinite where a stage is not allowed.
+        least: lower bound of `cost`, never less for a smaller `start` or a larger `stop`: where it reaches
+            the
+            best found, or exceeds the bound, no smaller start is examined.
+        within: the bound; partitions that cost more do not count.
+        edges: see `EdgeCosts`; (): unknown.
 
     Returns:
-        None and infinity where no cut has a finite cost within the bound.
+        None and infinity where no partition has a finite cost within the bound.
     """
     before, begins_at = {0: -math.inf}, range(1)
     froms: list[dict[int, int]] = []
@@ -93,7 +95,7 @@ def bottleneck_cuts_within(
     known: float,
     edges: EdgeCosts = (),
 ) -> FoundCuts:
-    """As `bottleneck`, of costs of at least 0, where some cut is known that costs no more than `known`."""
+    """As `bottleneck_cuts`, for costs of at least 0, where some partition costs no more than `known`."""
     within = _infeasible_bound(count, stages, least, known)
     for stage in range(stages - 1):
         within = max(within, min(edges[stage][stage + 1 : count - (stages - stage - 1) + 1], default=0.0))
@@ -105,7 +107,7 @@ def bottleneck_cuts_within(
 
 
 def _infeasible_bound(count: int, stages: int, least: StageCostFunction, known: float) -> float:
-    """About the largest bound within which there is no cut, by `least` alone."""
+    """About the largest bound within which there is no partition, by `least` alone."""
     low, high = 0.0, known
     for _ in range(BOUND_HALVINGS if math.isfinite(known) else 0):
         middle = (low + high) / 2
@@ -116,7 +118,7 @@ def _infeasible_bound(count: int, stages: int, least: StageCostFunction, known: 
 def _stop_ranges(count: int, stages: int, least: StageCostFunction, within: float) -> list[range]:
     """Where each stage may stop, by how far the stages up to it reach and those after it reach back.
 
-    Somewhat too wide, as they may be empty here.  Empty: there is no cut within the bound.
+    Somewhat too wide, as stages may be empty here.  Empty: there is no partition within the bound.
     """
     lasts, at = [], 0
     for stage in range(stages):

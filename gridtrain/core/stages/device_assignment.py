@@ -1,12 +1,10 @@
 """Which card gets which stage, where cards differ: uneven stages for uneven GPUs.
 
-Decides the rows of a generation that begins, from speeds and memory, and where the model is cut for them; and
-who has too little memory for a seat.  Never moves a state: a run that goes on keeps its cut.
-
+For a run that begins: a run that continues keeps its partition, as another one would move states.
     anna 24 GB, speed 2     bert, clara, dora 8 GB, speed 1         speeds in steps of the square root of 2,
                                                                     as two measurements of one card differ
-    2 stages x 2 replicas   [anna bert] [clara dora]                cards alike share a stage: the slowest and
-                                                                    the smallest of a row count for it
+    2 stages x 2 replicas   [anna bert] [clara dora]                similar cards share a stage: its slowest
+                                                                    and its smallest replica count
 """
 
 from __future__ import annotations
@@ -32,16 +30,17 @@ from gridtrain.core.stages.stage_cost import TIME_TOLERANCE, Card, StageCostMode
 from gridtrain.errors import ConfigError
 
 SPEED_STEP = math.sqrt(2.0)
-"""Between two speeds that count as different."""
+"""Ratio of two speeds that count as different."""
 
 MAX_MEDIAN_RATIO = 2.0**10
-"""A card counts as so many times as fast, or as slow, as the median at most: it is that worker's own word."""
+"""A card counts as at most so many times as fast, or as slow, as the median: it is that worker's own
+report."""
 
 PairCost = Callable[[PeerId, PeerId], float]
 
 
 def relative_speeds(measured: Mapping[PeerId, float]) -> dict[PeerId, float]:
-    """Relative to the median, in whole steps; who has not been measured (0) counts as the median."""
+    """Speeds relative to the median, in whole steps; one that is not measured (0) counts as the median."""
     known = [value for value in measured.values() if 0 < value < math.inf]
     usual = median(known) if known else 1.0
 
@@ -55,7 +54,7 @@ def relative_speeds(measured: Mapping[PeerId, float]) -> dict[PeerId, float]:
 
 
 def stage_bytes(setup: Setup, cuts: Sequence[int]) -> list[int]:
-    """What each stage of this cut needs."""
+    """Memory that each stage of this partition needs."""
     assert setup.model is not None
     stages = len(cuts) - 1
     costs = StageCostModel(
@@ -68,7 +67,7 @@ def stage_bytes(setup: Setup, cuts: Sequence[int]) -> list[int]:
 
 
 def is_uniform(setup: Setup, cuts: Sequence[int], cards: Mapping[PeerId, Card]) -> bool:
-    """All are equally fast, and each can hold any stage of this cut."""
+    """Whether all cards are equally fast, and each can hold any stage of this partition."""
     if setup.model is None or not setup.model.blocks:
         return True
     least = min(card.memory_bytes for card in cards.values())
@@ -78,14 +77,14 @@ def is_uniform(setup: Setup, cuts: Sequence[int], cards: Mapping[PeerId, Card]) 
 def assign_devices(
     setup: Setup, peers: Sequence[PeerId], cards: Mapping[PeerId, Card], cost_s: PairCost | None = None
 ) -> Repartition:
-    """Rows and cut of a run that begins on uneven cards.
+    """Stages of the workers, and the partition, of a run that begins on uneven cards.
 
     Args:
         peers: the longest-serving first, at least as many as stages.
-        cost_s: of the links: among cuts that are about as fast, neighbours are near each other.
+        cost_s: of the links: among partitions that are about as fast, neighbours are near each other.
 
     Raises:
-        ConfigError: no cut fits into the memory.
+        ConfigError: no partition fits into the memory.
     """
     known: PartitionCache = {}
 
@@ -95,9 +94,9 @@ def assign_devices(
     fewest, too_many = 1, len(peers) // setup.stages
     try:
         return tried(too_many)
-    except ConfigError:  # with fewer replicas the smallest cards have no seat
+    except ConfigError:  # with fewer replicas the smallest cards stay standby
         found = tried(fewest)  # of the largest cards alone: where these are too small, all are
-    while too_many - fewest > 1:  # halved, as the coordinator stands still meanwhile
+    while too_many - fewest > 1:  # bisection, as the search blocks the coordinator
         middle = (fewest + too_many) // 2
         try:
             found, fewest = tried(middle), middle
@@ -121,13 +120,13 @@ def _assign_replicas(
     rows = [able[at : at + replicas] for at in range(0, len(able), replicas)]
     found: list[tuple[float, float, tuple[int, ...], list[list[PeerId]]]] = []
     refused: ConfigError | None = None
-    for line in _stage_orders(rows, cards, len(model.blocks)):
-        cut = partition_for(model, [_weakest([cards[peer] for peer in row]) for row in line], known)
+    for order in _stage_orders(rows, cards, len(model.blocks)):
+        cut = partition_for(model, [_weakest([cards[peer] for peer in row]) for row in order], known)
         if isinstance(cut, ConfigError):
             refused = refused or cut
             continue
-        near_s = sum(cost_s(a[0], b[0]) for a, b in pairwise(line)) if cost_s is not None else 0.0
-        found.append((cut.period_s, near_s, cut.cuts, [list(row) for row in line]))
+        near_s = sum(cost_s(a[0], b[0]) for a, b in pairwise(order)) if cost_s is not None else 0.0
+        found.append((cut.period_s, near_s, cut.cuts, [list(row) for row in order]))
     if not found:
         assert refused is not None
         raise refused
@@ -143,7 +142,7 @@ def _assign_replicas(
 def _stage_orders(
     rows: list[list[PeerId]], cards: Mapping[PeerId, Card], blocks: int
 ) -> Iterable[Sequence[list[PeerId]]]:
-    """All where there are few; else with the largest memory first, where 1F1B keeps most, and last."""
+    """All orders where there are few; else largest memory first, where 1F1B keeps most, and last."""
     if len(rows) <= MAX_ORDERED_WORKERS and blocks <= MAX_ORDERED_LAYERS:
         return permutations(rows)
     by_memory = sorted(rows, key=lambda row: -min(cards[peer].memory_bytes for peer in row))
@@ -157,7 +156,7 @@ def _weakest(cards: Sequence[Card]) -> Card:
 def able_workers(
     setup: Setup, cuts: Sequence[int], peers: Sequence[PeerId], cards: Mapping[PeerId, Card]
 ) -> list[PeerId]:
-    """Who can hold at least one stage of this cut."""
+    """Workers that can hold at least one stage of this partition."""
     if setup.model is None or not setup.model.blocks:
         return list(peers)
     least = min(stage_bytes(setup, cuts))
@@ -171,7 +170,7 @@ def check_memory_fit(
     cards: Mapping[PeerId, Card],
     name: Callable[[PeerId], str],
 ) -> None:
-    """Raises `ConfigError` if somebody's seat needs more than its memory."""
+    """Raises `ConfigError` if a worker's stage needs more than its memory."""
     if setup.model is None or not setup.model.blocks:
         return
     needs, replicas = stage_bytes(setup, cuts), len(order) // (len(cuts) - 1)

@@ -1,6 +1,6 @@
-"""Why no cut of a model fits, and what would: the text of an error, from the numbers that `cutting` has.
+"""Why no partition of a model fits into the cards' memory, and what would: the text of an error.
 
-Decides what to propose; each proposal has been tried on the same numbers.  Never cuts.
+Each remedy that it names has been tried on the same numbers.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from gridtrain.core.stages.stage_cost import Card, ExecutionSettings, Layer, Sch
 from gridtrain.errors import ConfigError
 
 MOST_STAGES = 64
-"""Proposed; above, somebody wants other cards."""
+"""The largest number of stages that is proposed; for more, other cards are the remedy."""
 
 
 def smallest_shortfall(
     layers: Sequence[Layer], cards: Sequence[Card], running: ExecutionSettings
 ) -> tuple[tuple[int, ...], float]:
-    """The cut whose fullest card lacks fewest bytes, and how many (negative: they are left)."""
+    """The partition whose fullest card lacks fewest bytes, and how many (negative: bytes that are left)."""
     costs = StageCostModel(layers, cards, uniform_network(len(cards), 0.0, math.inf), running)
 
     def lack(stage: int, start: int, stop: int) -> float:
@@ -40,7 +40,7 @@ def smallest_shortfall(
 def find_fitting_partition(
     costs: StageCostModel, may_be: Callable[[int, int], bool] = lambda start, stop: True
 ) -> tuple[int, ...] | None:
-    """Some cut that exceeds no card's memory; None: there is none.
+    """Some partition that exceeds no card's memory; None: there is none.
 
     Args:
         may_be: whether a stage may have the layers from `start` to `stop` - 1.
@@ -58,7 +58,7 @@ def find_fitting_partition(
 
 
 def fits(layers: Sequence[Layer], cards: Sequence[Card], running: ExecutionSettings) -> bool:
-    """Whether some cut exceeds no card's memory."""
+    """Whether some partition exceeds no card's memory."""
     if len(cards) > len(layers):
         return False
     return (
@@ -70,7 +70,7 @@ def fits(layers: Sequence[Layer], cards: Sequence[Card], running: ExecutionSetti
 
 
 def shortage_text(layers: Sequence[Layer], cards: Sequence[Card], running: ExecutionSettings) -> ConfigError:
-    """Which stage lacks how many bytes in the cut that comes nearest, and what would be enough."""
+    """The error: which stage lacks how many bytes in the nearest partition, and what would be enough."""
     cuts, _ = smallest_shortfall(layers, cards, running)
     costs = StageCostModel(layers, cards, uniform_network(len(cards), 0.0, math.inf), running)
 
@@ -82,7 +82,7 @@ def shortage_text(layers: Sequence[Layer], cards: Sequence[Card], running: Execu
     held = costs.memory(worst, start, stop)
     big = max(range(start, stop), key=lambda at: costs.memory(worst, at, at + 1).total)
     reason = (
-        f"no cut of {len(layers)} layers into {len(cards)} stages fits: at best stage {worst} "
+        f"no partition of {len(layers)} layers into {len(cards)} stages fits: at best stage {worst} "
         f"({format_layers(layers, start, stop)}) needs {format_bytes(held.total)} of its card's "
         f"{format_bytes(cards[worst].memory_bytes)}, {format_bytes(lack(worst))} too many "
         f"({format_memory_parts(held.parameters, held.copies, held.activations, held.transit)})"
@@ -95,7 +95,7 @@ def shortage_text(layers: Sequence[Layer], cards: Sequence[Card], running: Execu
         remedy = f"{'any of these is' if len(enough) > 1 else 'this is'} enough: {'; '.join(enough)}"
     else:
         remedy = (
-            "neither more stages nor smaller micro-batches nor re-materialisation is enough: cut "
+            "neither more stages nor smaller micro-batches nor re-materialisation is enough: divide "
             f'"{layers[big].name}" into smaller layers, make batch or model smaller, or use larger cards'
         )
     return ConfigError(reason, remedy=remedy)
@@ -128,7 +128,7 @@ def _sufficient_remedies(
 
 
 def format_bytes(nbytes: float) -> str:
-    """For people: decimal prefixes, three digits."""
+    """Bytes for people: decimal prefixes, three digits."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 999.5:
             return f"{nbytes:.3g} {unit}"
@@ -144,7 +144,7 @@ def format_layers(layers: Sequence[Layer], start: int, stop: int) -> str:
 
 
 def format_memory_parts(parameters: int, copies: int, activations: int, transit: int) -> str:
-    """A stage's bytes by what they are for."""
+    """A stage's bytes by purpose."""
     return (
         f"parameters {format_bytes(parameters)}, gradients and optimizer {format_bytes(copies)}, "
         f"activations {format_bytes(activations)}, in transit {format_bytes(transit)}"

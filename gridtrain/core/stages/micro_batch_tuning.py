@@ -1,18 +1,16 @@
-"""`micro_batches="auto"`: how many micro-batches a step is best divided into, from the first steps.
+"""`micro_batches="auto"`: into how many micro-batches a step is best divided, from the first steps.
 
-Decides the number, from figures that all members of a committed step hold alike; never measures, and knows
-no clock: who has the same figures decides the same.
-
+All members of a committed step have the same timings, so all choose the same number.
     step       0        1         2         3         4 ...
     number   4 S      4 S       8 S       8 S       proposed, for the rest of the run
             warm-up  counted   warm-up   counted
                         |                   |
                   t(n), hop(n)  and  t(n/2), hop(n/2):   t(n) = overhead + n x per sample
 
-Two sizes tell what a micro-batch costs however small it is, and `pipelining.propose` weighs that and the
-links against the bubble.  Both trials are at least as fine as GPipe's advice (4 micro-batches for each stage,
-section 2.3), so that nothing is tried that needs more memory than that; the number that is chosen may be
-smaller where all members have said that a larger micro-batch fits.
+Two sizes give the fixed cost of a micro-batch, and `step_time.propose_micro_batches` weighs that and the
+links against the bubble.  Both trials use at least the number that GPipe recommends (4 micro-batches for each
+stage, section 2.3), so that none needs more memory than that; the chosen number may be smaller where all
+members have reported that a larger micro-batch fits.
 """
 
 from __future__ import annotations
@@ -35,11 +33,10 @@ TRIALS = (
     2 * TRIAL_MICRO_BATCHES_PER_STAGE,
 )
 MEASURED_TRIALS = (1, 3)
-"""The other trials only warm up: kernels are compiled and memory is found for a size that is new."""
-
+"""The other trials only warm up: kernels are compiled and memory is allocated for a new size."""
 
 MAX_FIGURE = 1e9
-"""Seconds, or samples: more is no honest member's."""
+"""Bound of reported seconds and samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +45,11 @@ class StepTimings:
 
     Attributes:
         forward_s, backward_s: of a micro-batch, the mean; the second forward is part of backward.
-        turn_s: on the first stage: from the first micro-batch's departure until its gradient is back; 0: not
-            known, since the stage had work until then.
+        round_trip_s: on the first stage: from sending the first micro-batch until its gradient is back; 0:
+            unknown, since the stage had work until then.
         samples: of this replica's batch.
-        most: samples of the largest micro-batch that fits this member; infinite: it knows no bound.
+        max_micro_batch_samples: of the largest micro-batch that fits this member; infinite: no bound is
+            known.
     """
 
     forward_s: float = 0.0
@@ -61,7 +59,7 @@ class StepTimings:
     max_micro_batch_samples: float = math.inf
 
     def is_plausible(self) -> bool:
-        """Whether an honest member can have said so."""
+        """Whether an honest member can have measured it."""
         values = (self.forward_s, self.backward_s, self.round_trip_s, self.samples)
         return (
             all(0 <= value <= MAX_FIGURE for value in values)
@@ -71,7 +69,7 @@ class StepTimings:
 
 
 TrialTimings = tuple[StepTimings, ...]
-"""Of all members, in rank order."""
+"""Timings of one step by all members, in rank order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,41 +81,43 @@ class MicroBatchChoice:
 
 
 def trial_micro_batches(number: int, stages: int) -> int:
-    """Micro-batches of the so-manieth trial, from 0."""
+    """Number of micro-batches of trial `number`, from 0."""
     return TRIALS[number] * stages
 
 
-def is_complete(told: Sequence[TrialTimings]) -> bool:
-    return len(told) == len(TRIALS)
+def is_complete(timings: Sequence[TrialTimings]) -> bool:
+    return len(timings) == len(TRIALS)
 
 
 def choose_micro_batches(
-    told: Sequence[TrialTimings],
-    seats: RankLayout,
+    timings: Sequence[TrialTimings],
+    layout: RankLayout,
     order: ScheduleKind,
     ahead: float,
     stages: int | None = None,
 ) -> MicroBatchChoice:
-    """From all trials.
+    """The number for the rest of the run, from the timings of all trials.
 
     Args:
-        seats: of the generation that made the last one.
-        stages: for which the trials were; None: as `seats` has.  A model that was cut anew has fewer now.
+        layout: of the generation that made the last trial.
+        stages: number of stages that the trials were for; None: as `layout`.  After a repartition there are
+            fewer.
     """
-    once, twice = (told[number] for number in MEASURED_TRIALS)
-    numbers_tried = [trial_micro_batches(number, stages or seats.stages) for number in MEASURED_TRIALS]
+    once, twice = (timings[number] for number in MEASURED_TRIALS)
+    numbers_tried = [trial_micro_batches(number, stages or layout.stages) for number in MEASURED_TRIALS]
     first = numbers_tried[0]
     batch = round(max(figures.samples for figures in once))
     sizes = [divide_samples(batch, number)[0] for number in numbers_tried]
-    if sizes[0] == sizes[1] or len(once) != len(twice) or len(once) != seats.world_size:
+    if sizes[0] == sizes[1] or len(once) != len(twice) or len(once) != layout.world_size:
         return MicroBatchChoice(
             first,
-            f"{first} micro-batches, {TRIAL_MICRO_BATCHES_PER_STAGE} for each stage: there was one size to try",
+            f"{first} micro-batches, {TRIAL_MICRO_BATCHES_PER_STAGE} for each stage: "
+            "there was one size to try",
         )
-    layers = [_stage_layer(stage, seats, (once, twice), sizes) for stage in range(seats.stages)]
-    hops_s = [_hop_s(told_, seats) for told_ in (once, twice)]
+    layers = [_stage_layer(stage, layout, (once, twice), sizes) for stage in range(layout.stages)]
+    hops_s = [_hop_s(each, layout) for each in (once, twice)]
     per_sample_s, alpha_s = _fit_line(sizes, hops_s)
-    network = uniform_network(seats.stages, alpha_s, 1 / per_sample_s if per_sample_s > 0 else math.inf)
+    network = uniform_network(layout.stages, alpha_s, 1 / per_sample_s if per_sample_s > 0 else math.inf)
     most = min(figures.max_micro_batch_samples for figures in (*once, *twice))
     numbers = [
         n for n in step_time.micro_batch_candidates(batch) if math.ceil(batch / n) <= max(most, sizes[0])
@@ -125,11 +125,11 @@ def choose_micro_batches(
     running = ExecutionSettings(order=order, rematerialise=False, ahead=ahead)
     proposal = step_time.propose_micro_batches(
         layers,
-        [Card()] * seats.stages,
+        [Card()] * layout.stages,
         network,
         running,
         batch,
-        cuts=range(seats.stages + 1),
+        cuts=range(layout.stages + 1),
         numbers=numbers,
         ahead=ahead,
     )
@@ -137,12 +137,12 @@ def choose_micro_batches(
 
 
 def _stage_layer(
-    stage: int, seats: RankLayout, told: tuple[TrialTimings, TrialTimings], sizes: Sequence[int]
+    stage: int, layout: RankLayout, timings: tuple[TrialTimings, TrialTimings], sizes: Sequence[int]
 ) -> Layer:
-    """A stage as one layer; its slowest replica counts, as all replicas wait for it."""
+    """A stage as one layer, with the times of its slowest replica, as all replicas wait for it."""
     forwards, backwards = (
         _fit_line(
-            sizes, [max(getattr(each[rank], what) for rank in seats.stage_ranks(stage)) for each in told]
+            sizes, [max(getattr(each[rank], what) for rank in layout.stage_ranks(stage)) for each in timings]
         )
         for what in ("forward_s", "backward_s")
     )
@@ -151,25 +151,25 @@ def _stage_layer(
         forwards[0],
         backwards[0],
         parameter_bytes=0,
-        output_bytes=1,  # a sample's activations are one unit, and the network's rate is in these
+        output_bytes=1,  # activations of a sample are one unit, in which the network's rate is given
         overhead_s=(forwards[1] + backwards[1]) / 2,
     )
 
 
 def _fit_line(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
-    """(per sample, overhead), neither below 0, that agree with the time of the larger size."""
+    """(seconds per sample, overhead), neither below 0, that agree with the time of the larger size."""
     (large, small), (large_s, small_s) = sizes, times_s
     per_sample_s = min(max(0.0, (large_s - small_s) / (large - small)), large_s / large)
     return per_sample_s, large_s - large * per_sample_s
 
 
-def _hop_s(told: TrialTimings, seats: RankLayout) -> float:
-    """Of one payload from a stage to the next, on average: what the first micro-batch's way there and back
-    took beside the work of the stages behind the first."""
+def _hop_s(timings: TrialTimings, layout: RankLayout) -> float:
+    """Mean seconds of one payload from a stage to the next: the round trip of the first micro-batch without
+    the work of the stages after the first."""
     found = []
-    for replica in range(seats.replicas):
-        first, *behind = (told[rank] for rank in seats.pipeline_ranks(replica))
+    for replica in range(layout.replicas):
+        first, *later = (timings[rank] for rank in layout.pipeline_ranks(replica))
         if first.round_trip_s > 0:
-            work_s = sum(figures.forward_s + figures.backward_s for figures in behind)
-            found.append(max(0.0, first.round_trip_s - work_s) / (2 * (seats.stages - 1)))
+            work_s = sum(figures.forward_s + figures.backward_s for figures in later)
+            found.append(max(0.0, first.round_trip_s - work_s) / (2 * (layout.stages - 1)))
     return max(found, default=0.0)

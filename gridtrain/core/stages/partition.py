@@ -1,23 +1,22 @@
-"""Where a model is cut into stages: numbers in, cuts out.
-
-Decides which layers each stage gets.  Never measures, and never sees a layer: the coordinator plans with it.
+"""Partition a model into stages: which layers each stage gets, from seconds and bytes.
 
     layers     embed  block  block  block  block  head          seconds and bytes of each, per sample
     cards      [  8 GB, speed 1  ][ 24 GB, speed 2 ][ 8 GB ]    in the order of the stages
-    network        stage 0 ---- line ---- stage 1 ---- line ---- stage 2
+    network        stage 0 ---- link ---- stage 1 ---- link ---- stage 2
 
-    cuts       embed  block | block  block  block | head        cuts == (0, 2, 5, 6)
+    partition  embed  block | block  block  block | head        cuts == (0, 2, 5, 6)
 
 **Objective.**  While a pipeline is full, one micro-batch passes in the time of its slowest stage.  A stage's
 time is the larger of its computing (forward, backward, and a second forward where activations are
-re-materialised) and of its line in either direction: its upload carries activations on and gradients back,
-its download the others.  Without overlap it is their sum.  `cut` minimises the largest of these times among
-all cuts in which no card's memory is exceeded; among cuts within `slack` of that time it takes the one whose
-fullest card is emptiest, and among equals the one whose later stages begin latest.  Latency does not count
-here: it lengthens filling and draining, not the rhythm (`pipelining` walks the whole step).
+re-materialised) and of its transfers in either direction: its upload carries activations forth and gradients
+back, its download the others.  Without overlap it is their sum.  `best_partition` minimises the largest of
+these times among all partitions in which no card's memory is exceeded.  Among partitions within `slack` of
+that time it takes the one whose fullest card is emptiest, and among equals the one whose later stages begin
+latest.  Latency does not count here: it lengthens filling and draining, not the period (`step_time` simulates
+the whole step).
 
-The method is `protocol.bottleneck`'s.  It runs twice, for the time and then for memory within that time, as
-the two together have no optimal prefixes.
+The search (`bottleneck_partition`) runs twice, for the time and then for memory within that time: for both
+together the best partition of a prefix would depend on the rest.
 """
 
 from __future__ import annotations
@@ -41,24 +40,24 @@ def best_partition(
     slack: float = 0.0,
     may_be: Callable[[int, int], bool] = lambda start, stop: True,
 ) -> PartitionCost:
-    """The best cut of `layers` into one stage for each of `cards`, in their order; see the module's text.
+    """The best partition of `layers` into one stage for each of `cards`, in their order.
 
     Args:
-        network: of the cards, as ranks 0 to S - 1; None: lines that take no time.
-        slack: stages may be slower than the best by this share where that leaves a fuller card emptier:
-            measured times are not exact.
+        network: of the cards, as ranks 0 to S - 1; None: transfers take no time.
+        slack: stages may be slower than the best by this share where the fullest card gets emptier: measured
+            times are not exact.
         may_be: whether a stage may have the layers from `start` to `stop` - 1.
 
     Raises:
-        ConfigError: more cards than layers; or no cut fits, see `fitting`.
+        ConfigError: more cards than layers; or no partition fits, see `memory_fit`.
     """
     from gridtrain.core.stages import memory_fit
 
     running = running or ExecutionSettings()
     if not 1 <= len(cards) <= len(layers):
         raise ConfigError(
-            f"{len(layers)} layers cannot be cut into {len(cards)} stages",
-            remedy="use at most as many stages as layers, or cut the model into smaller layers",
+            f"{len(layers)} layers cannot be divided into {len(cards)} stages",
+            remedy="use at most as many stages as layers, or divide the model into smaller layers",
         )
     costs = StageCostModel(layers, cards, network or uniform_network(len(cards), 0.0, math.inf), running)
     limits = [card.memory_bytes for card in cards]
@@ -78,7 +77,7 @@ def best_partition(
     known_s = max(time_s(s, *ends) for s, ends in enumerate(_spans(some)))
     edges = [[costs.edge_s(stage, stop) for stop in range(count + 1)] for stage in range(stages - 1)]
     fastest, fastest_s = bottleneck_cuts_within(count, stages, time_s, least_s, known_s, edges)
-    assert fastest is not None  # `some` is one of those looked at
+    assert fastest is not None  # `some` is one of the candidates
     bound_s = fastest_s * (1 + slack)
     scale = limits if all(math.isfinite(limit) for limit in limits) else [1.0] * len(limits)
 
@@ -93,12 +92,16 @@ def best_partition(
 
     fill_known = max(fill(s, *ends) for s, ends in enumerate(_spans(fastest)))
     cuts, _ = bottleneck_cuts(count, stages, fill, least_fill, fill_known)
-    assert cuts is not None  # `fastest` is one of those looked at
+    assert cuts is not None  # `fastest` is one of the candidates
     return partition_at(costs, cuts)
 
 
 def partition_at(costs: StageCostModel, cuts: Sequence[int]) -> PartitionCost:
-    """The cut that somebody has chosen: (S + 1,) where stages begin, and the number of layers."""
+    """The partition with given boundaries: (S + 1,) where stages begin, and the number of layers.
+
+    Raises:
+        ConfigError: they are not ascending, or not of these layers and cards.
+    """
     spans = _spans(cuts)
     if len(spans) != len(costs.cards) or cuts[0] != 0 or cuts[-1] != len(costs.layers):
         raise ConfigError(

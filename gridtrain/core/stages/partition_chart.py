@@ -1,9 +1,6 @@
-"""A cut as bars: in a terminal, and as an SVG written by hand, so that no plotting library is needed.
-
-Decides where bars and labels go; every figure comes from the outlook.  Knows no torch.
-
-    stage 0   layers 0 to 3, "embed" to "block2"      12.1 ms  #############...  2.1 of 8 GB  ####......
-    stage 1   layers 4 to 7, "block3" to "head"       11.8 ms  ############....  1.9 of 8 GB  ###.......
+"""A partition as a bar chart: as text for a terminal, and as SVG, without a plotting library.
+stage 0   layers 0 to 3, "embed" to "block2"      12.1 ms  #############...  2.1 of 8 GB  ####......
+stage 1   layers 4 to 7, "block3" to "head"       11.8 ms  ############....  1.9 of 8 GB  ###.......
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ BAR = 24
 MOST_NAMES = 44
 
 INK, FAINT, GRID = "#222222", "#6B6B6B", "#E4E4E4"
-TIMES = (("forward", "#0072B2"), ("backward", "#5BA3D0"), ("line", "#D55E00"))
+TIMES = (("forward", "#0072B2"), ("backward", "#5BA3D0"), ("link", "#D55E00"))
 BYTES = (
     ("parameters", "#007A5A"),
     ("gradients and optimizer", "#5BB89C"),
@@ -35,7 +32,7 @@ MEMORY_LEFT, MEMORY_WIDTH = 640.0, 480.0  # of the bytes
 
 
 def chart_text(layers: Sequence[Layer], outlook: StepEstimate) -> str:
-    """A line for each stage: its layers, the seconds of a micro-batch, the bytes it holds at most."""
+    """A row for each stage: its layers, the seconds of a micro-batch, its peak memory."""
     stages = outlook.cut.stages
     longest_s = max(max(stage.compute_s, stage.transfer_s) for stage in stages) or 1.0
     largest = max(stage.memory.total for stage in stages)
@@ -49,7 +46,7 @@ def chart_text(layers: Sequence[Layer], outlook: StepEstimate) -> str:
             _shortened(format_layers(layers, stage.start, stage.stop)),
             format_seconds(stage.compute_s),
             _bar(stage.compute_s / longest_s),
-            f"line {format_seconds(stage.transfer_s)}" if len(stages) > 1 else "",
+            f"link {format_seconds(stage.transfer_s)}" if len(stages) > 1 else "",
             held,
             _bar(stage.memory.total / (limit if bounded else largest or 1)),
         )
@@ -60,30 +57,31 @@ def chart_text(layers: Sequence[Layer], outlook: StepEstimate) -> str:
     )
 
 
-def _shortened(said: str) -> str:
-    return said if len(said) <= MOST_NAMES else said[: MOST_NAMES - 3] + "..."
+def _shortened(text: str) -> str:
+    return text if len(text) <= MOST_NAMES else text[: MOST_NAMES - 3] + "..."
 
 
 def _bar(share: float) -> str:
-    """Full at 1; whatever there is shows."""
+    """Full at 1; any share above 0 shows."""
     filled = min(BAR, max(share > 0, round(BAR * share)))
     return "#" * filled + "." * (BAR - filled)
 
 
 def partition_reason(layers: Sequence[Layer], proposal: MicroBatchProposal, *, asked: bool) -> str:
-    """Which stage sets the pace and which is fullest, and why in so many micro-batches."""
+    """Which stage is slowest and which is fullest, and why that many micro-batches."""
     stages = proposal.chosen.cut.stages
-    pace, stage = max(enumerate(stages), key=lambda each: max(each[1].compute_s, each[1].transfer_s))
-    what = "computing" if stage.compute_s >= stage.transfer_s else "its line"
+    slowest, stage = max(enumerate(stages), key=lambda each: max(each[1].compute_s, each[1].transfer_s))
+    what = "computing" if stage.compute_s >= stage.transfer_s else "its link"
     work_s = sum(each.compute_s * each.card.speed for each in stages)
     even_s = work_s / sum(each.card.speed for each in stages)
     before = ", ".join(layers[each.start].name for each in stages[1:])
     fullest, held = max(enumerate(stages), key=lambda each: each[1].memory.total)
     limit = held.card.memory_bytes
     return (
-        f"{f'Cut before {before}' if before else 'One stage'}: stage {pace} sets the pace by {what}, "
-        f"{format_seconds(max(stage.compute_s, stage.transfer_s))} a micro-batch; {format_seconds(even_s)} would be an exactly "
-        f"even share of the computing; stage {fullest} holds most, {format_bytes(held.memory.total)}"
+        f"{f'Stages begin at {before}' if before else 'One stage'}: stage {slowest} is slowest by {what}, "
+        f"{format_seconds(max(stage.compute_s, stage.transfer_s))} a micro-batch; "
+        f"{format_seconds(even_s)} would be an exactly even share of the computing; "
+        f"stage {fullest} holds most, {format_bytes(held.memory.total)}"
         f"{f' of {format_bytes(limit)}' if limit < math.inf else ''}. "
         f"{'As asked' if asked else 'Proposed'}: {proposal.reason}."
     )
@@ -93,7 +91,7 @@ def partition_reason(layers: Sequence[Layer], proposal: MicroBatchProposal, *, a
 
 
 def chart_svg(layers: Sequence[Layer], outlook: StepEstimate) -> str:
-    """Two panels with a bar for each stage: the seconds of a micro-batch, and the bytes held at most."""
+    """Two panels with a bar for each stage: the seconds of a micro-batch, and its peak memory."""
     stages = outlook.cut.stages
     width, height = MEMORY_LEFT + MEMORY_WIDTH + 60, TOP + ROW * len(stages) + 20
     running = outlook.settings
@@ -104,7 +102,7 @@ def chart_svg(layers: Sequence[Layer], outlook: StepEstimate) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
         f'viewBox="0 0 {width:g} {height:g}" font-family="{FONTS}" font-size="13">',
-        "<title>How the model is cut</title>",
+        "<title>How the model is divided into stages</title>",
         '<rect width="100%" height="100%" fill="#FFFFFF"/>',
         _text(20, 28, f"{len(layers)} layers in {len(stages)} stages", size=17, weight="bold"),
         _text(20, 49, subtitle, colour=FAINT),
@@ -134,13 +132,13 @@ def _legend(left: float, entries: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _time_bars(stage: StageCost, top: float, longest_s: float) -> list[str]:
-    """Computing above, its line below: they overlap."""
+    """Computing above, transfers below: they overlap."""
     scale = WIDTH / longest_s
-    forward, backward, line = (s * scale for s in (stage.forward_s, stage.backward_s, stage.transfer_s))
+    forward, backward, transfer = (s * scale for s in (stage.forward_s, stage.backward_s, stage.transfer_s))
     return [
         _box(LEFT, top, forward, 20, TIMES[0][1]),
         _box(LEFT + forward, top, backward, 20, TIMES[1][1]),
-        _box(LEFT, top + 22, line, 8, TIMES[2][1]),
+        _box(LEFT, top + 22, transfer, 8, TIMES[2][1]),
         _text(LEFT + forward + backward + 8, top + 15, format_seconds(stage.compute_s)),
     ]
 
@@ -153,11 +151,11 @@ def _memory_bars(stage: StageCost, top: float, largest: float) -> list[str]:
     ):
         parts.append(_box(left, top, nbytes * scale, 20, colour))
         left += nbytes * scale
-    said = format_bytes(held.total)
+    label = format_bytes(held.total)
     if stage.card.memory_bytes < math.inf:
         parts.append(_box(MEMORY_LEFT + stage.card.memory_bytes * scale - 1, top - 4, 2, 28, INK))
-        said += f" of {format_bytes(stage.card.memory_bytes)}"
-    parts.append(_text(MEMORY_LEFT, top + 36, said))
+        label += f" of {format_bytes(stage.card.memory_bytes)}"
+    parts.append(_text(MEMORY_LEFT, top + 36, label))
     return parts
 
 

@@ -1,17 +1,14 @@
-"""Who sits where in a generation of S stages x R replicas, and who gives whom which stage's state.
+"""Which worker gets which rank in a generation of S stages x R replicas, and from whom it gets the state.
 
-Decides the order of ranks (`protocol.seats`), the donors and who is left over, with the reason in words.
-Never decides which state a generation begins with (`protocol.copies`), never measures a link.
-
-    here: anna (0) bert (0) clara (1) dora (-) emil (-)         2 stages x 2 replicas, emil is spare
+    connected: anna (0) bert (0) clara (1) dora (-) emil (-)    2 stages x 2 replicas, emil is standby
                                                                  (n): holds the state of stage n
               replica 0   replica 1
-    stage 0     anna        bert         who holds a stage's state keeps that stage: a move is a transfer
+    stage 0     anna        bert         a worker with a stage's state keeps that stage: a move is a transfer
     stage 1     clara       dora         dora gets the state from clara
 
-Holders come first, then who has the stage's checkpoint on its disk, then the fastest.  Among the places that
-this leaves open, neighbours in a pipeline and the replicas of a stage are brought near each other: by trying
-all of them where they are few, by exchanging pairs (2-opt, Croes 1958) otherwise.
+Workers that hold a stage in memory come first, then those with its checkpoint on disk, then the fastest.  The
+remaining ranks are filled so that neighbours in a pipeline and the replicas of a stage are near each other:
+by trying all placements where they are few, by swapping pairs (2-opt, Croes 1958) otherwise.
 """
 
 from __future__ import annotations
@@ -31,30 +28,31 @@ PairCost = Callable[[PeerId, PeerId], float]
 """Seconds from one peer to another and back, the same in both directions."""
 
 MAX_ENUMERATED = 3000
-"""Seatings that are looked at one by one; where there are more, pairs are exchanged."""
+"""Up to so many placements are all tried; otherwise pairs are swapped."""
 
 MAX_SWAP_CHECKS = 200_000
-"""Members looked at while pairs are exchanged, about 0.1 s: the coordinator has other things to do."""
+"""Bound of the members examined while pairs are swapped, about 0.1 s, as this blocks the coordinator."""
 
 MAX_LINK_PLACED_MEMBERS = 64
-"""Members that are placed by their links; of more only pairs are exchanged, as far as that goes."""
+"""Up to so many members are placed by their links; in larger groups pairs are swapped within the bound
+above."""
 
 MAX_NAMED_WORKERS = 8
 
 DEFAULT_ACTIVATION_BYTES = 1 << 20
-"""Of an activation, as the coordinator does not know what crosses a cut."""
+"""Assumed size of an activation: the coordinator does not know what stages send each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateLocations:
-    """What is held, by those who may be seated.
+    """Where the state is with which a generation begins, among the workers that may be members.
 
     Attributes:
-        live: in whose memory the state is with which the generation begins, of which stage.
-        disks: on whose disk it is, of which stages.
-        begins: stages that whoever sits there first makes anew, as at step 0.
-        stood: in which stage each member of the last generation sat.
-        holds: blocks whose state is in somebody's memory or on its disk, of this or another cut.
+        in_memory: by worker, the stage whose state it has in memory.
+        on_disk: by worker, the stages whose state it has on its disk.
+        initial_stages: stages whose state is made by the first replica, as at step 0.
+        last_stage: by member of the last generation, its stage.
+        held_spans: by worker, the layers whose state it has anywhere, of this or another partition.
     """
 
     in_memory: Mapping[PeerId, int] = field(default_factory=dict)
@@ -66,14 +64,16 @@ class StateLocations:
 
 @dataclass(frozen=True, slots=True)
 class RankPlacement:
-    """Attributes:
-    order: members by rank.
-    donors: of those who have to be sent their stage's state, by whose rank.
-    spares: who has no seat.
-    reason: in words.
-    pieces: of who puts its stage together, from which blocks of whose rank.
-    digests: of the checkpoints that members are given; a state in memory has none.
-    piece_digests: likewise of `pieces`.
+    """The ranks of a generation.
+
+    Attributes:
+        order: members by rank.
+        state_sources: by member that needs its stage's state, the rank that sends it.
+        standbys: workers without a rank.
+        reason: in words.
+        pieces: by assembler, the layers that it takes and from which rank.
+        digests: by member, of the checkpoint that it receives; a state in memory has none.
+        piece_digests: the same of `pieces`.
     """
 
     order: tuple[PeerId, ...]
@@ -88,58 +88,58 @@ class RankPlacement:
 def place_ranks(
     stages: int,
     peers: Sequence[PeerId],
-    hands: StateLocations,
+    locations: StateLocations,
     *,
     speed: Callable[[PeerId], float | None] = lambda peer: None,
     cost_s: PairCost | None = None,
     name: Callable[[PeerId], str] = lambda peer: peer.hex()[:8],
 ) -> RankPlacement:
-    """The seating of as many replicas as there are workers for.
+    """A placement of as many replicas as there are workers for.
 
     Args:
-        peers: who may take part, at least `stages`, the longest-serving first; all different.
-        hands: each stage is in somebody's, among `peers`, or begins anew.
+        peers: workers that may be members, at least `stages`, the longest-serving first; all different.
+        locations: each stage is held by some of `peers`, or is initial.
         cost_s: of the links; None: nothing is measured.
 
     Raises:
-        LocalProtocolError: there are too few, or nobody has some stage.
+        LocalProtocolError: there are too few workers, or nobody has some stage.
     """
     if len(peers) < stages or len(set(peers)) != len(peers):
-        raise LocalProtocolError(f"{len(peers)} workers cannot sit in {stages} stages")
-    seats = RankLayout(stages, len(peers) // stages)
-    placed, rest = _place_holders(seats, peers, hands)
-    _place_disk_holders(seats, placed, rest, hands)
+        raise LocalProtocolError(f"{len(peers)} workers cannot be placed in {stages} stages")
+    layout = RankLayout(stages, len(peers) // stages)
+    placed, rest = _place_holders(layout, peers, locations)
+    _place_disk_holders(layout, placed, rest, locations)
     pinned = {peer for row in placed for peer in row}
-    free = seats.world_size - len(pinned)
+    free = layout.world_size - len(pinned)
     at = {peer: place for place, peer in enumerate(peers)}
     rest.sort(key=lambda peer: (-(speed(peer) or 0.0), at[peer]))
-    chosen, spares = rest[:free], sorted(rest[free:], key=lambda peer: at[peer])
+    chosen, standbys = rest[:free], sorted(rest[free:], key=lambda peer: at[peer])
     _fill_vacancies(
-        seats, placed, chosen, hands, cost_s if seats.world_size <= MAX_LINK_PLACED_MEMBERS else None
+        layout, placed, chosen, locations, cost_s if layout.world_size <= MAX_LINK_PLACED_MEMBERS else None
     )
     joined = [list(row) for row in placed]
     if cost_s is not None:
-        placed = _improve_by_links(seats, placed, pinned, cost_s)
-    eldest = min(range(seats.replicas), key=lambda replica: at[placed[0][replica]])
-    for row in placed:  # the eldest of stage 0 is the root of the votes
+        placed = _improve_by_links(layout, placed, pinned, cost_s)
+    eldest = min(range(layout.replicas), key=lambda replica: at[placed[0][replica]])
+    for row in placed:  # the longest-serving worker of stage 0 is the root of the votes
         row[0], row[eldest] = row[eldest], row[0]
     order = tuple(peer for row in placed for peer in row)
-    donors = _choose_state_sources(seats, order, hands, cost_s)
-    reason = _reason(seats, order, spares, donors, name)
+    sources = _choose_state_sources(layout, order, locations, cost_s)
+    reason = _reason(layout, order, standbys, sources, name)
     if cost_s is not None:
-        reason += _improvement_text(seats, joined, placed, cost_s)
-    return RankPlacement(order, donors, tuple(spares), reason)
+        reason += _improvement_text(layout, joined, placed, cost_s)
+    return RankPlacement(order, sources, tuple(standbys), reason)
 
 
 def _place_holders(
-    seats: RankLayout, peers: Sequence[PeerId], hands: StateLocations
+    layout: RankLayout, peers: Sequence[PeerId], locations: StateLocations
 ) -> tuple[list[list[PeerId]], list[PeerId]]:
-    """By stage those who hold it, as many as may stay; and the others."""
-    placed: list[list[PeerId]] = [[] for _ in range(seats.stages)]
+    """(by stage the workers that hold it in memory, up to the number of replicas; the other workers)."""
+    placed: list[list[PeerId]] = [[] for _ in range(layout.stages)]
     rest: list[PeerId] = []
     for peer in peers:
-        stage = hands.in_memory.get(peer)
-        fits = stage is not None and stage < seats.stages and len(placed[stage]) < seats.replicas
+        stage = locations.in_memory.get(peer)
+        fits = stage is not None and stage < layout.stages and len(placed[stage]) < layout.replicas
         if stage is not None and fits:
             placed[stage].append(peer)
         else:
@@ -148,41 +148,46 @@ def _place_holders(
 
 
 def _place_disk_holders(
-    seats: RankLayout, placed: list[list[PeerId]], rest: list[PeerId], hands: StateLocations
+    layout: RankLayout, placed: list[list[PeerId]], rest: list[PeerId], locations: StateLocations
 ) -> None:
-    """Of a stage that nobody holds in memory, one who has it on its disk must be a member."""
+    """A stage that nobody holds in memory needs a member that has it on its disk."""
     for peer in list(rest):
-        stood = hands.last_stage.get(peer, seats.stages)
-        if stood in hands.on_disk.get(peer, ()) and stood < seats.stages and not placed[stood]:
+        last = locations.last_stage.get(peer, layout.stages)
+        if last in locations.on_disk.get(peer, ()) and last < layout.stages and not placed[last]:
             rest.remove(peer)
-            placed[stood].append(peer)
-    lost = [stage for stage in range(seats.stages) if not placed[stage] and stage not in hands.initial_stages]
-    keepers = {s: [p for p in (*rest, *_all_placed(placed)) if s in hands.on_disk.get(p, ())] for s in lost}
-    for stage in sorted(lost, key=lambda stage: len(keepers[stage])):
-        if not keepers[stage]:
-            raise LocalProtocolError(f"nobody has the state of stage {stage} of {seats.stages}")
-        if not set(keepers[stage]) & set(_all_placed(placed)):
-            # It sits at this stage, so that one disk is read and nothing is sent.
-            rest.remove(keepers[stage][0])
-            placed[stage].append(keepers[stage][0])
+            placed[last].append(peer)
+    lost = [
+        stage for stage in range(layout.stages) if not placed[stage] and stage not in locations.initial_stages
+    ]
+    disk_holders = {
+        s: [p for p in (*rest, *_all_placed(placed)) if s in locations.on_disk.get(p, ())] for s in lost
+    }
+    for stage in sorted(lost, key=lambda stage: len(disk_holders[stage])):
+        if not disk_holders[stage]:
+            raise LocalProtocolError(f"nobody has the state of stage {stage} of {layout.stages}")
+        if not set(disk_holders[stage]) & set(_all_placed(placed)):
+            # It gets this stage, so that one disk is read and nothing is sent.
+            rest.remove(disk_holders[stage][0])
+            placed[stage].append(disk_holders[stage][0])
 
 
 def _fill_vacancies(
-    seats: RankLayout,
+    layout: RankLayout,
     placed: list[list[PeerId]],
     chosen: Sequence[PeerId],
-    hands: StateLocations,
+    locations: StateLocations,
     cost_s: PairCost | None,
 ) -> None:
-    """The open places, stage by stage: who has it on its disk, else the nearest, else the fastest."""
+    """Fill the remaining ranks, stage by stage: with the stage on disk, else the nearest, else the
+    fastest."""
     left = list(chosen)
     for stage, row in enumerate(placed):
-        while len(row) < seats.replicas:
+        while len(row) < layout.replicas:
             near = [*row, *(placed[stage - 1] if stage else [])]
             best = min(
                 left,
                 key=lambda peer: (
-                    stage not in hands.on_disk.get(peer, ()),
+                    stage not in locations.on_disk.get(peer, ()),
                     min((cost_s(peer, other) for other in near), default=0.0) if cost_s else 0.0,
                 ),
             )
@@ -200,7 +205,7 @@ def _all_placed(placed: Sequence[Sequence[PeerId]]) -> Iterator[PeerId]:
 def placement_cost_s(placed: Sequence[Sequence[PeerId]], cost_s: PairCost) -> tuple[float, float]:
     """(the slowest pipeline + the slowest group of replicas, the sum of all), in seconds.
 
-    All pipelines run at once, and then all groups: each time the slowest one counts.
+    All pipelines run at the same time, and then all groups: of both the slowest one counts.
     """
     pipelines = [math.fsum(map(cost_s, line, line[1:])) for line in zip(*placed, strict=True)]
     groups = [math.fsum(map(cost_s, row, (*row[1:], row[0]))) if len(row) > 1 else 0.0 for row in placed]
@@ -208,36 +213,36 @@ def placement_cost_s(placed: Sequence[Sequence[PeerId]], cost_s: PairCost) -> tu
 
 
 def _improve_by_links(
-    seats: RankLayout, placed: list[list[PeerId]], pinned: Collection[PeerId], cost_s: PairCost
+    layout: RankLayout, placed: list[list[PeerId]], pinned: Collection[PeerId], cost_s: PairCost
 ) -> list[list[PeerId]]:
-    """The best of the seatings that leave the pinned members at their stages."""
+    """The best of the placements that leave the pinned members at their stages."""
     loose = [(s, r) for s, row in enumerate(placed) for r, peer in enumerate(row) if peer not in pinned]
-    count = math.factorial(len(loose)) * math.factorial(seats.replicas) ** (seats.stages - 1)
+    count = math.factorial(len(loose)) * math.factorial(layout.replicas) ** (layout.stages - 1)
     if count <= MAX_ENUMERATED:
         return min(
-            _enumerate_placements(seats, placed, loose), key=lambda tried: placement_cost_s(tried, cost_s)
+            _enumerate_placements(layout, placed, loose), key=lambda tried: placement_cost_s(tried, cost_s)
         )
-    return _improve_by_swaps(seats, placed, pinned, cost_s)
+    return _improve_by_swaps(layout, placed, pinned, cost_s)
 
 
 def _enumerate_placements(
-    seats: RankLayout, placed: list[list[PeerId]], loose: Sequence[tuple[int, int]]
+    layout: RankLayout, placed: list[list[PeerId]], loose: Sequence[tuple[int, int]]
 ) -> Iterator[list[list[PeerId]]]:
-    """The order within stage 0 stays: which pipeline has which number makes no difference."""
+    """All placements; the order within stage 0 stays, as the numbers of the pipelines make no difference."""
     for others in permutations([placed[s][r] for s, r in loose]):
         rows = [list(row) for row in placed]
         for (s, r), peer in zip(loose, others, strict=True):
             rows[s][r] = peer
-        for turned in product(*(permutations(row) for row in rows[1:])):
-            yield [list(rows[0]), *(list(row) for row in turned)]
+        for permuted in product(*(permutations(row) for row in rows[1:])):
+            yield [list(rows[0]), *(list(row) for row in permuted)]
 
 
 def _improve_by_swaps(
-    seats: RankLayout, placed: list[list[PeerId]], pinned: Collection[PeerId], cost_s: PairCost
+    layout: RankLayout, placed: list[list[PeerId]], pinned: Collection[PeerId], cost_s: PairCost
 ) -> list[list[PeerId]]:
     rows = [list(row) for row in placed]
     best = placement_cost_s(rows, cost_s)
-    places = [(s, r) for s in range(seats.stages) for r in range(seats.replicas)]
+    places = [(s, r) for s in range(layout.stages) for r in range(layout.replicas)]
     left = MAX_SWAP_CHECKS // len(places)
     better = True
     while better and left > 0:
@@ -259,45 +264,45 @@ def _improve_by_swaps(
 
 
 def _choose_state_sources(
-    seats: RankLayout, order: Sequence[PeerId], hands: StateLocations, cost_s: PairCost | None
+    layout: RankLayout, order: Sequence[PeerId], locations: StateLocations, cost_s: PairCost | None
 ) -> dict[PeerId, int]:
-    """Who has to be sent its state, and by whom: the nearest that has it, of equals the lowest rank."""
-    donors: dict[PeerId, int] = {}
-    keepers_of: dict[int, list[int]] = {}
+    """By member that needs its state, the rank that sends it: the nearest that has it, else the lowest."""
+    sources: dict[PeerId, int] = {}
+    disk_holders_of: dict[int, list[int]] = {}
     for rank, peer in enumerate(order):
-        for stage in hands.on_disk.get(peer, ()):
-            keepers_of.setdefault(stage, []).append(rank)
+        for stage in locations.on_disk.get(peer, ()):
+            disk_holders_of.setdefault(stage, []).append(rank)
     for rank, peer in enumerate(order):
-        stage = seats.stage_of(rank)
-        group = seats.stage_ranks(stage)
-        holders = [other for other in group if hands.in_memory.get(order[other]) == stage]
-        keepers = keepers_of.get(stage, [])
-        if hands.in_memory.get(peer) == stage or stage in hands.on_disk.get(peer, ()):
+        stage = layout.stage_of(rank)
+        group = layout.stage_ranks(stage)
+        holders = [other for other in group if locations.in_memory.get(order[other]) == stage]
+        disk_holders = disk_holders_of.get(stage, [])
+        if locations.in_memory.get(peer) == stage or stage in locations.on_disk.get(peer, ()):
             continue
-        if stage in hands.initial_stages and not holders and not keepers:
+        if stage in locations.initial_stages and not holders and not disk_holders:
             holders = [group[0]]
             if rank == group[0]:
                 continue
-        # Of those who have it on their disks one that sits here reads it in any case.
-        here = holders or [other for other in keepers if other in group] or keepers
-        donors[peer] = min(here, key=lambda other: (cost_s(peer, order[other]) if cost_s else 0.0, other))
-    return donors
+        # Of members with it on disk, one of this stage reads it in any case.
+        here = holders or [other for other in disk_holders if other in group] or disk_holders
+        sources[peer] = min(here, key=lambda other: (cost_s(peer, order[other]) if cost_s else 0.0, other))
+    return sources
 
 
 def _reason(
-    seats: RankLayout,
+    layout: RankLayout,
     order: Sequence[PeerId],
-    spares: Sequence[PeerId],
-    donors: Mapping[PeerId, int],
+    standbys: Sequence[PeerId],
+    sources: Mapping[PeerId, int],
     name: Callable[[PeerId], str],
 ) -> str:
-    text = f"{seats.stages} stages x {seats.replicas} replica{'s' if seats.replicas > 1 else ''}"
+    text = f"{layout.stages} stages x {layout.replicas} replica{'s' if layout.replicas > 1 else ''}"
     moves = [
-        f"{name(peer)} gets stage {seats.stage_of(order.index(peer))} from {name(order[donor])}"
-        for peer, donor in donors.items()
+        f"{name(peer)} gets stage {layout.stage_of(order.index(peer))} from {name(order[source])}"
+        for peer, source in sources.items()
     ]
     text += "; " + (_abbreviate(moves) if moves else "nobody has to be sent a state")
-    return f"{text}; spare: {_abbreviate([name(peer) for peer in spares])}" if spares else text
+    return f"{text}; standby: {_abbreviate([name(peer) for peer in standbys])}" if standbys else text
 
 
 def _abbreviate(words: Sequence[str]) -> str:
@@ -306,10 +311,13 @@ def _abbreviate(words: Sequence[str]) -> str:
 
 
 def _improvement_text(
-    seats: RankLayout, before: Sequence[Sequence[PeerId]], after: Sequence[Sequence[PeerId]], cost_s: PairCost
+    layout: RankLayout,
+    before: Sequence[Sequence[PeerId]],
+    after: Sequence[Sequence[PeerId]],
+    cost_s: PairCost,
 ) -> str:
     slow_s, fast_s = placement_cost_s(before, cost_s)[0], placement_cost_s(after, cost_s)[0]
-    if seats.world_size < 3 or not fast_s < slow_s:
+    if layout.world_size < 3 or not fast_s < slow_s:
         return "; the links make no other order better"
     return (
         f"; neighbours by their links: {fast_s * 1e3:.3g} ms along a pipeline and a group instead of "
@@ -317,25 +325,29 @@ def _improvement_text(
     )
 
 
-def stage_shares(most: Sequence[int], seats: RankLayout, global_batch_size: int | None) -> BatchShares:
-    """Only who holds the first stage reads samples; the others get what its neighbours send them.
+def stage_shares(most: Sequence[int], layout: RankLayout, global_batch_size: int | None) -> BatchShares:
+    """Shares of a batch: only members of the first stage read samples.
 
     Args:
         most: by rank, the batch size that each one asked for; 0: any.
     """
-    rest = (0,) * (seats.world_size - seats.replicas)
+    rest = (0,) * (layout.world_size - layout.replicas)
     if global_batch_size is None:
         return BatchShares(
-            (*most[: seats.replicas], *rest), "each pipeline takes its first worker's batch size"
+            (*most[: layout.replicas], *rest), "each pipeline takes its first worker's batch size"
         )
-    counts = divide_samples(global_batch_size, [1.0] * seats.replicas, most[: seats.replicas])
+    counts = divide_samples(global_batch_size, [1.0] * layout.replicas, most[: layout.replicas])
     return BatchShares(
-        (*counts, *rest), f"{global_batch_size} samples in even shares over {seats.replicas} pipelines"
+        (*counts, *rest), f"{global_batch_size} samples in even shares over {layout.replicas} pipelines"
     )
 
 
 def pair_cost(network: NetworkModel, at: Mapping[PeerId, int]) -> PairCost:
-    """Of a message of `USUAL_BYTES` and its answer, by indices in the network."""
+    """Seconds of a message of `DEFAULT_ACTIVATION_BYTES` and its answer.
+
+    Args:
+        at: by peer, its index in `network`.
+    """
 
     def cost_s(a: PeerId, b: PeerId) -> float:
         both = ((at[a], at[b]), (at[b], at[a]))

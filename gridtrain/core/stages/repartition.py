@@ -1,17 +1,14 @@
-"""A new cut over the workers that are left: how many stages, cut where, and who gets which from whom.
-
-Decides that, from the costs in the run's definition, the workers' memory, and what they hold.  Never decides
-which step the run goes on from (`protocol.copies`), never moves a byte.
-
+"""Another partition over the workers that are left: the stages, and which worker gets which from whom.
     3 stages, 6 blocks           anna [0 2) on its disk, and [4 6): the copy that it keeps for the last stage
     bert, stage 1, is gone       clara [4 6) on its disk, and [2 4)
 
-    cut over two: 0 3 6          anna puts [0 3) together from its own [0 2) and from clara's [2 4)
+    over two: 0 3 6              anna assembles [0 3) from its own [0 2) and from clara's [2 4)
                                  clara has all of [3 6) on its own disk
 
-What is held is said by blocks, not by stages: a state of any cut serves any other.  A stage that nobody has
-as it is gets an *assembler*, who has most of it; it asks the others for their checkpoints, whole, one after
-the other (`messages.PieceAsk`), and the stage's other replicas are sent the state by it.
+Stored state is named by its layers, not by stages, so a state of any partition serves any other.  A stage
+that no worker has as it is gets an *assembler*, which has most of it.  It requests the checkpoints of the
+others, whole, one after the other (`messages.CheckpointRequest`), and sends the state to the stage's other
+replicas.
 """
 
 from __future__ import annotations
@@ -35,41 +32,41 @@ from gridtrain.core.stages.stage_cost import (
 from gridtrain.errors import ConfigError, LocalProtocolError
 
 MAX_ORDERED_WORKERS = 4
-"""Workers whose orders along the pipeline are all tried: 24 cuts."""
+"""Up to so many workers all orders along the pipeline are tried: 24 partitions."""
 
 MAX_ORDERED_LAYERS = 64
-"""Of a model that is cut for all of these orders: the coordinator does nothing else meanwhile, and one cut
-takes some 5 ms."""
+"""Layers of a model for which all of these orders are tried: the search blocks the coordinator, and one
+partition takes about 5 ms."""
 
 MIN_SPEEDUP = 1.1
-"""More stages are worth a move when the slowest stage becomes faster by this factor."""
+"""More stages are worth moving states when the slowest stage becomes faster by this factor."""
 
 MAX_GROUPED_WORKERS = 6
-"""Workers of which all groups are tried."""
+"""Up to so many workers all groups are tried."""
 
 MAX_ERROR_CHARS = 160
 
 HeldSpans = Mapping[PeerId, Sequence[Span]]
-"""Blocks whose state somebody has."""
+"""Layers whose state each worker has."""
 
 Pieces = tuple[tuple[Span, int], ...]
 
 PartitionCache = dict[tuple[Card, ...], PartitionCost | ConfigError]
-"""Cuts for cards along the pipeline, so that none is looked for twice."""
+"""Partitions by the cards along the pipeline, so that none is searched twice."""
 
 
 def defined_cuts(setup: Setup) -> tuple[int, ...]:
-    """As the run is defined: (stages + 1,)."""
+    """The boundaries of the stages as the run is defined: (stages + 1,)."""
     return setup.model.cuts if setup.model is not None else tuple(range(setup.stages + 1))
 
 
 def stage_spans(cuts: Sequence[int]) -> list[Span]:
-    """Of the stages."""
+    """The layers of each stage."""
     return [Span(start, stop) for start, stop in pairwise(cuts)]
 
 
 def uncovered_spans(spans: Iterable[Span], count: int) -> list[Span]:
-    """Blocks 0 to `count` - 1 that are in none of these."""
+    """Layers 0 to `count` - 1 that are in none of these spans."""
     found, reached = [], 0
     for span in sorted(spans, key=lambda span: (span.start, span.stop)):
         if span.start > reached:
@@ -81,17 +78,19 @@ def uncovered_spans(spans: Iterable[Span], count: int) -> list[Span]:
 
 
 def overlap_layers(a: Span, b: Span) -> int:
-    """Blocks in both."""
+    """Number of layers in both."""
     return max(0, min(a.stop, b.stop) - max(a.start, b.start))
 
 
 @dataclass(frozen=True, slots=True)
 class Repartition:
-    """Attributes:
-    cuts: where the stages begin, and the number of blocks.
-    members: who is seated; all that the state is taken from are among them.
-    assemblers: who puts a stage together that nobody has as it is.
-    reason: in words.
+    """A partition, and the workers that train it.
+
+    Attributes:
+        cuts: where the stages begin, and the number of layers.
+        members: workers with a rank; they hold all of the state that is used.
+        assemblers: workers that assemble a stage that nobody has as it is, and which.
+        reason: in words.
     """
 
     cuts: tuple[int, ...]
@@ -101,13 +100,13 @@ class Repartition:
 
 
 def check_setup(setup: Setup) -> None:
-    """Raises `ConfigError` for cuts and costs that cannot be, before the coordinator computes with them."""
+    """Raises `ConfigError` for impossible partitions and costs, before the coordinator computes with them."""
     model = setup.model
     if model is None:
         return
     if len(model.cuts) != setup.stages + 1:
         raise ConfigError(
-            f"cuts {list(model.cuts)[:8]} for {setup.stages} stages", remedy="one more cut than stages"
+            f"cuts {list(model.cuts)[:8]} for {setup.stages} stages", remedy="give one more than stages"
         )
     layers_of(model)
     execution_settings_of(model)
@@ -115,12 +114,12 @@ def check_setup(setup: Setup) -> None:
         if not has_trainable_check(model)(span.start, span.stop):
             raise ConfigError(
                 f"blocks {span.start} to {span.stop - 1} are a stage, and there is nothing to train in it",
-                remedy="cut elsewhere, or into fewer stages",
+                remedy="use other boundaries, or fewer stages",
             )
 
 
 def layers_of(model: StagedModel) -> list[Layer]:
-    """Without times a block takes as long as it has bytes."""
+    """The model's layers; where no times are known, time is proportional to bytes."""
     timed = _is_timed(model)
     return [
         Layer(
@@ -144,7 +143,8 @@ def _is_timed(model: StagedModel) -> bool:
 
 
 def execution_settings_of(model: StagedModel) -> ExecutionSettings:
-    """Without times messages take none either: there is nothing to compare theirs with."""
+    """The model's settings; where no times are known messages take none either, as nothing compares with
+    them."""
     running = ExecutionSettings() if _is_timed(model) else ExecutionSettings(message_s=0.0)
     return replace(
         running,
@@ -167,14 +167,14 @@ def partition_over_fewer(
     cards: Mapping[PeerId, Card],
     holds: HeldSpans,
 ) -> Repartition:
-    """Over fewer workers than the run has stages: into as many stages as fit.
+    """A partition over fewer workers than the run has stages, into as many stages as fit.
 
     Args:
-        peers: who is here, the longest-serving first; `cards`: theirs.
-        holds: blocks whose state they have, all of them together.
+        peers: the workers that are connected, the longest-serving first; `cards`: theirs.
+        holds: layers whose state each of them has; together they have all.
 
     Raises:
-        ConfigError: the model does not fit; without a reason: its blocks' costs are not known.
+        ConfigError: the model does not fit; without a reason: the costs of its layers are unknown.
     """
     model = setup.model
     if model is None or not model.blocks:
@@ -186,20 +186,20 @@ def partition_over_fewer(
             if uncovered_spans(_all_spans(holds, members), model.cuts[-1]):
                 continue
             try:
-                cuts, line = _best_stage_order(model, members, cards, holds, known)
+                cuts, order = _best_stage_order(model, members, cards, holds, known)
             except ConfigError as error:
                 refused = refused or error
                 continue
-            reason = f"cut anew into {_format_stage_count(count)} at {list(cuts)}"
-            return Repartition(cuts, tuple(line), {peer: n for n, peer in enumerate(line)}, reason)
+            reason = f"repartitioned into {_format_stage_count(count)} at {list(cuts)}"
+            return Repartition(cuts, tuple(order), {peer: n for n, peer in enumerate(order)}, reason)
     raise refused or ConfigError("nobody has enough of it", remedy="wait for workers")
 
 
 def _groups(
     peers: Sequence[PeerId], cards: Mapping[PeerId, Card], count: int, holds: HeldSpans, blocks: int
 ) -> Iterable[list[PeerId]]:
-    """Of so many workers, those with the most memory first; of many workers these alone, and some who have
-    every block with the largest beside them."""
+    """Groups of `count` workers, those with the most memory first; of many workers only that one, and one
+    that has every layer, with the largest workers beside them."""
     largest = sorted(peers, key=lambda peer: -cards[peer].memory_bytes)
     groups: Iterable[Sequence[PeerId]] = combinations(largest, count)
     if len(peers) > MAX_GROUPED_WORKERS:
@@ -217,24 +217,25 @@ def _best_stage_order(
     holds: HeldSpans,
     known: PartitionCache,
 ) -> tuple[tuple[int, ...], list[PeerId]]:
-    """The order along the pipeline whose cut is fastest; of those about as fast, what moves fewest bytes."""
+    """The order along the pipeline whose partition is fastest; of similar ones, that which moves fewest
+    bytes."""
     sizes = [block.parameter_bytes + block.trainable_bytes for block in model.blocks]
-    lines: Iterable[Sequence[PeerId]] = [_by_held_position(members, holds)]
+    orders: Iterable[Sequence[PeerId]] = [_by_held_position(members, holds)]
     if len(members) <= MAX_ORDERED_WORKERS and len(sizes) <= MAX_ORDERED_LAYERS:
-        lines = permutations(_by_held_position(members, holds))
+        orders = permutations(_by_held_position(members, holds))
     found: list[tuple[float, int, tuple[int, ...], list[PeerId]]] = []
     refused: ConfigError | None = None
-    for line in lines:
-        cut = partition_for(model, [cards[peer] for peer in line], known)
+    for order in orders:
+        cut = partition_for(model, [cards[peer] for peer in order], known)
         if isinstance(cut, ConfigError):
             refused = refused or cut
             continue
         moved = sum(
             sum(sizes[gap.start + span.start : gap.stop + span.start])
-            for peer, span in zip(line, stage_spans(cut.cuts), strict=True)
+            for peer, span in zip(order, stage_spans(cut.cuts), strict=True)
             for gap in _missing_spans(holds.get(peer, ()), span)
         )
-        found.append((cut.period_s, moved, cut.cuts, list(line)))
+        found.append((cut.period_s, moved, cut.cuts, list(order)))
     if not found:
         assert refused is not None
         raise refused
@@ -247,7 +248,7 @@ def _best_stage_order(
 def partition_for(
     model: StagedModel, cards: Sequence[Card], known: PartitionCache
 ) -> PartitionCost | ConfigError:
-    """The best cut for these cards in this order; or why there is none."""
+    """The best partition for these cards in this order; or why there is none."""
     asked = tuple(cards)
     if asked not in known:
         layers, running = layers_of(model), execution_settings_of(model)
@@ -304,33 +305,33 @@ def is_worth_more_stages(setup: Setup, cuts: tuple[int, ...], stages: int) -> bo
     return more * MIN_SPEEDUP <= few
 
 
-# -- enough workers, but what they hold is of another cut ------------------------------------------------
+# -- enough workers, but their state is of another partition -------------------------------------------
 
 
-def repartition_at(cuts: tuple[int, ...], peers: Sequence[PeerId], hands: StateLocations) -> Repartition:
-    """Seats for as many replicas as there are workers for; states of other cuts are put together.
+def repartition_at(cuts: tuple[int, ...], peers: Sequence[PeerId], locations: StateLocations) -> Repartition:
+    """Members for as many replicas as there are workers for; states of other partitions are assembled.
 
     Args:
         peers: the longest-serving first, at least as many as stages.
-        hands: what is had of `cuts`, by others too; every block is in somebody's, or the run begins.
+        locations: where the state is, relative to `cuts`; every layer is somewhere, or the run begins.
 
     Raises:
-        ConfigError: more workers have parts of the state than there are seats, or others alone have some.
+        ConfigError: more workers have parts of the state than there are ranks, or only others have some.
     """
-    stages, hands = len(cuts) - 1, restricted_to(hands, peers)
-    if not _missing_stages(hands, stages):
+    stages, locations = len(cuts) - 1, restricted_to(locations, peers)
+    if not _missing_stages(locations, stages):
         return Repartition(cuts, tuple(peers))
-    needed = _covering_workers(peers, hands.held_spans, cuts[-1])
+    needed = _covering_workers(peers, locations.held_spans, cuts[-1])
     size = stages * (len(peers) // stages)
     chosen = set([*needed, *(peer for peer in peers if peer not in needed)][:size])
     members = [peer for peer in peers if peer in chosen]
-    hands = restricted_to(hands, members)
-    missing = _missing_stages(hands, stages)
+    locations = restricted_to(locations, members)
+    missing = _missing_stages(locations, stages)
     spans = stage_spans(cuts)
-    first = {stage: peer for peer, stage in reversed(list(hands.in_memory.items()))}.values()  # they stay
+    first = {stage: peer for peer, stage in reversed(list(locations.in_memory.items()))}.values()  # they stay
     assemblers: dict[PeerId, int] = {}
     offers = [
-        (_largest_overlap(hands.held_spans.get(peer, ()), spans[n]), n, peer)
+        (_largest_overlap(locations.held_spans.get(peer, ()), spans[n]), n, peer)
         for n in missing
         for peer in members
     ]
@@ -339,27 +340,28 @@ def repartition_at(cuts: tuple[int, ...], peers: Sequence[PeerId], hands: StateL
             assemblers[peer] = stage
     if len(needed) > size or len(assemblers) < len(missing):
         raise ConfigError(
-            f"{len(needed)} workers have parts of the state, and there are {size} seats", remedy="wait"
+            f"{len(needed)} workers have parts of the state, and there are {size} ranks",
+            remedy="wait for more workers",
         )
-    return Repartition(cuts, tuple(members), assemblers, f"put together anew, cut at {list(cuts)}")
+    return Repartition(cuts, tuple(members), assemblers, f"stages assembled, divided at {list(cuts)}")
 
 
-def restricted_to(hands: StateLocations, members: Sequence[PeerId]) -> StateLocations:
-    """What these have."""
+def restricted_to(locations: StateLocations, members: Sequence[PeerId]) -> StateLocations:
+    """Only what these members have."""
     return replace(
-        hands,
-        in_memory={p: n for p, n in hands.in_memory.items() if p in members},
-        on_disk={p: n for p, n in hands.on_disk.items() if p in members},
-        held_spans={p: spans for p, spans in hands.held_spans.items() if p in members},
+        locations,
+        in_memory={p: n for p, n in locations.in_memory.items() if p in members},
+        on_disk={p: n for p, n in locations.on_disk.items() if p in members},
+        held_spans={p: spans for p, spans in locations.held_spans.items() if p in members},
     )
 
 
-def _missing_stages(hands: StateLocations, stages: int) -> list[int]:
-    """Stages that nobody has as they are."""
+def _missing_stages(locations: StateLocations, stages: int) -> list[int]:
+    """Stages that no worker has as they are."""
     exact = (
-        set(hands.in_memory.values())
-        | {n for own in hands.on_disk.values() for n in own}
-        | set(hands.initial_stages)
+        set(locations.in_memory.values())
+        | {n for own in locations.on_disk.values() for n in own}
+        | set(locations.initial_stages)
     )
     return [n for n in range(stages) if n not in exact]
 
@@ -369,7 +371,11 @@ def _largest_overlap(spans: Sequence[Span], wanted: Span) -> int:
 
 
 def _covering_workers(peers: Sequence[PeerId], holds: HeldSpans, count: int) -> list[PeerId]:
-    """Few workers who together have every block."""
+    """A small set of workers that together have every layer.
+
+    Raises:
+        ConfigError: none of `peers` has some layer.
+    """
     chosen: list[PeerId] = []
     while lacking := uncovered_spans(_all_spans(holds, chosen), count):
 
@@ -378,39 +384,40 @@ def _covering_workers(peers: Sequence[PeerId], holds: HeldSpans, count: int) -> 
 
         best = max(peers, key=adds)
         if not adds(best):
-            # Who has it is here, but its memory is too small for this cut.
+            # A worker that has it is connected, but its memory is too small for this partition.
             raise ConfigError(
-                f"none of those who fit has the state of block {lacking[0].start}", remedy="cut otherwise"
+                f"no worker with enough memory has the state of block {lacking[0].start}",
+                remedy="use another partition",
             )
         chosen.append(best)
     return chosen
 
 
-def with_assemblers(hands: StateLocations, recut: Repartition) -> StateLocations:
-    """As `hands`, with assemblers as holders of the stages that they put together."""
-    return replace(hands, in_memory={**hands.in_memory, **recut.assemblers}) if recut.assemblers else hands
+def with_assemblers(locations: StateLocations, recut: Repartition) -> StateLocations:
+    """As `locations`, with assemblers as holders of the stages that they assemble."""
+    return (
+        replace(locations, in_memory={**locations.in_memory, **recut.assemblers})
+        if recut.assemblers
+        else locations
+    )
 
 
-# -- from what a stage is put together -------------------------------------------------------------------
+# -- the checkpoints that a stage is assembled from ---------------------------------------------------
 
 
 def assembler_pieces(
-    recut: Repartition, order: Sequence[PeerId], hands: StateLocations
+    recut: Repartition, order: Sequence[PeerId], locations: StateLocations
 ) -> dict[PeerId, Pieces]:
-    """Of each assembler: the checkpoints that it takes, by their blocks and by whose rank has them.
+    """The checkpoints that each assembler uses: (layers, rank that has them).
 
-    One that has a stage as it is on its disk, or in memory, needs none.  Few are taken: at each block its
-    own, else the one that reaches furthest.
+    One that has its stage as it is, on its disk or in memory, needs none.  At each layer it uses its own
+    checkpoint, else the one that reaches furthest, so that few are used.
     """
-
-    def order_of(offer: tuple[Span, int]) -> tuple[bool, int, int]:
-        return offer[1] == mine, min(offer[0].stop, wanted.stop), -offer[1]
-
     spans = stage_spans(recut.cuts)
     found: dict[PeerId, Pieces] = {}
     for peer, stage in recut.assemblers.items():
-        held = hands.in_memory.get(peer) == stage or stage in hands.on_disk.get(peer, ())
-        if held or stage in hands.initial_stages:
+        held = locations.in_memory.get(peer) == stage or stage in locations.on_disk.get(peer, ())
+        if held or stage in locations.initial_stages:
             continue
         wanted, mine = spans[stage], order.index(peer)
         taken: list[tuple[Span, int]] = []
@@ -419,14 +426,14 @@ def assembler_pieces(
             offers = [
                 (span, rank)
                 for rank, other in enumerate(order)
-                for span in hands.held_spans.get(other, ())
+                for span in locations.held_spans.get(other, ())
                 if span.start <= reached < span.stop
             ]
             if not offers:
-                raise LocalProtocolError(f"block {reached} of stage {stage} is in nobody's hands")
+                raise LocalProtocolError(f"no member has block {reached} of stage {stage}")
             if len(taken) == MAX_CHECKPOINT_SOURCES:
                 raise ConfigError(
-                    f"stage {stage} would be put together from more than {MAX_CHECKPOINT_SOURCES} checkpoints",
+                    f"stage {stage} would be assembled from more than {MAX_CHECKPOINT_SOURCES} checkpoints",
                     remedy="wait for workers",
                 )
             best = max(
@@ -439,7 +446,7 @@ def assembler_pieces(
 
 
 def error_text(error: ConfigError) -> str:
-    """For a reason that travels."""
+    """The reason of an error, shortened for a message."""
     return (
         error.reason if len(error.reason) <= MAX_ERROR_CHARS else error.reason[: MAX_ERROR_CHARS - 3] + "..."
     )

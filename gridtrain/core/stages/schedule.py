@@ -1,8 +1,6 @@
 """In which order the stages of a pipeline compute their micro-batches: the schedule as data.
 
-Decides the order, and on which channel of a round each payload travels; never computes, sends or looks at a
-clock.  Every stage works through its own list; payloads hold it back until they are there.
-
+Every stage works through its own list, and waits where the payload of an action has not arrived.
     fill-drain (GPipe, arXiv 1811.06965, figure 2c), S = 3, M = 4       time ->
     stage 0    F0  F1  F2  F3   .   .   .   .  B0  B1  B2  B3
     stage 1     .  F0  F1  F2  F3   .   .  B0  B1  B2  B3   .
@@ -29,14 +27,14 @@ from gridtrain.errors import ConfigError, LocalProtocolError
 
 
 class ActionKind(Enum):
-    """What is done with a micro-batch."""
+    """Forward or backward of a micro-batch."""
 
     FORWARD = "F"
     BACKWARD = "B"
 
 
 class PayloadKind(IntEnum):
-    """`Channel.kind` of what stages send each other; 0 is the exchange of gradients among replicas."""
+    """`Channel.kind` of payloads between stages; 0 is the exchange of gradients among replicas."""
 
     ACTIVATIONS = 1  # stage s to s + 1, index: the micro-batch
     GRADIENTS = 2  # stage s to s - 1, of these activations, index: the micro-batch
@@ -72,7 +70,7 @@ class Action:
 
 
 def divide_samples(samples: int, micro_batches: int) -> tuple[int, ...]:
-    """The sizes of the micro-batches of a mini-batch: as even as can be, larger ones first, none empty.
+    """The sizes of the micro-batches of a mini-batch: as even as possible, larger ones first, none empty.
 
     Seven samples in three micro-batches: (3, 2, 2).  Fewer samples than micro-batches: one sample in each,
     and fewer micro-batches.  No samples: ().
@@ -88,7 +86,7 @@ def divide_samples(samples: int, micro_batches: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Of S stages and M micro-batches: `actions[s]` is what stage s does, in this order."""
+    """A schedule of S stages and M micro-batches; `actions[s]` are those of stage s, in order."""
 
     name: str
     stages: int
@@ -96,7 +94,7 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
 
     def max_in_flight(self, stage: int) -> int:
-        """The most micro-batches of which this stage must keep something for their backward at one time."""
+        """The largest number of micro-batches whose activations this stage keeps at one time."""
         now = most = 0
         for action in self.actions[stage]:
             now += 1 if action.kind is ActionKind.FORWARD else -1
@@ -105,19 +103,19 @@ class Schedule:
 
 
 def fill_drain(stages: int, micro_batches: int) -> Schedule:
-    """GPipe's: all forwards, then all backwards, ascending.  A stage keeps M micro-batches."""
+    """The schedule of GPipe: all forwards, then all backwards, ascending.  A stage keeps M micro-batches."""
     return _scheduled("fill-drain", stages, micro_batches, [micro_batches] * stages)
 
 
 def one_forward_one_backward(stages: int, micro_batches: int, *, ahead: float = 0.0) -> Schedule:
-    """PipeDream-Flush's: a backward as early as can be.  Stage s keeps min(M, S - s) micro-batches.
+    """The schedule of PipeDream-Flush: each backward as early as possible.  Stage s keeps min(M, S - s).
 
     Args:
         stages: S >= 1.
         micro_batches: M >= 0.
-        ahead: how many micro-batches more for each stage that follows are on their way.  Between machines a
-            payload needs time, and without these the next-to-last stage waits for every single one (see
-            `ahead_for`); with infinity this is fill-drain.
+        ahead: further micro-batches in flight for each stage that follows.  Between machines a payload takes
+            time, and without these the next-to-last stage waits for each one (see `ahead_for`); with infinity
+            this is fill-drain.
     """
     warm_up = [
         min(micro_batches, math.ceil((stages - 1 - s) * (1 + ahead)) if s < stages - 1 else 0)
@@ -128,18 +126,19 @@ def one_forward_one_backward(stages: int, micro_batches: int, *, ahead: float = 
 
 
 def ahead_for(forward_s: float, backward_s: float, hop_s: float) -> float:
-    """How far `ahead` makes 1F1B as fast as fill-drain when a payload is `hop_s` on its way.
+    """The `ahead` with which 1F1B is as fast as fill-drain when a payload takes `hop_s` to the next stage.
 
-    A micro-batch returns to a stage with h behind it after (h + 1)(forward + backward) + 2 h hop seconds,
-    and the stage needs work as long: 2 hop / (forward + backward) micro-batches more for each hop.  One more,
-    since forward and backward take turns whichever of the two is there: without it a schedule took up to
-    22 % longer than fill-drain, with it never (S <= 8, M <= 32, hops of 0.03 to 5 (forward + backward)).
+    A micro-batch returns to a stage that h others follow after (h + 1)(forward + backward) + 2 h hop seconds.
+    To have work for that time, the stage needs 2 hop / (forward + backward) further micro-batches for each
+    hop; and one more, since forward and backward alternate whichever of the two has arrived.  Without that
+    one a schedule took up to 22 % longer than fill-drain, with it never longer (S <= 8, M <= 32, hops of 0.03
+    to 5 (forward + backward)).
     """
     return 1 + 2 * hop_s / (forward_s + backward_s) if hop_s > 0 else 0.0
 
 
 def _scheduled(name: str, stages: int, micro_batches: int, warm_up: Sequence[int]) -> Schedule:
-    """Each stage: `warm_up` forwards, then forward and backward in turn, then the remaining backwards."""
+    """Each stage: `warm_up` forwards, then forward and backward alternately, then the remaining backwards."""
     if stages < 1 or micro_batches < 0:
         raise ConfigError(
             f"{stages} stages and {micro_batches} micro-batches",
@@ -157,7 +156,7 @@ def _scheduled(name: str, stages: int, micro_batches: int, warm_up: Sequence[int
 
 @dataclass(frozen=True, slots=True)
 class TimeSlot:
-    """When a stage computes an action, if nothing but work and links takes time."""
+    """When a stage computes an action; only work and links take time."""
 
     action: Action
     start_s: float
@@ -166,7 +165,7 @@ class TimeSlot:
 
 @dataclass(frozen=True, slots=True)
 class Timetable:
-    """`slots[s]`: of stage s, ascending."""
+    """`slots[s]` are those of stage s, ascending."""
 
     slots: tuple[tuple[TimeSlot, ...], ...]
 
@@ -175,7 +174,7 @@ class Timetable:
         return max((slot.stop_s for slots in self.slots for slot in slots), default=0.0)
 
     def busy_share(self, stage: int) -> float:
-        """The share of the time in which this stage computes; what is missing to 1 is its bubble."""
+        """The share of the time in which this stage computes; the rest is its bubble."""
         if not self.slots[stage]:
             return 0.0
         return sum(slot.stop_s - slot.start_s for slot in self.slots[stage]) / self.makespan_s
@@ -189,15 +188,18 @@ def timetable(
     send_s: float = 0.0,
     latency_s: float = 0.0,
 ) -> Timetable:
-    """When everything happens where computing takes so long (one number, or one for each stage).
+    """The timetable of a schedule.
+
+    Args:
+        forward_s, backward_s: of a micro-batch; one number, or one for each stage.
 
     A payload occupies its link, one for each direction, for `send_s` and arrives `latency_s` later.  With
     `send_s = latency_s = 0` and even stages both schedules take (M + S - 1)(forward + backward).
     """
-    walk = _ScheduleSimulation(
+    simulation = _ScheduleSimulation(
         schedule, _per_stage(forward_s, schedule), _per_stage(backward_s, schedule), send_s, latency_s
     )
-    return Timetable(tuple(tuple(slots) for slots in walk.slots))
+    return Timetable(tuple(tuple(slots) for slots in simulation.slots))
 
 
 def _per_stage(value_s: float | Sequence[float], schedule: Schedule) -> Sequence[float]:
@@ -208,7 +210,7 @@ def _per_stage(value_s: float | Sequence[float], schedule: Schedule) -> Sequence
 
 
 class _ScheduleSimulation:
-    """Works through all lists, whichever stage can go on, until all are done."""
+    """Works through the lists of all stages; raises `LocalProtocolError` where none can go on."""
 
     def __init__(
         self,
@@ -246,7 +248,7 @@ class _ScheduleSimulation:
         return self._ready_s.get((stage, action))
 
     def _deliver(self, stage: int, action: Action, stop_s: float) -> None:
-        """To the neighbour; the last stage turns a forward into its own backward."""
+        """Send the result to the neighbour; the last stage begins the backward of a forward itself."""
         last = self._schedule.stages - 1
         if action.kind is ActionKind.FORWARD and stage == last:
             self._ready_s[stage, Action(ActionKind.BACKWARD, action.micro_batch)] = stop_s
@@ -258,9 +260,9 @@ class _ScheduleSimulation:
 
 
 def draw_schedule(schedule: Schedule, *, forward: int = 1, backward: int = 1, hop: int = 0) -> str:
-    """The grid, one line for each stage; `forward`, `backward` and `hop` (latency) in columns.
+    """The schedule as text, a line for each stage; `forward`, `backward` and `hop` (latency) in columns.
 
-    Work longer than one column goes on with `=`; `.` is the bubble.
+    `=` continues work that is longer than one column; `.` is the bubble.
     """
     table = timetable(schedule, forward, backward, latency_s=hop)
     columns = round(table.makespan_s)

@@ -1,17 +1,14 @@
-"""What a stage of a model costs on a card: seconds of a micro-batch, seconds of its lines, bytes.
-
-Decides the formulas that `cutting` compares and that a picture shows.  Never measures, never cuts.
-
+"""What a stage of a model costs on a card: seconds of computing and of transfers, bytes of memory.
     bytes of stage s with k micro-batches of b samples between their forward and their backward:
 
     parameters      parameters and buffers
-    copies          gradients and the optimizer's state: `copies` x what is trainable
-    activations     b (k input + kept + output)   with re-materialisation: one micro-batch is computed anew
+    copies          gradients and the optimizer's state: `copies` x the trainable parameters
+    activations     b (k input + kept + output)   with re-materialisation: one micro-batch is recomputed
                     b k (input + kept + output)   without
-                    + b work + fixed work, of the layer with the largest: what it holds while it runs
-    transit         2 b (all that comes in or goes out): one in work, one on its line
+                    + b work + fixed work, of the layer with the largest, while it runs
+    transit         2 b (all that is received or sent): one micro-batch in work, one in transfer
 
-k is M in fill-drain, and up to S - s in 1F1B (`protocol.schedule`).
+k is M in fill-drain, and up to S - s in 1F1B (`schedule`).
 """
 
 from __future__ import annotations
@@ -37,14 +34,14 @@ OPTIMIZER_STATE_COPIES = {
     "adam": 2.0,
     "adamw": 2.0,
 }
-"""How often an optimizer's state holds the parameters."""
+"""Size of an optimizer's state, in copies of the parameters."""
 
 TIME_TOLERANCE = 0.02
-"""Measured times are no more exact than this: within it, a cut that leaves more memory is better."""
+"""Measured times are no more exact than this: within it, a partition that leaves more memory is better."""
 
 
 class ScheduleKind(StrEnum):
-    """In which order a stage takes its micro-batches."""
+    """The order in which a stage computes its micro-batches."""
 
     FILL_DRAIN = "fill-drain"
     ONE_F_ONE_B = "1f1b"
@@ -56,15 +53,16 @@ class Layer:
 
     Attributes:
         forward_s, backward_s: per sample; backward without a second forward.
-        overhead_s: per micro-batch, however small, of a forward or a backward each.
+        overhead_s: per micro-batch of any size, of a forward and of a backward each.
         parameter_bytes: parameters and buffers.
-        trainable_bytes: of those, what has a gradient; None: all.
-        output_bytes: per sample, what goes to the next layer.
-        gradient_bytes: per sample, what comes back from it; None: as much.
-        kept_bytes: per sample, what autograd keeps for backward beside parameters.
-        work_bytes: per sample, what its forward or its backward holds at most beside that, its input and the
-            gradient of its output included; None: not known, then its input and its output count.
-        fixed_work_bytes: the same, however many samples: a parameter's gradient before it is added.
+        trainable_bytes: parameters with a gradient; None: all.
+        output_bytes: per sample, sent to the next layer.
+        gradient_bytes: per sample, received from it; None: as many.
+        kept_bytes: per sample, kept by autograd for backward beside parameters.
+        work_bytes: per sample, held beside that while its forward or backward runs, at most, its input and
+            the
+            gradient of its output included; None: unknown, then its input and its output count.
+        fixed_work_bytes: the same for any number of samples: a parameter's gradient before it is added.
     """
 
     name: str
@@ -104,7 +102,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What holds a stage: relative speed, and the bytes that training may fill."""
+    """A device: its relative speed, and the bytes that training may fill."""
 
     speed: float = 1.0
     memory_bytes: float = math.inf
@@ -123,13 +121,14 @@ class ExecutionSettings:
     Attributes:
         samples: of the largest micro-batch.
         micro_batches: of a step.
-        copies: how often `trainable_bytes` are held beside the parameters: the gradient, the optimizer's
-            state, and what an exchange keeps.  3: gradient and Adam's two moments.
-        rematerialise: a stage keeps the inputs of its micro-batches alone, and backward runs its forward
-            again (GPipe, section 2.3); else it keeps what autograd keeps.
-        input_bytes: per sample, of what enters the first layer.
-        overlap: transfers go on while a stage computes.
-        message_s: of a stage's time, for each message that it sends or receives.
+        copies: copies of `trainable_bytes` beside the parameters: the gradient, the optimizer's state, and
+            the
+            residual of an exchange.  3: gradient and Adam's two moments.
+        rematerialise: a stage keeps only the inputs of its micro-batches, and backward runs the forward again
+            (GPipe, section 2.3); else it keeps what autograd keeps.
+        input_bytes: per sample, of the first layer.
+        overlap: transfers overlap with computing.
+        message_s: CPU time of a stage for each message that it sends or receives.
         ahead: of 1F1B, see `schedule.one_forward_one_backward`.
     """
 
@@ -153,14 +152,15 @@ class ExecutionSettings:
             )
 
     def in_flight(self, stage: int, stages: int) -> int:
-        """Micro-batches whose forward is done and whose backward is not: at most, in this stage."""
+        """The largest number of micro-batches of this stage whose forward is done and whose backward is
+        not."""
         if self.order is ScheduleKind.FILL_DRAIN:
             return self.micro_batches
         behind = stages - stage - 1
         return min(self.micro_batches, math.ceil(behind * (1 + self.ahead)) + 1)
 
     def recomputes_forward(self, stage: int, stages: int) -> bool:
-        """Whether backward begins with a second forward: not where it follows on the first at once."""
+        """Whether backward begins with a second forward; not where it follows the first one immediately."""
         at_once = self.order is ScheduleKind.ONE_F_ONE_B and stage + 1 == stages
         return self.rematerialise and not at_once
 
@@ -172,13 +172,13 @@ class ExecutionSettings:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """What a stage holds at most.
+    """Peak memory of a stage in bytes.
 
     Attributes:
         parameters: with buffers.
         copies: gradients and the optimizer's state.
-        activations: kept for backward, and what backward works on.
-        transit: what has just arrived, and what is being sent.
+        activations: kept for backward, and in use by it.
+        transit: just received, or being sent.
     """
 
     parameters: int
@@ -197,8 +197,8 @@ class StageCost:
 
     Attributes:
         compute_s: forward and backward, on this card.
-        line_s: until its line is free for the next one, in its busier direction.
-        out_bytes, back_bytes: what goes to the next stage, and what goes back to the one before.
+        transfer_s: how long its link is busy, in the busier direction.
+        out_bytes, back_bytes: sent to the next stage, and back to the one before.
     """
 
     start: int
@@ -218,7 +218,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class PartitionCost:
-    """A model in stages.  `period_s` is the slowest stage's time; see the module's text."""
+    """A model in stages; `period_s` is the slowest stage's time (see `partition`)."""
 
     stages: tuple[StageCost, ...]
     period_s: float
@@ -231,7 +231,7 @@ class PartitionCost:
 
 @dataclass(slots=True)
 class StageCostModel:
-    """Time and bytes of any stage from sums over prefixes: `stage` s of layers `start` to `stop` - 1."""
+    """Time and bytes of any stage, layers `start` to `stop` - 1 on card `stage`, from prefix sums."""
 
     layers: Sequence[Layer]
     cards: Sequence[Card]
@@ -245,7 +245,9 @@ class StageCostModel:
     _inputs: list[int] = field(init=False)
     _most_work: _RangeMaximum = field(init=False)
     _most_fixed: _RangeMaximum = field(init=False)
-    _in_flight: list[int] = field(init=False)  # the following are asked for with each of many cuts
+    _in_flight: list[int] = field(
+        init=False
+    )  # this and the following are looked up for each of many partitions
     _recomputes: list[bool] = field(init=False)
     _per_s: list[float] = field(init=False)
     _messages_s: list[float] = field(init=False)
@@ -293,14 +295,14 @@ class StageCostModel:
         return self._seconds(work, stage)
 
     def compute_s(self, stage: int, start: int, stop: int) -> float:
-        """Grows as `start` falls: the search stops there."""
+        """Grows as `start` falls, so that the search can stop early."""
         return self.forward_s(stage, start, stop) + self.backward_s(stage, start, stop)
 
     def _seconds(self, work: int, stage: int) -> float:
         return work / self._per_s[stage] + self._messages_s[stage]
 
     def boundary_bytes(self, at: int) -> tuple[int, int]:
-        """Bytes of one micro-batch over a cut before layer `at`: activations on, gradients back."""
+        """Bytes of one micro-batch over a boundary before layer `at`: (activations forth, gradients back)."""
         layer = self.layers[at - 1]
         return self.running.samples * layer.output_bytes, self.running.samples * layer.gradient
 
@@ -317,14 +319,14 @@ class StageCostModel:
         return max(up_s, down_s)
 
     def edge_s(self, stage: int, stop: int) -> float:
-        """Of the stage's time and of the next one's, at least, if the model is cut there between them."""
+        """Lower bound of the time of the stage and of the next one, if it ends before layer `stop`."""
         on, back = self.boundary_bytes(stop)
         return max(on / self._forward_Bps[stage], back / self._backward_Bps[stage])
 
     def time_s(self, stage: int, start: int, stop: int) -> float:
-        """Of the objective."""
-        compute_s, line_s = self.compute_s(stage, start, stop), self.transfer_s(stage, start, stop)
-        return max(compute_s, line_s) if self.running.overlap else compute_s + line_s
+        """Seconds of a micro-batch: what the partition minimises for the slowest stage."""
+        compute_s, transfer_s = self.compute_s(stage, start, stop), self.transfer_s(stage, start, stop)
+        return max(compute_s, transfer_s) if self.running.overlap else compute_s + transfer_s
 
     def fixed_bytes(self, start: int, stop: int) -> int:
         """Parameters and their copies."""
@@ -332,7 +334,7 @@ class StageCostModel:
         return self._parameters[stop] - self._parameters[start] + math.ceil(self.running.copies * trainable)
 
     def lower_bound_bytes(self, stage: int, start: int, stop: int) -> int:
-        """At most `total_bytes`, and grows as `start` falls or `stop` rises: without what is at the ends."""
+        """Lower bound of `total_bytes` that grows as `start` falls or `stop` rises: without boundaries."""
         kept = self._kept[stop] - self._kept[start]
         if not self.running.rematerialise:
             kept *= self._in_flight[stage]
@@ -346,7 +348,7 @@ class StageCostModel:
         return sum(self._memory_parts(stage, start, stop))
 
     def _memory_parts(self, stage: int, start: int, stop: int) -> tuple[int, int, int, int]:
-        """As in `Bytes`."""
+        """The fields of `StageMemory`."""
         stages, running = len(self.cards), self.running
         samples, flying = running.samples, self._in_flight[stage]
         entering = self._inputs[start + 1] - self._inputs[start]
@@ -387,7 +389,7 @@ def _sums(values: Sequence[int]) -> list[int]:
 
 
 class _RangeMaximum:
-    """The largest of values[start:stop], from maxima of all runs whose length is a power of two."""
+    """The largest of values[start:stop], from maxima of all ranges whose length is a power of two."""
 
     __slots__ = ("_rows",)
 

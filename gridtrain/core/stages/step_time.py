@@ -1,15 +1,13 @@
-"""What a step of a pipeline takes, and in how many micro-batches its mini-batch is best divided.
+"""What a step of a pipeline takes, and into how many micro-batches its batch is best divided.
 
-Decides the number of micro-batches to propose; never measures, never runs anything.
-
-    cutting.Cut ---+
-    schedule ------+--> actions, walked one by one over the network's lines --> Outlook
-    lines ---------+
+    partition ---+
+    schedule ----+--> actions and transfers, simulated in the order of events --> StepEstimate
+    network -----+
 
 More micro-batches make the bubble smaller: of a step in M micro-batches over S even stages
 (S - 1)/(M + S - 1) is idle (GPipe, section 2.3).  But each micro-batch costs its overhead (of kernels, of
-messages), and where a schedule waits for a payload, its latency.  `propose` walks the step for each number
-and takes the smallest one that is within a share of the fastest.
+messages), and where a schedule waits for a payload, its latency.  `propose_micro_batches` simulates the step
+for each number and takes the smallest one that is nearly as fast as the fastest.
 """
 
 from __future__ import annotations
@@ -35,24 +33,24 @@ from gridtrain.core.stages.stage_cost import (
 from gridtrain.errors import ConfigError
 
 MOST_MICRO_BATCHES = 256
-"""Proposed: a bubble of 3 % with 8 stages."""
+"""The largest number that is proposed: a bubble of 3 % with 8 stages."""
 
 STEP_TIME_TOLERANCE = 0.02
-"""A step that is slower by this share is as good, if it has fewer micro-batches or keeps fewer."""
+"""A step that is slower by at most this share is preferred if it has fewer micro-batches or keeps fewer."""
 
 _AHEAD = (0.5, 1.0, 2.0, 4.0)
-"""How far 1F1B may run ahead: one number from the slowest hop alone is too little for uneven stages."""
+"""Values of `ahead` to try: that of the slowest hop alone is too small for uneven stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepEstimate:
-    """A step, predicted.
+    """A predicted step.
 
     Attributes:
-        running: with the number of micro-batches, and the samples of the largest.
+        settings: with the number of micro-batches, and the samples of the largest.
         step_s: from the first forward until the last backward has ended, transfers overlapping with work;
             without exchange and optimizer.
-        bubble: the share of it in which the stage that computes most does not compute.
+        bubble: the share of it in which the stage that computes most is idle.
         sent_bytes: (S,) by each stage in a step.
     """
 
@@ -64,14 +62,14 @@ class StepEstimate:
 
     @property
     def ideal_bubble(self) -> float:
-        """Of as many even stages and no links: (S - 1)/(M + S - 1)."""
+        """The bubble of as many even stages without transfers: (S - 1)/(M + S - 1)."""
         stages, micro_batches = len(self.cut.stages), self.settings.micro_batches
         return (stages - 1) / (micro_batches + stages - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchProposal:
-    """The number of micro-batches to take, what was compared (ascending), and why."""
+    """The number of micro-batches to take, the alternatives (ascending), and why."""
 
     chosen: StepEstimate
     alternatives: tuple[StepEstimate, ...]
@@ -90,10 +88,12 @@ def estimate_step(
     batch: int,
     cut: PartitionCost,
 ) -> StepEstimate:
-    """A step of `batch` samples with this cut, in `running.micro_batches` micro-batches."""
-    walk = _StepSimulation(layers, cards, network, running, divide_samples(batch, running.micro_batches), cut)
-    step_s = walk.run()
-    return StepEstimate(cut, running, step_s, 1 - max(walk.computed_s) / step_s, tuple(walk.sent_bytes))
+    """A step of `batch` samples with this partition, in `running.micro_batches` micro-batches."""
+    sizes = divide_samples(batch, running.micro_batches)
+    simulation = _StepSimulation(layers, cards, network, running, sizes, cut)
+    step_s = simulation.run()
+    bubble = 1 - max(simulation.computed_s) / step_s
+    return StepEstimate(cut, running, step_s, bubble, tuple(simulation.sent_bytes))
 
 
 def propose_micro_batches(
@@ -109,19 +109,18 @@ def propose_micro_batches(
     slack: float = 0.0,
     ahead: float | None = None,
 ) -> MicroBatchProposal:
-    """How many micro-batches a step of `batch` samples is best divided into.
+    """Into how many micro-batches a step of `batch` samples is best divided.
 
     Args:
-        running: its `samples`, `micro_batches` and (of 1F1B) `ahead` are what this decides.
-        cuts: as the model is cut already; None: each number gets its best cut.
-        numbers: to compare; none given: all that make the largest micro-batch smaller, up to
-            `MOST_MICRO_BATCHES`.
-        near: how much slower a step with fewer micro-batches may be.
-        slack: see `cutting.cut`.
+        running: its `samples`, `micro_batches` and (of 1F1B) `ahead` are chosen here.
+        cuts: the partition, where it is fixed; None: each number gets its best one.
+        numbers: to compare; empty: all that make the largest micro-batch smaller, up to `MOST_MICRO_BATCHES`.
+        near: by which share a step with fewer micro-batches may be slower.
+        slack: see `partition.best_partition`.
         ahead: of 1F1B, where that is fixed.
 
     Raises:
-        ConfigError: none fits into the cards' memory, with the reason for the one that comes first.
+        ConfigError: none fits into the cards' memory, with the reason of the last one.
     """
     network = network or uniform_network(len(cards), 0.0, math.inf)
     if batch < 1 or any(not 1 <= number <= batch for number in numbers):
@@ -199,27 +198,27 @@ def _partition_for(
         if stage.memory.total > stage.card.memory_bytes:
             raise ConfigError(
                 f"stage {index} needs {stage.memory.total} bytes of its card's {stage.card.memory_bytes:g}",
-                remedy="cut the model anew, or take more micro-batches",
+                remedy="use another partition, or more micro-batches",
             )
     return cut
 
 
 def _has_trainable_check(layers: Sequence[Layer], stages: int) -> Callable[[int, int], bool]:
-    """A stage must have something to train, where anything is known to be trained."""
+    """A check that a stage has trainable layers; it allows any stage where none are known."""
     before = list(accumulate((layer.trainable > 0 for layer in layers), initial=0))
     if not before[-1]:
         return lambda start, stop: True
     if before[-1] < stages <= len(layers):
         raise ConfigError(
-            f"{len(layers)} layers, of which {before[-1]} are trained, cannot be cut into {stages} stages: "
-            "each must have something to train",
+            f"{len(layers)} layers, of which {before[-1]} are trained, cannot be divided into {stages} "
+            "stages: each must have something to train",
             remedy=f"at most {before[-1]} stages, or smaller layers",
         )
     return lambda start, stop: before[stop] > before[start]
 
 
 def _ahead_for_slowest_hop(cut: PartitionCost, network: NetworkModel) -> float:
-    """Enough for the slowest hop, if all stages are even and no work waits for another's."""
+    """The `ahead` for the slowest hop, if all stages are even and none waits for another one's work."""
     forward_s = max(stage.forward_s for stage in cut.stages)
     backward_s = max(stage.backward_s for stage in cut.stages)
     hops_s = [
@@ -254,7 +253,7 @@ def _reason(
 
 
 class _StepSimulation:
-    """The stages work through their lists; each payload goes over the lines in its turn."""
+    """Simulates a step: the stages work through their lists, and payloads queue for the links."""
 
     def __init__(
         self,
@@ -284,7 +283,7 @@ class _StepSimulation:
         self.sent_bytes = [0] * len(cards)
 
     def run(self) -> float:
-        """Until the last backward has ended, in seconds."""
+        """Seconds until the last backward has ended."""
         now_s = 0.0
         for stage in range(len(self._lists)):
             self._start_next(stage, now_s)
@@ -309,7 +308,7 @@ class _StepSimulation:
         heapq.heappush(self._events, (when_s, self._count, what, stage, action, not_before_s))
 
     def _start_next(self, stage: int, now_s: float) -> None:
-        """The next action, if the stage is free and its payload is there."""
+        """Start the next action if the stage is idle and the payload has arrived."""
         position = self._next[stage]
         if self._busy[stage] or position == len(self._lists[stage]):
             return
@@ -323,7 +322,7 @@ class _StepSimulation:
         self._schedule_event(now_s + lasts_s, "computed", stage, action)
 
     def _nbytes(self, to: int, action: Action) -> int:
-        """Of the payload that lets stage `to` begin `action`."""
+        """Bytes of the payload with which stage `to` can start `action`."""
         stages = self._by_size[self._sizes[action.micro_batch]]
         return stages[to - 1].out_bytes if action.kind is ActionKind.FORWARD else stages[to + 1].back_bytes
 

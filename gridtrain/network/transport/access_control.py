@@ -1,40 +1,66 @@
-"""Who may connect, and who may still speak.
+"""Who may connect, and who may still send: checks of a key against an access policy, for every transport.
 
-Decides from a key and a gate alone, for the memory and the ZeroMQ transport alike.  Never touches a
-socket.  Each question is a function of its own, looked up when it is asked, so that a test can take one
-away and show what it is for.
+    handshake   is_admitted                         a stranger gets nothing, not even our Hello
+    Hello       is_key_match                        it must name the key that the connection has proven
+    message     is_key_match, is_still_admitted     a key that the policy no longer admits is cut off at once
 
-    handshake   lets_in         a stranger gets nothing, not even our Hello
-    Hello       speaks_for      the key that it names is the one that the connection was made with
-    message     speaks_for, still_admitted      what the gate has changed its mind about ends at once
+Each check is a module function that callers look up by name, so that tests can replace one and show what it
+is for.  `PeerAllowlist` is the access policy of a worker.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 
 from gridtrain.core.messages import PeerId
 from gridtrain.network.transport.interface import AccessPolicy, ConnectionRole
 
-MOST_GUESTS = 64
-"""Guests at a time; one more, and the one that came first is cut: none has more to say than one message."""
+MAX_PENDING_MEMBERS = 64
+"""Connections of pending members at a time.  One more, and the oldest is closed: none sends more than one
+message."""
 
 
-def is_admitted(gate: AccessPolicy, key: PeerId) -> bool:
+def is_admitted(policy: AccessPolicy, key: PeerId) -> bool:
     """Whether a connection with this key may be made at all."""
-    return gate(key) is not ConnectionRole.STRANGER
+    return policy(key) is not ConnectionRole.STRANGER
 
 
-def is_key_match(proved: str, named: str) -> bool:
-    """Whether the key that the connection proved to have is the one whose words these should be."""
-    return proved == named
+def is_key_match(proven: str, named: str) -> bool:
+    """Whether the key that the connection has proven is the one in whose name it sends."""
+    return proven == named
 
 
-def is_still_admitted(gate: AccessPolicy, key: PeerId, guest: bool) -> bool:
-    """Whether a connection that was let in as a guest or as a peer would be let in as the same now."""
-    return gate(key) is (ConnectionRole.PENDING_MEMBER if guest else ConnectionRole.MEMBER)
+def is_still_admitted(policy: AccessPolicy, key: PeerId, guest: bool) -> bool:
+    """Whether a connection that was admitted as a pending member (`guest`) or as a member still would be."""
+    return policy(key) is (ConnectionRole.PENDING_MEMBER if guest else ConnectionRole.MEMBER)
 
 
 def pending_member_name(key: PeerId, connection: bytes) -> PeerId:
-    """A name for one connection of those who share an invitation's key; nobody has its secret key."""
+    """A name for one connection among those that share an invitation's key; it is nobody's public key."""
     return hashlib.blake2b(connection, key=key, digest_size=32, person=b"gridtrain guest").digest()
+
+
+class PeerAllowlist:
+    """A worker's `AccessPolicy`: the coordinator, the members of its generation, and announced workers.
+
+    The I/O loop replaces the set when its core says so; the transport asks in the same thread.
+
+    Args:
+        coordinator: its key, admitted from the beginning.
+        relays: whether this worker is willing to relay between others.
+    """
+
+    def __init__(self, coordinator: PeerId, *, relays: bool = True) -> None:
+        self._keys = frozenset((coordinator,))
+        self._relays = relays
+
+    def __call__(self, key: PeerId) -> ConnectionRole:
+        return ConnectionRole.MEMBER if key in self._keys else ConnectionRole.STRANGER
+
+    def replace(self, keys: Collection[PeerId]) -> None:
+        self._keys = frozenset(keys)
+
+    def may_relay(self, origin: PeerId, to: PeerId) -> bool:
+        """Whether to relay from `origin` to `to`: between admitted keys only."""
+        return self._relays and origin in self._keys and to in self._keys

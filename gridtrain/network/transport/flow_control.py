@@ -1,22 +1,20 @@
-"""How much bulk may be under way to a peer that has not dealt with it yet.
+"""Flow control by byte credits: bounds the bulk that was sent to a peer and that it has not processed.
 
-Decides when a bulk message (`outbox.BULK`) may leave, and when a peer has sent more than it may.
-Never touches a socket; control is never held back, so credit always gets through.
+Bulk (`send_queue.BULK_MESSAGES`) waits for credit; control never waits, so credit always gets through.
 
-    sender                                             receiver
-    loop -- send --> waits --fits?--> inner ======> inner --overdrawn?--> Received --> loop
-                       ^                                                                 |
-                       +---- Credit(total) <====== at least a quarter of the window <- done(peer, nbytes)
+    sender                                                     receiver
+    loop -- send --> waiting --fits?--> inner =========> inner --exceeds?--> Received --> loop
+                        ^                                                                   |
+                        +------ Credit(total) <========= a quarter of the window <--- return_credit
 
-Both sides count the frames of a message as encoded, whatever a transport puts around them.  A message
-may leave while the window has room for it, or while at most a quarter of the window is under way.  So a
-receiver that grants whenever a quarter is to be granted leaves nobody waiting, and a message larger
-than the window passes too.
+Both sides count the frames of a message as encoded, without what a transport adds.  A message may leave
+while the window has room for it, or while at most a quarter of the window is unacknowledged.  So a receiver
+that grants at every quarter leaves nobody waiting, and a message larger than the window can be sent.
 
-At its `PeerUp` each side starts its counts at 0 and says so with Credit(0), whereupon the other does the
-same.  The two moments differ, as an edge may come up anew on one side alone (after `hang_up`) or change
-its connection; what is under way just then is counted on one side only, so a sender may for a while
-have twice as much under way as the rule says.  A receiver therefore bears twice as much, and no more.
+At `PeerUp` each side resets its counts to 0 and sends Credit(0), at which the other does the same.  The two
+do so at different times, because a connection may come up again on one side alone (after `hang_up`) or be
+replaced.  Messages under way at that time are counted on one side only, so a sender may for a while have
+twice as much unacknowledged as the rule says.  A receiver tolerates twice as much, and no more.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gridtrain.core.messages import Credit, Data, Message, PeerId
@@ -33,7 +31,6 @@ from gridtrain.network.transport.interface import (
     PeerDown,
     PeerUp,
     Received,
-    TrafficCounters,
     Transport,
     TransportEvent,
     TransportViolation,
@@ -42,42 +39,42 @@ from gridtrain.network.transport.send_queue import BULK_MESSAGES, DEFAULT_LIMIT_
 from gridtrain.network.wire import codec
 
 WINDOW_BYTES = 32 * 2**20
-"""Part of the protocol: both sides must go by the same."""
+"""Part of the protocol: the same on both sides."""
 
 RETRY_S = 0.02
-"""Something was to leave, but the queue below was full: it is tried again."""
+"""After which sending is tried again if the queue below was full."""
 
 
 def credit_bytes(message: Message) -> int:
-    """What a message counts for: the bytes of its frames, in the form that our encoder gives them."""
-    if type(message) is Data:  # the most frequent of all
+    """Bytes of the message's frames, as our encoder writes them."""
+    if type(message) is Data:  # the most frequent
         return codec.data_bytes(message)
     return sum(map(len, codec.encode(message)))
 
 
 def needs_credit(message: Message) -> bool:
-    """Credit is for what a peer holds in memory until it is dealt with."""
+    """Whether the message is bulk, which a peer holds in memory until it is processed."""
     return isinstance(message, BULK_MESSAGES)
 
 
-def fits_window(under_way_bytes: int, nbytes: int, window_bytes: int) -> bool:
-    """May one more message of `nbytes` leave?"""
-    return under_way_bytes + nbytes <= window_bytes or under_way_bytes <= window_bytes // 4
+def fits_window(unacknowledged_bytes: int, nbytes: int, window_bytes: int) -> bool:
+    """Whether one more message of `nbytes` may leave."""
+    return unacknowledged_bytes + nbytes <= window_bytes or unacknowledged_bytes <= window_bytes // 4
 
 
-def exceeds_credit(open_bytes: int, nbytes: int, largest_bytes: int, window_bytes: int) -> bool:
-    """The defence: one more message of `nbytes` is beyond what an honest peer can ever have under way.
+def exceeds_credit(outstanding_bytes: int, nbytes: int, largest_bytes: int, window_bytes: int) -> bool:
+    """The defence: whether one more message of `nbytes` is more than an honest peer can have under way.
 
     Args:
-        open_bytes: came and was not granted anew.
-        largest_bytes: of one message from this peer, this one included.
+        outstanding_bytes: received, and not granted again.
+        largest_bytes: size of the largest message from this peer, this one included.
     """
-    return open_bytes + nbytes > 2 * (window_bytes + largest_bytes)
+    return outstanding_bytes + nbytes > 2 * (window_bytes + largest_bytes)
 
 
 @dataclass(slots=True, eq=False)
 class _CreditAccount:
-    """What went to and came from one peer since the counts began, in bytes."""
+    """Bytes sent to and received from one peer since the counts were reset."""
 
     sent: int = 0
     credited: int = 0
@@ -87,19 +84,27 @@ class _CreditAccount:
     received: int = 0
     processed: int = 0
     granted: int = 0
-    carried_over: int = 0  # came before the counts began anew, and the loop still has it
+    carried_over: int = 0  # received before the reset, and not processed yet
     largest: int = 0
+
+    @property
+    def unacknowledged_bytes(self) -> int:
+        return self.sent - self.credited
 
     @property
     def outstanding_bytes(self) -> int:
         return self.carried_over + self.received - self.granted
+
+    @property
+    def unprocessed_bytes(self) -> int:
+        return self.carried_over + self.received - self.processed
 
     def reset(self) -> None:
         self.carried_over += self.received - self.processed
         self.sent = self.credited = self.received = self.processed = self.granted = 0
 
     def mark_processed(self, nbytes: int) -> None:
-        """The loop is done with so much, the oldest first; never more than there is."""
+        """The loop has processed this many bytes, the oldest first; never more than there are."""
         old = min(self.carried_over, nbytes)
         self.carried_over -= old
         self.processed = min(self.received, self.processed + nbytes - old)
@@ -109,35 +114,27 @@ class _CreditAccount:
 
 
 class FlowControlTransport:
-    """Implements `Transport` over `inner`, and `done`, which the loop must call.
+    """Implements `Transport` over `inner`; the loop must call `return_credit` as well.
 
     Args:
-        inner: any edges, direct or relayed.
+        inner: direct or relayed connections.
         window_bytes: the same on both sides.
-        queue_bytes: the most that may wait for one peer's credit.
+        queue_bytes: bound of what waits for one peer's credit.
     """
 
     def __init__(
         self, inner: Transport, *, window_bytes: int = WINDOW_BYTES, queue_bytes: int = DEFAULT_LIMIT_BYTES
     ) -> None:
-        self.me = inner.me
+        self.me, self.traffic = inner.me, inner.traffic
         self._inner = inner
         self._window_bytes = window_bytes
         self._queue_bytes = queue_bytes
         self._accounts: dict[PeerId, _CreditAccount] = {}
-        self._ever_sent: Counter[PeerId] = Counter()  # bytes of bulk, over all counts
-        self._blocked: set[PeerId] = set()  # the queue below was full when something was to leave
+        self._ever_sent: Counter[PeerId] = Counter()  # bytes of bulk, over all resets
+        self._blocked: set[PeerId] = set()  # the queue below was full
         self._woken = False  # from any thread
 
-    # -- the contract --------------------------------------------------------------------------
-
-    @property
-    def traffic(self) -> TrafficCounters:
-        return self._inner.traffic
-
-    @traffic.setter
-    def traffic(self, traffic: TrafficCounters) -> None:
-        self._inner.traffic = traffic
+    # -- Transport -----------------------------------------------------------------------------
 
     def listen(self, address: str) -> str:
         return self._inner.listen(address)
@@ -149,7 +146,7 @@ class FlowControlTransport:
         self._inner.reach(peer, addresses, timeout_s)
 
     def hang_up(self, peer: PeerId) -> None:
-        """As the contract says; but what waits for credit is dropped."""
+        """As `Transport.hang_up`; what waits for credit is dropped."""
         self._accounts.pop(peer, None)
         self._inner.hang_up(peer)
 
@@ -157,7 +154,7 @@ class FlowControlTransport:
         return self._inner.connected(peer)
 
     def send(self, peer: PeerId, message: Message) -> None:
-        """As the contract says; bulk waits for credit.  Raises `TransportError`, `LocalProtocolError`."""
+        """As `Transport.send`; bulk waits for credit.  Raises `TransportError`, `LocalProtocolError`."""
         account = self._accounts.get(peer)
         if not needs_credit(message) or not self._inner.connected(peer):
             self._inner.send(peer, message)
@@ -167,14 +164,14 @@ class FlowControlTransport:
                 f"peer {peer.hex()[:8]} is not connected", remedy="wait for its PeerUp before sending"
             )
         nbytes = credit_bytes(message)
-        if not account.waiting and fits_window(account.sent - account.credited, nbytes, self._window_bytes):
-            self._pass_on(peer, account, message, nbytes)
+        if not account.waiting and fits_window(account.unacknowledged_bytes, nbytes, self._window_bytes):
+            self._send_bulk(peer, account, message, nbytes)
             return
         if account.waiting_bytes + nbytes > self._queue_bytes:
             raise TransportError(
                 f"the queue for peer {peer.hex()[:8]} is full: {account.waiting_bytes} bytes wait for "
                 f"credit, {nbytes} more would exceed {self._queue_bytes}",
-                remedy="the peer deals with too little of what is sent; treat the edge as failed",
+                remedy="the peer processes too little of what is sent; treat the connection as failed",
             )
         account.waiting.append((message, nbytes))
         account.waiting_bytes += nbytes
@@ -184,9 +181,9 @@ class FlowControlTransport:
         return self._inner.backlog_bytes(peer) + (account.waiting_bytes if account is not None else 0)
 
     def poll(self, timeout_s: float) -> list[TransportEvent]:
-        """As the contract says.  Returns early, with nothing, when credit let something leave.
+        """As `Transport.poll`.  Also returns, without events, when credit has let something leave.
 
-        `Received.nbytes` of bulk is what `done` wants to hear.
+        `Received.nbytes` of bulk is its `credit_bytes`.
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -213,11 +210,19 @@ class FlowControlTransport:
 
     # -- for the loop --------------------------------------------------------------------------
 
-    def mark_processed(self, peer: PeerId, nbytes: int) -> None:
-        """The loop has dealt with bulk of `nbytes` from `peer`: used, passed on or dropped it.
+    def return_credit(self, held_bytes: Callable[[PeerId], int]) -> None:
+        """All bulk that `poll` has returned is processed but for `held_bytes(peer)` of each peer.
 
-        To be called once for every `Received` with bulk; for those of a connection that has
-        gone down it makes no difference.
+        To be called after the events of `poll` were handled.
+        """
+        for peer, account in self._accounts.items():
+            if unprocessed_bytes := account.unprocessed_bytes:
+                self.mark_processed(peer, max(0, unprocessed_bytes - held_bytes(peer)))
+
+    def mark_processed(self, peer: PeerId, nbytes: int) -> None:
+        """Bulk of `nbytes` from `peer` was processed: used, passed on or dropped.
+
+        Has no effect for messages of a connection that has gone down.
         """
         account = self._accounts.get(peer)
         if account is not None:
@@ -230,7 +235,7 @@ class FlowControlTransport:
         match event:
             case PeerUp(peer):
                 self._accounts[peer] = _CreditAccount()
-                if event.pending_key is None:  # a guest has nothing to send
+                if event.pending_key is None:  # a pending member sends no bulk
                     self._reset_account(peer)
             case PeerDown(peer):
                 self._accounts.pop(peer, None)
@@ -240,8 +245,8 @@ class FlowControlTransport:
                 account.largest = max(account.largest, nbytes)
                 if exceeds_credit(account.outstanding_bytes, nbytes, account.largest, self._window_bytes):
                     text = (
-                        f"{type(message).__name__} of {nbytes} bytes although {account.outstanding_bytes} bytes are under "
-                        f"way; the window has {self._window_bytes}"
+                        f"{type(message).__name__} of {nbytes} bytes while {account.outstanding_bytes} are "
+                        f"not acknowledged; the window has {self._window_bytes}"
                     )
                     events.append(TransportViolation(peer, text))
                     return
@@ -254,7 +259,7 @@ class FlowControlTransport:
             self._inner.send(peer, Credit(0))
 
     def _apply_credit(self, peer: PeerId, total_bytes: int, events: list[TransportEvent]) -> bool:
-        """True: something could leave."""
+        """True: something has left."""
         account = self._accounts.setdefault(peer, _CreditAccount())
         if total_bytes > self._ever_sent[peer]:
             text = f"Credit for {total_bytes} bytes of bulk; {self._ever_sent[peer]} were sent to it"
@@ -262,19 +267,19 @@ class FlowControlTransport:
             return False
         if total_bytes == 0:
             account.reset()
-        # What was under way when the counts began is in its total and not in ours.
+        # Its total includes what was under way when our counts were reset.
         account.credited = max(account.credited, min(total_bytes, account.sent))
         return self._send_waiting(peer, account)
 
     def _send_waiting(self, peer: PeerId, account: _CreditAccount) -> bool:
-        """Send what waited, as far as credit goes."""
+        """Send what waits, as far as credit allows.  True: something has left."""
         released = False
         while account.waiting:
             message, nbytes = account.waiting[0]
-            if not fits_window(account.sent - account.credited, nbytes, self._window_bytes):
+            if not fits_window(account.unacknowledged_bytes, nbytes, self._window_bytes):
                 break
             try:
-                self._pass_on(peer, account, message, nbytes)
+                self._send_bulk(peer, account, message, nbytes)
             except TransportError:
                 self._blocked.add(peer)
                 break
@@ -283,7 +288,7 @@ class FlowControlTransport:
             released = True
         return released
 
-    def _pass_on(self, peer: PeerId, account: _CreditAccount, message: Message, nbytes: int) -> None:
+    def _send_bulk(self, peer: PeerId, account: _CreditAccount, message: Message, nbytes: int) -> None:
         self._inner.send(peer, message)
         account.sent += nbytes
         self._ever_sent[peer] += nbytes

@@ -434,8 +434,8 @@ class MemoryTransport:
         self._connections[event.peer] = edge
         self.post_locked(event)
         guests = [edge for edge in self._connections.values() if edge.acceptor is self and edge.is_pending]
-        for surplus in guests[: max(0, len(guests) - access_control.MOST_GUESTS)]:
-            self._hub.close_locked(surplus, f"more than {access_control.MOST_GUESTS} guests")
+        for surplus in guests[: max(0, len(guests) - access_control.MAX_PENDING_MEMBERS)]:
+            self._hub.close_locked(surplus, f"more than {access_control.MAX_PENDING_MEMBERS} guests")
 
     def connection_lost_locked(self, edge: MemoryConnection, reason: str | None) -> None:
         """What was still on its way is lost; `reason` None: we had hung up, nobody is told."""

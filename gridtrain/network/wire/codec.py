@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 import msgpack
 
 from gridtrain.core.messages import Data, Message
+from gridtrain.core.messages.declaration import FieldError
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
-from gridtrain.network.wire.field_types import FieldError
 from gridtrain.network.wire.schema import MESSAGES
 
 MAX_FRAMES = 2
@@ -51,7 +51,7 @@ def encode(message: Message) -> list[bytes | memoryview]:
     """
     code = TYPE_CODES.get(type(message))
     if code is None:
-        raise LocalProtocolError(f"{type(message).__name__} is no message of the protocol")
+        raise LocalProtocolError(f"{type(message).__name__} is not a message of the protocol")
     record = MESSAGES[code]
     try:
         header: bytes = msgpack.packb([code, *record.pack(message)])

@@ -1,402 +1,209 @@
-"""The bounds of every field of every message, as one table: `MESSAGES`, at the end.
+"""The encoding of every message, derived from its declaration: `MESSAGES`.
 
-Decides which values may travel.  `codec` applies it, PROTOCOL.md says the same in words (a test
-compares the two), and the tests draw their messages from it.
+`gridtrain.core.messages.declaration` says how a message is declared, and holds the field types of single
+values; those that consist of others are here.
+
+    value  -- FieldType.pack -->    plain value     raises FieldError: our own bug
+    value  <-- FieldType.unpack --  plain value     raises FieldError: the peer's fault
 """
 
 from __future__ import annotations
 
-import sys
-from itertools import pairwise
+import types
+import typing
+from collections.abc import Callable
+from enum import IntEnum
+from functools import cache
+from typing import Annotated, Any
 
-from gridtrain.core import messages as m
-from gridtrain.network.wire.field_types import (
-    BoolField,
-    BytesField,
-    EnumField,
-    FloatField,
+from gridtrain.core.messages.declaration import (
+    BOOL,
+    FLOAT,
+    MESSAGE_TYPES,
+    AtMost,
+    FieldError,
+    FieldType,
     IntField,
-    ListField,
-    OptionalField,
     PayloadField,
-    ReasonField,
-    RecordField,
-    TextField,
-    TupleField,
-    WordField,
+    describe,
 )
 
-MAX_ROSTER_PAGE = 192
-"""Members of one Roster page: a page of the longest names and addresses still fits a header."""
 
-MAX_ROSTER_PAGES = 256
-MAX_BLOCK_BYTES = 1 << 20
-MAX_BLOCKS = 1 << 16
-"""Of a state: 64 GiB.  What a joiner really takes is bounded by its own model (`runtime.statefeed`)."""
+class EnumField(FieldType):
+    def __init__(self, enum: type[IntEnum]) -> None:
+        self.enum = enum
+        self.name = enum.__name__
+        self.bounds = "one of " + ", ".join(f"{member.value} {member.name}" for member in enum)
 
-MAX_BUNDLE_BLOCKS = 8
-MAX_PIECES = 16
-"""Of a residual that is handed over: 16 MiB, which is within a window of credit."""
+    def pack(self, value: Any) -> int:
+        if type(value) is not self.enum:
+            raise FieldError(f"{describe(value)}, must be {self.bounds}")
+        return value.value
 
-# -- leaves ----------------------------------------------------------------------------------------
-
-UINT = IntField("uint", 0, 2**63 - 1, "an integer 0 .. 2^63-1 (what SQLite holds)")
-COUNT = IntField("count", 0, 2**31 - 1, "an integer 0 .. 2^31-1")
-POSITIVE = IntField("positive", 1, 2**31 - 1, "an integer 1 .. 2^31-1")
-APPLIED = IntField("applied", -1, 2**63 - 1, "an integer -1 .. 2^63-1; -1: no step yet")
-FLAG = BoolField()
-REAL = FloatField("float", -sys.float_info.max, sys.float_info.max, "a finite 64-bit float")
-RATE = FloatField("rate", 0.0, 1e12, "a 64-bit float 0 .. 10^12, bytes per second")
-SECONDS = FloatField("seconds", 0.0, 1e6, "a 64-bit float 0 .. 10^6")
-FLOPS = FloatField("flops", 0.0, 1e18, "a 64-bit float 0 .. 10^18, operations per second")
-FACTOR = FloatField("factor", 0.0, 1e6, "a 64-bit float 0 .. 10^6, no unit")
-STAGES = IntField("stages", 1, m.MAX_STAGES, f"an integer 1 .. {m.MAX_STAGES}")
-STAGE_BOUND = IntField("cut", 0, 2**20, "an integer 0 .. 2^20, a block of the model")
-SOURCE_RANK = IntField(
-    "donor", -1, 2**31 - 1, "an integer -1 .. 2^31-1, a rank; -1: the lowest that holds the state"
-)
-LIFETIME = FloatField("lifetime", 0.0, 1e10, "a 64-bit float 0 .. 10^10, seconds")
-PEER = BytesField("peer", 32, 32, "exactly 32 bytes, a public key")
-PROOF = BytesField("proof", 8, 8, "exactly 8 bytes")
-DIGEST = BytesField("digest", 0, 64, "0 .. 64 bytes")
-NAME = TextField("name", 64, "at most 64 bytes of UTF-8 without control characters")
-ADDRESS = TextField("address", 128, "at most 128 bytes of UTF-8 without control characters")
-TEXT = TextField("text", 512, "at most 512 bytes of UTF-8 without control characters")
-REASON = ReasonField("reason", 512, "at most 512 bytes of UTF-8 without control characters save newline")
-STATE = WordField("state", "waiting", "training", "paused", "finished")
-COLLECTIVE_PHASE = EnumField(m.CollectivePhase)
-VERDICT = EnumField(m.Verdict)
-FRAME = PayloadField()
-
-# -- parts of messages -----------------------------------------------------------------------------
+    def unpack(self, plain: Any) -> IntEnum:
+        try:
+            return self.enum(plain if type(plain) is int else -1)
+        except ValueError:
+            raise FieldError(f"{describe(plain)}, must be {self.bounds}") from None
 
 
-def _span_is_forward(span: m.Span) -> str | None:
-    return None if span.start <= span.stop else f"{span}, must not stop before it starts"
+class OptionalField(FieldType):
+    def __init__(self, item_type: FieldType) -> None:
+        self.item_type = item_type
+        self.name = f"{item_type.name}?"
+
+    def pack(self, value: Any) -> Any:
+        return None if value is None else self.item_type.pack(value)
+
+    def unpack(self, plain: Any) -> Any:
+        return None if plain is None else self.item_type.unpack(plain)
 
 
-def _is_some_block(blocks: m.Span) -> str | None:
-    """Of a model: positions of data may be none at all."""
-    return None if blocks.start < blocks.stop else f"blocks {blocks}, must be one at least"
+class ListField(FieldType):
+    def __init__(self, item_type: FieldType, max_items: int) -> None:
+        self.item_type, self.max_items = item_type, max_items
+        self.name = f"{item_type.name}[0..{max_items}]"
+
+    def pack(self, value: Any) -> tuple[Any, ...]:
+        return self._convert_each(value, self.item_type.pack)
+
+    def unpack(self, plain: Any) -> tuple[Any, ...]:
+        return self._convert_each(plain, self.item_type.unpack)
+
+    def _convert_each(self, items: Any, convert: Callable[[Any], Any]) -> tuple[Any, ...]:
+        if type(items) is not tuple or len(items) > self.max_items:
+            size = f"{len(items)} items" if type(items) is tuple else describe(items)
+            raise FieldError(f"{size}, must be an array of at most {self.max_items}")
+        done: list[Any] = []
+        try:
+            for item in items:
+                done.append(convert(item))
+        except FieldError as error:
+            raise error.prefix_path(f"[{len(done)}]") from None
+        return tuple(done)
 
 
-def _has_layers(held: m.CheckpointInfo | m.CheckpointRequest) -> str | None:
-    return _is_some_block(held.layers)
+class TupleField(FieldType):
+    """An array of fixed length; each item has its own type."""
+
+    def __init__(self, *item_types: FieldType) -> None:
+        self.item_types = item_types
+        self.name = f"({', '.join(item_type.name for item_type in item_types)})"
+
+    def pack(self, value: Any) -> tuple[Any, ...]:
+        self._check_length(value)
+        return tuple(kind.pack(item) for kind, item in zip(self.item_types, value, strict=True))
+
+    def unpack(self, plain: Any) -> tuple[Any, ...]:
+        self._check_length(plain)
+        return tuple(kind.unpack(item) for kind, item in zip(self.item_types, plain, strict=True))
+
+    def _check_length(self, items: Any) -> None:
+        if type(items) is not tuple or len(items) != len(self.item_types):
+            raise FieldError(f"{describe(items)}, must be an array of {len(self.item_types)}")
 
 
-def _bounds_ascend(model: m.StagedModel) -> str | None:
-    cuts, count = model.cuts, len(model.blocks)
-    ascending = cuts[:1] == (0,) and all(a < b for a, b in pairwise(cuts)) and len(cuts) > 1
-    if not ascending:
-        return f"cuts {cuts[:8]}, must ascend from 0"
-    return None if not count or count == cuts[-1] else f"{count} blocks cut at {cuts[:8]}, must end with them"
+class RecordField(FieldType):
+    """A dataclass as an array of its fields in order."""
 
-
-def _pieces_have_layers(member: m.Member) -> str | None:
-    if len(member.piece_digests) != len(member.pieces):
-        return f"{len(member.piece_digests)} digests of {len(member.pieces)} pieces, must be as many"
-    return next((wrong for blocks, _ in member.pieces if (wrong := _is_some_block(blocks))), None)
-
-
-def _has_one_limit(spec: m.LedgerSpec) -> str | None:
-    return None if (spec.epochs is None) != (spec.steps is None) else f"{spec}, must have epochs or steps"
-
-
-def _page_is_one_of(roster: m.MemberListPage) -> str | None:
-    if roster.page < roster.pages <= MAX_ROSTER_PAGES:
-        return None
-    return f"page {roster.page} of {roster.pages}, must be below that, and that at most {MAX_ROSTER_PAGES}"
-
-
-def _block_is_one_of(block: m.StateBlock | m.CheckpointBlock) -> str | None:
-    if not block.index < block.total <= MAX_BLOCKS:
-        return f"block {block.index} of {block.total}, must be below that, and that at most {MAX_BLOCKS}"
-    nbytes = memoryview(block.payload).nbytes
-    return None if nbytes <= MAX_BLOCK_BYTES else f"{nbytes} bytes, must be at most {MAX_BLOCK_BYTES}"
-
-
-def _bundle_is_one_of(block: m.BundleBlock) -> str | None:
-    if not block.index < block.total <= MAX_BUNDLE_BLOCKS:
-        return (
-            f"block {block.index} of {block.total}, must be below that, and that at most {MAX_BUNDLE_BLOCKS}"
+    def __init__(self, cls: type, field_types: dict[str, FieldType]) -> None:
+        self.cls, self.field_types = cls, field_types
+        self.name = cls.__name__
+        self._find_problem: Callable[[Any], str | None] | None = getattr(cls, "find_problem", None)
+        self._header = tuple(
+            (n, kind) for n, kind in field_types.items() if not isinstance(kind, PayloadField)
         )
-    nbytes = memoryview(block.payload).nbytes
-    return None if nbytes <= MAX_BLOCK_BYTES else f"{nbytes} bytes, must be at most {MAX_BLOCK_BYTES}"
+        self.has_frame = len(self._header) < len(field_types)
+
+    def pack(self, value: Any) -> list[Any]:
+        """The header's fields, without frame 1."""
+        if type(value) is not self.cls:
+            raise FieldError(f"{describe(value)}, must be a {self.name}")
+        plain: list[Any] = []
+        try:
+            for name, kind in self._header:
+                plain.append(kind.pack(getattr(value, name)))
+        except FieldError as error:
+            raise error.prefix_path(self._header[len(plain)][0]) from None
+        self._check_rule(value)
+        return plain
+
+    def unpack(self, plain: Any, *frame: Any) -> Any:
+        if type(plain) is not tuple or len(plain) != len(self._header):
+            size = f"{len(plain)} fields" if type(plain) is tuple else describe(plain)
+            raise FieldError(f"{size}, must be an array of the {len(self._header)} fields of {self.name}")
+        values: list[Any] = []
+        try:
+            for (_, kind), item in zip(self._header, plain, strict=True):
+                values.append(kind.unpack(item))
+        except FieldError as error:
+            raise error.prefix_path(self._header[len(values)][0]) from None
+        value = self.cls(*values, *frame)
+        self._check_rule(value)
+        return value
+
+    def _check_rule(self, value: Any) -> None:
+        problem = self._find_problem(value) if self._find_problem else None
+        if problem:
+            raise FieldError(problem)
 
 
-def _block_is_small(block: m.SnapshotBlock) -> str | None:
-    nbytes = memoryview(block.payload).nbytes
-    return None if nbytes <= MAX_BLOCK_BYTES else f"{nbytes} bytes, must be at most {MAX_BLOCK_BYTES}"
+class RepeatedRecordField(RecordField):
+    """A record of integers that is the same in many messages in a row: the last one is remembered."""
+
+    def __init__(self, cls: type, field_types: dict[str, FieldType]) -> None:
+        super().__init__(cls, field_types)
+        self._last_packed: tuple[Any, Any] = (None, None)  # value, plain
+        self._last_unpacked: tuple[Any, Any] = (None, None)  # peers may be in another round than we are
+
+    def pack(self, value: Any) -> list[Any]:
+        last, known = self._last_packed
+        if value is last and last is not None:
+            return known  # type: ignore[no-any-return]
+        plain = super().pack(value)
+        self._last_packed = value, plain
+        return plain
+
+    def unpack(self, plain: Any, *frame: Any) -> Any:
+        value, known = self._last_unpacked
+        # Types are compared as well, since True == 1.
+        if type(plain) is tuple and plain == known and set(map(type, plain)) == {int}:
+            return value
+        value = super().unpack(plain)
+        self._last_unpacked = value, plain
+        return value
 
 
-def _burst_is_one_of(burst: m.Burst) -> str | None:
-    if burst.index >= m.BURST_MESSAGES:
-        return f"index {burst.index}, must be below {m.BURST_MESSAGES}"
-    nbytes = memoryview(burst.payload).nbytes
-    return (
-        None
-        if nbytes <= m.BURST_MESSAGE_BYTES
-        else f"{nbytes} bytes, must be at most {m.BURST_MESSAGE_BYTES}"
-    )
+def _field_type(hint: Any) -> FieldType:
+    """The field type of one annotation."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is bool:
+        return BOOL
+    if hint is float:
+        return FLOAT
+    if origin is Annotated:
+        if isinstance(bound := arguments[1], AtMost):
+            return ListField(_field_type(typing.get_args(arguments[0])[0]), bound.items)
+        return typing.cast(FieldType, bound)
+    if origin in (types.UnionType, typing.Union):
+        return OptionalField(_field_type(arguments[0]))
+    if origin is tuple and ... not in arguments:
+        return TupleField(*map(_field_type, arguments))
+    if isinstance(hint, type) and issubclass(hint, IntEnum):
+        return EnumField(hint)
+    if isinstance(hint, type) and hasattr(hint, "__dataclass_fields__"):
+        return record_field(hint)
+    raise TypeError(f"{hint} has no bounds: annotate it with a type of gridtrain.core.messages.declaration")
 
 
-def _piece_is_one_of(piece: m.ResidualBlock) -> str | None:
-    if not piece.index < piece.total <= MAX_PIECES:
-        return f"piece {piece.index} of {piece.total}, must be below that, and that at most {MAX_PIECES}"
-    nbytes = memoryview(piece.payload).nbytes
-    return None if nbytes <= MAX_BLOCK_BYTES else f"{nbytes} bytes, must be at most {MAX_BLOCK_BYTES}"
+@cache
+def record_field(cls: type) -> RecordField:
+    """The encoding of a dataclass: of a message, or of what is inside of messages."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    field_types = {name: _field_type(hint) for name, hint in hints.items()}
+    of_integers = all(isinstance(kind, IntField) for kind in field_types.values())
+    is_repeated = of_integers and cls not in MESSAGE_TYPES.values() and not hasattr(cls, "find_problem")
+    return (RepeatedRecordField if is_repeated else RecordField)(cls, field_types)
 
 
-ROUND = RecordField(m.RoundId, recurs=True, term=UINT, generation=UINT, step=UINT, attempt=UINT)
-CHANNEL = RecordField(m.Channel, recurs=True, group=COUNT, kind=COUNT, index=COUNT)
-PLACE = RecordField(m.PayloadSlot, phase=COLLECTIVE_PHASE, hop=COUNT, segment=COUNT, slice=COUNT)
-SPAN = RecordField(m.Span, _span_is_forward, start=UINT, stop=UINT)
-SPANS = ListField(SPAN, 4096)
-LEDGER_SPEC = RecordField(
-    m.LedgerSpec, _has_one_limit, size=UINT, seed=UINT, epochs=OptionalField(UINT), steps=OptionalField(UINT)
-)
-LEDGER = RecordField(
-    m.LedgerState,
-    step=UINT,
-    cursor=UINT,
-    requeued=SPANS,
-    consumed=UINT,
-    skipped=UINT,
-    holders=OptionalField(ListField(TupleField(PEER, SPANS), 1024)),
-)
-HELD_STATE = RecordField(
-    m.CheckpointInfo, _has_layers, applied=UINT, history=DIGEST, ledger=LEDGER, layers=SPAN, digest=DIGEST
-)
-LAYER = RecordField(
-    m.LayerCosts,
-    parameter_bytes=UINT,
-    trainable_bytes=UINT,
-    output_bytes=UINT,
-    gradient_bytes=UINT,
-    kept_bytes=UINT,
-    work_bytes=UINT,
-    forward_s=SECONDS,
-    backward_s=SECONDS,
-    overhead_s=SECONDS,
-)
-STAGE_BOUNDS = ListField(STAGE_BOUND, m.MAX_STAGES + 1)
-STAGED_MODEL = RecordField(
-    m.StagedModel,
-    _bounds_ascend,
-    cuts=STAGE_BOUNDS,
-    blocks=ListField(LAYER, m.MAX_LAYERS),
-    samples=POSITIVE,
-    micro_batches=POSITIVE,
-    copies=FACTOR,
-    input_bytes=UINT,
-    rematerialise=FLAG,
-    fill_drain=FLAG,
-    ahead=FACTOR,
-    fixed=FLAG,
-)
-MEMBER = RecordField(
-    m.Member,
-    _pieces_have_layers,
-    peer=PEER,
-    name=NAME,
-    address=ADDRESS,
-    share=COUNT,
-    joining=FLAG,
-    donor=SOURCE_RANK,
-    pieces=ListField(TupleField(SPAN, COUNT), m.MAX_CHECKPOINT_SOURCES),
-    digest=DIGEST,
-    piece_digests=ListField(DIGEST, m.MAX_CHECKPOINT_SOURCES),
-)
-
-RECORDS: tuple[RecordField, ...] = (
-    ROUND, CHANNEL, PLACE, SPAN, LEDGER_SPEC, LEDGER, HELD_STATE, LAYER, STAGED_MODEL, MEMBER
-)  # fmt: skip
-
-# -- messages --------------------------------------------------------------------------------------
-
-MESSAGES: dict[int, RecordField] = {
-    # The first message; its code and layout are the same in every version.
-    1: RecordField(m.Hello, peer=PEER, version=UINT, software=NAME),
-    2: RecordField(m.Credit, total_bytes=UINT),
-    # guest -> coordinator
-    5: RecordField(m.Enrol, peer=PEER),
-    # operator -> coordinator
-    6: RecordField(m.Invite, key=PEER, uses=POSITIVE, expires_s=LIFETIME),
-    7: RecordField(m.RemoveWorker, peer=PEER, ban=FLAG, reason=REASON),
-    8: RecordField(m.Unban, peer=PEER),
-    # worker -> coordinator
-    10: RecordField(
-        m.Join, run=NAME, name=NAME, address=ADDRESS, can_relay=FLAG, is_rejoin=FLAG, generation=UINT
-    ),
-    11: RecordField(
-        m.Setup,
-        facts=ListField(TupleField(NAME, TEXT), 64),
-        ledger=LEDGER_SPEC,
-        batch_size=COUNT,
-        global_batch_size=OptionalField(COUNT),
-        checkpoint=OptionalField(HELD_STATE),
-        can_catch_up=FLAG,
-        stages=STAGES,
-        stage_checkpoints=ListField(HELD_STATE, m.MAX_STAGE_CHECKPOINTS),
-        model=OptionalField(STAGED_MODEL),
-        memory_bytes=UINT,
-        flops=FLOPS,
-        initial_state_digest=DIGEST,
-    ),
-    12: RecordField(m.LinkLatencies, rtt_s=ListField(TupleField(PEER, SECONDS), 256)),
-    13: RecordField(
-        m.Heartbeat, sequence=UINT, step=APPLIED, progress=UINT, metrics=ListField(TupleField(NAME, REAL), 64)
-    ),
-    14: RecordField(
-        m.FreezeReport,
-        term=UINT,
-        generation=UINT,
-        is_synced=FLAG,
-        applied=APPLIED,
-        history=DIGEST,
-        ledger=LEDGER,
-        prepared=OptionalField(ROUND),
-        digest=DIGEST,
-        skip=FLAG,
-        layers=SPAN,
-    ),
-    15: RecordField(m.Ready, term=UINT, generation=UINT, history=DIGEST),
-    16: RecordField(
-        m.RoundStalled, round=ROUND, suspects=ListField(PEER, 1024), silent_s=SECONDS, reason=REASON
-    ),
-    17: RecordField(m.Leave, reason=REASON),
-    18: RecordField(m.RunFinished, applied=APPLIED, history=DIGEST),
-    19: RecordField(m.StatusRequest),
-    20: RecordField(m.ViolationReport, peer=PEER, reason=REASON),
-    21: RecordField(m.PeersUnreachable, term=UINT, generation=UINT, peers=ListField(PEER, 1024)),
-    22: RecordField(m.ConnectionLost, term=UINT, generation=UINT, peer=PEER),
-    23: RecordField(
-        m.CurrentGeneration,
-        term=UINT,
-        generation=UINT,
-        members=ListField(TupleField(PEER, COUNT), 1024),
-        stage_bounds=STAGE_BOUNDS,
-    ),
-    24: RecordField(m.ReplicaDigest, term=UINT, generation=UINT, step=UINT, digest=DIGEST),
-    25: RecordField(m.CatchUpReport, applied=APPLIED, history=DIGEST),
-    26: RecordField(m.LinkRates, rates_Bps=ListField(TupleField(PEER, RATE, RATE), 256)),
-    # coordinator -> worker
-    30: RecordField(m.Welcome, term=UINT, run=NAME, software=NAME),
-    31: RecordField(m.Refused, code=NAME, reason=REASON, remedy=REASON),
-    32: RecordField(m.Admitted, probe_targets=ListField(TupleField(PEER, ADDRESS), 256)),
-    33: RecordField(m.HeartbeatReply, term=UINT, sequence=UINT),
-    34: RecordField(m.Freeze, term=UINT, generation=UINT, reason=REASON, removed=ListField(PEER, 1024)),
-    35: RecordField(
-        m.MemberListPage,
-        _page_is_one_of,
-        term=UINT,
-        generation=UINT,
-        page=COUNT,
-        pages=POSITIVE,
-        members=ListField(MEMBER, MAX_ROSTER_PAGE),
-    ),
-    36: RecordField(
-        m.MembershipView,
-        term=UINT,
-        generation=UINT,
-        world_size=POSITIVE,
-        verdict=VERDICT,
-        decided_round=OptionalField(ROUND),
-        applied=APPLIED,
-        history=DIGEST,
-        ledger=LEDGER,
-        reason=REASON,
-        exchange=TEXT,
-        stage_bounds=STAGE_BOUNDS,
-    ),
-    37: RecordField(m.StartGeneration, term=UINT, generation=UINT),
-    38: RecordField(m.RunStateUpdate, state=STATE, reason=REASON),
-    39: RecordField(m.StatusReply, payload=FRAME),
-    40: RecordField(m.Rejoin, reason=REASON),
-    41: RecordField(m.Enrolled, run=NAME),
-    42: RecordField(m.OperatorReply, text=REASON),
-    43: RecordField(m.Reachability, address=ADDRESS),
-    44: RecordField(m.ExpectProbes, peers=ListField(TupleField(PEER, ADDRESS), 256)),
-    45: RecordField(m.CatchUpFrom, term=UINT, sources=ListField(TupleField(PEER, ADDRESS), 16)),
-    46: RecordField(m.ServeCatchUp, term=UINT, step=APPLIED, receivers=ListField(PEER, 64)),
-    47: RecordField(m.ReplicaDiverged, term=UINT, generation=UINT, step=UINT),
-    # worker <-> worker
-    50: RecordField(m.Data, round=ROUND, channel=CHANNEL, slot=PLACE, skip=FLAG, payload=FRAME),
-    51: RecordField(m.Vote, round=ROUND, yes=FLAG, digest=DIGEST, reason=REASON),
-    52: RecordField(m.Decision, round=ROUND, verdict=VERDICT, reason=REASON),
-    53: RecordField(m.RoundProgress, round=ROUND, progress=UINT),
-    54: RecordField(m.Ping, nonce=UINT),
-    55: RecordField(m.Pong, nonce=UINT),
-    56: RecordField(
-        m.StateRequest, term=UINT, generation=UINT, is_whole=FLAG, blocks_received=COUNT, digest_only=FLAG
-    ),
-    68: RecordField(m.StateDigest, term=UINT, generation=UINT, digest=DIGEST),
-    57: RecordField(
-        m.StateBlock, _block_is_one_of, term=UINT, generation=UINT, index=COUNT, total=POSITIVE, payload=FRAME
-    ),
-    58: RecordField(m.MeanRequest, term=UINT, generation=UINT, step=UINT, index=COUNT, value=REAL),
-    59: RecordField(m.MeanReply, term=UINT, generation=UINT, step=UINT, index=COUNT, value=REAL),
-    # of a model in stages: worker -> coordinator, and coordinator -> worker
-    77: RecordField(
-        m.StageCheckpointList, checkpoints=ListField(HELD_STATE, m.MAX_STAGE_CHECKPOINTS), generation=UINT
-    ),
-    78: RecordField(
-        m.StandbyNotice,
-        term=UINT,
-        generation=UINT,
-        applied=APPLIED,
-        history=DIGEST,
-        ledger=LEDGER,
-        reason=REASON,
-    ),
-    79: RecordField(
-        m.CheckpointBlock,
-        _block_is_one_of,
-        term=UINT,
-        generation=UINT,
-        checkpoint=HELD_STATE,
-        index=COUNT,
-        total=POSITIVE,
-        payload=FRAME,
-    ),
-    89: RecordField(m.CheckpointRequest, _has_layers, term=UINT, generation=UINT, layers=SPAN),
-    # a member to a follower, and back
-    70: RecordField(m.SnapshotRequest),
-    71: RecordField(m.SnapshotDigests, applied=APPLIED, history=DIGEST, payload=FRAME),
-    72: RecordField(m.SnapshotBlocksRequest, applied=APPLIED, blocks=ListField(COUNT, 64)),
-    73: RecordField(m.SnapshotBlock, _block_is_small, applied=APPLIED, index=COUNT, payload=FRAME),
-    74: RecordField(m.UpdatesRequest, applied=APPLIED),
-    75: RecordField(m.UpdateLogEntry, step=UINT, latest_step=UINT, payload=FRAME),
-    76: RecordField(m.SnapshotUnavailable, reason=REASON),
-    # a worker that rests, and `gridtrain doctor`
-    83: RecordField(m.TemporaryLeave, reason=REASON),
-    84: RecordField(m.DiagnosticRequest, peer=PEER, address=ADDRESS),
-    85: RecordField(m.DiagnosticReply, probe_targets=ListField(TupleField(PEER, ADDRESS), 8), payload=FRAME),
-    86: RecordField(m.BurstRequest, nonce=UINT),
-    # of a member that leaves, to another one
-    63: RecordField(
-        m.ResidualBlock,
-        _piece_is_one_of,
-        term=UINT,
-        generation=UINT,
-        applied=APPLIED,
-        history=DIGEST,
-        index=COUNT,
-        total=POSITIVE,
-        payload=FRAME,
-    ),
-    64: RecordField(m.ResidualReply, term=UINT, generation=UINT, is_accepted=FLAG, reason=REASON),
-    65: RecordField(m.Burst, _burst_is_one_of, nonce=UINT, index=COUNT, payload=FRAME),
-    66: RecordField(m.BurstReceived, nonce=UINT, proof=PROOF),
-    # for people
-    80: RecordField(m.WorkerInfo, texts=ListField(TupleField(NAME, TEXT), 16)),
-    # of what volunteers run, from the coordinator
-    87: RecordField(m.BundleRequest, digest=DIGEST, index=COUNT),
-    88: RecordField(
-        m.BundleBlock, _bundle_is_one_of, digest=DIGEST, index=COUNT, total=POSITIVE, payload=FRAME
-    ),
-    # to and from a relay
-    60: RecordField(m.RelayRequest, to=PEER, payload=FRAME),
-    61: RecordField(m.RelayedMessage, origin=PEER, payload=FRAME),
-    62: RecordField(m.RelayFailed, to=PEER, reason=REASON),
-}
+MESSAGES: dict[int, RecordField] = {code: record_field(cls) for code, cls in MESSAGE_TYPES.items()}

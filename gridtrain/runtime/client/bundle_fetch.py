@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gridtrain.core.messages import MAX_BUNDLE_BYTES, BundleBlock, BundleRequest
+from gridtrain.core.messages import MAX_BLOCK_BYTES, MAX_BUNDLE_BYTES, BundleBlock, BundleRequest
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.network.wire.schema import MAX_BLOCK_BYTES
 from gridtrain.runtime.client.coordinator_client import CoordinatorClient
 
 MAX_UNEXPECTED_BLOCKS = 3

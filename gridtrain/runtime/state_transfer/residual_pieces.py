@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from gridtrain.core.messages import PeerId, ResidualBlock
+from gridtrain.core.messages import MAX_BLOCK_BYTES, MAX_RESIDUAL_BLOCKS, PeerId, ResidualBlock
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
-from gridtrain.network.wire.schema import MAX_BLOCK_BYTES, MAX_PIECES
 from gridtrain.network.wire.sparse_payload import SparseVector, ValueKind, decode, encode, encoded_bytes
 from gridtrain.sparsify.merge import largest_summable
 
-MAX_BUDGET_BYTES = MAX_PIECES * MAX_BLOCK_BYTES
+MAX_BUDGET_BYTES = MAX_RESIDUAL_BLOCKS * MAX_BLOCK_BYTES
 _KIND = ValueKind.FP32
 _REMEDY = "drop that peer; an honest one of the same version never sends this"
 
@@ -78,7 +77,7 @@ def _max_entries(available: int, n: int, budget_bytes: int) -> int:
 
 
 def split_pieces(payload: bytes) -> tuple[memoryview, ...]:
-    """At most `MAX_PIECES` pieces."""
+    """At most `MAX_RESIDUAL_BLOCKS` pieces."""
     view = memoryview(payload)
     return tuple(view[i : i + MAX_BLOCK_BYTES] for i in range(0, len(view), MAX_BLOCK_BYTES))
 

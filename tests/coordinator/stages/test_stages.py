@@ -39,7 +39,7 @@ def test_who_holds_a_stage_keeps_it_and_a_newcomer_gets_the_free_seat() -> None:
     seating = place_ranks(2, [A, B, C, D, E], hands, name=called)
     assert names(seating.order) == "a b c d"
     assert dict(seating.state_sources) == {D: 2} and seating.standbys == (E,)
-    assert seating.reason == "2 stages x 2 replicas; d gets stage 1 from c; spare: e"
+    assert seating.reason == "2 stages x 2 replicas; d gets stage 1 from c; standby: e"
 
 
 def test_with_too_few_for_all_replicas_the_eldest_of_each_stage_stay() -> None:
@@ -47,7 +47,7 @@ def test_with_too_few_for_all_replicas_the_eldest_of_each_stage_stay() -> None:
     seating = place_ranks(3, [A, B, C, D, E], hands, name=called)
     assert names(seating.order) == "b a e" and seating.state_sources == {}
     assert seating.standbys == (C, D)
-    assert seating.reason == "3 stages x 1 replica; nobody has to be sent a state; spare: c, d"
+    assert seating.reason == "3 stages x 1 replica; nobody has to be sent a state; standby: c, d"
 
 
 def test_the_fastest_spare_is_taken() -> None:
@@ -86,7 +86,7 @@ def test_at_the_beginning_each_stage_begins_at_its_first_replica() -> None:
 
 
 def test_it_is_said_who_cannot_be_seated() -> None:
-    with pytest.raises(LocalProtocolError, match="1 workers cannot sit in 2 stages"):
+    with pytest.raises(LocalProtocolError, match="1 workers cannot be placed in 2 stages"):
         place_ranks(2, [A], StateLocations())
     with pytest.raises(LocalProtocolError, match="nobody has the state of stage 1 of 2"):
         place_ranks(2, [A, B], StateLocations(in_memory={A: 0}))

@@ -1,4 +1,4 @@
-"""On which road `Dense()` travels, who is asked before, and how the choice gets into the View."""
+"""The topology of `Dense()`: how it is chosen, and how the choice gets into the membership view."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import pytest
 
 from gridtrain.config import Deadlines, Dense
 from gridtrain.core import messages as m
-from gridtrain.core.planning.dense_topology import (
-    DIRECT_DENSE,
+from gridtrain.core.planning.exchange_choice import ExchangeChoice
+from gridtrain.core.planning.exchange_comparison import (
     MAX_DIRECT_BYTES,
     MAX_DIRECT_MEMBERS,
-    OPEN_DENSE,
     choose_dense_topology,
 )
-from gridtrain.core.planning.exchange_choice import ExchangeChoice
+from gridtrain.core.planning.exchange_facts import DIRECT_DENSE, OPEN_DENSE
 from gridtrain.core.planning.network_model import LinkModel, NetworkModel, uniform_network
 from gridtrain.core.planning.workload import ExchangeKind, Workload
 from gridtrain_coordinator.membership.membership import Membership
@@ -24,14 +23,14 @@ SMALL = Workload(ExchangeKind.DENSE, 120_576)
 LAN = uniform_network(4, 0.0001, 1000 * Mbit)
 
 
-def test_the_two_words_are_the_scripts() -> None:
+def test_the_two_texts_are_those_of_the_script() -> None:
     assert (Dense().describe(), Dense(topology="direct").describe()) == (OPEN_DENSE, DIRECT_DENSE)
 
 
 def test_what_goes_which_way() -> None:
     large = Workload(ExchangeKind.DENSE, MAX_DIRECT_BYTES // 4 + 1)
     many = uniform_network(MAX_DIRECT_MEMBERS + 1, 0.0001, 1000 * Mbit)
-    picture = {
+    snapshot = {
         "small, four": choose_dense_topology(SMALL, 4, LAN, True).is_direct,
         "not measured": choose_dense_topology(SMALL, 4, None, True).is_direct,
         "far away": choose_dense_topology(SMALL, 4, uniform_network(4, 0.020, 100 * Mbit), True).is_direct,
@@ -42,7 +41,11 @@ def test_what_goes_which_way() -> None:
         "sparse": choose_dense_topology(Workload(ExchangeKind.GTOPK, 120_576), 4, LAN, True).is_direct,
         "a size that nobody knows": choose_dense_topology(None, 4, LAN, True).is_direct,
     }
-    assert [name for name, direct in picture.items() if direct] == ["small, four", "not measured", "far away"]
+    assert [name for name, direct in snapshot.items() if direct] == [
+        "small, four",
+        "not measured",
+        "far away",
+    ]
 
 
 def two_sites(thin_Bps: float) -> NetworkModel:
@@ -56,7 +59,7 @@ def test_a_thin_link_may_be_one_that_others_share() -> None:
     """A ring crosses from one site to the other once each way, the direct exchange four times."""
     assert choose_dense_topology(SMALL, 4, two_sites(800 * Mbit), True).is_direct
     thin = choose_dense_topology(SMALL, 4, two_sites(100 * Mbit), True)
-    assert thin.reason == "round a ring, as a link carries 10% of what the lines at its ends do"
+    assert thin.reason == "round a ring, as a link has only 10% of the rate of its ends"
     assert not thin.is_direct
 
 
@@ -135,7 +138,7 @@ def test_edges_are_asked_for_only_where_there_could_be_enough() -> None:
     assert made.view_exchange == ""
 
 
-def test_a_choice_of_auto_takes_the_road_as_well() -> None:
+def test_a_choice_of_auto_gets_a_topology_as_well() -> None:
     made, peers = exchanging("auto(dense alone)"), [bytes([n]) * 32 for n in range(4)]
     made.choose_first(peers, dict.fromkeys(peers, 0.1), LAN, 0.0)
     assert made.view_exchange == OPEN_DENSE
@@ -143,7 +146,7 @@ def test_a_choice_of_auto_takes_the_road_as_well() -> None:
     assert (
         made.view_exchange == DIRECT_DENSE
         and made.description.startswith(DIRECT_DENSE)
-        and made.chosen == OPEN_DENSE
+        and made.chosen == Dense()
     )
     again = exchanging("auto(dense alone)")
     again.configure(made._setup, DIRECT_DENSE)  # type: ignore[arg-type]
@@ -171,12 +174,12 @@ def formed(*behind_nat: bytes) -> Membership:
     return core
 
 
-def test_the_view_names_the_road_and_status_the_reason() -> None:
+def test_the_view_names_the_topology_and_status_the_reason() -> None:
     core = formed()
     assert core.run.view is not None and core.run.view.exchange == DIRECT_DENSE
-    picture = core.snapshot(100.0)
-    assert "direct: 482304 bytes are few" in picture["plan_reason"]
-    assert picture["facts"]["exchange"] == DIRECT_DENSE
+    snapshot = core.snapshot(100.0)
+    assert "direct: 482304 bytes are few" in snapshot["plan_reason"]
+    assert snapshot["facts"]["exchange"] == DIRECT_DENSE
 
 
 def test_two_that_cannot_be_dialled_make_a_ring() -> None:
@@ -186,8 +189,8 @@ def test_two_that_cannot_be_dialled_make_a_ring() -> None:
     assert "not any two members have a connection" in two.snapshot(100.0)["plan_reason"]
 
 
-def test_the_road_is_in_the_journal() -> None:
-    """A coordinator that comes back has a View to tell that says what the members do."""
+def test_the_topology_is_in_the_journal() -> None:
+    """A coordinator that restarts sends the view that says what the members do."""
     made = exchanging("Dense()")
     made.configure(made._setup, DIRECT_DENSE)  # type: ignore[arg-type]
     assert made.view_exchange == DIRECT_DENSE and made.dense_topology.reason == "direct, as in the journal"

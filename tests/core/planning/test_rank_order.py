@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
+from itertools import combinations, permutations
 
 import pytest
 
 from gridtrain.core.messages import LedgerSpec, PeerId, Setup
 from gridtrain.core.planning import message_schedule
-from gridtrain.core.planning.rank_order import LinkMeasurements, plan_rank_order, reorder_reason, workload_of
-from gridtrain.core.planning.workload import ExchangeKind, Workload
+from gridtrain.core.planning.exchange_facts import workload_of
+from gridtrain.core.planning.rank_order import LinkMeasurements, RankOrder, plan_rank_order, reorder_reason
+from gridtrain.core.planning.rank_order_search import simulated_exchange_s
+from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
 
 A, B, C, D = PEERS = [name.encode() * 32 for name in "abcd"]
 LOAD = Workload(ExchangeKind.GTOPK, 25_600_000)
@@ -123,7 +127,7 @@ def test_two_sites_meet_in_one_hop() -> None:
     site = [peer in (A, C) for peer in made.order]
     assert [site[0] == site[1], site[0] == site[2]].count(False) == 1
     assert made.reason.startswith("butterfly of 4 ordered by predicted time: ")
-    assert "its thinnest link is 16 Mbit/s" in made.reason
+    assert "its slowest link is 16 Mbit/s" in made.reason
 
 
 def test_without_rates_a_ring_goes_by_round_trips_and_a_butterfly_says_what_it_assumes() -> None:
@@ -133,7 +137,7 @@ def test_without_rates_a_ring_goes_by_round_trips_and_a_butterfly_says_what_it_a
     )
     assert plan_rank_order(None, measured, PEERS, [A]).reason.startswith("ring of 4 ordered by round trip")
     reason = plan_rank_order(LOAD, measured, PEERS, [A]).reason
-    assert reason.endswith("(no rate is measured; lines count as 100 Mbit/s)")
+    assert reason.endswith("(no rate is measured; links count as 100 Mbit/s)")
     assert "no round trip is measured" in plan_rank_order(LOAD, LinkMeasurements(), PEERS, [A]).reason
 
 
@@ -256,3 +260,112 @@ def test_too_little_is_known_or_to_be_gained() -> None:
     assert reorder_reason(None, everybody(), PEERS) == ""
     assert reorder_reason(LOAD, LinkMeasurements({(A, B): 0.1}), PEERS) == ""
     assert reorder_reason(LOAD, everybody(), [A, B]) == ""
+
+
+# -- a ring by round trips alone -------------------------------------------------------------------
+
+Links = dict[tuple[PeerId, PeerId], float]
+ONE_ELEMENT = Workload(ExchangeKind.DENSE, 1)
+
+
+def peer(name: str) -> PeerId:
+    return name.encode() * 32
+
+
+def links_ms(text: str) -> Links:
+    """`links_ms("ab 1  bc 9")`: round trips in milliseconds."""
+    words = text.split()
+    return {
+        (peer(link[0]), peer(link[1])): float(ms) / 1e3
+        for link, ms in zip(words[::2], words[1::2], strict=True)
+    }
+
+
+def ring(text: str, joined: str, first: str) -> tuple[str, str]:
+    made = plan_rank_order(None, LinkMeasurements(links_ms(text)), [peer(n) for n in joined], [peer(first)])
+    return "".join(member[:1].decode() for member in made.order), made.reason
+
+
+SQUARE = "ab 1  ac 2  ad 9  bc 9  bd 2  cd 1"
+
+
+def test_the_slow_links_stay_out_of_the_ring() -> None:
+    order, reason = ring(SQUARE, joined="abcd", first="a")
+    assert order in ("abdc", "acdb")
+    assert reason.startswith("ring of 4 ordered by round trip: the smallest exchange takes ")
+    assert reason.endswith(" ms in join order")
+
+
+def test_first_is_rank_zero_and_the_ring_stays_the_same() -> None:
+    assert ring(SQUARE, joined="abcd", first="c")[0] in ("cabd", "cdba")
+    assert ring(SQUARE, joined="dcba", first="c")[0] in ("cabd", "cdba")
+
+
+def test_equal_rings_stay_as_they_joined() -> None:
+    order, reason = ring("ab 1  ac 1  ad 1  bc 1  bd 1  cd 1", joined="dbca", first="a")
+    assert order == "adbc" and reason.endswith(" ms, as in join order")
+
+
+def test_of_a_link_measured_from_both_ends_the_slower_counts() -> None:
+    order, _ = ring("ab 1  ba 7  ac 2  bc 2  cd 2  ad 2  bd 2", joined="abcd", first="a")
+    assert order in ("acbd", "adbc")
+
+
+def test_measurements_that_are_no_numbers_count_as_missing() -> None:
+    broken = {(peer("a"), peer("b")): float("nan"), (peer("b"), peer("c")): -1.0, (peer("a"), peer("a")): 1.0}
+    made = plan_rank_order(None, LinkMeasurements(broken), [peer("c"), peer("a"), peer("b")], [peer("a")])
+    assert made == RankOrder(
+        (peer("a"), peer("c"), peer("b")), "ring of 3 in join order: no round trip is measured"
+    )
+
+
+@pytest.mark.parametrize(
+    ("joined", "first", "order", "reason"),
+    [
+        ("a", "a", "a", "ring of 1: there is only one order"),
+        ("ab", "b", "ba", "ring of 2: there is only one order"),
+        ("abc", "b", "bac", "ring of 3 in join order: no round trip is measured"),
+    ],
+)
+def test_where_there_is_nothing_to_order(joined: str, first: str, order: str, reason: str) -> None:
+    assert ring("", joined, first) == (order, reason)
+
+
+def ring_s(links: Links, order: tuple[PeerId, ...]) -> float:
+    """Predicted seconds of the smallest exchange."""
+    network = LinkMeasurements(links).build_network(order)
+    assert network is not None
+    return simulated_exchange_s(ONE_ELEMENT, network, CpuCosts(), range(len(order)))
+
+
+def test_up_to_seven_members_no_ring_is_faster(seeds: Callable[[int], Iterator[int]]) -> None:
+    for seed in seeds(12):
+        rng = random.Random(seed)
+        names = [bytes([number]) * 32 for number in rng.sample(range(256), 3 + seed % 4)]
+        links = {pair: rng.randint(1, 12) / 1024 for pair in combinations(names, 2)}
+        made = plan_rank_order(None, LinkMeasurements(links), names, [names[-1]])
+        best_s = min(ring_s(links, (names[-1], *others)) for others in permutations(names[:-1]))
+        assert made.order[0] == names[-1] and sorted(made.order) == sorted(names), f"seed {seed}"
+        assert ring_s(links, made.order) <= 1.01 * best_s, f"seed {seed}: {made.reason}"
+
+
+def test_a_twisted_circle_is_untwisted(seeds: Callable[[int], Iterator[int]]) -> None:
+    """Members of a circle of 9 to 24 joined in any order; the ring goes round the circle."""
+    for seed in seeds(20):
+        rng = random.Random(seed)
+        size = rng.randint(9, 24)
+        circle = [bytes([number]) * 32 for number in rng.sample(range(256), size)]
+        links = {
+            (circle[a], circle[b]): 0.1 * min(b - a, size - b + a) for a, b in combinations(range(size), 2)
+        }
+        made = plan_rank_order(None, LinkMeasurements(links), rng.sample(circle, size), [circle[0]])
+        assert ring_s(links, made.order) <= 1.05 * ring_s(links, tuple(circle)), f"seed {seed}: {made.reason}"
+
+
+def test_large_groups_are_ordered_within_the_bound_and_never_worse_than_they_joined() -> None:
+    rng = random.Random(7)
+    names = [rng.randbytes(32) for _ in range(120)]
+    links = {pair: rng.expovariate(200) for pair in combinations(names, 2)}
+    made = plan_rank_order(None, LinkMeasurements(links), names, [names[5]])
+    assert sorted(made.order) == sorted(names) and made.order[0] == names[5]
+    assert ring_s(links, made.order) < ring_s(links, tuple(names)) / 2.5, made.reason

@@ -277,7 +277,7 @@ def test_a_model_that_does_not_fit_is_told_what_lacks_and_what_would_do() -> Non
     with pytest.raises(ConfigError) as refused:
         best_partition(layers, cards, running=running)
     assert refused.value.reason == (
-        "no cut of 8 layers into 2 stages fits: at best stage 1 "
+        "no partition of 8 layers into 2 stages fits: at best stage 1 "
         '(layers 4 to 7, "block4" to "block7") needs 28.9 GB of its card\'s 8 GB, 20.9 GB too many '
         "(parameters 4 GB, gradients and optimizer 12 GB, activations 12.9 GB, in transit 16 MB); "
         'its largest layer, "block4", needs 7.29 GB alone'
@@ -306,14 +306,14 @@ def test_a_layer_too_large_for_every_card_is_named() -> None:
     with pytest.raises(ConfigError) as refused:
         best_partition(layers, [Card(memory_bytes=1000)] * 2)
     assert 'at best stage 1 (layer 3, "head") needs 4 MB of its card\'s 1 kB' in refused.value.reason
-    assert 'cut "head" into smaller layers' in refused.value.remedy
+    assert 'divide "head" into smaller layers' in refused.value.remedy
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: best_partition(even_layers(3), [Card()] * 4), "3 layers cannot be cut into 4 stages"),
-        (lambda: best_partition(even_layers(3), []), "cannot be cut into 0 stages"),
+        (lambda: best_partition(even_layers(3), [Card()] * 4), "3 layers cannot be divided into 4 stages"),
+        (lambda: best_partition(even_layers(3), []), "cannot be divided into 0 stages"),
         (
             lambda: best_partition(even_layers(3), [Card()] * 2, uniform_network(3, 0, 1)),
             "2 cards in a network of 3",

@@ -147,7 +147,7 @@ def test_no_memory_is_exceeded_and_replicas_are_alike() -> None:
     assert {recut.assemblers[A], recut.assemblers[B]} == {0, 1} and recut.assemblers[A] == recut.assemblers[C]
     needs = device_assignment.stage_bytes(run, recut.cuts)
     assert all(needs[n] <= cards[peer].memory_bytes for peer, n in recut.assemblers.items())
-    with pytest.raises(ConfigError, match="no cut of 8 layers into 2 stages fits"):
+    with pytest.raises(ConfigError, match="no partition of 8 layers into 2 stages fits"):
         device_assignment.assign_devices(run, [A, C], {A: cards[A], C: cards[C]})
 
 
@@ -164,7 +164,7 @@ def test_cards_that_cannot_hold_it_are_told_so() -> None:
     model = setup([1] * 8, 0, 4, 8).model
     run = StagedRun(2, A, B, model=model, memory={A: 6, B: 6}, start=False)
     assert run.core.phase is RunPhase.PAUSED
-    assert "no cut of 8 layers into 2 stages fits" in run.core.reason
+    assert "no partition of 8 layers into 2 stages fits" in run.core.reason
 
 
 def test_costs_that_cannot_be_are_refused() -> None:

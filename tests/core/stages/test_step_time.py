@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_left_out() -> None:
     proposal = propose_micro_batches(each, cards, None, RUNNING, 64)
     assert all(one.settings.samples <= 16 for one in proposal.alternatives)
     assert "do not fit into memory" in proposal.reason
-    with pytest.raises(ConfigError, match="no cut of 2 layers into 2 stages fits"):
+    with pytest.raises(ConfigError, match="no partition of 2 layers into 2 stages fits"):
         propose_micro_batches(each, [Card(memory_bytes=100)] * 2, None, RUNNING, 64)
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from gridfuzz.source import Source
 from gridtrain.core import messages as m
+from gridtrain.core.messages import declaration
 from gridtrain.errors import LocalProtocolError
-from gridtrain.network.wire import field_types, schema
+from gridtrain.network.wire import schema
 from gridtrain.network.wire.codec import TYPE_CODES, encode
 
 Hints = Mapping[str, Sequence[Any]]
@@ -38,7 +39,7 @@ _TEXTS = (
 _PEERS = tuple(bytes([letter]) * 32 for letter in b"abcdef")
 
 
-def record_of(cls: type) -> field_types.RecordField:
+def record_of(cls: type) -> schema.RecordField:
     return schema.MESSAGES[TYPE_CODES[cls]]
 
 
@@ -55,38 +56,38 @@ def nbytes(message: m.Message) -> int | None:
         return None
 
 
-def value(kind: field_types.FieldType, source: Source, hints: Hints, name: str = "") -> Any:
+def value(kind: declaration.FieldType, source: Source, hints: Hints, name: str = "") -> Any:
     known = hints.get(name) or hints.get(kind.name)
     if known and source.byte() < 208:
         return source.choice(known)
     match kind:
-        case field_types.IntField(low=low, high=high):
+        case declaration.IntField(low=low, high=high):
             return source.integer(low, high)
-        case field_types.BoolField():
+        case declaration.BoolField():
             return bool(source.byte() & 1)
-        case field_types.FloatField(low=low, high=high):
+        case declaration.FloatField(low=low, high=high):
             return _real(source, low, high)
-        case field_types.BytesField(low=low, high=high):
+        case declaration.BytesField(low=low, high=high):
             if low == high == 32:
                 return source.bytes(32) if source.one_in(8) else source.choice(_PEERS)
             size = min(high, low + source.choice((0, 32, 1, high - low)))
             return source.bytes(size)
-        case field_types.TextField(max_bytes=max_bytes):
+        case declaration.TextField(max_bytes=max_bytes):
             return source.choice(_TEXTS).encode()[:max_bytes].decode(errors="ignore")
-        case field_types.WordField(words=words):
+        case declaration.WordField(words=words):
             return source.choice(sorted(words))
-        case field_types.EnumField(enum=enum):
+        case schema.EnumField(enum=enum):
             return source.choice(list(enum))
-        case field_types.OptionalField(item_type=inner):
+        case schema.OptionalField(item_type=inner):
             return value(inner, source, hints, name) if source.byte() & 1 else None
-        case field_types.ListField(item_type=inner, max_items=most):
+        case schema.ListField(item_type=inner, max_items=most):
             count = min(most, source.byte() % 5)
             return tuple(value(inner, source, hints, name) for _ in range(count))
-        case field_types.TupleField(item_types=inners):
+        case schema.TupleField(item_types=inners):
             return tuple(value(inner, source, hints, name) for inner in inners)
-        case field_types.PayloadField():
+        case declaration.PayloadField():
             return source.bytes(source.choice((0, 8, 40, 200)))
-        case field_types.RecordField(cls=cls, field_types=inner_kinds):
+        case schema.RecordField(cls=cls, field_types=inner_kinds):
             fields = {name: value(inner, source, hints, name) for name, inner in inner_kinds.items()}
             return _put_right(cls(**fields))
     raise TypeError(f"nothing draws a {type(kind).__name__}")

@@ -26,7 +26,7 @@ from gridtrain.network.transport.interface import (
     ReachResult,
     TransportViolation,
 )
-from gridtrain.network.transport.zmq import listener, sockets, zap
+from gridtrain.network.transport.zmq import dialer, handshake, sockets, zeromq_transport
 from gridtrain.network.wire import codec
 
 
@@ -122,8 +122,8 @@ def test_the_doorman_answers_for_curve_in_our_domain_alone(domain, mechanism, cr
     def everybody(key):
         return ConnectionRole.MEMBER
 
-    assert zap.authenticate(everybody, b"gridtrain", b"CURVE", [b"k" * 32]) == (b"k" * 32).hex()
-    assert zap.authenticate(everybody, domain, mechanism, credentials) == ""
+    assert handshake.authenticate(everybody, b"gridtrain", b"CURVE", [b"k" * 32]) == (b"k" * 32).hex()
+    assert handshake.authenticate(everybody, domain, mechanism, credentials) == ""
 
 
 def test_without_encryption_nobody_is_spoken_to(zeromq_net, raw):
@@ -203,7 +203,7 @@ def test_a_message_under_anothers_routing_id_is_nobodys(zeromq_net, besieger, id
     dealer, _ = besieger(bert, "mallory")
     dealer.send_multipart(hello(identity_of("mallory").public))
     zeromq_net.until(lambda: len(bert.of(PeerUp)) == 2, bert, anna)
-    links = bert.transport._listener.connections
+    links = bert.transport._listener._connections
     (annas,) = [link for link in links.values() if link.key == anna.key]
     (mallorys,) = [routing_id for routing_id, link in links.items() if link is not annas]
     links[mallorys] = annas  # as if mallory's connection had come to anna's place
@@ -317,8 +317,8 @@ READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
 
 def endless(net, mallory: bytes, monkeypatch, seconds):
     """8 MiB of one message that never ends, in ZMTP by hand, where 2 may be unread."""
-    monkeypatch.setattr(listener, "MOST_UNREAD_BYTES", 2 * 2**20)
-    monkeypatch.setattr(listener, "CHECK_INTERVAL_S", 0.02)
+    monkeypatch.setattr(dialer, "MAX_UNREAD_BYTES", 2 * 2**20)
+    monkeypatch.setattr(zeromq_transport, "CHECK_INTERVAL_S", 0.02)
     bert = net.add("bert")
     port = int(bert.transport.listen("tcp://127.0.0.1:0").rpartition(":")[2])
     (greeting,) = hello(mallory)

@@ -314,7 +314,7 @@ def test_a_guest_is_never_taken_for_a_peer(net):
 
 
 def test_of_too_many_guests_the_first_are_cut(net, monkeypatch):
-    monkeypatch.setattr(access_control, "MOST_GUESTS", 3)
+    monkeypatch.setattr(access_control, "MAX_PENDING_MEMBERS", 3)
     host, _ = reception(net, 5)
     assert [line.split()[0] for line in host.story()] == ["up", "up", "up", "up", "down", "up", "down"]
     ups, downs = host.of(PeerUp), host.of(PeerDown)

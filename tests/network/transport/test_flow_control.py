@@ -340,7 +340,7 @@ def test_a_sender_that_does_not_wait_is_a_violation_and_fills_no_memory(pair):
     anna, bert = flood(pair)
     held_bytes = sum(event.nbytes for event in bert.undone)
     assert held_bytes <= 2 * (WINDOW_BYTES + ONE)
-    assert "are under way; the window has 65536" in bert.violations()[0]
+    assert "are not acknowledged; the window has 65536" in bert.violations()[0]
     assert {event.peer for event in bert.events if isinstance(event, TransportViolation)} == {anna.key}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import tracemalloc
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, get_args
 
 import hypothesis
@@ -14,79 +13,45 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wire_samples import repair
 
 from gridtrain.core import messages as m
+from gridtrain.core.messages import declaration
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
-from gridtrain.network.wire import field_types, schema
+from gridtrain.network.wire import schema
 from gridtrain.network.wire.codec import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, TYPE_CODES, decode, encode
 
 FEW = 4  # items in a drawn list; how many are allowed is tested in test_limits.py
 
 
-def _some(blocks: m.Span) -> m.Span:
-    """Of a model: one block at least."""
-    return blocks if blocks.start < blocks.stop else m.Span(0, 1)
-
-
-def _of(index: int, total: int, most: int) -> tuple[int, int]:
-    return index % min(total, most), min(total, most)
-
-
-# A drawn value that breaks its record's rule is put right.
-PUT_RIGHT: dict[type, Callable[[Any], Any]] = {
-    m.Span: lambda s: m.Span(min(s.start, s.stop), max(s.start, s.stop)),
-    m.CheckpointInfo: lambda h: replace(h, layers=_some(h.layers)),
-    m.CheckpointRequest: lambda ask: replace(ask, layers=_some(ask.layers)),
-    m.Member: lambda one: replace(
-        one,
-        pieces=tuple((_some(blocks), rank) for blocks, rank in one.pieces),
-        piece_digests=(*one.piece_digests, *(b"",) * len(one.pieces))[: len(one.pieces)],
-    ),
-    m.StagedModel: lambda model: replace(model, cuts=(0, len(model.blocks) or 3)),
-    m.LedgerSpec: lambda s: m.LedgerSpec(s.size, s.seed, s.epochs, 7 if s.epochs is None else None),
-    m.MemberListPage: lambda r: m.MemberListPage(r.term, r.generation, *_of(r.page, r.pages, 256), r.members),
-    m.ResidualBlock: lambda h: replace(
-        h, **dict(zip(("index", "total"), _of(h.index, h.total, 16), strict=True))
-    ),
-    m.BundleBlock: lambda b: replace(
-        b, **dict(zip(("index", "total"), _of(b.index, b.total, 8), strict=True))
-    ),
-    m.Burst: lambda b: replace(b, index=b.index % m.BURST_MESSAGES),
-    m.StateBlock: lambda b: m.StateBlock(b.term, b.generation, *_of(b.index, b.total, 65536), b.payload),
-    m.CheckpointBlock: lambda c: replace(
-        c, **dict(zip(("index", "total"), _of(c.index, c.total, 65536), strict=True))
-    ),
-}
-
-
-def values_of(kind: field_types.FieldType) -> st.SearchStrategy[Any]:
+def values_of(kind: declaration.FieldType) -> st.SearchStrategy[Any]:
     match kind:
-        case field_types.IntField(low=low, high=high):
+        case declaration.IntField(low=low, high=high):
             return st.one_of(st.integers(low, high), st.sampled_from([low, high]))
-        case field_types.BoolField():
+        case declaration.BoolField():
             return st.booleans()
-        case field_types.FloatField(low=low, high=high):
+        case declaration.FloatField(low=low, high=high):
             return st.floats(low, high)
-        case field_types.BytesField(low=low, high=high):
+        case declaration.BytesField(low=low, high=high):
             return st.binary(min_size=low, max_size=high)
-        case field_types.TextField(max_bytes=max_bytes):
+        case declaration.TextField(max_bytes=max_bytes):
             alphabet = st.characters(codec="utf-8", exclude_categories=["Cc"])
             return st.text(alphabet, max_size=max_bytes // 4)
-        case field_types.WordField(words=words):
+        case declaration.WordField(words=words):
             return st.sampled_from(sorted(words))
-        case field_types.EnumField(enum=enum):
+        case schema.EnumField(enum=enum):
             return st.sampled_from(enum)
-        case field_types.OptionalField(item_type=inner):
+        case schema.OptionalField(item_type=inner):
             return st.none() | values_of(inner)
-        case field_types.ListField(item_type=inner):
+        case schema.ListField(item_type=inner):
             return st.lists(values_of(inner), max_size=FEW).map(tuple)
-        case field_types.TupleField(item_types=inners):
+        case schema.TupleField(item_types=inners):
             return st.tuples(*map(values_of, inners))
-        case field_types.PayloadField():
+        case declaration.PayloadField():
             return st.binary(max_size=100)
-        case field_types.RecordField(cls=cls, field_types=fields):
+        case schema.RecordField(cls=cls, field_types=fields):
             drawn = st.builds(cls, **{name: values_of(inner) for name, inner in fields.items()})
-            return drawn.map(PUT_RIGHT.get(cls, lambda value: value))
+            return drawn.map(repair)
     raise AssertionError(f"no strategy for {type(kind).__name__}")
 
 
@@ -100,7 +65,7 @@ def test_every_message_has_a_code() -> None:
 
 
 @pytest.mark.parametrize("record", ALL_MESSAGES)
-def test_there_and_back(record: field_types.RecordField) -> None:
+def test_there_and_back(record: schema.RecordField) -> None:
     @settings(max_examples=40)
     @given(values_of(record))
     def check(message: m.Message) -> None:
@@ -197,7 +162,7 @@ SPEC = m.LedgerSpec(100, 0, epochs=1)
         pytest.param(
             data(np.empty(MAX_PAYLOAD_BYTES + 1, np.uint8)), "takes 67108865 bytes", id="payload over 64 MiB"
         ),
-        pytest.param(ROUND, "RoundId is no message", id="a part of a message"),
+        pytest.param(ROUND, "RoundId is not a message", id="a part of a message"),
     ],
 )
 def test_our_own_faults_are_loud(message: m.Message, words: str) -> None:
@@ -220,9 +185,9 @@ def test_our_own_reasons_are_made_to_fit() -> None:
 
 def test_a_full_page_of_a_roster_fits_a_header() -> None:
     member = m.Member(bytes(32), "n" * 64, "a" * 128, 2**31 - 1, True, 2**31 - 1, digest=bytes(64))
-    last = schema.MAX_ROSTER_PAGES - 1
+    last = m.MAX_MEMBER_PAGES - 1
     page = m.MemberListPage(
-        2**63 - 1, 2**63 - 1, last, schema.MAX_ROSTER_PAGES, (member,) * schema.MAX_ROSTER_PAGE
+        2**63 - 1, 2**63 - 1, last, m.MAX_MEMBER_PAGES, (member,) * m.MAX_MEMBERS_PER_PAGE
     )
     frames = encode(page)
     assert len(frames[0]) < MAX_HEADER_BYTES

@@ -93,8 +93,8 @@ FIELDS = [
     refused("Vote.reason is bytes", header(51, ROUND, True, b"", b"ab"), "bytes for text"),
     refused("Decision.verdict is int 2,", header(52, ROUND, 2, ""), "unknown verdict"),
     refused("Decision.verdict is bool True,", header(52, ROUND, True, ""), "true for COMMIT"),
-    refused("Data.place.phase is int 10,", [*header(50, ROUND, [0] * 3, [10, 0, 0, 0], False), b""], "phase"),
-    refused("Data.place.hop is int 21", [*header(50, ROUND, [0] * 3, [0, 2**31, 0, 0], False), b""], "hop"),
+    refused("Data.slot.phase is int 10,", [*header(50, ROUND, [0] * 3, [10, 0, 0, 0], False), b""], "phase"),
+    refused("Data.slot.hop is int 21", [*header(50, ROUND, [0] * 3, [0, 2**31, 0, 0], False), b""], "hop"),
     refused("Hello.peer is 31 bytes,", header(1, bytes(31), 1, ""), "short key"),
     refused("Hello.peer is 33 bytes,", header(1, bytes(33), 1, ""), "long key"),
     refused("Hello.software is 65 bytes,", header(1, KEY, 1, "a" * 65), "long name"),
@@ -109,7 +109,7 @@ FIELDS = [
     refused(r"Heartbeat.metrics\[0\] is int 1,", header(13, 0, 0, 0, [["a", 1]]), "int for a float"),
     refused(r"Heartbeat.metrics\[0\] is tuple", header(13, 0, 0, 0, [["a", 1.0, 2.0]]), "three for a pair"),
     refused("Heartbeat.metrics is 65 items,", header(13, 0, 0, 0, [["a", 1.0]] * 65), "65 figures"),
-    refused(r"Links.rtt_s\[0\] is float -1.0,", header(12, [[KEY, -1.0]]), "negative seconds"),
+    refused(r"LinkLatencies.rtt_s\[0\] is float -1.0,", header(12, [[KEY, -1.0]]), "negative seconds"),
     refused(
         "Setup.facts is 65 items,",
         header(11, [["a", "b"]] * 65, [1, 0, 1, None], 1, None, None, False, 1, [], None, 0, 0.0, b""),
@@ -138,7 +138,7 @@ FIELDS = [
         "path to the field",
     ),
     refused(
-        r"Report.ledger.requeued\[0\] is Span\(start=2, stop=1\)",
+        r"FreezeReport.ledger.requeued\[0\] is Span\(start=2, stop=1\)",
         header(14, 1, 1, True, 0, b"", [0, 0, [[2, 1]], 0, 0, None], None, b"", False, [0, 1]),
         "a span that stops before it starts",
     ),

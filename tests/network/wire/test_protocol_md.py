@@ -1,4 +1,4 @@
-"""PROTOCOL.md is normative: its tables are the schema's, and its examples are run in both directions."""
+"""PROTOCOL.md: its tables are those of the declarations, and its examples are run in both directions."""
 
 from __future__ import annotations
 
@@ -6,50 +6,24 @@ import re
 from importlib.resources import files
 
 import numpy as np
+import protocol_tables
 import pytest
 
 from gridtrain.core import messages as m
-from gridtrain.network.wire import codec, field_types, schema, sparse_payload
+from gridtrain.network.wire import codec, schema, sparse_payload
 
 TEXT = (files("gridtrain.network.wire") / "PROTOCOL.md").read_text(encoding="utf-8")
-LEAVES = {
-    kind.name: kind.bounds
-    for kind in vars(schema).values()
-    if isinstance(kind, field_types.FieldType) and hasattr(kind, "bounds")
-}
 
 
-def rows(first_heading: str) -> list[list[str]]:
-    """The rows of all tables whose first column is headed so."""
-    found: list[list[str]] = []
-    inside = False
-    for line in TEXT.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
-        if not cells:
-            inside = False
-        elif cells[0] == first_heading:
-            inside = True
-        elif inside and set(cells[0]) != {"-"}:
-            found.append(cells)
-    return found
+def test_the_tables_are_those_of_the_declarations() -> None:
+    assert protocol_tables.update(TEXT) == TEXT, "run tests/common/protocol_tables.py"
 
 
-def fields(record: field_types.RecordField) -> str:
-    return "; ".join(f"`{name}`: {kind.name}" for name, kind in record.field_types.items()) or "none"
-
-
-def test_every_message_is_documented_with_its_fields() -> None:
-    documented = {int(code): (name, text) for code, name, text, _ in rows("code")}
-    assert documented == {code: (record.name, fields(record)) for code, record in schema.MESSAGES.items()}
-
-
-def test_every_record_is_documented_with_its_fields() -> None:
-    documented = {name: text for name, text, _ in rows("record")}
-    assert documented == {record.name: fields(record) for record in schema.RECORDS}
-
-
-def test_every_kind_is_documented_with_its_bounds() -> None:
-    assert {name: text for name, text in rows("kind")} == LEAVES
+def test_every_message_and_every_record_has_a_row() -> None:
+    codes = [int(code) for code in re.findall(r"^\| (\d+) \| [A-Z]", TEXT, re.MULTILINE)]
+    assert sorted(codes) == sorted(schema.MESSAGES)
+    for name in protocol_tables.records():
+        assert f"\n| {name} | `" in TEXT
 
 
 # -- examples ------------------------------------------------------------------------------------

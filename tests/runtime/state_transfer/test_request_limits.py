@@ -14,7 +14,7 @@ from gridtrain.core.group import member_events as io
 from gridtrain.core.member.member import MemberCore
 from gridtrain.errors import ConfigError
 from gridtrain.network.transport.interface import TrafficCounters
-from gridtrain.network.transport.peer_allowlist import PeerAllowlist
+from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.runtime.group_session import GroupSession, WaitInterrupted
 from gridtrain.runtime.io_loop import IoLoop
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot

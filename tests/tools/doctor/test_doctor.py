@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from live_coordinator import LiveCoordinator
 
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.core.planning.network_model import uniform_network
@@ -60,8 +61,8 @@ def levels(found: Mapping[str, Finding]) -> dict[str, str]:
     return {name: str(finding.level) for name, finding in found.items()}
 
 
-def test_a_machine_that_can_join(desk: Any) -> None:
-    once = desk.invitation(uses=1)
+def test_a_machine_that_can_join(coordinator: LiveCoordinator) -> None:
+    once = coordinator.invitation(uses=1)
     found = look(once)
     assert levels(found) == {
         "python": "ok",
@@ -96,8 +97,8 @@ def test_a_burst_that_waited_in_a_buffer_is_not_taken_for_a_fast_line() -> None:
     assert download_rate_Bps(7.0, in_turn_s, rtt_s=0.0005) == pytest.approx(13.1e6, rel=0.01)
 
 
-def test_a_used_up_invitation_of_this_machine_still_finds_the_run(desk: Any) -> None:
-    once = desk.invitation(uses=1)
+def test_a_used_up_invitation_of_this_machine_still_finds_the_run(coordinator: LiveCoordinator) -> None:
+    once = coordinator.invitation(uses=1)
     with enroll(once, WITHIN_S):
         while_it_runs = look(once)["invitation"]
     assert while_it_runs.text == "in use by a worker of this machine"
@@ -106,18 +107,20 @@ def test_a_used_up_invitation_of_this_machine_still_finds_the_run(desk: Any) -> 
     assert found["run"].level is FindingLevel.OK and found["coordinator"].level is FindingLevel.OK
 
 
-def test_an_invitation_that_is_not_valid(desk: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invitation_that_is_not_valid(
+    coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Used up by another machine; expired; withdrawn; never was: all the same to who holds it."""
-    others = len(desk.door()["invitations"])
-    withdrawn = desk.invitation()
-    with desk._operator() as operator:
+    others = len(coordinator.access()["invitations"])
+    withdrawn = coordinator.invitation()
+    with coordinator.operator_client() as operator:
         operator.withdraw(withdrawn)
         short = operator.invite(1, 0.05)
-    used = desk.invitation(uses=1)
+    used = coordinator.invitation(uses=1)
     with enroll(used, WITHIN_S):
         pass
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another machine"))
-    while len(desk.door()["invitations"]) > others:  # until the short one is over; pytest bounds it
+    while len(coordinator.access()["invitations"]) > others:  # until the short one is over; pytest bounds it
         pass
     for invitation in (withdrawn, short, used, replace(withdrawn, token=bytes(31) + b"x")):
         found = look(invitation)["invitation"]
@@ -127,8 +130,8 @@ def test_an_invitation_that_is_not_valid(desk: Any, tmp_path: Path, monkeypatch:
         assert found.fix.startswith("ask the run's owner for a new one")
 
 
-def test_another_coordinators_key(desk: Any) -> None:
-    other = replace(desk.invitation(), coordinator=desk.invitation().token)
+def test_another_coordinators_key(coordinator: LiveCoordinator) -> None:
+    other = replace(coordinator.invitation(), coordinator=coordinator.invitation().token)
     found = look(other)
     assert levels(found)["port"] == "ok" and found["invitation"].level is FindingLevel.FAILURE
     assert "with another key" in found["invitation"].text
@@ -162,10 +165,12 @@ def test_a_name_server_that_is_silent(invitation: Invitation, monkeypatch: pytes
     assert found["name"].text == "no name server answers for far.example within 0.2 s"
 
 
-def test_everything_is_over_when_the_time_is(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_over_when_the_time_is(
+    coordinator: LiveCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(machine_check, "_installed", lambda: "torch 9.9")
     began_s = time.monotonic()
-    found = look(desk.invitation(), total_s=1.0, probe=partial(hanging_probe))
+    found = look(coordinator.invitation(), total_s=1.0, probe=partial(hanging_probe))
     assert time.monotonic() - began_s < 30.0
     assert "still is being imported after" in found["torch"].text
 
@@ -205,8 +210,8 @@ def test_what_is_installed_is_known_without_an_import() -> None:
     assert re.fullmatch(r"torch \d+\.\d+.*", machine_check._installed())
 
 
-def test_ctrl_c_leaves_no_process(desk: Any) -> None:
-    examination = Examination(desk.invitation(), nobody_trains, probe=hanging_probe)
+def test_ctrl_c_leaves_no_process(coordinator: LiveCoordinator) -> None:
+    examination = Examination(coordinator.invitation(), nobody_trains, probe=hanging_probe)
     started: list[machine_check.TorchProbe] = []
     examination._probe = lambda: started.append(hanging_probe()) or started[0]  # type: ignore[func-returns-value]
     findings = examination.findings()

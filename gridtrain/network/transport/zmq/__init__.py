@@ -1,1 +1,1 @@
-"""The transport over TCP with ZeroMQ, encrypted with CURVE: `zeromq_transport` is the facade of the others."""
+"""The transport over TCP with ZeroMQ, encrypted with CURVE; `zeromq_transport` is what others use."""

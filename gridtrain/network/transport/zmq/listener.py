@@ -1,21 +1,18 @@
-"""Connections that others made to us: the ROUTER, its doorman, and which descriptor is which connection.
+"""Connections that others made to us: the ROUTER, and which descriptor belongs to which connection.
 
-Decides which accepted connection is cut, and when one was lost.  Never opens a message, and never decides
-who is admitted: that is `admission.py`.
-
-              Zap <--handshake--+
-    others --------------------ROUTER --messages--> zeromq.py --greeted--> Link
-              Doorway <--accepted, closed-- monitor                          |
-                 +--too old, too many--> cut <--violation, revoked, farewell-+
+              ZapHandler <--handshake--+
+    others --------------------------ROUTER --messages--> ZeroMQTransport --Hello--> Connection
+              HalfOpenConnections <--accepted, closed-- monitor                          |
+                       +--too old, too many--> shut down <--violation, revoked, hang_up--+
 
 A monitor event carries a file descriptor and nothing else, and so does a frame (SRCFD).  Descriptors are
-reused, so a descriptor is believed only if the other end is still the one that it had when it was accepted.
+reused, so one is believed only if the other end is still the one that it had when it was accepted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+import time
 
 import zmq
 
@@ -23,204 +20,225 @@ from gridtrain.core.messages import PeerId
 from gridtrain.network.transport import access_control
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.interface import AccessPolicy
-from gridtrain.network.transport.zmq import congestion_control, half_open, sockets, tcp_options
+from gridtrain.network.transport.zmq import dialer, half_open, sockets, tcp_options
 from gridtrain.network.transport.zmq.dialer import Connection
-from gridtrain.network.transport.zmq.zap import ZapHandler
+from gridtrain.network.transport.zmq.handshake import ZapHandler
+from gridtrain.network.transport.zmq.tcp_options import TcpConnection
 
 BATCH_EVENTS = 256
-"""At most so many comings and goings are noted before messages have their turn."""
-
-MOST_UNREAD_BYTES = 192 * 2**20
-"""What a peer may have sent that we have not read: libzmq bounds neither a message of many frames while it
-arrives nor, with us, what waits to be read.  An honest peer's credit ends at a fraction of this."""
-
-MOST_UNREAD_OF_GUESTS_BYTES = 2**20
-CHECK_INTERVAL_S = 0.25
-_OVERHEAD = 1.05  # what TCP carries for what we count: commands, handshake, frames that were skipped
+"""Monitor events processed in one turn of the loop, so that messages are not delayed."""
 
 CLOSE_DELAY_S = 1.0
-"""A guest is cut that long after `hang_up`, so that the answer that it came for still leaves."""
+"""Between `hang_up` and the closing of a pending member's connection, so that its answer still leaves."""
+
+DRAIN_S = 0.1
+"""For at most this long a loss is not reported while messages from before it are still unread."""
 
 
 class Listener:
-    """Everything that connects to us.
+    """All accepted connections.
 
     Args:
-        identity: whom we prove to be; None: nothing is encrypted.
+        identity: our key pair; None: connections are not encrypted.
     """
 
-    def __init__(self, context: sockets.Context, gate: AccessPolicy, identity: Identity | None) -> None:
-        self.authenticator = (
-            ZapHandler(context, gate) if identity is not None else None
-        )  # before anybody can connect
+    def __init__(self, context: sockets.Context, policy: AccessPolicy, identity: Identity | None) -> None:
+        # Before anybody can connect.
+        self.zap_handler = ZapHandler(context, policy) if identity is not None else None
         self.router = sockets.open_router(context, identity)
         self.monitor = sockets.open_monitor(self.router, sockets.ACCEPTED_EVENTS)
-        self.connections: dict[bytes, Connection] = {}
+        self._policy = policy
         self._encrypted = identity is not None
         self._ports: set[int] = set()
-        self._remotes: dict[int, tcp_options.RemoteAddress] = {}  # every accepted connection
+        self._connections: dict[bytes, Connection] = {}  # by routing id; also refused ones, which are "shut"
+        self._accepted: dict[int, TcpConnection] = {}  # by descriptor: every accepted connection
         self._by_fd: dict[int, Connection] = {}
         self._half_open = half_open.HalfOpenConnections()
+        self._lost: list[tuple[Connection, float]] = []  # and since when
         self._closing: list[tuple[float, Connection]] = []
 
     def listen(self, address: str) -> str:
         """Raises `TransportError`."""
-        self._half_open.max_total = min(half_open.MOST_AT_ALL, tcp_options.raise_descriptor_limit() // 2)
+        self._half_open.max_total = min(half_open.MAX_TOTAL, tcp_options.raise_descriptor_limit() // 2)
         bound = sockets.bind(self.router, address)
         self._ports.add(int(bound.rpartition(":")[2]))
         return bound
 
+    def close(self) -> None:
+        sockets.close(self.router, self.monitor)
+        if self.zap_handler is not None:
+            self.zap_handler.close()
+
     def read(self) -> sockets.IncomingMessage | None:
         return sockets.read(self.router, encrypted=self._encrypted, router=True)
 
-    def read_monitor(self, now_s: float, *, until_fd: int = -1) -> list[Connection]:
-        """Take note of who came and went; returns greeted connections that were lost.
+    def connection_of(self, incoming: sockets.IncomingMessage) -> Connection | None:
+        """None: nobody has greeted over the connection of this message."""
+        return self._connections.get(incoming.routing_id)
 
-        At most `BATCH_EVENTS` are read, or with `until_fd` as many as it takes to know that connection.
+    # -- accepted, and not greeted yet ---------------------------------------------------------
+
+    def read_monitor(self, *, until_fd: int = -1) -> None:
+        """Process events of accepted and closed connections.
+
+        At most `BATCH_EVENTS`, or with `until_fd` as many as it takes until that connection is known.
         """
-        lost: list[Connection] = []
+        now_s = time.monotonic()
         while events := sockets.monitor_events(self.monitor, BATCH_EVENTS):
             for event, fd in events:
-                self._handle_event(event, fd, now_s, lost)
+                self._handle_event(event, fd, now_s)
             if until_fd < 0 or self.is_open(until_fd):
                 break
-        return lost
-
-    def _handle_event(self, event: int, fd: int, now_s: float, lost: list[Connection]) -> None:
-        if fd in self._by_fd:
-            lost.append(self._by_fd.pop(fd))
-        self._half_open.remove(fd)
-        self._remotes.pop(fd, None)
-        remote = tcp_options.remote_address(fd, self._ports) if event == zmq.EVENT_ACCEPTED else None
-        if remote is not None:  # None: it is closed again, as the monitor will say
-            self._remotes[fd] = remote
-            self._half_open.add(fd, remote[0], now_s)
 
     def is_open(self, fd: int) -> bool:
-        """Whether this is a connection that we know of; yes if libzmq tells no descriptor."""
-        return fd < 0 or (
-            fd in self._remotes and tcp_options.remote_address(fd, self._ports) == self._remotes[fd]
-        )
+        """Whether this descriptor belongs to a connection we know; True if libzmq gives no descriptor."""
+        return fd < 0 or (fd in self._accepted and self._accepted[fd].is_current())
 
-    def add_connection(self, link: Connection) -> Connection | None:
-        """Keep the link.  Returns one that had its descriptor before, and is lost without a word."""
-        self.connections[link.routing_id] = link
-        older = self._by_fd.get(link.fd)
-        if link.fd >= 0:
-            self._by_fd[link.fd] = link
-        self._half_open.remove(link.fd)
-        return older
+    def accepted(self, fd: int) -> TcpConnection | None:
+        return self._accepted.get(fd)
 
-    def ignore_connection(self, incoming: sockets.IncomingMessage) -> Connection | None:
-        """Nothing more is taken from this connection, which has not greeted; None: it is gone already."""
+    def refuse(self, incoming: sockets.IncomingMessage) -> None:
+        """Drop everything from a connection that has not greeted, and close it."""
+        if (connection := self.ignore(incoming)) is not None:
+            self.shut(connection)
+
+    def ignore(self, incoming: sockets.IncomingMessage) -> Connection | None:
+        """Drop everything from a connection that has not greeted; None: it is gone already."""
         fd = incoming.fd
-        if fd not in self._remotes:
+        if fd not in self._accepted:
             return None
-        link = Connection(
-            b"", b"", routing_id=incoming.routing_id, user_id=incoming.user_id, fd=fd, state="shut"
+        connection = Connection(
+            b"",
+            b"",
+            "",
+            self.router,
+            routing_id=incoming.routing_id,
+            user_id=incoming.user_id,
+            tcp=self._accepted[fd],
+            state="shut",
         )
-        self.connections[link.routing_id] = self._by_fd[fd] = link  # until the monitor says that it is closed
-        return link
+        # Both entries stay until the monitor says that it is closed.
+        self._connections[connection.routing_id] = self._by_fd[fd] = connection
+        return connection
 
-    def connections_of(self, key: PeerId) -> list[Connection]:
-        """The connections of a peer, the oldest first; not those of guests, nor those that were cut."""
-        return [
-            link
-            for link in self.connections.values()
-            if link.key == key and not link.is_pending and link.state != "shut"
-        ]
+    # -- greeted -------------------------------------------------------------------------------
+
+    def add(self, connection: Connection) -> list[Connection]:
+        """A peer has greeted.  Returns older connections of it, which must be reported as down."""
+        replaced = []
+        for old in [] if connection.is_pending else self._connections_of(connection.key):
+            if old.state == "replaced":
+                self.shut(old)
+            else:
+                old.state = "replaced"  # not closed yet: a second process with this key would return at once
+                replaced.append(old)
+        self._connections[connection.routing_id] = connection
+        if connection.tcp is not None:
+            fd = connection.tcp.fd
+            if (stale := self._by_fd.get(fd)) is not None:  # the monitor has not reported its loss
+                self.mark_lost(stale)
+            self._by_fd[fd] = connection
+            self._half_open.remove(fd)
+        return replaced
 
     def surplus_pending_members(self) -> list[Connection]:
-        """Those who came first, as far as there are too many."""
-        guests = [link for link in self.connections.values() if link.is_pending and link.state != "shut"]
-        return guests[: max(0, len(guests) - access_control.MOST_GUESTS)]
+        """The oldest connections of pending members, as far as there are too many."""
+        pending = [one for one in self._connections.values() if one.is_pending and one.state != "shut"]
+        return pending[: max(0, len(pending) - access_control.MAX_PENDING_MEMBERS)]
 
-    def remove_connection(self, link: Connection) -> None:
-        if self.connections.get(link.routing_id) is link:
-            del self.connections[link.routing_id]
+    def silence(self, connection: Connection) -> None:
+        """After `hang_up`: drop what comes over it.  Of a pending member it is closed a moment later."""
+        connection.state = "silent"
+        if connection.is_pending:
+            self._closing.append((time.monotonic() + CLOSE_DELAY_S, connection))
 
-    def close_connection(self, link: Connection) -> None:
-        """Close this connection, and nobody else's."""
-        link.state = "shut"
-        if self._by_fd.get(link.fd) is link:
-            self._shut_down(link.fd)
+    def revive(self, peer: PeerId) -> Connection | None:
+        """The connection of this peer that `silence` has left standing, in use again; None: there is none."""
+        lost = [connection for connection, _ in self._lost]
+        for connection in self._connections_of(peer):
+            is_admitted = access_control.is_still_admitted(self._policy, peer, guest=False)
+            if is_admitted and connection.state == "silent" and connection not in lost:
+                connection.state = "up"
+                return connection
+        return None
 
-    def close_later(self, link: Connection, now_s: float) -> None:
-        """Cut it when what was sent to it has had time to leave."""
-        self._closing.append((now_s + CLOSE_DELAY_S, link))
+    def shut(self, connection: Connection) -> None:
+        """Close this connection; what is still read from it is dropped."""
+        connection.state = "shut"
+        if connection.tcp is not None and self._by_fd.get(connection.tcp.fd) is connection:
+            connection.tcp.shut_down()
+
+    # -- over time -----------------------------------------------------------------------------
+
+    def mark_lost(self, connection: Connection) -> None:
+        if all(connection is not lost for lost, _ in self._lost):
+            self._lost.append((connection, time.monotonic()))
+
+    @property
+    def has_lost(self) -> bool:
+        return bool(self._lost)
+
+    def take_lost(self, *, drained: bool) -> list[Connection]:
+        """Lost connections from which everything was read, which is known if the ROUTER is `drained`."""
+        now_s = time.monotonic()
+        taken, waiting = [], []
+        for connection, since_s in self._lost:
+            if drained or now_s >= since_s + DRAIN_S:
+                if self._connections.get(connection.routing_id) is connection:
+                    del self._connections[connection.routing_id]
+                taken.append(connection)
+            else:
+                waiting.append((connection, since_s))
+        self._lost = waiting
+        return taken
 
     def due_s(self) -> float:
-        """When `tend` has something to do."""
+        """When `close_overdue` has something to do."""
         return min(self._half_open.due_s(), *(due_s for due_s, _ in self._closing), math.inf)
 
-    def close_overdue(self, heard_s: float, now_s: float) -> None:
-        """Cut who has been too long or too many.  All that was said until `heard_s` has been read."""
-        for fd in half_open.connections_to_cut(self._half_open, heard_s, now_s):
+    def close_overdue(self, drained_s: float, now_s: float) -> None:
+        """Close half-open connections that are too old or too many, and those of `silence`.
+
+        `drained_s`: everything that arrived before has been read.
+        """
+        for fd in half_open.connections_to_close(self._half_open, drained_s, now_s):
             self._shut_down(fd)
-        for due_s, link in self._closing:
+        for due_s, connection in self._closing:
             if now_s >= due_s:
-                self.close_connection(link)
-        self._closing = [(due_s, link) for due_s, link in self._closing if now_s < due_s]
+                self.shut(connection)
+        self._closing = [(due_s, connection) for due_s, connection in self._closing if now_s < due_s]
 
     def find_hoarders(self) -> list[Connection | None]:
-        """Those who send what never becomes a message, or far more than is read; None stands for one that has
-        not greeted, and is cut already."""
+        """Connections over which far more has arrived than was read.
+
+        None stands for one over which nobody has greeted; it is closed already.
+        """
         found: list[Connection | None] = []
-        for fd, remote in list(self._remotes.items()):
-            link = self._by_fd.get(fd)
-            if link is None and is_hoarding(
-                tcp_options.received_bytes(fd, remote, self._ports), 0, guest=True
-            ):
-                self._shut_down(fd)
-                found.append(None)
-            elif link is not None and self.is_hoarding(link):
-                found.append(link)
+        for fd, tcp in list(self._accepted.items()):
+            connection = self._by_fd.get(fd)
+            if connection is None:
+                if dialer.exceeds_unread(tcp.received_bytes(), 0, is_pending=True):
+                    tcp.shut_down()
+                    found.append(None)
+            elif connection.is_hoarding():
+                found.append(connection)
         return found
 
-    def is_hoarding(self, link: Connection) -> bool:
-        """The same of one connection, accepted or dialled."""
-        remote, ports = self.remote_and_ports(link)
-        got_bytes = 0 if remote is None else tcp_options.received_bytes(link.fd, remote, ports)
-        return is_hoarding(got_bytes, link.read_bytes, guest=link.is_pending)
+    def _handle_event(self, event: int, fd: int, now_s: float) -> None:
+        if fd in self._by_fd:
+            self.mark_lost(self._by_fd.pop(fd))
+        self._half_open.remove(fd)
+        self._accepted.pop(fd, None)
+        tcp = TcpConnection.identify(fd, self._ports) if event == zmq.EVENT_ACCEPTED else None
+        if tcp is not None:  # None: it is closed again, as the monitor will say
+            self._accepted[fd] = tcp
+            self._half_open.add(fd, tcp.remote[0], now_s)
 
-    def remote_and_ports(self, link: Connection) -> tuple[tcp_options.RemoteAddress | None, Set[int] | None]:
-        """How its descriptor is known to be it still: the other end, and our ports if it was accepted."""
-        return (
-            (self._remotes.get(link.fd), self._ports)
-            if link.outgoing is None
-            else (link.outgoing.remote, None)
-        )
-
-    def choose_control(self, link: Connection) -> None:
-        """At the start of a connection, dialled or accepted; see `congestion`."""
-        remote, ports = self.remote_and_ports(link)
-        if remote is not None and tcp_options.choose_control(link.fd, remote, ports):
-            link.loss_monitor = congestion_control.LossMonitor()
-
-    def watch_losses(self, link: Connection) -> None:
-        """Of one that `choose_control` has given another congestion control."""
-        remote, ports = self.remote_and_ports(link)
-        if link.loss_monitor is None or remote is None:
-            return
-        if tcp_options.watch_losses(link.fd, remote, link.loss_monitor, ports):
-            link.loss_monitor = None
-
-    def enlarge_buffers(self, link: Connection) -> None:
-        """An accepted one has greeted, and much may have to be sent over it."""
-        if link.fd in self._remotes:
-            tcp_options.enlarge_buffers(link.fd, self._remotes[link.fd], self._ports)
-
-    def close(self) -> None:
-        sockets.close(self.router, self.monitor)
-        if self.authenticator is not None:
-            self.authenticator.close()
+    def _connections_of(self, key: PeerId) -> list[Connection]:
+        """Those of a peer that were not shut."""
+        found = [one for one in self._connections.values() if one.key == key]
+        return [one for one in found if not one.is_pending and one.state != "shut"]
 
     def _shut_down(self, fd: int) -> None:
-        if fd in self._remotes:
-            tcp_options.shut_down(fd, self._remotes[fd], self._ports)
-
-
-def is_hoarding(got_bytes: int, read_bytes: int, *, guest: bool) -> bool:
-    """The defence: whether more has come over a connection than anybody needs to have under way."""
-    most_bytes = MOST_UNREAD_OF_GUESTS_BYTES if guest else MOST_UNREAD_BYTES
-    return got_bytes > read_bytes * _OVERHEAD + most_bytes
+        if fd in self._accepted:
+            self._accepted[fd].shut_down()

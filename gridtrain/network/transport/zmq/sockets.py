@@ -1,19 +1,16 @@
-"""ZeroMQ sockets with every bound set, and one bounded message from or to one of them.
-
-Decides the socket options, CURVE's among them, and what is too big to parse.  Never touches who may
-speak, nor what a message means: that is `zeromq.py` and the codec.
+"""ZeroMQ sockets with every bound set, and reading and writing of one bounded message.
 
     ROUTER  all connections that others made to us; a message begins with a routing id that libzmq
-            invents for each connection (we set none: a set one can be stolen or squatted)
+            generates for each connection (clients set none: a chosen one could be taken from another)
     DEALER  one connection that we made.  It never reconnects by itself: a new connection is a new
             socket, so nothing written for the old one can precede our Hello on the new one.
-            IMMEDIATE stays off: with it, messages not yet read are thrown away on a disconnect
+            IMMEDIATE stays off: with it, messages that were not read are dropped at a disconnect
 
-Every frame that a ROUTER gives us carries the User-Id that `zap.py` gave to its connection: the key that
-the other side proved to have.  A DEALER has proof of whom it talks to by the server's key.
+Every frame from a ROUTER carries the User-Id that `handshake.ZapHandler` gave to its connection: the key that
+the other side has proven.  A DEALER knows whom it talks to by the server's key.
 
-What libzmq does not bound: the number of frames of one message while it arrives (each is at most
-`MAXMSGSIZE`).  A message beyond the codec's bounds is read frame by frame and thrown away.
+libzmq does not bound the number of frames of one message while it arrives (each has at most `MAXMSGSIZE`).
+A message beyond the codec's bounds is read frame by frame and dropped.
 """
 
 from __future__ import annotations
@@ -29,48 +26,48 @@ from dataclasses import dataclass
 from typing import Any
 
 import zmq
-import zmq.utils.garbage  # now: its end at exit must come after that of a grid, which still sends then
+import zmq.utils.garbage  # imported early, so that its exit handler runs after that of a Grid, which sends
 
 from gridtrain.core.messages import PeerId
 from gridtrain.errors import TransportError
 from gridtrain.network.transport.identity import Identity
-from gridtrain.network.transport.zmq import zap
 from gridtrain.network.wire import codec
 
+ZAP_DOMAIN = b"gridtrain"
 HIGH_WATER_MESSAGES = 8
-"""Messages that libzmq holds per connection for sending, beyond our outbox and the kernel.  Control waits
-behind them: 8 of 1 MiB take 3.4 s on a line of 20 Mbit/s."""
+"""Messages that libzmq holds per connection for sending, beyond `SendQueue` and the kernel.  Control waits
+behind them: 8 of 1 MiB take 3.4 s on a link of 20 Mbit/s."""
 
 RECEIVE_MESSAGES = 0
-"""No bound for receiving, because libzmq 4.3.5 dies of it (`!_io_error`, stream_engine_base.cpp): a full
+"""No bound for receiving, because it can crash libzmq 4.3.5 (`!_io_error`, stream_engine_base.cpp): a full
 queue stops its reading, and if the connection is then reset while a ZMTP ping is still to be answered or
-sent, an assertion ends the process.  A peer could bring that about.  What a peer may have in here is bounded
-by byte credits and, for everything else, by `limits.Flood`: who goes beyond is cut."""
+sent, an assertion ends the process.  A peer could cause that.  What a peer may have in this queue is bounded
+by flow control and, for everything else, by `FloodDetector`: beyond that its connection is closed."""
 
 HEARTBEAT_TIMEOUT_S = 25.0
-"""A connection whose other end does not answer TCP's own probes is dead after about that long.  ZMTP's
-heartbeats stay off, see above; the loops' own deadlines are what notices a silent peer early."""
+"""After about that long without an answer to TCP's keep-alive probes a connection is closed.  ZMTP's
+heartbeats stay off, see above; the deadlines of the loops detect a silent peer earlier."""
 
 RECONNECT_NEVER_MS = 24 * 3600 * 1000
-"""For RECONNECT_IVL.  Its own word for never, -1, throws unread messages away when a connection ends."""
+"""For RECONNECT_IVL.  libzmq's value for never, -1, drops unread messages when a connection ends."""
 
 HANDSHAKE_S = 10.0
 CURVE_FRAME_BYTES = 33
-"""What CURVE adds to each frame: a command's name, a nonce, flags and the authenticator."""
+"""Added to each frame by CURVE: a command's name, a nonce, flags and the authenticator."""
 
 LINGER_S = 0.5
-ZERO_COPY_BYTES = 64 * 1024
-KEPT_BYTES = 256 * 1024
-"""From here on a frame is sent without a copy.  To let go of it afterwards wakes a thread of pyzmq's, which
-takes the interpreter from whoever has it: dearer than to copy 120 KiB."""
+ZERO_COPY_RECEIVE_BYTES = 64 * 1024
+ZERO_COPY_SEND_BYTES = 256 * 1024
+"""From this size on a frame is sent without a copy.  Releasing it afterwards wakes a thread of pyzmq, which
+takes the interpreter lock: that costs more than copying 120 KiB."""
 
 READ, WRITE = int(zmq.POLLIN), int(zmq.POLLOUT)
-"""What to wait for, as plain numbers: flags of an enum take longer to combine than a short frame to send."""
+"""What to wait for, as plain numbers: combining enum flags takes longer than sending a short frame."""
 
 _NO_WAIT, _MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
 
 _monitors = itertools.count()
-_EVENT = struct.Struct("=Hi")  # of a socket monitor: what happened, and a number
+_EVENT = struct.Struct("=Hi")  # of a socket monitor: event, and a descriptor or error number
 _ADDRESS = re.compile(r"tcp://([^/\s]+):(\d{1,5}|\*)")
 
 LOST_EVENTS = frozenset(
@@ -93,9 +90,14 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class IncomingMessage:
-    """One multipart message.  `excess` says which bound it broke (`frames` is then empty).
+    """One multipart message.
 
-    `user_id` is what ZAP gave to an accepted connection; empty: none.
+    Attributes:
+        frames: empty if the message exceeds a bound.
+        nbytes: on the wire.
+        excess: the bound that it exceeds; empty: none.
+        user_id: from ZAP, of an accepted connection; empty: none.
+        first: its first frame, by which libzmq tells properties of the connection.
     """
 
     routing_id: bytes
@@ -107,7 +109,7 @@ class IncomingMessage:
 
     @property
     def fd(self) -> int:
-        """The connection's descriptor in this process (only for TCP; deprecated in libzmq); -1: not told."""
+        """The connection's descriptor in this process (TCP only; deprecated in libzmq); -1: not known."""
         try:
             return int(self.first.get(zmq.SRCFD))
         except (zmq.ZMQError, AttributeError, TypeError, ValueError):
@@ -115,20 +117,20 @@ class IncomingMessage:
 
     @property
     def host(self) -> str:
-        """Where the connection comes from; over IPv4 in that form, whatever the socket is open for."""
+        """The address of the other end; an IPv4 address in IPv4 form, even on an IPv6 socket."""
         return _connection_property(self.first, "Peer-Address").removeprefix("::ffff:")
 
 
 def open_router(context: Context, identity: Identity | None) -> zmq.Socket[bytes]:
     """For connections that others make.  `identity` None: not encrypted."""
     router = _open_socket(context, zmq.ROUTER)
-    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # without it a message for nobody is "sent"
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else a message to an unknown routing id is dropped silently
     router.setsockopt(zmq.BACKLOG, 512)
     if identity is not None:
         router.setsockopt(zmq.CURVE_SERVER, 1)
         router.setsockopt(zmq.CURVE_SECRETKEY, identity.secret)
-        router.setsockopt(zmq.ZAP_DOMAIN, zap.DOMAIN)
-        router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no handler: nobody, instead of everybody
+        router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler refuse all, instead of admitting all
     return router
 
 
@@ -145,10 +147,10 @@ def open_dealer(context: Context, identity: Identity | None, peer: PeerId) -> zm
 
 
 def open_monitor(socket: zmq.Socket[bytes], events: int = zmq.EVENT_ALL) -> zmq.Socket[bytes]:
-    """What happens to the socket's connections; see `monitor_events`.
+    """A socket from which `monitor_events` reads what happens to the socket's connections.
 
-    Of any number: libzmq's thread would wait for the reader at the usual bound of 1,000, with it all its
-    connections, and `close` for that thread.  An event takes some 100 bytes until the loop's next turn.
+    Its queue has no bound: at the usual one of 1,000 libzmq's thread would wait for the reader, all its
+    connections with it, and `close` for that thread.  An event takes some 100 bytes until it is read.
     """
     address = f"inproc://monitor-{next(_monitors)}"
     socket.monitor(address, events)
@@ -159,14 +161,14 @@ def open_monitor(socket: zmq.Socket[bytes], events: int = zmq.EVENT_ALL) -> zmq.
 
 
 def close(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
-    """Close both; what libzmq still holds is sent for at most `LINGER_S` in the background."""
+    """Close both; libzmq goes on sending what it holds for at most `LINGER_S` in the background."""
     socket.disable_monitor()
     monitor.close(linger=0)
     socket.close(linger=round(LINGER_S * 1000))
 
 
 def bind(router: zmq.Socket[bytes], address: str) -> str:
-    """Bind and return the address with the port that was chosen.  Raises `TransportError`."""
+    """Bind, and return the address with the port that was chosen.  Raises `TransportError`."""
     endpoint = f"{address[:-1]}0" if address.endswith(":*") else address
     try:
         _check_address(address)
@@ -178,7 +180,7 @@ def bind(router: zmq.Socket[bytes], address: str) -> str:
 
 
 def connect(dealer: zmq.Socket[bytes], address: str) -> None:
-    """Begin to connect.  Raises `TransportError` if the address can never work."""
+    """Begin to connect.  Raises `TransportError` if the address is invalid."""
     try:
         _check_address(address)
         _set_address_family(dealer, address)
@@ -190,7 +192,7 @@ def connect(dealer: zmq.Socket[bytes], address: str) -> None:
 
 
 def wait(interests: list[tuple[Waitable, int]], wait_s: float) -> dict[Waitable | None, int]:
-    """Wait for any of (socket or descriptor, READ | WRITE); returns what is ready, and for what."""
+    """Wait for any of (socket or descriptor, READ | WRITE); returns what is ready, with its flags."""
     untyped: Any = interests
     return dict(zmq.zmq_poll(untyped, math.ceil(wait_s * 1000)))
 
@@ -207,7 +209,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_numeric(address: str) -> bool:
-    """Whether no name has to be looked up, which libzmq does in the thread that serves all connections."""
+    """Whether no name must be resolved, which libzmq does in the thread that serves all connections."""
     try:
         _check_address(address)
         return _host(address) == "localhost" or bool(ipaddress.ip_address(_host(address)))
@@ -216,10 +218,7 @@ def is_numeric(address: str) -> bool:
 
 
 def read(socket: zmq.Socket[bytes], *, encrypted: bool, router: bool = False) -> IncomingMessage | None:
-    """The next message within the codec's bounds, or what made it too big; None: nothing there.
-
-    `router`: the socket is one, so a routing id comes first.
-    """
+    """The next message; None: there is none.  `router`: messages begin with a routing id."""
     try:
         first = socket.recv(_NO_WAIT, copy=False)
     except zmq.Again:
@@ -237,7 +236,7 @@ def read(socket: zmq.Socket[bytes], *, encrypted: bool, router: bool = False) ->
         content_bytes += len(frame)
         wire += wire_bytes(len(frame), encrypted=encrypted)
         if count <= codec.MAX_FRAMES and content_bytes <= codec.MAX_MESSAGE_BYTES:
-            frames.append(frame.buffer if len(frame) >= ZERO_COPY_BYTES else frame.bytes)
+            frames.append(frame.buffer if len(frame) >= ZERO_COPY_RECEIVE_BYTES else frame.bytes)
         if not frame.more:
             break
         frame = socket.recv(_NO_WAIT, copy=False)
@@ -250,34 +249,34 @@ def read(socket: zmq.Socket[bytes], *, encrypted: bool, router: bool = False) ->
 
 
 def write(socket: zmq.Socket[bytes], frames: Frames, routing_id: bytes = b"") -> bool:
-    """Hand the message to libzmq, frames of 256 KiB and more without a copy.
+    """Give the message to libzmq, frames of 256 KiB and more without a copy.
 
-    False: its queue is full, nothing was taken.  Raises `zmq.ZMQError` (EHOSTUNREACH) if the
+    False: its queue is full, and nothing was taken.  Raises `zmq.ZMQError` (EHOSTUNREACH) if the
     connection with this routing id is gone.
     """
     parts = [routing_id, *frames] if routing_id else frames
     last = len(parts) - 1
     try:
         for index, part in enumerate(parts):
-            # Only the first can be refused.  A copy of a short frame is cheaper than an object that keeps it.
-            socket.send(part, _NO_WAIT if index == last else _MORE, copy=len(part) < KEPT_BYTES)
+            # Only the first frame can be refused.
+            socket.send(part, _NO_WAIT if index == last else _MORE, copy=len(part) < ZERO_COPY_SEND_BYTES)
     except zmq.Again:
         return False
     return True
 
 
-def monitor_events(monitor: zmq.Socket[bytes], most: int = 1024) -> list[tuple[int, int]]:
-    """At most so many (event, file descriptor or error number) that have happened, in their order."""
+def monitor_events(monitor: zmq.Socket[bytes], max_events: int = 1024) -> list[tuple[int, int]]:
+    """Events in their order, each with a file descriptor or an error number."""
     events: list[tuple[int, int]] = []
     with contextlib.suppress(zmq.Again):
-        while len(events) < most:
-            told, _ = monitor.recv_multipart(zmq.DONTWAIT)
-            events.append(_EVENT.unpack(told))
+        while len(events) < max_events:
+            event, _ = monitor.recv_multipart(zmq.DONTWAIT)
+            events.append(_EVENT.unpack(event))
     return events
 
 
 def wire_bytes(frame_bytes: int, *, encrypted: bool) -> int:
-    """A frame on the wire: ZMTP 3.1 puts 2 bytes before a short frame and 9 before a long one."""
+    """Size of a frame on the wire: ZMTP 3.1 puts 2 bytes before a short frame and 9 before a long one."""
     nbytes = frame_bytes + (CURVE_FRAME_BYTES if encrypted else 0)
     return nbytes + (2 if nbytes <= 255 else 9)
 
@@ -303,15 +302,15 @@ def _open_socket(context: Context, kind: int) -> zmq.Socket[bytes]:
 
 
 def _check_address(address: str) -> None:
-    """Only TCP: libzmq has other transports, over which a lost peer would go unnoticed."""
+    """TCP only: over libzmq's other transports a lost peer would not be detected."""
     match = _ADDRESS.fullmatch(address)
     if match is None or (match[2] != "*" and int(match[2]) > 65535):
         raise zmq.ZMQError(errno.EINVAL)
 
 
 def _set_address_family(socket: zmq.Socket[bytes], address: str) -> None:
-    """libzmq speaks IPv6 only where it is told to.  Not for names: it would then take their IPv6 addresses
-    first, where a coordinator may not listen."""
+    """Enable IPv6 for an IPv6 address.  Not for names: libzmq would then prefer their IPv6 addresses, at
+    which a coordinator may not listen."""
     if ":" in _host(address):
         socket.setsockopt(zmq.IPV6, 1)
 
@@ -322,7 +321,7 @@ def _host(address: str) -> str:
 
 
 def _connection_property(frame: zmq.Frame, name: str) -> str:
-    """What libzmq knows about the connection of a frame; empty if it does not."""
+    """A property that libzmq knows of the connection of a frame; empty: not known."""
     try:
         return str(frame.get(name))
     except (zmq.ZMQError, UnicodeDecodeError):

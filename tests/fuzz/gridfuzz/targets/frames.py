@@ -65,7 +65,7 @@ TARGETS = (
         valid,
         (
             "gridtrain.network.wire.codec",
-            "gridtrain.network.wire.field_types",
+            "gridtrain.core.messages.declaration",
             "gridtrain.network.wire.schema",
         ),
         change,

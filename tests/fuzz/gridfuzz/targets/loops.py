@@ -79,8 +79,8 @@ class Wire:
     def connected(self, peer: m.PeerId) -> bool:
         return peer in self.up
 
-    def done(self, peer: m.PeerId, nbytes: int) -> None:
-        must(nbytes > 0, "credit for nothing")
+    def return_credit(self, held_bytes: Callable[[m.PeerId], int]) -> None:
+        must(all(held_bytes(peer) >= 0 for peer in self.up), "the core holds less than nothing")
 
     def backlog_bytes(self, peer: m.PeerId) -> int:
         return 0

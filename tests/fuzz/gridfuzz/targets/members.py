@@ -29,6 +29,7 @@ from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY, ROOT, extend_h
 from gridtrain.core.group import member_events as io
 from gridtrain.core.member.peer_links import MAX_EXPECTED
 from gridtrain.errors import JoinRefused, RemoteProtocolError
+from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.interface import (
     ConnectionRole,
     PeerDown,
@@ -36,7 +37,6 @@ from gridtrain.network.transport.interface import (
     Received,
     TransportViolation,
 )
-from gridtrain.network.transport.peer_allowlist import PeerAllowlist
 from gridtrain.network.wire.sparse_payload import ValueKind, encode
 from gridtrain.runtime import io_loop as loop
 from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
@@ -175,7 +175,7 @@ class Rig:
             case 14:
                 if self.now_s >= self.core.deadline_s:
                     self.loop._execute(self.core.tick(self.now_s))
-                self.loop._credit_return.return_credit(self.core.early_bytes)
+                self.loop._transport.return_credit(self.core.early_bytes)
             case 15:
                 self.loop._handle(io.RequestMean(self.core.step, source.below(3), 1.5))
             case 16:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gridtrain.network.transport.zmq import congestion_control, tcp_options
+from gridtrain.network.transport.zmq import congestion_control
 from gridtrain.network.transport.zmq.congestion_control import LossMonitor
+from gridtrain.network.transport.zmq.tcp_options import TcpConnection
 
 AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 has_both = AVAILABLE.exists() and {"bbr", "cubic"} <= set(AVAILABLE.read_text().split())
@@ -81,12 +82,16 @@ def ends():
 def test_a_connection_has_cubic_until_it_shows_losses(ends):
     near, far, port = ends
     fd, remote = near.fileno(), far.getsockname()
-    assert not tcp_options.choose_control(fd, remote, {port + 1}), "the descriptor is another one's by now"
+    TcpConnection(fd, remote, {port + 1}).choose_congestion_control()  # the descriptor was reused
     assert congestion_control.control_of(near) == "bbr"
-    assert tcp_options.choose_control(fd, remote, {port})
+    connection = TcpConnection(fd, remote, {port})
+    connection.choose_congestion_control()
     assert congestion_control.control_of(near) == "cubic"
     losses = LossMonitor(segments=-1000, retransmitted=-1)
     losses.recent.extend([True] * (congestion_control.BAD_LOOKS - 1))
-    assert not tcp_options.watch_losses(fd, remote, losses, {port + 1})
-    assert tcp_options.watch_losses(fd, remote, losses, {port})
+    reused = TcpConnection(fd, remote, {port + 1})
+    reused._loss_monitor = connection._loss_monitor = losses
+    reused.watch_losses()
+    assert congestion_control.control_of(near) == "cubic"
+    connection.watch_losses()
     assert congestion_control.control_of(near) == "bbr"

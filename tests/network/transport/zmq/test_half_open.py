@@ -15,20 +15,21 @@ from defences import disable_defences
 from gridtrain.network.transport.interface import PeerDown, PeerUp
 from gridtrain.network.transport.zmq import half_open, tcp_options
 from gridtrain.network.transport.zmq.half_open import (
-    CUTS_PER_S,
+    CLOSES_PER_S,
     HALF_OPEN_S,
-    MOST_AT_ALL,
-    MOST_HALF_OPEN,
-    MOST_OF_ONE_RANGE,
+    MAX_HALF_OPEN,
+    MAX_OF_ONE_RANGE,
+    MAX_TOTAL,
     HalfOpenConnections,
     address_range,
 )
+from gridtrain.network.transport.zmq.tcp_options import TcpConnection
 
 HOME, ELSEWHERE = "198.51.100.7", "203.0.113.9"
 
 
 def overstayers(made: HalfOpenConnections, heard_s: float, now_s: float = 0.0) -> list[int]:
-    return half_open.connections_to_cut(made, heard_s, now_s)
+    return half_open.connections_to_close(made, heard_s, now_s)
 
 
 def crowd(made: HalfOpenConnections, host: str, fds: range, now_s: float = 0.0) -> None:
@@ -82,7 +83,7 @@ def test_while_nothing_is_read_nobody_is_too_late():
 
 def test_a_household_may_come_all_at_once_and_no_more():
     made = HalfOpenConnections()
-    crowd(made, HOME, range(MOST_OF_ONE_RANGE))
+    crowd(made, HOME, range(MAX_OF_ONE_RANGE))
     assert overstayers(made, 0.0) == []
     made.add(1000, HOME, 0.0)
     made.add(1001, ELSEWHERE, 0.0)
@@ -91,10 +92,10 @@ def test_a_household_may_come_all_at_once_and_no_more():
 
 def test_when_the_doorway_is_full_the_largest_crowd_loses_its_oldest():
     made = HalfOpenConnections()
-    groups = MOST_HALF_OPEN // 50
+    groups = MAX_HALF_OPEN // 50
     for group in range(groups):
         crowd(made, f"10.0.{group}.1", range(group * 100, group * 100 + 50))
-    rest = MOST_HALF_OPEN - groups * 50
+    rest = MAX_HALF_OPEN - groups * 50
     crowd(made, HOME, range(10_000, 10_000 + rest))
     assert overstayers(made, 0.0) == []
     made.add(20_000, ELSEWHERE, 0.0)
@@ -115,21 +116,21 @@ def test_beyond_the_soft_limits_the_pace_is_moderate_and_the_latest_have_time():
     made = HalfOpenConnections()
     crowd(made, HOME, range(1500))
     first = overstayers(made, 0.0, now_s=0.0)
-    assert first == list(range(int(CUTS_PER_S)))
+    assert first == list(range(int(CLOSES_PER_S)))
     assert overstayers(made, 0.0, now_s=0.0) == []
-    assert made.due_s() == pytest.approx(1.0 / CUTS_PER_S)
+    assert made.due_s() == pytest.approx(1.0 / CLOSES_PER_S)
     later = overstayers(made, 0.0, now_s=1.0)
     assert later == list(range(len(first), 2 * len(first)))
 
 
 def test_beyond_the_hard_limit_there_is_no_pace():
     made = HalfOpenConnections()
-    crowd(made, HOME, range(MOST_AT_ALL))
+    crowd(made, HOME, range(MAX_TOTAL))
     overstayers(made, 0.0)
-    crowd(made, HOME, range(10_000, 10_000 + MOST_AT_ALL))
+    crowd(made, HOME, range(10_000, 10_000 + MAX_TOTAL))
     overstayers(made, 0.0)
-    assert len(made) == MOST_AT_ALL
-    assert 10_000 + MOST_AT_ALL - 1 in made and 1000 not in made
+    assert len(made) == MAX_TOTAL
+    assert 10_000 + MAX_TOTAL - 1 in made and 1000 not in made
 
 
 # -- cutting, with real descriptors --------------------------------------------------------------
@@ -148,9 +149,9 @@ def connection():
 
 def test_cutting_ends_the_connection_and_leaves_the_descriptor_to_its_owner(connection):
     near, far, port = connection
-    remote = tcp_options.remote_address(near.fileno(), {port})
-    assert remote == far.getsockname()
-    assert tcp_options.shut_down(near.fileno(), remote, {port})
+    accepted = TcpConnection.identify(near.fileno(), {port})
+    assert accepted is not None and accepted.remote == far.getsockname()
+    assert accepted.shut_down()
     assert far.recv(1) == b""
     os.fstat(near.fileno())  # still open: libzmq closes it itself
 
@@ -158,16 +159,15 @@ def test_cutting_ends_the_connection_and_leaves_the_descriptor_to_its_owner(conn
 def test_only_the_connection_that_was_meant_is_cut(connection, tmp_path):
     near, far, port = connection
     remote = far.getsockname()
-    assert not tcp_options.shut_down(
-        near.fileno(), (remote[0], remote[1] + 1), {port}
-    )  # reused for another peer
-    assert not tcp_options.shut_down(near.fileno(), remote, {port + 1})  # reused by another server
-    assert not tcp_options.shut_down(far.fileno(), remote, {port})  # a connection that we made
+    another_peer = (remote[0], remote[1] + 1)
+    assert not TcpConnection(near.fileno(), another_peer, {port}).shut_down()  # the descriptor was reused
+    assert not TcpConnection(near.fileno(), remote, {port + 1}).shut_down()  # reused by another server
+    assert not TcpConnection(far.fileno(), remote, {port}).shut_down()  # a connection that we made
     with open(tmp_path / "journal", "w") as file:
-        assert not tcp_options.shut_down(file.fileno(), remote, {port})
+        assert not TcpConnection(file.fileno(), remote, {port}).shut_down()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
-        assert tcp_options.remote_address(other.fileno(), {port}) is None
-    assert tcp_options.remote_address(10**6, {port}) is None
+        assert TcpConnection.identify(other.fileno(), {port}) is None
+    assert TcpConnection.identify(10**6, {port}) is None
     near.send(b"x")
     assert far.recv(1) == b"x"
 
@@ -180,7 +180,7 @@ def test_listening_raises_the_limit_of_descriptors(zeromq_net):
         zeromq_net.add("bert").transport.listen("tcp://127.0.0.1:0")
         raised, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         unlimited = hard == resource.RLIM_INFINITY
-        assert raised == max(lower, tcp_options.MOST_DESCRIPTORS if unlimited else min(hard, 65536))
+        assert raised == max(lower, tcp_options.MAX_DESCRIPTORS if unlimited else min(hard, 65536))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -239,7 +239,7 @@ def test_a_silent_crowd_delays_no_honest_peer(zeromq_net, patient, besieged):
     anna = zeromq_net.add("anna")
     anna.transport.dial(bert.key, address)
     zeromq_net.until(lambda: anna.of(PeerUp) and bert.of(PeerUp), anna, bert)
-    zeromq_net.until(lambda: besieged.still_open() <= MOST_OF_ONE_RANGE, bert, anna)
+    zeromq_net.until(lambda: besieged.still_open() <= MAX_OF_ONE_RANGE, bert, anna)
     assert bert.story() == ["up anna"]
 
 

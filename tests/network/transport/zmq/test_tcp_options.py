@@ -8,7 +8,8 @@ import socket
 import pytest
 
 from gridtrain.network.transport.interface import PeerUp
-from gridtrain.network.transport.zmq import socket_buffers, tcp_options
+from gridtrain.network.transport.zmq import tcp_options
+from gridtrain.network.transport.zmq.tcp_options import TcpConnection
 
 MIB = 2**20
 LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", None)
@@ -27,7 +28,7 @@ needs_lowat = pytest.mark.skipif(LOWAT is None, reason="this system has no TCP_N
     ],
 )
 def test_a_fixed_buffer_is_asked_for_where_it_is_larger_than_a_growing_one(wmem_max, grows_to, asked):
-    assert socket_buffers.buffer_bytes_to_request(wmem_max, grows_to) == asked
+    assert tcp_options.buffer_bytes_to_request(wmem_max, grows_to) == asked
 
 
 def waiting_bytes(fd: int) -> int:
@@ -48,13 +49,11 @@ def test_only_the_connection_that_was_meant_gets_other_buffers():
         with near, far:
             remote, port = far.getsockname(), server.getsockname()[1]
             before = waiting_bytes(near.fileno())
-            tcp_options.enlarge_buffers(
-                near.fileno(), (remote[0], remote[1] + 1), {port}
-            )  # reused for another peer
-            tcp_options.enlarge_buffers(near.fileno(), remote, {port + 1})  # reused by another server
-            assert waiting_bytes(near.fileno()) == before != socket_buffers.MAX_UNSENT_BYTES
-            tcp_options.enlarge_buffers(near.fileno(), remote, {port})
-            assert waiting_bytes(near.fileno()) == socket_buffers.MAX_UNSENT_BYTES
+            TcpConnection(near.fileno(), (remote[0], remote[1] + 1), {port}).enlarge_buffers()  # fd reused
+            TcpConnection(near.fileno(), remote, {port + 1}).enlarge_buffers()  # reused by another server
+            assert waiting_bytes(near.fileno()) == before != tcp_options.MAX_UNSENT_BYTES
+            TcpConnection(near.fileno(), remote, {port}).enlarge_buffers()
+            assert waiting_bytes(near.fileno()) == tcp_options.MAX_UNSENT_BYTES
             far.sendall(b"x")
             assert near.recv(1) == b"x"
 
@@ -65,7 +64,7 @@ def test_both_ends_of_an_edge_have_them(zeromq_net):
         return {
             fd
             for fd in map(int, os.listdir("/proc/self/fd"))
-            if waiting_bytes(fd) == socket_buffers.MAX_UNSENT_BYTES
+            if waiting_bytes(fd) == tcp_options.MAX_UNSENT_BYTES
         }
 
     before = widened()

@@ -1,0 +1,227 @@
+"""How messages are declared: message codes, and field types with their bounds.
+
+A message is a frozen dataclass under the decorator `message(code)`.  Its annotations are the schema: a field
+is a `bool`, a `float`, an enum, another dataclass, or one of the annotated types at the end of this module,
+and `T | None`, `tuple[S, T]` and `Annotated[tuple[T, ...], AtMost(n)]` of these.  A rule about several fields
+is a method `find_problem(self) -> str | None`.
+
+`gridtrain.network.wire.schema` derives the encoding from that, and PROTOCOL.md its tables.
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+MESSAGE_TYPES: dict[int, type] = {}
+"""Every message class by its code, the first item of its header."""
+
+C = TypeVar("C", bound=type)
+
+
+def message(code: int) -> Callable[[C], C]:
+    """Class decorator: declares a message with this code, which no other message may have."""
+
+    def register(cls: C) -> C:
+        if code in MESSAGE_TYPES:
+            raise TypeError(f"{cls.__name__} has the code {code} of {MESSAGE_TYPES[code].__name__}")
+        MESSAGE_TYPES[code] = cls
+        return cls
+
+    return register
+
+
+class FieldError(Exception):
+    """A value is outside its bounds.  `path` says where, and grows outwards: "members[3].peer"."""
+
+    def __init__(self, problem: str, path: str = "") -> None:
+        self.problem = problem
+        self.path = path
+        super().__init__(problem, path)
+
+    def prefix_path(self, where: str) -> FieldError:
+        joint = "." if self.path and not self.path.startswith("[") else ""
+        return FieldError(self.problem, f"{where}{joint}{self.path}")
+
+    def __str__(self) -> str:
+        return f"{self.path} is {self.problem}"
+
+
+class FieldType(ABC):
+    """Which values a field may hold.  `name` is its name in PROTOCOL.md, `bounds` the definition there.
+
+    A plain value is an int, float, bool, None, str, bytes, or a tuple of plain values.
+    """
+
+    name: str
+    bounds: str
+
+    @abstractmethod
+    def pack(self, value: Any) -> Any:
+        """Check a value to be sent, and return its plain form.  Raises `FieldError`."""
+
+    def unpack(self, plain: Any) -> Any:
+        """Check a received plain value, and return the value.  Raises `FieldError`."""
+        return self.pack(plain)
+
+
+def describe(value: Any) -> str:
+    return f"{type(value).__name__} {reprlib.repr(value)}"
+
+
+class IntField(FieldType):
+    def __init__(self, name: str, low: int, high: int, bounds: str) -> None:
+        self.name, self.bounds, self.low, self.high = name, bounds, low, high
+
+    def pack(self, value: Any) -> int:
+        if type(value) is not int or not self.low <= value <= self.high:
+            raise FieldError(f"{describe(value)}, must be {self.bounds}")
+        return value
+
+
+class BoolField(FieldType):
+    name = "bool"
+    bounds = "true or false"
+
+    def pack(self, value: Any) -> bool:
+        if type(value) is not bool:
+            raise FieldError(f"{describe(value)}, must be {self.bounds}")
+        return value
+
+
+class FloatField(FieldType):
+    def __init__(self, name: str, low: float, high: float, bounds: str) -> None:
+        self.name, self.bounds, self.low, self.high = name, bounds, low, high
+
+    def pack(self, value: Any) -> float:
+        if type(value) is int:  # as Python does: an int is accepted where a float is expected
+            value = float(value)
+        return self.unpack(value)
+
+    def unpack(self, plain: Any) -> float:
+        # The comparison is false for NaN.
+        if not isinstance(plain, float) or not self.low <= plain <= self.high:
+            raise FieldError(f"{describe(plain)}, must be {self.bounds}")
+        return float(plain)
+
+
+class BytesField(FieldType):
+    def __init__(self, name: str, low: int, high: int, bounds: str) -> None:
+        self.name, self.bounds, self.low, self.high = name, bounds, low, high
+
+    def pack(self, value: Any) -> bytes:
+        if type(value) is not bytes or not self.low <= len(value) <= self.high:
+            size = f"{len(value)} bytes" if type(value) is bytes else describe(value)
+            raise FieldError(f"{size}, must be {self.bounds}")
+        return value
+
+
+class TextField(FieldType):
+    """UTF-8 without control characters, since it is printed on terminals."""
+
+    _forbidden = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+    def __init__(self, name: str, max_bytes: int, bounds: str) -> None:
+        self.name, self.bounds, self.max_bytes = name, bounds, max_bytes
+
+    def pack(self, value: Any) -> str:
+        if type(value) is not str:
+            raise FieldError(f"{describe(value)}, must be {self.bounds}")
+        try:
+            size = len(value.encode())
+        except UnicodeEncodeError:
+            raise FieldError(f"{describe(value)}, must be valid UTF-8") from None
+        if size > self.max_bytes or self._forbidden.search(value):
+            raise FieldError(f"{size} bytes, {reprlib.repr(value)}, must be {self.bounds}")
+        return value
+
+
+class ReasonField(TextField):
+    """A sentence for people.  One to be sent is shortened and cleaned, as it must not crash its sender."""
+
+    _forbidden = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+
+    def pack(self, value: Any) -> str:
+        if type(value) is not str:
+            raise FieldError(f"{describe(value)}, must be {self.bounds}")
+        printable = self._forbidden.sub(" ", value).encode(errors="replace")
+        return printable[: self.max_bytes].decode(errors="ignore")
+
+    def unpack(self, plain: Any) -> str:
+        return super().pack(plain)
+
+
+class WordField(FieldType):
+    def __init__(self, name: str, *words: str) -> None:
+        self.name, self.words = name, frozenset(words)
+        self.bounds = "one of " + ", ".join(words)
+
+    def pack(self, value: Any) -> str:
+        if type(value) is not str or value not in self.words:
+            raise FieldError(f"{describe(value)}, must be {self.bounds}")
+        return value
+
+
+class PayloadField(FieldType):
+    """The payload: not a part of the header, but the whole of frame 1, and the last field of its message."""
+
+    name = "frame 1"
+    bounds = "0 .. 64 MiB, opaque here"
+
+    def pack(self, value: Any) -> Any:
+        raise NotImplementedError("a payload is not a part of the header")
+
+
+@dataclass(frozen=True, slots=True)
+class AtMost:
+    """Annotation of a tuple of any length: the largest number of its items."""
+
+    items: int
+
+
+# -- annotated types -------------------------------------------------------------------------------
+
+BOOL = BoolField()
+FLOAT = FloatField("float", -sys.float_info.max, sys.float_info.max, "a finite 64-bit float")
+NAME = TextField("name", 64, "at most 64 bytes of UTF-8 without control characters")
+ADDRESS = TextField("address", 128, "at most 128 bytes of UTF-8 without control characters")
+
+UInt = Annotated[int, IntField("uint", 0, 2**63 - 1, "an integer 0 .. 2^63-1 (what SQLite holds)")]
+Count = Annotated[int, IntField("count", 0, 2**31 - 1, "an integer 0 .. 2^31-1")]
+Positive = Annotated[int, IntField("positive", 1, 2**31 - 1, "an integer 1 .. 2^31-1")]
+AppliedStep = Annotated[
+    int, IntField("applied", -1, 2**63 - 1, "an integer -1 .. 2^63-1, a step; -1: no step yet")
+]
+MAX_STAGES = 1024
+"""Stages that a model may have."""
+
+StageCount = Annotated[int, IntField("stages", 1, MAX_STAGES, f"an integer 1 .. {MAX_STAGES}")]
+LayerIndex = Annotated[int, IntField("layer", 0, 2**20, "an integer 0 .. 2^20, a layer of the model")]
+StageBounds = Annotated[tuple[LayerIndex, ...], AtMost(MAX_STAGES + 1)]
+SourceRank = Annotated[
+    int,
+    IntField("source", -1, 2**31 - 1, "an integer -1 .. 2^31-1, a rank; -1: the lowest that holds the state"),
+]
+Rate = Annotated[float, FloatField("rate", 0.0, 1e12, "a 64-bit float 0 .. 10^12, bytes per second")]
+Seconds = Annotated[float, FloatField("seconds", 0.0, 1e6, "a 64-bit float 0 .. 10^6")]
+Lifetime = Annotated[float, FloatField("lifetime", 0.0, 1e10, "a 64-bit float 0 .. 10^10, seconds")]
+Flops = Annotated[float, FloatField("flops", 0.0, 1e18, "a 64-bit float 0 .. 10^18, operations per second")]
+Factor = Annotated[float, FloatField("factor", 0.0, 1e6, "a 64-bit float 0 .. 10^6, no unit")]
+PeerId = Annotated[bytes, BytesField("peer", 32, 32, "exactly 32 bytes, a public key")]
+"""A peer's public key.  Peers are never named by addresses or routing ids."""
+
+Proof = Annotated[bytes, BytesField("proof", 8, 8, "exactly 8 bytes")]
+Digest = Annotated[bytes, BytesField("digest", 0, 64, "0 .. 64 bytes")]
+Name = Annotated[str, NAME]
+Address = Annotated[str, ADDRESS]
+Text = Annotated[str, TextField("text", 512, "at most 512 bytes of UTF-8 without control characters")]
+Reason = Annotated[
+    str, ReasonField("reason", 512, "at most 512 bytes of UTF-8 without control characters save newline")
+]
+RunStateWord = Annotated[str, WordField("state", "waiting", "training", "paused", "finished")]
+Payload = Annotated[Any, PayloadField()]

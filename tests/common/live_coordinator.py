@@ -1,0 +1,95 @@
+"""Fixtures: a real coordinator over loopback, in a thread of the test process, and invitations to it."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gridtrain.core.group.invitation import Invitation
+from gridtrain.network.transport.identity import Identity
+from gridtrain.network.transport.stack import build_stack
+from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
+from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient
+from gridtrain_coordinator.access.authorization import Authorization
+from gridtrain_coordinator.access_handler import connection_gate
+from gridtrain_coordinator.daemon import Coordinator
+from gridtrain_coordinator.journal.store import JournalStore
+from gridtrain_coordinator.log import log_to
+
+SOFTWARE = "gridtrain test"
+
+
+@dataclass
+class LiveCoordinator:
+    """Serves the run "default"; creates invitations as its operator."""
+
+    keys: Identity = field(default_factory=Identity.generate)
+    operator: Identity = field(default_factory=Identity.generate)
+    log: io.StringIO = field(default_factory=io.StringIO)
+    address: str = ""
+
+    def __enter__(self) -> LiveCoordinator:
+        authorization = Authorization(operator=self.operator.public, coordinator=self.keys.public)
+        transport = build_stack(
+            ZeroMQTransport(self.keys, SOFTWARE, gate=connection_gate(authorization, time.time)), self.keys
+        )
+        self.address = transport.listen("tcp://127.0.0.1:0")
+        self.daemon = daemon = Coordinator.for_run(
+            transport,
+            JournalStore.open(":memory:"),
+            authorization,
+            operator=self.operator.public,
+            log=log_to(self.log),
+            address=self.address,
+        )
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=daemon.run, args=(self._stop,))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stop.set()
+        self._thread.join(10)
+        assert not self._thread.is_alive(), "the daemon notices a stop"
+
+    def invitation(self, uses: int = 1) -> Invitation:
+        with self.operator_client() as operator:
+            return operator.invite(uses, 600.0)
+
+    def access(self) -> dict[str, Any]:
+        """Pending members, invitations and bans, as `gridtrain members` shows them."""
+        with self.operator_client() as operator:
+            access = operator.status()["door"]
+            assert isinstance(access, dict)
+            return access
+
+    def operator_client(self) -> OperatorClient:
+        return OperatorClient(
+            CoordinatorEndpoint(self.address, self.address, self.keys.public, "default", True, self.operator)
+        )
+
+
+@pytest.fixture(scope="module")
+def coordinator() -> Iterator[LiveCoordinator]:
+    with LiveCoordinator() as coordinator:
+        yield coordinator
+
+
+@pytest.fixture(scope="module")
+def invitation(coordinator: LiveCoordinator) -> Invitation:
+    """Valid for all tests of the module."""
+    return coordinator.invitation(uses=1000)
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of this test's worker keys: every test runs as another machine."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state"
