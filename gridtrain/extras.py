@@ -1,7 +1,5 @@
-"""What is installed only with an extra: one sentence where it is missing, instead of an ImportError.
-
-Decides nothing, and loads nothing.
-"""
+"""Checks for optional packages: one sentence if one is missing, instead of an ImportError.  Imports none of
+them."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ def require_torch(who: str) -> None:
     """Raise `ConfigError` unless the packages of the extra `torch` can be imported.
 
     Args:
-        who: what needs them, such as "gridtrain.join".
+        who: needs them, such as "gridtrain.join".
     """
     missing = [name for name in TORCH if importlib.util.find_spec(name) is None]
     if missing:
@@ -27,6 +25,6 @@ def require_torch(who: str) -> None:
 
 
 def require(package: str, who: str) -> None:
-    """Raise `ConfigError` unless `package` can be imported: it is optional, and `who` needs it."""
+    """Raise `ConfigError` unless the optional `package`, which `who` needs, can be imported."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"{who} needs {package}, not installed here", remedy=f"pip install {package}")

@@ -25,8 +25,8 @@ from gridtrain.core.commit import data_ledger
 from gridtrain.core.group import member_events as io
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
 from gridtrain.errors import ConfigError, GridtrainError, JoinRefused, RemoteProtocolError
-from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.network.transport.access_control import PeerAllowlist
+from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.buffers.buckets import BucketedBuffer
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer

@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from gridtrain.errors import GridtrainError, LocalProtocolError
+from gridtrain.errors import GridtrainError, JoinRefused, LocalProtocolError
 
 _OURS = str(Path(__file__).resolve().parents[1])
 
@@ -26,9 +26,10 @@ def install_sigterm_handler() -> None:
 
 
 def install_error_hook() -> None:
-    """An error that we raise on purpose, and Ctrl-C, end the script with one sentence.
+    """An error that gridtrain raises on purpose, and Ctrl-C, end the script with one sentence.
 
-    Bugs keep their traceback, as does everything with GRIDTRAIN_DEBUG=1.
+    `JoinRefused` ends it with the exit code of `gridtrain worker`.  Bugs keep their traceback, as does
+    everything with GRIDTRAIN_DEBUG=1.
     """
     if sys.excepthook is sys.__excepthook__ and not os.environ.get("GRIDTRAIN_DEBUG"):
         sys.excepthook = _format_error
@@ -41,5 +42,7 @@ def _format_error(kind: type[BaseException], error: BaseException, trace: Traceb
         frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(_OURS)]
         place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: " if frames else ""
         print(f"gridtrain: {place}{kind.__name__}: {error}", file=sys.stderr)
+        if isinstance(error, JoinRefused):
+            sys.exit(error.EXIT_CODE)  # an exception hook that raises SystemExit sets the exit code
     else:
         sys.__excepthook__(kind, error, trace)

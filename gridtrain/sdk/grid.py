@@ -45,10 +45,10 @@ from gridtrain.core.group.invitation import parse
 from gridtrain.core.messages import Facts, LedgerSpec, Span
 from gridtrain.core.stages.stage_cost import Layer
 from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.fault_injection import Faults
 from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.network.transport.identity import Identity
-from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.network.transport.stack import build_stack
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport

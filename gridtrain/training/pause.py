@@ -22,8 +22,8 @@ import torch
 
 from gridtrain.core.messages import CheckpointInfo
 from gridtrain.errors import CoordinatorUnreachable, JoinRefused
-from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.network.transport.access_control import PeerAllowlist
+from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED, AgentControl, AgentDirective
 from gridtrain.runtime.group_session import GroupSession
 
