@@ -56,7 +56,7 @@ class Scene:
             batches += 1
             if grid.step == 10 and number == 1 and not self.away.is_set():
                 for other in self.cut:
-                    self.group.hub.cut(self.keys[other], coordinator)
+                    self.group.hub.disconnect(self.keys[other], coordinator)
                 self.away.set()
                 if len(self.cut) > 1:  # nobody gets on without the coordinator but by step 10's vote
                     threading.Timer(0.5, self.heal, (coordinator,)).start()
@@ -81,7 +81,7 @@ class Scene:
 
     def heal(self, coordinator: bytes) -> None:
         for other in self.cut:
-            self.group.hub.heal(self.keys[other], coordinator)
+            self.group.hub.reconnect(self.keys[other], coordinator)
 
 
 @pytest.mark.parametrize("cut", [(1,), (0, 1, 2)], ids=["one worker", "all workers"])
