@@ -29,8 +29,8 @@ from gridtrain.errors import (
     JoinRefused,
     TransportError,
 )
-from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.access_control import PeerAllowlist
+from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.stack import build_stack
 from gridtrain.network.transport.zmq import zeromq_transport
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport

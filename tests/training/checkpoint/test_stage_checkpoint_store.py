@@ -21,7 +21,9 @@ BLOCKS = Span(1, 2)
 
 
 def store_in(folder: Path) -> StageCheckpointStore:
-    return StageCheckpointStore(folder, (), every=10, keep=3, report=lambda _: None, load_state=lambda *_: None)
+    return StageCheckpointStore(
+        folder, (), every=10, keep=3, report=lambda _: None, load_state=lambda *_: None
+    )
 
 
 def write(store: StageCheckpointStore, blocks: Span, step: int) -> None:
