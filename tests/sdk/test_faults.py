@@ -83,7 +83,7 @@ class Runs:
             name = session._turn.open_round
             self.attempts[name.generation, name.step, name.attempt] += batch[0] if plan.samples else []
             outcome = run(plan, *rest)
-            if outcome.committed:
+            if outcome.is_committed:
                 self.committed.add((name.generation, name.step, name.attempt))
             return outcome
 

@@ -345,7 +345,7 @@ class Faulty:
             attempt = (name.generation, name.step, name.attempt)
             self.taken[attempt] += sorted(mine) if plan.samples else []
             outcome = run(plan, *rest)
-            if outcome.committed:
+            if outcome.is_committed:
                 self.committed.add(attempt)
             return outcome
 

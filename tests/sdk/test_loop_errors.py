@@ -185,7 +185,7 @@ def test_adam_after_a_sparse_exchange(together: Any) -> None:
         together(train, 1)
     (warning,) = caught
     assert str(warning.message) == (
-        "AdamW after a sparse exchange learns badly, most elements of an update being zero -> "
+        "AdamW learns badly with a sparse exchange, because most elements of an update are zero -> "
         "use exchange=Dense(), SGD with GTopK(momentum=0.9), or LocalSteps(every=32, exchange=GTopK())"
     )
     assert warning.filename == __file__

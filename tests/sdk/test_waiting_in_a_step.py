@@ -169,14 +169,14 @@ def test_who_waits_for_a_root_that_is_gone_hears_its_owner(tmp_path: Path, kind:
         other.start()
         assert at_root.wait(WITHIN_S), ends
         driver = sessions["other"]._io_loop
-        assert driver.look().rank == 1
+        assert driver.snapshot().rank == 1
 
         def waits(here: WorkerSnapshot) -> bool:
-            return bool(here.applied == 5 and here.open_round is None and driver.rounds._submitted)
+            return bool(here.applied == 5 and here.open_round is None and driver.step_rounds._submitted)
 
         assert driver.wait(waits, WITHIN_S), ends
         group.hub.kill(group.keys["root"])
-        assert driver.wait(lambda here: here.doomed is not None, WITHIN_S), ends
+        assert driver.wait(lambda here: here.failing_round is not None, WITHIN_S), ends
         owner.directive = AgentDirective(run=False, reason="its owner said so")
         assert owner.paused.wait(WITHIN_S / 2), ends
         assert at["other"] == 6, "the step was not done"
