@@ -62,7 +62,9 @@ class StageModelState(ModelState):
         self._measure_flops = measure_flops
         self._store: StageCheckpointStore | None = None
         self._has_read_disk = False
-        session.tasks.attach_state(held.capture_state, self._restore_state, largest_state_bytes(held.defined.whole))
+        session.tasks.attach_state(
+            held.capture_state, self._restore_state, largest_state_bytes(held.defined.whole)
+        )
         session.tasks.attach_residual(0, self._add_residual)  # `HeldStage` tells its length
 
     def join(self, facts: Facts, spec: LedgerSpec, sizes: BatchSizes) -> None:

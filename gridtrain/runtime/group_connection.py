@@ -12,8 +12,8 @@ from gridtrain.config import JoinConfig
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.errors import GridtrainError
-from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.network.transport.access_control import PeerAllowlist
+from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.io_loop import IoLoop
 from gridtrain.runtime.mailbox.mailbox import Command

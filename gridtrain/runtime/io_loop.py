@@ -441,10 +441,13 @@ class IoLoop:
             case io.TakeSnapshot():
                 self.catch_up_source.set_receivers(effect)
             case io.StoreStateBlock(peer, block):
-                vouched = peer == self._core.state_source
-                self.state_receiver.receive_block(
-                    block, vouched=vouched, is_forwarding=self._core.is_forwarding_state
-                )
+                current = self._core.current_generation
+                if current is not None:
+                    incoming = current.incoming_state
+                    is_forwarding = incoming.forwarding.downstream is not None
+                    self.state_receiver.receive_block(
+                        block, vouched=peer == incoming.source, is_forwarding=is_forwarding
+                    )
                 return self._reject_state()
             case io.StoreResidualBlock() | io.AddResidual() | io.DropResidual() | io.ResidualTransferEnded():
                 event = self.residuals.execute(effect)

@@ -34,11 +34,11 @@ class SnapshotBuilder:
 
     def build(self, core: MemberCore) -> WorkerSnapshot:
         """The snapshot of this moment."""
-        assignment = core.rank_assignment
+        assignment, generation, state = core.rank_assignment, core.current_generation, core.replica_state
         me = assignment.members[assignment.rank] if assignment is not None else None
         spans, total = self._step_spans(core)
         return WorkerSnapshot(
-            is_welcomed=core.is_welcomed,
+            is_welcomed=core.coordinator_link.is_welcomed,
             phase=core.phase,
             generation=core.generation,
             rank=assignment.rank if assignment is not None else 0,
@@ -49,20 +49,22 @@ class SnapshotBuilder:
             shares=assignment.shares if assignment is not None else (),
             applied=core.applied,
             history=core.history,
-            ledger=core.ledger,
+            ledger=state.ledger,
             is_finished=core.is_finished and core.phase is io.MemberPhase.RUNNING,
-            run_state=core.run_state,
-            compare_after_step=core.is_comparison_due,
+            run_state=core.coordinator_link.run_state,
+            compare_after_step=generation is not None and generation.is_comparison_due,
             tasks=self._tasks(core, me.digest if me is not None else b""),
             is_synced=core.is_synced,
-            is_modified=core.is_modified,
-            is_residual_recipient=core.can_accept_residual or self._residuals.incoming.has_unconfirmed,
-            failing_round=core.doomed_round,
-            state_source=core.state_source,
+            is_modified=state.is_modified,
+            is_residual_recipient=(
+                not core.residual_transfer.is_refusing or self._residuals.incoming.has_unconfirmed
+            ),
+            failing_round=generation.doomed_round if generation is not None else None,
+            state_source=generation.incoming_state.source if generation is not None else None,
             name=me.name if me is not None else "",
             exchange=assignment.exchange if assignment is not None else "",
             stage_bounds=assignment.stage_bounds if assignment is not None else (),
-            first_step=core.first_step,
+            first_step=generation.first_step if generation is not None else 0,
         )
 
     def _tasks(self, core: MemberCore, digest: bytes) -> tuple[WorkerTask, ...]:
@@ -87,9 +89,9 @@ class SnapshotBuilder:
 
     def _step_spans(self, core: MemberCore) -> tuple[tuple[m.Span, ...], int]:
         """This worker's positions in the open step, and everybody's samples; computed once a round."""
-        open_round = core.next_round
-        if open_round is None:
+        open_round, generation = core.next_round, core.current_generation
+        if open_round is None or generation is None:
             return (), 0
         if open_round != self._assigned[0]:
-            self._assigned = (open_round, *core.data_positions())
+            self._assigned = (open_round, *generation.data_positions())
         return self._assigned[1:]

@@ -259,7 +259,9 @@ class WholeModelState(ModelState):
             lambda place, whole: optimizer.capture_state(whole), self._restore_state, largest_bytes
         )
         session.tasks.attach_residual(optimizer.residual.size, self._add_residual)
-        session.tasks.attach_catch_up(self._copy_state, optimizer.replay_update, largest_bytes, optimizer.flat_size)
+        session.tasks.attach_catch_up(
+            self._copy_state, optimizer.replay_update, largest_bytes, optimizer.flat_size
+        )
 
     def join(self, facts: Facts, spec: LedgerSpec, sizes: BatchSizes) -> None:
         self._define(facts, spec)

@@ -90,7 +90,9 @@ def transfer_residual(
     text = "no other worker is there"
     if chosen.entries and snapshot.world_size > 1 and not snapshot.is_finished:
         # The deadline begins here: selecting and encoding many entries takes time, too.
-        sent, text = session.connection.transfer_residual(residual_pieces.split_pieces(chosen.payload), timeout_s)
+        sent, text = session.connection.transfer_residual(
+            residual_pieces.split_pieces(chosen.payload), timeout_s
+        )
     sent_magnitude = chosen.magnitude_sum if sent else 0.0
     share = sent_magnitude / chosen.total_magnitude_sum
     session.report_figures({"handed_over_mass": sent_magnitude, "handed_over_share": share})

@@ -257,7 +257,9 @@ def test_whatever_the_coordinator_says_can_be_drawn(picture: dict[str, Any]) -> 
 def test_kick_by_name_and_ban_by_key(desk: Desk) -> None:
     desk.members = MEMBERS
     desk.enrol(ANNA, BERT)
-    assert fine(desk, "kick anna") == "anna: a1a1a1a1a1a1 is removed; it needs a new invitation to come back\n"
+    assert (
+        fine(desk, "kick anna") == "anna: a1a1a1a1a1a1 is removed; it needs a new invitation to come back\n"
+    )
     assert desk.standing(ANNA) == "stranger"
     assert fine(desk, "ban b2B2b2 --reason spam") == "[red]bert: b2b2b2b2b2b2 is banned until you unban it\n"
     assert desk.door.status(time.time())["banned"] == [{"peer": BERT, "name": "[red]bert", "reason": "spam"}]

@@ -239,9 +239,7 @@ def test_nobody_is_there() -> None:
 
 def test_no_coordinator_runs_on_this_machine(home: Path) -> None:
     line = one_sentence(gridtrain("status"), code=2)
-    assert (
-        f"no coordinator is running: {home}/gridtrain/default/coordinator.json does not exist" in line
-    )
+    assert f"no coordinator is running: {home}/gridtrain/default/coordinator.json does not exist" in line
     assert "gridtrain coordinator" in line
 
 
@@ -409,8 +407,9 @@ def test_in_the_clear_only_by_an_explicit_flag_on_both_sides(start_coordinator: 
 
     sealed = replace(parse(clear), encrypted=True).text()
     done = gridtrain("worker", sealed, "--unencrypted", "--", "true")
-    assert "is encrypted, and this worker was started with --unencrypted -> leave --unencrypted" in one_sentence(
-        done, 2
+    assert (
+        "is encrypted, and this worker was started with --unencrypted -> leave --unencrypted"
+        in one_sentence(done, 2)
     )
     done = gridtrain("status", sealed)
     assert done.returncode == 3, "an encrypted client gets no word from a coordinator in the clear"

@@ -92,7 +92,7 @@ PLANTED = {
         200,
     ),
     "state": ("gridtrain.training.checkpoint.serialization._check_same", lambda what, theirs, own: None, 400),
-    "collectives": ("gridtrain.core.collectives.ring.check_expected", lambda *of: None, 400),
+    "collectives": ("gridtrain.core.collectives.collective.check_expected", lambda *of: None, 400),
     "attempts": ("gridtrain.core.commit.attempts._proves_commit", lambda rank: True, 4000),
     "member": ("gridtrain.core.commit.two_phase_commit._decides", lambda *ranks: True, 1500),
     "membership": (

@@ -39,7 +39,9 @@ def test_a_kick_and_a_ban_while_the_run_trains(new_group) -> None:
         group.wait("step 10 at anna", lambda: bool(anna.marked("holding")))
         assert_two_of_one_name_are_told_apart(group, anna, bert)
 
-        assert "is removed; it needs a new invitation" in group.operator("kick", "clara", "--reason", "too slow")
+        assert "is removed; it needs a new invitation" in group.operator(
+            "kick", "clara", "--reason", "too slow"
+        )
         assert end_of(group, "clara") == told("too slow", KICKED)
         group.wait("a generation without clara", lambda: len(group.events("training")) == 2)
         # Started again she has the same key.  The invitation has uses left, for others.

@@ -207,7 +207,9 @@ def test_an_heir_that_leaves_and_hears_no_view_says_what_is_lost(
 
     def stop(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:
         heir.receive_piece(b"p" * 32, ResidualBlock(1, 1, 0, b"", 0, 1, payload), 2)
-        grid._session.connection.loop.residuals.incoming = heir  # acknowledged, and the leaver is lost in between
+        grid._session.connection.loop.residuals.incoming = (
+            heir  # acknowledged, and the leaver is lost in between
+        )
         return True
 
     with new_group(workers=2, deadlines=replace(QUICK, handover_s=0.5)) as group:

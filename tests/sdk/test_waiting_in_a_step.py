@@ -172,7 +172,9 @@ def test_who_waits_for_a_root_that_is_gone_hears_its_owner(tmp_path: Path, kind:
         assert connection.loop.mailbox.read().rank == 1
 
         def waits(here: WorkerSnapshot) -> bool:
-            return bool(here.applied == 5 and here.open_round is None and connection.loop.step_rounds._submitted)
+            return bool(
+                here.applied == 5 and here.open_round is None and connection.loop.step_rounds._submitted
+            )
 
         assert connection.wait(waits, WITHIN_S), ends
         group.hub.kill(group.keys["root"])

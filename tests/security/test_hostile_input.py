@@ -30,9 +30,10 @@ from gridtrain.core.collectives.collective import (
 from gridtrain.core.collectives.ring import RingAllReduce
 from gridtrain.core.collectives.tree import TreeExchange
 from gridtrain.core.commit import attempts
-from gridtrain.core.commit.attempts import Attempts, EarlyViolation, RankAssignment
+from gridtrain.core.commit.attempts import Attempts, EarlyViolation
 from gridtrain.core.commit.two_phase_commit import Prepared
 from gridtrain.core.group.member_events import ApplyToBuffer, Send
+from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import ValueKind, decode, encode
 from gridtrain.runtime.buffers.collective_buffers import (

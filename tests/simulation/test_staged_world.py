@@ -280,7 +280,7 @@ def check(world: StagedWorld, stages: int) -> None:
     wrong = {p: seen[p] for p in range(samples) if seen[p] != 1}
     assert not wrong and len(seen) == samples, f"not counted once: {wrong}"
     for worker in over:
-        blocks = worker.trainer.blocks
+        blocks = worker.trainer.layers
         assert worker.core.rank_assignment is not None and blocks == worker.core.rank_assignment.layers
         for block, number in zip(range(blocks.start, blocks.stop), worker.trainer.state, strict=True):
             assert number == sum(layer_weight(p, block) for p in counted), f"block {block}"

@@ -20,7 +20,7 @@ from collective_group import CollectiveGroup
 
 from gridtrain.core import messages as m
 from gridtrain.core.collectives import allgather, butterfly, direct, ring, star, tree
-from gridtrain.core.commit.attempts import RankAssignment
+from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.network.wire.sparse_payload import ValueKind, decode, encode
 from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
 from gridtrain.runtime.buffers.direct_buffer import DirectBuffer

@@ -62,7 +62,7 @@ class CatchUp:
             return []  # as when this coordinator's own link breaks for a moment: they may come back
         if not holders or run.view is None:
             for worker in newcomers:
-                worker.has_caught_up = True  # nobody can send the state
+                worker.mark_caught_up()  # nobody can send the state
             newcomers = []
         # The median of what they report, so that one liar changes nothing.
         latest = min(median_low([run.workers[x].step for x in holders] or [-1]), MAX_STEPS)
@@ -87,7 +87,7 @@ class CatchUp:
         for worker in newcomers[:MAX_CATCHING_UP]:
             since_s = self._started_s.setdefault(worker.peer, now_s)
             if now_s - max(since_s, worker.progressed_s) >= NO_PROGRESS_TIMEOUT_S:
-                worker.has_caught_up = True
+                worker.mark_caught_up()
                 fields = {"name": worker.name, "reason": f"no progress for {NO_PROGRESS_TIMEOUT_S:.0f} s"}
                 effects.append(LogEvent("warning", "not_following", fields))
             else:

@@ -67,7 +67,7 @@ class Complaints:
             return []
         failures.record(worker.peer, message.peer, now_s)
         if message.peer in run.workers:
-            run.workers[message.peer].link_broken_s = now_s
+            run.workers[message.peer].record_link_broken(now_s)
         centre = run.member_order[0] if self._planner.exchange_choice.is_star else None
         flapping = failures.common_endpoint(now_s, size, centre)
         if flapping is not None:

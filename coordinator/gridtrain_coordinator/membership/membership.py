@@ -178,7 +178,7 @@ class Membership:
             case PeerDisconnected(peer, _):
                 self._addresses.on_disconnected(peer)
                 if worker is not None:
-                    worker.disconnected_s = now_s
+                    worker.record_disconnected(now_s)
             case ProtocolViolation(peer, reason):
                 effects = [RecordViolation(peer, reason)]
             case DialBackResult(peer, address):
@@ -187,7 +187,7 @@ class Membership:
                 effects = self._handle_removal(event)
             case MessageReceived(peer, message):
                 if worker is not None:
-                    worker.last_heard_s = now_s
+                    worker.record_message(now_s)
                 effects = self._handle_message(peer, message, now_s)
         effects = warnings + effects + self._advance(now_s)
         if self._settled_reason is None:
@@ -204,7 +204,7 @@ class Membership:
             if reason:
                 effects += self._departures.remove_lost(worker.peer, reason)
             elif not worker.is_admitted and now_s >= worker.probe_deadline_s:
-                worker.is_admitted = True
+                worker.admit()
         raised = self._member_recovery.raise_term(now_s) if not run.is_finished else []
         if raised:
             effects += [*raised, *(x for peer in list(run.workers) for x in self._resend_missed(peer))]
@@ -334,8 +334,7 @@ class Membership:
             case m.WorkerInfo(texts):
                 worker.info = dict(texts)
             case m.LinkLatencies(rtt_s):
-                worker.rtt_s = dict(rtt_s)
-                worker.is_admitted = worker.setup is not None
+                worker.record_round_trips(dict(rtt_s))
             case m.LinkRates():
                 self._planner.record_rates(peer, message)
             case m.Heartbeat():
@@ -345,7 +344,7 @@ class Membership:
             case m.Ready(term, generation, history):
                 if run.view_change.is_forming and run.is_current(term, generation):
                     run.view_change.record_ready(peer, history)
-                    worker.is_loading_state = False
+                    worker.mark_loading(False)
                     self._divergence.clear_if_recovered(peer, generation)
             case m.RoundStalled():
                 self._freeze_phase.shorten_delay(message.round.generation, now_s)
@@ -363,7 +362,7 @@ class Membership:
             case m.StageCheckpointList():
                 return self._checkpoints.update(worker, message)
             case m.CatchUpReport(applied):
-                worker.has_caught_up = True
+                worker.mark_caught_up()
                 return [LogEvent("info", "caught_up", {"name": worker.name, "step": applied})]
             case m.CurrentGeneration():
                 return self._member_recovery.handle_report(worker, message, now_s)

@@ -100,8 +100,8 @@ class WorkerAdmission:
         worker.record_setup(setup)
         choice = self._planner.exchange_choice
         # A worker of a pipeline cannot catch up before it has a stage; dense updates are too large for it.
-        cannot_catch_up = setup.stages > 1 or (choice.is_auto and not choice.is_sparse)
-        worker.has_caught_up = worker.has_caught_up or cannot_catch_up
+        if setup.stages > 1 or (choice.is_auto and not choice.is_sparse):
+            worker.mark_caught_up()
         effects += self._checkpoints.journal_confirmed() + self._checkpoints.replan_if_missing(worker)
         return effects + (self._introduce(worker, now_s) if worker.is_addressable else [])
 
@@ -141,7 +141,7 @@ class WorkerAdmission:
 
     def _introduce(self, worker: Worker, now_s: float) -> list[Effect]:
         self._planner.record_introduction(worker.peer)
-        worker.probe_deadline_s = now_s + self._run.limits.probe_s
+        worker.begin_probing(now_s + self._run.limits.probe_s)
         # Workers that are still measuring count, too: of workers that join together each pair is measured.
         # The latest is measured first, so that not all of them start with the same worker.
         others = [w for w in self._run.workers.values() if w.is_introduced and w is not worker]

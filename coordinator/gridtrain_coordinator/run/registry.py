@@ -37,6 +37,10 @@ class StateTransferProgress:
         if left_bytes != self.left_bytes:
             self.left_bytes, self.progressed_s = left_bytes, now_s
 
+    def excuse_stall(self, stalled_s: float) -> None:
+        """The coordinator did not read messages for `stalled_s`."""
+        self.progressed_s += stalled_s
+
     def deadline_s(self, patience_s: float) -> float:
         """Until when the state counts as on its way; -inf: nothing is missing."""
         return self.progressed_s + patience_s if self.left_bytes > 0 else -math.inf
@@ -90,6 +94,16 @@ class Worker:
     def record_connected(self, now_s: float) -> None:
         self.disconnected_s, self.link_broken_s, self.last_heard_s = None, -math.inf, now_s
 
+    def record_disconnected(self, now_s: float) -> None:
+        self.disconnected_s = now_s
+
+    def record_message(self, now_s: float) -> None:
+        self.last_heard_s = now_s
+
+    def record_link_broken(self, now_s: float) -> None:
+        """A member reports that its connection to this worker broke."""
+        self.link_broken_s = now_s
+
     def record_join(self, address: str) -> None:
         self.address, self.disconnected_s = address, None
 
@@ -102,6 +116,33 @@ class Worker:
         self.step, self.figures = beat.step, dict(beat.metrics)
         self.state_progress.update(self.figures.get(m.STATE_LEFT, 0.0), now_s)
 
+    def record_round_trips(self, rtt_s: dict[m.PeerId, float]) -> None:
+        """It has measured its links."""
+        self.rtt_s, self.is_admitted = rtt_s, self.setup is not None
+
+    def record_checkpoints(self, checkpoints: tuple[m.CheckpointInfo, ...]) -> None:
+        self.checkpoints = checkpoints
+
+    # -- what it is asked to do --------------------------------------------------------------------
+
+    def begin_probing(self, deadline_s: float) -> None:
+        """It is asked to measure its links until then."""
+        self.probe_deadline_s = deadline_s
+
+    def admit(self) -> None:
+        self.is_admitted = True
+
+    def mark_caught_up(self) -> None:
+        self.has_caught_up = True
+
+    def mark_loading(self, is_loading: bool) -> None:
+        self.is_loading_state = is_loading
+
+    def roll_back(self, applied: int) -> None:
+        """The run continues after step `applied`."""
+        self.step = min(self.step, applied + 1)
+        self.checkpoints = tuple(x for x in self.checkpoints if x.applied <= applied)
+
     def clear_initial_state(self) -> None:
         """It no longer holds the initial state that it built."""
         if self.setup is not None:
@@ -112,7 +153,7 @@ class Worker:
         self.last_heard_s = extend_start(self.last_heard_s, limits.silence_s, until_s)
         self.probe_deadline_s = max(self.probe_deadline_s, until_s)
         self.progressed_s += stalled_s
-        self.state_progress.progressed_s += stalled_s
+        self.state_progress.excuse_stall(stalled_s)
         if self.disconnected_s is not None:
             self.disconnected_s = extend_start(self.disconnected_s, limits.regreet_s, until_s)
 

@@ -58,7 +58,7 @@ class CheckpointCatalog:
                 ]
         if set(message.checkpoints) - set(worker.checkpoints):
             worker.is_disk_full = False  # its disk takes data again
-        worker.checkpoints = message.checkpoints
+        worker.record_checkpoints(message.checkpoints)
         return [*self.journal_confirmed(), *self.replan_if_missing(worker, is_current=is_current)]
 
     def journal_confirmed(self) -> list[Effect]:
@@ -77,8 +77,7 @@ class CheckpointCatalog:
         """Later checkpoints no longer count."""
         self.quorum.roll_back(applied)
         for worker in self._run.workers.values():
-            worker.step = min(worker.step, applied + 1)
-            worker.checkpoints = tuple(x for x in worker.checkpoints if x.applied <= applied)
+            worker.roll_back(applied)
 
     # -- what a placement may rely on --------------------------------------------------------------
 

@@ -33,7 +33,10 @@ AXE_AT = (
     os.environ.get("GRIDTRAIN_AXE", ""),
     str(Path(__file__).parent / "node_modules" / "axe-core" / "axe.min.js"),
 )
-HOW = "no axe-core: npm install --prefix tests/coordinator/dashboard axe-core@4.14.1, or GRIDTRAIN_AXE=path/to/axe.min.js"
+HOW = (
+    "no axe-core: npm install --prefix tests/coordinator/dashboard axe-core@4.14.1, "
+    "or GRIDTRAIN_AXE=path/to/axe.min.js"
+)
 
 
 @pytest.fixture(scope="module")

@@ -131,9 +131,7 @@ def test_another_coordinators_contact_file_stays(tmp_path: Path) -> None:
 )
 def test_a_contact_file_that_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / CONTACT_FILE).write_text(text)
-    with pytest.raises(
-        ConfigError, match=r"is not a valid endpoint file.*restart the coordinator"
-    ):
+    with pytest.raises(ConfigError, match=r"is not a valid endpoint file.*restart the coordinator"):
         EndpointFile.read(tmp_path)
 
 

@@ -165,8 +165,8 @@ class Staged:
         self.say(m.MemberListPage(1, generation, 0, 1, members))
         core = self.core
         view = m.MembershipView(
-            1, generation, len(order), m.Verdict.ABORT, None, core.applied, core.history, core.ledger, "why",
-            "", cuts,
+            1, generation, len(order), m.Verdict.ABORT, None, core.applied, core.history,
+            core.replica_state.ledger, "why", "", cuts,
         )  # fmt: skip
         return self.say(view)
 
@@ -174,7 +174,7 @@ class Staged:
 def put_aside() -> tuple[Staged, m.CheckpointInfo]:
     member = Staged()
     member.cut(1, (A, B), (0, 3, 6), {})
-    holding = member.core._replica_state
+    holding = member.core.replica_state
     holding.applied, holding.history, holding.ledger = 0, b"k" * 32, m.LedgerState(step=1)
     pieces = {A: ((A_HAS, 0),), D: ((A_HAS, 0), (C_HAS, 2))}
     effects = member.cut(2, (A, D, B), (0, 2, 4, 6), pieces)

@@ -248,7 +248,7 @@ def test_edges_are_the_pipeline_the_root_the_donor_and_who_gets_the_state_here()
     for peer in order:
         member = Member(peer, 3)
         member.view(1, order, donors)
-        ranks = member.core._current_generation().required_ranks
+        ranks = member.core.current_generation.required_peers.ranks
         needed[called(peer)] = "".join(called(order[rank]) for rank in sorted(ranks))
     assert needed == {"a": "bcdef", "b": "adf", "c": "adef", "d": "abcf", "e": "ac", "f": "abcd"}
 
@@ -404,7 +404,7 @@ def test_a_spare_lets_go_of_the_group_and_comes_back_as_a_joiner() -> None:
     member.view(1, (A, B), {})
     member.hear(io.PeerConnected(A))
     spared = m.StandbyNotice(1, 2, -1, member.core.history, m.LedgerState(), "no seat")
-    member.core._peer_links._dialled_addresses[A] = "tcp://a"
+    member.core._context.peer_links._dialled_addresses[A] = "tcp://a"
     assert io.Disconnect(A) in member.say(spared)
     assert member.core.phase is io.MemberPhase.APART and not member.core.is_synced
     member.view(3, (A, B), {B: 0}, 5, b"x")
@@ -419,7 +419,7 @@ def test_a_new_checkpoint_goes_to_the_next_stages_disk_and_the_last_ones_to_the_
             member.hear(io.PeerConnected(peer))
         member.view(1, (A, B, C, D), {})
         member.say(m.StartGeneration(1, 1))
-        member.core._replica_state.applied, member.core._replica_state.is_synced = 9, True  # ten steps later
+        member.core.replica_state.applied, member.core.replica_state.is_synced = 9, True  # ten steps later
         held = m.CheckpointInfo(9, b"h", m.LedgerState(step=10), m.Span(stage, stage + 1))
         effects = member.hear(io.StageCheckpointsChanged((held,)))
         assert io.SendCheckpoint(other, 1, 1, held) in effects
@@ -461,7 +461,7 @@ def test_a_piece_of_another_content_than_the_coordinator_knows_is_an_offence(kno
     assert member.say(good, B) == [io.StoreCheckpointBlock(B, good)]
     if known:
         with pytest.raises(
-            RemoteProtocolError, match="rank 1 sent a checkpoint of blocks 1 to 1 with the digest 7878"
+            RemoteProtocolError, match="rank 1 sent a checkpoint of layers 1 to 1 with the digest 7878"
         ):
             member.say(wrong, B)
     else:
@@ -490,7 +490,7 @@ def test_a_newcomer_that_is_spare_keeps_what_it_has_on_its_disk() -> None:
     member = Member(C, 2, (held,))
     effects = member.say(m.StandbyNotice(1, 3, 5, b"g", m.LedgerState(step=6), "no seat"))
     assert not [effect for effect in effects if isinstance(effect, io.DiscardCheckpoints)]
-    assert member.core._checkpoints.stored == (held,)
+    assert member.core._context.checkpoints.stored == (held,)
 
 
 def test_a_tale_of_a_generation_that_cannot_be_ends_no_coordinator() -> None:

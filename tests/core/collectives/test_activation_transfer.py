@@ -20,7 +20,7 @@ from gridtrain.core.collectives.allgather import AllGather
 from gridtrain.core.collectives.collective import CollectiveComplete, PayloadReceived, SendTo, StoreSlice
 from gridtrain.core.collectives.ring import RingAllReduce
 from gridtrain.core.collectives.subgroup import Subgroup, neighbours_within
-from gridtrain.core.commit.attempts import Attempts, RankAssignment, StepCommitted
+from gridtrain.core.commit.attempts import Attempts, StepCommitted
 from gridtrain.core.commit.two_phase_commit import Failed, Prepared
 from gridtrain.core.group.member_events import (
     AddCollectives,
@@ -29,7 +29,7 @@ from gridtrain.core.group.member_events import (
     ResolveRound,
     Send,
 )
-from gridtrain.core.group.rank_layout import RankLayout
+from gridtrain.core.group.rank_layout import RankAssignment, RankLayout
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.runtime.activation_buffers import (
@@ -210,7 +210,7 @@ def test_a_subgroup_talks_to_its_own_ranks_alone(make: Any) -> None:
 
 def test_a_stranger_to_a_subgroup_is_refused() -> None:
     core = Subgroup(AllGather(0, 2, False), (4, 5))
-    with pytest.raises(RemoteProtocolError, match=r"exchange of ranks \(4, 5\) alone"):
+    with pytest.raises(RemoteProtocolError, match=r"exchange of only the ranks \(4, 5\)"):
         core.handle(PayloadReceived(1, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 1), False, b""), 0.0)
 
 
@@ -275,7 +275,7 @@ def data(channel: m.Channel, place: PayloadSlot) -> m.Data:
 
 def test_a_round_with_more_to_come_seals_after_its_last_collective() -> None:
     mine = member(1)
-    opened = mine.submit(HERE, {ACTIVATION: ActivationReceiver(1, 0, 2)}, 10.0, 0.0, more=True)
+    opened = mine.submit(HERE, {ACTIVATION: ActivationReceiver(1, 0, 2)}, 10.0, 0.0, has_more=True)
     assert not any(isinstance(effect, ComputeDigest) for effect in opened)
     # What belongs to a collective that is still to come is held, not taken for an offence.
     early = data(m.Channel(kind=16), PayloadSlot(CollectivePhase.ALL_GATHER, 0, 0))
@@ -301,7 +301,7 @@ def test_a_round_with_more_to_come_seals_after_its_last_collective() -> None:
 def test_a_no_ends_the_round_of_who_still_waits_for_an_activation() -> None:
     root = member(0)
     root.submit(
-        HERE, {stage_channel(1, 0, m.Channel(kind=2)): ActivationReceiver(0, 1, 2)}, 10.0, 0.0, more=True
+        HERE, {stage_channel(1, 0, m.Channel(kind=2)): ActivationReceiver(0, 1, 2)}, 10.0, 0.0, has_more=True
     )
     ended = root.receive(ROSTER[1].peer, m.Vote(HERE, False, b"", "a stage failed"), 10, 0.0)
     assert [e.committed for e in ended if isinstance(e, ResolveRound)] == [False]
@@ -311,7 +311,7 @@ def test_a_no_ends_the_round_of_who_still_waits_for_an_activation() -> None:
 
 def test_a_member_that_cannot_go_on_votes_no_at_once() -> None:
     mine = member(1)
-    mine.submit(HERE, {ACTIVATION: ActivationReceiver(1, 0, 2)}, 10.0, 0.0, more=True)
+    mine.submit(HERE, {ACTIVATION: ActivationReceiver(1, 0, 2)}, 10.0, 0.0, has_more=True)
     told = mine.add_collectives(AddCollectives(HERE, {}, failure="its line broke"), 0.0)
     assert [(e.message.yes, e.message.reason) for e in told if isinstance(e, Send)] == [
         (False, "its line broke")
@@ -321,7 +321,7 @@ def test_a_member_that_cannot_go_on_votes_no_at_once() -> None:
 
 def test_patience_with_a_silent_pipeline_ends() -> None:
     root = member(0)
-    root.submit(HERE, {ACTIVATION: ActivationSender(0, 1, 1)}, 10.0, 0.0, more=True)
+    root.submit(HERE, {ACTIVATION: ActivationSender(0, 1, 1)}, 10.0, 0.0, has_more=True)
     assert root.tick(9.0) == []
     ended = root.tick(10.0)
     assert any(isinstance(e, ResolveRound) and not e.committed for e in ended)
@@ -330,7 +330,7 @@ def test_patience_with_a_silent_pipeline_ends() -> None:
 
 def test_nothing_comes_after_the_last_collective() -> None:
     mine = member(1)
-    mine.submit(HERE, {ACTIVATION: ActivationReceiver(1, 0, 2)}, 10.0, 0.0, more=True)
+    mine.submit(HERE, {ACTIVATION: ActivationReceiver(1, 0, 2)}, 10.0, 0.0, has_more=True)
     mine.add_collectives(AddCollectives(HERE, {UPDATE: AllGather(1, 2, False)}, has_more=False), 0.0)
     with pytest.raises(LocalProtocolError, match="after its last collective"):
         mine.add_collectives(AddCollectives(HERE, {m.Channel(index=1): AllGather(1, 2, False)}), 0.0)

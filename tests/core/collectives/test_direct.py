@@ -128,7 +128,7 @@ def test_the_same_place_twice_is_refused(place):
     core = DirectAllReduce(0, 3, slices=1, skip=False)
     core.start(0.0)
     core.handle(PayloadReceived(2, place, False, "x"), 0.0)
-    with pytest.raises(RemoteProtocolError, match=r"due was nothing \(more\) of this place"):
+    with pytest.raises(RemoteProtocolError, match=r"due was nothing \(more\) here"):
         core.handle(PayloadReceived(2, place, False, "x"), 0.0)
 
 

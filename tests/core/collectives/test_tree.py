@@ -40,12 +40,13 @@ def picture(world_size):
 
 def test_the_schedule_of_six_ranks():
     assert picture(6) == (
-        "rank 0:  raise <- 1   raise <- 2   raise <- 4   lower -> 4   lower -> 2   lower -> 1\n"
-        "rank 1:  raise -> 0   lower <- 0\n"
-        "rank 2:  raise <- 3   raise -> 0   lower <- 0   lower -> 3\n"
-        "rank 3:  raise -> 2   lower <- 2\n"
-        "rank 4:  raise <- 5   raise -> 0   lower <- 0   lower -> 5\n"
-        "rank 5:  raise -> 4   lower <- 4"
+        "rank 0:  to_root <- 1   to_root <- 2   to_root <- 4   from_root -> 4   "
+        "from_root -> 2   from_root -> 1\n"
+        "rank 1:  to_root -> 0   from_root <- 0\n"
+        "rank 2:  to_root <- 3   to_root -> 0   from_root <- 0   from_root -> 3\n"
+        "rank 3:  to_root -> 2   from_root <- 2\n"
+        "rank 4:  to_root <- 5   to_root -> 0   from_root <- 0   from_root -> 5\n"
+        "rank 5:  to_root -> 4   from_root <- 4"
     )
 
 

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from gridtrain.core import messages as m
-from gridtrain.core.commit.attempts import Attempts, EarlyViolation, RankAssignment, StepCommitted
+from gridtrain.core.commit.attempts import Attempts, EarlyViolation, StepCommitted
 from gridtrain.core.commit.two_phase_commit import Failed, Prepared
 from gridtrain.core.group.member_events import ApplyToBuffer, ComputeDigest, ResolveRound, Send, SendPayload
+from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.network.wire.sparse_payload import ValueKind, encode
 from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer, CollectiveBuffer, DenseRingBuffer
 

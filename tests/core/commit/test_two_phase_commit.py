@@ -27,7 +27,7 @@ COMMIT, ABORT = Verdict.COMMIT, Verdict.ABORT
 
 
 def round_of(rank: int, world_size: int = 3) -> TwoPhaseCommit:
-    return TwoPhaseCommit(ID, rank, world_size, patience_s=5.0, now_s=0.0)
+    return TwoPhaseCommit(ID, rank, world_size, timeout_s=5.0, now_s=0.0)
 
 
 def yes(rank: int, digest: bytes = b"u") -> VoteReceived:
@@ -114,7 +114,7 @@ def test_two_different_votes_of_one_member_are_refused() -> None:
     root = round_of(0)
     root.handle(yes(1, b"u"), 1.0)
     assert root.handle(yes(1, b"u"), 1.1) == []  # repeated after its connection came back
-    with pytest.raises(RemoteProtocolError, match="voted twice"):
+    with pytest.raises(RemoteProtocolError, match="changed its vote"):
         root.handle(yes(1, b"v"), 1.2)
 
 
@@ -126,7 +126,7 @@ def test_the_root_gives_up_on_who_is_silent_but_not_on_who_waits() -> None:
     assert root.tick(4.9) == []
     effects = root.tick(5.0)
     assert outcome(effects) == (ABORT, (2,))
-    assert effects[0] == AnnounceDecision(ABORT, "no vote and no sign of life from rank 2 for 5.0 s")
+    assert effects[0] == AnnounceDecision(ABORT, "no vote and no progress from rank 2 for 5.0 s")
     assert root.deadline_s == math.inf
 
 
@@ -138,4 +138,4 @@ def test_the_root_gives_up_when_all_live_and_nothing_moves() -> None:
             root.handle(ProgressReceived(rank, has_moved=False), now_s)
     effects = root.tick(5.0)
     assert outcome(effects) == (ABORT, ())
-    assert effects[0] == AnnounceDecision(ABORT, "nothing moved anywhere for 5.0 s")
+    assert effects[0] == AnnounceDecision(ABORT, "no member made progress for 5.0 s")

@@ -232,9 +232,9 @@ def test_a_checkpoint_is_no_state_any_more_once_a_followed_one_is_loaded(event: 
     """Back from a pause at step 100 it follows to step 140; paused again, it would call that step 100."""
     held = m.CheckpointInfo(99, b"h" * 32, m.LedgerState(step=100, cursor=400, consumed=400))
     worker = Worker(replace(SETUP, checkpoint=held, can_catch_up=True))
-    assert worker.core.is_synced and worker.core.applied == 99 and not worker.core.is_modified
+    assert worker.core.is_synced and worker.core.applied == 99 and not worker.core.replica_state.is_modified
     worker.say(m.CatchUpFrom(1, ((A, "tcp://a:1"),)))
     worker.hear(event)
-    assert not worker.core.is_synced and worker.core.applied == -1 and worker.core.is_modified
+    assert not worker.core.is_synced and worker.core.applied == -1 and worker.core.replica_state.is_modified
     effects = lone_view(worker, 1, 99, b"h" * 32)
     assert [e for e in effects if isinstance(e, io.Stop)], "who counts on its checkpoint has to do without"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from gridtrain.core import messages as m
-from gridtrain.core.commit.attempts import RankAssignment
 from gridtrain.core.group.member_events import (
     AddResidual,
     DropResidual,
@@ -14,6 +13,7 @@ from gridtrain.core.group.member_events import (
     Send,
     StoreResidualBlock,
 )
+from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.residual_transfer import ResidualTransfer, residual_recipients
 from gridtrain.errors import RemoteProtocolError
 
@@ -161,7 +161,7 @@ def test_who_leaves_declines_and_so_does_who_is_elsewhere() -> None:
 
 
 def test_only_a_neighbour_hands_over_and_only_once() -> None:
-    with pytest.raises(RemoteProtocolError, match="rank 0 hands its residual over to rank 2 of 4"):
+    with pytest.raises(RemoteProtocolError, match="rank 0 sends its residual to rank 2 of 4"):
         ResidualTransfer().receive_block(seat(C), A, piece(), 5, True)
     heir = heir_with_all()
     with pytest.raises(RemoteProtocolError, match="of generation 2 twice"):

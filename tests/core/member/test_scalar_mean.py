@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from gridtrain.core import messages as m
-from gridtrain.core.commit.attempts import RankAssignment
 from gridtrain.core.group.member_events import DeliverMean, Send
+from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.scalar_means import MAX_OPEN_MEANS, ScalarMeans
 from gridtrain.errors import RemoteProtocolError
 
@@ -85,7 +85,7 @@ def test_a_flood_of_one_member_crowds_out_nobody() -> None:
 @pytest.mark.parametrize(
     ("me", "peer", "message", "words"),
     [
-        (B, C, ask(1.0), "rank 2 sent MeanRequest to rank 1; averages are made by rank 0"),
+        (B, C, ask(1.0), "rank 2 sent MeanRequest to rank 1; rank 0 computes averages"),
         (B, C, m.MeanReply(1, 5, 7, 0, 9.0), "rank 2 sent MeanReply to rank 1"),
         (A, B, m.MeanReply(1, 5, 7, 0, 9.0), "rank 1 sent MeanReply to rank 0"),
     ],

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
-from gridtrain.core.commit.attempts import RankAssignment
 from gridtrain.core.group import member_events as io
+from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.member import MemberCore
 from gridtrain.core.member.state_forwarding import BLOCK_TIMEOUT_S, MAX_FIRST_BLOCK_TIMEOUT_S, StateForwarding
 
@@ -184,7 +184,8 @@ def test_a_state_with_another_digest_is_asked_of_the_donor_anew() -> None:
 def test_a_member_that_holds_the_state_waits_for_nobody() -> None:
     a = Newcomer(joining="cd")
     assert a.core.deadline_s == 8.0, "only for its edges"
-    assert not a.core.is_forwarding_state
+    generation = a.core.current_generation
+    assert generation is not None and generation.incoming_state.forwarding.downstream is None
 
 
 def test_who_has_followed_asks_only_for_what_updates_do_not_tell() -> None:

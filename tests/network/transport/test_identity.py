@@ -90,7 +90,7 @@ def test_a_damaged_key_file_says_so_and_shows_nothing(tmp_path, damage):
     text = path.read_bytes()
     damaged = {"cut": text[:-3], "more": text.strip() + b"00\n", "other": text.replace(b"secret", b"public")}
     path.write_bytes(damaged[damage] if isinstance(damage, str) else damage)
-    with pytest.raises(ConfigError, match=r"holds no key|cannot be read") as caught:
+    with pytest.raises(ConfigError, match=r"does not contain a key|cannot be read") as caught:
         Identity.read(path)
     assert identity.secret.hex()[:16] not in str(caught.value)
     assert str(path) in str(caught.value)
@@ -104,7 +104,7 @@ def test_a_key_file_is_never_overwritten(tmp_path):
 
 
 def test_a_missing_key_file_says_what_to_do(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot be read: .* -> see that it exists"):
+    with pytest.raises(ConfigError, match=r"cannot be read: .* -> check that it exists"):
         Identity.read(tmp_path / "none.key")
 
 

@@ -392,7 +392,7 @@ def test_pieces_without_end_are_refused(road):
 
 def test_a_key_that_is_nobodys_is_refused():
     for key in (bytes(32), b"short"):
-        with pytest.raises(TransportError, match="is no public key"):
+        with pytest.raises(TransportError, match="is not a public key"):
             SecureChannel(Identity.generate(), key, b"")
 
 

@@ -157,8 +157,10 @@ SPEC = m.LedgerSpec(100, 0, epochs=1)
             "header of MembershipView takes 77.* at most 65536",
             id="header over 64 KiB",
         ),
-        pytest.param(data("text"), "payload of Data is no contiguous buffer", id="payload is text"),
-        pytest.param(data(np.zeros((4, 4))[:, 0]), "payload of Data is no contiguous", id="payload has gaps"),
+        pytest.param(data("text"), "payload of Data is not a contiguous buffer", id="payload is text"),
+        pytest.param(
+            data(np.zeros((4, 4))[:, 0]), "payload of Data is not a contiguous", id="payload has gaps"
+        ),
         pytest.param(
             data(np.empty(MAX_PAYLOAD_BYTES + 1, np.uint8)), "takes 67108865 bytes", id="payload over 64 MiB"
         ),

@@ -10,8 +10,8 @@ import pytest
 from gridtrain.config import JoinConfig
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
-from gridtrain.network.transport.interface import TrafficCounters
 from gridtrain.network.transport.access_control import PeerAllowlist
+from gridtrain.network.transport.interface import TrafficCounters
 from gridtrain.runtime.io_loop import IoLoop
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.mailbox.worker_task import AddResiduals, LoadState

@@ -156,7 +156,7 @@ class Listener:
         """The connection of this peer that `silence` has left standing, in use again; None: there is none."""
         lost = [connection for connection, _ in self._lost]
         for connection in self._connections_of(peer):
-            is_admitted = access_control.is_still_admitted(self._policy, peer, guest=False)
+            is_admitted = access_control.is_still_admitted(self._policy, peer, is_pending=False)
             if is_admitted and connection.state == "silent" and connection not in lost:
                 connection.state = "up"
                 return connection

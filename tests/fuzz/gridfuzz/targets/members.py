@@ -222,7 +222,7 @@ class Rig:
             "peer": (*KEYS, STRANGER),
             "digest": tuple(self.yes.get(here, {}).values()) or (b"", b"d" * 32),
             "LedgerState": (
-                core.ledger,
+                core.replica_state.ledger,
                 m.LedgerState(requeued=spans),
                 m.LedgerState(holders=((KEYS[0], spans),)),
             ),
@@ -282,11 +282,9 @@ class Rig:
 
     def _generation_after_freeze(self) -> None:
         core, source = self.core, self.source
-        applied, history, state = core.applied, core.history, core.ledger
+        applied, history, state = core.applied, core.history, core.replica_state.ledger
         prepared = (
-            core._view_changes.generation.attempts.prepared_attempt
-            if core._view_changes.generation is not None
-            else None
+            core.current_generation.attempts.prepared_attempt if core.current_generation is not None else None
         )
         if prepared is not None and core.is_synced and source.byte() & 1:
             applied, history = prepared.round_id.step, extend_history(history, prepared.digest)
@@ -317,7 +315,10 @@ class Rig:
             or self.source.one_in(6)
         ):
             return
-        must(core.own_id in core.data_assignment(), "this worker has no place in the assignment")
+        must(
+            core.own_id in core.current_generation.data_assignment(),
+            "this worker has no place in the assignment",
+        )
         rank, round_id = core.rank_assignment.rank, core.next_round
         self.due = expected(self.kind, rank, self.world, 1)
         workspace: Any
@@ -346,9 +347,7 @@ class Rig:
     def standing(self) -> Before:
         core = self.core
         prepared = (
-            core._view_changes.generation.attempts.prepared_attempt
-            if core._view_changes.generation is not None
-            else None
+            core.current_generation.attempts.prepared_attempt if core.current_generation is not None else None
         )
         return Before(
             core.term,
@@ -393,12 +392,12 @@ class Rig:
         must(core.generation >= before.generation, "the generation goes back")
         must(core.applied >= before.applied or by_view, "the applied step goes back without a VIEW")
         must(core.deadline_s == core.deadline_s, "the deadline is no number")
-        must(len(core._peer_links._expected_since) <= MAX_EXPECTED, "too many are expected")
+        must(len(core._context.peer_links._expected_since) <= MAX_EXPECTED, "too many are expected")
         for peer in self._members():
             must(core.early_bytes(peer) <= MAX_EARLY_BYTES, "too many bytes are held")
             held = (
-                core._view_changes.generation.attempts._early.get(peer)
-                if core._view_changes.generation is not None
+                core.current_generation.attempts._early.get(peer)
+                if core.current_generation is not None
                 else None
             )
             must(held is None or len(held.messages) <= MAX_EARLY_MESSAGES, "too many messages are held")

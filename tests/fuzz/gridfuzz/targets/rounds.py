@@ -18,11 +18,11 @@ from gridtrain.core.commit.attempts import (
     MAX_EARLY_MESSAGES,
     AttemptEffect,
     Attempts,
-    RankAssignment,
     StepCommitted,
 )
 from gridtrain.core.commit.two_phase_commit import ROOT, Failed, Prepared, ProgressReceived
 from gridtrain.core.group import member_events as io
+from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.errors import RemoteProtocolError
 
 GOOD, BAD = b"good", b"bad"
