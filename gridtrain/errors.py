@@ -1,8 +1,7 @@
 """Every error that gridtrain raises on purpose.
 
-Decides nothing: it is the vocabulary.  A message says what happened, the value
-seen, the bound, the peer, and what to do next (`remedy`), so that a user who
-reads only the last line of a traceback knows the next step.
+A message says what happened, the value, the bound, the peer, and what to do next (`remedy`), so that a user
+who reads only the last line of a traceback knows the next step.
 """
 
 from __future__ import annotations
@@ -14,7 +13,12 @@ class GridtrainError(Exception):
     Args:
         reason: what happened, with the value and the bound.
         remedy: the next thing to do; appended to the text after an arrow.
+
+    Attributes:
+        exit_code: of a process that ends with this error.
     """
+
+    exit_code = 1
 
     def __init__(self, reason: str, *, remedy: str = "") -> None:
         self.reason = reason
@@ -33,6 +37,8 @@ class LocalProtocolError(GridtrainError):
 class ConfigError(GridtrainError):
     """The user asked for something impossible or contradictory."""
 
+    exit_code = 2
+
 
 class LineBroken(GridtrainError):
     """A pipeline cannot go on: a stage failed, left, or sent what cannot be used; `peer`: which, if known."""
@@ -49,9 +55,13 @@ class TransportError(GridtrainError):
 class CoordinatorUnreachable(GridtrainError):
     """Nobody answered at the coordinator's address in time."""
 
+    exit_code = 3
+
 
 class JoinRefused(GridtrainError):
     """The coordinator refused this worker; `code` is stable, the text is for people."""
+
+    exit_code = 4
 
     def __init__(self, code: str, reason: str, *, remedy: str = "") -> None:
         self.code = code
@@ -60,6 +70,8 @@ class JoinRefused(GridtrainError):
 
 class NotAccepted(GridtrainError):
     """The person at this machine has not agreed to run the bundle that the run's owner serves."""
+
+    exit_code = 5
 
 
 class RunPaused(GridtrainError):

@@ -26,7 +26,7 @@ def install_sigterm_handler() -> None:
 
 
 def install_error_hook() -> None:
-    """A `GridtrainError`, and Ctrl-C, end the script with one sentence.
+    """A `GridtrainError` ends the script with one sentence and its exit code; Ctrl-C with one sentence.
 
     Bugs keep their traceback, as does everything with GRIDTRAIN_DEBUG=1.
     """
@@ -40,6 +40,7 @@ def _format_error(kind: type[BaseException], error: BaseException, trace: Traceb
     elif isinstance(error, GridtrainError) and not isinstance(error, LocalProtocolError):
         frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(_PACKAGE)]
         place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: " if frames else ""
-        print(f"gridtrain: {place}{kind.__name__}: {error}", file=sys.stderr)
+        print(f"gridtrain: {place}{kind.__name__}: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_code)  # the interpreter exits with this code instead of 1
     else:
         sys.__excepthook__(kind, error, trace)

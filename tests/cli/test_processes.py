@@ -276,7 +276,7 @@ def test_the_journal_is_in_use(start_coordinator: StartCoordinator) -> None:
     [
         (lambda journal: journal.write_bytes(journal.read_bytes()[:5000]), 1, "is damaged"),
         (lambda journal: journal.write_bytes(b"notes" * 999), 1, "is not a journal"),
-        (lambda journal: journal.write_bytes(b""), 1, "it is empty, and"),
+        (lambda journal: journal.write_bytes(b""), 1, "it is empty, although"),
         (lambda journal: (journal.parent / "coordinator.key").unlink(), 1, "belongs to the key"),
     ],
     ids=["cut", "other bytes", "empty", "no key"],
@@ -452,7 +452,7 @@ INVITATION = invitation_to("tcp://127.0.0.1:1")
     ("arguments", "text"),
     [
         (("dance",), "No such command 'dance'"),
-        (("worker",), "'' is not an invitation"),
+        (("worker",), "no invitation was given -> gridtrain worker INVITATION"),
         (("worker", INVITATION, "--upload-limit", "fast", "--", "true"), "'fast' is not a rate"),
         (("worker", "--", "true"), "not an invitation"),
         (("coordinator", "--min-workers", "0"), "0 is not in the range"),

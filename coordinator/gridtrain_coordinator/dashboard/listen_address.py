@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gridtrain.errors import ConfigError
+from gridtrain.extras import install_command
 
 HOST, PORT = "127.0.0.1", 7780
 MAX_PORTS_TRIED = 20
 TOKEN_FILE = "dashboard.token"
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
-INSTALL = "pip install 'gridtrain[coordinator]'"
+INSTALL = install_command("coordinator")
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{32,128}")
 
 
