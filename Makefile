@@ -37,12 +37,16 @@ bench: $(READY) ## exchanges over shaped links beside rivals, SUITE=goals (minut
 bench-quick: $(READY) ## what got slower: ratios to gloo and to a memory copy (under 3 minutes)
 	@cd benchmarks && ../$(BIN)/python -m bench quick $(BENCH)
 
-test: $(READY) ## the whole test suite, in two halves side by side; TESTS=tests/network/wire for a part of it
+test: $(READY) ## the test suite, in two halves side by side; TESTS=tests/network/wire for a part of it
 ifeq ($(strip $(TESTS)),tests)
 	@$(BIN)/python scripts/test-halves $(TESTS)
 else
 	$(BIN)/pytest $(TESTS)
 endif
+
+.PHONY: test-all
+test-all: ## the whole suite with nothing left out: slow tests (tests/slow.txt), all seeds (about half an hour)
+	@GRIDTRAIN_TESTS=all $(MAKE) --no-print-directory test
 
 .PHONY: test-adapters
 test-adapters: $(READY) ## DDP's hook, sites, Hugging Face, Lightning, Accelerate, loggers: installs these and tests all

@@ -67,8 +67,8 @@ def run_ours(asked: Asked) -> None:
     from gridtrain.config import JoinConfig
     from gridtrain.core.collectives import direct, ring
     from gridtrain.core.messages import LedgerSpec, Setup
-    from gridtrain.network.transport.identity import Identity
     from gridtrain.network.transport.access_control import PeerAllowlist
+    from gridtrain.network.transport.identity import Identity
     from gridtrain.network.transport.stack import build_stack
     from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
     from gridtrain.runtime.buffers.star_buffers import make_dense_buffer
@@ -84,8 +84,8 @@ def run_ours(asked: Asked) -> None:
         identity, "ring benchmark", gate=gate, encrypted=encrypted, plain_anywhere=not encrypted
     )
     session = GroupSession(build_stack(sockets, identity), config, gate)
-    session.start()
-    session.attach_state(lambda seat, whole: [b"no", b"state"], lambda blobs: None)
+    session.connection.start()
+    session.tasks.attach_state(lambda seat, whole: [b"no", b"state"], lambda blobs: None)
     edges = direct.neighbours if asked.topology == "direct" else ring.neighbours
     spec = LedgerSpec(size=asked.workers, seed=0, steps=asked.rounds)
     session.join(Setup((("vector", f"{asked.elements} float32"),), spec, 1, None), edges)

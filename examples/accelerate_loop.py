@@ -1,6 +1,6 @@
 """A loop with Hugging Face Accelerate on several workers.  Lines marked `# grid` are what gridtrain changes.
 
-    pip install 'gridtrain[adapters]'
+    pip install -e '.[adapters]'
     gridtrain coordinator                                                           # one terminal
     gridtrain worker "$(gridtrain invite)" -- python examples/accelerate_loop.py    # one per worker
 

@@ -1,6 +1,6 @@
 """Hugging Face's Trainer on several workers.  A tiny GPT-2 from its configuration: nothing is downloaded.
 
-pip install 'gridtrain[adapters]'
+pip install -e '.[adapters]'
 gridtrain coordinator                                                       # one terminal
 gridtrain worker "$(gridtrain invite)" -- python examples/hf_trainer.py     # one per worker
 """

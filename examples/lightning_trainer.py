@@ -1,6 +1,6 @@
 """Lightning's Trainer on several workers.
 
-pip install 'gridtrain[adapters]'
+pip install -e '.[adapters]'
 gridtrain coordinator                                                              # one terminal
 gridtrain worker "$(gridtrain invite)" -- python examples/lightning_trainer.py     # one per worker
 """

@@ -13,7 +13,12 @@ class GridtrainError(Exception):
     Args:
         reason: what happened, with the value and the bound.
         remedy: the next thing to do; appended to the text after an arrow.
+
+    Attributes:
+        exit_code: of a process that ends with this error.
     """
+
+    exit_code = 1
 
     def __init__(self, reason: str, *, remedy: str = "") -> None:
         self.reason = reason
@@ -32,6 +37,8 @@ class LocalProtocolError(GridtrainError):
 class ConfigError(GridtrainError):
     """The user asked for something impossible or contradictory."""
 
+    exit_code = 2
+
 
 class LineBroken(GridtrainError):
     """A pipeline's attempt cannot go on: stage `peer`, if known, has failed, left, or sent invalid data."""
@@ -48,14 +55,13 @@ class TransportError(GridtrainError):
 class CoordinatorUnreachable(GridtrainError):
     """Nobody answered at the coordinator's address in time."""
 
+    exit_code = 3
+
 
 class JoinRefused(GridtrainError):
-    """The coordinator refused this worker; `code` is stable, the text is for people.
+    """The coordinator refused this worker; `code` is stable, the text is for people."""
 
-    A script that does not catch it ends with `EXIT_CODE`, as `gridtrain worker` does.
-    """
-
-    EXIT_CODE = 4
+    exit_code = 4
 
     def __init__(self, code: str, reason: str, *, remedy: str = "") -> None:
         self.code = code
@@ -64,6 +70,8 @@ class JoinRefused(GridtrainError):
 
 class NotAccepted(GridtrainError):
     """The volunteer has not consented to run the bundle that the run's owner serves."""
+
+    exit_code = 5
 
 
 class RunPaused(GridtrainError):

@@ -1,13 +1,18 @@
 """What all tests share: seeds that can be swept and replayed, marks, the hypothesis profile.
 
+GRIDTRAIN_TESTS=all     nothing is left out: slow tests, and all seeds of each test (`make test-all`)
 GRIDTRAIN_SEEDS=10000   every test over seeds runs seeds 0 to 9999 (`make sweep SEEDS=10000`)
 GRIDTRAIN_SEED=123      every test over seeds runs seed 123 alone (replays a failure)
+
+Without any of them, as in `make test`, a test over seeds runs a fifth of its seeds, and the tests that slow.txt
+names are left out unless the command line names their file or the test itself.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -16,16 +21,24 @@ hypothesis.settings.register_profile("gridtrain", deadline=None, print_blob=True
 hypothesis.settings.load_profile("gridtrain")
 
 SEED = pytest.StashKey[int]()
+FULL = os.environ.get("GRIDTRAIN_TESTS") == "all"
+FEWEST_SEEDS = 25
+SLOW = tuple(
+    line.split()[0]
+    for line in (Path(__file__).parent / "slow.txt").read_text().splitlines()
+    if line.strip() and not line.startswith("#")
+)
 
 
 @pytest.fixture
 def seeds(request: pytest.FixtureRequest) -> Callable[[int], Iterator[int]]:
-    """`for seed in seeds(2000):` runs 2,000 seeds, or those that the environment names."""
+    """`for seed in seeds(2000):` runs a fifth of 2,000 seeds, or those that the environment asks for."""
 
     def chosen(default: int) -> range:
         if one := os.environ.get("GRIDTRAIN_SEED"):
             return range(int(one), int(one) + 1)
-        return range(int(os.environ.get("GRIDTRAIN_SEEDS") or default))
+        few = default if FULL else min(default, max(FEWEST_SEEDS, default // 5))
+        return range(int(os.environ.get("GRIDTRAIN_SEEDS") or few))
 
     def run(default: int) -> Iterator[int]:
         for seed in chosen(default):
@@ -48,7 +61,12 @@ def pytest_runtest_makereport(
     return report
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    named = any("::" in argument or argument.endswith(".py") for argument in config.args)
+    if not (FULL or named):
+        left_out = [item for item in items if item.nodeid.startswith(SLOW)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.nodeid.startswith(SLOW)]
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_tests and not _has_cuda():
         for item in gpu_tests:

@@ -123,7 +123,7 @@ def tell_outcomes(grid: gridtrain.Grid) -> None:
         round_id = session._turn.open_round
         outcome = run(plan, workspaces, skip, salt)
         name = [round_id.generation, round_id.step, round_id.attempt]
-        say("outcome", round=name, committed=outcome.committed, of=plan.world_size)
+        say("outcome", round=name, committed=outcome.is_committed, of=plan.world_size)
         return outcome
 
     session.run = told

@@ -69,7 +69,7 @@ class Hands:
     """Between the SDK's loop and its transport, in the loop's thread."""
 
     def __init__(self, grid: gridtrain.Grid, name: str, orders: Orders, until_s: float | None) -> None:
-        driver: Any = grid._session._io_loop
+        driver: Any = grid._session.connection.loop
         credit = driver._transport
         identity = Identity.read(Path(grid._config.identity))
         self._place = Place(driver._core, credit, credit._inner._inner, identity, orders.victim)

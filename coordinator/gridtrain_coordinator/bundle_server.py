@@ -1,9 +1,7 @@
-"""The run's bundle, for workers that ask for it: block by block, each asker so often and no more.
+"""Sends the run's bundle to workers that ask for it, block by block, within a rate limit.
 
-Decides who gets which block.  Never opens the bundle, and executes nothing.
-
-    worker  StatusRequest --> status: bundle {digest, bytes, script}
-            BundleAsk(digest, 0), (digest, 1), ... --> BundleBlock | Refused
+worker  StatusRequest --> status: bundle {digest, bytes, script}
+        BundleRequest(digest, 0), (digest, 1), ... --> BundleBlock | Refused
 """
 
 from __future__ import annotations
@@ -17,13 +15,13 @@ from gridtrain.tools.bundle import Bundle
 from gridtrain_coordinator.run import events as io
 
 MAX_BUNDLES_PER_WORKER, RATE_WINDOW_S = 4, 600.0
-"""So many whole bundles a worker may fetch within that time: an ask is small, and its answer is not."""
+"""Whole bundles that a worker may fetch within that time, as a request is small and the answer is not."""
 
 MAX_ASKERS = 1000
 
 
 class BundleServer:
-    """What is served; None: nothing is."""
+    """Serves one bundle; None: there is none."""
 
     def __init__(self, bundle: Bundle | None = None) -> None:
         archive = bundle.archive if bundle is not None else b""
@@ -31,27 +29,28 @@ class BundleServer:
         self._blocks = [archive[i : i + MAX_BLOCK_BYTES] for i in range(0, len(archive), MAX_BLOCK_BYTES)]
         self._asked: dict[m.PeerId, deque[float]] = {}
 
-    def answer(self, peer: m.PeerId, ask: m.BundleRequest, now_s: float) -> list[io.Effect]:
-        """To be sent; at most `WHOLE` times as much as there is within `WHOLE_IN_S`."""
+    def answer(self, peer: m.PeerId, request: m.BundleRequest, now_s: float) -> list[io.Effect]:
+        """The block, or a refusal."""
         if self._bundle is None:
             return [
                 io.Send(
                     peer, m.Refused("no-bundle", "this run has no bundle", "ask its owner for the script")
                 )
             ]
-        if self._digest() != ask.digest or ask.index >= len(self._blocks):
-            text = f"the run's bundle is {self._bundle.digest}, and not what was asked for"
+        if self._digest() != request.digest or request.index >= len(self._blocks):
+            text = f"the run's bundle is {self._bundle.digest}, not the requested one"
             return [
-                io.Send(peer, m.Refused("bundle", text, "start the worker again: it asks for the new one"))
+                io.Send(peer, m.Refused("bundle", text, "restart the worker: it then requests the new one"))
             ]
         if not self._is_allowed(peer, now_s):
-            text = f"{MAX_BUNDLES_PER_WORKER} whole bundles in {RATE_WINDOW_S / 60:.0f} minutes are enough"
+            minutes = f"{RATE_WINDOW_S / 60:.0f} minutes"
+            text = f"one worker may fetch {MAX_BUNDLES_PER_WORKER} bundles within {minutes}"
             return [io.Send(peer, m.Refused("too-often", text, "try again later"))]
-        block = m.BundleBlock(ask.digest, ask.index, len(self._blocks), self._blocks[ask.index])
+        block = m.BundleBlock(request.digest, request.index, len(self._blocks), self._blocks[request.index])
         return [io.Send(peer, block)]
 
     def status(self) -> dict[str, Any] | None:
-        """For the status."""
+        """For the status; None: there is no bundle."""
         if self._bundle is None:
             return None
         size = len(self._bundle.archive)
@@ -62,14 +61,14 @@ class BundleServer:
         return bytes.fromhex(self._bundle.digest.removeprefix("sha256:"))
 
     def _is_allowed(self, peer: m.PeerId, now_s: float) -> bool:
-        """Counts this ask."""
-        asked = self._asked.pop(peer, None) or deque(maxlen=MAX_BUNDLES_PER_WORKER * len(self._blocks))
-        while asked and asked[0] <= now_s - RATE_WINDOW_S:
-            asked.popleft()
-        allowed = len(asked) < MAX_BUNDLES_PER_WORKER * len(self._blocks)
-        if allowed:
-            asked.append(now_s)
-        self._asked[peer] = asked  # at the end: the first ones have been quiet for longest
+        """Counts this request."""
+        times_s = self._asked.pop(peer, None) or deque(maxlen=MAX_BUNDLES_PER_WORKER * len(self._blocks))
+        while times_s and times_s[0] <= now_s - RATE_WINDOW_S:
+            times_s.popleft()
+        is_allowed = len(times_s) < MAX_BUNDLES_PER_WORKER * len(self._blocks)
+        if is_allowed:
+            times_s.append(now_s)
+        self._asked[peer] = times_s  # reinserted last: the first entries have been quiet for longest
         if len(self._asked) > MAX_ASKERS:
             del self._asked[next(iter(self._asked))]
-        return allowed
+        return is_allowed

@@ -1,17 +1,16 @@
-"""The coordinator's only loop: it carries out what the membership core decides.
-
-Decides nothing about members, generations or verdicts; never touches a gradient, and never imports
-torch.  What the core wants journalled is on the disk before anything that follows is sent.
+"""The coordinator's loop: it carries out the effects that the membership core and access control return.
 
                   poll                    handle, tick                   in order
     Transport ------------> Coordinator --------------> Membership ---------------------+
         ^                        |  ^                                                   |
-        |      guests, orders,   |  +---- Lost, if a send failed                        |
-        |            strikes     +----------------------> Reception (the door) ---------+
+        |    pending members,    |  +---- PeerDisconnected, if a send failed            |
+        |  orders, violations    +----------------------> AccessHandler ----------------+
         |                                                                               v
-        +------- Send, Dismiss, CallBack -------------------- Store <-- Journal, all of a turn at once
+        +------- Send, Disconnect, DialBack ----------- JournalStore <-- JournalEntry, all of a turn at once
                                                                 |
-                                no room: Standstill, then the same effects; from time to time: Backups
+                            disk full: DiskFullMode, then the same effects; from time to time: Backups
+
+Journal entries are on disk before any effect that follows is carried out.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from gridtrain_coordinator.journal.store import JournalFull, JournalStore
 from gridtrain_coordinator.log import Log, silent
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run import events as io
-from gridtrain_coordinator.run.journal_recovery import recover_run
+from gridtrain_coordinator.run.journal_recovery import RecoveredRun, recover_run
 from gridtrain_coordinator.status_report import RateMeter, build_status, encode_status, redact_addresses
 
 SOFTWARE = f"gridtrain {__version__}"
@@ -63,11 +62,11 @@ MAX_WAIT_S = 0.25
 """The longest single wait, so that a stop is noticed within it."""
 
 EXIT_DELAY_S = 5.0
-"""After the end of the run, workers get so long to hear of it and to leave."""
+"""Time for workers to hear of the end of the run, and to leave."""
 
 
 class StopFlag(Protocol):
-    """A `threading.Event`, or anything else that can tell."""
+    """A `threading.Event`, or anything else with this method."""
 
     def is_set(self) -> bool: ...
 
@@ -82,15 +81,44 @@ class MembershipCore(Protocol):
     def tick(self, now_s: float) -> list[io.Effect]: ...
     def snapshot(self, now_s: float) -> dict[str, Any]: ...
     def introduce_pending_member(
-        self, guest: PeerId, most: int
+        self, pending: PeerId, most: int
     ) -> tuple[list[io.Effect], tuple[tuple[PeerId, str], ...]]: ...
 
 
 class DashboardPort(Protocol):
-    """Where people look in: the dashboard.  None of it may wait."""
+    """What the loop needs of the dashboard; none of it may block."""
 
-    def publish(self, picture: Mapping[str, Any]) -> None: ...
+    def publish(self, status: Mapping[str, Any]) -> None: ...
     def take_orders(self) -> Iterable[tuple[RemoveWorker | Unban, Future[OperatorReply | Refused]]]: ...
+
+
+def _recover(store: JournalStore, run: str) -> RecoveredRun:
+    """The run as the journal left it.  Raises `JournalError`."""
+    entries = [(entry.kind, entry.body) for entry in store.entries()]
+    runs = {body["run"] for kind, body in entries if kind == "term" and "run" in body}
+    if runs - {run}:
+        raise JournalError(
+            f'the journal is that of the run "{runs.pop()}", not "{run}"',
+            remedy="name another folder with --state, or the other run with --run",
+        )
+    try:
+        recovered = recover_run(entries)
+    except (KeyError, TypeError, ValueError) as error:
+        raise invalid_entry(error) from None
+    if recovered.is_finished:
+        raise JournalError(
+            f'the run "{run}" of this journal is finished',
+            remedy="start a new one: name another run with --run, or another folder with --state",
+        )
+    return recovered
+
+
+def invalid_entry(error: Exception) -> JournalError:
+    """The journal cannot be read back: `error` was raised by one of its entries."""
+    return JournalError(
+        f"the journal holds an entry that no coordinator wrote: {error!r}",
+        remedy="restore it from a backup, or start a new run with another --state",
+    )
 
 
 class Coordinator:
@@ -99,17 +127,17 @@ class Coordinator:
     May be constructed in one thread and run in another.
 
     Args:
-        transport: any `Transport`, listening already, with the door as its gate.
-        store: the journal; `Store.open(":memory:")` for a group that lives in one process.
+        transport: any `Transport` that listens already, with access control as its gate.
+        store: the journal; `JournalStore.open(":memory:")` for a group within one process.
         membership: the core; its term must come from `store.next_term()`.
-        reception: the door, over the same core.
-        log: gets one call for each event.
+        access: access control over the same core.
+        log: called once for each event.
         exit_when_finished: `run` returns when the run is finished and its workers have left.
         address: where workers find it, for `gridtrain status`.
         clock: seconds, monotonic.
         backups: None: none are made.
-        window: shown the picture once a second; gives the operator's orders.
-        shelf: the bundle that workers may fetch; None: there is none.
+        dashboard: receives the status once a second, and gives the operator's orders.
+        bundle_server: the bundle that workers may fetch; None: there is none.
     """
 
     def __init__(
@@ -117,7 +145,7 @@ class Coordinator:
         transport: Transport,
         store: JournalStore,
         membership: MembershipCore,
-        reception: AccessHandler,
+        access: AccessHandler,
         *,
         reach_s: float = Deadlines().reach_s,
         log: Log = silent,
@@ -125,24 +153,24 @@ class Coordinator:
         address: str = "",
         clock: Callable[[], float] = time.monotonic,
         backups: Backups | None = None,
-        window: DashboardPort | None = None,
-        shelf: BundleServer | None = None,
+        dashboard: DashboardPort | None = None,
+        bundle_server: BundleServer | None = None,
     ) -> None:
-        self._bundle_server = shelf or BundleServer()
+        self._bundle_server = bundle_server or BundleServer()
         self._transport = transport
         self._store = store
         self._membership = membership
-        self._access = reception
+        self._access = access
         self._dial_back_timeout_s = reach_s
         self._log = log
         self._exit_when_finished = exit_when_finished
         self._real_clock = clock
-        self._core_clock_lag_s = 0.0  # the core's clock stood still for so long
+        self._core_clock_lag_s = 0.0  # total time for which the core's clock was stopped
         self._disk_full: DiskFullMode | None = None
-        self._checkups = Checkups(lambda guest, most: membership.introduce_pending_member(guest, most))
-        self._connected: set[PeerId] = set()  # workers that are connected
+        self._checkups = Checkups(lambda pending, most: membership.introduce_pending_member(pending, most))
+        self._connected: set[PeerId] = set()  # workers, without pending members and the operator
         self._backups = backups
-        self._dashboard = window
+        self._dashboard = dashboard
         self._rates = RateMeter()
         self._address = address
         self._started_s = self._clock()
@@ -153,7 +181,7 @@ class Coordinator:
         cls,
         transport: Transport,
         store: JournalStore,
-        door: Authorization,
+        authorization: Authorization,
         *,
         run: str = "default",
         operator: PeerId | None = None,
@@ -163,28 +191,15 @@ class Coordinator:
         exit_when_finished: bool = False,
         address: str = "",
         backups: Backups | None = None,
-        shelf: BundleServer | None = None,
+        bundle_server: BundleServer | None = None,
         plans: bool = True,
-        window: DashboardPort | None = None,
+        dashboard: DashboardPort | None = None,
     ) -> Coordinator:
-        """A coordinator with the real core, in the journal's next term; `door` is the transport's gate.
+        """A coordinator with the real core, in the journal's next term.
 
-        Raises `JournalError` if the journal is that of another run, or cannot be understood.
+        Raises `JournalError` if the journal is that of another or a finished run, or holds invalid entries.
         """
-        entries = [(entry.kind, entry.body) for entry in store.entries()]
-        runs = {body["run"] for kind, body in entries if kind == "term" and "run" in body}
-        if runs - {run}:
-            raise JournalError(
-                f'the journal is that of the run "{runs.pop()}", not "{run}"',
-                remedy="name another folder with --state, or the other run with --run",
-            )
-        try:
-            recovered = recover_run(entries)
-        except (KeyError, TypeError, ValueError) as error:
-            raise JournalError(
-                f"the journal holds an entry that no coordinator wrote: {error!r}",
-                remedy="restore it from a backup, or begin a new run with another --state",
-            ) from None
+        recovered = _recover(store, run)
         deadlines = deadlines or Deadlines()
         membership = Membership(
             me=transport.me,
@@ -196,30 +211,25 @@ class Coordinator:
             recovered=recovered,
             plans=plans,
         )
-        if recovered.is_finished:
-            raise JournalError(
-                f'the run "{run}" of this journal is finished',
-                remedy="begin a new one: name another run with --run, or another folder with --state",
-            )
         return cls(
             transport,
             store,
             membership,
-            AccessHandler(door, membership, operator, time.time),
+            AccessHandler(authorization, membership, operator, time.time),
             reach_s=deadlines.reach_s,
             log=log,
             exit_when_finished=exit_when_finished,
             address=address,
             backups=backups,
-            window=window,
-            shelf=shelf,
+            dashboard=dashboard,
+            bundle_server=bundle_server,
         )
 
     def run(self, stop: StopFlag) -> None:
         """Serve until `stop` is set, or the run is over (`exit_when_finished`).
 
-        Raises `JournalError` if something cannot be made durable: it is then not sent either.  Where there
-        is only no room it is kept, and tried again; see `standstill`.
+        Raises `JournalError` if something cannot be made durable; it is then not sent either.  If only the
+        disk is full it is kept and tried again; see `DiskFullMode`.
         """
         try:
             now_s = self._clock()
@@ -227,7 +237,7 @@ class Coordinator:
             while not stop.is_set() and not self._should_exit():
                 self._run_once()
             if self._backups is not None and self._backups.is_pending and self._disk_full is None:
-                self._back_up(self._backups)  # so that the latest one knows all that this one knew
+                self._back_up(self._backups)  # so that the latest backup is complete
         finally:
             self._transport.close()
             self._store.close()
@@ -235,11 +245,9 @@ class Coordinator:
     # -- one turn ------------------------------------------------------------------------------
 
     def _clock(self) -> float:
-        """The core's: it stands still while nothing can be decided."""
-        standing = self._disk_full
-        return (
-            standing.core_stopped_s if standing is not None else self._real_clock() - self._core_clock_lag_s
-        )
+        """The core's clock, which stands still in disk-full mode."""
+        mode = self._disk_full
+        return mode.core_stopped_s if mode is not None else self._real_clock() - self._core_clock_lag_s
 
     def _run_once(self) -> None:
         if self._dashboard is not None:
@@ -263,38 +271,31 @@ class Coordinator:
         self._track_connection(event)
         match event:
             case Received(peer) if not self._access.may_send(peer):
-                return []  # it was put out by an earlier message of this turn
+                return []  # an earlier message of this turn removed it
             case Received(peer, StatusRequest()) if not self._access.is_pending(peer):
                 return [io.Send(peer, StatusReply(self._encoded_status(peer, now_s)))]
             case Received(peer, message) if self._checkups.accepts(peer, message):
-                asker: PeerId = peer
+                requester: PeerId = peer
                 return self._checkups.handle(
-                    asker, message, lambda: self._encoded_status(asker, now_s), now_s
+                    requester, message, lambda: self._encoded_status(requester, now_s), now_s
                 )
-            case Received(peer, BundleRequest() as ask) if not self._access.is_pending(peer):
-                return self._bundle_server.answer(peer, ask, now_s)
+            case Received(peer, BundleRequest() as request) if not self._access.is_pending(peer):
+                return self._bundle_server.answer(peer, request, now_s)
             case Received(peer, message):
-                answered = self._access.handle(peer, message, now_s)
-                return (
-                    answered
-                    if answered is not None
-                    else self._membership.handle(io.MessageReceived(peer, message), now_s)
-                )
+                if (effects := self._access.handle(peer, message, now_s)) is not None:
+                    return effects
+                return self._membership.handle(io.MessageReceived(peer, message), now_s)
             case PeerUp(peer, _, host):
-                return (
-                    []
-                    if self._access.on_connected(event)
-                    else self._membership.handle(io.PeerConnected(peer, host), now_s)
-                )
+                if self._access.on_connected(event):
+                    return []
+                return self._membership.handle(io.PeerConnected(peer, host), now_s)
             case PeerDown(peer, reason):
-                return (
-                    []
-                    if self._access.on_disconnected(peer)
-                    else self._membership.handle(io.PeerDisconnected(peer, reason), now_s)
-                )
+                if self._access.on_disconnected(peer):
+                    return []
+                return self._membership.handle(io.PeerDisconnected(peer, reason), now_s)
             case ReachResult(peer, address):
-                if (told := self._checkups.on_dial_back_result(event)) is not None:
-                    return told
+                if (handled := self._checkups.on_dial_back_result(event)) is not None:
+                    return handled
                 return self._membership.handle(io.DialBackResult(peer, address), now_s)
             case TransportViolation(peer, reason):
                 return self._handle_violation(peer, reason, now_s)
@@ -302,19 +303,22 @@ class Coordinator:
                 return [io.LogEvent("info", "denied", {"peer": peer.hex()[:12], "address": address})]
 
     def _handle_violation(self, peer: PeerId | None, reason: str, now_s: float) -> Sequence[io.Effect]:
-        guest = peer is not None and self._access.on_disconnected(peer)
-        name = "not greeted" if peer is None else "a guest" if guest else peer.hex()[:12]
-        note = io.LogEvent("warning", "violation", {"peer": name, "reason": reason})
-        if peer is None or guest:
-            return [note, *([io.Disconnect(peer)] if peer is not None else [])]
-        return [note, *self._membership.handle(io.ProtocolViolation(peer, reason), now_s)]
+        def note(name: str) -> io.LogEvent:
+            return io.LogEvent("warning", "violation", {"peer": name, "reason": reason})
+
+        if peer is None:
+            return [note("unknown, before the handshake")]
+        if self._access.on_disconnected(peer):
+            return [note("a pending member"), io.Disconnect(peer)]
+        effects = self._membership.handle(io.ProtocolViolation(peer, reason), now_s)
+        return [note(peer.hex()[:12]), *effects]
 
     def _perform(self, effects: Sequence[io.Effect], now_s: float) -> None:
-        """Carry out effects in order; the journal's first, all in one transaction.
+        """Carry out effects in order, the journal's first, all in one transaction.
 
-        Writing an entry before an effect that precedes it is harmless: to everybody else it looks
-        as if we had been killed in between.  A peer that cannot be sent to is lost, and the core
-        hears it once; as peers are finite, so is this loop.
+        An entry that is written before an effect that precedes it does no harm: to everybody else it looks as
+        if the coordinator had been killed in between.  A peer to which a send fails is disconnected, and the
+        core hears of it once; as peers are finite, so is this loop.
         """
         failed: set[PeerId] = set()
         while effects:
@@ -335,7 +339,7 @@ class Coordinator:
                 self._backups.request()
 
     def _carry_out(self, effects: Sequence[io.Effect], failed: set[PeerId]) -> list[io.PeerDisconnected]:
-        """What follows the journal; who could not be sent to."""
+        """Carry out all but journal entries; returns the peers to which a send failed."""
         losses: list[io.PeerDisconnected] = []
         for effect in effects:
             match effect:
@@ -354,7 +358,7 @@ class Coordinator:
         return losses
 
     def _record_violation(self, effect: io.Effect, now_s: float) -> Sequence[io.Effect]:
-        """A strike becomes what the door makes of it; a member that it removes gives no further ones."""
+        """Replace a violation by what access control makes of it."""
         return (
             self._access.record_violation(effect, now_s)
             if isinstance(effect, io.RecordViolation)
@@ -378,56 +382,58 @@ class Coordinator:
             self._connected.discard(event.peer)
 
     def _enter_disk_full_mode(self, full: JournalFull, effects: Sequence[io.Effect], now_s: float) -> None:
-        standing = DiskFullMode(full.reason, effects, began_s=self._real_clock(), core_s=now_s)
-        self._disk_full = standing
+        mode = DiskFullMode(full.reason, effects, began_s=self._real_clock(), core_s=now_s)
+        self._disk_full = mode
         self._log(
-            "error", "no_room", {"reason": full.reason, "remedy": "make room: it is tried every second"}
+            "error",
+            "no_room",
+            {"reason": full.reason, "remedy": "free disk space; writing is retried every second"},
         )
-        self._carry_out([io.Send(peer, standing.state()) for peer in sorted(self._connected)], set())
+        self._carry_out([io.Send(peer, mode.state()) for peer in sorted(self._connected)], set())
 
-    def _run_once_disk_full(self, standing: DiskFullMode) -> None:
+    def _run_once_disk_full(self, mode: DiskFullMode) -> None:
         """A turn without decisions."""
         for event in self._transport.poll(MAX_WAIT_S):
             self._track_connection(event)
-            self._carry_out(self._handle_event_disk_full(standing, event), set())
-        if self._real_clock() < standing.retry_at_s:
+            self._carry_out(self._handle_event_disk_full(mode, event), set())
+        if self._real_clock() < mode.retry_at_s:
             return
-        standing.retry_at_s = self._real_clock() + RETRY_S
-        self._update_dashboard(self._membership.snapshot(standing.core_stopped_s), standing.core_stopped_s)
+        mode.retry_at_s = self._real_clock() + RETRY_S
+        self._update_dashboard(self._membership.snapshot(mode.core_stopped_s), mode.core_stopped_s)
         try:
-            self._make_durable(standing.effects)
+            self._make_durable(mode.effects)
         except JournalFull:
             return
-        self._leave_disk_full_mode(standing)
+        self._leave_disk_full_mode(mode)
 
-    def _handle_event_disk_full(self, standing: DiskFullMode, event: TransportEvent) -> Sequence[io.Effect]:
+    def _handle_event_disk_full(self, mode: DiskFullMode, event: TransportEvent) -> Sequence[io.Effect]:
         match event:
             case Received(peer) if not self._access.may_send(peer):
                 return []
             case Received(peer, StatusRequest()) if not self._access.is_pending(peer):
-                return [io.Send(peer, StatusReply(self._encoded_status(peer, standing.core_stopped_s)))]
+                return [io.Send(peer, StatusReply(self._encoded_status(peer, mode.core_stopped_s)))]
             case Received(peer) if self._access.is_pending(peer) or self._access.is_operator(peer):
-                return [io.Send(peer, standing.refusal())]
+                return [io.Send(peer, mode.refusal())]
             case PeerUp(peer):
                 if self._access.on_connected(event):
                     return []
-                return [io.Send(peer, standing.state()), *standing.queue_event(event)]
+                return [io.Send(peer, mode.state()), *mode.queue_event(event)]
             case PeerDown(peer) if self._access.on_disconnected(peer):
                 return []
             case ConnectionDenied():
-                return self._handle_event(event, standing.core_stopped_s)
+                return self._handle_event(event, mode.core_stopped_s)
             case _:
-                return standing.queue_event(event)
+                return mode.queue_event(event)
 
-    def _leave_disk_full_mode(self, standing: DiskFullMode) -> None:
-        """There is room: what was decided is durable, and now told; then comes what was kept."""
+    def _leave_disk_full_mode(self, mode: DiskFullMode) -> None:
+        """There is room: carry out what was decided, as it is durable now, then handle the queued events."""
         self._disk_full = None
-        self._core_clock_lag_s += self._real_clock() - standing.began_s
+        self._core_clock_lag_s += self._real_clock() - mode.began_s
         now_s = self._clock()
-        self._log("info", "room_again", {"after_s": round(self._real_clock() - standing.began_s, 1)})
-        losses = self._carry_out(standing.effects, set())
+        self._log("info", "room_again", {"after_s": round(self._real_clock() - mode.began_s, 1)})
+        losses = self._carry_out(mode.effects, set())
         effects = [effect for loss in losses for effect in self._membership.handle(loss, now_s)]
-        effects += [effect for event in standing.events for effect in self._handle_event(event, now_s)]
+        effects += [effect for event in mode.events for effect in self._handle_event(event, now_s)]
         snapshot = self._membership.snapshot(now_s)
         state = RunStateUpdate(snapshot["phase"], snapshot["reason"])
         self._perform([*effects, *(io.Send(peer, state) for peer in sorted(self._connected))], now_s)
@@ -442,41 +448,43 @@ class Coordinator:
             return
         backups.record_duration(self._clock(), self._clock() - began_s)
         if failed_before:
-            self._log("info", "backup", {"path": str(path), "reason": "there is room again"})
+            self._log("info", "backup", {"path": str(path), "reason": "the folder can be written again"})
 
     # -- what is seen from outside -------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """What the core knows; for a window's `orders`, and for anybody once `run` has returned."""
+        """The core's status; for orders of a dashboard, and for anybody once `run` has returned."""
         return self._membership.snapshot(self._clock())
 
-    def _encoded_status(self, asker: PeerId, now_s: float) -> bytes:
+    def _encoded_status(self, requester: PeerId, now_s: float) -> bytes:
         return encode_status(
             self._build_status(
-                self._membership.snapshot(now_s), now_s, places=self._access.is_operator(asker)
+                self._membership.snapshot(now_s), now_s, with_addresses=self._access.is_operator(requester)
             )
         )
 
     def _update_dashboard(self, snapshot: dict[str, Any], now_s: float) -> None:
         if self._dashboard is not None:
-            self._dashboard.publish(self._build_status(snapshot, now_s, places=True))
+            self._dashboard.publish(self._build_status(snapshot, now_s, with_addresses=True))
 
-    def _take_orders(self, window: DashboardPort) -> None:
-        for order, answer in window.take_orders():
+    def _take_orders(self, dashboard: DashboardPort) -> None:
+        for order, answer in dashboard.take_orders():
             now_s = self._clock()
             if not answer.set_running_or_notify_cancel():
-                continue  # whoever asked has gone
-            standing = self._disk_full
-            if standing is None:
+                continue  # the request was cancelled
+            mode = self._disk_full
+            if mode is None:
                 effects, reply = self._access.execute_order(order, now_s)
                 self._perform(effects, now_s)
-                standing = self._disk_full  # there was no room for it: it is kept, and done later
-            answer.set_result(reply if standing is None else standing.refusal())
+                mode = self._disk_full  # the disk is full: the order is kept, and carried out later
+            answer.set_result(reply if mode is None else mode.refusal())
 
-    def _build_status(self, snapshot: dict[str, Any], now_s: float, *, places: bool) -> dict[str, Any]:
+    def _build_status(
+        self, snapshot: dict[str, Any], now_s: float, *, with_addresses: bool
+    ) -> dict[str, Any]:
         for member in snapshot["members"]:
             member["strikes"] = self._access.violation_count(bytes.fromhex(member["peer"]))
-        if places:
+        if with_addresses:
             snapshot["door"] = self._access.status()
             if self._backups is not None:
                 snapshot["backup"] = self._backups.status(now_s)
@@ -495,7 +503,7 @@ class Coordinator:
         )
 
     def _run_housekeeping(self, now_s: float) -> None:
-        """Once a second: the door looks at its suspects, counters are sampled, the end is noticed."""
+        """Once a second: review suspects, sample counters, update the dashboard, check for the end."""
         self._perform(self._access.tick(now_s), now_s)
         snapshot = self._membership.snapshot(now_s)
         self._rates.observe(snapshot, now_s)

@@ -1,13 +1,13 @@
-"""`gridtrain doctor` at the coordinator: how a machine would fare, before it is a member, and for little.
+"""The coordinator's part of `gridtrain doctor`: checks a machine before it is a member, within strict limits.
 
-Decides what who asks may cost: few questions from one range of addresses, few bytes each, calls back only to
-where the connection comes from.  Spends no use of an invitation.  Never decides who is a member.
+    pending or enrolled -- DiagnosticRequest(key, address) --> DialBack --> ReachResult --> Reachability
+    member              <-- DiagnosticReply(members that expect the key, status) --
+                        -- Ping ------------------> Pong
+                        -- Burst 0 .. 15 ---------> BurstReceived      upload
+                        -- BurstRequest ----------> Burst 0 .. 15      download
 
-    guest or member -- Checkup(key, address) --> CallBack --> Reached --> Reach(address)
-                    <-- CheckupReply(members that expect the key, status) --
-                    -- Ping ------------------> Pong
-                    -- Burst 0 .. 15 ---------> Landed             the way up
-                    -- BurstAsk --------------> Burst 0 .. 15      the way down
+Uses up no invitation.  Each range of addresses has few requests and few bytes, and only the address from
+which a connection comes is dialled.
 """
 
 from __future__ import annotations
@@ -28,25 +28,27 @@ MAX_PINGS = 32
 MAX_PROBED = 3
 
 Introduce = Callable[[m.PeerId, int], tuple[list[io.Effect], tuple[tuple[m.PeerId, str], ...]]]
-TOO_MANY_CHECKUPS = m.Refused("too-many", "too many machines are looked at just now", "try again in a minute")
+TOO_MANY_CHECKUPS = m.Refused(
+    "too-many", "too many machines are being checked at the moment", "try again in a minute"
+)
 
 
 @dataclass(slots=True)
 class _Checkup:
-    """One that is looked at."""
+    """A machine that is being checked."""
 
     key: m.PeerId
     pings: int = 0
-    next_burst: int = 0  # the Burst that has to come next
+    next_burst: int = 0  # index of the burst message to come next
     has_requested_burst: bool = False
 
 
 @dataclass(slots=True)
 class Checkups:
-    """See the module's text.
+    """The checks in progress.
 
     Attributes:
-        introduce: tells some members to expect a key; see `Membership.lend`.
+        introduce: tells some members to expect a key; see `Membership.introduce_pending_member`.
     """
 
     introduce: Introduce
@@ -63,36 +65,36 @@ class Checkups:
         self._open.pop(peer, None)
 
     def accepts(self, peer: m.PeerId, message: m.Message) -> bool:
-        """The message is ours."""
+        """The message belongs to a check."""
         return isinstance(message, m.DiagnosticRequest) or (
             peer in self._open and isinstance(message, m.Ping | m.Burst | m.BurstRequest)
         )
 
     def on_dial_back_result(self, event: ReachResult) -> list[io.Effect] | None:
-        """A call back that we asked for; None: it is another one's."""
-        for asker, look in self._open.items():
-            if look.key == event.peer:
-                return [io.Send(asker, m.Reachability(event.address))]
+        """The answer to a check's `DialBack`; None: it belongs to somebody else's."""
+        for requester, checkup in self._open.items():
+            if checkup.key == event.peer:
+                return [io.Send(requester, m.Reachability(event.address))]
         return None
 
     def handle(
         self, peer: m.PeerId, message: m.Message, status: Callable[[], bytes], now_s: float
     ) -> list[io.Effect]:
-        """`hears(peer, message)` has said yes."""
+        """Handle a message that `accepts` has accepted."""
         if isinstance(message, m.DiagnosticRequest):
             return self._begin(peer, message, status, now_s)
-        look = self._open[peer]
+        checkup = self._open[peer]
         match message:
-            case m.Ping(nonce) if look.pings < MAX_PINGS:
-                look.pings += 1
+            case m.Ping(nonce) if checkup.pings < MAX_PINGS:
+                checkup.pings += 1
                 return [io.Send(peer, m.Pong(nonce))]
-            case m.Burst(nonce, index, payload) if index == look.next_burst and _is_full_burst(payload):
-                look.next_burst += 1
-                if look.next_burst < m.BURST_MESSAGES:
+            case m.Burst(nonce, index, payload) if index == checkup.next_burst and _is_full_burst(payload):
+                checkup.next_burst += 1
+                if checkup.next_burst < m.BURST_MESSAGES:
                     return []
                 return [io.Send(peer, m.BurstReceived(nonce, bytes(memoryview(payload)[-8:])))]
-            case m.BurstRequest(nonce) if not look.has_requested_burst:
-                look.has_requested_burst = True
+            case m.BurstRequest(nonce) if not checkup.has_requested_burst:
+                checkup.has_requested_burst = True
                 return [
                     io.Send(peer, m.Burst(nonce, index, bytes(m.BURST_MESSAGE_BYTES)))
                     for index in range(m.BURST_MESSAGES)
@@ -104,22 +106,24 @@ class Checkups:
         self, peer: m.PeerId, message: m.DiagnosticRequest, status: Callable[[], bytes], now_s: float
     ) -> list[io.Effect]:
         host = self._hosts.get(peer, "")
-        where = address_range(host)
+        address_block = address_range(host)
         while self._recent and not 0 <= now_s - self._recent[0][0] < RATE_WINDOW_S:
             self._recent.popleft()
-        crowded = sum(one == where for _, one in self._recent) >= MAX_PER_ADDRESS_RANGE
-        known = any(look.key == message.peer for look in self._open.values())
-        if crowded or known or len(self._open) >= MAX_OPEN_CHECKUPS or peer in self._open:
+        is_crowded = sum(earlier == address_block for _, earlier in self._recent) >= MAX_PER_ADDRESS_RANGE
+        is_known = any(checkup.key == message.peer for checkup in self._open.values())
+        if is_crowded or is_known or len(self._open) >= MAX_OPEN_CHECKUPS or peer in self._open:
             return [io.Send(peer, TOO_MANY_CHECKUPS)]
-        self._recent.append((now_s, where))
+        self._recent.append((now_s, address_block))
         self._open[peer] = _Checkup(message.peer)
         effects, probe = self.introduce(message.peer, MAX_PROBED)
         reply = io.Send(peer, m.DiagnosticReply(probe, status()))
         note = io.LogEvent("info", "checkup", {"from": host})
-        back = _addresses_at(dial_back_addresses(PeerLocation(message.address, host, "")), host)
-        # Always answered, also where there is nothing to be tried.
-        called: io.Effect = io.DialBack(message.peer, back) if back else io.Send(peer, m.Reachability(""))
-        return [note, *effects, reply, called]
+        addresses = _addresses_at(dial_back_addresses(PeerLocation(message.address, host, "")), host)
+        # Always answered, even if there is no address to try.
+        dial_back: io.Effect = (
+            io.DialBack(message.peer, addresses) if addresses else io.Send(peer, m.Reachability(""))
+        )
+        return [note, *effects, reply, dial_back]
 
 
 def _is_full_burst(payload: object) -> bool:
@@ -127,7 +131,7 @@ def _is_full_burst(payload: object) -> bool:
 
 
 def _addresses_at(addresses: tuple[str, ...], host: str) -> tuple[str, ...]:
-    """Only where the connection comes from: this is no way to have others' ports tried."""
+    """Only addresses of the connection's own host, so that nobody can have others' ports tried."""
     return tuple(
         address
         for address in addresses

@@ -1,10 +1,10 @@
-"""One log line for each event: coloured text on a terminal, JSON lines anywhere else.
-
-Decides how a line looks, never what is logged.  Field values come from the network in part, so
-control characters are escaped: a worker's name cannot move the cursor of whoever reads the log.
+"""The log, one line for each event: coloured text on a terminal, JSON lines elsewhere.
 
     terminal    12:00:03  joined      name=worker-7f3a peer=0a1b2c3d4e5f
     elsewhere   {"ts": "2025-01-01T12:00:03.120+00:00", "level": "info", "event": "joined", "fields": {...}}
+
+Field values come partly from the network, so control characters are escaped: a worker's name cannot move the
+reader's cursor.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _COLOURS = {"info": "36", "warning": "33", "error": "31;1"}
 
 
 def silent(level: str, event: str, fields: Mapping[str, Any]) -> None:
-    """For a coordinator inside a program that has its own output."""
+    """Discards the log, for a coordinator inside a program that has its own output."""
 
 
 def to_both(one: Log, other: Log) -> Log:
-    """The one, then the other."""
+    """Log to both."""
 
     def log(level: str, event: str, fields: Mapping[str, Any]) -> None:
         one(level, event, fields)
@@ -36,12 +36,12 @@ def to_both(one: Log, other: Log) -> Log:
 
 
 def log_to(stream: TextIO) -> Log:
-    """For people if `stream` is a terminal, JSON lines if it is not."""
-    line = _for_people if stream.isatty() else _for_machines
+    """Text if `stream` is a terminal, else JSON lines."""
+    format_event = _for_people if stream.isatty() else _for_machines
 
     def log(level: str, event: str, fields: Mapping[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # a log on a full disk costs its lines, not the run
-            stream.write(line(level, event, fields) + "\n")
+        with contextlib.suppress(OSError):  # if the disk is full the line is lost, and the run goes on
+            stream.write(format_event(level, event, fields) + "\n")
             stream.flush()
 
     return log
@@ -61,7 +61,7 @@ def _for_people(level: str, event: str, fields: Mapping[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    """As it is if that is one printable word, else quoted with everything unprintable escaped."""
+    """Quoted and escaped unless it is one printable word."""
     text = f"{value:.3f}" if isinstance(value, float) else str(value)
     plain = text.isprintable() and text and not any(letter in text for letter in ' "=')
     return text if plain else json.dumps(text)

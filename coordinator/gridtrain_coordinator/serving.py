@@ -1,10 +1,9 @@
 """The coordinator as a process: its folder, keys, port and dashboard, until a signal or the end of the run.
 
-Decides what the person who starts it may choose, where state lies by default, in which order things are
-opened, and what is greeted with.  The loop itself is `daemon.Coordinator`, in this process's main thread.
-
-    Settings --> folder, backup --> Store, keys, Door --> port --> next term --> contact file --> loop
+    Settings --> folder, backup --> journal, keys --> port --> next term --> endpoint file --> loop
                                                  a start that fails up to here leaves no trace
+
+The loop itself is `daemon.Coordinator`, in this process's main thread.
 """
 
 from __future__ import annotations
@@ -24,17 +23,16 @@ from typing import TextIO
 from gridtrain.config import DEFAULT_PORT, Deadlines
 from gridtrain.core.group.invitation import RUN_NAME
 from gridtrain.core.messages import PeerId
-from gridtrain.errors import ConfigError, JournalError
-from gridtrain.network.transport.identity import make_private_folder
+from gridtrain.errors import ConfigError
+from gridtrain.network.transport.identity import Identity, make_private_folder
 from gridtrain.network.transport.interface import Transport
 from gridtrain.network.transport.stack import build_stack
 from gridtrain.runtime.client.endpoint_file import EndpointFile
 from gridtrain.tools.bundle import Bundle
-from gridtrain_coordinator.access.authorization import AccessRole, Authorization
-from gridtrain_coordinator.access.authorization import recover_authorization as recover_the_door
+from gridtrain_coordinator.access.authorization import AccessRole, Authorization, recover_authorization
 from gridtrain_coordinator.access_handler import connection_gate
 from gridtrain_coordinator.bundle_server import BundleServer
-from gridtrain_coordinator.daemon import SOFTWARE, Coordinator
+from gridtrain_coordinator.daemon import SOFTWARE, Coordinator, invalid_entry
 from gridtrain_coordinator.dashboard.listen_address import DashboardAddress
 from gridtrain_coordinator.dashboard.startup import DashboardStartup, open_dashboard
 from gridtrain_coordinator.journal.backups import EVERY_S, JOURNAL, KEEP, Backups, restore
@@ -45,17 +43,17 @@ from gridtrain_coordinator.log import log_to, to_both
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the person who starts a coordinator chooses.
+    """Settings of a coordinator.
 
     Attributes:
         listen: "tcp://host:port"; port 0: any free one.
-        advertise: the address that workers are told to use; empty: the one listened at.
+        advertise: the address that workers are told to use; empty: that of `listen`.
         state: the folder of the journal and the keys; None: `default_state(run)`.
-        unencrypted: talk in the clear: on this machine only, or anywhere if `benchmark` says so.
+        unencrypted: without encryption: on this machine only, or anywhere with `benchmark`.
         backup_to: a folder for backups of the state; None: none are made.
-        from_backup: begin from this backup, in a state folder without a journal.
-        dashboard: where people watch the run in a browser; None: nowhere.
-        bundle: the script and what belongs to it, for volunteers; None: they bring their own.
+        from_backup: start from this backup, in a state folder without a journal.
+        dashboard: where people watch the run in a browser; None: there is no dashboard.
+        bundle: the script and its files for volunteers; None: workers bring their own.
     """
 
     run: str = "default"
@@ -79,7 +77,7 @@ class Settings:
         if not RUN_NAME.fullmatch(self.run):
             raise ConfigError(
                 f"{self.run!r} cannot be a run's name",
-                remedy="use 1 to 64 letters, digits, '.', '_' or '-', the first a letter or a digit",
+                remedy="use 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or a digit",
             )
         if self.min_workers < 1:
             raise ConfigError(
@@ -88,7 +86,7 @@ class Settings:
 
 
 def default_state(run: str) -> Path:
-    """Where the journal and the keys of `run` lie if nobody says."""
+    """The default folder of the journal and the keys of `run`."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "gridtrain" / run
 
@@ -109,96 +107,101 @@ class StopOnSignal:
 
 
 def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
-    """A coordinator over TCP in this process's main thread; returns the exit code.
+    """Run a coordinator over TCP in this process's main thread; returns the exit code.
 
-    `out` gets the address for the workers, `err` the log.  0: the run is finished;
-    128 + signal: stopped by it.  Raises `JournalError`, `TransportError`, `ConfigError`.
+    0: the run is finished; 128 + signal: it was stopped by that signal.
+
+    Args:
+        out: gets the address for the workers.
+        err: gets the log.
+
+    Raises:
+        JournalError, TransportError, ConfigError: the coordinator cannot start or continue.
     """
-    from gridtrain.network.transport.zmq.zeromq_transport import (
-        ZeroMQTransport,  # a group in one process needs no ZeroMQ
-    )
-
     stop = StopOnSignal()
     folder = settings.state or default_state(settings.run)
     _make(folder)
     backups = _backups(settings, folder)
-    board = open_dashboard(settings.dashboard, folder, log_to(err))
-    log = log_to(err) if board.service is None else to_both(log_to(err), board.service.note)
-    if settings.from_backup is not None:
-        source = restore(settings.from_backup, folder)
-        log_to(err)("info", "restored", {"from": str(source), "to": str(folder)})
-    store = JournalStore.open(folder / JOURNAL)
-    transport: Transport | None = None
-    try:
-        identity, operator = store.identity(), operator_identity(folder / JOURNAL)
-        door = load_authorization(store, settings.run, operator.public, identity.public)
-        sockets = ZeroMQTransport(
-            identity,
-            SOFTWARE,
-            gate=connection_gate(door, time.time),
-            encrypted=not settings.unencrypted,
-            plain_anywhere=settings.benchmark,
-            advertise_host=_outward_host(),
-        )
-        transport = build_stack(
-            sockets, identity, may_relay=relay_policy(door, operator.public), software=SOFTWARE
-        )
+    with contextlib.ExitStack() as opened:  # closed again if the start fails
+        board = open_dashboard(settings.dashboard, folder, log_to(err))
+        opened.callback(board.close)
+        log = log_to(err) if board.service is None else to_both(log_to(err), board.service.note)
+        if settings.from_backup is not None:
+            source = restore(settings.from_backup, folder)
+            log_to(err)("info", "restored", {"from": str(source), "to": str(folder)})
+        store = JournalStore.open(folder / JOURNAL)
+        opened.callback(store.close)
+        identity, operator = store.identity(), operator_identity(folder / JOURNAL).public
+        authorization = load_authorization(store, settings.run, operator, identity.public)
+        transport = _open_transport(settings, identity, operator, authorization)
+        opened.callback(transport.close)
         # First the port, then the term: a start that fails leaves no trace.
         bound = transport.listen(settings.listen)
-        contact = EndpointFile(
+        endpoint = EndpointFile(
             settings.advertise or bound, bound, identity.public, settings.run, not settings.unencrypted
         )
         coordinator = Coordinator.for_run(
             transport,
             store,
-            door,
+            authorization,
             run=settings.run,
-            operator=operator.public,
+            operator=operator,
             min_workers=settings.min_workers,
             plans=settings.plans,
             deadlines=Deadlines(recut_s=settings.recut_s),
             log=log,
             exit_when_finished=settings.exit_when_finished,
-            address=contact.address,
+            address=endpoint.address,
             backups=backups,
-            window=board.service,
-            shelf=BundleServer(settings.bundle),
+            dashboard=board.service,
+            bundle_server=BundleServer(settings.bundle),
         )
-    except BaseException:
-        if transport is not None:
-            transport.close()
-        store.close()
-        board.close()
-        raise
-    contact.write(folder)
+        opened.pop_all()  # the coordinator closes transport and store
+    endpoint.write(folder)
     try:
         board.start()
-        out.write(_greeting(settings, contact, folder, board, is_terminal=out.isatty()))
+        out.write(_greeting(settings, endpoint, folder, board, is_terminal=out.isatty()))
         out.flush()
         coordinator.run(stop)
     finally:
-        contact.remove(folder)
+        endpoint.remove(folder)
         board.close()
     return 128 + stop.signal_number if stop.signal_number else 0
 
 
+def _open_transport(
+    settings: Settings, identity: Identity, operator: PeerId, authorization: Authorization
+) -> Transport:
+    from gridtrain.network.transport.zmq.zeromq_transport import (
+        ZeroMQTransport,  # not needed by groups within one process
+    )
+
+    sockets = ZeroMQTransport(
+        identity,
+        SOFTWARE,
+        gate=connection_gate(authorization, time.time),
+        encrypted=not settings.unencrypted,
+        plain_anywhere=settings.benchmark,
+        advertise_host=_outward_host(),
+    )
+    may_relay = relay_policy(authorization, operator)
+    return build_stack(sockets, identity, may_relay=may_relay, software=SOFTWARE)
+
+
 def load_authorization(store: JournalStore, run: str, operator: PeerId, coordinator: PeerId) -> Authorization:
-    """Who may come in, as the journal left it.  Raises `JournalError`."""
+    """Access control as the journal left it.  Raises `JournalError`."""
     try:
         entries = [(entry.kind, entry.body) for entry in store.entries()]
-        return recover_the_door(entries, run=run, operator=operator, coordinator=coordinator)
+        return recover_authorization(entries, run=run, operator=operator, coordinator=coordinator)
     except (KeyError, TypeError, ValueError) as error:
-        raise JournalError(
-            f"the journal holds an entry that no coordinator wrote: {error!r}",
-            remedy="restore it from a backup, or begin a new run with another --state",
-        ) from None
+        raise invalid_entry(error) from None
 
 
-def relay_policy(door: Authorization, operator: PeerId) -> Callable[[PeerId, PeerId], bool]:
-    """The relay of last resort serves members of the run, and nobody else."""
+def relay_policy(authorization: Authorization, operator: PeerId) -> Callable[[PeerId, PeerId], bool]:
+    """The relay of last resort serves only members of the run."""
 
     def may_relay(origin: PeerId, to: PeerId) -> bool:
-        members = (door.access_role(key, time.time()) is AccessRole.PEER for key in (origin, to))
+        members = (authorization.access_role(key, time.time()) is AccessRole.PEER for key in (origin, to))
         return operator not in (origin, to) and all(members)
 
     return may_relay
@@ -222,27 +225,29 @@ def _make(folder: Path) -> None:
 
 
 def _outward_host() -> str:
-    """The address of the interface that leads outwards (nothing is sent), of IPv6 where there is no other;
-    without one, loopback."""
-    for family, elsewhere, form in (  # addresses that nobody has: RFC 5737, RFC 3849
+    """The address of the interface with the default route, IPv4 if possible; without one, loopback.
+
+    Nothing is sent.
+    """
+    for family, address, template in (  # documentation addresses of RFC 5737 and RFC 3849
         (socket.AF_INET, "192.0.2.1", "{}"),
         (socket.AF_INET6, "2001:db8::1", "[{}]"),
     ):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((elsewhere, 9))
-            return form.format(probe.getsockname()[0])
+            probe.connect((address, 9))
+            return template.format(probe.getsockname()[0])
     return "127.0.0.1"
 
 
 def _greeting(
-    settings: Settings, contact: EndpointFile, folder: Path, board: DashboardStartup, *, is_terminal: bool
+    settings: Settings, endpoint: EndpointFile, folder: Path, board: DashboardStartup, *, is_terminal: bool
 ) -> str:
     where = f" --state {shlex.quote(str(settings.state))}" if settings.state is not None else ""
     where += "" if settings.run == "default" or where else f" --run {settings.run}"
-    clear = "" if contact.encrypted else " --unencrypted"
+    clear = "" if endpoint.encrypted else " --unencrypted"
     command = " -- python train.py" if settings.bundle is None else ""
     lines = [
-        f'run "{settings.run}" is coordinated at {contact.address}, state in {folder}',
+        f'run "{settings.run}" is coordinated at {endpoint.address}, state in {folder}',
         f"  to invite a worker:  gridtrain invite{where}",
         f"  on the worker:       gridtrain worker INVITATION{clear}{command}",
         f"  to watch it:         gridtrain status{where} --watch",
@@ -250,6 +255,6 @@ def _greeting(
     if settings.bundle is not None:
         lines.append(f"  volunteers run:      {settings.bundle.run.script}, {settings.bundle.digest}")
     lines += board.startup_lines(is_terminal=is_terminal)
-    if not contact.encrypted:
-        lines.insert(1, "  NOT ENCRYPTED: everybody on the way can read and alter what is sent")
+    if not endpoint.encrypted:
+        lines.insert(1, "  NOT ENCRYPTED: anybody on the network path can read and alter the traffic")
     return "\n".join(lines) + "\n"

@@ -1,9 +1,7 @@
-"""What `gridtrain status` is told: the core's snapshot, with rates and the daemon's own facts.
+"""The status for `gridtrain status` and the dashboard: the snapshot of the core, rates, facts of the daemon.
 
-Decides nothing about the run.  Never touches a socket or the disk; reads the wall clock only to say it.
-
-    steps:   410 -------- 430      over the last `WINDOW_S` at most
-    time:    now - 10 s   now      -> 2 steps a second
+steps:   410 -------- 430      over the last `WINDOW_S` at most
+time:    now - 10 s   now      -> 2 steps a second
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import Any
 
 WINDOW_S = 10.0
 SAMPLE_S = 1.0
-RATE_METRICS = ("sent_bytes", "received_bytes")  # what workers count from their start on
+RATE_METRICS = ("sent_bytes", "received_bytes")  # counters of the workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +25,7 @@ class _Sample:
 
 
 class RateMeter:
-    """Turns counters that only grow into rates over the last `WINDOW_S` seconds."""
+    """Rates of growing counters over the last `WINDOW_S` seconds."""
 
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque()
@@ -35,17 +33,17 @@ class RateMeter:
     def observe(self, snapshot: dict[str, Any], now_s: float) -> None:
         figures = {member["peer"]: member["figures"] for member in snapshot["members"]}
         if self._samples and not any(self._samples[-1].figures.values()):
-            self._samples.clear()  # nobody had said yet where the run is
+            self._samples.clear()  # no worker had reported its step yet
         self._samples.append(_Sample(now_s, snapshot["step"], figures))
         while now_s - self._samples[0].at_s > WINDOW_S:
             self._samples.popleft()
 
     def due_s(self) -> float:
-        """When to `observe` again."""
+        """When to call `observe` again."""
         return self._samples[-1].at_s + SAMPLE_S if self._samples else float("-inf")
 
     def steps_per_s(self) -> float | None:
-        """None: not known yet, or the run went back."""
+        """None: not known yet, or the run was rolled back."""
         if len(self._samples) < 2:
             return None
         return _slope(
@@ -65,7 +63,7 @@ def _slope(from_s: float, from_value: float, to_s: float, to_value: float) -> fl
 
 
 def redact_addresses(snapshot: dict[str, Any]) -> None:
-    """Where the members are is the operator's business, and nobody else's."""
+    """Remove the members' addresses, which only the operator may see."""
     for member in snapshot["members"]:
         member["address"] = ""
     for event in snapshot["events"]:
@@ -73,30 +71,30 @@ def redact_addresses(snapshot: dict[str, Any]) -> None:
         event.pop("tried", None)
 
 
-def encode_status(picture: dict[str, Any]) -> bytes:
-    """Of a StatusReply: UTF-8 JSON."""
-    return json.dumps(picture, separators=(",", ":")).encode()
+def encode_status(status: dict[str, Any]) -> bytes:
+    """Payload of a `StatusReply`: UTF-8 JSON."""
+    return json.dumps(status, separators=(",", ":")).encode()
 
 
 def build_status(
     snapshot: dict[str, Any],
-    speed: RateMeter,
+    rates: RateMeter,
     *,
     software: str,
     address: str,
     now_s: float,
     uptime_s: float,
 ) -> dict[str, Any]:
-    """What a StatusReply holds, and the dashboard shows.
+    """Content of a `StatusReply` and of the dashboard.
 
-    To `Membership.snapshot` it adds: software, address, now_s (the clock of the events' `at_s`),
-    uptime_s, steps_per_s, and for each member sent_Bps and received_Bps (None: not known yet).
+    To `Membership.snapshot` it adds: software, address, now_s (the clock of the events' `at_s`), uptime_s,
+    wall_s, steps_per_s, and for each member sent_Bps and received_Bps (None: not known yet).
     """
     members = [
         {
             **member,
             **{
-                figure.replace("_bytes", "_Bps"): speed.figure_per_s(member["peer"], figure)
+                figure.replace("_bytes", "_Bps"): rates.figure_per_s(member["peer"], figure)
                 for figure in RATE_METRICS
             },
         }
@@ -110,5 +108,5 @@ def build_status(
         "now_s": round(now_s, 3),
         "uptime_s": round(uptime_s, 3),
         "wall_s": round(time.time(), 3),
-        "steps_per_s": speed.steps_per_s(),
+        "steps_per_s": rates.steps_per_s(),
     }

@@ -94,7 +94,7 @@ def offer_lines(settings: OptionValues, job: Job, offer: BundleOffer) -> list[st
         f'The owner of the run "{entry.run}" asks this machine to run a script.',
         "",
         f"  by whom      the coordinator at {entry.coordinator}",
-        f"               key {offer.coordinator_digest} (in your invitation; ask the owner whether it is theirs)",
+        f"               key {offer.coordinator_digest} (in your invitation; compare it with the owner)",
         *about,
         f"  what         {shlex.join(('python', *offer.command[1:]))}",
         f"               {len(offer.bundle.files)} files, {size:,} bytes; read them in {offer.folder}",

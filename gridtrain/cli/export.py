@@ -8,6 +8,7 @@ import click
 
 from gridtrain.cli.main import EXIT_CODES
 from gridtrain.errors import ConfigError
+from gridtrain.extras import install_command
 
 
 @click.command(epilog=EXIT_CODES)
@@ -28,7 +29,7 @@ def export(checkpoint: Path, out: Path, step: int | None) -> None:
         from gridtrain.training.checkpoint.model_export import export_model as export_model
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{error.name} is not installed, which reads checkpoints", remedy="pip install 'gridtrain[torch]'"
+            f"{error.name} is not installed, which reads checkpoints", remedy=install_command("torch")
         ) from None
     done = export_model(checkpoint, out, step)
     click.echo(

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import click
 
 from gridtrain._version import __version__
-from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused, NotAccepted
+from gridtrain.errors import GridtrainError
 
 # name -> one line for `gridtrain --help`; the command is `gridtrain.cli.<name>.<name>`.
 COMMANDS = {
@@ -36,8 +36,6 @@ COMMANDS = {
     "completion": "Print a script that completes commands in your shell.",
     "demo": "Train a small model with four workers on this machine.",
 }
-
-EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_REFUSED, EXIT_NOT_ACCEPTED = 1, 2, 3, 4, 5
 
 EXIT_CODES = """\b
 Exit codes:
@@ -102,20 +100,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if os.environ.get("GRIDTRAIN_DEBUG"):
             raise
         click.echo(f"gridtrain: {error}", err=True)
-        sys.exit(exit_code(error))
+        sys.exit(error.exit_code)
     sys.exit(result if isinstance(result, int) else 0)
-
-
-def exit_code(error: GridtrainError) -> int:
-    """See EXIT_CODES."""
-    match error:
-        case ConfigError():
-            return EXIT_USAGE
-        case CoordinatorUnreachable():
-            return EXIT_UNREACHABLE
-        case JoinRefused():
-            return EXIT_REFUSED
-        case NotAccepted():
-            return EXIT_NOT_ACCEPTED
-        case _:
-            return EXIT_FAILED

@@ -1,7 +1,4 @@
-"""Options of `gridtrain.tools.options` on a command line: made from the table, resolved against the rest.
-
-Decides how a flag looks to click.  What it means and where else it may come from is `gridtrain.tools.options`'.
-"""
+"""Command-line flags made from the option table of `gridtrain.tools.options`, and their resolved values."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def add_options(program: str) -> Callable[[Command], Command]:
-    """A decorator: all flags of `program`, each None where it is not given."""
+    """A decorator that adds all flags of `program`; a flag that is not given is None."""
 
     def decorate(command: Command) -> Command:
         for one in reversed(PROGRAMS[program]):
@@ -32,7 +29,7 @@ def add_options(program: str) -> Callable[[Command], Command]:
 
 
 def make_flag(one: Option) -> Callable[[Command], Command]:
-    """One of them."""
+    """A decorator that adds the flag of one option."""
     text = one.help
     notes = [] if one.is_command_line_only else [f"env: {one.variable}"]
     notes += [f"default: {one.default_text}"] if one.default_text else []
@@ -71,7 +68,7 @@ def _type(one: Option) -> click.ParamType[Any]:
 
 
 def resolve_settings(program: str, given: dict[str, Any]) -> OptionValues:
-    """What holds here and now: the flags, this process's environment, run.toml.  Raises `ConfigError`."""
+    """Values of all options, from flags, environment and run.toml.  Raises `ConfigError`."""
     for one in PROGRAMS[program]:
         if one.off_word and given.pop(f"no_{one.name}", False):
             if given.get(one.name) is not None:
@@ -81,14 +78,14 @@ def resolve_settings(program: str, given: dict[str, Any]) -> OptionValues:
 
 
 def run_options(command: Command) -> Command:
-    """The options `--run` and `--state`, which say which coordinator of this machine is meant."""
+    """A decorator that adds `--run` and `--state`, which select a coordinator on this machine."""
 
     @functools.wraps(command)
     def resolved(*args: Any, run: str | None, state: str | None, **rest: Any) -> Any:
         found = resolve_settings("coordinator", {"run": run, "state": state})
         folder = found.text("state")
         if run is not None and found["state"].source == "run.toml":
-            folder = ""  # which is that of another run
+            folder = ""  # run.toml describes another run
         return command(*args, run=found.text("run"), state=Path(folder) if folder else None, **rest)
 
     for name in ("state", "run"):

@@ -1,4 +1,4 @@
-"""`gridtrain worker`: options only; the work is `gridtrain_worker.agent.supervise`."""
+"""`gridtrain worker`: options of `gridtrain_worker.agent.supervise`, and commands to running workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTROL_COMMANDS = ("set", "show", "pause", "resume", "stop")
 
 
 class WorkerCommand(click.Command):
-    """`gridtrain worker set ...` and the like are orders to a worker that runs (`cli/worker_orders.py`)."""
+    """Passes `gridtrain worker set ...` and the like to `gridtrain.cli.worker_commands`."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -36,35 +36,26 @@ class WorkerCommand(click.Command):
         return super().invoke(context) if context.command is self else context.command.invoke(context)
 
 
-def _orders(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """For the shell: an invitation is pasted, an order can be completed."""
+def _complete_command(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Completion of commands; an invitation is pasted."""
     return [word for word in CONTROL_COMMANDS if incomplete and word.startswith(incomplete)]
 
 
 @click.command(cls=WorkerCommand, epilog=EXIT_CODES)
-@click.argument("invitation", required=False, shell_complete=_orders)
+@click.argument("invitation", required=False, shell_complete=_complete_command)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND...")
 @add_options("worker")
 def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> None:
-    """Join the run that INVITATION is for: run its script, or COMMAND, and supervise it.
+    """Join the run of INVITATION (@FILE: from a file, -: from stdin) and train.
+
+    Runs COMMAND, such as `-- python train.py`; without it the script that the run's owner serves, after you
+    have accepted it.  Ctrl-C leaves the run; a second Ctrl-C kills the script.
 
     \b
-      gridtrain worker gridtrain1:AbC... --upload-limit 20Mbit
-      gridtrain worker gridtrain1:AbC... --upload-limit 20Mbit -- python train.py
-
-    Without COMMAND it is the script that the run's owner serves: you are shown what it is, what leaves your
-    machine and which limits apply, and accept it once, by its digest; another one is asked for anew.
-
-    INVITATION is what the run's owner got from `gridtrain invite`; @FILE reads it from a file, - from
-    the standard input.  The first time it lets this machine's key in, which is kept in a file; later the
-    same invitation finds the same run, used up or not.  Ctrl-C or SIGTERM lets the script leave the
-    run gracefully; a second one kills it.
-
-    \b
-    While it runs, from another terminal:
-      gridtrain worker show
-      gridtrain worker set battery=pause hours=22:00-07:00 upload=10Mbit budget=5GB
-      gridtrain worker pause [--for 2h] | resume | stop
+    While it runs, from another terminal (each has --help):
+      gridtrain worker show                         its state, rules and sensors
+      gridtrain worker set battery=pause hours=22:00-07:00 upload=10Mbit
+      gridtrain worker pause [--for 2h]             and: resume, stop
     """
     from gridtrain.cli import bundle_offer
     from gridtrain_worker.agent import supervise
@@ -72,25 +63,30 @@ def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> No
 
     words = (invitation, *command) if invitation is not None else command
     chosen = resolve_settings("worker", given)
-    job, voice = make_job(words, chosen), console_for(sys.stderr)
+    job, console = make_job(words, chosen), console_for(sys.stderr)
     ask = (
         partial(bundle_offer.ask_consent, chosen, job) if sys.stdin.isatty() and sys.stderr.isatty() else None
     )
     show = partial(bundle_offer.show_offer, chosen)
-    sys.exit(supervise(job, voice.say, voice=voice, ask=ask, show=show))
+    sys.exit(supervise(job, console.say, console=console, ask=ask, show=show))
 
 
 def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
-    """What to run and how.  Raises `ConfigError`."""
+    """The job that the words and options describe.  Raises `ConfigError`."""
     from gridtrain.core.group.invitation import looks_like, parse
     from gridtrain.core.messages import NAME, FieldError
     from gridtrain.network.addresses import parse_explicit_address
     from gridtrain_worker.agent import Job
     from gridtrain_worker.training_policy import parse_pairs
 
-    kept = chosen.text("invitation")
-    if not kept or (words and (looks_like(words[0]) or words[0][0:1] in ("@", "-"))):
-        kept, words = (words[0], words[1:]) if words else ("", ())
+    invitation = chosen.text("invitation")
+    if words and (not invitation or looks_like(words[0]) or words[0][0:1] in ("@", "-")):
+        invitation, words = words[0], words[1:]
+    if not invitation:
+        raise ConfigError(
+            "no invitation was given",
+            remedy="gridtrain worker INVITATION; the run's owner gets one from: gridtrain invite",
+        )
     name, listen, advertise = (chosen.text(one) for one in ("name", "listen", "advertise"))
     try:
         NAME.pack(name)
@@ -100,7 +96,7 @@ def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
         ) from None
     return Job(
         command=words,
-        invitation=parse(_read(kept)),
+        invitation=parse(_read(invitation)),
         name=name,
         listen=parse_explicit_address(chosen.where("listen"), listen, any_port=True) if listen else "",
         advertise=parse_explicit_address(chosen.where("advertise"), advertise) if advertise else "",
@@ -125,7 +121,7 @@ def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
 
 
 def _read(text: str) -> str:
-    """The invitation itself, from where `text` says."""
+    """The invitation that `text` is, or that @FILE or - (stdin) holds."""
     if text == "-":
         return sys.stdin.read(MAX_READ)
     if not text.startswith("@"):

@@ -1,7 +1,7 @@
-"""`gridtrain worker set|show|pause|resume|stop`: the owner's word to a worker that runs on this machine.
+"""`gridtrain worker set|show|pause|resume|stop`: commands to workers that run on this machine.
 
-Decides how an answer looks.  What a word means is `gridtrain_worker.policy_enforcer`'s; it travels over a socket that
-only this user may open.  Exit codes as everywhere; 2 where no worker runs, or a rule cannot be kept.
+They travel over a socket that only this user may open.  `gridtrain_worker.policy_enforcer` executes them and
+answers with the worker's new state.  Exit code 2: no such worker runs, or a rule cannot be enforced.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from gridtrain.cli.main import EXIT_CODES
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def _of_a_worker(command: Command) -> Command:
-    name = click.option(
-        "--worker", default="", metavar="NAME",
-        help="Where several run on this machine: its name, RUN/NAME, or 6 digits of its key.",
-    )  # fmt: skip
-    as_json = click.option(
-        "--json", "as_json", is_flag=True, help="As one JSON object; also where it is piped."
-    )
-    return name(as_json(command))
+def _options(command: Command) -> Command:
+    for one in (
+        click.option("--json", "as_json", is_flag=True, help="One JSON object a worker; also if piped."),
+        click.option("--all", "to_all", is_flag=True, help="All of your workers on this machine."),
+        click.option("--worker", default="", metavar="NAME", help="A name, RUN/NAME, or 6 digits of a key."),
+    ):
+        command = one(command)
+    return command
 
 
 @click.group(epilog=EXIT_CODES)
 def worker_commands() -> None:
-    """Tell a worker that runs on this machine what it may do."""
+    """Commands to a worker that runs on this machine."""
 
 
 def _keys(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """For the shell: what can be set."""
+    """Completion: the rules that can be set."""
     from gridtrain_worker.training_policy import KEYS
 
     return [f"{key}=" for key in KEYS if key.startswith(incomplete)]
@@ -43,81 +42,85 @@ def _keys(context: click.Context, parameter: click.Parameter, incomplete: str) -
 
 @worker_commands.command("set")
 @click.argument("settings", nargs=-1, required=True, metavar="KEY=VALUE...", shell_complete=_keys)
-@_of_a_worker
-def set_rules(settings: tuple[str, ...], worker: str, as_json: bool) -> None:
-    """Change rules, from now on and over restarts.
+@_options
+def set_rules(settings: tuple[str, ...], worker: str, to_all: bool, as_json: bool) -> None:
+    """Change rules, now and for later starts; KEY=off removes a rule.
 
     \b
-      upload=20Mbit  download=100Mbit   what it may use of the line; off: everything
-      budget=5GB                        sent and received in a day; off: any number
-      hours=22:00-07:00,12:00-13:00     local time; off: at any time
-      battery=pause                     pause on battery; run: do not
-      gpu=pause                         pause while another program uses the GPU; run: do not
-      idle=10m                          pause until nobody has touched the computer for so long; off: do not
-      temperature=80/70                 pause at 80 C, go on below 70; off: no limit
+      upload=20Mbit  download=100Mbit   rate limits
+      budget=5GB                        bytes sent and received in a day, together
+      hours=22:00-07:00,12:00-13:00     train only then, local time
+      battery=pause                     pause while the computer runs on battery
+      gpu=pause                         pause while another program uses the GPU
+      idle=10m                          pause until the computer is unused for this long
+      temperature=80/70                 pause at 80 C, continue below 70 C
     """
     from gridtrain_worker.training_policy import parse_pairs
 
-    _say(_ask(worker, {"ask": "set", "settings": parse_pairs(settings)}), as_json)
+    _ask(worker, to_all, {"ask": "set", "settings": parse_pairs(settings)}, as_json)
 
 
 @worker_commands.command()
-@_of_a_worker
-def show(worker: str, as_json: bool) -> None:
-    """Its rules, what its sensors say, and whether it trains."""
-    _say(_ask(worker, {"ask": "show"}), as_json)
+@_options
+def show(worker: str, to_all: bool, as_json: bool) -> None:
+    """Show the state, rules and sensor readings; without --worker of all workers."""
+    _ask(worker, to_all or not worker, {"ask": "show"}, as_json)
 
 
 @worker_commands.command()
 @click.option(
     "--for", "length", default="", metavar="TIME", help="Such as 30m or 2h.  [default: until resume]"
 )
-@_of_a_worker
-def pause(length: str, worker: str, as_json: bool) -> None:
-    """Leave the group after this step, and wait."""
-    _say(_ask(worker, {"ask": "pause", "for": length}), as_json)
+@_options
+def pause(length: str, worker: str, to_all: bool, as_json: bool) -> None:
+    """Leave the group after the present step, and wait."""
+    _ask(worker, to_all, {"ask": "pause", "for": length}, as_json)
 
 
 @worker_commands.command()
-@_of_a_worker
-def resume(worker: str, as_json: bool) -> None:
-    """Take `pause` back; the rules hold on."""
-    _say(_ask(worker, {"ask": "resume"}), as_json)
+@_options
+def resume(worker: str, to_all: bool, as_json: bool) -> None:
+    """End a pause; the rules still apply."""
+    _ask(worker, to_all, {"ask": "resume"}, as_json)
 
 
 @worker_commands.command()
-@click.option("--after-step", is_flag=True, help="The same, in more words: it is what stop does.")
-@_of_a_worker
-def stop(after_step: bool, worker: str, as_json: bool) -> None:
-    """Finish the step that is being computed, hand over what was not sent, leave the run, and end.
+@click.option("--after-step", is_flag=True, help="The default; kept for scripts.")
+@_options
+def stop(after_step: bool, worker: str, to_all: bool, as_json: bool) -> None:
+    """Finish the present step, send residuals, leave the run, and end.
 
-    Not even that step: Ctrl-C where the worker runs, or SIGTERM to it.  Only for a while: pause.
+    A script that does not end within two minutes gets SIGTERM.  To stop at once, press Ctrl-C where the
+    worker runs, or send it SIGTERM.
     """
-    _say(_ask(worker, {"ask": "stop"}), as_json)
+    _ask(worker, to_all, {"ask": "stop"}, as_json)
 
 
-def _ask(worker: str, question: dict[str, Any]) -> dict[str, Any]:
+def _ask(worker: str, to_all: bool, question: dict[str, Any], as_json: bool) -> None:
+    """Send `question` to the worker that is meant, or to all, and show each answer."""
     from gridtrain.errors import ConfigError
-    from gridtrain_worker.control_socket import ask_agent, find_worker
+    from gridtrain_worker.control_socket import ask_agent, find_worker, find_workers
 
+    if worker and to_all:
+        raise click.UsageError("--worker and --all were both given")
     try:
-        return ask_agent(find_worker(worker), question)
+        for path in find_workers() if to_all else [find_worker(worker)]:
+            _show(ask_agent(path, question), as_json)
     except (OSError, ValueError, StopIteration):
-        raise ConfigError("the worker does not answer", remedy="try again; it may just be ending") from None
+        raise ConfigError("the worker does not answer", remedy="try again; it may be ending") from None
 
 
-def _say(shown: Mapping[str, Any], as_json: bool) -> None:
+def _show(shown: Mapping[str, Any], as_json: bool) -> None:
     if as_json or not sys.stdout.isatty():
         click.echo(json.dumps(shown))
         return
     reason = f": {shown['reason']}" if shown["reason"] else ""
-    click.echo(
-        f"{shown['name']} is {shown['state']}{reason}{' (ends after this step)' if shown['stopping'] else ''}"
-    )
+    ending = " (ends after this step)" if shown["stopping"] else ""
+    click.echo(f"{shown['name']} is {shown['state']}{reason}{ending}")
     if not shown["obeyed"]:
-        click.echo("  its script is in the middle of a step, and leaves after it")
+        click.echo("  its script finishes a step and leaves the group then")
     click.echo("  " + "  ".join(f"{key}={value}" for key, value in shown["rules"].items()))
-    click.echo(f"  its clock: {shown['clock']}")
+    click.echo(f"  local time: {shown['clock']}")
     click.echo(f"  sent and received today: {shown['moved_today_bytes'] / 1e6:,.1f} MB")
     for name, value in shown["readings"].items():
         text = f"cannot be read: {shown['absent'].get(name)}" if value is None else value

@@ -1,7 +1,7 @@
-"""The pure core: it decides, and touches no socket, thread, clock, array or tensor.
+"""The pure core: all decisions, without sockets, threads, clocks, arrays or tensors.
 
-Time and randomness are arguments, payloads are opaque tokens.  So the same code runs over ZeroMQ, in memory and
-in the simulator of the tests.
+Time and randomness are arguments, payloads are opaque tokens.  So the same code runs over ZeroMQ, in memory,
+and in the simulator of the tests.
 
     messages/      what travels between programs, as frozen dataclasses
     collectives/   all-reduce and all-gather as state machines, one for each algorithm

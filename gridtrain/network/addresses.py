@@ -1,7 +1,4 @@
-"""Addresses as people write them.
-
-Decides which forms there are.  Looks nothing up.
-"""
+"""Parses the addresses that people write.  Host names are not resolved."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ _ADDRESS = re.compile(rf"(?:tcp://)?({_HOST})(?::(\d{{1,5}}))?")
 
 
 def parse_coordinator_address(text: str) -> str:
-    """ "tcp://host:port" from that, from "host:port", or from "host" (port 7700).
+    """ "tcp://host:port" from the same, from "host:port", or from "host" (port 7700).
 
     Raises `ConfigError` for anything else.
     """
@@ -29,11 +26,11 @@ def parse_coordinator_address(text: str) -> str:
 
 
 def parse_explicit_address(option: str, text: str, *, any_port: bool = False) -> str:
-    """As `coordinator_address`, of something that has to say both host and port.
+    """As `parse_coordinator_address`, of an address that must have both host and port.
 
     Args:
-        option: where it was given, for people.
-        any_port: port 0 is fine: any free one.
+        option: the name of the option, for messages.
+        any_port: accept port 0, any free one.
     """
     plain = text.strip()
     match = _ADDRESS.fullmatch(plain)

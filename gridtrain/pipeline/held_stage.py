@@ -120,7 +120,7 @@ class HeldStage:
             self.release()  # frees its memory before the next one is built
             self.current = StageState(stage, stages, self._make_optimizer, self.options)
             self.optimizer.set_inner(self.current.inner)
-            self._session.resize_residual(self.current.residual.size)
+            self._session.tasks.resize_residual(self.current.residual.size)
         self.current.set_position(stages, stage)
         return self.current
 

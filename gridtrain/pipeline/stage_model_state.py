@@ -62,8 +62,10 @@ class StageModelState(ModelState):
         self._measure_flops = measure_flops
         self._store: StageCheckpointStore | None = None
         self._has_read_disk = False
-        session.attach_state(held.capture_state, self._restore_state, largest_state_bytes(held.defined.whole))
-        session.attach_residual(0, self._add_residual)  # `HeldStage` tells its length
+        session.tasks.attach_state(
+            held.capture_state, self._restore_state, largest_state_bytes(held.defined.whole)
+        )
+        session.tasks.attach_residual(0, self._add_residual)  # `HeldStage` tells its length
 
     def join(self, facts: Facts, spec: LedgerSpec, sizes: BatchSizes) -> None:
         held, defined, options = self._held, self._held.defined, self._held.options
@@ -74,12 +76,12 @@ class StageModelState(ModelState):
             self._facts,
             every=self._options.every,
             keep=self._options.keep,
-            report=self._session.report_checkpoints,
+            report=self._session.tasks.report_checkpoints,
             load_state=held.load_checkpoints,
             pack_state=lambda info: held.pack_replaced(info, self._facts),
         )
         self._store.claim()
-        self._session.attach_stage_checkpoints(self._store)
+        self._session.tasks.attach_stage_checkpoints(self._store)
         model = describe_staged_model(
             defined, options, held.template, self._profile, sizes.batch_size, held.trackers.values()
         )

@@ -1,16 +1,14 @@
-"""Workspaces of a pipeline's round: what stages hand to each other, and what each stage did.
+"""Collective buffers of a pipeline's round: activation transfers between stages, and summaries of stages.
 
-Decides how payloads are cut, put together and checked.  Never decides who sends what to whom or when.
+ActivationSendBuffer     ActivationSender    the sender's buffers; each piece is released when it is sent
+ActivationReceiveBuffer  ActivationReceiver  pieces as received, joined when all are there
+StageSummaryBuffer       AllGather           one summary of each member; its digest is what members vote for
 
-    HandOffWorkspace   HandOff     the sender's buffers; each piece is let go of when it was sent
-    TakeOverWorkspace  TakeOver    pieces as they came, put together when all are there
-    SealsWorkspace     Telling     one row of each member; its seal is what the members vote for
-
-    table:   u64 of each buffer: its bytes             (piece 0)
-    pieces:  buffer after buffer, each in slices of 1 MiB
-    or all in one piece:  u64 how many buffers | table | buffers
-    row:     seal of the stage's update 32 | digest of the settings 32 | f64 loss | f64 norm squared | figures
-    figures: f64 seconds of a forward | of a backward | of the first turn | f64 samples | f64 most samples
+table:   u64 of each buffer: its bytes             (piece 0)
+pieces:  buffer after buffer, each in slices of 1 MiB
+or all in one piece:  u64 number of buffers | table | buffers
+summary: digest of the stage's update 32 | digest of the settings 32 | f64 loss | f64 norm squared | figures
+figures: f64 seconds of a forward | of a backward | of the first turn | f64 samples | f64 most samples
 """
 
 from __future__ import annotations
@@ -37,16 +35,20 @@ PIECE_BYTES = 1 << 20
 """Part of the protocol: a longer buffer travels in slices of this length."""
 
 MAX_JOINED_BYTES = 256 * 1024
-"""Up to so many bytes a hand-off is joined to one piece: a second message costs more than to copy them."""
+"""A transfer of at most so many bytes is joined to one piece: a second message costs more than the copy."""
 
 MOST_BUFFERS = 4096
 UNMEASURED = StepTimings()
 _SUMMARY = struct.Struct("<32s32s7d")
-_REMEDY = "drop the peer; all members of a run train the same model, cut in the same way"
+_REMEDY = "drop the peer; all members of a run train the same model with the same partition"
 
 
 class ActivationSendBuffer:
-    """`buffers`: contiguous, of format "B"; there may be none, and empty ones."""
+    """The pieces of one activation transfer.
+
+    Args:
+        buffers: contiguous, of format "B"; there may be none, and empty ones.
+    """
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         lengths = [buffer.nbytes for buffer in buffers]
@@ -61,7 +63,7 @@ class ActivationSendBuffer:
                 self._pieces.append(buffer[start : start + PIECE_BYTES].toreadonly())
         if len(self._pieces) > MAX_PIECES or len(buffers) > MOST_BUFFERS:
             raise LocalProtocolError(
-                f"a hand-off of {len(buffers)} buffers in {len(self._pieces)} pieces; at most "
+                f"an activation transfer of {len(buffers)} buffers in {len(self._pieces)} pieces; at most "
                 f"{MOST_BUFFERS} in {MAX_PIECES} pieces of {PIECE_BYTES} bytes are possible"
             )
 
@@ -69,26 +71,26 @@ class ActivationSendBuffer:
         return ActivationSender(rank, to_rank, len(self._pieces))
 
     def apply(self, effect: BufferEffect) -> None:
-        raise LocalProtocolError(f"{type(effect).__name__} is no effect of HandOff")
+        raise LocalProtocolError(f"{type(effect).__name__} is no effect of ActivationSender")
 
-    def payload(self, place: PayloadSlot) -> bytes | memoryview:
-        piece, self._pieces[place.slice] = self._pieces[place.slice], None
+    def payload(self, slot: PayloadSlot) -> bytes | memoryview:
+        piece, self._pieces[slot.slice] = self._pieces[slot.slice], None
         if piece is None:
-            raise LocalProtocolError(f"piece {place.slice} of a hand-off was asked for twice")
+            raise LocalProtocolError(f"piece {slot.slice} of an activation transfer was sent twice")
         return piece
 
     def compute_digest(self) -> bytes:
         return b""
 
     def make_collective(self, rank: int, world_size: int, skip: bool) -> ActivationSender:
-        raise LocalProtocolError("a hand-off has a receiver: use `to`")
+        raise LocalProtocolError("an activation transfer has a receiver: use `make_send`")
 
 
 class ActivationReceiveBuffer:
-    """Pieces of one hand-off; `take` gives the buffers, once.
+    """The pieces of one activation transfer; `take_buffers` returns the buffers, once.
 
     Args:
-        limit_bytes: more than that is no honest payload.
+        limit_bytes: the largest transfer that an honest peer sends.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -107,7 +109,7 @@ class ActivationReceiveBuffer:
                 self._nbytes += view.nbytes
                 if self._nbytes > self._limit_bytes or view.nbytes > PIECE_BYTES or pieces > MAX_PIECES:
                     raise RemoteProtocolError(
-                        f"rank {source.rank} handed over {self._nbytes} bytes in {pieces} pieces, the last "
+                        f"rank {source.rank} sent {self._nbytes} bytes in {pieces} pieces, the last "
                         f"of {view.nbytes}; at most {self._limit_bytes} are possible here",
                         remedy=_REMEDY,
                     )
@@ -116,33 +118,33 @@ class ActivationReceiveBuffer:
                     self._buffers = _join_pieces(self._pieces, source.rank)
                     self._pieces = {}
             case _:
-                raise LocalProtocolError(f"{type(effect).__name__} is no effect of TakeOver")
+                raise LocalProtocolError(f"{type(effect).__name__} is no effect of ActivationReceiver")
 
     def take_buffers(self) -> list[memoryview]:
         buffers, self._buffers = self._buffers, None
         if buffers is None:
-            raise LocalProtocolError("a hand-off was taken before it was complete, or twice")
+            raise LocalProtocolError("an activation transfer was read before it was complete, or twice")
         return buffers
 
-    def payload(self, place: PayloadSlot) -> bytes | memoryview:
-        raise LocalProtocolError("whoever takes over sends nothing")
+    def payload(self, slot: PayloadSlot) -> bytes | memoryview:
+        raise LocalProtocolError("a receiver sends nothing")
 
     def compute_digest(self) -> bytes:
         return b""
 
     def make_collective(self, rank: int, world_size: int, skip: bool) -> ActivationReceiver:
-        raise LocalProtocolError("a hand-off has a sender: use `by`")
+        raise LocalProtocolError("an activation transfer has a sender: use `make_receive`")
 
 
 def _split_joined(piece: memoryview, from_rank: int) -> list[memoryview]:
-    """Buffers that came in one piece.  Raises `RemoteProtocolError` if they do not fill it."""
+    """Buffers that were sent in one piece.  Raises `RemoteProtocolError` if they do not fill it."""
     count = int.from_bytes(piece[:8], "little")
     at = 8 + 8 * count
     lengths = struct.unpack_from(f"<{count}Q", piece, 8) if count <= MOST_BUFFERS and at <= len(piece) else ()
     if len(piece) < 8 or len(lengths) != count or at + sum(lengths) != len(piece):
         raise RemoteProtocolError(
-            f"rank {from_rank} handed over a piece of {len(piece)} bytes that are not {count} buffers, as it "
-            "tells",
+            f"rank {from_rank} sent a piece of {len(piece)} bytes that does not hold the {count} buffers of "
+            "its table",
             remedy=_REMEDY,
         )
     stops = list(accumulate(lengths, initial=at))
@@ -160,11 +162,10 @@ def _join_pieces(pieces: dict[int, memoryview], from_rank: int) -> list[memoryvi
         if sum(lengths) <= MAX_PIECES * PIECE_BYTES
         else []
     )
-    came = [pieces[i].nbytes for i in range(1, len(pieces))]
-    if table.nbytes % 8 or len(lengths) > MOST_BUFFERS or expected != came:
+    received = [pieces[i].nbytes for i in range(1, len(pieces))]
+    if table.nbytes % 8 or len(lengths) > MOST_BUFFERS or expected != received:
         raise RemoteProtocolError(
-            f"rank {from_rank} handed over {len(came)} pieces that its table of {table.nbytes} bytes does "
-            "not tell",
+            f"rank {from_rank} sent {len(received)} pieces that do not fit its table of {table.nbytes} bytes",
             remedy=_REMEDY,
         )
     buffers, at = [], 1
@@ -177,56 +178,57 @@ def _join_pieces(pieces: dict[int, memoryview], from_rank: int) -> list[memoryvi
 
 
 class StageSummary:
-    """What one member says of its stage.
+    """What one member reports of its stage.
 
     Attributes:
-        seal: of the update that its stage agreed on; empty (zeros) where the step is skipped.
-        settings: digest of the optimizer's.
-        loss: its part of the mean loss: of the last stage alone, elsewhere 0.
+        digest: of the update that its stage agreed on; zeros where the step is skipped.
+        settings: digest of the optimizer's settings.
+        loss: its part of the mean loss; 0 except on the last stage.
         norm_squared: of the stage's update.
         figures: what it has measured in this step.
     """
 
-    __slots__ = ("figures", "loss", "norm_squared", "seal", "settings")
+    __slots__ = ("digest", "figures", "loss", "norm_squared", "settings")
 
     def __init__(
         self,
-        seal: bytes,
+        digest: bytes,
         settings: bytes,
         loss: float,
         norm_squared: float,
         figures: StepTimings = UNMEASURED,
     ) -> None:
-        self.seal, self.settings, self.loss, self.norm_squared = seal, settings, loss, norm_squared
+        self.digest, self.settings, self.loss, self.norm_squared = digest, settings, loss, norm_squared
         self.figures = figures
 
     def pack(self) -> bytes:
-        told = (self.loss, self.norm_squared, *astuple(self.figures))
-        return _SUMMARY.pack(self.seal, self.settings, *told)
+        values = (self.loss, self.norm_squared, *astuple(self.figures))
+        return _SUMMARY.pack(self.digest, self.settings, *values)
 
     @classmethod
     def read(cls, payload: bytes | memoryview) -> StageSummary:
-        seal, settings, loss, norm_squared, *figures = _SUMMARY.unpack(payload)
-        return cls(seal, settings, loss, norm_squared, StepTimings(*figures))
+        digest, settings, loss, norm_squared, *figures = _SUMMARY.unpack(payload)
+        return cls(digest, settings, loss, norm_squared, StepTimings(*figures))
 
     @property
     def replica_key(self) -> bytes:
-        """What the replicas of a stage must have alike."""
+        """32 bytes that are equal on all replicas of a stage."""
         norm = struct.pack("<d", self.norm_squared)
-        return hashlib.blake2b(self.seal + self.settings + norm, digest_size=32).digest()
+        return hashlib.blake2b(self.digest + self.settings + norm, digest_size=32).digest()
 
 
 class StageSummaryBuffer:
-    """Everybody's row.  The seal: of each stage that of most replicas, but of one's own stage one's own.
+    """The summaries of all members.
 
-    So whoever holds another update than the other replicas of its stage votes for another digest, and is
-    found as in a group without stages (`protocol.round`).
+    The digest takes the majority's key of each stage, but for the member's own stage its own.  So a member
+    that holds another update than the other replicas of its stage votes for another digest, and is found as
+    in a group without stages (`gridtrain.core.commit.two_phase_commit`).
     """
 
-    def __init__(self, seats: RankLayout, rank: int, row: StageSummary) -> None:
-        self._placements, self._rank = seats, rank
-        self._payloads: list[bytes | None] = [None] * seats.world_size
-        self._payloads[rank] = row.pack()
+    def __init__(self, layout: RankLayout, rank: int, summary: StageSummary) -> None:
+        self._layout, self._rank = layout, rank
+        self._payloads: list[bytes | None] = [None] * layout.world_size
+        self._payloads[rank] = summary.pack()
 
     @property
     def is_complete(self) -> bool:
@@ -234,33 +236,32 @@ class StageSummaryBuffer:
 
     @property
     def summaries(self) -> list[StageSummary]:
-        """In rank order, of a collective that is complete."""
+        """In rank order, once the collective is complete."""
         there = [StageSummary.read(payload) for payload in self._payloads if payload is not None]
         if len(there) < len(self._payloads):
-            raise LocalProtocolError(f"rows of {len(there)} of {len(self._payloads)} ranks")
+            raise LocalProtocolError(f"summaries of {len(there)} of {len(self._payloads)} ranks")
         return there
 
     @property
     def loss(self) -> float:
         """The mean over all samples of the step."""
-        last = self._placements.stage_ranks(self._placements.stages - 1)
-        rows = self.summaries
-        return sum(rows[rank].loss for rank in last)
+        last = self._layout.stage_ranks(self._layout.stages - 1)
+        summaries = self.summaries
+        return sum(summaries[rank].loss for rank in last)
 
     @property
     def norm_squared(self) -> float:
         """Of the whole model's update."""
-        rows = self.summaries
+        summaries = self.summaries
         return sum(
-            rows[self._placements.stage_ranks(stage)[0]].norm_squared
-            for stage in range(self._placements.stages)
+            summaries[self._layout.stage_ranks(stage)[0]].norm_squared for stage in range(self._layout.stages)
         )
 
     @property
     def has_diverged_settings(self) -> bool:
-        """This member's optimizer is set otherwise than that of most replicas of its stage."""
-        rows, group = self.summaries, self._placements.stage_ranks(self._placements.stage_of(self._rank))
-        return self._rank not in largest_agreeing_group({rank: rows[rank].settings for rank in group})
+        """This member's optimizer has other settings than those of most replicas of its stage."""
+        summaries, group = self.summaries, self._layout.stage_ranks(self._layout.stage_of(self._rank))
+        return self._rank not in largest_agreeing_group({rank: summaries[rank].settings for rank in group})
 
     def make_collective(self, rank: int, world_size: int, skip: bool) -> AllGather:
         return make_allgather(rank, world_size, skip)
@@ -271,33 +272,33 @@ class StageSummaryBuffer:
                 nbytes = memoryview(payload).nbytes
                 if nbytes != _SUMMARY.size:
                     raise RemoteProtocolError(
-                        f"the row of rank {rank} came from rank {source.rank} with {nbytes} bytes, must be "
-                        f"{_SUMMARY.size}",
+                        f"the summary of rank {rank}, sent by rank {source.rank}, has {nbytes} bytes, must "
+                        f"have {_SUMMARY.size}",
                         remedy=_REMEDY,
                     )
-                row = StageSummary.read(payload)
-                if row.norm_squared < 0 or not row.figures.is_plausible():
+                summary = StageSummary.read(payload)
+                if summary.norm_squared < 0 or not summary.figures.is_plausible():
                     raise RemoteProtocolError(
-                        f"the row of rank {rank} came from rank {source.rank}: negative square of a norm, or "
-                        f"times that cannot be: {row.figures}",
+                        f"the summary of rank {rank}, sent by rank {source.rank}, has a negative square of a "
+                        f"norm, or impossible times: {summary.figures}",
                         remedy=_REMEDY,
                     )
                 self._payloads[rank] = bytes(payload)
             case _:
                 raise LocalProtocolError(f"{type(effect).__name__} is no effect of AllGather")
 
-    def payload(self, place: PayloadSlot) -> bytes | memoryview:
-        stored = self._payloads[place.segment]
+    def payload(self, slot: PayloadSlot) -> bytes | memoryview:
+        stored = self._payloads[slot.segment]
         if stored is None:
-            raise LocalProtocolError(f"row of rank {place.segment} asked for before it came")
+            raise LocalProtocolError(f"the summary of rank {slot.segment} was read before it arrived")
         return stored
 
     def compute_digest(self) -> bytes:
-        rows, mine = self.summaries, self._placements.stage_of(self._rank)
+        summaries, own_stage = self.summaries, self._layout.stage_of(self._rank)
         whole = hashlib.blake2b(digest_size=32)
-        for stage in range(self._placements.stages):
-            parties = {rank: rows[rank].replica_key for rank in self._placements.stage_ranks(stage)}
-            whole.update(parties[self._rank if stage == mine else largest_agreeing_group(parties)[0]])
-        for row in rows:  # what follows from them must be the same everywhere
-            whole.update(struct.pack("<5d", *astuple(row.figures)))
+        for stage in range(self._layout.stages):
+            keys = {rank: summaries[rank].replica_key for rank in self._layout.stage_ranks(stage)}
+            whole.update(keys[self._rank if stage == own_stage else largest_agreeing_group(keys)[0]])
+        for each in summaries:  # decisions that are made from the figures must be the same everywhere
+            whole.update(struct.pack("<5d", *astuple(each.figures)))
         return whole.digest()

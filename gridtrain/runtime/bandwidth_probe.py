@@ -1,18 +1,20 @@
-"""How fast bulk goes to peers, measured with a short burst each.
+"""Measures the bandwidth to peers with a short burst each.
 
-Decides whom to send a burst, and what its time says.  Never sends more than `BURSTS` * `BURST_BYTES` to a
-peer, to one after the other, so that two bursts of a worker do not share its line.
+A peer gets one burst of `BURST_MESSAGES` * `BURST_MESSAGE_BYTES`, one peer after the other, so that two
+bursts of a worker do not share its link.
 
     sender    Burst 0, 1, 2 .. 15 --------------->  receiver    the first 0 ........ the last 15
-                                     <------ Landed                    came_Bps = 15 bursts / that time
-              sent_Bps = all / (time until Landed - round trip)
+                               <------ BurstReceived                   received_Bps = 15 messages / that time
+              sent_Bps = all / (time until BurstReceived - round trip)
 
-The last 8 bytes of the last message are drawn, and Landed repeats them: nobody can answer before it is there.
-All messages have to come, in their order.  A peer that does not answer costs its part of the time only.
+The last 8 bytes of the last message are random, and BurstReceived repeats them: nobody can answer before the
+burst is there.  All messages have to arrive, in order.  A peer that does not answer costs its part of the
+time only.
 
-A new connection speeds up as it goes, so a fast long line is told slower than it is: as slow as an exchange
-of so few bytes would find it.  Of both ends' words the coordinator believes the smaller one: a receiver whose
-loop was busy reads at once what waited in a buffer, and takes the line for far faster than it is.
+A new connection accelerates, so a fast link with a long round trip is measured slower than it is: as slow as
+an exchange of so few bytes would find it.  The coordinator believes the smaller figure of both ends: a
+receiver whose loop was busy reads at once what waited in a buffer, and takes the link for much faster than it
+is.
 """
 
 from __future__ import annotations
@@ -29,24 +31,24 @@ from gridtrain.network.transport.interface import Transport
 
 PROOF_BYTES = 8
 MOST_TARGETS = 8  # 2 MiB in all
-MOST_TRAINS, BURST_WINDOW_S = 64, 60.0
-"""So many bursts of one peer in such a time are let pass.  An honest one measures when it is admitted, as a
-script that dies and is started again is every other second."""
+MOST_BURSTS, BURST_WINDOW_S = 64, 60.0
+"""Bursts of one peer that are accepted in this time.  An honest peer measures when it is admitted, which a
+script that crashes and is restarted may be every other second."""
 
-MOST_ASKED = 4
-"""Bursts that one peer may ask for in that time."""
+MOST_REQUESTS = 4
+"""Bursts that one peer may request in that time."""
 
 RATE_LIFETIME_S = 300.0
-"""What was measured is told again, and not measured again, where this process is admitted anew so soon."""
+"""Rates are reported again without a new measurement where this process is admitted again so soon."""
 
 MIN_BURST_S = 1e-5
 MIN_BURST_FRACTION = 0.25
-"""Of the time until a burst's answer, at least so much is the burst's own: see `rate_Bps`."""
+"""The part of the time until a burst's answer that is the burst's at least: see `estimate_rate_Bps`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _OutgoingBurst:
-    """What was sent, and until when its answer is awaited."""
+    """A burst that was sent, and until when its answer is awaited."""
 
     peer: PeerId
     expected_answer: BurstReceived
@@ -56,19 +58,20 @@ class _OutgoingBurst:
 
 @dataclass(slots=True)
 class _IncomingBurst:
-    """A burst of which some messages are here."""
+    """A burst of which some messages have arrived."""
 
     nonce: int
     began_s: float
-    next_index: int = 1  # the index that has to come next
+    next_index: int = 1  # that has to arrive next
 
 
 class BandwidthProbe:
-    """One burst under way at a time; and what bursts of others have shown.
+    """Sends one burst at a time, and measures the bursts of others.
 
     Args:
-        rng: draws the peers where there are more than `MOST_TARGETS`, and what Landed has to prove, so peers
-            must not be able to foretell it.
+        rng: draws the peers where there are more than `MOST_TARGETS`, and the proof in `BurstReceived`: peers
+            must
+            not be able to predict it.
     """
 
     def __init__(self, rng: Random) -> None:
@@ -86,7 +89,7 @@ class BandwidthProbe:
         self._has_new_rates = False
 
     def begin(self, rtt_s: Mapping[PeerId, float], until_s: float, now_s: float) -> None:
-        """Measure to some of these peers, whose round trips are known, one after the other in this order."""
+        """Measure some of these peers, whose round trips are known, one after the other in this order."""
         self._rtt_s = dict(rtt_s)
         fresh = {
             p: rate
@@ -105,11 +108,10 @@ class BandwidthProbe:
         if now_s >= self._until_s:
             self._pending_targets, self._current_burst = [], None
         if self._current_burst is not None and now_s >= self._current_burst.until_s:
-            self._current_burst = None  # its answer would come too late for the others
+            self._current_burst = None  # an answer would be too late for the others
         while self._pending_targets and self._current_burst is None:
-            until_s = now_s + (self._until_s - now_s) / len(
-                self._pending_targets
-            )  # the next ones have as long
+            # The next peers have as long.
+            until_s = now_s + (self._until_s - now_s) / len(self._pending_targets)
             peer = self._pending_targets.pop()
             answer = BurstReceived(self._rng.getrandbits(63), self._rng.randbytes(PROOF_BYTES))
             try:
@@ -124,15 +126,15 @@ class BandwidthProbe:
         return self._current_burst is not None
 
     def handle_burst_request(self, peer: PeerId, nonce: int, now_s: float) -> list[Burst]:
-        """A peer wants to measure the way from here: a burst, and none where it asks too often."""
-        asked = self._request_times.setdefault(peer, deque(maxlen=MOST_ASKED))
-        if len(asked) == asked.maxlen and now_s - asked[0] < BURST_WINDOW_S:
+        """A peer wants to measure the link from here: a burst, or none where it asks too often."""
+        times = self._request_times.setdefault(peer, deque(maxlen=MOST_REQUESTS))
+        if len(times) == times.maxlen and now_s - times[0] < BURST_WINDOW_S:
             return []
-        asked.append(now_s)
+        times.append(now_s)
         return [Burst(nonce, index, bytes(BURST_MESSAGE_BYTES)) for index in range(BURST_MESSAGES)]
 
     def handle_acknowledgement(self, peer: PeerId, answer: BurstReceived, now_s: float) -> None:
-        """A peer says that the whole burst is there."""
+        """A peer has received the whole burst."""
         sent = self._current_burst
         if sent is None or (sent.peer, sent.expected_answer) != (peer, answer):
             return
@@ -141,55 +143,55 @@ class BandwidthProbe:
         self._current_burst, self._has_new_rates = None, True
 
     def handle_burst(self, peer: PeerId, burst: Burst, now_s: float) -> BurstReceived | str | None:
-        """A peer's message; returns the answer, or what is wrong with it."""
-        arrivals = self._burst_times.setdefault(peer, deque(maxlen=MOST_TRAINS * BURST_MESSAGES))
+        """A message of a peer's burst; returns the answer, or what is wrong with it."""
+        arrivals = self._burst_times.setdefault(peer, deque(maxlen=MOST_BURSTS * BURST_MESSAGES))
         if len(arrivals) == arrivals.maxlen and now_s - arrivals[0] < BURST_WINDOW_S:
-            return f"sent more than {MOST_TRAINS * BURST_MESSAGES} Bursts in {BURST_WINDOW_S:.0f} s"
+            return f"sent more than {MOST_BURSTS * BURST_MESSAGES} Bursts in {BURST_WINDOW_S:.0f} s"
         arrivals.append(now_s)
-        if len(burst.payload) != BURST_MESSAGE_BYTES:  # it would look faster, or slower, than it is
+        if len(burst.payload) != BURST_MESSAGE_BYTES:
             return f"sent a Burst of {len(burst.payload)} bytes, must be {BURST_MESSAGE_BYTES}"
         if burst.index == 0:
             self._incoming[peer] = _IncomingBurst(burst.nonce, now_s)
             return None
-        coming = self._incoming.get(peer)
-        if coming is None or (coming.nonce, coming.next_index) != (burst.nonce, burst.index):
-            self._incoming.pop(peer, None)  # one is left out: this burst tells nothing any more
+        incoming = self._incoming.get(peer)
+        if incoming is None or (incoming.nonce, incoming.next_index) != (burst.nonce, burst.index):
+            self._incoming.pop(peer, None)  # one is missing: this burst measures nothing
             return None
-        coming.next_index += 1
+        incoming.next_index += 1
         if burst.index < BURST_MESSAGES - 1:
             return None
         del self._incoming[peer]
         self._received_Bps[peer] = (
-            (BURST_MESSAGES - 1) * BURST_MESSAGE_BYTES / max(MIN_BURST_S, now_s - coming.began_s)
+            (BURST_MESSAGES - 1) * BURST_MESSAGE_BYTES / max(MIN_BURST_S, now_s - incoming.began_s)
         )
         self._has_new_rates = True
         return BurstReceived(burst.nonce, bytes(memoryview(burst.payload)[-PROOF_BYTES:]))
 
     def remove_peer(self, peer: PeerId) -> None:
         """Its connection broke."""
-        if len(self._request_times) > MOST_TARGETS * MOST_TRAINS:
+        if len(self._request_times) > MOST_TARGETS * MOST_BURSTS:
             self._request_times.clear()
         self._incoming.pop(peer, None)
         if self._current_burst is not None and self._current_burst.peer == peer:
             self._current_burst = None
 
     def take_new_rates(self) -> tuple[tuple[PeerId, float, float], ...] | None:
-        """Peer, rate to it, rate from it, as for `Rates`; None: nothing new since it was last asked."""
+        """Peer, rate to it, rate from it, for `LinkRates`; None: nothing new since the last call."""
         if not self._has_new_rates or self._current_burst is not None:
             return None
         self._has_new_rates = False
         peers = sorted({*self._sent_Bps, *self._received_Bps})[:256]
-        told = tuple((p, self._sent_Bps.get(p, 0.0), self._received_Bps.get(p, 0.0)) for p in peers)
+        rates = tuple((p, self._sent_Bps.get(p, 0.0), self._received_Bps.get(p, 0.0)) for p in peers)
         self._sent_Bps.clear()
         self._received_Bps.clear()
-        return told
+        return rates
 
 
 def estimate_rate_Bps(whole_s: float, rtt_s: float) -> float:
-    """Of a burst whose end was seen `whole_s` after it was sent, or asked for.
+    """Rate of a burst whose end was seen `whole_s` after it was sent, or requested.
 
-    Pings that met a busy loop tell a round trip that is too long, and a burst that is answered about as soon
-    would seem to have taken no time at all.
+    Pings that were delayed by a busy loop overestimate the round trip; a burst that is answered in about that
+    time would seem to have taken none.
     """
     return (
         BURST_MESSAGES * BURST_MESSAGE_BYTES / max(MIN_BURST_S, whole_s - rtt_s, MIN_BURST_FRACTION * whole_s)

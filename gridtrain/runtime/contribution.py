@@ -1,12 +1,12 @@
-"""What this worker has given to the run, told to the agent that supervises its script.
+"""Counts what this worker has contributed, for the agent that supervises its script.
 
-Decides what is counted: samples and steps that committed, bytes on the wire.  Sends nothing to anybody; the
-agent reads a small file, which is replaced as a whole, at most once a second.
+Counted are samples and steps that were committed, and bytes on the wire.  The agent reads a small file, which
+is replaced as a whole at most once a second.
 
-    step committed --count--> Tally --write--> GRIDTRAIN_CONTRIBUTION --read--> agent --> the volunteer
+    step committed --> ContributionReporter --write--> GRIDTRAIN_CONTRIBUTION --read--> agent --> volunteer
 
-A thread of its own writes: to replace a file takes milliseconds on a good disk, and on a bad one as long as
-it likes.  The trainer would take them from its step, the loop from its votes and heartbeats.
+A separate thread writes: replacing a file takes milliseconds on a good disk and any time on a bad one, which
+would delay the step in the training thread, and votes and heartbeats in the I/O thread.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ MAX_COUNT = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """Attributes:
-    step: the run's, after the latest one.
-    steps, samples: of this worker, committed.
-    run_samples: of everybody since the run began.
-    sent_bytes, received_bytes: on the wire, framing included.
-    world_size: how many train now.
+    """What one worker has contributed so far.
+
+    Attributes:
+        step: the run's next step.
+        steps, samples: of this worker, committed.
+        run_samples: of all workers since the run began.
+        sent_bytes, received_bytes: on the wire, framing included.
+        world_size: how many workers train now.
     """
 
     step: int = 0
@@ -44,12 +46,12 @@ class Contribution:
 
     @property
     def share(self) -> float:
-        """Of all samples of the run so far; 0 .. 1."""
+        """Part of all samples of the run so far; 0 .. 1."""
         return min(1.0, self.samples / self.run_samples) if self.run_samples else 0.0
 
     @classmethod
     def read(cls, path: Path) -> Contribution | None:
-        """None: there is none, or it has another form than `write` gives it."""
+        """None: there is no file, or its content is not what `write` writes."""
         try:
             with path.open("rb") as file:
                 body = json.loads(file.read(MAX_FILE_BYTES))
@@ -63,7 +65,7 @@ class Contribution:
         return cls(**body)
 
     def write(self, path: Path) -> None:
-        """Replace the file; a full disk costs the news, not the training."""
+        """Replace the file; errors are ignored, as training does not depend on it."""
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         with contextlib.suppress(OSError):
             partial.write_text(json.dumps(asdict(self)), encoding="ascii")
@@ -71,10 +73,10 @@ class Contribution:
 
 
 class ContributionReporter:
-    """Counts, and writes now and then.
+    """Counts, and writes at intervals.
 
     Args:
-        path: None: nobody asks, and nothing is written.
+        path: of the file; None: nothing is written.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -85,7 +87,7 @@ class ContributionReporter:
         self._writer: threading.Thread | None = None
 
     def step_committed(self, samples: int) -> None:
-        """One step of the run, in which this worker had so many samples; 0: it took part with none."""
+        """A step was committed in which this worker had so many samples."""
         self._steps += 1
         self._samples += samples
 
@@ -103,23 +105,23 @@ class ContributionReporter:
         world_size: int,
         last: bool = False,
     ) -> None:
-        """Have it written.  `last`: it is written when this returns, and what was told before is, too."""
+        """Have it written.  `last`: it is written when this returns."""
         self._next_s = now_s + REPORT_INTERVAL_S
         if self.path is None:
             return
-        given = Contribution(
+        contribution = Contribution(
             step, self._steps, self._samples, run_samples, sent_bytes, received_bytes, world_size
         )
         if last:
             self._end_writer()
-            given.write(self.path)
+            contribution.write(self.path)
             return
         if self._writer is None:
             self._writer = threading.Thread(
                 target=self._write_pending, args=(self.path,), name="gridtrain-given", daemon=True
             )
             self._writer.start()
-        self._pending.put(given)
+        self._pending.put(contribution)
 
     def _end_writer(self) -> None:
         if self._writer is not None:
@@ -128,11 +130,11 @@ class ContributionReporter:
             self._writer = None
 
     def _write_pending(self, path: Path) -> None:
-        while (given := self._take_newest()) is not None:
-            given.write(path)
+        while (contribution := self._take_newest()) is not None:
+            contribution.write(path)
 
     def _take_newest(self) -> Contribution | None:
-        """A slow disk gets only the latest of what it has missed."""
+        """Of several that wait for a slow disk, only the latest is written."""
         newest = self._pending.get()
         while newest is not None and not self._pending.empty():
             newest = self._pending.get()

@@ -1,10 +1,10 @@
-"""This worker's signs of life: whether anything moves, whether the trainer waits, and figures for people.
+"""Content of this worker's heartbeats: its progress, whether the trainer waits, and figures for people.
 
-Decides what counts as progress of what was moved.  Never decides whether that is enough: the others do.
+    trainer: add_figures, set_busy --+
+    bytes moved ---------------------+--> io.HeartbeatDue --> RoundProgress (peers), Heartbeat (coordinator)
+    Mailbox.progress ----------------+
 
-    trainer: note, busy --+
-    bytes moved ----------+--> pulse --> io.Pulse --> Progress to peers, Beat to the coordinator
-    Meeting.progress -----+
+Whether the progress is enough is decided by those who receive it.
 """
 
 from __future__ import annotations
@@ -17,52 +17,62 @@ from gridtrain.runtime.mailbox.mailbox import Mailbox
 
 EXCHANGE_MESSAGES = ("Data", "RelayRequest", "RelayedMessage")
 PROGRESS_MESSAGES = (*EXCHANGE_MESSAGES, "SnapshotBlock", "UpdateLogEntry")
-"""Messages that are work: whoever sends or receives them is not hung."""
+"""Messages that count as progress: a worker that sends or receives them is not hung."""
 
 
 class HeartbeatSource:
-    """See the module's text."""
+    """Collects what the next heartbeat reports."""
 
-    def __init__(self, meeting: Mailbox) -> None:
-        self._mailbox = meeting
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
         self._busy = False
         self._moved_bytes = 0
         self._figures: dict[str, float] = {}
 
-    # -- the trainer's thread --------------------------------------------------------------------
+    # -- training thread -------------------------------------------------------------------------
 
     def add_figures(self, figures: Mapping[str, float]) -> None:
-        """Figures for `gridtrain status`, and a sign of life."""
+        """Figures for `gridtrain status`; counts as progress."""
         with self._mailbox.condition:
             self._figures.update(figures)
-            self._mailbox.progress += 1
+            self._mailbox.count_progress()
 
     @property
     def figures(self) -> dict[str, float]:
-        """What was noted so far."""
+        """All figures so far."""
         with self._mailbox.condition:
             return dict(self._figures)
 
-    def set_busy(self, inside: bool) -> None:
-        """The trainer is legitimately busy (an evaluation) and counts as making progress."""
+    def set_busy(self, busy: bool) -> None:
+        """The trainer does something that may take long, such as an evaluation, and counts as making
+        progress."""
         with self._mailbox.condition:
-            self._busy = inside
+            self._busy = busy
 
-    # -- the loop's thread -----------------------------------------------------------------------
+    # -- I/O thread ------------------------------------------------------------------------------
 
     def make_heartbeat(self, traffic: Mapping[str, tuple[int, int]], left_bytes: int) -> io.HeartbeatDue:
-        """`traffic`: bytes sent and received by message type; `left_bytes`: of the state that is coming."""
-        moved = sum(sum(traffic.get(kind, (0, 0))) for kind in PROGRESS_MESSAGES)
+        """The event for the core.
+
+        Args:
+            traffic: bytes (sent, received) by message type.
+            left_bytes: of the state that this worker is receiving.
+        """
+        moved_bytes = sum(sum(traffic.get(kind, (0, 0))) for kind in PROGRESS_MESSAGES)
         with self._mailbox.condition:
-            if moved != self._moved_bytes or self._busy:
-                self._moved_bytes = moved
-                self._mailbox.progress += 1
-            progress, waiting = self._mailbox.progress, self._mailbox.is_trainer_waiting
+            if moved_bytes != self._moved_bytes or self._busy:
+                self._moved_bytes = moved_bytes
+                self._mailbox.count_progress()
+            progress, is_waiting = self._mailbox.progress, self._mailbox.is_trainer_waiting
             figures = tuple(sorted(self._figures.items()))
-        sent = float(sum(out for out, _ in traffic.values()))
-        received = float(sum(back for _, back in traffic.values()))
-        exchanged = float(sum(traffic.get(kind, (0, 0))[0] for kind in EXCHANGE_MESSAGES))
-        counts = [("exchanged_bytes", exchanged), ("received_bytes", received), ("sent_bytes", sent)]
+        sent_bytes = float(sum(sent for sent, _ in traffic.values()))
+        received_bytes = float(sum(received for _, received in traffic.values()))
+        exchanged_bytes = float(sum(traffic.get(kind, (0, 0))[0] for kind in EXCHANGE_MESSAGES))
+        counts = [
+            ("exchanged_bytes", exchanged_bytes),
+            ("received_bytes", received_bytes),
+            ("sent_bytes", sent_bytes),
+        ]
         if left_bytes:
             counts.append((STATE_LEFT, float(left_bytes)))
-        return io.HeartbeatDue(progress, waiting, (*figures, *counts))
+        return io.HeartbeatDue(progress, is_waiting, (*figures, *counts))

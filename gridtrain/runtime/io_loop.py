@@ -1,24 +1,24 @@
-"""The worker's only loop: carries effects of the member core to the transport, and events back.
+"""The worker's I/O loop: carries events to the member core, and its effects to the transport and the parts
+below.
 
-Decides nothing about the protocol.  One thread (this one) owns the transport, the core and the
-workspaces while a round is open; the trainer's thread hands in commands and waits for pictures.
+One thread (this one) owns the transport, the core, and the buffers while a round is open.  The training
+thread submits commands and waits for snapshots.
 
-    trainer's thread                this thread                                        network
+    training thread                 I/O thread                                         network
       parts --- commands, in order --> MemberCore.handle --> effects --> parts, Transport.send
-      wait <--- Picture (immutable) <-- Painter <--+    ^--- events <---------- Transport.poll
+      wait <--- WorkerSnapshot <---- SnapshotBuilder <--+    ^--- events <---------- Transport.poll
 
-The state lies in parts, each in a module of its own, of which none knows this one:
+State lies in parts, which do not know this module:
 
-    meeting       where the two threads meet: commands, the picture, the lock of all that both touch
-    rounds        collectives and their numbers, until their round is over
-    giving        the state of this worker, for members of a generation that forms
-    taking        the state that it lacks itself, then
-    donating      its state and each update, for followers, while rounds go on
-    catching_up   as a follower itself
-    residuals     that change hands
-    disk_duties   checkpoints of stages
-    signs         of life, and figures
-    owed, measuring, patience: this thread's alone
+    mailbox              commands, the snapshot, and the lock of all that both threads touch
+    step_rounds          collectives and their buffers, until their round is over
+    state_sender         this worker's state, for members of a generation that forms
+    state_receiver       the state that this worker lacks itself
+    catch_up_source      its state and each update, for workers that catch up while rounds go on
+    catch_up             catching up, on this worker
+    residuals            residuals from and to other workers
+    checkpoint_requests  checkpoints of stages
+    heartbeat            progress and figures
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ from gridtrain.runtime.event_log import log_event
 from gridtrain.runtime.heartbeat import HeartbeatSource
 from gridtrain.runtime.link_probe import LinkProbe
 from gridtrain.runtime.mailbox.mailbox import Mailbox
-from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.reconnect_policy import ReconnectPolicy
 from gridtrain.runtime.snapshot_builder import SnapshotBuilder
 from gridtrain.runtime.state_transfer.catch_up_session import CatchUpSession
@@ -73,7 +72,7 @@ from gridtrain.runtime.step_rounds import StepRounds
 log = logging.getLogger("gridtrain")
 
 HOUSEKEEPING_INTERVAL_S = 0.005
-"""While payloads come and go one after the other, everything that is not theirs waits for so long."""
+"""Housekeeping interval while payloads are in flight."""
 
 PEER_EFFECTS = (
     io.ApplyToBuffer
@@ -82,39 +81,46 @@ PEER_EFFECTS = (
     | io.DeliverCatchUpMessage
     | io.StoreResidualBlock
 )
-"""What a peer has sent: it answers for what is wrong with it."""
+"""Effects with data of a peer, which is at fault if the data cannot be used."""
 
 PAYLOAD_EFFECTS = io.ApplyToBuffer | io.SendPayload | io.CollectiveCompleted
-"""What follows from a payload while a round goes its way; the trainer is told of it without a picture."""
+"""What follows from a payload as long as the round succeeds; none of it changes the snapshot."""
 
 ROUND_MESSAGES = (m.Data, m.Vote)
-"""Messages that change nothing but the round they are of: a vote, until the last one is there."""
+"""Messages that change nothing but the round they belong to (a vote: until the last one is there)."""
 
 
 class IoLoop:
-    """Runs a `MemberCore` over a `Transport` in a thread of its own.
+    """Runs a `MemberCore` over a `Transport` in a separate thread.
 
     Args:
-        transport: owned by this driver's thread from `start` on.
+        transport: owned by the I/O thread from `start` on.
         config: addresses, names and deadlines.
-        acquaintances: the transport's gate; this driver keeps it up to date.
-
-    Attributes:
-        spent: asked each turn: why nothing more may be sent or received.
+        allowlist: the transport's access policy; this loop keeps it up to date.
+        should_interrupt: whether the training thread is needed elsewhere; called by that thread while it
+            waits.
+        budget_exhausted: why nothing more may be sent or received; "": it may.  Called in each turn.
     """
 
     def __init__(
-        self, transport: FlowControlTransport, config: JoinConfig, acquaintances: PeerAllowlist
+        self,
+        transport: FlowControlTransport,
+        config: JoinConfig,
+        allowlist: PeerAllowlist,
+        *,
+        should_interrupt: Callable[[], bool] = lambda: False,
+        budget_exhausted: Callable[[], str] = lambda: "",
     ) -> None:
         self._transport = transport
         self._config = config
-        self._allowlist = acquaintances
+        self._allowlist = allowlist
+        self._budget_exhausted = budget_exhausted
         self._coordinator = bytes.fromhex(config.coordinator_key)
         self._core: MemberCore  # from `start` on
         donate_Bps = parse_rate(config.donate_limit) if config.donate_limit else None
         deadlines = config.deadlines
-        self.mailbox = Mailbox(transport.wake)
-        self.catch_up_source = CatchUpSource(donate_Bps, self.mailbox.mark_stale)
+        self.mailbox = Mailbox(transport.wake, should_interrupt)
+        self.catch_up_source = CatchUpSource(donate_Bps, self.mailbox.submit)
         self.step_rounds = StepRounds(self.mailbox, self.catch_up_source.record_step)
         self.state_sender, self.state_receiver = StateSender(self.mailbox), StateReceiver(self.mailbox)
         self.catch_up = CatchUpSession(self.mailbox, self.state_receiver.blobs, idle_s=deadlines.ready_s / 4)
@@ -131,16 +137,14 @@ class IoLoop:
         )
         self._link_probe = LinkProbe(transport, deadlines.probe_s, SystemRandom())
         self._reconnect_policy = ReconnectPolicy(config.coordinator, deadlines.paused_s)
-        self._average: list[float | None] = []  # the answer that the trainer waits for
-        self._is_payload_only = (
-            False  # all that came in this turn went into numbers and on to others, or left
-        )
-        self._housekeeping_s = -math.inf  # when they were done last
-        self._heartbeat_s = 0.0  # when the next sign of life is due
-        self.budget_exhausted: Callable[[], str] = lambda: ""
+        self._averages: list[float | None] = []  # the answer that the trainer waits for
+        self._is_payload_only = False  # nothing but payloads was received and sent in this turn
+        self._is_snapshot_due = False
+        self._housekeeping_s = -math.inf  # when it was done last
+        self._heartbeat_s = 0.0  # when the next heartbeat is due
         self._thread = threading.Thread(target=self._main, name="gridtrain-io", daemon=True)
 
-    # -- the trainer's thread --------------------------------------------------------------------
+    # -- training thread -------------------------------------------------------------------------
 
     def start(self) -> None:
         """Listen, dial the coordinator and wait for its welcome.
@@ -154,39 +158,20 @@ class IoLoop:
         self._transport.dial(self._coordinator, config.coordinator)
         self._thread.start()
         timeout_s = self._config.deadlines.connect_s
-        if not self.wait(lambda p: p.is_welcomed, timeout_s):
+        if not self.mailbox.wait(lambda here: here.is_welcomed, timeout_s):
             self.stop()
             raise CoordinatorUnreachable(
                 f"no coordinator answered at {self._config.coordinator} within {timeout_s:g} s",
                 remedy="check the address and the port, and that `gridtrain coordinator` is running there",
             )
 
-    def wait(
-        self, ready: Callable[[WorkerSnapshot], bool], timeout_s: float = math.inf
-    ) -> WorkerSnapshot | None:
-        """See `Meeting.wait`."""
-        return self.mailbox.wait(ready, timeout_s)
-
-    def snapshot(self) -> WorkerSnapshot:
-        """See `Meeting.look`."""
-        return self.mailbox.read()
-
-    @property
-    def last_snapshot(self) -> WorkerSnapshot:
-        """As `look`, also when the loop has ended."""
-        return self.mailbox.snapshot
-
-    def submit(self, event: io.MemberEvent) -> None:
-        """See `Meeting.command`."""
-        self.mailbox.submit(event)
-
     def average(self, step: int, index: int, value: float, timeout_s: float) -> float | None:
         """The group's average of `value`; None if the generation ended, or nobody answered in time."""
         with self.mailbox.condition:
-            self._average = []
-        self.submit(io.RequestMean(step, index, value))
-        self.wait(lambda _: bool(self._average), timeout_s)
-        return self._average[0] if self._average else None
+            self._averages.clear()
+        self.mailbox.submit(io.RequestMean(step, index, value))
+        self.mailbox.wait(lambda _: bool(self._averages), timeout_s)
+        return self._averages[0] if self._averages else None
 
     @property
     def me(self) -> m.PeerId:
@@ -203,31 +188,27 @@ class IoLoop:
     def stop(self, reason: str = "", *, pausing: bool = False) -> None:
         """Leave (if `reason` is given), flush and release everything; idempotent.
 
-        `pausing`: this worker means to come back, over another driver.
+        `pausing`: this worker means to come back, with another loop.
         """
         if reason and self.mailbox.error is None and self._thread.is_alive():
-            self.submit(io.LeaveGroup(reason, pausing))
+            self.mailbox.submit(io.LeaveGroup(reason, pausing))
         self.mailbox.stop()
         if self._thread.ident is not None:
             self._thread.join(timeout=10.0)
 
-    # -- this thread ---------------------------------------------------------------------------
+    # -- I/O thread ------------------------------------------------------------------------------
 
     def _main(self) -> None:
         tcp_options.keep_freed_pages()
         try:
             while True:
-                stopping = self.mailbox.is_stopping
-                brought = self.state_sender.take_supplied()
+                is_stopping = self.mailbox.is_stopping
                 self._run_commands()
-                self.state_sender.store_supplied(brought, self._core.generation)
-                if self.mailbox.is_stale or self.step_rounds.has_ended:
-                    self.mailbox.is_stale = False  # first: what others change meanwhile is published next
-                    self._publish()  # before the next wait: a lone worker's round is over already
-                if stopping:
+                self._publish_if_due()  # before the next wait: a lone worker's round is over already
+                if is_stopping:
                     return
                 self._run_once()
-        except BaseException as error:  # the trainer must hear of it, whatever it is
+        except BaseException as error:  # raised in the training thread, whatever it is
             if not isinstance(error, GridtrainError):
                 log.exception("gridtrain's loop crashed")
             self.mailbox.fail(error)
@@ -235,33 +216,39 @@ class IoLoop:
             self._transport.close()
 
     def _run_commands(self) -> bool:
-        """Do what the trainer's thread has brought; True: it was something."""
+        """Carry out what was submitted; returns whether there was anything."""
         commands = self.mailbox.take_commands()
+        if commands:
+            self.state_sender.drop_other_generations(self._core.generation)
         for command in commands:
-            self._handle(command)
+            if callable(command):
+                command()
+            else:
+                self._handle(command)
         return bool(commands)
 
     def _run_once(self) -> None:
-        if why := self.budget_exhausted():
-            raise BudgetSpent(why, remedy="nothing: this worker trains again when there are bytes again")
+        if reason := self._budget_exhausted():
+            raise BudgetSpent(reason, remedy="nothing: this worker trains again when there are bytes again")
         events = self._transport.poll(self._wait_s(time.monotonic()))
         self._is_payload_only = True
         for event in events:
             if not (type(event) is Received and type(event.message) in ROUND_MESSAGES):
                 self._is_payload_only = False
             self._handle_transport_event(event)
-        brought = self._run_commands()  # a payload that is to leave waits for no chore
-        self._is_payload_only = self._is_payload_only and (brought or bool(events))
+        # Before housekeeping: payloads that are to leave, the outcome for the trainer, credit for peers.
+        had_commands = self._run_commands()
+        self._is_payload_only = self._is_payload_only and (had_commands or bool(events))
         if self.step_rounds.has_ended:
-            self._publish()  # nor does the trainer, which waits for the outcome
+            self._publish()
         self.step_rounds.hash_ahead()
         now_s = time.monotonic()
-        self._transport.return_credit(self._core.early_bytes)  # nor do those who want to send more
+        self._transport.return_credit(self._core.early_bytes)
         if not self._is_payload_only or now_s >= self._housekeeping_s + HOUSEKEEPING_INTERVAL_S:
             self._do_housekeeping(now_s)
 
     def _wait_s(self, now_s: float) -> float:
-        """How long the network may be waited for."""
+        """How long to wait for the network."""
         at_once = (
             self.state_sender.has_data(self._transport)
             or self.step_rounds.has_hash_work
@@ -276,9 +263,9 @@ class IoLoop:
         return 0.0 if at_once else min(max(0.0, due_s - now_s), self._config.deadlines.beat_s)
 
     def _do_housekeeping(self, now_s: float) -> None:
-        """All that is of no payload."""
+        """Everything that is not about payloads."""
         self._housekeeping_s = now_s
-        self.mailbox.is_stale = True
+        self._is_snapshot_due = True
         if now_s >= self._heartbeat_s:
             self._heartbeat_s = now_s + self._config.deadlines.beat_s
             self._send_heartbeat()
@@ -289,9 +276,8 @@ class IoLoop:
         self._report_catch_up(now_s)
         sent = self.state_sender.send_pending(self._transport)
         sent += self.state_receiver.forwarder.send_pending(self._transport)
-        sent += self.checkpoint_requests.pump(self._transport, now_s, self._core.generation)
-        with self.mailbox.condition:
-            self.mailbox.progress += sent
+        sent += self.checkpoint_requests.send_pending(self._transport, now_s, self._core.generation)
+        self.mailbox.count_progress(sent)
         if self._core.phase is io.MemberPhase.RUNNING:
             self.state_sender.clear()
             self.state_receiver.forwarder.clear()
@@ -309,14 +295,14 @@ class IoLoop:
             self._handle(probed)
 
     def _report_catch_up(self, now_s: float) -> None:
-        seated = self._core.rank_assignment is not None
-        standing = self.catch_up.poll(now_s, seated=seated, synced=self._core.is_synced)
-        if standing is None:
+        is_member = self._core.rank_assignment is not None
+        status = self.catch_up.poll(now_s, is_member=is_member, synced=self._core.is_synced)
+        if status is None:
             return
-        self._send_all(standing.requests)
-        if standing.event is not None:
-            self._handle(standing.event)
-        self.catch_up.show_progress(standing, now_s)
+        self._send_all(status.requests)
+        if status.event is not None:
+            self._handle(status.event)
+        self.catch_up.show_progress(status, now_s)
 
     def _handle_transport_event(self, event: TransportEvent) -> None:
         match event:
@@ -333,7 +319,7 @@ class IoLoop:
             case TransportViolation(self._coordinator, reason):
                 raise JoinRefused("version", f"{self._config.coordinator}: {reason}")
             case TransportViolation(None, reason):
-                log.info("a stranger broke the protocol: %s", reason)
+                log.info("an unknown peer violated the protocol: %s", reason)
             case TransportViolation(peer, reason) if peer is not None:
                 self._handle(io.ProtocolViolation(peer, reason))
             case Received(peer, message, nbytes):
@@ -353,21 +339,21 @@ class IoLoop:
                 self._handle(io.MessageReceived(peer, message, nbytes))
 
     def _handle(self, event: io.MemberEvent) -> None:
-        """What a peer did wrong costs the round and the peer, never this worker."""
+        """Give the core an event.  A violation by a peer costs the round and the peer, never this worker."""
         try:
             effects = self._core.handle(event, time.monotonic())
         except RemoteProtocolError as error:
             if not isinstance(event, io.MessageReceived):
                 raise
             effects = self._core.handle(io.ProtocolViolation(event.peer, error.reason), time.monotonic())
-        # The usual thing, hundreds of times in a step: numbers are summed and sent on, and nothing else.
+        # The common case, hundreds of times in a step: payloads are summed and sent on, and nothing else.
         if not (_is_round_event(event) and all(isinstance(effect, PAYLOAD_EFFECTS) for effect in effects)):
             self._is_payload_only = False
             self._allowlist.replace(self._core.known_peers)
         self._execute(effects)
 
     def _execute(self, effects: list[io.MemberEffect]) -> None:
-        """Effects in order; what an effect leads to comes after the ones already returned."""
+        """Execute effects in order; those that follow from one come after the ones already there."""
         queue = deque(effects)
         while queue:
             effect = queue.popleft()
@@ -376,12 +362,9 @@ class IoLoop:
             except RemoteProtocolError as error:
                 self._is_payload_only = False
                 self.step_rounds.mark_failed()
-                culprit = effect.peer if isinstance(effect, PEER_EFFECTS) else None
-                event = (
-                    io.RoundFailed(str(error))
-                    if culprit is None
-                    else io.ProtocolViolation(culprit, error.reason)
-                )
+                event: io.MemberEvent = io.RoundFailed(str(error))
+                if isinstance(effect, PEER_EFFECTS):
+                    event = io.ProtocolViolation(effect.peer, error.reason)
                 queue.extend(self._core.handle(event, time.monotonic()))
                 self._allowlist.replace(self._core.known_peers)
             except TransportError as error:
@@ -389,12 +372,8 @@ class IoLoop:
                 queue.extend(self._core.handle(io.RoundFailed(str(error)), time.monotonic()))
 
     def _execute_one(self, effect: io.MemberEffect) -> list[io.MemberEffect]:
+        """Effects of rounds and connections; returns the effects that follow."""
         match effect:
-            case io.Send(peer, m.StateRequest() as ask):
-                if (lacked := self.state_receiver.remaining_request(ask)) is not None:
-                    self._send(peer, lacked)
-            case io.Send(peer, message):
-                self._send(peer, message)
             case io.SendPayload(peer):
                 if (data := self.step_rounds.payload_to_send(effect)) is not None:
                     self._transport.send(peer, data)
@@ -404,27 +383,42 @@ class IoLoop:
                 self.step_rounds.mark_complete(channel, skip)
             case io.ComputeDigest(skip):
                 digest = self.step_rounds.compute_vote_digest(skip)
-                return (
-                    [] if digest is None else self._core.handle(io.DigestComputed(digest), time.monotonic())
-                )
+                if digest is not None:
+                    return self._core.handle(io.DigestComputed(digest), time.monotonic())
             case io.ResolveRound(round_id, committed, skip, reason):
                 self.step_rounds.resolve(round_id, committed, skip, reason)
             case io.DeliverMean(value):
                 with self.mailbox.condition:
-                    self._average.append(value)
+                    self._averages.append(value)
                     self.mailbox.condition.notify_all()
+            case io.Send(peer, m.StateRequest() as request):
+                if (remaining := self.state_receiver.remaining_request(request)) is not None:
+                    self._send(peer, remaining)
+            case io.Send(peer, message):
+                self._send(peer, message)
             case io.Dial(peer, address):
                 self._transport.dial(peer, address)
             case io.Disconnect(peer):
                 self._transport.hang_up(peer)
             case io.ProbePeers():
                 self._link_probe.begin(effect, time.monotonic())
+            case io.Stop(error):
+                raise error
+            case io.LogEvent(event, fields):
+                log_event(event, fields)
+            case _:
+                return self._execute_transfer(effect)
+        return []
+
+    def _execute_transfer(self, effect: io.MemberEffect) -> list[io.MemberEffect]:
+        """Effects of state transfer; returns the effects that follow."""
+        match effect:
             case io.SendState():
                 self.state_sender.request(effect, self._core.term)
-            case io.ForwardState(peer, term, generation, have):
-                self.state_receiver.forwarder.request(peer, term, generation, have)
-            case io.ExpectStateDigest(generation, due):
-                self.state_receiver.set_expected_digest(generation, due)
+            case io.ForwardState(peer, term, generation, blocks_received):
+                self.state_receiver.forwarder.request(peer, term, generation, blocks_received)
+            case io.ExpectStateDigest(generation, digest):
+                self.state_receiver.set_expected_digest(generation, digest)
                 return self._reject_state()
             case (
                 io.SaveCheckpoint()
@@ -445,24 +439,24 @@ class IoLoop:
                     [(peer, answer) for answer in self.catch_up_source.handle_request(peer, message)]
                 )
             case io.TakeSnapshot():
-                self.catch_up_source.set_followers(effect)
+                self.catch_up_source.set_receivers(effect)
             case io.StoreStateBlock(peer, block):
-                vouched = peer == self._core.state_source
-                self.state_receiver.receive_block(
-                    block, vouched=vouched, passes_on=self._core.is_forwarding_state
-                )
+                current = self._core.current_generation
+                if current is not None:
+                    incoming = current.incoming_state
+                    is_forwarding = incoming.forwarding.downstream is not None
+                    self.state_receiver.receive_block(
+                        block, vouched=peer == incoming.source, is_forwarding=is_forwarding
+                    )
                 return self._reject_state()
             case io.StoreResidualBlock() | io.AddResidual() | io.DropResidual() | io.ResidualTransferEnded():
-                follows = self.residuals.execute(effect)
-                return [] if follows is None else self._core.handle(follows, time.monotonic())
-            case io.Stop(error):
-                raise error
-            case io.LogEvent(event, fields):
-                log_event(event, fields)
+                event = self.residuals.execute(effect)
+                if event is not None:
+                    return self._core.handle(event, time.monotonic())
         return []
 
     def _reject_state(self) -> list[io.MemberEffect]:
-        """What has come is not the donor's state: begin anew, with the donor itself."""
+        """If what was received is not the source's state, start over, with the source itself."""
         if not self.state_receiver.drop_if_mismatched(self._core.generation):
             return []
         return self._core.handle(io.StateDigestMismatch(self._core.generation), time.monotonic())
@@ -472,24 +466,31 @@ class IoLoop:
             self._send(peer, message)
 
     def _send(self, peer: m.PeerId, message: m.Message) -> None:
-        """Control messages: what cannot be sent now is repeated by the protocol or superseded."""
+        """Send control: what cannot be sent now is repeated by the protocol or superseded."""
         try:
             self._transport.send(peer, message)
         except TransportError as error:
             log.debug("not sent: %s to %s: %s", type(message).__name__, peer.hex()[:8], error)
 
+    def _publish_if_due(self) -> None:
+        is_due = self.mailbox.take_stale() or self._is_snapshot_due or self.step_rounds.has_ended
+        if is_due:
+            self._is_snapshot_due = False
+            self._publish()
+
     def _publish(self) -> None:
-        """Replace the picture if it changed, and wake the trainer."""
+        """Replace the snapshot if it changed, and wake the trainer."""
         self.state_sender.drop_other_generations(self._core.generation)
-        picture = self._snapshot_builder.build(self._core)
+        snapshot = self._snapshot_builder.build(self._core)
         with self.mailbox.condition:
-            # Together, so that the trainer never sees an outcome beside the picture from before it.
-            told = self.step_rounds.publish_ended()
-            self.mailbox.publish(picture, anyway=told)
+            # Together, so that the trainer never sees an outcome with the snapshot from before it.
+            has_ended = self.step_rounds.publish_ended()
+            self.mailbox.publish(snapshot, wake=has_ended)
 
 
 def _is_round_event(event: io.MemberEvent) -> bool:
-    """Of a round alone: what a peer sends for it, what the trainer adds to it or begins before it."""
+    """Whether it concerns a round alone: what a peer sends for it, or the trainer adds to it or begins
+    early."""
     if type(event) is io.MessageReceived:
         return type(event.message) in ROUND_MESSAGES
     return type(event) is io.AddCollectives or (type(event) is io.SubmitRound and not event.is_complete)

@@ -1,11 +1,9 @@
-"""What this worker measures of the network: round trips first, then a burst to each peer, one by one.
+"""Network measurements of this worker: round trips first, then a burst to each peer, one by one.
 
-Decides when what was measured is told, and which peers get no burst.  How it is measured is not decided here
-(`runtime.probe`, `runtime.bursts`), nor what is measured: the core asks for it.
+    io.ProbePeers --> RoundTripProbe --> round trips --> BandwidthProbe --> LinkRates, io.ProbeResults
 
-    io.Probe --> Prober: pings --> round trips --> Bursts: to those that are reached directly --> Rates
-                                        |                                                           |
-                                        +-- kept until no burst is under way any more --> io.Probed v
+Bursts go to peers that are reached directly.  The round trips are reported when no burst is under way any
+more.
 """
 
 from __future__ import annotations
@@ -21,18 +19,18 @@ from gridtrain.runtime.round_trip_probe import RoundTripProbe
 
 
 class LinkProbe:
-    """See the module's text.  Used from the loop's thread alone.
+    """Used by the I/O thread alone.
 
     Args:
         limit_s: of one probe, bursts included.
-        rng: see `Bursts`.
+        rng: see `BandwidthProbe`.
     """
 
     def __init__(self, transport: Transport, limit_s: float, rng: Random) -> None:
         self._transport, self._limit_s = transport, limit_s
         self._round_trips = RoundTripProbe()
         self._bandwidth = BandwidthProbe(rng)
-        self._relayed: set[m.PeerId] = set()  # whom a burst would reach over a third one's line
+        self._relayed: set[m.PeerId] = set()  # bursts would load the relay's link
         self._measured: io.ProbeResults | None = None  # round trips, while bursts are under way
 
     def begin(self, probe: io.ProbePeers, now_s: float) -> None:
@@ -48,7 +46,7 @@ class LinkProbe:
     def handle_message(
         self, peer: m.PeerId, message: m.Pong | m.Burst | m.BurstRequest | m.BurstReceived, now_s: float
     ) -> list[m.Burst] | list[m.BurstReceived] | str:
-        """What is to be answered, or what is wrong with it."""
+        """The messages that answer it, or what is wrong with it."""
         match message:
             case m.Pong(nonce):
                 self._round_trips.handle_pong(nonce, self._transport, now_s)
@@ -62,15 +60,15 @@ class LinkProbe:
         return []
 
     def poll(self, now_s: float) -> tuple[m.LinkRates | None, io.ProbeResults | None]:
-        """What is to be told: rates go to the coordinator before the round trips do, with which it admits
-        this worker."""
+        """What is to be reported.  Rates go to the coordinator first: it admits a worker on its round
+        trips."""
         rtt_s = self._round_trips.take_results(now_s)
         if rtt_s is not None:
             self._measured = io.ProbeResults(rtt_s)
             direct = {peer: seconds for peer, seconds in rtt_s if peer not in self._relayed}
             self._bandwidth.begin(direct, self._round_trips.until_s, now_s)
         waiting = self._bandwidth.advance(self._transport, now_s)
-        news, measured = self._bandwidth.take_new_rates(), None
+        rates, measured = self._bandwidth.take_new_rates(), None
         if not waiting:
             measured, self._measured = self._measured, None
-        return None if news is None else m.LinkRates(news), measured
+        return None if rates is None else m.LinkRates(rates), measured

@@ -1,8 +1,6 @@
-"""One round that is open here: its numbers, and how a pipeline's training thread goes on in it.
+"""One open round: its buffers, and how the training thread of a pipeline takes part in it.
 
-Decides nothing: it hands collectives and their numbers to the loop's thread, and waits for them.
-
-    add(parts) ..   wait(channels) -> False: the round is lost ..   complete(last part) -> RoundOutcome
+add(parts) ..   wait(channels) -> False: the round is lost ..   complete(last part) -> RoundOutcome
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from gridtrain.runtime.step_plan import RoundOutcome
 
 @dataclass(frozen=True, slots=True)
 class RoundPart:
-    """One collective of a round, and its numbers."""
+    """One collective of a round, and its buffer."""
 
     collective: Collective
     buffer: CollectiveBuffer
@@ -30,7 +28,15 @@ class RoundPart:
 
 @dataclass(slots=True)
 class OpenRound:
-    """`workspaces`: those that were submitted, by channel; `whole`: those that are voted on, in order."""
+    """A round that this worker takes part in.
+
+    Attributes:
+        buffers: those that were submitted, by channel.
+        voted_buffers: those that are voted on, in order.
+        is_failed: a payload in it was rejected.
+        failure_reason: why it did not commit.
+        completed: the collectives that are complete, and whether the step is skipped in them.
+    """
 
     id: m.RoundId
     buffers: dict[m.Channel, CollectiveBuffer]
@@ -38,9 +44,9 @@ class OpenRound:
     settings: bytes = b""
     outcome: RoundOutcome | None = None
     digests: tuple[bytes, ...] = ()
-    is_failed: bool = False  # something was refused in it
-    failure_reason: str = ""  # it did not commit
-    completed: dict[m.Channel, bool] = field(default_factory=dict)  # complete collectives, and who skips
+    is_failed: bool = False
+    failure_reason: str = ""
+    completed: dict[m.Channel, bool] = field(default_factory=dict)
 
 
 def buffers_of(parts: Mapping[m.Channel, RoundPart]) -> dict[m.Channel, CollectiveBuffer]:
@@ -51,57 +57,57 @@ def collectives_of(parts: Mapping[m.Channel, RoundPart]) -> dict[m.Channel, Coll
     return {channel: part.collective for channel, part in parts.items()}
 
 
-def await_outcome(meeting: Mailbox, mine: OpenRound) -> RoundOutcome:
-    """Whatever this worker's part in it was.
+def await_outcome(mailbox: Mailbox, mine: OpenRound) -> RoundOutcome:
+    """Wait until the round has ended.
 
-    Whoever is wanted elsewhere does not wait for a root that is gone, or a coordinator that is, to hear of a
-    round that it has voted NO on.
+    A worker that is needed elsewhere abandons a round that it has voted NO on: the root, or the coordinator,
+    may be gone, and its decision would be waited for in vain.
     """
-    meeting.wait(
+    mailbox.wait(
         lambda here: (
-            mine.outcome is not None or (here.failing_round == mine.id and meeting.should_interrupt())
+            mine.outcome is not None or (here.failing_round == mine.id and mailbox.should_interrupt())
         )
     )
     if mine.outcome is None:
-        meeting.submit(io.AbandonRound())
-        meeting.wait(lambda _: mine.outcome is not None)
+        mailbox.submit(io.AbandonRound())
+        mailbox.wait(lambda _: mine.outcome is not None)
     assert mine.outcome is not None
     return mine.outcome
 
 
 class PipelineRound:
-    """See the module's text.  Used from the thread that trains.
+    """A round whose collectives are added while it runs.  Used by the training thread.
 
     Attributes:
         outcome: None until the round has ended.
     """
 
-    def __init__(self, meeting: Mailbox, mine: OpenRound) -> None:
-        self._mailbox, self._round = meeting, mine
+    def __init__(self, mailbox: Mailbox, mine: OpenRound) -> None:
+        self._mailbox, self._round = mailbox, mine
         self.outcome: RoundOutcome | None = None
 
     def add(self, parts: Mapping[m.Channel, RoundPart]) -> None:
-        """Further collectives, not the last ones.  Returns at once."""
+        """Add collectives, not the last ones.  Returns at once."""
         with self._mailbox.condition:
             self._round.buffers |= buffers_of(parts)
         self._mailbox.submit_payload(io.AddCollectives(self._round.id, collectives_of(parts)))
 
     def wait(self, *channels: m.Channel) -> bool:
-        """Until these collectives are complete; False: the round is lost, and they never will be."""
+        """Wait until these collectives are complete; False: the round is lost, and they never will be."""
 
-        def there() -> bool:
+        def are_complete() -> bool:
             return all(channel in self._round.completed for channel in channels)
 
-        if not there():
-            self._mailbox.wait(lambda picture: there() or self._is_lost_in(picture))
-        return there()
+        if not are_complete():
+            self._mailbox.wait(lambda snapshot: are_complete() or self._is_lost_in(snapshot))
+        return are_complete()
 
     def is_skipped(self, channel: m.Channel) -> bool:
-        """Of a collective that is complete: whether anybody in it skips the step."""
+        """Whether any member skips the step in this collective, which is complete."""
         return self._round.completed[channel]
 
     def complete(self, channel: m.Channel, last: RoundPart) -> RoundOutcome:
-        """The last collective: its workspace is sealed and voted on.  Waits for the outcome."""
+        """Add the last collective, whose buffer is voted on, and wait for the outcome."""
         with self._mailbox.condition:
             self._round.buffers[channel] = last.buffer
             self._round.voted_buffers = (last.buffer,)
@@ -111,19 +117,19 @@ class PipelineRound:
         return self.end()
 
     def fail(self, reason: str) -> None:
-        """Vote NO, unless the round is over already or voted on.  Returns at once."""
+        """Vote NO, unless the round is over or this worker has voted.  Returns at once."""
         if self._round.outcome is None:
             self._mailbox.submit(io.AddCollectives(self._round.id, {}, failure=reason))
 
     def report_peer(self, rank: int, reason: str) -> None:
-        """What this rank sent is no honest member's, which only the trainer could see: it is dropped, and the
-        round lost.  Returns at once."""
-        picture = self._mailbox.read()
-        if picture.generation == self._round.id.generation and rank < len(picture.shares):
-            self._mailbox.submit(io.ProtocolViolation(picture.shares[rank][0], reason))
+        """No honest member sends what this rank has sent, as only the trainer could see: it is dropped, and
+        the round is lost.  Returns at once."""
+        snapshot = self._mailbox.read()
+        if snapshot.generation == self._round.id.generation and rank < len(snapshot.shares):
+            self._mailbox.submit(io.ProtocolViolation(snapshot.shares[rank][0], reason))
 
     def end(self) -> RoundOutcome:
-        """Wait for the outcome, also of a round that was failed, or lost."""
+        """Wait for the outcome, also of a round that has failed or is lost."""
         self.outcome = await_outcome(self._mailbox, self._round)
         return self.outcome
 
@@ -134,8 +140,8 @@ class PipelineRound:
 
     @property
     def failure_reason(self) -> str:
-        """Why the round is lost, as far as it is known here."""
+        """Why the round is lost, as far as this worker knows."""
         return self._round.failure_reason
 
-    def _is_lost_in(self, picture: WorkerSnapshot) -> bool:
-        return self._round.outcome is not None or picture.failing_round == self._round.id
+    def _is_lost_in(self, snapshot: WorkerSnapshot) -> bool:
+        return self._round.outcome is not None or snapshot.failing_round == self._round.id

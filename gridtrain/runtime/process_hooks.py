@@ -1,6 +1,6 @@
-"""How a training script ends: what the process does with a signal or an error of ours.
+"""How a training script ends on a signal or on an error of gridtrain.
 
-Decides how an error looks, never what it means.  What the user has installed stays.
+Handlers that the user has installed stay.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from gridtrain.errors import GridtrainError, JoinRefused, LocalProtocolError
+from gridtrain.errors import GridtrainError, LocalProtocolError
 
-_OURS = str(Path(__file__).resolve().parents[1])
+_PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
 def install_sigterm_handler() -> None:
-    """SIGTERM ends the script as Ctrl-C does, so that the group is told."""
+    """SIGTERM ends the script as Ctrl-C does, so that the group is notified."""
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def install_error_hook() -> None:
-    """An error that gridtrain raises on purpose, and Ctrl-C, end the script with one sentence.
+    """A `GridtrainError` ends the script with one sentence and its exit code; Ctrl-C with one sentence.
 
-    `JoinRefused` ends it with the exit code of `gridtrain worker`.  Bugs keep their traceback, as does
-    everything with GRIDTRAIN_DEBUG=1.
+    Bugs keep their traceback, as does everything with GRIDTRAIN_DEBUG=1.
     """
     if sys.excepthook is sys.__excepthook__ and not os.environ.get("GRIDTRAIN_DEBUG"):
         sys.excepthook = _format_error
@@ -39,10 +38,9 @@ def _format_error(kind: type[BaseException], error: BaseException, trace: Traceb
     if isinstance(error, KeyboardInterrupt):
         print("gridtrain: interrupted; this worker leaves the run", file=sys.stderr)
     elif isinstance(error, GridtrainError) and not isinstance(error, LocalProtocolError):
-        frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(_OURS)]
+        frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(_PACKAGE)]
         place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: " if frames else ""
-        print(f"gridtrain: {place}{kind.__name__}: {error}", file=sys.stderr)
-        if isinstance(error, JoinRefused):
-            sys.exit(error.EXIT_CODE)  # an exception hook that raises SystemExit sets the exit code
+        print(f"gridtrain: {place}{kind.__name__}: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_code)  # the interpreter exits with this code instead of 1
     else:
         sys.__excepthook__(kind, error, trace)

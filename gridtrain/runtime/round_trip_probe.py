@@ -1,6 +1,6 @@
-"""Round trips to peers, measured with a few Pings each.
+"""Measures round trips to peers with a few pings each.
 
-Decides when a probe is over: all targets measured `PINGS` times, or the deadline passed.
+A probe is over when all targets are measured `PINGS_PER_PEER` times, or at its deadline.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PINGS_PER_PEER = 5
 
 
 class RoundTripProbe:
-    """One probe at a time; the smallest round trip of each target counts."""
+    """One probe at a time; the shortest round trip of each target counts."""
 
     def __init__(self) -> None:
         self._targets: tuple[PeerId, ...] = ()
@@ -29,7 +29,7 @@ class RoundTripProbe:
     def begin(
         self, targets: tuple[tuple[PeerId, str], ...], transport: Transport, now_s: float, limit_s: float
     ) -> None:
-        """Ping those that are connected, the others when they are; `limit_s` bounds the whole."""
+        """Ping the targets that are connected, and the others once they are; `limit_s` bounds the whole."""
         self._targets = tuple(dict.fromkeys(peer for peer, _ in targets))
         self._best_s, self._sent = {}, {}
         self._pings_left = dict.fromkeys(self._targets, PINGS_PER_PEER)
@@ -52,7 +52,7 @@ class RoundTripProbe:
             self._ping(peer, transport, now_s)
 
     def take_results(self, now_s: float) -> tuple[tuple[PeerId, float], ...] | None:
-        """Round trips in seconds, once, in the order of targets; None while it runs or none was asked for."""
+        """Round trips in seconds, once, in the order of targets; None: it runs, or none was asked for."""
         if not self._running or (any(self._pings_left.values()) and now_s < self.until_s):
             return None
         self._running = False
@@ -64,4 +64,4 @@ class RoundTripProbe:
         try:
             transport.send(peer, Ping(self._nonce))
         except TransportError:
-            self._pings_left[peer] = 0  # its connection broke: not measured
+            self._pings_left[peer] = 0  # its connection broke: it is not measured

@@ -1,7 +1,4 @@
-"""What the trainer may know, made of what the core and the driver's parts say just now.
-
-Decides what of it is offered to the trainer already.  Never wakes it (`runtime.meeting` does).
-"""
+"""Builds the `WorkerSnapshot` from what the core and the parts of the I/O loop say now."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.core.member.member import MemberCore
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
+from gridtrain.runtime.mailbox.worker_task import AddResiduals, DoCatchUpWork, LoadState, WorkerTask
 from gridtrain.runtime.state_transfer.catch_up_session import CatchUpSession
 from gridtrain.runtime.state_transfer.catch_up_source import CatchUpSource
 from gridtrain.runtime.state_transfer.checkpoint_requests import CheckpointRequests
@@ -18,71 +16,82 @@ from gridtrain.runtime.state_transfer.state_sender import StateSender
 
 
 class SnapshotBuilder:
-    """See the module's text.  Used from the loop's thread alone."""
+    """Used by the I/O thread alone."""
 
     def __init__(
         self,
-        giving: StateSender,
-        taking: StateReceiver,
-        donating: CatchUpSource,
-        catching_up: CatchUpSession,
+        state_sender: StateSender,
+        state_receiver: StateReceiver,
+        catch_up_source: CatchUpSource,
+        catch_up: CatchUpSession,
         residuals: ResidualExchange,
-        disk: CheckpointRequests,
+        checkpoint_requests: CheckpointRequests,
     ) -> None:
-        self._state_sender, self._state_receiver = giving, taking
-        self._catch_up_source, self._catch_up = donating, catching_up
-        self._residuals, self._checkpoint_requests = residuals, disk
+        self._state_sender, self._state_receiver = state_sender, state_receiver
+        self._catch_up_source, self._catch_up = catch_up_source, catch_up
+        self._residuals, self._checkpoint_requests = residuals, checkpoint_requests
         self._assigned: tuple[m.RoundId | None, tuple[m.Span, ...], int] = (None, (), 0)
 
-    def build(self, here: MemberCore) -> WorkerSnapshot:
-        seat = here.rank_assignment
-        me = seat.members[seat.rank] if seat is not None else None
-        spans, total = self._step_spans(here)
-        reload = self._checkpoint_requests.pending_reload(here.term, here.generation, synced=here.is_synced)
-        given = self._state_receiver.blobs.is_complete_for(here.generation) and not here.is_synced
-        inheritance = self._residuals.incoming
+    def build(self, core: MemberCore) -> WorkerSnapshot:
+        """The snapshot of this moment."""
+        assignment, generation, state = core.rank_assignment, core.current_generation, core.replica_state
+        me = assignment.members[assignment.rank] if assignment is not None else None
+        spans, total = self._step_spans(core)
         return WorkerSnapshot(
-            is_welcomed=here.is_welcomed,
-            phase=here.phase,
-            generation=here.generation,
-            rank=seat.rank if seat is not None else 0,
-            world_size=seat.world_size if seat is not None else 0,
-            open_round=here.next_round,
+            is_welcomed=core.coordinator_link.is_welcomed,
+            phase=core.phase,
+            generation=core.generation,
+            rank=assignment.rank if assignment is not None else 0,
+            world_size=assignment.world_size if assignment is not None else 0,
+            open_round=core.next_round,
             spans=spans,
             total_samples=total,
-            shares=seat.shares if seat is not None else (),
-            applied=here.applied,
-            history=here.history,
-            ledger=here.ledger,
-            is_finished=here.is_finished and here.phase is io.MemberPhase.RUNNING,
-            run_state=here.run_state,
-            requested_state=self._state_sender.requested_state,
-            is_state_complete=(given and self._catch_up.can_load_checkpoint) or reload is not None,
-            requested_snapshot=self._catch_up_source.snapshot_requested_after,
-            has_catch_up_work=self._catch_up.has_work,
-            compare_after_step=here.is_comparison_due,
-            has_incoming_residuals=bool(inheritance.confirmed),
-            is_synced=here.is_synced,
-            is_modified=here.is_modified,
-            is_residual_recipient=here.can_accept_residual or inheritance.has_unconfirmed,
-            failing_round=here.doomed_round,
-            reload=reload,
-            state_source=here.state_source,
-            expected_digest=me.digest if me is not None else b"",
-            requested_checkpoint=self._state_sender.requested_checkpoint,
-            discard_after=self._checkpoint_requests.discard_after,
+            shares=assignment.shares if assignment is not None else (),
+            applied=core.applied,
+            history=core.history,
+            ledger=state.ledger,
+            is_finished=core.is_finished and core.phase is io.MemberPhase.RUNNING,
+            run_state=core.coordinator_link.run_state,
+            compare_after_step=generation is not None and generation.is_comparison_due,
+            tasks=self._tasks(core, me.digest if me is not None else b""),
+            is_synced=core.is_synced,
+            is_modified=state.is_modified,
+            is_residual_recipient=(
+                not core.residual_transfer.is_refusing or self._residuals.incoming.has_unconfirmed
+            ),
+            failing_round=generation.doomed_round if generation is not None else None,
+            state_source=generation.incoming_state.source if generation is not None else None,
             name=me.name if me is not None else "",
-            exchange=seat.exchange if seat is not None else "",
-            save_requested=self._checkpoint_requests.save_requested,
-            stage_bounds=seat.stage_bounds if seat is not None else (),
-            first_step=here.first_step,
+            exchange=assignment.exchange if assignment is not None else "",
+            stage_bounds=assignment.stage_bounds if assignment is not None else (),
+            first_step=generation.first_step if generation is not None else 0,
         )
 
-    def _step_spans(self, here: MemberCore) -> tuple[tuple[m.Span, ...], int]:
-        """This worker's in the open step, and everybody's samples: worked out once for each round."""
-        open_round = here.next_round
-        if open_round is None:
+    def _tasks(self, core: MemberCore, digest: bytes) -> tuple[WorkerTask, ...]:
+        """The tasks that are due, in order of priority."""
+        requests = self._checkpoint_requests
+        due: tuple[WorkerTask | None, ...] = (
+            DoCatchUpWork() if self._catch_up.has_work else None,
+            AddResiduals() if self._residuals.incoming.confirmed else None,
+            requests.task(io.DiscardCheckpoints),
+            requests.task(io.SaveCheckpoint),
+            self._state_sender.checkpoint_task,
+            requests.load_task(core.term, core.generation, synced=core.is_synced)
+            or self._load_state_task(core, digest),
+            self._state_sender.state_task,
+            self._catch_up_source.snapshot_task(core.applied),
+        )
+        return tuple(task for task in due if task is not None)
+
+    def _load_state_task(self, core: MemberCore, digest: bytes) -> LoadState | None:
+        is_complete = self._state_receiver.blobs.is_complete_for(core.generation) and not core.is_synced
+        return LoadState(core.generation, digest) if is_complete and self._catch_up.can_load_state else None
+
+    def _step_spans(self, core: MemberCore) -> tuple[tuple[m.Span, ...], int]:
+        """This worker's positions in the open step, and everybody's samples; computed once a round."""
+        open_round, generation = core.next_round, core.current_generation
+        if open_round is None or generation is None:
             return (), 0
         if open_round != self._assigned[0]:
-            self._assigned = (open_round, *here.data_positions())
+            self._assigned = (open_round, *generation.data_positions())
         return self._assigned[1:]

@@ -1,7 +1,4 @@
-"""What the optimizer wrapper and the runtime say to each other about one attempt at a step.
-
-Decides nothing, and loads no torch: two small records that both sides of `optim.session.Session` share.
-"""
+"""What the optimizer wrapper and the runtime tell each other about one attempt at a step."""
 
 from __future__ import annotations
 
@@ -18,10 +15,10 @@ class StepPlan:
         rank, world_size: in the generation that runs it.
         samples: samples behind this worker's gradient, n_i (0: it takes part with zeros).
         total_samples: samples of the whole step, N = sum of all n_i.
-        exchange: what the coordinator has chosen, if that is its to do.
-        compare: newcomers have entered: after this step all members compare their states.
-        cuts: of a model in stages, where the generation's stages begin, and the number of blocks.
-        generation, first_step: the membership that runs it, and the first step that this one ran.
+        exchange: what the coordinator has chosen, if the choice is its own.
+        compare_after: new workers have entered: after this step all members compare their replicas.
+        stage_bounds: of a model in stages, where the stages begin, and the number of layers.
+        generation, first_step: the generation that runs it, and the first step that this one ran.
     """
 
     step: int
@@ -38,7 +35,7 @@ class StepPlan:
 
     @property
     def weight(self) -> float:
-        """n_i / N, what this worker's mean gradient counts in the step."""
+        """n_i / N, the weight of this worker's mean gradient in the step."""
         return self.samples / self.total_samples if self.samples else 0.0
 
 
@@ -47,8 +44,8 @@ class RoundOutcome:
     """How the attempt ended, the same on every member.
 
     Attributes:
-        committed: False: nothing may change; begin again with the same gradient.
-        skip: committed, but somebody's gradient was not finite: the update is empty.
+        is_committed: False: nothing may change; begin again with the same gradient.
+        is_skipped: committed, but somebody's gradient was not finite: the update is empty.
     """
 
     is_committed: bool

@@ -236,7 +236,7 @@ class Grid:
         self._process = os.getpid()
         self._session = GroupSession(transport, self._config, allowlist)
         try:
-            self._session.start()
+            self._session.connection.start()
         except BaseException:
             self._session.close()
             transport.close()  # the session's thread, which closes it, may never have run
@@ -288,11 +288,11 @@ class Grid:
     @property
     def traffic(self) -> dict[str, tuple[int, int]]:
         """Bytes (sent, received) by message type, counted on the socket with framing."""
-        return self._session.traffic
+        return self._session.connection.traffic
 
     def moved_bytes(self) -> int:
         """Bytes sent and received so far; for any thread."""
-        return self._session.moved_bytes
+        return self._session.connection.moved_bytes
 
     # -- what a loop calls -------------------------------------------------------------------------
 

@@ -93,7 +93,7 @@ class LocalGroup:
             run="local",
             min_workers=min_workers,
             deadlines=self._deadlines,
-            window=self._window,
+            dashboard=self._window,
             log=log,
         )
         self._thread = threading.Thread(

@@ -255,11 +255,13 @@ class WholeModelState(ModelState):
         self._checkpoint_step: int | None = None  # of the checkpoint that was found on disk
         self._is_resumed = False  # state and residual are the checkpoint's, and no step was taken since
         largest_bytes = largest_state_bytes(optimizer.model)
-        session.attach_state(
+        session.tasks.attach_state(
             lambda place, whole: optimizer.capture_state(whole), self._restore_state, largest_bytes
         )
-        session.attach_residual(optimizer.residual.size, self._add_residual)
-        session.attach_catch_up(self._copy_state, optimizer.replay_update, largest_bytes, optimizer.flat_size)
+        session.tasks.attach_residual(optimizer.residual.size, self._add_residual)
+        session.tasks.attach_catch_up(
+            self._copy_state, optimizer.replay_update, largest_bytes, optimizer.flat_size
+        )
 
     def join(self, facts: Facts, spec: LedgerSpec, sizes: BatchSizes) -> None:
         self._define(facts, spec)

@@ -62,8 +62,7 @@ class PauseController:
         self._is_returning = False
         self.has_missed_end = False
         if connect is not None:
-            session.should_interrupt = self._should_pause
-            session.set_budget_check(self._budget_exhausted)
+            session.connection.set_control(self._should_pause, self._budget_exhausted)
             self._apply_rates(owner.directive)
 
     @property
@@ -79,12 +78,12 @@ class PauseController:
     @property
     def remaining_bytes(self) -> int:
         """Bytes that this process may still send and receive; a huge number without a limit."""
-        left = self._agent.directive.most_bytes - self._session.moved_bytes
+        left = self._agent.directive.most_bytes - self._session.connection.moved_bytes
         return int(max(0.0, min(left, 1 << 60)))
 
     def begin_turn(self) -> None:
         """A step begins: record the cost of the last one, and apply new rate limits."""
-        moved_bytes = self._session.moved_bytes
+        moved_bytes = self._session.connection.moved_bytes
         if self._turn_start_bytes is not None:
             self._max_step_bytes = max(self._max_step_bytes, moved_bytes - self._turn_start_bytes)
         self._turn_start_bytes, self._is_returning = moved_bytes, False
@@ -166,7 +165,7 @@ class PauseController:
         if directive.most_bytes == math.inf:
             return False
         needed_bytes = STEPS_AHEAD * self._max_step_bytes + CONTROL_RESERVE_BYTES
-        return self._session.moved_bytes + needed_bytes > directive.most_bytes
+        return self._session.connection.moved_bytes + needed_bytes > directive.most_bytes
 
     def _budget_exhausted(self) -> str:
         """Why everything has to end at once; "" if the budget lasts.
@@ -179,7 +178,7 @@ class PauseController:
         if directive.most_bytes == math.inf:
             return ""
         margin_bytes = max(CONTROL_RESERVE_BYTES, self._max_step_bytes) // 2
-        if self._session.moved_bytes + margin_bytes <= directive.most_bytes:
+        if self._session.connection.moved_bytes + margin_bytes <= directive.most_bytes:
             return ""
         # Without this the agent, which sees a few bytes left, would take the end for a failure.
         self._agent.report(state=BUDGET_EXHAUSTED)

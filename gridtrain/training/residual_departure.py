@@ -78,7 +78,7 @@ def transfer_residual(
     """
     timeout_s = session.config.deadlines.handover_s
     until_s = time.monotonic() + timeout_s
-    residual_N = residual.take(lambda: session.resolve_last_round(until_s - time.monotonic()))
+    residual_N = residual.take(lambda: session.connection.resolve_last_round(until_s - time.monotonic()))
     if residual_N is None and residual.size:
         log.warning("this worker's residual is lost: its last step was interrupted while it was applied")
     residual_N = _merge_received(session, residual.size, residual_N, until_s)
@@ -90,7 +90,9 @@ def transfer_residual(
     text = "no other worker is there"
     if chosen.entries and snapshot.world_size > 1 and not snapshot.is_finished:
         # The deadline begins here: selecting and encoding many entries takes time, too.
-        sent, text = session.transfer_residual(residual_pieces.split_pieces(chosen.payload), timeout_s)
+        sent, text = session.connection.transfer_residual(
+            residual_pieces.split_pieces(chosen.payload), timeout_s
+        )
     sent_magnitude = chosen.magnitude_sum if sent else 0.0
     share = sent_magnitude / chosen.total_magnitude_sum
     session.report_figures({"handed_over_mass": sent_magnitude, "handed_over_share": share})
@@ -116,7 +118,7 @@ def _merge_received(
     """Add the residuals that this worker has received from others and not yet added to its own."""
     if not n:
         return residual_N
-    received, lost_magnitude = session.take_last_residuals(max(0.0, until_s - time.monotonic()))
+    received, lost_magnitude = session.connection.take_last_residuals(max(0.0, until_s - time.monotonic()))
     for peer, entries in received:
         residual_N = np.zeros(n, np.float32) if residual_N is None else residual_N
         residual_N[entries.indices] += entries.values

@@ -135,7 +135,7 @@ def test_texts_from_the_network_are_made_printable() -> None:
     "payload", [b"", b"\xff", b"[1]", b"{", b"[" * 100_000], ids=lambda payload: str(payload[:9])
 )
 def test_an_answer_that_is_no_status(payload: bytes) -> None:
-    with pytest.raises(RemoteProtocolError, match="no status -> check that the address"):
+    with pytest.raises(RemoteProtocolError, match="not a status -> check that the address"):
         asked([PeerUp(THERE)], [reply(payload)])
 
 
@@ -163,7 +163,7 @@ def test_somebody_else_listens_at_the_coordinators_address() -> None:
 
 
 def test_somebody_greets_and_says_nothing() -> None:
-    with pytest.raises(CoordinatorUnreachable, match="it greeted, but did not answer"):
+    with pytest.raises(CoordinatorUnreachable, match="it accepted the connection, but did not answer"):
         asked([PeerUp(THERE)])
 
 
@@ -180,7 +180,7 @@ def test_somebody_who_speaks_something_else() -> None:
 
 
 def test_a_key_that_the_coordinator_does_not_know() -> None:
-    with pytest.raises(JoinRefused, match=r"does not let this key in -> ask the run's owner") as caught:
+    with pytest.raises(JoinRefused, match=r"denies access to this key -> ask the run's owner") as caught:
         asked([ConnectionDenied(THERE, "tcp://there:7700")])
     assert caught.value.code == "denied"
 
@@ -203,7 +203,7 @@ def test_an_order_is_answered_by_what_fits_it(answer: m.Message) -> None:
     turns: Sequence[list[TransportEvent]] = ([PeerUp(THERE)], [Received(THERE, answer, 9)])
     with scripted(ScriptedTransport(*turns)) as client:
         assert client.ask(m.Unban(b"n" * 32), 0.05) == answer
-    with pytest.raises(RemoteProtocolError, match=f"a question of status with {type(answer).__name__}"):
+    with pytest.raises(RemoteProtocolError, match=f"a status request with {type(answer).__name__}"):
         asked(*turns)
 
 

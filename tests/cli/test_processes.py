@@ -239,9 +239,7 @@ def test_nobody_is_there() -> None:
 
 def test_no_coordinator_runs_on_this_machine(home: Path) -> None:
     line = one_sentence(gridtrain("status"), code=2)
-    assert (
-        f"no coordinator is running there: {home}/gridtrain/default/coordinator.json does not exist" in line
-    )
+    assert f"no coordinator is running: {home}/gridtrain/default/coordinator.json does not exist" in line
     assert "gridtrain coordinator" in line
 
 
@@ -278,7 +276,7 @@ def test_the_journal_is_in_use(start_coordinator: StartCoordinator) -> None:
     [
         (lambda journal: journal.write_bytes(journal.read_bytes()[:5000]), 1, "is damaged"),
         (lambda journal: journal.write_bytes(b"notes" * 999), 1, "is not a journal"),
-        (lambda journal: journal.write_bytes(b""), 1, "it is empty, and"),
+        (lambda journal: journal.write_bytes(b""), 1, "it is empty, although"),
         (lambda journal: (journal.parent / "coordinator.key").unlink(), 1, "belongs to the key"),
     ],
     ids=["cut", "other bytes", "empty", "no key"],
@@ -400,17 +398,18 @@ def test_an_invitation_to_another_coordinator_at_this_address(start_coordinator:
 
 def test_in_the_clear_only_by_an_explicit_flag_on_both_sides(start_coordinator: StartCoordinator) -> None:
     running = start_coordinator("--unencrypted")
-    assert "NOT ENCRYPTED: everybody on the way can read and alter" in running.greeting
+    assert "NOT ENCRYPTED: anybody on the network path can read and alter" in running.greeting
     clear = running.invitation()
-    assert "told to do without -> ask its owner for an encrypted run" in refused(clear, code=2)
+    assert "started with --unencrypted -> ask its owner for an encrypted run" in refused(clear, code=2)
     agreed = gridtrain("worker", clear, "--unencrypted", "--", sys.executable, "-c", "print('trained')")
     assert (agreed.returncode, agreed.stdout) == (0, "trained\n"), agreed.stderr
     assert gridtrain("status", "--state", str(running.state)).returncode == 0
 
     sealed = replace(parse(clear), encrypted=True).text()
     done = gridtrain("worker", sealed, "--unencrypted", "--", "true")
-    assert "is encrypted, and this worker was told to do without -> leave --unencrypted" in one_sentence(
-        done, 2
+    assert (
+        "is encrypted, and this worker was started with --unencrypted -> leave --unencrypted"
+        in one_sentence(done, 2)
     )
     done = gridtrain("status", sealed)
     assert done.returncode == 3, "an encrypted client gets no word from a coordinator in the clear"
@@ -453,7 +452,7 @@ INVITATION = invitation_to("tcp://127.0.0.1:1")
     ("arguments", "text"),
     [
         (("dance",), "No such command 'dance'"),
-        (("worker",), "'' is not an invitation"),
+        (("worker",), "no invitation was given -> gridtrain worker INVITATION"),
         (("worker", INVITATION, "--upload-limit", "fast", "--", "true"), "'fast' is not a rate"),
         (("worker", "--", "true"), "not an invitation"),
         (("coordinator", "--min-workers", "0"), "0 is not in the range"),

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,9 +17,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from gridtrain import errors
+from gridtrain import errors, extras
+from gridtrain._version import __version__
 from gridtrain.cli import doctor
-from gridtrain.cli.main import COMMANDS, EXIT_CODES, cli, exit_code
+from gridtrain.cli.main import COMMANDS, EXIT_CODES, cli
 from gridtrain.tools.options import PROGRAMS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +40,7 @@ def test_the_documented_exit_codes_are_those_of_the_help_and_of_the_program() ->
         for kind in vars(errors).values()
         if isinstance(kind, type) and issubclass(kind, errors.GridtrainError)
     ]
-    raised = {exit_code(kind("code", "x") if kind is errors.JoinRefused else kind("x")) for kind in kinds}
+    raised = {kind.exit_code for kind in kinds}
     assert {str(code) for code in (0, *raised)} == set(documented) - {"130", "143"}
 
 
@@ -149,3 +151,22 @@ def test_every_command_is_in_the_documents(name: str) -> None:
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     assert re.search(rf"`(?:gridtrain )?{name}`", text), f"docs/cli.md does not name {name}"
     assert isinstance(cli.get_command(click.Context(cli), name), click.Command)
+
+
+def test_what_to_install_works_from_a_checkout_and_from_a_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert extras.install_command("torch") == f"pip install -e {shlex.quote(f'{ROOT}[torch]')}"
+    monkeypatch.setattr(extras, "_CHECKOUT", tmp_path)
+    assert extras.install_command("torch") == f"pip install 'gridtrain-{__version__}-py3-none-any.whl[torch]'"
+
+
+def test_no_message_installs_gridtrain_from_an_index() -> None:
+    """Nor does a unit or a template: gridtrain is on none."""
+    found = [
+        path
+        for folder in ("gridtrain", "coordinator", "worker", "packaging", "docker", "examples")
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and re.search(rb"""pip install ['"]?gridtrain\[""", path.read_bytes())
+    ]
+    assert found == []

@@ -122,13 +122,13 @@ class StagedRun:
 
     def stage_of(self, peer: m.PeerId) -> int:
         order = [member.peer for member in self.core.run.member_list]
-        return RankLayout.for_world_size(len(self.core.run.effective_partition) - 1, len(order)).stage_of(
+        return RankLayout.for_world_size(len(self.core.run.partition.bounds) - 1, len(order)).stage_of(
             order.index(peer)
         )
 
     def layers_of(self, peer: m.PeerId) -> m.Span:
         stage = self.stage_of(peer)
-        return m.Span(*self.core.run.effective_partition[stage : stage + 2])
+        return m.Span(*self.core.run.partition.bounds[stage : stage + 2])
 
     @property
     def roster(self) -> str:

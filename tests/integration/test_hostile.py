@@ -43,12 +43,12 @@ OUT_S = 0.5
 """The others hear of it so much later than she."""
 
 MEMORY_MIB = 192.0 + 3 * 64.0
-"""What a peer may have under way to us (`entrance.MOST_UNREAD_BYTES`), and one message of the largest kind
+"""What a peer may have under way to us (`dialer.MAX_UNREAD_BYTES`), and one message of the largest kind
 as it came, decrypted, and handed on."""
 
 PROVABLE = {
-    "illegal": "only the coordinator may send it|which only others may send",
-    "garbage": "is no msgpack within the limits",
+    "illegal": "only the coordinator may send it|which a worker may not send",
+    "garbage": "is not msgpack within the limits",
     "bad-indices": "sparse payload of [0-9]+ bytes",
     "held": "the largest of this run has|it sends far more than is read",
 }
@@ -56,8 +56,8 @@ PROVABLE = {
 
 UNPROVABLE = {
     "flapping": "its connections broke 4 times within 30 s",
-    "no-votes": "held up step [0-9]+ 3 times: .* voted NO: on purpose",
-    "false-votes": "held up step [0-9]+ 3 times: .* hold something else",
+    "no-votes": "delayed step [0-9]+ 3 times: .* voted NO: on purpose",
+    "false-votes": "delayed step [0-9]+ 3 times: .* hold another update",
 }
 """What an honest member with a broken machine does as well: no strike, but the others go on without it."""
 

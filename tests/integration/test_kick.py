@@ -25,7 +25,7 @@ pytestmark = pytest.mark.integration
 STEP, SAMPLES = 10, 1600
 JOB = {"exchange": "dense", "batch_size": 8, "epochs": 1, "samples": SAMPLES}
 FINE, REFUSED = 0, 4
-KICKED = "ask the run's owner for a new invitation; the one before does not let this worker in again"
+KICKED = "ask the run's owner for a new invitation; an earlier one does not admit this worker again"
 BANNED = "ask the run's owner to lift the ban (gridtrain unban {}), and then for a new invitation"
 
 
@@ -39,7 +39,9 @@ def test_a_kick_and_a_ban_while_the_run_trains(new_group) -> None:
         group.wait("step 10 at anna", lambda: bool(anna.marked("holding")))
         assert_two_of_one_name_are_told_apart(group, anna, bert)
 
-        assert "is out; it needs a new invitation" in group.operator("kick", "clara", "--reason", "too slow")
+        assert "is removed; it needs a new invitation" in group.operator(
+            "kick", "clara", "--reason", "too slow"
+        )
         assert end_of(group, "clara") == told("too slow", KICKED)
         group.wait("a generation without clara", lambda: len(group.events("training")) == 2)
         # Started again she has the same key.  The invitation has uses left, for others.
@@ -92,7 +94,7 @@ def end_of(group, name: str) -> str:
 
 
 def told(reason: str, remedy: str) -> str:
-    return f"JoinRefused: was put out of the run: {reason} -> {remedy}"
+    return f"JoinRefused: was removed from the run: {reason} -> {remedy}"
 
 
 def refused(refusal: Refused) -> str:

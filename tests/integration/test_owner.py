@@ -175,7 +175,7 @@ def test_a_volunteers_rules_are_obeyed_in_a_real_group(
     assert until(obeyed, "it says that it is back")["state"] == "training"
     owner("pause", "--for", "1h")
     until(lambda: world() == 2, "the owner's word")
-    assert "its owner said so, until" in until(lambda: status()["resting"], "who rests")[0]["reason"]
+    assert "on request, until" in until(lambda: status()["resting"], "who rests")[0]["reason"]
     owner("resume")
     until(lambda: world() == 3, "and back")
     flag.touch()

@@ -68,7 +68,7 @@ def test_a_stages_only_worker_is_paused_and_the_run_goes_on_where_it_was(
         workers.wait(lambda: resting() is not None and workers.snapshot()["phase"] == "paused")
         snapshot, seen = workers.snapshot(), resting()
         assert seen is not None
-        assert f"stage {stage} of 2 has nobody: 1 worker is here, 2 are needed" in snapshot["reason"]
+        assert f"stage {stage} of 2 has no worker: 1 worker is here, 2 are needed" in snapshot["reason"]
         assert [line["name"] for line in snapshot["resting"]] == [seen.name]
         seen.owner.directive = AgentDirective()
         workers.finish("anna", "bert")
@@ -226,7 +226,7 @@ def test_what_is_lost_with_a_seat_is_told(tmp_path: Path, caplog: pytest.LogCapt
     killed: list[str] = []
 
     def after(seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
-        figures[seen.name] = dict(grid._session._io_loop.heartbeat.figures)
+        figures[seen.name] = dict(grid._session.connection.loop.heartbeat.figures)
         if seen.step == 12 and not killed and all(s.step >= 11 for s in workers.seen.values()):
             killed.extend(name for name, other in workers.seen.items() if other.stages[11] == 0)
             for name in killed:

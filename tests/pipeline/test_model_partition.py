@@ -155,5 +155,7 @@ def test_every_stage_of_a_partly_frozen_model_has_something_to_train() -> None:
     model = Blueprint(make)
     plan = partition(model, 3, example=torch.randn(4, 16))
     ModelStages(model, 3, cuts=plan.cuts, device=torch.device("cpu"))  # as grid.pipeline takes it
-    with pytest.raises(ConfigError, match=r"8 layers, of which 3 are trained, cannot be divided into 4 stages"):
+    with pytest.raises(
+        ConfigError, match=r"8 layers, of which 3 are trained, cannot be divided into 4 stages"
+    ):
         partition(model, 4, example=torch.randn(4, 16))

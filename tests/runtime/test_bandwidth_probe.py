@@ -11,8 +11,8 @@ from gridtrain.core.messages import BURST_MESSAGE_BYTES, BURST_MESSAGES, Burst, 
 from gridtrain.errors import TransportError
 from gridtrain.runtime.bandwidth_probe import (
     BURST_WINDOW_S,
+    MOST_BURSTS,
     MOST_TARGETS,
-    MOST_TRAINS,
     RATE_LIFETIME_S,
     BandwidthProbe,
 )
@@ -197,7 +197,7 @@ def test_who_never_answers_leaves_the_others_their_time() -> None:
 
 def test_a_peer_that_floods_is_named() -> None:
     bursts = BandwidthProbe(Random(7))
-    for i in range(MOST_TRAINS * BURST_MESSAGES):
+    for i in range(MOST_BURSTS * BURST_MESSAGES):
         assert not isinstance(
             bursts.handle_burst(ANNA, Burst(i // BURST_MESSAGES, i % BURST_MESSAGES, FULL), 0.0), str
         )

@@ -1,4 +1,4 @@
-"""Payloads that come one after the other keep a worker's loop from nothing for longer than `CHORES_S`."""
+"""A stream of payloads delays nothing else in the I/O loop by more than `HOUSEKEEPING_INTERVAL_S`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from gridtrain.core.group import member_events as io
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.interface import Received, TrafficCounters
 from gridtrain.runtime import io_loop as loop
+from gridtrain.runtime.mailbox.worker_task import CaptureState
 from gridtrain.runtime.open_round import OpenRound, PipelineRound
 
 COORDINATOR, PEER = b"c" * 32, b"p" * 32
@@ -58,8 +59,9 @@ class Line:
 class Core:
     """Of a member in the middle of an exchange: when it beat, and how late its deadlines were."""
 
-    stage, term, generation, paused, synced, seat = io.MemberPhase.RUNNING, 1, 1, "", True, None
-    acquaintances = frozenset((COORDINATOR, PEER))
+    phase, term, generation, pause_reason, is_synced = io.MemberPhase.RUNNING, 1, 1, "", True
+    rank_assignment = None
+    known_peers = frozenset((COORDINATOR, PEER))
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.deadline_s = clock, clock.now_s + 0.5
@@ -77,7 +79,7 @@ class Core:
         self.deadline_s = now_s + 0.5
         return []
 
-    def held_bytes(self, peer: m.PeerId) -> int:
+    def early_bytes(self, peer: m.PeerId) -> int:
         return 0
 
 
@@ -117,7 +119,7 @@ def test_who_sends_may_send_on_at_once(busy: Any) -> None:
 
 def test_most_turns_do_no_chores(busy: Any) -> None:
     chores = []
-    busy.driver._link_probe._round_trips.done = chores.append
+    busy.driver._link_probe._round_trips.take_results = chores.append
     busy.play(1.0)
     assert (
         1.0 / (loop.HOUSEKEEPING_INTERVAL_S + 2 * BETWEEN_S) - 1
@@ -130,20 +132,19 @@ def test_most_turns_do_no_chores(busy: Any) -> None:
 def test_what_the_trainer_says_counts_in_the_next_turn(busy: Any, what: str) -> None:
     busy.play(0.02)
     driver, held = busy.driver, m.CheckpointInfo(1, b"h", m.LedgerState())
-    driver.mailbox.stale, woken = False, busy.line.woken
+    driver.mailbox.is_stale, woken = False, busy.line.woken
     match what:
         case "command":
-            driver.command(io.AbandonRound())
+            driver.mailbox.submit(io.AbandonRound())
         case "state":
-            driver.giving.give(1, [b""])
+            driver.state_sender.supply_state(CaptureState(1, False), [b""])
         case "aside":
-            driver.disk.aside = held
-            driver.disk.put_aside(held)
+            driver.checkpoint_requests.finish(io.SaveCheckpoint(held))
         case "discarded":
-            driver.disk.discarded(3)
+            driver.mailbox.finish_task(io.DiscardCheckpoints(3))
         case "inherited":
-            driver.residuals.take()
-    assert driver.mailbox.stale, "the picture is looked at again, whatever comes over the line meanwhile"
+            driver.residuals.take_confirmed()
+    assert driver.mailbox.is_stale, "the snapshot is looked at again, whatever comes over the line meanwhile"
     assert busy.line.woken == woken + 1
 
 
@@ -169,12 +170,13 @@ def test_who_waits_for_a_payload_is_woken_for_that_one(busy: Any, monkeypatch: p
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_bucket_that_is_sent_early_waits_for_no_chore(busy: Any, whole: bool) -> None:
-    """Nor does the backward that goes on beside it; the rest of the round changes the picture."""
+    """Nor does the backward that goes on beside it; the rest of the round changes the snapshot."""
     busy.play(0.02)
     driver = busy.driver
-    driver._chores_s, driver.mailbox.stale = driver._chores_s + 1.0, False  # they are not due
-    (driver.mailbox.submit_payload if not whole else driver.command)(
+    driver._housekeeping_s += 1.0  # it is not due
+    driver.mailbox.is_stale = driver._is_snapshot_due = False
+    (driver.mailbox.submit if whole else driver.mailbox.submit_payload)(
         io.SubmitRound(m.RoundId(1, 1, 0, 0), {}, is_complete=whole)
     )
-    driver._turn()
-    assert driver.mailbox.stale == whole
+    driver._run_once()
+    assert driver.mailbox.is_stale == whole

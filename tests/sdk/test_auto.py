@@ -74,7 +74,7 @@ def test_a_newcomer_uses_what_the_others_have_chosen(new_group: Any) -> None:
             taken += 1
             if number == 0 and step == 5:
                 come.set()
-                assert grid._session._io_loop.wait(lambda picture: picture.world_size == 3, WITHIN_S)
+                assert grid._session.connection.wait(lambda picture: picture.world_size == 3, WITHIN_S)
         return optimizer.current_exchange, model.weight.detach(), taken
 
     with new_group(workers=2) as group:

@@ -37,7 +37,7 @@ def test_both_roads_end_with_the_same_bits(outcomes: Any, wrap: Any) -> None:
                 (model(inputs) - targets).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                picture = grid._session._io_loop.wait(lambda _: True, 1.0)
+                picture = grid._session.connection.wait(lambda _: True, 1.0)
                 assert picture is not None
                 seen.add(picture.exchange)
             return torch.cat([model.weight.detach().flatten(), model.bias.detach()])

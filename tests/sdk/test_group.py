@@ -323,7 +323,7 @@ def test_a_late_joiner_goes_on_where_the_others_are(new_group: Any) -> None:
             scheduler.step()
             if grid.step == 5 and grid.world_size == 1:
                 come.set()
-                assert grid._session._io_loop.wait(lambda picture: picture.world_size == 2, WITHIN_S)
+                assert grid._session.connection.wait(lambda picture: picture.world_size == 2, WITHIN_S)
         return seen
 
     def seeded_differently() -> nn.Linear:

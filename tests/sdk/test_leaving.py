@@ -104,7 +104,7 @@ def training(books: Books, exchange: Any, stop: Any) -> Any:
             if chosen is not None and grid.step == LEAVES and chosen(grid, optimizer):
                 break
             if number == 0 and grid.step == LEAVES and stop is while_the_other_computes:
-                assert grid._session._io_loop.wait(lambda picture: picture.world_size == 1, WITHIN_S)
+                assert grid._session.connection.wait(lambda picture: picture.world_size == 1, WITHIN_S)
             optimizer.step()
         if grid.finished:
             books.residuals[number] = optimizer.residual_state()["residual"].double().numpy()
@@ -126,7 +126,7 @@ def in_the_middle_of_a_round(
     grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer, *, committed: bool = True
 ) -> bool:
     """Ctrl-C comes when the round has been committed, and the training thread has not heard of it."""
-    driver = grid._session._io_loop
+    driver = grid._session.connection.loop
     wait = driver.mailbox.wait
 
     def interrupted(*args: Any) -> Any:
@@ -184,7 +184,7 @@ def test_an_heir_that_leaves_before_it_counts_hands_it_on(
     monkeypatch.setattr(residual_pieces.IncomingResiduals, "receive_piece", taking)
 
     def heir_goes(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:
-        return heir_known.wait(WITHIN_S) and grid._session._io_loop.residuals.incoming is heir[0]
+        return heir_known.wait(WITHIN_S) and grid._session.connection.loop.residuals.incoming is heir[0]
 
     stops = {0: heir_goes, 1: before_the_step, 2: heir_goes}
     with new_group(workers=3, deadlines=replace(QUICK, settle_s=0.3)) as group:
@@ -207,7 +207,9 @@ def test_an_heir_that_leaves_and_hears_no_view_says_what_is_lost(
 
     def stop(grid: gridtrain.Grid, optimizer: gridtrain.GridOptimizer) -> bool:
         heir.receive_piece(b"p" * 32, ResidualBlock(1, 1, 0, b"", 0, 1, payload), 2)
-        grid._session._io_loop.residuals.incoming = heir  # acknowledged, and the leaver is lost in between
+        grid._session.connection.loop.residuals.incoming = (
+            heir  # acknowledged, and the leaver is lost in between
+        )
         return True
 
     with new_group(workers=2, deadlines=replace(QUICK, handover_s=0.5)) as group:

@@ -275,7 +275,7 @@ def test_a_joiner_whose_scheduler_begins_anew(new_group: Any) -> None:
             scheduler.step()
             if number == 0 and grid.step == 3:
                 come.set()
-                assert grid._session._io_loop.wait(lambda picture: picture.world_size == 2, WITHIN_S)
+                assert grid._session.connection.wait(lambda picture: picture.world_size == 2, WITHIN_S)
         return grid.step
 
     with new_group(workers=1) as group:

@@ -29,6 +29,7 @@ from gridtrain.errors import (
     JoinRefused,
     TransportError,
 )
+from gridtrain.extras import install_command
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.stack import build_stack
@@ -137,7 +138,7 @@ def join(address: str, invited: Invitation | None = None, **options: str) -> Gri
 
 def test_a_script_without_an_agent_and_without_an_invitation() -> None:
     done = run(sys.executable, "-c", "import gridtrain; gridtrain.join()")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.strip() == (
         "gridtrain: <string>, line 1: ConfigError: this script does not know which run to join -> "
         "start it with `gridtrain worker INVITATION -- python train.py`, or pass the invitation: "
@@ -298,7 +299,7 @@ def test_another_runs_coordinator(start_coordinator: StartCoordinator) -> None:
 def test_a_stranger_is_not_let_in(start_coordinator: StartCoordinator) -> None:
     """A key that never showed an invitation; the coordinator does not even greet it."""
     desk = start_coordinator()
-    with pytest.raises(JoinRefused, match=r"does not let this worker in .* -> ask the run's owner") as caught:
+    with pytest.raises(JoinRefused, match=r"denies this worker access -> ask the run's owner") as caught:
         grid_of(config_of(desk.address, desk.key), Identity.generate())
     assert caught.value.code == "denied"
 
@@ -335,7 +336,7 @@ def test_a_package_of_the_extra_is_missing(without: Callable[[str], dict[str, st
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
         f"gridtrain.errors.ConfigError: gridtrain.join needs {package}, not installed here -> "
-        "pip install 'gridtrain[torch]' (or install the torch build that fits your GPU first)"
+        f"{install_command('torch')} (or install the torch build that fits your GPU first)"
     )
 
 
@@ -426,7 +427,7 @@ def test_a_script_that_is_refused(start_coordinator: StartCoordinator, tmp_path:
     invitation = start_coordinator().invitation().text()
     agent = (sys.executable, "-m", "gridtrain.cli", "worker", invitation, "--")
     done = run(*agent, sys.executable, str(script), "works")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "Traceback" not in done.stderr
     *_, sentence, agents_line = done.stderr.splitlines()
     agents_line = json.loads(agents_line)["fields"]["text"]
@@ -435,7 +436,7 @@ def test_a_script_that_is_refused(start_coordinator: StartCoordinator, tmp_path:
         "the run's end is epochs=1, steps=6; exactly one must be given -> "
         "give grid.batches either epochs= or steps="
     )
-    assert agents_line.startswith("the script ended with exit code 1 after ")
+    assert agents_line.startswith("the script ended with exit code 2 after ")
 
 
 def test_a_script_without_an_agent_trains_with_its_invitation(

@@ -97,7 +97,7 @@ class Scene:
             if number == 0 and grid.step == COMES and not self.come.is_set():
                 self.come.set()
                 assert self.here.wait(WITHIN_S)
-                assert grid._session._io_loop.wait(lambda picture: picture.world_size == 3, WITHIN_S)
+                assert grid._session.connection.wait(lambda picture: picture.world_size == 3, WITHIN_S)
             if number == 2 and grid.step >= DIES:
                 self.group.hub.kill(self.group.keys[f"worker-{number}"])
             model(x).square().mean().backward()

@@ -207,7 +207,7 @@ def test_an_aborted_round_is_tried_again_with_the_same_gradient(
             breaks = plan.step % 2 == 1 and plan.step not in broken and bucket == 1
             broken.update({plan.step} if breaks else ())
         if breaks:
-            self._io_loop.submit(io.RoundFailed("the test wants it"))
+            self.connection.submit(io.RoundFailed("the test wants it"))
 
     monkeypatch.setattr(GroupSession, "begin_bucket", send_early)
     torn = together(lambda grid, number: train(grid, exchange, seed=3), 2)

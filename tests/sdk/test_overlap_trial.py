@@ -111,7 +111,7 @@ def test_nothing_is_lost_when_the_way_changes(
             broken = plan.step in breaks
             breaks.discard(plan.step)
         if broken:
-            self._io_loop.submit(io.RoundFailed("the test wants it"))
+            self.connection.submit(io.RoundFailed("the test wants it"))
         return true(self, plan, *rest)
 
     monkeypatch.setattr(GroupSession, "run", run)

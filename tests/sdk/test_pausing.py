@@ -288,9 +288,9 @@ def test_the_days_bytes_are_never_exceeded(new_group: Any) -> None:
 
 def test_the_agent_is_told_that_a_step_does_not_fit() -> None:
     """A little of the day is left: without a word the agent would take the script's end for a failure."""
-    session, owner = SimpleNamespace(moved_bytes=900_000), NoAgent()
+    session, owner = SimpleNamespace(connection=SimpleNamespace(moved_bytes=900_000)), NoAgent()
     asked: list[Callable[[], str]] = []
-    session.set_budget_check = asked.append
+    session.connection.set_control = lambda interrupts, exhausted: asked.append(exhausted)
     PauseController(session, owner, lambda: None, lambda up, down: None)  # type: ignore[arg-type,return-value]
     owner.directive = AgentDirective(most_bytes=10_000_000)
     assert asked[0]() == "" and not owner.reported
@@ -301,10 +301,10 @@ def test_the_agent_is_told_that_a_step_does_not_fit() -> None:
 
 def test_a_cap_is_obeyed_in_the_middle_of_a_step() -> None:
     """Also while a newcomer takes over the state, which may last for hours: no turn begins then."""
-    session, owner = SimpleNamespace(moved_bytes=0), NoAgent()
+    session, owner = SimpleNamespace(connection=SimpleNamespace(moved_bytes=0)), NoAgent()
     asked: list[Callable[[], str]] = []
     limits: list[tuple[float | None, float | None]] = []
-    session.set_budget_check = asked.append
+    session.connection.set_control = lambda interrupts, exhausted: asked.append(exhausted)
     PauseController(session, owner, lambda: None, lambda up, down: limits.append((up, down)))  # type: ignore[arg-type,return-value]
     owner.directive = AgentDirective(upload_Bps=1e6)
     assert asked[0]() == "" == asked[0]()

@@ -93,7 +93,7 @@ def test_a_refused_script_ends_with_the_documented_code() -> None:
     )
     ends = {
         'JoinRefused("banned", "this worker is banned", remedy="ask the owner")': 4,
-        'ConfigError("wrong")': 1,
+        'ConfigError("wrong")': 2,
     }
     for raised, code in ends.items():
         done = subprocess.run(

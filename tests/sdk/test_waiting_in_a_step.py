@@ -41,7 +41,7 @@ class Told(NoAgent):
         super().__init__()
         self.paused = threading.Event()
 
-    def tell(self, **state: Any) -> None:
+    def report(self, **state: Any) -> None:
         super().report(**state)
         if state["state"] == "paused":
             self.paused.set()
@@ -75,7 +75,7 @@ class Scene:
             step = grid.step
             if step == 6 and call == self.calls - 1 and not self.waits.is_set():
                 self.both.wait(WITHIN_S)
-                gone = grid._session._io_loop.wait(lambda p: p.open_round is None, WITHIN_S)
+                gone = grid._session.connection.wait(lambda p: p.open_round is None, WITHIN_S)
                 assert gone is not None
                 self.waits.set()
             if name == "worker-0":
@@ -168,15 +168,17 @@ def test_who_waits_for_a_root_that_is_gone_hears_its_owner(tmp_path: Path, kind:
         other = threading.Thread(target=work, args=("other", owner), daemon=True)
         other.start()
         assert at_root.wait(WITHIN_S), ends
-        driver = sessions["other"]._io_loop
-        assert driver.snapshot().rank == 1
+        connection = sessions["other"].connection
+        assert connection.loop.mailbox.read().rank == 1
 
         def waits(here: WorkerSnapshot) -> bool:
-            return bool(here.applied == 5 and here.open_round is None and driver.step_rounds._submitted)
+            return bool(
+                here.applied == 5 and here.open_round is None and connection.loop.step_rounds._submitted
+            )
 
-        assert driver.wait(waits, WITHIN_S), ends
+        assert connection.wait(waits, WITHIN_S), ends
         group.hub.kill(group.keys["root"])
-        assert driver.wait(lambda here: here.failing_round is not None, WITHIN_S), ends
+        assert connection.wait(lambda here: here.failing_round is not None, WITHIN_S), ends
         owner.directive = AgentDirective(run=False, reason="its owner said so")
         assert owner.paused.wait(WITHIN_S / 2), ends
         assert at["other"] == 6, "the step was not done"

@@ -18,7 +18,7 @@ from defences import DEFENCES, disable_defences
 from gridtrain.core import messages as m
 from gridtrain.core.collectives.collective import AddSlice, PayloadReceived, Provenance
 from gridtrain.core.collectives.ring import RingAllReduce
-from gridtrain.core.commit.attempts import MAX_STALE_MESSAGES, Attempts, RankAssignment
+from gridtrain.core.commit.attempts import MAX_STALE_MESSAGES, Attempts
 from gridtrain.core.commit.two_phase_commit import (
     Decided,
     DecisionReceived,
@@ -27,6 +27,7 @@ from gridtrain.core.commit.two_phase_commit import (
     VoteReceived,
 )
 from gridtrain.core.group.member_events import DeliverMean
+from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.residual_transfer import ResidualTransfer
 from gridtrain.core.member.scalar_means import ScalarMeans
 from gridtrain.errors import ConfigError, RemoteProtocolError
@@ -217,7 +218,7 @@ class Wire:
 
 
 def round_of(rank: int) -> TwoPhaseCommit:
-    return TwoPhaseCommit(ROUND, rank, 3, patience_s=5.0, now_s=0.0)
+    return TwoPhaseCommit(ROUND, rank, 3, timeout_s=5.0, now_s=0.0)
 
 
 def a_vote_at_a_member() -> Any:

@@ -1,13 +1,12 @@
-"""Which commit rules (DESIGN section 7) a simulated history has reached.
+"""Which commit rules (docs/architecture.md) a simulated history has reached.
 
-Decides nothing, and changes nothing: it reads what goes into and what comes out of the real cores, so that
-the product carries no markers.  What must hold at every such moment is asserted on the way.
-
+It reads the events and effects of the real cores, so that the product needs no markers, and asserts what must
+hold at each of them.
     event --> core --> effects          rule                                          histories   times
           \\________/                     3 COMMIT: all voted YES for one digest              2000   19204
              |                           6 ABORT by FREEZE                                   1311    2630
              v                          ...
-       Coverage.reached  --> table(...) ^
+       CommitCoverage.reached  --> table(...)
 """
 
 from __future__ import annotations
@@ -62,37 +61,45 @@ RULES = (
     "13 ROLLBACK to a checkpoint",
     "13 ROLLBACK to the beginning",
 )
-"""In the words of DESIGN section 7, its number first.  What is not in here is never counted."""
+"""The cases of the commit rules that are counted, each with the number of its rule."""
 
 _NUMBER_OF = {rule: number for number, rule in enumerate(RULES)}
+
+
+def open_round(core: MemberCore) -> m.RoundId | None:
+    """The round that the trainer has submitted to and that is not decided yet."""
+    generation = core.current_generation
+    attempt = generation.attempts.open_attempt if generation is not None else None
+    return attempt.round_id if attempt is not None else None
 
 
 @dataclass(frozen=True, slots=True)
 class MemberBefore:
     """A member's state before an event."""
 
-    stage: io.MemberPhase
+    phase: io.MemberPhase
     generation: int
     here: m.RoundId | None
     is_open: bool
-    synced: bool
-    finished: bool
+    is_synced: bool
+    is_finished: bool
 
     @classmethod
     def of(cls, core: MemberCore) -> MemberBefore:
-        opened = core.open_round
-        here = opened if opened is not None else core.due_round
+        opened, generation = open_round(core), core.current_generation
+        due = generation.attempts.next_round if generation is not None else None
+        here = opened if opened is not None else due
         return cls(core.phase, core.generation, here, opened is not None, core.is_synced, core.is_finished)
 
 
 @dataclass(slots=True)
 class CommitCoverage:
-    """One history's.  `reached`: how often, by rule."""
+    """Counts of one history; `reached`: how often, by rule."""
 
     reached: Counter[str] = field(default_factory=Counter)
     _reports: dict[m.PeerId, m.FreezeReport] = field(default_factory=dict)
     _view: m.MembershipView | None = None
-    _roster: frozenset[m.PeerId] = frozenset()
+    _members: frozenset[m.PeerId] = frozenset()
     _started: bool = True
     _restarted: bool = False
 
@@ -111,7 +118,7 @@ class CommitCoverage:
         *,
         coordinator_up: bool,
     ) -> None:
-        """A member's core has handled `event` (None: it was a tick)."""
+        """A member's core has handled `event` (None: a tick)."""
         if core.pause_reason:
             self.mark("10 PAUSED: a member fails while it is down")
         match event:
@@ -137,9 +144,9 @@ class CommitCoverage:
     ) -> None:
         if before.here is None:
             return
-        if before.stage is io.MemberPhase.FROZEN:
-            telling = [effect for effect in effects if not isinstance(effect, io.LogEvent)]
-            assert not telling, f"a frozen member answers {message} with {telling}"
+        if before.phase is io.MemberPhase.FROZEN:
+            answers = [effect for effect in effects if not isinstance(effect, io.LogEvent)]
+            assert not answers, f"a frozen member answers {message} with {answers}"
             self.mark("5 frozen: neither votes nor applies")
         elif message.round < before.here:
             self.mark("1 an older round's message is dropped")
@@ -196,7 +203,7 @@ class CommitCoverage:
             self.mark("6 COMMIT by FREEZE: all of S are prepared")
         else:
             self.mark("6 at A - 1, prepared: applies A")
-        if away and before.synced:
+        if away and before.is_synced:
             stayed = "9 comes back and holds what was decided"
             self.mark(stayed if core.is_synced else "9 comes back as a joiner")
 
@@ -205,7 +212,7 @@ class CommitCoverage:
     def record_coordinator(
         self, core: Membership, event: cio.Event | None, effects: Sequence[cio.Effect], *, from_backup: bool
     ) -> None:
-        """The coordinator's core has handled `event` (None: it was a tick, or the start)."""
+        """The coordinator's core has handled `event` (None: a tick, or the start)."""
         if isinstance(event, cio.MessageReceived) and isinstance(event.message, m.FreezeReport):
             self._reports[event.peer] = event.message
         journalled = False
@@ -242,15 +249,15 @@ class CommitCoverage:
         self.mark("7 journalled, then VIEW")
         members = body["members"]
         assert isinstance(members, list)
-        roster = frozenset(bytes.fromhex(line["peer"]) for line in members)
-        reports = [r for p, r in self._reports.items() if r.is_synced and p in self._roster]
+        members_now = frozenset(bytes.fromhex(entry["peer"]) for entry in members)
+        reports = [r for p, r in self._reports.items() if r.is_synced and p in self._members]
         if body["verdict"] == "ABORT" and reports:
             prepared = any(report.prepared is not None for report in reports)
             self.mark(f"6 ABORT by FREEZE: {'some of S are' if prepared else 'nobody is'} prepared")
-        if not self._started and self._roster:
+        if not self._started and self._members:
             self.mark("8 a death before START: the verdict binds")
-        if self._restarted and self._roster:
-            back = self._roster <= roster
+        if self._restarted and self._members:
+            back = self._members <= members_now
             self.mark(
                 "11 all of the generation come back: adopted"
                 if back
@@ -259,7 +266,7 @@ class CommitCoverage:
             if from_backup:
                 self.mark("11 from a backup: reports are ahead of the journal")
         self._reports.clear()
-        self._roster, self._started, self._restarted = roster, False, False
+        self._members, self._started, self._restarted = members_now, False, False
 
 
 def _is(effect: io.MemberEffect, kind: type[m.Message]) -> bool:
@@ -267,7 +274,7 @@ def _is(effect: io.MemberEffect, kind: type[m.Message]) -> bool:
 
 
 def table(histories: Sequence[Counter[str]]) -> str:
-    """For people: in how many histories each rule was reached, and how often in all."""
+    """A table for people: in how many histories each rule was reached, and how often in all."""
     width = max(map(len, RULES))
     lines = [f"{'rule':<{width}}  histories      times"]
     for rule in RULES:

@@ -58,12 +58,12 @@ from gridtrain.core.collectives.ring import RingAllReduce
 from gridtrain.core.collectives.star import DenseStar, SparseStar
 from gridtrain.core.collectives.subgroup import Subgroup
 from gridtrain.core.collectives.tree import TreeExchange
-from gridtrain.core.commit.attempts import RankAssignment
 from gridtrain.core.group import member_events as io
+from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.member import MemberCore
 from gridtrain.core.planning.batch_shares import SAMPLES_FIGURE, SECONDS_FIGURE
-from gridtrain.core.planning.dense_topology import DIRECT_DENSE
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
+from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
 from gridtrain.core.planning.network_model import LinkModel as LineLink
 from gridtrain.core.planning.network_model import NetworkModel as LineNetwork
 from gridtrain.core.planning.workload import ExchangeKind, Workload
@@ -810,10 +810,14 @@ class Trouble:
                 m.PeersUnreachable(core.term, generation, (other.peer,)),
                 m.ReplicaDigest(core.term, generation, core.applied, digest),
                 m.Ready(core.term, generation, digest),
-                m.FreezeReport(core.term, generation, True, step, digest, core.ledger, None, b"", False),
+                m.FreezeReport(
+                    core.term, generation, True, step, digest, core.replica_state.ledger, None, b"", False
+                ),
                 m.CurrentGeneration(core.term, generation + 3, tuple((peer, 3) for peer in peers)),
                 m.CatchUpReport(step, digest),
-                m.StageCheckpointList((m.CheckpointInfo(step, digest, core.ledger),), generation),
+                m.StageCheckpointList(
+                    (m.CheckpointInfo(step, digest, core.replica_state.ledger),), generation
+                ),
                 m.StartGeneration(core.term, generation),
                 m.LinkLatencies(((other.peer, 0.01),)),
                 m.LinkRates(((other.peer, 1e6, 1e6),)),
@@ -884,7 +888,8 @@ def compare_now_and_then(world: World, dice: Random) -> None:
                 continue
             compared[worker.peer] = core.applied
             worker.handle(io.RequestMean(core.step, 0, float(worker.peer[0])))
-            if core.applied % 2 == 0 or core.is_comparison_due:
+            generation = core.current_generation
+            if core.applied % 2 == 0 or (generation is not None and generation.is_comparison_due):
                 digest = dice.randbytes(16) if dice.random() < 0.03 else core.history[:16]
                 if dice.random() < 0.8:
                     worker.handle(io.CompareReplicas(core.applied, digest))

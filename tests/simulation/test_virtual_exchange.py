@@ -1,4 +1,4 @@
-"""The planner's walk of written-down moves against the real cores over the same lines, on any network."""
+"""The planner's simulation of listed messages against the real collectives over the same links."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEEDS = range(15)
 
 
 def uneven(rng: random.Random, world_size: int) -> NetworkModel:
-    """No two links alike, so that the order of events is the same however ties are decided."""
+    """No two links are equal, so that the order of events does not depend on how ties are resolved."""
     links = {
         (a, b): LinkModel(rng.uniform(0.0001, 0.03), rng.uniform(1e6, 1e8))
         for a in range(world_size)
@@ -29,15 +29,17 @@ def uneven(rng: random.Random, world_size: int) -> NetworkModel:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", ExchangeKind)
-def test_the_walk_is_what_the_cores_do(kind: ExchangeKind, seed: int) -> None:
+def test_the_simulation_is_what_the_collectives_do(kind: ExchangeKind, seed: int) -> None:
     rng = random.Random(seed)
     size = rng.randint(2, 12)
     load, network = Workload(kind, rng.randint(10_000, 900_000), density=0.02), uneven(rng, size)
     real = simulate_exchange(load, network)
-    moves = messages_of(load, size)
-    assert Counter(real.sent) == Counter((move.src, move.dst) for move in moves), f"seed {seed}"
-    walked_s = ExchangeSimulation(moves, load, network, NO_CPU_COSTS).run()
-    assert max(walked_s) == pytest.approx(max(real.complete_s.values()), rel=0.02), f"seed {seed}, P {size}"
+    messages = messages_of(load, size)
+    assert Counter(real.sent) == Counter((message.src, message.dst) for message in messages), f"seed {seed}"
+    simulated_s = ExchangeSimulation(messages, load, network, NO_CPU_COSTS).run()
+    assert max(simulated_s) == pytest.approx(max(real.complete_s.values()), rel=0.02), (
+        f"seed {seed}, P {size}"
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -47,5 +49,5 @@ def test_work_takes_the_same_time_in_both(seed: int) -> None:
     load, network = Workload(ExchangeKind.GTOPK, 500_000, density=0.05), uneven(rng, size)
     cpu = replace(NO_CPU_COSTS, merge_entry_s=207e-9)
     real = simulate_exchange(load, network, lambda work: receive_work_s(work, load, 1.0, cpu))
-    walked_s = ExchangeSimulation(messages_of(load, size), load, network, cpu).run()
-    assert max(walked_s) == pytest.approx(max(real.complete_s.values()), rel=1e-6), f"seed {seed}"
+    simulated_s = ExchangeSimulation(messages_of(load, size), load, network, cpu).run()
+    assert max(simulated_s) == pytest.approx(max(real.complete_s.values()), rel=1e-6), f"seed {seed}"

@@ -1,10 +1,9 @@
-"""The real cores over the lines of a network, a payload being a byte count.
+"""The real collectives over the links of a network, with a byte count as payload.
 
-Decides nothing: the cores of `protocol` say who sends what to whom, `protocol.lines` says when it is there.
-The planner walks moves that were written down beforehand (`protocol.moves`); here they come out of the cores
-as they run, so the two can be held against one another.
+The planner simulates messages that are listed beforehand (`core.planning.message_schedule`).  Here the
+collectives send them as they run, so that tests can compare the two.
 
-    core.start --> SendTo --> lines --> Arrived --> core.handle --> SendTo, work ...
+    core.start --> SendTo --> links --> PayloadReceived --> core.handle --> SendTo, work ...
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ WorkTime = Callable[[ReceiveWork], float]  # seconds of a receiver for one paylo
 
 
 def make_cores(load: Workload, world_size: int) -> list[Collective]:
-    """The collective that runs such a load, one for each rank."""
+    """The collective of such a load, one for each rank."""
     match load.kind:
         case ExchangeKind.DENSE:
             slices = slice_count(load, world_size)
@@ -62,15 +61,15 @@ def make_cores(load: Workload, world_size: int) -> list[Collective]:
 
 
 @dataclass(slots=True)
-class ExchangeSimulation:
+class CollectiveSimulation:
     """One exchange in virtual time.
 
     Attributes:
         cores: one for each rank.
         payload_bytes: of one message.
-        work: seconds that a receiver takes for one payload, by what it does with it.
+        work: seconds of a receiver for one payload, by kind of work.
         sent: (sender, receiver) of all messages so far, in the order in which they were ready.
-        complete_s: when each rank had everything; (P,) once it has run.
+        complete_s: by rank, when it had everything; (P,) once it has run.
     """
 
     cores: Sequence[Collective]
@@ -85,15 +84,15 @@ class ExchangeSimulation:
     _traffic: LinkOccupancy = field(init=False)
 
     def run(self) -> list[float]:
-        """When each rank had everything, in seconds after all began."""
+        """(P,) seconds from the start until each rank has everything."""
         self._traffic = LinkOccupancy(self.network)
         for rank, core in enumerate(self.cores):
             self._execute(rank, core.start(0.0), 0.0)
         while self._agenda:
             now_s, _, rank, event, not_before_s = heapq.heappop(self._agenda)
-            if not_before_s is not None:  # its first byte is there
-                there_s = self._traffic.arrive(rank, self.payload_bytes, now_s, not_before_s)
-                self._schedule(there_s, rank, event, None)
+            if not_before_s is not None:  # its first byte has arrived
+                arrived_s = self._traffic.arrive(rank, self.payload_bytes, now_s, not_before_s)
+                self._schedule(arrived_s, rank, event, None)
             else:
                 self._execute(rank, self.cores[rank].handle(event, now_s), now_s)
         return [self.complete_s[rank] for rank in range(len(self.cores))]
@@ -102,10 +101,10 @@ class ExchangeSimulation:
         now_s = max(now_s, self._free_s.get(rank, 0.0))
         for effect in effects:
             match effect:
-                case SendTo(to_rank, place, skip):
+                case SendTo(to_rank, slot, skip):
                     self.sent.append((rank, to_rank))
                     reached_s, last_s = self._traffic.depart(rank, to_rank, self.payload_bytes, now_s)
-                    self._schedule(reached_s, to_rank, PayloadReceived(rank, place, skip, None), last_s)
+                    self._schedule(reached_s, to_rank, PayloadReceived(rank, slot, skip, None), last_s)
                 case CollectiveComplete():
                     self.complete_s[rank] = now_s
                 case AddSlice():
@@ -128,8 +127,9 @@ class ExchangeSimulation:
 
 def simulate_exchange(
     load: Workload, network: NetworkModel, work: WorkTime = lambda work: 0.0
-) -> ExchangeSimulation:
-    """Run the real cores of `load` over `network` to the end; no vote, no work before or after."""
+) -> CollectiveSimulation:
+    """Run the collectives of `load` over `network` to the end, without the vote and the work before and
+    after."""
     size = network.size
     slices = slice_count(load, size)
     parts = {
@@ -137,7 +137,7 @@ def simulate_exchange(
         ExchangeKind.DIRECT: size * slices,
         ExchangeKind.STAR: slices,
     }.get(load.kind, 1)
-    exchange = ExchangeSimulation(
+    exchange = CollectiveSimulation(
         make_cores(load, size), network, load.unit_bytes / parts + HEADER_BYTES, work
     )
     exchange.run()

@@ -1,13 +1,13 @@
 """A virtual network for any kind of node and message: seconds of traffic in milliseconds.
 
-Decides when, how often and whether a message arrives: everything is drawn from one seeded generator,
-so a seed is a history.  Never opens a message.
+When, how often and whether a message arrives is drawn from one seeded generator, so a seed is a history.
 
-    a sends --> [cut? lost? queue at bandwidth] --> delay --> [cut? crashed?] --> b's deliver(a, b, message)
+    a sends --> [partition? loss? queue at bandwidth] --> delay --> [partition? crash?] --> deliver(a, b,
+    message)
 
-As real networks do it, an edge without `in_order` overtakes itself; a message in flight when the edge
-is cut, or when its receiver crashes, is gone.  What a node sent before it crashed still arrives; what was
-meant for it then does not, even if it is back by the time.
+As in real networks, messages of a link without `in_order` can overtake each other, and a message in flight is
+lost when the link is partitioned or its receiver crashes.  Messages that a node sent before it crashed still
+arrive; messages sent to it do not, even if it has been revived by then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Message = TypeVar("Message")
 
 @dataclass(frozen=True, slots=True)
 class LinkProperties:
-    """One direction of an edge.
+    """One direction of a link.
 
     Attributes:
         delay_s: shortest and longest delay; each message draws its own.
@@ -53,11 +53,11 @@ class Delivery(Generic[Node, Message]):
 
 
 class VirtualNetwork(Generic[Node, Message]):
-    """Nodes, the links between them, and what goes wrong with either.
+    """Nodes, the links between them, and their faults.
 
     Args:
         seed: of all delays, losses and duplicates.
-        link: every edge that `set_link` does not name.
+        link: properties of every link that `set_link` does not name.
     """
 
     def __init__(self, seed: int, link: LinkProperties | None = None) -> None:
@@ -73,14 +73,14 @@ class VirtualNetwork(Generic[Node, Message]):
         self._last_arrival_s: dict[tuple[Node, Node], float] = {}
         self._delivery: Delivery[Node, Message] | None = None
 
-    # -- what nodes do ---------------------------------------------------------------------------
+    # -- nodes -------------------------------------------------------------------------------------
 
     def attach(self, node: Node, deliver: Callable[[Node, Node, Message], None]) -> None:
         """`deliver(src, dst, message)` is called for each message that reaches `node`."""
         self._receivers[node] = deliver
 
     def send(self, src: Node, dst: Node, message: Message, nbytes: int = 0) -> None:
-        """Never fails and never tells: whether and when it arrives is the network's affair."""
+        """Send a message; the sender never learns whether it arrives."""
         edge, link = (src, dst), self._links.get((src, dst), self._default)
         if src in self._crashed or edge in self._partitioned or self._random.random() < link.loss:
             return
@@ -95,7 +95,7 @@ class VirtualNetwork(Generic[Node, Message]):
             self.clock.call_at(arrives_s, lambda: self._arrive(src, dst, message, deaths))
 
     def call_at(self, when_s: float, action: Callable[[], None], *, node: Node | None = None) -> None:
-        """A timer; one that belongs to a `node` dies with it."""
+        """Set a timer; one of a `node` ends when that crashes."""
         deaths = 0 if node is None else self._crash_counts.get(node, 0)
 
         def due() -> None:
@@ -104,48 +104,49 @@ class VirtualNetwork(Generic[Node, Message]):
 
         self.clock.call_at(when_s, due)
 
-    # -- what goes wrong ---------------------------------------------------------------------------
+    # -- faults ------------------------------------------------------------------------------------
 
     def set_link(self, src: Node, dst: Node, link: LinkProperties) -> None:
-        """For this direction, from now on."""
+        """Set the properties of this direction, from now on."""
         self._links[src, dst] = link
 
     def crash(self, node: Node) -> None:
-        """For ever, or until `revive`; one that comes back has nothing of what it was."""
+        """End a node; after `revive` it has no state of before."""
         self._crashed.add(node)
         self._crash_counts[node] = self._crash_counts.get(node, 0) + 1
 
     def revive(self, node: Node) -> None:
-        """A node of the same name: its old timers, and what was on the way to it, are gone."""
+        """Start a node of the same name, without its old timers and the messages that were in flight to
+        it."""
         self._crashed.discard(node)
 
     def partition(self, side: Iterable[Node], other: Iterable[Node]) -> None:
-        """Nothing passes between the two sides, in either direction, until `heal`."""
+        """Lose all messages between the two sides, in both directions, until `heal`."""
         others = list(other)
         for a in side:
             for b in others:
                 self._partitioned |= {(a, b), (b, a)}
 
     def heal(self) -> None:
-        """All cut edges work again; what was lost stays lost."""
+        """End all partitions."""
         self._partitioned.clear()
 
-    # -- what happens ------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
-        """Nothing is in flight, no timer runs."""
+        """Whether nothing is in flight and no timer is set."""
         return self.clock.idle
 
     def step(self) -> Delivery[Node, Message] | None:
-        """Let the next thing happen.  Returns it if it was a message that reached a living node,
-        None if it was a timer or a message that was lost on the way."""
+        """Process the next event; the message if one reached a living node, None for a timer or a lost
+        message."""
         self._delivery = None
         self.clock.step()
         return self._delivery
 
     def _is_dead(self, node: Node, deaths: int) -> bool:
-        """Is the node, which had died so often when it was looked at, dead now, or another one?"""
+        """Whether the node has crashed since its number of crashes was `deaths`."""
         return node in self._crashed or self._crash_counts.get(node, 0) != deaths
 
     def _arrive(self, src: Node, dst: Node, message: Message, deaths: int) -> None:

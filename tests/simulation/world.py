@@ -1,13 +1,11 @@
 """A whole group on the virtual network: the real membership and member cores, and toy trainers.
 
-Decides nothing that the product decides: it carries out the cores' effects as the driver and the
-daemon do, lets workers join, leave, crash and lose connections, and writes down what happened, for
-tests to hold against the promises.  A seed is a history.
-
+The world executes the cores' effects as the I/O loop and the daemon do, lets workers join, leave, crash and
+lose connections, and records what happened, so that tests can check the guarantees.  A seed is a history.
     Membership <-- virtual network --> MemberCore + ToyTrainer, one of each for every worker
 
-The toy trainer's "model" is a vector; the gradient of a sample is a small integer vector that its
-position determines, so that sums are exact and every lost or doubled sample shows.
+The model of the toy trainer is a vector; the gradient of a sample is a small integer vector that its position
+determines, so that sums are exact and every lost or repeated sample shows.
 """
 
 from __future__ import annotations
@@ -22,41 +20,45 @@ from typing import Any, Protocol
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
-from gridtrain.core.commit.attempts import RankAssignment
 from gridtrain.core.group import member_events as io
+from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.member import MemberCore
 from gridtrain.core.messages import RELAY_PREFIX, relay_of
 from gridtrain.errors import JoinRefused, RemoteProtocolError
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run import events as cio
 from gridtrain_coordinator.run.journal_recovery import recover_run
-from simulation.commit_coverage import CommitCoverage, MemberBefore
+from simulation.commit_coverage import CommitCoverage, MemberBefore, open_round
 from simulation.virtual_network import LinkProperties, VirtualNetwork
 
 COORDINATOR = b"c" * 32
 
 
 class SimTrainer(Protocol):
-    """What a simulated worker computes with; tests bring it (the numbers are not the simulator's)."""
+    """What a simulated worker computes with; tests provide it."""
 
     def prepare(
-        self, round_id: m.RoundId, seat: RankAssignment, spans: Sequence[m.Span], skip: bool
+        self, round_id: m.RoundId, assignment: RankAssignment, spans: Sequence[m.Span], skip: bool
     ) -> dict[m.Channel, Any]:
-        """Workspaces for one attempt, from the same samples each time; `skip`: the gradient is not finite."""
+        """Collective buffers for one attempt, from the same samples each time.
+
+        Args:
+            skip: the gradient is not finite.
+        """
         ...
 
-    def commit(self, workspaces: dict[m.Channel, Any], skip: bool) -> None: ...
+    def commit(self, buffers: dict[m.Channel, Any], skip: bool) -> None: ...
 
     def capture(self) -> Any: ...
 
     def restore(self, state: Any) -> None: ...
 
     def take_residual(self) -> Any:
-        """What this worker has not sent, as it leaves; it takes no further step."""
+        """The residual of this worker, which is leaving; it takes no further step."""
         ...
 
     def add_residual(self, residual: Any) -> None:
-        """What another one has surrendered is this one's now."""
+        """Add the residual that another worker has transferred."""
         ...
 
 
@@ -66,14 +68,14 @@ MOST_FOLLOWING_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _ConnectionChange:
-    """Sent through the network when a connection comes up or breaks."""
+    """Sent through the network when a connection opens or breaks."""
 
     up: bool
 
 
 @dataclass(slots=True)
 class Submission:
-    """What one worker brought into one attempt."""
+    """What one worker contributed to one attempt."""
 
     peer: m.PeerId
     round: m.RoundId
@@ -96,29 +98,31 @@ class History:
     state_transfers: int = 0
     passed_on: int = 0
     rollbacks: int = 0
-    restarted_processes: int = 0  # processes that came with the key of one that had just died
-    blackouts: int = 0  # moments in which no worker was alive any more
-    blank_backups: int = 0  # of the lost ones, and of take-overs: nothing was left that names a member
+    restarted_processes: int = 0  # processes that started with the key of one that had just died
+    blackouts: int = 0  # moments in which no worker was alive
+    blank_backups: int = 0  # lost disks and fail-overs after which nothing names a member
     coordinator_failovers: int = 0
     lost_disks: int = 0  # of the coordinator, with a generation that no backup knew
     skipped: set[m.RoundId] = field(default_factory=set)
     caught_up: int = 0
     refused: list[str] = field(default_factory=list)
-    acknowledged: list[tuple[m.PeerId, m.PeerId]] = field(default_factory=list)  # residuals: leaver, heir
+    acknowledged: list[tuple[m.PeerId, m.PeerId]] = field(
+        default_factory=list
+    )  # residuals: (leaver, recipient)
     added_residuals: list[tuple[m.PeerId, m.PeerId]] = field(default_factory=list)
     void_residuals: list[tuple[m.PeerId, m.PeerId]] = field(default_factory=list)  # acknowledged for nothing
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerDisk:
-    """What a worker finds on its disk when it starts again."""
+    """What a worker finds on its disk when it restarts."""
 
-    held: m.CheckpointInfo
+    checkpoint: m.CheckpointInfo
     state: Any
 
 
 class SimWorker:
-    """One worker: core, trainer, and the little that the driver does between them."""
+    """One worker: core, trainer, and what the I/O loop does between them."""
 
     def __init__(self, world: World, peer: m.PeerId, trainer: SimTrainer, setup: m.Setup) -> None:
         self.world = world
@@ -138,28 +142,29 @@ class SimWorker:
         self._frozen = False
         self._offered: m.StateBlock | None = None
         self._missed_events: list[io.MemberEvent] = []
-        self._workspaces: dict[m.Channel, Any] = {}
+        self._buffers: dict[m.Channel, Any] = {}
         self._state_requests: list[tuple[m.PeerId, int, int, bool]] = []
-        self._forward_requests: list[tuple[m.PeerId, int, int]] = []  # who gets from us what comes
+        self._forward_requests: list[tuple[m.PeerId, int, int]] = []  # who is sent the state that we receive
         self._received_block: m.StateBlock | None = None
         self._progress = 0
         self._is_round_failed = False  # a payload of the open round was refused
         self._pending_residuals: dict[
             m.PeerId, Any
-        ] = {}  # complete residuals of leavers that do not count yet
+        ] = {}  # complete residuals of leavers that are not added yet
         self._leave_deadline_s: float | None = None
         self._is_transferring = False
-        self._connected_sources: set[m.PeerId] = set()  # donors that are connected
+        self._connected_sources: set[m.PeerId] = set()
 
     def freeze(self, for_s: float) -> None:
-        """As SIGSTOP: connections stay, nothing is read or said; all of it comes later, at once."""
+        """As SIGSTOP: connections stay open, nothing is read or sent; afterwards everything is read at
+        once."""
         self._frozen = True
         self.world.later(for_s, self.peer, self._thaw)
 
     def _thaw(self) -> None:
         self._frozen, missed, self._missed_events = False, self._missed_events, []
         if self.world.random.random() < 0.5:
-            self.tick()  # the loop may look at its deadline before it reads
+            self.tick()  # the loop may check its deadline before it reads
         for event in missed:
             self.handle(event)
         self._go_on()
@@ -183,7 +188,7 @@ class SimWorker:
             self._execute(self._run_core(None))
 
     def _run_core(self, event: io.MemberEvent | None) -> list[io.MemberEffect]:
-        """The core; None is a tick."""
+        """Pass the event to the core; None is a tick."""
         world, before = self.world, MemberBefore.of(self.core)
         now_s = world.now_s
         effects = self.core.tick(now_s) if event is None else self.core.handle(event, now_s)
@@ -223,16 +228,16 @@ class SimWorker:
                 world.send(self.peer, peer, message)
             case io.SendPayload() | io.ApplyToBuffer() | io.ComputeDigest() if self._is_round_failed:
                 pass
-            case io.SendPayload(peer, round_id, channel, place, skip):
+            case io.SendPayload(peer, round_id, channel, slot, skip):
                 if not world.connected(self.peer, peer):
                     return self._run_core(io.RoundFailed("edge is down"))
-                payload = bytes(self._workspaces[channel].payload(place))
-                world.send(self.peer, peer, m.Data(round_id, channel, place, skip, payload))
+                payload = bytes(self._buffers[channel].payload(slot))
+                world.send(self.peer, peer, m.Data(round_id, channel, slot, skip, payload))
             case io.ApplyToBuffer(channel, fill):
                 self._progress += 1
-                self._workspaces[channel].apply(fill)
+                self._buffers[channel].apply(fill)
             case io.ComputeDigest(skip):
-                digest = b"" if skip else self._workspaces[m.Channel()].compute_digest()
+                digest = b"" if skip else self._buffers[m.Channel()].compute_digest()
                 flipped, self.flip_next = self.flip_next, False
                 return self._run_core(io.DigestComputed(digest + bytes([skip, flipped])))
             case io.ResolveRound(round_id, committed, skip, _):
@@ -251,7 +256,7 @@ class SimWorker:
                 self._forward_requests.append((peer, term, generation))
                 self._forward_state()
             case io.ExpectStateDigest():
-                pass  # what is passed on is right here
+                pass  # the simulator forwards no wrong state
             case io.StoreStateBlock(_, block):
                 world.log.state_transfers += 1
                 self._offered = self._received_block = block
@@ -261,17 +266,17 @@ class SimWorker:
             case io.SourceDisconnected(peer):
                 self._connected_sources.discard(peer)
             case io.BeginCatchUp():
-                # What it copies meanwhile is not simulated: it gets the state when it enters.
+                # The copy is not simulated: it gets the state when it enters.
                 world.later(world.catch_up_s(), self.peer, self._catch_up)
             case io.Stop(error):
                 self._stop(error)
             case io.StoreResidualBlock(peer, piece):
                 self._pending_residuals[peer] = piece.payload
-                told = self._run_core(io.ResidualReceived(peer))
-                answers = [x.message for x in told if isinstance(x, io.Send)]
+                effects = self._run_core(io.ResidualReceived(peer))
+                answers = [x.message for x in effects if isinstance(x, io.Send)]
                 if any(isinstance(answer, m.ResidualReply) and answer.is_accepted for answer in answers):
                     world.log.acknowledged.append((peer, self.peer))
-                return told
+                return effects
             case io.AddResidual(peer):
                 world.log.added_residuals.append((peer, self.peer))
                 self.trainer.add_residual(self._pending_residuals.pop(peer))
@@ -285,13 +290,13 @@ class SimWorker:
         return []
 
     def has_residual_of(self, leaver: m.PeerId) -> bool:
-        """The residual of this one is here, and does not count yet."""
+        """Whether the residual of this worker has been received and is not added yet."""
         return leaver in self._pending_residuals
 
     # -- leaving in order --------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Take nothing over any more, end the open round, hand over what is left, go."""
+        """Accept no residuals, end the open round, transfer the residual, leave."""
         if self._leave_deadline_s is None:
             self._leave_deadline_s = self.world.now_s + RESIDUAL_TRANSFER_S
             self.handle(io.RefuseResiduals())
@@ -305,7 +310,7 @@ class SimWorker:
             self.depart()
             return
         ready = (
-            self.core.open_round is None
+            open_round(self.core) is None
             and not self._pending_residuals
             and self.core.phase is io.MemberPhase.RUNNING
         )
@@ -335,7 +340,7 @@ class SimWorker:
             self.world.at(self.world.now_s + 1.0, self.world.restart_script)
 
     def _go_on(self) -> None:
-        """What the training thread does when it may: hand out its state, begin a step."""
+        """What the training thread does when it is idle: send its state, begin a step."""
         if not self.alive or self._computing or self._frozen or self._leave_deadline_s is not None:
             return
         if self._offered is not None:
@@ -349,24 +354,30 @@ class SimWorker:
                 self.core.rank_assignment.generation,
             ):
                 block = m.StateBlock(term, generation, 0, 1, None if digest else self.trainer.capture())
-                told = m.StateDigest(term, generation, b"") if digest else block
-                self.world.send(self.peer, peer, told)
+                answer = m.StateDigest(term, generation, b"") if digest else block
+                self.world.send(self.peer, peer, answer)
         self._state_requests.clear()
-        if self.core.next_round is None or (self.core.is_exchange_undecided and self.has_computed):
+        if self.core.next_round is None or (self._is_exchange_undecided and self.has_computed):
             return
         self._computing = True
         fresh = self._batch_step != self.core.step
         self.world.later(self.world.compute_s(self.peer) if fresh else 0.0, self.peer, self._submit)
 
+    @property
+    def _is_exchange_undecided(self) -> bool:
+        """The coordinator chooses the exchange, and has not done so yet."""
+        choices, assignment = self.world.choices, self.core.rank_assignment
+        return bool(choices) and assignment is not None and not assignment.exchange and "" not in choices
+
     def _forward_state(self) -> None:
-        """The loop's thread does it, whatever the trainer is doing."""
-        came = self._received_block
-        for asked in list(self._forward_requests):
-            peer, term, generation = asked
-            if came is not None and (term, generation) == (came.term, came.generation):
-                self._forward_requests.remove(asked)
+        """Forward the received state; the I/O loop does this while the trainer computes."""
+        received = self._received_block
+        for request in list(self._forward_requests):
+            peer, term, generation = request
+            if received is not None and (term, generation) == (received.term, received.generation):
+                self._forward_requests.remove(request)
                 self.world.log.passed_on += 1
-                self.world.send(self.peer, peer, came)
+                self.world.send(self.peer, peer, received)
 
     def _restored(self, block: m.StateBlock) -> None:
         self._computing = False
@@ -380,39 +391,42 @@ class SimWorker:
             return
         self._computing = False
         self._progress += 1
-        round_id, seat = self.core.next_round, self.core.rank_assignment
-        if not self.alive or round_id is None or seat is None or self._leave_deadline_s is not None:
+        round_id, assignment = self.core.next_round, self.core.rank_assignment
+        if not self.alive or round_id is None or assignment is None or self._leave_deadline_s is not None:
             self._go_on()
             return
         self.has_computed = True
-        if self.core.is_exchange_undecided:  # the gradient waits for an exchange
+        if self._is_exchange_undecided:  # the gradient waits for an exchange
             return
-        spans = self.core.data_assignment().get(self.peer, ())
+        assert self.core.current_generation is not None
+        spans = self.core.current_generation.data_assignment().get(self.peer, ())
         if self._batch_step == self.core.step and spans not in ((), self._batch):
-            self.world.log.voided += 1  # it was off the roll, and its batch in hand is nobody's any more
+            self.world.log.voided += 1  # it was removed, and its batch is assigned to other workers
         self._batch, self._batch_step = spans, self.core.step
         self._is_round_failed = False
         skip = self.world.is_skipped(self.peer, round_id.step)
-        self._workspaces = self.trainer.prepare(round_id, seat, spans, skip)
+        self._buffers = self.trainer.prepare(round_id, assignment, spans, skip)
         self.world.log.submissions.append(Submission(self.peer, round_id, spans))
         collectives = {
-            channel: workspace.make_collective(seat.rank, seat.world_size, skip)
-            for channel, workspace in self._workspaces.items()
+            channel: buffer.make_collective(assignment.rank, assignment.world_size, skip)
+            for channel, buffer in self._buffers.items()
         }
         self.handle(io.SubmitRound(round_id, collectives))
 
     def _resolve(self, round_id: m.RoundId, committed: bool, skip: bool) -> None:
         if committed:
-            self.trainer.commit(self._workspaces, skip)
+            self.trainer.commit(self._buffers, skip)
             self.world.log.commits.append((self.peer, round_id, self.core.history))
             if skip:
                 self.world.log.skipped.add(round_id)
             if round_id.step % self.world.checkpoint_every == 0:
-                held = m.CheckpointInfo(self.core.applied, self.core.history, self.core.ledger)
-                self.disk = WorkerDisk(held, self.trainer.capture())
+                checkpoint = m.CheckpointInfo(
+                    self.core.applied, self.core.history, self.core.replica_state.ledger
+                )
+                self.disk = WorkerDisk(checkpoint, self.trainer.capture())
         else:
             self.world.log.aborts += 1
-        self._workspaces = {}
+        self._buffers = {}
 
 
 class World:
@@ -421,12 +435,11 @@ class World:
     Args:
         seed: of everything random.
         make_trainer: called for each worker that joins.
-        edges: see `member_io.Enter`.
-        setup: what all workers bring.
-        choices: see `member_io.Enter`.
-        behind_nat: the part of the workers that nobody can dial.
-        skips: how often a worker's gradient is not finite.
-        slow_restore: how often a joiner takes longer to load a state than anybody waits.
+        edges, choices: see `member_events.TrainerJoined`.
+        setup: of all workers.
+        behind_nat: probability that a worker cannot be dialled.
+        skips: probability that a worker's gradient is not finite.
+        slow_restore: probability that loading a state takes longer than anybody waits.
     """
 
     def __init__(
@@ -455,15 +468,15 @@ class World:
         self._slow_restore = slow_restore
         self._partitions: set[tuple[m.PeerId, m.PeerId]] = set()
         self._undetected: dict[frozenset[m.PeerId], m.PeerId] = {}
-        self._backup = 0  # so many entries of the journal are in the latest one
+        self._backup = 0  # number of entries of the journal in the latest backup
         self._from_backup = False
         self._decisions_to_lose: tuple[m.PeerId | None, float] | None = None
         self.slow_next_restore = False
         self._coordinator_frozen = False
         self._stale_coordinator: Membership | None = None
-        self._misdirected: set[m.PeerId] = set()  # whose dial of the coordinator ends at the ghost
+        self._misdirected: set[m.PeerId] = set()  # workers connected with the stale coordinator
         self._coordinator_missed: list[cio.Event] = []
-        self._nat = Random(seed)  # by itself, so that a history without NAT stays what it was
+        self._nat = Random(seed)  # separate, so that histories without NAT do not depend on it
         self._behind_nat = behind_nat
         self._hidden: set[m.PeerId] = set()
         self._relayed: dict[frozenset[m.PeerId], m.PeerId] = {}
@@ -484,7 +497,7 @@ class World:
         self.edges = edges
         self.log = History()
         self.workers: dict[m.PeerId, SimWorker] = {}
-        self.restarted_processes: set[m.PeerId] = set()  # keys of which another process has come
+        self.restarted_processes: set[m.PeerId] = set()  # keys with which another process has started
         self._make_trainer = make_trainer
         self._setup = setup
         self._compute_s = compute_s
@@ -495,7 +508,7 @@ class World:
         self.start_coordinator()
         self._coordinator_ticks()
 
-    # -- what tests do -----------------------------------------------------------------------------
+    # -- for tests ---------------------------------------------------------------------------------
 
     @property
     def now_s(self) -> float:
@@ -513,11 +526,11 @@ class World:
         self.network.call_at(when_s, action)
 
     def restart_script(self) -> None:
-        """An agent starts its script again."""
+        """As an agent that restarts its script."""
         self.join()
 
     def join(self, disk: WorkerDisk | None = None) -> SimWorker:
-        """`disk`: a worker that starts again, with a new name but with what it had saved."""
+        """A new worker joins; with `disk`, one that restarts with a new name and what it had saved."""
         peer = self.random.randbytes(32)
         if self._nat.random() < self._behind_nat:
             self._hidden.add(peer)
@@ -528,7 +541,7 @@ class World:
     def _begin(self, peer: m.PeerId, disk: WorkerDisk | None, enters_after_s: float = 0.0) -> SimWorker:
         setup, trainer = self._setup, self._make_trainer()
         if disk is not None:
-            setup = replace(setup, checkpoint=disk.held)
+            setup = replace(setup, checkpoint=disk.checkpoint)
             trainer.restore(disk.state)
         worker = self.make_worker(peer, trainer, setup)
         self.workers[peer] = worker
@@ -541,9 +554,10 @@ class World:
         return worker
 
     def restart_process(self, peer: m.PeerId, enters_after_s: float = 0.0) -> None:
-        """Another process with the key of one that has died, and with its disk; nothing else is left of it.
+        """Start another process with the key and the disk of one that has died.
 
-        `enters_after_s`: so long it builds its model; it is known to the coordinator, and says nothing yet.
+        Args:
+            enters_after_s: how long it builds its model; meanwhile the coordinator knows only its key.
         """
         old = self.workers[peer]
         if peer in self._misdirected:
@@ -562,33 +576,33 @@ class World:
         return SimWorker(self, peer, trainer, setup)
 
     def crash(self, peer: m.PeerId) -> None:
-        """As SIGKILL: silent for ever; its connections break at the other ends."""
+        """As SIGKILL: the worker ends, and its connections break at the other ends."""
         worker = self.workers[peer]
         if not worker.alive:
             return
         worker.alive = False
         self.log.crashes += 1
         self.log.blackouts += not self.alive
-        # Sorted: the order of a set differs from process to process, and a seed is to be a history.
+        # Sorted: the order of a set differs between processes, and a seed must give one history.
         for pair in sorted((p for p in self._connections if peer in p), key=sorted):
             self._disconnect(pair)
         self.network.crash(peer)
 
     def leave(self, peer: m.PeerId) -> None:
-        """At once, without handing anything over."""
+        """Leave immediately, without a residual transfer."""
         self.workers[peer].depart()
 
     def leave_gracefully(self, peer: m.PeerId) -> None:
-        """Leave in order."""
+        """Leave with a residual transfer."""
         self.workers[peer].leave()
 
     def start_coordinator(self) -> None:
-        """The first time, or again with what its journal holds; living workers connect again."""
-        told = [body["term"] for kind, body in self._journal if kind == "term"]  # as the real journal counts
+        """Start it, after the first time from its journal; living workers reconnect."""
+        terms = [body["term"] for kind, body in self._journal if kind == "term"]  # as the real journal counts
         self.coordinator = Membership(
             me=COORDINATOR,
             run="sim",
-            term=max(told, default=0) + 1,
+            term=max(terms, default=0) + 1,
             deadlines=self.deadlines,
             software="sim",
             min_workers=self._min_workers,
@@ -605,7 +619,7 @@ class World:
         self._backup = len(self._journal)
 
     def crash_coordinator(self, down_s: float, *, lose_disk: bool = False) -> None:
-        """As SIGKILL; it starts again after `down_s`, with `lose_disk` from the latest backup."""
+        """As SIGKILL; it restarts after `down_s`, with `lose_disk` from the latest backup."""
         if not self.coordinator_up:
             return
         if lose_disk:
@@ -623,7 +637,7 @@ class World:
         self.at(self.now_s + down_s, self.start_coordinator)
 
     def freeze_coordinator(self, for_s: float) -> None:
-        """As SIGSTOP: it looks at its deadlines and at what came only afterwards."""
+        """As SIGSTOP: deadlines and messages are only looked at afterwards."""
         if not self.coordinator_up or self._coordinator_frozen:
             return
         asked, self._coordinator_frozen = self.coordinator, True
@@ -641,9 +655,9 @@ class World:
         self.at(self.now_s + for_s, thaw)
 
     def partition(self, side: set[m.PeerId], for_s: float, *, one_way: bool = False) -> None:
-        """Nothing passes from `side` to the rest, nor (unless `one_way`) back; then all dial again.
+        """Lose all messages from `side` to the rest, and (unless `one_way`) back; afterwards all dial again.
 
-        As with TCP, a connection across breaks: each end finds out by itself, the one before the other.
+        As with TCP, each end of a connection finds out by itself that it is broken, at different times.
         """
         rest = ({COORDINATOR} | set(self.workers)) - side
         holes = {(a, b) for a in side for b in rest}
@@ -659,10 +673,11 @@ class World:
         self.at(self.now_s + for_s, heal)
 
     def lose_next_decision(self, to: m.PeerId | None = None, away_s: float = 0.0) -> None:
-        """The next COMMIT (`to` this worker) is lost with its connection.
+        """Lose the next COMMIT (`to` this worker) and its connection.
 
-        `away_s`: for so long that worker is away from root and coordinator; 0.0: its connection to the
-        root is back at once.
+        Args:
+            away_s: how long that worker is disconnected from root and coordinator; 0.0: its connection to the
+                root is restored immediately.
         """
         self._decisions_to_lose = (to, away_s)
 
@@ -675,7 +690,7 @@ class World:
             self.break_edge(dst, COORDINATOR, back_after_s=away_s)
 
     def cut_link(self, a: m.PeerId, b: m.PeerId, for_s: float) -> None:
-        """Between these two alone."""
+        """Partition these two from each other."""
         holes = {(a, b), (b, a)}
         self._partitions |= holes
         pair = frozenset((a, b))
@@ -689,7 +704,8 @@ class World:
         self.at(self.now_s + for_s, heal)
 
     def fail_over_coordinator(self) -> None:
-        """A standby has the journal as it is now, and all workers dial it; the old coordinator lives on."""
+        """A standby with the current journal takes over, and all workers dial it; the old one keeps
+        running."""
         if not self.coordinator_up or self._stale_coordinator is not None:
             return
         self._stale_coordinator, self._coordinator_frozen = self.coordinator, False
@@ -699,14 +715,14 @@ class World:
             (peer,) = pair - {COORDINATOR}
             self._tell_stale_coordinator(cio.PeerDisconnected(peer, "connection broke"))
         self.log.coordinator_failovers += 1
-        # Neither knows a member: each may begin with whom it meets, and nobody can tell them of the other.
+        # Neither knows a member: each may begin with the workers that reach it, unaware of the other.
         self.log.blank_backups += not any(kind == "generation" for kind, _ in self._journal)
         self.start_coordinator()
 
     def connect_to_stale_coordinator(self, peer: m.PeerId, for_s: float) -> None:
-        """This worker's way to the coordinator leads to the old one for a while.
+        """Connect this worker with the old coordinator for a while.
 
-        Only if it has heard of the new one: nothing can tell a worker of a standby that it never met.
+        Only if it knows the new one: a worker cannot know of a standby that it never reached.
         """
         worker = self.workers[peer]
         if self._stale_coordinator is None or not worker.alive or peer in self._misdirected:
@@ -733,8 +749,8 @@ class World:
     def _tell_stale_coordinator(self, event: cio.Event | None) -> None:
         if self._stale_coordinator is None or self.finished:
             return
-        ghost, now_s = self._stale_coordinator, self.now_s
-        for effect in ghost.tick(now_s) if event is None else ghost.handle(event, now_s):
+        stale, now_s = self._stale_coordinator, self.now_s
+        for effect in stale.tick(now_s) if event is None else stale.handle(event, now_s):
             match effect:
                 case cio.Send(peer, message) if peer in self._misdirected:
                     self._notify(COORDINATOR, peer, message)
@@ -742,10 +758,10 @@ class World:
                     back = cio.DialBackResult(peer, addresses[0])
                     self.at(now_s + 0.01, partial(self._tell_stale_coordinator, back))
                 case _:
-                    pass  # what it writes is on another disk
+                    pass  # it writes to another disk
 
     def break_edge(self, a: m.PeerId, b: m.PeerId, back_after_s: float | None) -> None:
-        """The connection breaks, what was in flight is lost, and it comes back later (None: never)."""
+        """Break the connection; messages in flight are lost, and it is restored later (None: never)."""
         pair = frozenset((a, b))
         if pair not in self._connections:
             return
@@ -755,12 +771,12 @@ class World:
             self.at(self.now_s + back_after_s, lambda: self.connect(a, b, relay))
 
     def run(self, until_s: float, *, max_events: int = 400_000) -> None:
-        """Until the run is finished, everybody is gone, or `until_s` of virtual time have passed."""
+        """Run until the run is finished, all workers are gone, or `until_s` of virtual time have passed."""
         for _ in range(max_events):
             if self.finished or self.network.idle or self.now_s >= until_s:
                 return
             self.network.step()
-        raise AssertionError(f"more than {max_events} events: the group talks without end")
+        raise AssertionError(f"more than {max_events} events: the group does not come to an end")
 
     # -- plumbing ----------------------------------------------------------------------------------
 
@@ -768,7 +784,8 @@ class World:
         return frozenset((a, b)) in self._connections
 
     def dial(self, dialler: m.PeerId, peer: m.PeerId, address: str) -> None:
-        """As told in a Roster: directly, or through a relay, as soon as both are connected with it."""
+        """Dial an address of the member list: directly, or through a relay once both are connected with
+        it."""
         relay, pair = relay_of(address), frozenset((dialler, peer))
         if relay is None:
             if peer not in self._hidden:
@@ -781,11 +798,11 @@ class World:
             self.at(self.now_s + 0.1, lambda: self.dial(dialler, peer, address))
 
     def _detect_loss(self, pair: frozenset[m.PeerId], end: m.PeerId) -> None:
-        """One end finds that nothing comes through any more."""
+        """One end finds that the connection is broken."""
         (other,) = pair - {end}
         if pair in self._connections and pair not in self._undetected:
             relay = self._relayed.get(pair)
-            self._disconnect(pair, told=False)
+            self._disconnect(pair, notify=False)
             self._undetected[pair] = other
             self._notify(other, end, _ConnectionChange(False))
             self.connect(end, other, relay)  # as soon as it can
@@ -800,16 +817,16 @@ class World:
             self._to_worker(src, dst, message)
 
     def _replace(self, pair: frozenset[m.PeerId], relay: m.PeerId | None) -> None:
-        """A relayed connection gives way to a direct one, or to one through another relay."""
+        """A direct connection, or one through another relay, replaces a relayed one."""
         if self._relayed.get(pair, relay) != relay:
             self._disconnect(pair)
 
-    def _disconnect(self, pair: frozenset[m.PeerId], *, told: bool = True) -> None:
-        """Both ends hear of it; so do those whose relayed connection needed this one."""
+    def _disconnect(self, pair: frozenset[m.PeerId], *, notify: bool = True) -> None:
+        """Notify both ends, and break relayed connections that use this one."""
         self._connections.discard(pair)
         self._relayed.pop(pair, None)
         a, b = sorted(pair)
-        if told:
+        if notify:
             self.network.send(a, b, _ConnectionChange(False))
             self.network.send(b, a, _ConnectionChange(False))
         through = [p for p, relay in self._relayed.items() if relay in pair and pair - {relay} <= p]
@@ -831,7 +848,7 @@ class World:
             self.at(self.now_s + 0.2, lambda: self.connect(dialler, peer, relay))
             return
         if pair in self._undetected:
-            self._detect_loss(pair, self._undetected[pair])  # a new greeting ends the old connection
+            self._detect_loss(pair, self._undetected[pair])  # a new handshake ends the old connection
         self._connections.add(pair)
         if relay is not None:
             self._relayed[pair] = relay
@@ -839,7 +856,7 @@ class World:
         self.network.send(peer, dialler, _ConnectionChange(True))
 
     def _is_passable(self, src: m.PeerId, dst: m.PeerId, relay: m.PeerId | None) -> bool:
-        """Nothing is in the way of the one direction."""
+        """Whether no partition blocks this direction."""
         hops = {(src, dst)} if relay is None else {(src, relay), (relay, dst)}
         return not hops & self._partitions
 
@@ -857,17 +874,17 @@ class World:
         self.network.call_at(self.now_s + delay_s, action, node=node)
 
     def later_at_coordinator(self, delay_s: float, event: cio.Event) -> None:
-        """Unless the coordinator crashes before."""
-        asked = self.coordinator
+        """Pass an event to the coordinator, unless it crashes before."""
+        recipient = self.coordinator
 
         def tell() -> None:
-            if self.coordinator_up and self.coordinator is asked:
+            if self.coordinator_up and self.coordinator is recipient:
                 self._tell_coordinator(event)
 
         self.at(self.now_s + delay_s, tell)
 
     def catch_up_s(self) -> float:
-        """How long a follower takes to catch up."""
+        """Seconds that a worker takes to catch up."""
         return self.random.uniform(0.05, MOST_FOLLOWING_S)
 
     def restore_s(self) -> float:
@@ -878,17 +895,17 @@ class World:
         return 40.0 if self._slow_restore and self.random.random() < self._slow_restore else usual_s
 
     def is_skipped(self, peer: m.PeerId, step: int) -> bool:
-        """The same for each attempt."""
+        """Whether the gradient is not finite; the same for each attempt."""
         return bool(self._skips) and Random(f"{self._seed} {peer.hex()} {step}").random() < self._skips
 
     def figures(self, worker: SimWorker) -> tuple[tuple[str, float], ...]:
-        """Of a worker's beat."""
+        """Figures of a worker's heartbeat."""
         return ()
 
     def rates_Bps(
         self, peer: m.PeerId, others: Sequence[m.PeerId]
     ) -> tuple[tuple[m.PeerId, float, float], ...]:
-        """What a worker measures of its lines, as in `Rates`."""
+        """What a worker measures of its links, as in `LinkRates`."""
         return ()
 
     def compute_s(self, peer: m.PeerId) -> float:

@@ -23,11 +23,14 @@ from live_coordinator import LiveCoordinator
 from zmq.utils import z85
 
 from gridtrain.core.group.invitation import Invitation
+from gridtrain.core.messages import RemoveWorker
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, JoinRefused
 from gridtrain.network.transport.identity import Identity
 from gridtrain.runtime.client.enrollment import INVALID_INVITATION, Enrollment
 from gridtrain_worker import agent as agent_module
+from gridtrain_worker import policy_enforcer
 from gridtrain_worker.agent import Job, check_joinable, supervise
+from gridtrain_worker.control_socket import ask_agent, find_worker
 
 pytestmark = pytest.mark.integration
 WITHIN_S = 60.0
@@ -68,6 +71,51 @@ def test_a_script_that_raises_is_reported_in_one_line(
     assert "ValueError: no such column" in err, "its own traceback comes through"
     (line,) = [line for line in err.splitlines() if "the script ended" in line]
     assert "with exit code 1 after" in line and "->" in line
+
+
+@pytest.mark.parametrize(("code", "advice"), [(1, True), (2, False), (4, False)])
+def test_restarts_are_suggested_only_where_they_can_help(
+    invitation: Invitation, code: int, advice: bool
+) -> None:
+    said: list[str] = []
+    assert supervise(Job(python(f"raise SystemExit({code})"), invitation), said.append) == code
+    assert ("--restarts N" in said[-1]) == advice
+
+
+def test_a_worker_that_was_removed_gets_no_advice_to_restart(
+    coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_module, "ACCESS_CHECK_S", 0.1)
+    said: list[str] = []
+
+    def tell(line: str) -> None:
+        said.append(line)
+        if "joins run" in line:
+            with coordinator.operator_client() as operator:
+                (peer,) = {bytes.fromhex(m["peer"]) for m in coordinator.access()["enrolled"]} - before
+                operator.order(RemoveWorker(peer, False, "too slow"))
+
+    before = {bytes.fromhex(member["peer"]) for member in coordinator.access()["enrolled"]}
+    with pytest.raises(JoinRefused, match=r"put out|removed"):
+        supervise(Job(python("raise SystemExit(1)"), coordinator.invitation()), tell)
+    assert "the script ended with exit code 1" in said[-1] and "--restarts" not in said[-1]
+
+
+def test_a_script_that_does_not_stop_is_ended(
+    invitation: Invitation, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`gridtrain worker stop` has a deadline: SIGTERM, and SIGKILL after the grace period."""
+    monkeypatch.setattr(policy_enforcer, "OBEY_TIMEOUT_S", 0.2)
+    said: list[str] = []
+
+    def tell(line: str) -> None:
+        said.append(line)
+        if "joins run" in line:
+            threading.Timer(0.5, lambda: ask_agent(find_worker(""), {"ask": "stop"})).start()
+
+    job = Job(python("import time; time.sleep(600)"), invitation, grace_s=5.0)
+    assert supervise(job, tell) == 128 + signal.SIGTERM
+    assert said[-1] == "the script did not stop within 0.2 s; it is ended with SIGTERM"
 
 
 def test_a_script_that_was_killed_is_reported(
@@ -308,7 +356,7 @@ def test_one_refused_handshake_does_not_put_a_worker_out(
     lines: list[str] = []
     job = Job(python("raise SystemExit(5)"), invitation, restarts=1, backoff_s=0.01)
     if put_out:
-        with pytest.raises(JoinRefused, match="was put out of the run"):
+        with pytest.raises(JoinRefused, match="was removed from the run"):
             supervise(job, lines.append)
     else:
         assert supervise(job, lines.append) == 5

@@ -49,7 +49,7 @@ def test_an_invitation_that_was_not_needed_lets_the_other_worker_in(
     a = stack.enter_context(enroll(first, WITHIN_S))  # used up: it takes what the other one did not need
     assert key(a) != known
     assert second.text() not in book.read_text(), "it is spent"
-    with pytest.raises(JoinRefused, match=r"in use by other workers of it -> .* one more invitation"):
+    with pytest.raises(JoinRefused, match=r"in use by its other workers -> .* one more invitation"):
         stack.enter_context(enroll(first, WITHIN_S))  # two invitations are two workers
 
 
@@ -83,13 +83,13 @@ def test_who_was_put_out_needs_a_new_invitation_and_is_told_so(
         assert not is_still_admitted(entry, WITHIN_S)
     digits = peer.hex()[:12]
     told = (
-        f'this worker, key {digits}, was put out of the run "default", .* -> ask the run\'s owner for a new'
+        f'this worker, key {digits}, was removed from the run "default", .* -> ask the run\'s owner for a new'
     )
     for _ in range(2):
         with pytest.raises(JoinRefused, match=told):
             stack.enter_context(enroll(once, WITHIN_S))
     with pytest.raises(
-        JoinRefused, match=r"^this worker was put out of the run: too slow -> ask the run's owner"
+        JoinRefused, match=r"^this worker was removed from the run: too slow -> ask the run's owner"
     ):
         stack.enter_context(enroll(often, WITHIN_S))  # of before: no other key is made for it
     assert len(list(entry.identity.parent.glob("*.key"))) == 1
@@ -114,7 +114,7 @@ def test_the_other_worker_of_a_machine_stays_in(coordinator: LiveCoordinator, st
     with coordinator.operator_client() as operator:
         operator.order(RemoveWorker(peers[0], False, ""))
     assert key(stack.enter_context(enroll(often, WITHIN_S))) == peers[1]
-    with pytest.raises(JoinRefused, match="was put out"):
+    with pytest.raises(JoinRefused, match="was removed from the run"):
         stack.enter_context(enroll(often, WITHIN_S))
 
 

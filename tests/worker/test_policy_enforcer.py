@@ -19,14 +19,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from gridtrain.cli.main import cli
 from gridtrain.errors import ConfigError
 from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED, AgentLink
 from gridtrain.testing import FakeSensors
 from gridtrain.testing.fake_sensors import FileSensors
-from gridtrain_worker import policy_enforcer as warden_module
+from gridtrain_worker import policy_enforcer
 from gridtrain_worker.budget import FILE
-from gridtrain_worker.control_socket import MAX_PATH_BYTES, SOCKET, ask_agent, find_worker, running_workers
+from gridtrain_worker.control_socket import (
+    MAX_PATH_BYTES,
+    SOCKET,
+    ask_agent,
+    find_worker,
+    find_workers,
+    running_workers,
+)
 from gridtrain_worker.policy_enforcer import PolicyEnforcer
 from gridtrain_worker.saved_settings import RULES_FILE
 
@@ -62,13 +71,13 @@ def make(folder: Path, sensors: FakeSensors, clock: Clock) -> Iterator[Callable[
     open_: list[PolicyEnforcer] = []
 
     def start(**given: str) -> PolicyEnforcer:
-        warden = PolicyEnforcer(folder, "anna", given, lambda line: None, sensors=sensors, now=clock)
-        open_.append(warden.__enter__())
-        return warden
+        enforcer = PolicyEnforcer(folder, "anna", given, lambda line: None, sensors=sensors, now=clock)
+        open_.append(enforcer.__enter__())
+        return enforcer
 
     yield start
-    for warden in open_:
-        warden.__exit__()
+    for enforcer in open_:
+        enforcer.__exit__()
 
 
 def until(true: Callable[[], bool], what: Callable[[], Any] = lambda: None) -> None:
@@ -85,7 +94,7 @@ def test_the_socket_is_the_owners_alone_and_is_found_by_name(
     assert stat.S_IMODE((folder / SOCKET).stat().st_mode) == 0o600
     assert [(path, shown["name"]) for path, shown in running_workers()] == [(folder / SOCKET, "anna")]
     assert find_worker("") == find_worker("anna") == folder / SOCKET
-    with pytest.raises(ConfigError, match=r"there is no worker 'bob' -> there is anna"):
+    with pytest.raises(ConfigError, match=r"there is no worker 'bob' -> choose one of: anna"):
         find_worker("bob")
 
 
@@ -102,34 +111,46 @@ def test_two_of_one_name_are_told_apart(folder: Path, sensors: FakeSensors) -> N
         with pytest.raises(ConfigError) as caught:
             find_worker("anna")
         for words in (
-            "2 workers are meant by 'anna'",
+            "'anna' matches 2 workers",
             "anna (run one, key 0a1b2c3d4e5f)",
             "--worker RUN/NAME",
         ):
             assert words in str(caught.value)
-        with pytest.raises(ConfigError, match=r"2 workers are running: .*-> name one"):
+        with pytest.raises(ConfigError, match=r"2 workers are running: .*-> .*--worker NAME, or add --all"):
             find_worker("")
         assert find_worker("one/anna") == find_worker("0a1b2c") == find_worker("0A1B2C3D") == folder / SOCKET
         assert find_worker("two/anna") == other / SOCKET
+        assert find_workers() == [folder / SOCKET, other / SOCKET]
+        for words, states in (
+            ("pause --all", {"paused"}),
+            ("show", {"paused"}),
+            ("resume --all", {"starting"}),
+            ("set budget=5GB --all", {"starting"}),
+        ):
+            done = CliRunner().invoke(cli, ["worker", *words.split()])
+            answers = [json.loads(line) for line in done.output.splitlines()]
+            assert [answer["run"] for answer in answers] == ["one", "two"], done.output
+            assert {answer["state"] for answer in answers} == states
+        assert {answer["rules"]["budget"] for answer in answers} == {"5GB"}
         with pytest.raises(ConfigError, match="there is no worker '0a1b2'"):
             find_worker("0a1b2")
         line = AgentLink(first.path, lambda: 0)
         line.report(state="training", name="anna-2")
-        until(lambda: bool(said))
-        assert said == ["anna is called anna-2 in this run: gridtrain worker show --worker anna-2"]
+        until(lambda: "has the name" in said[-1])
+        assert said[-1:] == ["anna has the name anna-2 in this run: gridtrain worker show --worker anna-2"]
         assert find_worker("anna-2") == folder / SOCKET and find_worker("anna") == other / SOCKET
 
 
 def test_without_a_worker_it_is_said_how_to_start_one() -> None:
-    with pytest.raises(ConfigError, match=r"no worker of yours is running .* -> start one"):
+    with pytest.raises(ConfigError, match=r"none of your workers is running .* -> start one"):
         find_worker("")
 
 
 def test_a_long_path_gets_a_short_stand_in(tmp_path: Path, sensors: FakeSensors) -> None:
     folder = tmp_path / ("x" * 90) / ("y" * 90)
-    with PolicyEnforcer(folder, "anna", {}, lambda line: None, sensors=sensors) as warden:
-        assert len(warden.path) < 100 and ask_agent(folder / SOCKET, {"ask": "show"})["name"] == "anna"
-    assert not (folder / SOCKET).is_symlink() and not Path(warden.path).parent.exists()
+    with PolicyEnforcer(folder, "anna", {}, lambda line: None, sensors=sensors) as enforcer:
+        assert len(enforcer.path) < 100 and ask_agent(folder / SOCKET, {"ask": "show"})["name"] == "anna"
+    assert not (folder / SOCKET).is_symlink() and not Path(enforcer.path).parent.exists()
 
 
 def test_the_stand_in_lies_where_a_services_owner_sees_it(
@@ -139,23 +160,25 @@ def test_the_stand_in_lies_where_a_services_owner_sees_it(
     with tempfile.TemporaryDirectory(dir="/tmp") as runtime:
         monkeypatch.setenv("RUNTIME_DIRECTORY", f"{runtime}:/run/another")
         folder = tmp_path_factory.mktemp("x") / ("y" * 90)
-        with PolicyEnforcer(folder, "anna", {}, lambda line: None, sensors=sensors) as warden:
-            assert warden.path.startswith(f"{runtime}/") and len(os.fsencode(warden.path)) <= MAX_PATH_BYTES
+        with PolicyEnforcer(folder, "anna", {}, lambda line: None, sensors=sensors) as enforcer:
+            assert (
+                enforcer.path.startswith(f"{runtime}/") and len(os.fsencode(enforcer.path)) <= MAX_PATH_BYTES
+            )
             assert ask_agent(folder / SOCKET, {"ask": "show"})["name"] == "anna"
         assert os.listdir(runtime) == []
         for gone in (f"{runtime}/gone", ""):
             monkeypatch.setenv("RUNTIME_DIRECTORY", gone)
             monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)  # it ends with the login
-            with PolicyEnforcer(folder, "anna", {}, lambda line: None, sensors=sensors) as warden:
-                assert not warden.path.startswith(runtime), "there is none after all"
+            with PolicyEnforcer(folder, "anna", {}, lambda line: None, sensors=sensors) as enforcer:
+                assert not enforcer.path.startswith(runtime), "there is none after all"
 
 
 def test_rules_are_changed_live_and_kept(
     make: Callable[..., PolicyEnforcer], folder: Path, sensors: FakeSensors
 ) -> None:
-    warden = make(upload="20Mbit")
+    enforcer = make(upload="20Mbit")
     place = folder / SOCKET
-    line = AgentLink(warden.path, lambda: 0)
+    line = AgentLink(enforcer.path, lambda: 0)
     assert (line.directive.run, line.directive.upload_Bps) == (True, 2.5e6)
     ask_agent(place, {"ask": "set", "settings": {"upload": "8Mbit", "battery": "pause"}})
     until(lambda: line.directive.upload_Bps == 1e6)
@@ -175,41 +198,44 @@ def test_rules_are_changed_live_and_kept(
 def test_pause_resume_and_stop_are_the_owners_word(
     make: Callable[..., PolicyEnforcer], folder: Path, clock: Clock
 ) -> None:
-    warden = make()
-    line = AgentLink(warden.path, lambda: 0)
+    enforcer = make()
+    line = AgentLink(enforcer.path, lambda: 0)
     shown = ask_agent(folder / SOCKET, {"ask": "pause", "for": "2h"})
-    assert (shown["state"], shown["reason"]) == ("paused", "its owner said so, until 14:00")
+    assert (shown["state"], shown["reason"]) == ("paused", "on request, until 14:00")
     until(lambda: not line.directive.run)
     clock.now = datetime(2026, 3, 2, 14, 0)
     until(lambda: line.directive.run)
     ask_agent(folder / SOCKET, {"ask": "pause"})
     until(lambda: not line.directive.run)
-    ask_agent(folder / SOCKET, {"ask": "resume"})
+    line.report(state="paused")
+    until(lambda: enforcer._script_status.get("state") == "paused")
+    shown = ask_agent(folder / SOCKET, {"ask": "resume"})
+    assert (shown["state"], shown["reason"]) == ("resuming", "")
     until(lambda: line.directive.run)
     ask_agent(folder / SOCKET, {"ask": "stop"})
     until(lambda: line.directive.stop)
-    assert warden.is_stopping
+    assert enforcer.is_stopping
 
 
 def test_the_days_bytes_are_counted_over_restarts_and_end_at_midnight(
     make: Callable[..., PolicyEnforcer], folder: Path, clock: Clock
 ) -> None:
     moved = [300]
-    warden = make(budget="1kB")
-    line = AgentLink(warden.path, lambda: moved[0])
+    enforcer = make(budget="1kB")
+    line = AgentLink(enforcer.path, lambda: moved[0])
     until(
         lambda: json.loads((folder / FILE).read_text())["bytes"] == 300 if (folder / FILE).exists() else False
     )
     assert line.directive.most_bytes == 1000
-    warden.set_script(0)
+    enforcer.set_script(0)
     moved[0] = 200  # the script was started anew, and counts from nothing: 700 of the day are left
-    line = AgentLink(warden.path, lambda: moved[0])
+    line = AgentLink(enforcer.path, lambda: moved[0])
     assert line.directive.most_bytes == 700
     until(lambda: json.loads((folder / FILE).read_text())["bytes"] == 500)
     assert line.directive.most_bytes == 700 and line.directive.run
     moved[0] = 700
     until(lambda: not line.directive.run)
-    assert line.directive.reason == "the day's bytes are used up, until 00:00"
+    assert line.directive.reason == "the day's traffic budget is used up, until 00:00"
     clock.now = datetime(2026, 3, 3, 0, 1)
     until(lambda: line.directive.run and line.directive.most_bytes == 1700)
 
@@ -231,13 +257,13 @@ def test_a_rule_without_its_sensor_is_refused_by_name(
 def test_a_line_that_broke_is_made_anew_and_nothing_is_counted_twice(
     make: Callable[..., PolicyEnforcer], folder: Path
 ) -> None:
-    warden = make(budget="1kB")
-    line = AgentLink(warden.path, lambda: 300)
-    until(lambda: warden._budget.today_bytes(Clock().now.date()) == 300)
+    enforcer = make(budget="1kB")
+    line = AgentLink(enforcer.path, lambda: 300)
+    until(lambda: enforcer._budget.today_bytes(Clock().now.date()) == 300)
     line._socket.close()
     ask_agent(folder / SOCKET, {"ask": "pause"})
     until(lambda: not line.directive.run)
-    assert line.directive.most_bytes == 1000 and warden._budget.today_bytes(Clock().now.date()) == 300
+    assert line.directive.most_bytes == 1000 and enforcer._budget.today_bytes(Clock().now.date()) == 300
 
 
 def test_a_restart_knows_what_its_owner_said_last(
@@ -259,12 +285,12 @@ def test_a_restart_knows_what_its_owner_said_last(
     with PolicyEnforcer(folder, "anna", given, said.append, sensors=sensors) as again:
         rules = again._policy.rules.texts()
         assert (rules["upload"], rules["download"], rules["hours"]) == ("5Mbit", "50Mbit", "22:00-07:00")
-        assert again.decision.reasons[0] == "its owner said so" and not again.decision.may_train
-        assert "upload=5Mbit, as it was set later than 20Mbit of this start" in said
+        assert again.decision.reasons[0] == "on request" and not again.decision.may_train
+        assert "upload=5Mbit applies, as it was set after the 20Mbit of this start" in said
         ask_agent(folder / SOCKET, {"ask": "resume"})
     with PolicyEnforcer(folder, "anna", {"upload": "8Mbit"}, said.append, sensors=sensors) as edited:
         assert edited._policy.rules.upload == "8Mbit"
-        assert "its owner said so" not in edited.decision.reasons
+        assert "on request" not in edited.decision.reasons
         ask_agent(folder / SOCKET, {"ask": "set", "settings": {"hours": "off"}})
         ask_agent(folder / SOCKET, {"ask": "pause"})
         ask_agent(folder / SOCKET, {"ask": "stop"})
@@ -279,7 +305,7 @@ def test_a_pause_with_an_end_ends_over_a_restart_too(
     ask_agent(folder / SOCKET, {"ask": "pause", "for": "2h"})
     first.__exit__()
     with PolicyEnforcer(folder, "anna", {}, lambda line: None, sensors=sensors, now=clock) as again:
-        assert again.decision.text() == "its owner said so, until 14:00"
+        assert again.decision.text() == "on request, until 14:00"
         clock.now = datetime(2026, 3, 2, 14, 0)
         until(lambda: again.decision.may_train)
     said: list[str] = []
@@ -291,10 +317,10 @@ def test_a_log_that_cannot_be_written_costs_no_rule(folder: Path, sensors: FakeS
     def full(line: str) -> None:
         raise OSError(28, "No space left on device")
 
-    with PolicyEnforcer(folder, "anna", {"battery": "pause"}, full, sensors=sensors, now=clock) as warden:
+    with PolicyEnforcer(folder, "anna", {"battery": "pause"}, full, sensors=sensors, now=clock) as enforcer:
         for on_battery in (True, False, True):
             sensors.say(on_battery=on_battery)
-            until(lambda on=on_battery: warden.decision.may_train is not on)  # type: ignore[misc]
+            until(lambda on=on_battery: enforcer.decision.may_train is not on)  # type: ignore[misc]
 
 
 def test_rules_that_nobody_keeps_any_more_are_no_secret(
@@ -302,12 +328,12 @@ def test_rules_that_nobody_keeps_any_more_are_no_secret(
 ) -> None:
     """A fault of our own ends the agent, and with it the script, instead of the rules alone."""
     monkeypatch.setattr(threading, "excepthook", lambda told: None)
-    warden = make()
-    warden.raise_fault()
-    monkeypatch.setattr(warden, "_decide", lambda: 1 // 0)
-    until(lambda: not warden._thread.is_alive())
-    with pytest.raises(RuntimeError, match="rules are not kept any more"):
-        warden.raise_fault()
+    enforcer = make()
+    enforcer.raise_fault()
+    monkeypatch.setattr(enforcer, "_decide", lambda: 1 // 0)
+    until(lambda: not enforcer._thread.is_alive())
+    with pytest.raises(RuntimeError, match="rules are no longer enforced"):
+        enforcer.raise_fault()
 
 
 def test_a_file_of_sensors_that_goes_away_pauses(tmp_path: Path, folder: Path) -> None:
@@ -315,13 +341,13 @@ def test_a_file_of_sensors_that_goes_away_pauses(tmp_path: Path, folder: Path) -
     file.write_text('{"on_battery": false}')
     with PolicyEnforcer(
         folder, "anna", {"battery": "pause"}, said.append, sensors=FileSensors(file)
-    ) as warden:
-        assert warden.decision.may_train
+    ) as enforcer:
+        assert enforcer.decision.may_train
         file.unlink()
-        until(lambda: not warden.decision.may_train)
-        assert "the sensor of battery cannot be read (the sensors in" in warden.decision.text()
+        until(lambda: not enforcer.decision.may_train)
+        assert "the sensor of battery cannot be read (the sensors in" in enforcer.decision.text()
         file.write_text('{"on_battery": false}')
-        until(lambda: warden.decision.may_train)
+        until(lambda: enforcer.decision.may_train)
     assert len(said) == 2, said
 
 
@@ -329,30 +355,30 @@ def test_a_script_that_ends_itself_for_want_of_bytes_waits_for_the_next_day(
     make: Callable[..., PolicyEnforcer], folder: Path, clock: Clock
 ) -> None:
     """A little of the budget is left, which its step did not fit into."""
-    warden = make(budget="1kB")
-    warden._on_script_status({"state": BUDGET_EXHAUSTED, "moved_bytes": 900})
-    assert not warden.decision.may_train
-    assert warden.decision.text() == "the day's bytes are used up, until 00:00"
+    enforcer = make(budget="1kB")
+    enforcer._on_script_status({"state": BUDGET_EXHAUSTED, "moved_bytes": 900})
+    assert not enforcer.decision.may_train
+    assert enforcer.decision.text() == "the day's traffic budget is used up, until 00:00"
     ask_agent(folder / SOCKET, {"ask": "set", "settings": {"budget": "2kB"}})
-    until(lambda: warden.decision.may_train)
+    until(lambda: enforcer.decision.may_train)
     ask_agent(folder / SOCKET, {"ask": "set", "settings": {"budget": "1kB"}})
-    until(lambda: not warden.decision.may_train)
+    until(lambda: not enforcer.decision.may_train)
     clock.now = datetime(2026, 3, 3, 0, 1)
-    until(lambda: warden.decision.may_train)
+    until(lambda: enforcer.decision.may_train)
 
 
 def test_where_bytes_cannot_be_counted_a_budget_pauses(
     make: Callable[..., PolicyEnforcer], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warden = make(budget="1kB")
+    enforcer = make(budget="1kB")
 
     def full(*_: Any, **__: Any) -> None:
-        raise ConfigError("the disk is full, so the day's bytes cannot be counted")
+        raise ConfigError("the disk is full, so the day's traffic cannot be counted")
 
-    monkeypatch.setattr(warden._budget, "keep", full)
-    line = AgentLink(warden.path, lambda: 300)
+    monkeypatch.setattr(enforcer._budget, "keep", full)
+    line = AgentLink(enforcer.path, lambda: 300)
     until(lambda: not line.directive.run)
-    assert line.directive.reason == "the disk is full, so the day's bytes cannot be counted"
+    assert line.directive.reason == "the disk is full, so the day's traffic cannot be counted"
     monkeypatch.undo()
     until(lambda: line.directive.run)
     assert json.loads((folder / FILE).read_text())["bytes"] == 300, "there is room again"
@@ -363,14 +389,14 @@ def test_what_is_no_question_is_refused_and_noise_is_dropped(
 ) -> None:
     import socket
 
-    warden = make()
-    with pytest.raises(ConfigError, match="cannot be asked to 'dance'"):
+    enforcer = make()
+    with pytest.raises(ConfigError, match="unknown request 'dance'"):
         ask_agent(folder / SOCKET, {"ask": "dance"})
     with pytest.raises(ConfigError, match="did you mean battery"):
         ask_agent(folder / SOCKET, {"ask": "set", "settings": {"batery": "pause"}})
     for noise in (b"\n", b"[]\n", b"x" * 100_000, b'{"role": "script"}\n'):
         with socket.socket(socket.AF_UNIX) as talk:
-            talk.connect(warden.path)
+            talk.connect(enforcer.path)
             try:
                 talk.sendall(noise)
                 talk.shutdown(socket.SHUT_WR)
@@ -385,11 +411,14 @@ def test_what_is_no_question_is_refused_and_noise_is_dropped(
 def test_who_does_not_obey_is_overdue(
     make: Callable[..., PolicyEnforcer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warden_module, "OBEY_TIMEOUT_S", 0.2)
-    warden = make()
-    warden.set_script(os.getpid())
-    assert not warden.is_overdue
-    warden._answer({"ask": "pause"})
-    until(lambda: warden.is_overdue)
-    warden._on_script_status({"state": "paused"})
-    assert not warden.is_overdue
+    monkeypatch.setattr(policy_enforcer, "OBEY_TIMEOUT_S", 0.2)
+    enforcer = make()
+    enforcer.set_script(os.getpid())
+    assert not enforcer.is_overdue
+    enforcer._answer({"ask": "pause"})
+    until(lambda: enforcer.is_overdue)
+    enforcer._on_script_status({"state": "paused"})
+    assert not enforcer.is_overdue
+    enforcer._answer({"ask": "stop"})
+    assert not enforcer.is_overdue, "its time begins with stop"
+    until(lambda: enforcer.is_overdue)

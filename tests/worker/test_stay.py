@@ -68,7 +68,7 @@ def test_what_is_given_adds_up_over_a_pause_and_a_failure(
         sensors=str(sensors),
         backoff_s=0.01,
     )
-    assert supervise(job, tell, voice=ear) == 0
+    assert supervise(job, tell, console=ear) == 0
     assert len(list(tmp_path.glob("life-*"))) == 3
     order = [
         "joins run",

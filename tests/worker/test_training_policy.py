@@ -34,6 +34,12 @@ def said(controls: TrainingPolicy, readings: SensorReadings, clock: str = "12:30
     return controls.decide(readings, moved, at(clock)).text()
 
 
+@pytest.mark.parametrize("text", ["5GB", "500MB", "1500kB", "5000001B", "1TB"])
+def test_a_budget_is_shown_as_it_is_written(text: str) -> None:
+    assert rules(f"budget={text}").texts()["budget"] == text
+    assert rules(f"budget={text}") == rules("budget=" + rules(f"budget={text}").texts()["budget"])
+
+
 def test_without_rules_everything_is_allowed() -> None:
     assert said(TrainingPolicy(), SensorReadings()) == ""
 
@@ -41,14 +47,14 @@ def test_without_rules_everything_is_allowed() -> None:
 @pytest.mark.parametrize(
     ("clock", "expected"),
     [
-        ("21:59", "outside of its hours, until 22:00"),
+        ("21:59", "outside its hours, until 22:00"),
         ("22:00", ""),
         ("23:59", ""),
         ("00:00", ""),
         ("06:59", ""),
-        ("07:00", "outside of its hours, until 12:00"),
+        ("07:00", "outside its hours, until 12:00"),
         ("12:15", ""),
-        ("13:00", "outside of its hours, until 22:00"),
+        ("13:00", "outside its hours, until 22:00"),
     ],
 )
 def test_hours_go_over_midnight(clock: str, expected: str) -> None:
@@ -73,7 +79,7 @@ def test_the_last_window_of_today_is_over_and_tomorrows_is_named() -> None:
         ("gpu=pause", SensorReadings(gpu_used=True), "the GPU is in use"),
         ("idle=10m", SensorReadings(idle_s=599.0), "the computer is in use"),
         ("idle=10m", SensorReadings(idle_s=600.0), ""),
-        ("temperature=80", SensorReadings(temperature_C=80.0), "hot: 80 C, goes on below 75"),
+        ("temperature=80", SensorReadings(temperature_C=80.0), "hot: 80 C, continues below 75"),
         ("temperature=80", SensorReadings(temperature_C=79.9), ""),
     ],
 )
@@ -113,24 +119,27 @@ def test_a_gpu_that_was_used_a_moment_ago_is_still_in_use() -> None:
 def test_the_days_bytes() -> None:
     controls = TrainingPolicy(rules("budget=5GB"))
     assert said(controls, SensorReadings(), moved=4_999_999_999) == ""
-    assert said(controls, SensorReadings(), moved=5_000_000_000) == "the day's bytes are used up, until 00:00"
+    assert (
+        said(controls, SensorReadings(), moved=5_000_000_000)
+        == "the day's traffic budget is used up, until 00:00"
+    )
 
 
 def test_the_owners_word_holds_until_taken_back_or_its_time() -> None:
     controls = TrainingPolicy()
     controls.pause()
-    assert said(controls, QUIET) == "its owner said so"
+    assert said(controls, QUIET) == "on request"
     controls.resume()
     assert said(controls, QUIET) == ""
     controls.pause(at("13:00"))
-    assert said(controls, QUIET, "12:59") == "its owner said so, until 13:00"
+    assert said(controls, QUIET, "12:59") == "on request, until 13:00"
     assert said(controls, QUIET, "13:00") == "" and not controls.is_paused
 
 
 def test_several_reasons_are_all_said_and_the_latest_time_only_if_all_have_one() -> None:
     controls = TrainingPolicy(rules("hours=22:00-07:00", "budget=1kB", "battery=pause"))
     both = said(controls, SensorReadings(on_battery=False), moved=1000)
-    assert both == "outside of its hours, the day's bytes are used up, until 00:00"
+    assert both == "outside its hours, the day's traffic budget is used up, until 00:00"
     assert said(controls, SensorReadings(on_battery=True), moved=1000).endswith("used up, battery")
 
 
@@ -146,13 +155,13 @@ def test_rules_survive_being_written_and_read() -> None:
     ("word", "expected"),
     [
         ("batery=pause", "did you mean battery?"),
-        ("x=1", "there are upload, download"),
+        ("x=1", "the rules are upload, download"),
         ("battery=yes", "battery=pause or battery=run"),
         ("hours=25:00-07:00", "22:00-07:00"),
         ("hours=07:00-07:00", "shorter than a day"),
         ("budget=lots", "500MB"),
         ("budget=-1", "500MB"),
-        ("budget=0", "off: any number"),
+        ("budget=0", "off: no limit"),
         ("budget=" + "9" * 400, "500MB"),
         ("hours=00:00-24:00", "shorter than a day"),
         ("idle=soon", "such as 10m"),

@@ -1,19 +1,19 @@
-"""The worker agent: it supervises a training script on a volunteer's machine.
-
-Decides when the script is started, stopped and started again, and never leaves one behind.  Takes no
-part in the training: the SDK inside the script talks to the coordinator and to the other workers.
+"""The worker agent: starts, supervises and restarts a training script on a volunteer's machine.
 
     gridtrain worker INVITATION -- python train.py
-      |-- lets the coordinator know this machine's key (the first time), and asks how the run stands
+      |-- registers this machine's key with the coordinator (the first time) and asks for the run's status
       |-- the script, leader of its own process group      <-- GRIDTRAIN_* variables, SIGINT, SIGTERM
-      |     `-- whatever it starts (data loaders, ...)
-      `-- watchdog: a pipe that closes when the agent is gone, even by SIGKILL: ends the group
+      |     `-- its child processes (data loaders, ...)
+      `-- watchdog: a shell that kills the group when the agent is gone, even by SIGKILL
 
-The owner's rules hold all the time (`warden`): while they say pause, no script is started, and one that runs
-leaves the group and waits; one that does not obey is ended, and started again when it may train.
+The owner's rules always apply (`policy_enforcer`).  While they do not allow training, no script is started,
+and a running script leaves the group and waits.  A script that does not leave in time is ended, and started
+again when it may train.
 
-A signal goes to the script, which leaves the run gracefully; after `grace_s`, or at a second signal,
-the whole group is killed.  Ctrl-Z stops the script with the agent, and `fg` lets both go on.
+A signal is passed to the script, which leaves the run; after `grace_s`, or at a second signal, the whole
+process group is killed.  Ctrl-Z stops the script together with the agent, and `fg` continues both.
+
+The agent takes no part in the training: the SDK inside the script talks to the coordinator and the peers.
 """
 
 from __future__ import annotations
@@ -53,23 +53,26 @@ from gridtrain_worker.training_policy import Rules
 Tell = Callable[[str], None]
 
 KEY_DIGITS = 12  # as the coordinator shows it
-_clock = time.monotonic  # a name of its own, for tests
+_clock = time.monotonic  # replaced by tests
 TICK_S = 0.05
 GROUP_EXIT_TIMEOUT_S = 3.0
-"""What a script leaves running in its group gets so long to end after SIGTERM."""
+"""Time between SIGTERM and SIGKILL for processes that the script leaves in its group."""
 
 ANSWER_S = 2.0
-"""After a failure the coordinator gets so long to say whether it still lets this worker in."""
+"""Time the coordinator has, after a failure, to say whether this worker is still admitted."""
 
 ACCESS_CHECK_S = 5.0
-"""Refused for so long on end, this worker has been put out.  One refused handshake proves nothing about who
-refused it: anybody on the way can, and so does a coordinator that is just being started anew."""
+"""A worker that is refused for this long has been removed.  A single refused handshake proves nothing:
+anybody on the path can cause one, and so can a coordinator that is restarting."""
 
 ACCESS_RETRY_S = 0.5
 
 MAX_BACKOFF_S = 30.0
 BACKOFF_RESET_S = 10.0
-"""A script that ran so long was sound: the pause before its restart is the first one again."""
+"""After a run of this length the pause before a restart begins at `Job.backoff_s` again."""
+
+FINAL_EXIT_CODES = (ConfigError.exit_code, JoinRefused.exit_code)
+"""Exit codes of scripts that would fail again: a wrong configuration, a refusal by the coordinator."""
 
 WATCHDOG = """
 read -r group && ! read -r done && kill -s TERM -- "-$group" || exit
@@ -77,28 +80,28 @@ i=0
 while [ "$i" -lt "$1" ] && kill -s 0 -- "-$group"; do sleep 1; i=$((i + 1)); done
 kill -s KILL -- "-$group"
 """
-"""POSIX shell; $1: seconds of grace.  It reads the process group, then "done" if all went well."""
+"""POSIX shell; $1: grace period in seconds.  Reads the process group, then "done" if the script has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to run, and for which run.  Texts as in `gridtrain.config.JoinConfig`.
+    """What to run, and in which run.  Texts as in `gridtrain.config.JoinConfig`.
 
     Attributes:
-        command: (): what the run's bundle says, once somebody has accepted it.
-        invitation: as the run's owner made it.
-        folder: where the command runs; "": here.
-        accept: the digest of a bundle that was accepted beforehand; "": ask.
-        dry_run: do all but join.
-        relay: pass on what members that cannot reach each other send one another.
-        unencrypted: join a run that talks in the clear.
-        state_dir, checkpoint_every, checkpoint_keep: of this worker's checkpoints; as `gridtrain.join`.
-        restarts: how often a script that failed is started again.
-        controls: the owner's rules, by key: see `controls.KEYS`.
-        sensors: a file that speaks for this machine's sensors; "": they speak for themselves.
-        prefix: begin each line of the script's output with the worker's name.
-        grace_s: time for a graceful leave.
-        backoff_s: pause before the first restart; it doubles with each early failure in a row.
+        command: (): the command of the run's bundle, once it has been accepted.
+        invitation: from the run's owner.
+        folder: working folder of the command; "": the current one.
+        accept: the digest of a bundle accepted in advance; "": ask.
+        dry_run: do everything except joining.
+        relay: forward messages between members that cannot reach each other.
+        unencrypted: join a run that does not encrypt.
+        state_dir, checkpoint_every, checkpoint_keep: this worker's checkpoints, as in `gridtrain.join`.
+        restarts: how often a failed script is started again.
+        controls: the owner's rules by key, see `training_policy.KEYS`.
+        sensors: a file with sensor readings; "": read this machine's sensors.
+        prefix: start each line of the script's output with the worker's name.
+        grace_s: time between a signal and SIGKILL, for the script to leave the run.
+        backoff_s: pause before the first restart; doubled with each further early failure.
 
     Raises:
         ConfigError: a malformed rate limit.
@@ -142,14 +145,14 @@ class Job:
 
     @property
     def rules(self) -> dict[str, str]:
-        """Everything that the owner has said at the start, by key."""
+        """All rules given at the start, by key."""
         rates = {"upload": self.upload_limit, "download": self.download_limit}
         return {key: text for key, text in rates.items() if text} | dict(self.controls)
 
     def environment(
         self, machine: MachineInfo, entry: Enrollment, control: str = "", contribution: Path | None = None
     ) -> dict[str, str]:
-        """What `gridtrain.join` reads in the script; nothing in it is secret."""
+        """Variables that `gridtrain.join` reads in the script; none of them is secret."""
         variables = {
             **{name.upper(): value for name, value in entry.join_options().items()},
             "NAME": machine.name,
@@ -175,25 +178,25 @@ def supervise(
     job: Job,
     tell: Tell = lambda line: print(line, file=sys.stderr, flush=True),
     *,
-    voice: Console = SilentConsole(),  # noqa: B008  it has no state
+    console: Console = SilentConsole(),  # noqa: B008  it has no state
     ask: Ask | None = None,
     show: Callable[[Job, BundleOffer | None], None] = lambda job, offer: None,
 ) -> int:
-    """Run the script to its end; returns the exit code for this process.
+    """Run the script to its end; return the exit code for this process.
 
-    That is the script's own, 128 + signal if a signal killed it, 128 + SIGINT or SIGTERM if that is
-    what stopped us.  To be called in the main thread.
+    The exit code is the script's own, 128 + signal if a signal killed the script, and 128 + SIGINT or SIGTERM
+    if this process was stopped.  Must be called in the main thread.
 
     Args:
-        voice: how the script's output and what this machine contributes are shown.
-        ask: shows a bundle to a person, who accepts it or not; None: there is nobody.
-        show: of a dry run: what would be run.
+        console: shows the script's output and this machine's contribution.
+        ask: asks a person to accept a bundle; None: nobody can be asked.
+        show: receives what a dry run would run.
 
     Raises:
-        CoordinatorUnreachable, JoinRefused: found out before the script is started.
-        ConfigError: there is no such program, or the key files cannot be used.
-        NotAccepted: the run's bundle is not run.
-        JoinRefused: also later: the run's owner has put this worker out.
+        CoordinatorUnreachable: the coordinator does not answer.
+        JoinRefused: the coordinator refuses this worker, or has removed it while the script ran.
+        ConfigError: the program does not exist, or the key files cannot be used.
+        NotAccepted: the run's bundle was not accepted.
     """
     machine = MachineInfo.detect(job.name)
     with enroll(job.invitation, job.connect_s, unencrypted=job.unencrypted) as entry:
@@ -206,7 +209,7 @@ def supervise(
         if offer is not None:
             require_consent(offer, job.accept, ask)
             job = with_bundle(job, offer)
-        giving = ContributionStats(entry.identity, voice)
+        stats = ContributionStats(entry.identity, console)
         tell(
             f'{machine.name} ({machine.cpus} CPU cores) joins run "{entry.run}" at {entry.coordinator}: '
             f"{entry.status.get('reason')}"
@@ -216,14 +219,14 @@ def supervise(
             key = Identity.read(entry.identity).public.hex()[:KEY_DIGITS]
             with PolicyEnforcer(
                 folder, machine.name, job.rules, tell, run=entry.run, key=key, sensors=sensors
-            ) as warden:
-                return _run(job, machine, entry, warden, tell, voice, giving)
+            ) as enforcer:
+                return _run(job, machine, entry, enforcer, tell, console, stats)
         finally:
-            giving.finish()
+            stats.finish()
 
 
 def with_bundle(job: Job, offer: BundleOffer) -> Job:
-    """With the bundle's command, in the bundle's folder; the volunteer's own folders stay where they are."""
+    """The job with the bundle's command and folder; the volunteer's own folders become absolute paths."""
     own = {
         name: os.path.abspath(path) for name in ("export_dir", "state_dir") if (path := getattr(job, name))
     }
@@ -234,7 +237,7 @@ def with_bundle(job: Job, offer: BundleOffer) -> Job:
 
 
 def check_joinable(entry: Enrollment) -> None:
-    """Raises `JoinRefused` if there is nothing to join: another run, or a finished one."""
+    """Raise `JoinRefused` if the coordinator serves another run, or a finished one."""
     served = str(entry.status.get("run"))
     if served != entry.run:
         raise JoinRefused(
@@ -252,39 +255,38 @@ def _run(
     job: Job,
     machine: MachineInfo,
     entry: Enrollment,
-    warden: PolicyEnforcer,
+    enforcer: PolicyEnforcer,
     tell: Tell,
-    voice: Console,
-    giving: ContributionStats,
+    console: Console,
+    stats: ContributionStats,
 ) -> int:
-    """Start the script, again after a failure, until it ends well or a signal comes; its exit code."""
+    """Run the script, with restarts, until it succeeds, the restarts are used up, or a signal arrives."""
     with SignalWatcher() as signals:
         in_a_row = failures = 0
-        while _await_permission(warden, signals):
+        while _await_permission(enforcer, signals):
             started_s = time.monotonic()
-            rules = warden.rules  # of now: a cap holds from the first byte, not from when the script asks
+            rules = enforcer.rules  # the present rate limits hold from the script's first byte
             capped = replace(job, upload_limit=rules.upload, download_limit=rules.download)
-            variables = capped.environment(machine, entry, warden.path, giving.path)
-            code = _run_once(job, variables, machine, signals, warden, voice, giving)
-            giving.script_ended()
+            variables = capped.environment(machine, entry, enforcer.path, stats.path)
+            code = _run_once(job, variables, machine, signals, enforcer, console, stats)
+            stats.script_ended()
             if signals.first:
-                giving.finish()  # before why it stopped, which is to be the last line
+                stats.finish()  # the reason for stopping is the last line
                 tell(f"{machine.name} stopped by {_signal_name(signals.first)}")
                 return 128 + signals.first
-            if warden.is_stopping or (code == 0 and not warden.has_ended_script):
+            if enforcer.is_stopping or (code == 0 and not enforcer.has_ended_script):
                 return code
-            if warden.has_ended_script or not warden.decision.may_train:
-                why = warden.decision.text() or "now"
+            if enforcer.has_ended_script or not enforcer.decision.may_train:
+                why = enforcer.decision.text() or "now"
                 tell(f"the script has ended; it is started again when it may train ({why})")
                 continue
-            if failures == job.restarts:
-                giving.finish()  # before what went wrong, likewise
             ran_s = time.monotonic() - started_s
-            tell(_failure(job, code, ran_s))
-            if _is_removed(entry, signals):
-                giving.finish()
-                identity = Identity.read(entry.identity)
-                raise revoked_error(job.invitation, identity)  # to start it again would lead to the same
+            is_removed = _is_removed(entry, signals)
+            if is_removed or failures == job.restarts:
+                stats.finish()
+            tell(_failure(job, code, ran_s, suggest_restarts=not is_removed and job.restarts == 0))
+            if is_removed:
+                raise revoked_error(job.invitation, Identity.read(entry.identity))
             in_a_row = 0 if ran_s >= BACKOFF_RESET_S else in_a_row + 1
             if failures == job.restarts:
                 return code
@@ -297,7 +299,10 @@ def _run(
 
 
 def _is_removed(entry: Enrollment, signals: SignalWatcher) -> bool:
-    """False: somebody let this worker in, nobody answered, or a signal came before that was clear."""
+    """Whether the coordinator has refused this worker for `ACCESS_CHECK_S`.
+
+    False if it admits the worker, if nobody answers, or if a signal arrives first.
+    """
     until_s = _clock() + ACCESS_CHECK_S
     while not is_still_admitted(entry, ANSWER_S):
         if _clock() >= until_s:
@@ -307,21 +312,24 @@ def _is_removed(entry: Enrollment, signals: SignalWatcher) -> bool:
     return False
 
 
-def _await_permission(warden: PolicyEnforcer, signals: SignalWatcher) -> bool:
-    """Until the owner's rules let a script be started; False: it is to be none."""
-    while not warden.is_stopping and not signals.count:
-        warden.raise_fault()
-        if warden.decision.may_train:
+def _await_permission(enforcer: PolicyEnforcer, signals: SignalWatcher) -> bool:
+    """Wait until the owner's rules allow training.  False: the worker is stopping."""
+    while not enforcer.is_stopping and not signals.count:
+        enforcer.raise_fault()
+        if enforcer.decision.may_train:
             return True
         signals.wait(LOOK_S)
     return False
 
 
 class SignalWatcher:
-    """SIGINT and SIGTERM, counted instead of obeyed, and SIGTSTP (Ctrl-Z), kept until somebody looks; a
-    context manager that puts the old handlers back.
+    """Records SIGINT, SIGTERM and SIGTSTP (Ctrl-Z); a context manager that restores the previous handlers.
 
-    Plain attributes: a handler must not wait for a lock that the interrupted code may hold.
+    Plain attributes without a lock: a handler must not wait for a lock that the interrupted code may hold.
+
+    Attributes:
+        first: number of the first SIGINT or SIGTERM; 0: none yet.
+        count: how many of them have arrived.
     """
 
     def __init__(self) -> None:
@@ -348,8 +356,10 @@ class SignalWatcher:
         self._stop_requested = True
 
     def suspend_if_requested(self, group: int = 0) -> None:
-        """If Ctrl-Z was pressed: stand still until SIGCONT.  So does the script's group, which the terminal
-        knows nothing of: it would train on, and nobody would keep the rules."""
+        """After Ctrl-Z: stop this process and the script's group until SIGCONT.
+
+        The terminal does not stop the group, which would train on without anybody to enforce the rules.
+        """
         if not self._stop_requested:
             return
         self._stop_requested = False
@@ -360,7 +370,7 @@ class SignalWatcher:
             _signal_group(group, signal.SIGCONT)
 
     def wait(self, pause_s: float) -> bool:
-        """Pause, shorter if a signal comes; True if one did."""
+        """Wait at most `pause_s` for SIGINT or SIGTERM; whether one has arrived."""
         until_s = time.monotonic() + pause_s
         while not self.count and (left_s := until_s - time.monotonic()) > 0:
             self.suspend_if_requested()
@@ -376,31 +386,32 @@ def _run_once(
     variables: Mapping[str, str],
     machine: MachineInfo,
     signals: SignalWatcher,
-    warden: PolicyEnforcer,
-    voice: Console,
-    giving: ContributionStats,
+    enforcer: PolicyEnforcer,
+    console: Console,
+    stats: ContributionStats,
 ) -> int:
-    """Exit code of the script; when this returns, nothing that it started is left."""
-    with _watchdog(job.grace_s) as watch, _running_script(job, variables, machine, voice) as script:
+    """Run the script once and return its exit code; its whole process group has ended by then."""
+    with _watchdog(job.grace_s) as watch, _running_script(job, variables, machine, console) as script:
         watch(script.pid)
-        warden.set_script(script.pid)
+        enforcer.set_script(script.pid)
         kill_at_s = math.inf
         while (code := _poll(script)) is None:
             signals.suspend_if_requested(script.pid)
-            giving.update(time.monotonic())
-            warden.raise_fault()
-            if (signals.count or warden.is_overdue) and kill_at_s == math.inf:
-                warden.has_ended_script = not signals.count
+            stats.update(time.monotonic())
+            enforcer.raise_fault()
+            if (signals.count or enforcer.is_overdue) and kill_at_s == math.inf:
+                if not signals.count:
+                    enforcer.note_script_ended()
                 script.send_signal(signals.first or signal.SIGTERM)
                 kill_at_s = time.monotonic() + job.grace_s
             if signals.count > 1 or time.monotonic() >= kill_at_s:
                 _signal_group(script.pid, signal.SIGKILL)
-    warden.set_script(0)
+    enforcer.set_script(0)
     return 128 - code if code < 0 else code
 
 
 def _poll(script: subprocess.Popen[bytes]) -> int | None:
-    """Its exit code, or None after a while.  `Popen.wait(timeout)` would look 140 times a second."""
+    """The exit code, or None after `TICK_S`.  `Popen.wait(timeout)` would poll 140 times a second."""
     try:
         handle = os.pidfd_open(script.pid)
     except (AttributeError, OSError):  # not Linux, or it has ended
@@ -418,9 +429,9 @@ def _poll(script: subprocess.Popen[bytes]) -> int | None:
 
 @contextlib.contextmanager
 def _watchdog(grace_s: float) -> Iterator[Callable[[int], None]]:
-    """A shell that ends a process group if this process dies: only we hold the pipe that it reads.
+    """A shell that ends a process group if this process dies and its pipe closes.
 
-    Gives a function that names the group.
+    Yields a function that sets the process group.
     """
     shell = subprocess.Popen(
         ["/bin/sh", "-c", WATCHDOG, "gridtrain-watchdog", str(math.ceil(grace_s))],
@@ -433,7 +444,7 @@ def _watchdog(grace_s: float) -> Iterator[Callable[[int], None]]:
     pipe = shell.stdin
 
     def write(line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it was killed, and we cannot help that
+        with contextlib.suppress(BrokenPipeError):  # the watchdog was killed
             pipe.write(f"{line}\n".encode())
             pipe.flush()
 
@@ -448,15 +459,15 @@ def _watchdog(grace_s: float) -> Iterator[Callable[[int], None]]:
 
 @contextlib.contextmanager
 def _running_script(
-    job: Job, variables: Mapping[str, str], machine: MachineInfo, voice: Console
+    job: Job, variables: Mapping[str, str], machine: MachineInfo, console: Console
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The running script; on leaving, nothing of its process group is alive."""
-    chosen = {one.variable for one in PROGRAMS["worker"]}  # the invitation among them, which is secret
+    """Start the script; on exit its whole process group is ended."""
+    chosen = {one.variable for one in PROGRAMS["worker"]}  # one of them is the secret invitation
     inherited = {name: value for name, value in os.environ.items() if name not in chosen}
     environment = {**inherited, **variables}
-    piped = job.prefix or isinstance(voice, TerminalConsole)  # whose live line has to make room
+    piped = job.prefix or isinstance(console, TerminalConsole)  # the live line is cleared before output
     if piped:
-        environment.setdefault("PYTHONUNBUFFERED", "1")  # a pipe would hold lines back
+        environment.setdefault("PYTHONUNBUFFERED", "1")  # a pipe buffers lines otherwise
     output = subprocess.PIPE if piped else None
     try:
         script = subprocess.Popen(
@@ -466,7 +477,7 @@ def _running_script(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            process_group=0,  # Ctrl-C comes to us alone; data loaders end with the script
+            process_group=0,  # Ctrl-C reaches the agent alone; data loaders end with the script
         )
     except OSError as error:
         raise ConfigError(
@@ -475,7 +486,7 @@ def _running_script(
         ) from None
     copiers = [
         threading.Thread(
-            target=_copy, args=(pipe, stream, machine.name if job.prefix else "", voice), daemon=True
+            target=_copy, args=(pipe, stream, machine.name if job.prefix else "", console), daemon=True
         )
         for pipe, stream in ((script.stdout, sys.stdout), (script.stderr, sys.stderr))
         if pipe is not None
@@ -495,7 +506,7 @@ def _end_group(script: subprocess.Popen[bytes]) -> None:
     alive = _signal_group(script.pid, signal.SIGTERM)
     while alive and time.monotonic() < until_s:
         time.sleep(TICK_S)
-        with contextlib.suppress(ChildProcessError):  # as a container's first process we inherit them
+        with contextlib.suppress(ChildProcessError):  # as process 1 of a container the agent inherits them
             os.waitpid(-script.pid, os.WNOHANG)
         alive = _signal_group(script.pid, 0)
     _signal_group(script.pid, signal.SIGKILL)
@@ -503,7 +514,7 @@ def _end_group(script: subprocess.Popen[bytes]) -> None:
 
 
 def _signal_group(group: int, number: int) -> bool:
-    """False: nobody is left in it."""
+    """Whether the group still has a process."""
     try:
         os.killpg(group, number)
     except (ProcessLookupError, PermissionError):  # PermissionError: only zombies are left (macOS)
@@ -511,32 +522,31 @@ def _signal_group(group: int, number: int) -> bool:
     return True
 
 
-def _copy(pipe: IO[bytes], stream: TextIO, name: str, voice: Console) -> None:
-    """Line by line, each with the worker's name; without a name as it comes."""
+def _copy(pipe: IO[bytes], stream: TextIO, name: str, console: Console) -> None:
+    """Copy the script's output: line by line with the worker's name, or unchanged without one."""
     with pipe:
         if name:
             for line in pipe:
-                voice.write_output(f"[{name}] {line.decode(errors='replace')}", stream)
+                console.write_output(f"[{name}] {line.decode(errors='replace')}", stream)
             return
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         while piece := os.read(pipe.fileno(), 1 << 16):
-            voice.write_output(decoder.decode(piece), stream)
+            console.write_output(decoder.decode(piece), stream)
 
 
-def _failure(job: Job, code: int, ran_s: float) -> str:
+def _failure(job: Job, code: int, ran_s: float, *, suggest_restarts: bool) -> str:
+    """One sentence about a script that failed, and what to do next."""
     command = shlex.join(job.command)
     if code > 128 and code - 128 in {*signal.Signals}:
         name = _signal_name(code - 128)
-        hint = (
-            "often a lack of memory: see the system's log"
-            if name == "SIGKILL"
-            else "its last lines are above"
-        )
+        hint = "its last lines are above"
+        if name == "SIGKILL":
+            hint = "often a lack of memory: see the system's log"
         return f"the script was killed by {name} after {ran_s:.1f} s ({command}) -> {hint}"
-    return (
-        f"the script ended with exit code {code} after {ran_s:.1f} s ({command}) -> "
-        "its own message is above" + ("" if job.restarts else "; with --restarts N it is started again")
-    )
+    hint = "its own message is above"
+    if suggest_restarts and code not in FINAL_EXIT_CODES:
+        hint += "; with --restarts N it is started again"
+    return f"the script ended with exit code {code} after {ran_s:.1f} s ({command}) -> {hint}"
 
 
 def _signal_name(number: int) -> str:

@@ -63,7 +63,7 @@ class Budget:
             os.replace(partial, self._path)
         except OSError as error:
             raise ConfigError(
-                f"{self._path} cannot be written: {error.strerror}, so the day's bytes cannot be counted",
+                f"{self._path} cannot be written: {error.strerror}, so the day's traffic cannot be counted",
                 remedy="make room, or check who may write there",
             ) from None
         self._kept = True

@@ -1,11 +1,10 @@
-"""The socket over which a worker's owner, and its training script, talk with the agent.
+"""The Unix socket over which a worker's owner, and its training script, talk to the agent.
 
-Decides who is heard (whoever may open a 0600 file: this user), how much, and for how long.  What is meant is
-`warden.Warden`'s.
+Its file mode is 0600: only this user can connect.  `PolicyEnforcer` handles the messages.
 
-    gridtrain worker set ... -- one JSON line --> Control --> answer(...) -- one JSON line -->
+    gridtrain worker set ... -- one JSON line --> ControlSocket --> answer(...) -- one JSON line -->
     the script               -- {"role": "script"}, then its state, line by line --> hear(...)
-                             <-- a line whenever the wish changes ------------------ push(...)
+                             <-- a line whenever the directive changes ------------- push(...)
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from gridtrain.runtime.client.worker_naming import state_directory
 
 SOCKET = "control.sock"
 MAX_PATH_BYTES = 100
-"""A socket's path has 103 letters on some systems; a longer one gets a short stand-in."""
+"""Some systems allow 103 bytes for a socket's path; a longer one becomes a link to a short path."""
 
 MAX_CONNECTIONS = 16
 MAX_LISTED = 10
@@ -40,13 +39,13 @@ Body = dict[str, Any]
 
 
 class ControlSocket:
-    """Serves in threads of its own until `close`.
+    """Serves connections in background threads until `close`.
 
     Args:
-        folder: of this worker; nobody else uses it.
-        answer: to a question of the owner's.  A `GridtrainError` becomes a refusal.
-        greet: a script has come: what it is told first.
-        hear: what a script says of itself.
+        folder: this worker's private folder.
+        answer: answers a request of the owner; a `GridtrainError` becomes a refusal.
+        greet: returns the first directive for a script, given its process id.
+        hear: receives a script's status.
     """
 
     def __init__(
@@ -65,12 +64,12 @@ class ControlSocket:
         self._default_path = folder / SOCKET
         self.path, self._short_folder = _free(self._default_path)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        before = os.umask(0o177)  # the file has its mode from the first moment
+        before = os.umask(0o177)  # the file is created with its final mode
         try:
             self._socket.bind(self.path)
         except OSError as error:
             raise ConfigError(
-                f"the control socket {self.path} cannot be made: {error.strerror}",
+                f"cannot create the control socket {self.path}: {error.strerror}",
                 remedy="check the folder, or set XDG_STATE_HOME to another one",
             ) from None
         finally:
@@ -81,7 +80,7 @@ class ControlSocket:
         self._thread.start()
 
     def push(self, body: Body) -> None:
-        """Tell all scripts."""
+        """Send `body` to all connected scripts."""
         line = json.dumps(body).encode() + b"\n"
         with self._lock:
             for script in list(self._script_connections):
@@ -122,7 +121,7 @@ class ControlSocket:
                 else:
                     talk.sendall(json.dumps(self._answer_or_refuse(first)).encode() + b"\n")
         except (OSError, ValueError, KeyError, TypeError, StopIteration, RecursionError):
-            pass  # whoever it was is gone, or speaks no JSON
+            pass  # the client has gone, or did not send JSON
         finally:
             with self._lock:
                 self._script_connections.discard(talk)
@@ -156,7 +155,10 @@ def _lines(talk: socket.socket) -> Iterator[bytes]:
 
 
 def _free(place: Path) -> tuple[str, Path | None]:
-    """Where to listen; what an agent that was killed has left there is removed."""
+    """The path to listen at, and the temporary folder it lies in if `place` is too long.
+
+    Removes the socket of an agent that was killed.
+    """
     place.unlink(missing_ok=True)
     if len(os.fsencode(place)) <= MAX_PATH_BYTES:
         return str(place), None
@@ -166,18 +168,25 @@ def _free(place: Path) -> tuple[str, Path | None]:
 
 
 def _short_folder() -> str | None:
-    """What systemd has made for this service, whose /tmp may be its own; None: /tmp.  Not a login's, which is
-    swept away when that ends."""
+    """systemd's runtime folder of this service, as its /tmp may be private; None: /tmp.
+
+    A login session's runtime folder is not used: it is removed when the session ends.
+    """
     place = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0]
     room = MAX_PATH_BYTES - len(f"/gridtrain-12345678/{SOCKET}")
     return place if place and len(os.fsencode(place)) <= room and os.access(place, os.W_OK) else None
 
 
-# -- the owner's end -------------------------------------------------------------------------------------
+# -- client side -----------------------------------------------------------------------------------------
 
 
 def ask_agent(path: Path, question: Body) -> Body:
-    """Ask the agent whose socket lies there.  Raises `ConfigError`: it refuses; `OSError`: nobody there."""
+    """Send one request to the agent at `path`.
+
+    Raises:
+        ConfigError: it refuses.
+        OSError: no agent listens there.
+    """
     target = os.readlink(path) if path.is_symlink() else str(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as talk:
         talk.settimeout(ASK_S)
@@ -191,7 +200,7 @@ def ask_agent(path: Path, question: Body) -> Body:
 
 
 def running_workers() -> list[tuple[Path, Body]]:
-    """The workers of this user on this machine, each with its `show`."""
+    """This user's workers on this machine: socket path and answer to `show`."""
     found: list[tuple[Path, Body]] = []
     base = state_directory("default").parent
     for path in sorted(base.glob(f"*/identities/*/*/{SOCKET}")):
@@ -201,28 +210,41 @@ def running_workers() -> list[tuple[Path, Body]]:
 
 
 def find_worker(who: str) -> Path:
-    """The one that is meant by its name, RUN/NAME or at least `LEAST_DIGITS` digits of its key; "": the only
-    one.  Raises `ConfigError`."""
-    found = running_workers()
+    """The socket of one worker, given by name, RUN/NAME or at least `LEAST_DIGITS` digits of its key.
+
+    "" means the only worker.  Raises `ConfigError` if no worker or several are meant.
+    """
+    found = _found_workers()
     meant = [path for path, shown in found if not who or _matches(who, shown)]
     if len(meant) == 1:
         return meant[0]
     listed = [_display_name(shown) for path, shown in found if not meant or path in meant]
     names = ", ".join(listed[:MAX_LISTED]) + (" and others" if len(listed) > MAX_LISTED else "")
+    if not meant:
+        raise ConfigError(f"there is no worker {who!r}", remedy=f"choose one of: {names}")
+    if not who:
+        raise ConfigError(
+            f"{len(found)} workers are running: {names}", remedy="choose one with --worker NAME, or add --all"
+        )
+    raise ConfigError(
+        f"{who!r} matches {len(meant)} workers: {names}",
+        remedy="add the run or give the key: --worker RUN/NAME, or --worker KEY",
+    )
+
+
+def find_workers() -> list[Path]:
+    """The sockets of all workers of this user on this machine.  Raises `ConfigError` if there are none."""
+    return [path for path, _ in _found_workers()]
+
+
+def _found_workers() -> list[tuple[Path, Body]]:
+    found = running_workers()
     if not found:
         raise ConfigError(
-            "no worker of yours is running on this machine",
-            remedy="start one: gridtrain worker INVITATION, with --set battery=pause and the like for rules "
-            "that hold from its start",
+            "none of your workers is running on this machine",
+            remedy="start one: gridtrain worker INVITATION; --set battery=pause sets a rule from the start",
         )
-    if not meant:
-        raise ConfigError(f"there is no worker {who!r}", remedy=f"there is {names}")
-    if not who:
-        raise ConfigError(f"{len(found)} workers are running: {names}", remedy="name one: --worker NAME")
-    raise ConfigError(
-        f"{len(meant)} workers are meant by {who!r}: {names}",
-        remedy="name one by its run or its key: --worker RUN/NAME, or --worker KEY",
-    )
+    return found
 
 
 def _matches(who: str, shown: Body) -> bool:

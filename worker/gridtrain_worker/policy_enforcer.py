@@ -1,11 +1,8 @@
-"""The agent's conscience: looks at rules, sensors and the day's bytes, and tells the script what is wanted.
+"""Applies the owner's rules to a running script: reads sensors and the day's traffic, and directs the script.
 
-Decides when the script is told to go and to come, and when it has had its time to obey.  The rules are
-`controls`', bytes are `budget`'s, the socket is `control`'s; processes are the agent's.
-
-    every `LOOK_S`:  sensors, clock, Budget --> Controls.decide --> a wish, pushed where it is another one
-    set, show, pause, resume, stop  <------ the owner, over the same socket
-    moved_bytes  <------------------------- the script, four times a second --> Budget, on the disk
+every LOOK_S:  sensors, clock, Budget --> TrainingPolicy.decide --> a directive, sent to the script
+set, show, pause, resume, stop <-------- the owner, over the control socket
+moved_bytes <--------------------------- the script, four times a second --> Budget, on disk
 """
 
 from __future__ import annotations
@@ -36,27 +33,28 @@ from gridtrain_worker.training_policy import (
 
 LOOK_S = 0.5
 OBEY_TIMEOUT_S = 120.0
-"""So long a script has to get to the end of its step; then it is sent SIGTERM, and started again later."""
+"""Time for a script to finish its step after pause or stop; then it gets SIGTERM."""
 
 MAX_PAUSE_S = 366 * 86_400.0
 
 
 def load_sensors(path: str) -> Sensors:
-    """Those in the file of that name; "": the machine's."""
+    """Sensors that read the file `path`; "": this machine's sensors."""
     return FileSensors(Path(path)) if path else MachineSensors()
 
 
 class PolicyEnforcer:
-    """See the module's text.  A context manager; works in a thread of its own in between.
+    """Enforces one worker's rules from a background thread; a context manager.
 
     Args:
-        folder: of this worker: its rules, its budget, its socket.
-        name: until the run calls this worker otherwise, as two want one name.
-        run, key: how it can be told from others: see `control.the_worker`.
-        given: from the command line; those that `set` has written there before hold beside them.
-        now: local time, without a zone.
+        folder: this worker's rules, budget and socket.
+        name: the worker's name, until the run gives it another one.
+        run, key: identify the worker beside its name, see `control_socket.find_worker`.
+        given: rules of the command line; rules saved by `set` apply as well.
+        now: local time, without a time zone.
 
-    Raises `ConfigError` where a rule cannot be kept on this machine.
+    Raises:
+        ConfigError: a rule cannot be enforced on this machine.
     """
 
     def __init__(
@@ -81,13 +79,12 @@ class PolicyEnforcer:
         self._moved_bytes = 0
         self._disobeyed_since_s: float | None = None
         self._greeted: set[int] = set()
-        self._budget_error = ""  # why the day's bytes cannot be counted
-        self._spent_budget: tuple[date, int] | None = (
-            None  # the day, and the budget that the script found too small
-        )
+        self._budget_error = ""  # why traffic cannot be counted
+        # The day, and the budget that the script found too small for another step.
+        self._spent_budget: tuple[date, int] | None = None
         self._fault: BaseException | None = None
         self.is_stopping = False
-        self.has_ended_script = False  # the agent has, since the script did not obey
+        self.has_ended_script = False
         self._last_pushed: Body = {}
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._budget = Budget(folder)
@@ -102,18 +99,18 @@ class PolicyEnforcer:
             folder, self._answer, self._on_script_connected, self._on_script_status
         )
         self.path = self._control_socket.path
-        self._thread = threading.Thread(target=self._main, name="gridtrain-warden", daemon=True)
+        self._thread = threading.Thread(target=self._main, name="gridtrain-policy", daemon=True)
 
     def _restore(self) -> None:
-        """What its owner said while it ran before holds on, and is said."""
+        """Apply and report the pause and the rules that the owner set during an earlier start."""
         until = self._saved_settings.until
         if self._saved_settings.is_paused and (until is None or until > self._now()):
             self._policy.pause(until)
-            self._tell("its owner paused it before it ended; it goes on with: gridtrain worker resume")
+            self._tell("still paused, by its owner in an earlier start; to continue: gridtrain worker resume")
         for key, text in self._saved_settings.later_rules(self._start_settings).items():
             if key in self._start_settings:
                 self._tell(
-                    f"{key}={text}, as it was set later than {self._start_settings[key]} of this start"
+                    f"{key}={text} applies, as it was set after the {self._start_settings[key]} of this start"
                 )
 
     def __enter__(self) -> PolicyEnforcer:
@@ -125,10 +122,10 @@ class PolicyEnforcer:
         self._thread.join()
         self._control_socket.close()
 
-    # -- what the agent asks ---------------------------------------------------------------------
+    # -- called by the agent ---------------------------------------------------------------------
 
     def set_script(self, pid: int) -> None:
-        """It was started; `pid` 0: it has ended."""
+        """The script was started with this `pid`; 0: it has ended."""
         with self._lock:
             self._pids = (pid,) if pid else ()
             self._script_status, self._moved_bytes, self._disobeyed_since_s = {}, 0, None
@@ -140,21 +137,28 @@ class PolicyEnforcer:
             return self._policy.rules
 
     def raise_fault(self) -> None:
-        """Raises if nobody keeps the rules any more, by a fault of ours: then nothing may train."""
+        """Raise `RuntimeError` if the background thread has failed: without it nothing may train."""
         if self._fault is not None:
-            raise RuntimeError("this worker's rules are not kept any more") from self._fault
+            raise RuntimeError("this worker's rules are no longer enforced") from self._fault
 
     @property
     def is_overdue(self) -> bool:
-        """The script was told to rest, and has not obeyed for too long."""
+        """Whether the script has not paused or stopped within `OBEY_TIMEOUT_S` of being told to."""
         with self._lock:
-            if self.decision.may_train or self._script_status.get("state") == "paused":
+            has_paused = self.decision.may_train or self._script_status.get("state") == "paused"
+            if has_paused and not self.is_stopping:
                 self._disobeyed_since_s = None
                 return False
             self._disobeyed_since_s = self._disobeyed_since_s or time.monotonic()
             return time.monotonic() - self._disobeyed_since_s >= OBEY_TIMEOUT_S
 
-    # -- what the owner asks ---------------------------------------------------------------------
+    def note_script_ended(self) -> None:
+        """The agent ends the script because it is overdue; reset when the next script starts."""
+        self.has_ended_script = True
+        what = "stop" if self.is_stopping else "pause"
+        self._tell(f"the script did not {what} within {OBEY_TIMEOUT_S:g} s; it is ended with SIGTERM")
+
+    # -- called over the socket, by the owner ----------------------------------------------------
 
     def _answer(self, question: Body) -> Body:
         with self._lock:
@@ -173,21 +177,19 @@ class PolicyEnforcer:
                     self._save(self._saved_settings.resume)
                 case "stop":
                     self.is_stopping = True
-                    self._save(self._saved_settings.resume)  # who starts it again means it
+                    self._save(self._saved_settings.resume)  # a new start is not paused
                 case other:
-                    raise ConfigError(
-                        f"a worker cannot be asked to {other!r}", remedy="see gridtrain worker --help"
-                    )
+                    raise ConfigError(f"unknown request {other!r}", remedy="see gridtrain worker --help")
             self._decide()
             self._push()
             return self._status()
 
     def _save(self, write: Callable[[], None]) -> None:
-        """The owner's word holds now, whatever becomes of it at the next start."""
+        """Save the owner's command; it applies now even if the disk is full."""
         try:
             write()
         except ConfigError as error:
-            self._tell(f"{error.reason}: a restart of this worker will not know of this")
+            self._tell(f"{error.reason}: after a restart this worker will not know of it")
 
     def _change_rules(self, settings: dict[str, str]) -> None:
         changed = TrainingPolicy(self._policy.rules.with_settings(settings))
@@ -198,19 +200,19 @@ class PolicyEnforcer:
         self._tell("its rules are now " + ", ".join(f"{k}={v}" for k, v in settings.items()))
 
     def _read_sensors(self, names: Collection[str]) -> SensorReadings:
-        """Where none of them can be read all are absent: what was read before says nothing of now."""
+        """Present readings; all are absent where the sensors cannot be read."""
         try:
             return self._sensors.read(self._pids, names)
         except ConfigError as error:
             return SensorReadings(absent=dict.fromkeys(SENSORS, error.reason))
 
-    def _check_readable(self, controls: TrainingPolicy) -> None:
-        missing = controls.unreadable(self._readings)
+    def _check_readable(self, policy: TrainingPolicy) -> None:
+        missing = policy.unreadable(self._readings)
         if missing:
             said = "; ".join(f"the sensor of {name} cannot be read: {why}" for name, why in missing.items())
             raise ConfigError(
                 said,
-                remedy="a rule that nobody can keep is not taken on: leave it out, or see to its sensor",
+                remedy="leave the rule out, or make its sensor readable",
             )
 
     def _until(self, text: str) -> datetime | None:
@@ -218,7 +220,7 @@ class PolicyEnforcer:
             return None
         length_s = parse_duration_s(text)
         if length_s is None or not 0 < length_s <= MAX_PAUSE_S:
-            raise ConfigError(f"{text!r} is no duration", remedy="write for instance 30m or 2h")
+            raise ConfigError(f"{text!r} is not a duration", remedy="write for instance 30m or 2h")
         return self._now() + timedelta(seconds=length_s)
 
     def _status(self) -> Body:
@@ -227,9 +229,7 @@ class PolicyEnforcer:
             "name": self._name,
             "run": self._run,
             "key": self._key,
-            "state": "paused"
-            if not self.decision.may_train
-            else str(self._script_status.get("state", "starting")),
+            "state": self._state(),
             "reason": self.decision.text(),
             "obeyed": self.decision.may_train
             or self._script_status.get("state") == "paused"
@@ -247,12 +247,19 @@ class PolicyEnforcer:
             "absent": dict(readings.absent),
         }
 
-    # -- what the script says --------------------------------------------------------------------
+    def _state(self) -> str:
+        """What the script does now, or is about to do after the latest command."""
+        if not self.decision.may_train:
+            return "paused"
+        state = str(self._script_status.get("state", "starting"))
+        return "resuming" if state == "paused" else state
+
+    # -- called over the socket, by the script ---------------------------------------------------
 
     def _on_script_connected(self, pid: int) -> Body:
         with self._lock:
             if pid not in self._greeted:
-                self._moved_bytes = 0  # a process that was started anew counts from nothing
+                self._moved_bytes = 0  # a new process counts from 0
             self._greeted = {pid}
             self._pids = tuple({*self._pids, pid})
             self._last_pushed = self._wanted_state()
@@ -276,10 +283,10 @@ class PolicyEnforcer:
 
     def _update_name(self, name: str) -> None:
         if name != self._name:
-            self._tell(f"{self._name} is called {name} in this run: gridtrain worker show --worker {name}")
+            self._tell(f"{self._name} has the name {name} in this run: gridtrain worker show --worker {name}")
             self._name = name
 
-    # -- every half second -----------------------------------------------------------------------
+    # -- the background thread -------------------------------------------------------------------
 
     def _main(self) -> None:
         try:
@@ -288,7 +295,7 @@ class PolicyEnforcer:
                     self._readings = self._read_sensors(self._policy.rules.sensors)
                     self._decide()
                     self._push()
-        except BaseException as fault:  # a bug: the agent learns of it, and ends the script
+        except BaseException as fault:  # a bug: `raise_fault` reports it, and the agent ends the script
             self._fault = fault
             raise
 
@@ -309,38 +316,38 @@ class PolicyEnforcer:
             )
 
     def _retry_budget(self) -> None:
-        """There may be room now for what could not be counted."""
+        """Try again to write the traffic that could not be saved."""
         with contextlib.suppress(ConfigError):
             self._budget.keep()
             self._budget_error = ""
 
     def _push(self) -> None:
-        wish = self._wanted_state()
-        if wish != self._last_pushed:
-            self._last_pushed = wish
-            self._control_socket.push(wish)
+        directive = self._wanted_state()
+        if directive != self._last_pushed:
+            self._last_pushed = directive
+            self._control_socket.push(directive)
 
     def _wanted_state(self) -> Body:
         rules, now = self._policy.rules, self._now()
-        most: int | None = None
+        max_bytes: int | None = None
         if rules.budget_bytes:
-            most = self._moved_bytes + rules.budget_bytes - self._budget.today_bytes(now.date())
+            max_bytes = self._moved_bytes + rules.budget_bytes - self._budget.today_bytes(now.date())
         return {
             "run": self.decision.may_train,
             "reason": self.decision.text(),
             "stop": self.is_stopping,
-            "most_bytes": most,
+            "most_bytes": max_bytes,
             "upload_Bps": parse_rate(rules.upload) if rules.upload else None,
             "download_Bps": parse_rate(rules.download) if rules.download else None,
-            "spent_text": "the day's bytes are used up, until 00:00",
+            "spent_text": "the day's traffic budget is used up, until 00:00",
         }
 
 
 def _ignore_write_errors(tell: Callable[[str], None]) -> Callable[[str], None]:
-    """A line that cannot be written (a full disk, a closed terminal) costs the line, not the rules."""
+    """A line that cannot be written (full disk, closed terminal) is dropped."""
 
-    def told(line: str) -> None:
+    def tell_if_possible(line: str) -> None:
         with contextlib.suppress(OSError):
             tell(line)
 
-    return told
+    return tell_if_possible

@@ -41,8 +41,8 @@ UTMP = Path("/var/run/utmp")
 PID_NAMESPACE, OF_THE_HOST = Path("/proc/self/ns/pid"), 0xEFFFFFFC
 """The kernel's own number of the first one, in which every process is seen."""
 
-NO_PSUTIL = "psutil is not installed: pip install 'gridtrain[controls]'"
-NO_NVML = "nvidia-ml-py is not installed: pip install 'gridtrain[controls]'"
+NO_PSUTIL = "psutil is not installed: pip install psutil"
+NO_NVML = "nvidia-ml-py is not installed: pip install nvidia-ml-py"
 
 _HID_IDLE = re.compile(r'"HIDIdleTime"\s*=\s*(\d+)')
 

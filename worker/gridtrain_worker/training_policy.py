@@ -1,15 +1,12 @@
-"""What a volunteer allows: rules, readings of sensors and the owner's word -> train, or pause and why.
+"""What a volunteer allows: decides from rules and sensor readings whether the script may train now.
 
-Decides whether the script may train now, what keeps it from it, and until when.  Never reads a sensor or a
-clock (`readings` and `now` are passed in), never touches a socket, a file or the script.
+    rules (gridtrain worker set) ------+
+    readings (sensors.py, testing) ----+--> TrainingPolicy.decide --> PolicyDecision(may_train, reasons)
+    bytes moved today, the clock ------+
+    pause and resume, from the owner --+
 
-    rules (gridtrain worker set) -----+
-    readings (sensors.py, testing) ---+--> Controls.decide --> Decision(run, reasons, until)
-    bytes moved today, the clock -----+
-    the owner's word (pause, resume) -+
-
-A rule whose sensor cannot be read holds the script back: nobody can say that it is kept.  What the script may
-not use at all (rates) is the transport's business; here it is only written down.
+Pure: readings and time are arguments.  A rule whose sensor cannot be read pauses the script, as nobody can
+tell whether the rule is kept.  Rate limits are only parsed here; the transport enforces them.
 """
 
 from __future__ import annotations
@@ -27,13 +24,13 @@ from gridtrain.network.transport.rate_limiter import parse_rate
 
 OFF = "off"
 SENSORS = ("battery", "gpu", "idle", "temperature")
-"""What can be read, by the name of the rule that needs it."""
+"""Sensors, by the name of the rule that needs them."""
 
 COOL_BY_C = 5.0
-"""Below the limit by so much the machine counts as cool again, unless the rule says otherwise."""
+"""Default distance in degrees Celsius between the limits for pausing and for continuing."""
 
 GPU_QUIET_S = 30.0
-"""So long nobody else has used the GPU when the script goes on: a game between two levels uses none."""
+"""Time without use of the GPU by others before the script continues: a game between two levels uses none."""
 
 MAX_WINDOWS = 16
 MAX_BYTES = 1 << 50
@@ -48,7 +45,7 @@ _DEGREES = re.compile(r"(\d{2,3})(?:/(\d{2,3}))?C?")
 
 @dataclass(frozen=True, slots=True)
 class DailyWindow:
-    """A part of the day in minutes from midnight, local time; `until` <= `since`: it goes over midnight."""
+    """A part of the day, in minutes from midnight, local time; it spans midnight if `until` <= `since`."""
 
     since: int
     until: int
@@ -64,16 +61,16 @@ class DailyWindow:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """One volunteer's rules.  The texts are as people write them, "" where there is no such rule.
+    """One volunteer's rules.
 
     Attributes:
-        upload, download: rates, such as "20Mbit".
-        budget_bytes: sent and received in a day, together; 0: any number.
+        upload, download: rates as text, such as "20Mbit"; "": no limit.
+        budget_bytes: sent and received in a day, together; 0: no limit.
         hours: train only in these parts of the day, local time; (): at any time.
-        battery: pause while the computer runs on its battery.
+        battery: pause while the computer runs on battery.
         gpu: pause while another program computes on the GPU.
-        idle_s: pause until nobody has touched the computer for so long; 0: never for that.
-        hot_C, cool_C: pause at the one, go on below the other; infinite: no limit.
+        idle_s: pause until nobody has used the computer for this long; 0: do not.
+        hot_C, cool_C: pause at hot_C, continue below cool_C; infinite: no limit.
     """
 
     upload: str = ""
@@ -88,7 +85,7 @@ class Rules:
 
     @property
     def sensors(self) -> tuple[str, ...]:
-        """Those without which a rule cannot be kept."""
+        """Sensors that these rules need."""
         needed = {
             "battery": self.battery,
             "gpu": self.gpu,
@@ -98,28 +95,29 @@ class Rules:
         return tuple(name for name in SENSORS if needed[name])
 
     def with_settings(self, settings: Mapping[str, str]) -> Rules:
-        """These rules with other values, by key; see `KEYS`.
+        """These rules with other values by key, see `KEYS`.
 
-        Raises `ConfigError` for an unknown key, with the nearest one, and for a value that is none.
+        Raises:
+            ConfigError: an unknown key (the nearest one is named), or a value that cannot be parsed.
         """
         rules = self
         for key, text in settings.items():
             if key not in KEYS:
                 near = get_close_matches(key, KEYS, 1)
                 raise ConfigError(
-                    f"there is no control {key!r}",
-                    remedy=f"did you mean {near[0]}?" if near else f"there are {', '.join(KEYS)}",
+                    f"there is no rule {key!r}",
+                    remedy=f"did you mean {near[0]}?" if near else f"the rules are {', '.join(KEYS)}",
                 )
             rules = KEYS[key](rules, text.strip())
         return rules
 
     def texts(self) -> dict[str, str]:
-        """By key, such that `Rules().changed(rules.texts()) == rules`."""
+        """Texts by key, such that `Rules().with_settings(rules.texts()) == rules`."""
         hot = f"{self.hot_C:.0f}/{self.cool_C:.0f}" if self.hot_C < math.inf else OFF
         return {
             "upload": self.upload or OFF,
             "download": self.download or OFF,
-            "budget": str(self.budget_bytes) if self.budget_bytes else OFF,
+            "budget": _format_bytes(self.budget_bytes) if self.budget_bytes else OFF,
             "hours": ",".join(map(str, self.hours)) or OFF,
             "battery": "pause" if self.battery else "run",
             "gpu": "pause" if self.gpu else "run",
@@ -128,7 +126,7 @@ class Rules:
         }
 
 
-# -- what people write -----------------------------------------------------------------------------------
+# -- parsing ---------------------------------------------------------------------------------------------
 
 
 def _wrong(key: str, text: str, remedy: str) -> ConfigError:
@@ -152,8 +150,14 @@ def _budget(rules: Rules, text: str) -> Rules:
     match = _BYTES.fullmatch(text)
     nbytes = round(float(match[1]) * _PREFIX[match[2].lower()]) if match is not None else 0
     if not 1 <= nbytes <= MAX_BYTES:
-        raise _wrong("budget", text, "write bytes a day, such as 500MB or 5GB; off: any number")
+        raise _wrong("budget", text, "write bytes a day, such as 500MB or 5GB; off: no limit")
     return replace(rules, budget_bytes=nbytes)
+
+
+def _format_bytes(nbytes: int) -> str:
+    """As `_budget` reads it, exactly: in the largest unit that divides it."""
+    unit = next(unit for unit, factor in reversed(_PREFIX.items()) if nbytes % factor == 0)
+    return f"{nbytes // _PREFIX[unit]}{unit.upper() if unit != 'k' else unit}B"
 
 
 def _hours(rules: Rules, text: str) -> Rules:
@@ -185,7 +189,7 @@ def _switch(name: str) -> Callable[[Rules, str], Rules]:
 
 
 def parse_duration_s(text: str) -> float | None:
-    """From "90s", "15m", "12h" or "7d"; None: it is no duration."""
+    """Seconds from "90s", "15m", "12h" or "7d"; None: it is not a duration."""
     match = _SPAN.fullmatch(text)
     return float(match[1]) * _UNIT_s[match[2]] if match is not None else None
 
@@ -195,7 +199,7 @@ def _idle(rules: Rules, text: str) -> Rules:
         return replace(rules, idle_s=0.0)
     idle_s = parse_duration_s(text)
     if idle_s is None or not 1 <= idle_s <= 86_400:
-        raise _wrong("idle", text, "write how long nobody has touched the computer, such as 10m; off: never")
+        raise _wrong("idle", text, "write a time without use, such as 10m; off: do not pause for it")
     return replace(rules, idle_s=idle_s)
 
 
@@ -206,7 +210,9 @@ def _temperature(rules: Rules, text: str) -> Rules:
     hot_C = float(match[1]) if match is not None else 0.0
     cool_C = float(match[2]) if match is not None and match[2] else hot_C - COOL_BY_C
     if not 30 <= hot_C <= 120 or not 20 <= cool_C < hot_C:
-        raise _wrong("temperature", text, "write degrees Celsius: 80, or 80/70 to go on below 70; off: any")
+        raise _wrong(
+            "temperature", text, "write degrees Celsius: 80, or 80/70 to continue below 70; off: no limit"
+        )
     return replace(rules, hot_C=hot_C, cool_C=cool_C)
 
 
@@ -223,26 +229,26 @@ KEYS: dict[str, Callable[[Rules, str], Rules]] = {
 
 
 def parse_pairs(words: Iterable[str]) -> dict[str, str]:
-    """From "key=value" words.  Raises `ConfigError`."""
+    """Rules from "key=value" words.  Raises `ConfigError`."""
     settings: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key:
-            raise ConfigError(f"{word!r} is no KEY=VALUE", remedy=f"the keys are {', '.join(KEYS)}")
+            raise ConfigError(f"{word!r} is not KEY=VALUE", remedy=f"the keys are {', '.join(KEYS)}")
         settings[key] = value
     return settings
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyDecision:
-    """Whether the script may train, and if not, why, and until when that is foreseen (None: it is not)."""
+    """Whether the script may train; if not, the reasons and the expected end (None: not known)."""
 
     may_train: bool
     reasons: tuple[str, ...] = ()
     until: datetime | None = None
 
     def text(self) -> str:
-        """For people: "battery, until 22:00"."""
+        """As "battery, until 22:00"; "" if training is allowed."""
         if self.may_train:
             return ""
         until = f", until {self.until:%H:%M}" if self.until is not None else ""
@@ -250,11 +256,11 @@ class PolicyDecision:
 
 
 class TrainingPolicy:
-    """See the module's text.
+    """One worker's rules, its pause by the owner, and what earlier readings still mean.
 
     Attributes:
-        rules: replaced as a whole when they are changed.
-        held: the owner has said pause.
+        rules: replaced as a whole when they change.
+        is_paused: the owner has paused the worker.
     """
 
     def __init__(self, rules: Rules | None = None) -> None:
@@ -265,29 +271,29 @@ class TrainingPolicy:
         self._gpu_last_used: datetime | None = None
 
     def pause(self, until: datetime | None = None) -> None:
-        """The owner's word: until then, or until `resume`."""
+        """Pause for the owner until then, or until `resume`."""
         self.is_paused, self._paused_until = True, until
 
     def resume(self) -> None:
-        """Takes `pause` back; rules hold on."""
+        """End `pause`; the rules still apply."""
         self.is_paused, self._paused_until = False, None
 
     def unreadable(self, readings: SensorReadings) -> dict[str, str]:
-        """Sensors that a rule needs and nobody can read, and why."""
+        """Sensors that a rule needs and that cannot be read, each with the reason."""
         found = {name: readings.why_absent(name) for name in self.rules.sensors}
         return {name: why for name, why in found.items() if why}
 
     def decide(self, readings: SensorReadings, moved_today_bytes: int, now: datetime) -> PolicyDecision:
-        """`now`: local time, without a zone.  `moved_today_bytes`: sent and received since midnight."""
-        holding: list[tuple[str, datetime | None]] = []
+        """Apply all rules.  `now`: local time without a time zone; `moved_today_bytes`: since midnight."""
+        blocking: list[tuple[str, datetime | None]] = []
         if self.is_paused and self._paused_until is not None and now >= self._paused_until:
             self.resume()
         if self.is_paused:
-            holding.append(("its owner said so", self._paused_until))
+            blocking.append(("on request", self._paused_until))
         if self.rules.hours and not self._open(now):
-            holding.append(("outside of its hours", self._next_open(now)))
+            blocking.append(("outside its hours", self._next_open(now)))
         if self.rules.budget_bytes and moved_today_bytes >= self.rules.budget_bytes:
-            holding.append(("the day's bytes are used up", _midnight(now)))
+            blocking.append(("the day's traffic budget is used up", _midnight(now)))
         for name in self.rules.sensors:
             why = readings.why_absent(name)
             said = (
@@ -296,13 +302,13 @@ class TrainingPolicy:
                 else self._sensor_reason(name, readings, now)
             )
             if said:
-                holding.append((said, None))
-        known = [until for _, until in holding]
+                blocking.append((said, None))
+        known = [until for _, until in blocking]
         until = None if None in known else max((u for u in known if u is not None), default=None)
-        return PolicyDecision(not holding, tuple(reason for reason, _ in holding), until)
+        return PolicyDecision(not blocking, tuple(reason for reason, _ in blocking), until)
 
     def _sensor_reason(self, name: str, readings: SensorReadings, now: datetime) -> str:
-        """What keeps the script from training; empty: nothing of this kind."""
+        """Why the readings of sensor `name` pause the script; "": they do not."""
         match name:
             case "battery":
                 return "battery" if readings.on_battery else ""
@@ -319,14 +325,14 @@ class TrainingPolicy:
         if used:
             self._gpu_last_used = now
         since = self._gpu_last_used
-        # A clock that was set back must not hold the script for ever.
+        # A clock that was set back must not pause the script for ever.
         quiet = since is None or not timedelta() <= now - since < timedelta(seconds=GPU_QUIET_S)
         return "" if quiet else "the GPU is in use"
 
     def _heat(self, temperature_C: float) -> str:
-        """Two limits, so that the machine does not start and stop every few seconds."""
+        """Two limits (hysteresis), so that the script does not start and stop every few seconds."""
         self._hot = temperature_C >= (self.rules.cool_C if self._hot else self.rules.hot_C)
-        return f"hot: {temperature_C:.0f} C, goes on below {self.rules.cool_C:.0f}" if self._hot else ""
+        return f"hot: {temperature_C:.0f} C, continues below {self.rules.cool_C:.0f}" if self._hot else ""
 
     def _open(self, now: datetime) -> bool:
         minute = now.hour * 60 + now.minute

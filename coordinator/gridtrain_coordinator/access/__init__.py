@@ -1,1 +1,6 @@
-"""Who may come in, who violated the protocol, who is banned.  Pure."""
+"""Access control: which keys may connect, and which members are removed.  Pure.
+
+Enrol, orders of the operator --> authorization --> replies, journal entries, members to remove
+                                       |   uses authorization_rules: bounds, limits, refusals
+violations -------------------> violations: which accusations count
+"""

@@ -1,17 +1,16 @@
-"""The coordinator's door: whose key may come in, as what, and who has to go.
+"""Access control of the coordinator: which keys may connect, in which role, and which are removed.
 
-Decides by keys alone: a name proves nothing.  Never touches a socket, a clock or a disk: `wall_s` is the
-wall clock, as invitations outlive a restart; `now_s` is any clock; what must be durable is returned as
-`Journal` entries, to be written before anything that follows is sent.  `recover` reads them back.
+    stranger --the operator invites--> pending member --Enrol--> member --kick, violations--> stranger
+                  (a token with a number of uses and an end)        |             (needs a new invitation)
+                                                                    +--ban--> banned --unban--> stranger
 
-    stranger --the run's owner invites--> guest --Enrol--> member --kick, third strike--> stranger
-                  (a token, with uses and an end)             |                     (needs a new invitation)
-                                                              +--ban--> banned --unban--> stranger
+Access depends on keys alone: a name proves nothing.  A member's key stays a member's over restarts of both
+sides.  Only the digest of an invitation's public key is stored, so that a reader of the journal cannot use or
+recognize an invitation.  A worker whose invitation is not valid hears only that; one whose invitation is
+valid hears why its key is not admitted again.
 
-A member's key stays a member's over restarts of both sides.  What is kept of an invitation is a digest of
-its public key, so that whoever reads the journal cannot come in with what stands there, nor recognise an
-invitation on its way.  A guest whose invitation is not valid is told that much, whatever the cause; one whose
-invitation is valid is told why the key that it names is not let in again.
+`wall_s` is the wall clock, as invitations outlive a restart; `now_s` is any clock.  What must be durable is
+returned as journal entries, to be written before any reply is sent; `recover_authorization` reads them.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from gridtrain_coordinator.access.violations import ViolationLog, ViolationRecor
 from gridtrain_coordinator.run.events import JournalEntry
 
 MAX_LISTED = 1000
-"""Of each kind in `picture`."""
+"""Of each kind in `status`."""
 
 
 class AccessRole(StrEnum):
-    """The same words as `transport.base.Standing`, which a core must not import: `Standing(answer)`."""
+    """The values of `ConnectionRole` in the transport, which a pure package must not import."""
 
     STRANGER = "stranger"
     GUEST = "guest"
@@ -42,7 +41,7 @@ class AccessRole(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AccessReply:
-    """What to write down, then to whom else to say goodbye and why, then what to reply."""
+    """A reply, the entries to write first, and the members to remove with the reasons."""
 
     reply: m.Enrolled | m.OperatorReply | m.Refused
     entries: tuple[JournalEntry, ...] = ()
@@ -51,13 +50,13 @@ class AccessReply:
 
 @dataclass(frozen=True, slots=True)
 class ViolationOutcome:
-    """What follows from a strike.
+    """What follows from a violation.
 
     Attributes:
-        kicked: members that are none any more, and why; to be dismissed.
-        restored: members that had been kicked by the word of a liar, and are members again.
-        believed: the strike counts; False: its accuser is suspected, or has said enough.
-        strikes: how many of the accused's count now.
+        removed: members to remove, with the reasons.
+        restored: members that were removed because of a false accusation, and are members again.
+        is_counted: False: the accuser is suspected, or has made enough accusations.
+        violation_count: the number of the accused's violations that count now.
     """
 
     entries: tuple[JournalEntry, ...] = ()
@@ -77,21 +76,21 @@ class _Invitation:
 
 @dataclass(frozen=True, slots=True)
 class _Removal:
-    serial: int  # of the latest invitation at that time: only a later one lets the key in again
+    serial: int  # of the latest invitation at that time; only a later one admits the key again
     is_for_violations: bool
     reason: str
 
 
-# -- the door ----------------------------------------------------------------------------------------
+# -- access control ----------------------------------------------------------------------------------
 
 
 class Authorization:
-    """See the module's text.
+    """The keys that may connect.
 
     Args:
         run: the run's name, for replies.
         operator: the key that may give orders; None: nobody may.
-        coordinator: our own key, which nobody else can have.
+        coordinator: the coordinator's own key, which nobody else can have.
         open_to_all: every key is a peer unless it was kicked or banned; for groups within one process.
     """
 
@@ -109,16 +108,16 @@ class Authorization:
         self._reserved_keys = {operator, coordinator}
         self._invitations: dict[str, _Invitation] = {}
         self._serial = 0
-        self._members: dict[m.PeerId, str] = {}  # and the id of the invitation that they came with
-        self._banned: dict[m.PeerId, str] = {}  # and why
-        self._banned_names: dict[m.PeerId, str] = {}  # by which people knew them, where they did
+        self._members: dict[m.PeerId, str] = {}  # with the id of the invitation that they used
+        self._banned: dict[m.PeerId, str] = {}  # with the reasons
+        self._banned_names: dict[m.PeerId, str] = {}  # names of banned workers, where known
         self._removed: dict[m.PeerId, _Removal] = {}
         self._violations = ViolationLog()
-        self._recent_enrolments: list[tuple[float, str]] = []  # when, and from which range
+        self._recent_enrolments: list[tuple[float, str]] = []  # (time, address range)
         self._joins: dict[m.PeerId, deque[float]] = {}
 
     def access_role(self, key: m.PeerId, wall_s: float) -> AccessRole:
-        """What `key` may do now: asked at each handshake and for each message."""
+        """The role of `key` now; asked at each handshake and for each message."""
         if self.is_operator(key) or self._is_member(key):
             return AccessRole.PEER
         invitation = self._invitations.get(invitation_digest(key))
@@ -129,24 +128,27 @@ class Authorization:
     def is_operator(self, key: m.PeerId) -> bool:
         return rules.is_operator(key, self._operator)
 
-    # -- guests and members --------------------------------------------------------------------
+    # -- pending and enrolled members --------------------------------------------------------------------
 
     def enrol(self, invitation_key: m.PeerId, peer: m.PeerId, host: str, wall_s: float) -> AccessReply:
-        """`Enrol`: let `peer` in, if the invitation by whose key the guest is connected is valid.
+        """Handle `Enrol`: make `peer` a member if the invitation with this key is valid.
 
-        `host` is where the connection comes from.  A key that is a member's already costs no use.
+        A key that is a member already costs no use of the invitation.
+
+        Args:
+            host: from where the connection comes.
         """
         name = invitation_digest(invitation_key)
         invitation = self._invitations.get(name)
-        kick = self._removed.get(peer)
+        removal = self._removed.get(peer)
         if invitation is None or not _is_valid(invitation, wall_s):
             return AccessReply(rules.INVALID_INVITATION)
         if rules.is_banned(peer, self._banned):
             return AccessReply(rules.banned_refusal(peer, self._banned[peer]))
         if peer in self._members:
             return AccessReply(m.Enrolled(self._run))
-        if kick is not None and rules.predates_removal(invitation.serial, kick.serial):
-            return AccessReply(rules.removed_refusal(kick.reason))
+        if removal is not None and rules.predates_removal(invitation.serial, removal.serial):
+            return AccessReply(rules.removed_refusal(removal.reason))
         if (
             peer in self._reserved_keys
             or peer == invitation_key
@@ -164,14 +166,14 @@ class Authorization:
         )
 
     def allow_join(self, peer: m.PeerId, now_s: float) -> bool:
-        """Counts this attempt.  False: answer `door_rules.TOO_OFTEN`."""
+        """Count this attempt; False: to be refused with `TOO_MANY_JOINS`."""
         joins = self._joins.pop(peer, None) or deque(maxlen=rules.MAX_JOINS_PER_WORKER)
         while joins and joins[0] <= now_s - rules.JOIN_WINDOW_S:
             joins.popleft()
         allowed = not rules.exceeds_join_rate(len(joins))
         if allowed:
             joins.append(now_s)
-        self._joins[peer] = joins  # at the end: the first ones have been quiet for longest
+        self._joins[peer] = joins  # reinserted last: the first entries have been quiet for longest
         if len(self._joins) > rules.MAX_JOINERS:
             del self._joins[next(iter(self._joins))]
         return allowed
@@ -184,12 +186,12 @@ class Authorization:
         )
 
     def _exceeds_enrolment_rate(self, where: str, wall_s: float) -> bool:
-        """Times to come are those before the wall clock was set back."""
+        """Ignores times in the future, from before the wall clock was set back."""
         self._recent_enrolments = [
-            line for line in self._recent_enrolments if 0 <= wall_s - line[0] < rules.ENROL_WINDOW_S
+            entry for entry in self._recent_enrolments if 0 <= wall_s - entry[0] < rules.ENROL_WINDOW_S
         ]
         return (
-            rules.exceeds_enrolment_rate(sum(line[1] == where for line in self._recent_enrolments))
+            rules.exceeds_enrolment_rate(sum(entry[1] == where for entry in self._recent_enrolments))
             or len(self._recent_enrolments) >= rules.MAX_ENROLS
         )
 
@@ -198,7 +200,7 @@ class Authorization:
     def handle_order(
         self, sender: m.PeerId, message: m.Invite | m.RemoveWorker | m.Unban, wall_s: float, name: str = ""
     ) -> AccessReply:
-        """An order, from whomever it comes; `name`: of the worker that is expelled, if it is known."""
+        """Handle an order from any sender; `name`: of the worker that is removed, if it is known."""
         if not self.is_operator(sender):
             return AccessReply(rules.NOT_OPERATOR)
         match message:
@@ -210,16 +212,16 @@ class Authorization:
                 return self.pardon(peer)
 
     def invite(self, key: m.PeerId, uses: int, expires_s: float, wall_s: float) -> AccessReply:
-        """Make `key` an invitation's; `expires_s` 0: withdraw it, whoever holds it."""
+        """Register `key` as an invitation's; with `expires_s` 0, withdraw that invitation."""
         name = invitation_digest(key)
         if expires_s <= 0:
             if name not in self._invitations:
                 return _refused(
-                    "unknown", "there is no such invitation", "it has ended, or is of another run"
+                    "unknown", "there is no such invitation", "it has ended, or belongs to another run"
                 )
             entry = self._apply_and_journal("invitation", key=name, uses=uses, until_s=wall_s, at_s=wall_s)
             return AccessReply(
-                m.OperatorReply("the invitation is withdrawn; who came in with it stays"), (entry,)
+                m.OperatorReply("the invitation is withdrawn; workers that used it stay"), (entry,)
             )
         if uses > rules.MAX_USES or expires_s > rules.MAX_EXPIRES_S:
             return _refused(
@@ -243,7 +245,7 @@ class Authorization:
         return AccessReply(m.OperatorReply(f"the invitation {name[:8]} can be used {times}"), (entry,))
 
     def expel(self, peer: m.PeerId, ban: bool, reason: str, name: str = "") -> AccessReply:
-        """Kick a member, or ban a key, member or not."""
+        """Kick a member, or ban a key, whether or not it is a member's."""
         reason = rules.clean_reason(reason) or "the run's owner decided so"
         if peer in self._reserved_keys:
             return _refused("ours", "this is the coordinator's or your own key", "name a worker")
@@ -257,11 +259,11 @@ class Authorization:
             return _refused("too-many", f"{rules.MAX_BANNED} keys are banned", "unban some")
         cause = "liar" if self._violations.is_suspected(peer) else "order"
         entries, _ = self._remove(peer, ban, reason, cause, rules.clean_reason(name) if ban else "")
-        done = "is banned until you unban it" if ban else "is out; it needs a new invitation to come back"
+        done = "is banned until you unban it" if ban else "is removed; it needs a new invitation to come back"
         return AccessReply(m.OperatorReply(f"{_short(peer)} {done}"), tuple(entries), ((peer, reason),))
 
     def pardon(self, peer: m.PeerId) -> AccessReply:
-        """Lift a ban; where everybody may come in, also undo a kick."""
+        """Lift a ban; with `open_to_all`, also undo a kick."""
         if peer not in self._banned and not (self._open_to_all and peer in self._removed):
             return _refused(
                 "unknown", f"{_short(peer)} is not banned", "`gridtrain members` lists the banned"
@@ -270,44 +272,45 @@ class Authorization:
         then = "it can come back" if self._open_to_all else "with a new invitation it can come back"
         return AccessReply(m.OperatorReply(f"{_short(peer)} is not banned any more; {then}"), (entry,))
 
-    # -- strikes -------------------------------------------------------------------------------
+    # -- violations ----------------------------------------------------------------------------
 
     def record_violation(
         self, peer: m.PeerId, reason: str, accuser: m.PeerId | None, now_s: float
     ) -> ViolationOutcome:
-        """`peer` broke the protocol, says `accuser`; None: we have seen it ourselves."""
-        strike = ViolationRecord(accuser, rules.clean_reason(reason))
-        if not self._is_member(peer) or not self._violations.add(peer, strike):
+        """`accuser` reports that `peer` broke the protocol; None: the coordinator saw it."""
+        violation = ViolationRecord(accuser, rules.clean_reason(reason))
+        if not self._is_member(peer) or not self._violations.add(peer, violation):
             return ViolationOutcome(violation_count=self._violations.count(peer))
-        said_by = accuser.hex() if accuser is not None else ""
-        entry = JournalEntry("strike", {"peer": peer.hex(), "accuser": said_by, "reason": strike.reason})
+        accuser_text = accuser.hex() if accuser is not None else ""
+        body = {"peer": peer.hex(), "accuser": accuser_text, "reason": violation.reason}
+        entry = JournalEntry("strike", body)
         return self._evaluate_violations([entry], now_s, peer, accuser)
 
     def tick(self, now_s: float) -> ViolationOutcome:
-        """To be called once a second: accusers that nobody has confirmed in time have to go."""
+        """To be called once a second: remove accusers that nobody has confirmed in time."""
         return self._evaluate_violations([], now_s, None, None)
 
     def _evaluate_violations(
         self, entries: list[JournalEntry], now_s: float, peer: m.PeerId | None, accuser: m.PeerId | None
     ) -> ViolationOutcome:
-        kicked: list[tuple[m.PeerId, str]] = []
+        removed_members: list[tuple[m.PeerId, str]] = []
         restored: list[m.PeerId] = []
         for liar in self._violations.review_suspects(now_s):
-            told = len(self._violations.accused_by(liar))
-            reason = f"accused {told} members, and nobody else had seen anything of the kind"
-            kicked += [(liar, reason)] if self._is_member(liar) else []
-            written, again = self._remove(liar, False, reason, "liar")
-            entries += written
-            restored += again
+            count = len(self._violations.accused_by(liar))
+            reason = f"accused {count} members, and nobody else confirmed it"
+            removed_members += [(liar, reason)] if self._is_member(liar) else []
+            removal_entries, reinstated = self._remove(liar, False, reason, "liar")
+            entries += removal_entries
+            restored += reinstated
         for accused in self._violations.members_over_limit():
             if self._is_member(accused):
-                strikes = self._violations.records_of(accused)
-                reason = f"{len(strikes)} strikes, the last one: {strikes[-1].reason}"
-                kicked.append((accused, reason))
+                violations = self._violations.records_of(accused)
+                reason = f"{len(violations)} violations, the latest: {violations[-1].reason}"
+                removed_members.append((accused, reason))
                 entries += self._remove(accused, False, reason, "strikes")[0]
         return ViolationOutcome(
             tuple(entries),
-            tuple(kicked),
+            tuple(removed_members),
             tuple(restored),
             is_counted=peer is not None and not self._violations.is_suspected(accuser),
             violation_count=self._violations.count(peer) if peer is not None else 0,
@@ -316,7 +319,7 @@ class Authorization:
     def _remove(
         self, peer: m.PeerId, ban: bool, reason: str, cause: str, name: str = ""
     ) -> tuple[list[JournalEntry], list[m.PeerId]]:
-        """What to write down, and who is a member again because it was kicked by the word of this liar."""
+        """Entries to write, and the members that are restored because this liar had accused them."""
         victims = self._violations.accused_by(peer) if cause == "liar" else []
         named = {"name": name} if name else {}
         entries = [
@@ -329,10 +332,10 @@ class Authorization:
         return entries, innocent
 
     def _was_removed_in_error(self, victim: m.PeerId) -> bool:
-        kick = self._removed.get(victim)
+        removal = self._removed.get(victim)
         return (
-            kick is not None
-            and kick.is_for_violations
+            removal is not None
+            and removal.is_for_violations
             and not exceeds_limit(len(self._violations.records_of(victim)))
         )
 
@@ -343,9 +346,9 @@ class Authorization:
         return JournalEntry(kind, body)
 
     def apply_entry(self, kind: str, body: Mapping[str, Any]) -> None:
-        """Do what a journal's entry says; other kinds are other people's.
+        """Apply a journal entry; entries of other kinds are ignored.
 
-        Raises `KeyError`, `TypeError` or `ValueError` for an entry that no door wrote.
+        Raises `KeyError`, `TypeError` or `ValueError` for an entry that no coordinator wrote.
         """
         match kind:
             case "invitation":
@@ -364,14 +367,16 @@ class Authorization:
                 self._removed.pop(peer, None)
                 if not self._open_to_all:
                     self._removed[peer] = _Removal(
-                        self._serial, False, "it was banned, and has not come in since that was lifted"
+                        self._serial,
+                        False,
+                        "it was banned, and has not been invited since the ban was lifted",
                     )
             case "strike":
-                said_by = rules.parse_text(body["accuser"])
-                strike = ViolationRecord(
-                    rules.parse_key(said_by) if said_by else None, rules.parse_text(body["reason"])
+                accuser_text = rules.parse_text(body["accuser"])
+                violation = ViolationRecord(
+                    rules.parse_key(accuser_text) if accuser_text else None, rules.parse_text(body["reason"])
                 )
-                self._violations.add(rules.parse_key(body["peer"]), strike)
+                self._violations.add(rules.parse_key(body["peer"]), violation)
 
     def _apply_invitation(self, body: Mapping[str, Any]) -> None:
         name, uses = rules.parse_key(body["key"]).hex(), body["uses"]
@@ -390,7 +395,7 @@ class Authorization:
             self._invitations[name] = _Invitation(self._serial, uses, until_s)
 
     def _apply_enrolled(self, peer: m.PeerId, invitation: str) -> None:
-        """An invitation of no name: nobody used one, it is a member again."""
+        """Without an invitation: a member is restored."""
         if invitation:
             self._violations.clear(peer)
         if invitation in self._invitations:
@@ -414,14 +419,23 @@ class Authorization:
     # -- what is seen from outside -------------------------------------------------------------
 
     def status(self, wall_s: float) -> dict[str, Any]:
-        """For `gridtrain members`; JSON-able, bounded, and of no use to come in with."""
-        valid = [(name, one) for name, one in self._invitations.items() if _is_valid(one, wall_s)]
+        """For `gridtrain members`; JSON-able and bounded; reveals no invitation."""
+        valid = [
+            (name, invitation)
+            for name, invitation in self._invitations.items()
+            if _is_valid(invitation, wall_s)
+        ]
         members, banned = list(self._members)[-MAX_LISTED:], list(self._banned.items())[-MAX_LISTED:]
         return {
             "open_to_all": self._open_to_all,
             "invitations": [
-                {"id": name[:8], "uses": one.uses, "used": one.used, "left_s": round(one.until_s - wall_s, 1)}
-                for name, one in valid[-MAX_LISTED:]
+                {
+                    "id": name[:8],
+                    "uses": invitation.uses,
+                    "used": invitation.used,
+                    "left_s": round(invitation.until_s - wall_s, 1),
+                }
+                for name, invitation in valid[-MAX_LISTED:]
             ],
             "enrolled_total": len(self._members),
             "enrolled": [
@@ -439,7 +453,7 @@ class Authorization:
         }
 
     def violation_count(self, peer: m.PeerId) -> int:
-        """How many count against it now."""
+        """The number of violations that count now."""
         return self._violations.count(peer)
 
     def _banned_row(self, peer: m.PeerId, reason: str) -> dict[str, Any]:
@@ -447,12 +461,12 @@ class Authorization:
         return {"peer": peer.hex(), **({"name": name} if name else {}), "reason": reason}
 
     def _violations_row(self, peer: m.PeerId) -> dict[str, Any]:
-        strikes = self._violations.records_of(peer)[-10:]
-        said = [
-            {"by": _short(one.accuser) if one.accuser is not None else "coordinator", "reason": one.reason}
-            for one in strikes
+        violations = self._violations.records_of(peer)[-10:]
+        accusations = [
+            {"by": _short(x.accuser) if x.accuser is not None else "coordinator", "reason": x.reason}
+            for x in violations
         ]
-        return {"peer": peer.hex(), "strikes": self._violations.count(peer), "said": said}
+        return {"peer": peer.hex(), "strikes": self._violations.count(peer), "said": accusations}
 
 
 def recover_authorization(
@@ -463,14 +477,14 @@ def recover_authorization(
     operator: m.PeerId | None = None,
     coordinator: m.PeerId | None = None,
 ) -> Authorization:
-    """The door as the journal left it; the counts of joins and enrolments of the last minutes begin anew.
+    """Read the journal; recent joins and enrolments are counted from zero again.
 
     Raises `KeyError`, `TypeError` or `ValueError` for entries that no coordinator wrote.
     """
-    door = Authorization(open_to_all, run=run, operator=operator, coordinator=coordinator)
+    authorization = Authorization(open_to_all, run=run, operator=operator, coordinator=coordinator)
     for kind, body in entries:
-        door.apply_entry(kind, body)
-    return door
+        authorization.apply_entry(kind, body)
+    return authorization
 
 
 def _is_valid(invitation: _Invitation, wall_s: float) -> bool:

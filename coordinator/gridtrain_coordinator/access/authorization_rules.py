@@ -1,7 +1,7 @@
-"""The single rules of the coordinator's door: bounds, defences, refusals, and how its entries are read.
+"""Single rules of access control: bounds, limits, refusals, and the parsing of journal entries.
 
-Decides one question a function, knows no state, touches nothing.  `protocol.door` looks each of them up in
-this module when it needs it, so that a test can take one away and show what happens without it.
+Each function answers one question without state.  `authorization` looks them up in this module at each use,
+so that a test can disable one and show what happens without it.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Container
 
 from gridtrain.core import messages as m
 
-MAX_INVITATIONS = 1000  # open ones
+MAX_INVITATIONS = 1000  # valid ones
 MAX_USES = 10_000
 MAX_EXPIRES_S = 366 * 86_400.0
 MAX_MEMBERS = 10_000
 MAX_BANNED = 10_000
-MAX_REMOVED = 10_000  # the longest known are forgotten: any open invitation lets them in again
+MAX_REMOVED = 10_000  # beyond it the oldest are forgotten, and any valid invitation admits them again
 
 MAX_ENROLS_PER_RANGE, ENROL_WINDOW_S = 64, 600.0
-"""So many new members may come from one range of addresses within that time."""
+"""Most enrolments from one range of addresses within that time."""
 
 MAX_ENROLS = 4096  # from all ranges within that time
 MAX_JOINS_PER_WORKER, JOIN_WINDOW_S = 20, 60.0
-"""A key may join so often within that time: a worker that crashes at its start does no harm."""
+"""Most joins of one key within that time, so that a worker that crashes at its start does no harm."""
 
 MAX_JOINERS = 20_000
 MAX_REASON_BYTES = 200
@@ -63,9 +63,9 @@ def exceeds_join_rate(joins: int) -> bool:
 
 
 def address_range(host: str) -> str:
-    """What belongs to one line or one household, roughly: an IPv4 /24, an IPv6 /48, or `host` itself.
+    """Roughly one connection or household: an IPv4 /24, an IPv6 /48, or `host` itself.
 
-    Loopback is a range like any other: it is generous enough for the workers of one machine.
+    Loopback is a range like any other; the limit is large enough for the workers of one machine.
     """
     try:
         address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
@@ -77,7 +77,7 @@ def address_range(host: str) -> str:
 
 
 def clean_reason(reason: str) -> str:
-    """As much of it as is kept and shown to others; printable, so that it fits wherever it is put."""
+    """The part of a reason that is stored and shown to others: printable, at most `MAX_REASON_BYTES`."""
     plain = "".join(letter if letter.isprintable() else " " for letter in reason)
     return plain.encode(errors="replace")[:MAX_REASON_BYTES].decode(errors="ignore").strip()
 
@@ -86,27 +86,27 @@ def clean_reason(reason: str) -> str:
 
 _ASK = "ask the run's owner for a new one"
 INVALID_INVITATION = m.Refused("invitation", "this invitation is not valid (any more)", _ASK)
-KEY_IN_USE = m.Refused("key", "this key is another one's", "start the worker with a key of its own")
+KEY_IN_USE = m.Refused("key", "this key belongs to somebody else", "start the worker with a key of its own")
 NOT_OPERATOR = m.Refused("operator", "only the run's owner may do that", "use the machine of the coordinator")
 TOO_MANY_ENROLMENTS = m.Refused(
     "too-many",
-    f"too many workers came in from your range of addresses in the last {ENROL_WINDOW_S / 60:.0f} minutes, "
-    "or there are too many altogether",
+    f"too many workers enrolled from your range of addresses in the last {ENROL_WINDOW_S / 60:.0f} minutes, "
+    "or there are too many in total",
     f"try again in {ENROL_WINDOW_S / 60:.0f} minutes",
 )
 TOO_MANY_JOINS = m.Refused(
     "too-often",
     f"this worker joined {MAX_JOINS_PER_WORKER} times within {JOIN_WINDOW_S:.0f} s",
-    "see in its output why it ends, then try again in a minute",
+    "look in its output for why it ends, then try again in a minute",
 )
 
 
 def removed_refusal(reason: str) -> m.Refused:
-    """To a key that was put out, and shows an invitation that was made before."""
+    """To a removed key whose invitation was made before it was removed."""
     return m.Refused(
         "kicked",
-        f"this worker was put out of the run: {reason}",
-        "ask the run's owner for a new invitation; one that was made before does not let it in again",
+        f"this worker was removed from the run: {reason}",
+        "ask the run's owner for a new invitation; an earlier one does not admit it again",
     )
 
 
@@ -138,6 +138,6 @@ def parse_text(text: object) -> str:
 def parse_seconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"a time is {value!r}")
-    if not -MAX_WALL_S <= value <= MAX_WALL_S:  # NaN is not
+    if not -MAX_WALL_S <= value <= MAX_WALL_S:  # NaN is refused as well
         raise ValueError(f"a time is {value!r}")
     return float(value)

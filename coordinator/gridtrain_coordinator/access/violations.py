@@ -1,22 +1,18 @@
-"""Who broke the protocol towards whom: the strikes, and whom to believe.
+"""Violations of the protocol: who accuses whom, and which accusations count.
 
-Decides when a member has had enough strikes, and when an accuser is itself the fault.  Never removes
-anybody (`protocol.door`), and never looks at what the accusation says.
+    accuser         accused                             what follows
+    (coordinator)   anna                                always counts
+    bert            anna, anna, anna                    all count: anna is removed
+    bert            anna, carl   and nobody else does   bert is the common end of both: suspected
+    dora            anna                                bert is no longer the only accuser of anna: believed
 
-    accuser   accused                             what follows
-    (us)      anna                                always counts: the coordinator has seen it itself
-    bert      anna, anna, anna                    all count: anna is out
-    bert      anna, carl   and nobody else does   bert is the common end of both: suspected
-    dora      anna                                bert is not alone with anna any more: believed again
+Accusations of a suspected accuser do not count, and new ones are not recorded.  If nobody else confirms one
+of them within `CONFIRMATION_TIMEOUT_S`, the accuser is removed and all its accusations are withdrawn.
 
-While an accuser is suspected, what it said moves nobody, and what it says is not written down.  If nobody
-else has confirmed one of its stories within `GRACE_S`, it is out, and all that it said is withdrawn.
-
-What this promises: one liar, whatever it says, costs the group at most one other member, and that one is
-let in again when the liar is found out.  A member whose broken memory or middle box ruins what it receives
-is found too.  What it does not promise: which of two was at fault, when it is one word against one
-(three accusations are then enough); a group in which the honest cannot confirm each other because the
-liars work together, or because only one honest member is there to be attacked.
+Guaranteed: one liar costs the group at most one other member, which is restored when the liar is found out.
+A member whose broken memory or middle box corrupts what it receives is found, too.  Not guaranteed: which of
+two members is at fault if nobody else is involved (three accusations are then enough), or any protection if
+the liars work together or only one honest member is accused.
 """
 
 from __future__ import annotations
@@ -28,52 +24,58 @@ from gridtrain.core.messages import PeerId
 
 VIOLATIONS_BEFORE_REMOVAL = 3
 CONFIRMATION_TIMEOUT_S = 5.0
-"""Two members that attack everybody at once are accused by everybody within this."""
+"""Two members that attack everybody at once are accused by everybody within this time."""
 
 MAX_ACCUSED = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class ViolationRecord:
-    """accuser None: the coordinator saw it itself."""
+    """`accuser` None: the coordinator saw it."""
 
     accuser: PeerId | None
     reason: str
 
 
-def exceeds_limit(strikes: int) -> bool:
-    return strikes >= VIOLATIONS_BEFORE_REMOVAL
+def exceeds_limit(violations: int) -> bool:
+    return violations >= VIOLATIONS_BEFORE_REMOVAL
 
 
 def is_common_accuser(alone_with: Collection[PeerId]) -> bool:
-    """An accuser that nobody confirms about two different members is what these stories share."""
+    """An accuser whom nobody confirms about two different members is probably at fault itself."""
     return len(alone_with) >= 2
 
 
 class ViolationLog:
-    """See the module's text.  Bounded: `MAX_ACCUSED` members (the longest known is forgotten), and
-    `STRIKES` strikes from each accuser."""
+    """The accusations in a run.
+
+    Bounded: `MAX_ACCUSED` members (the oldest is forgotten), `VIOLATIONS_BEFORE_REMOVAL` from each accuser.
+    """
 
     def __init__(self) -> None:
         self._records: dict[PeerId, list[ViolationRecord]] = {}
-        self._suspects: dict[PeerId, float] = {}  # and until when they may be confirmed
+        self._suspects: dict[PeerId, float] = {}  # with the time until when they may be confirmed
 
-    def add(self, accused: PeerId, strike: ViolationRecord) -> bool:
-        """False: it is not written down, and changes nothing."""
-        strikes = self._records.get(accused, [])
-        same = sum(known.accuser == strike.accuser for known in strikes)
-        if accused == strike.accuser or same >= VIOLATIONS_BEFORE_REMOVAL or strike.accuser in self._suspects:
+    def add(self, accused: PeerId, record: ViolationRecord) -> bool:
+        """False: it is not recorded, and changes nothing."""
+        records = self._records.get(accused, [])
+        count = sum(earlier.accuser == record.accuser for earlier in records)
+        if (
+            accused == record.accuser
+            or count >= VIOLATIONS_BEFORE_REMOVAL
+            or record.accuser in self._suspects
+        ):
             return False
-        if not strikes and len(self._records) >= MAX_ACCUSED:
+        if not records and len(self._records) >= MAX_ACCUSED:
             del self._records[next(iter(self._records))]
-        self._records[accused] = [*strikes, strike]
+        self._records[accused] = [*records, record]
         return True
 
     def review_suspects(self, now_s: float) -> list[PeerId]:
-        """Look at the suspects again; those whose time is up."""
+        """Update the suspects; returns those that nobody has confirmed in time."""
         alone: dict[PeerId, list[PeerId]] = {}
-        for accused, strikes in self._records.items():
-            accusers = {strike.accuser for strike in strikes}
+        for accused, records in self._records.items():
+            accusers = {record.accuser for record in records}
             if len(accusers) == 1 and (accuser := accusers.pop()) is not None:
                 alone.setdefault(accuser, []).append(accused)
         common = sorted(accuser for accuser, alone_with in alone.items() if is_common_accuser(alone_with))
@@ -85,20 +87,20 @@ class ViolationLog:
     def accused_by(self, accuser: PeerId) -> list[PeerId]:
         return [
             accused
-            for accused, strikes in self._records.items()
-            if any(strike.accuser == accuser for strike in strikes)
+            for accused, records in self._records.items()
+            if any(record.accuser == accuser for record in records)
         ]
 
     def is_suspected(self, accuser: PeerId | None) -> bool:
         return accuser in self._suspects
 
     def members_over_limit(self) -> list[PeerId]:
-        """All who have had enough, by the word of those who are not suspected."""
+        """Members with enough violations from accusers that are not suspected."""
         return [accused for accused in self._records if exceeds_limit(self.count(accused))]
 
     def count(self, accused: PeerId) -> int:
-        """Strikes that count."""
-        return sum(not self.is_suspected(strike.accuser) for strike in self._records.get(accused, ()))
+        """Violations that count."""
+        return sum(not self.is_suspected(record.accuser) for record in self._records.get(accused, ()))
 
     def records_of(self, accused: PeerId) -> Sequence[ViolationRecord]:
         return self._records.get(accused, ())
@@ -107,12 +109,12 @@ class ViolationLog:
         return list(self._records)
 
     def withdraw_accusations(self, accuser: PeerId) -> None:
-        """All that it said."""
+        """Delete all its accusations."""
         self._suspects.pop(accuser, None)
-        for accused, strikes in list(self._records.items()):
-            kept = [strike for strike in strikes if strike.accuser != accuser]
-            if kept:
-                self._records[accused] = kept
+        for accused, records in list(self._records.items()):
+            remaining = [record for record in records if record.accuser != accuser]
+            if remaining:
+                self._records[accused] = remaining
             else:
                 del self._records[accused]
 

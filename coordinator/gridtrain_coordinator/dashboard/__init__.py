@@ -1,8 +1,8 @@
-"""The page on which people watch a run: served by the coordinator, for its own machine by default.
+"""The page on which people watch a run: served by the coordinator, by default for its own machine only.
 
-Nothing is imported here: without the extra `coordinator` the daemon runs as before.
+    daemon's loop --publish(status)--> dashboard_service --> board --> http_api: page, API, /metrics, /healthz
+      (never waits)  <---orders------  (its own thread)        |    \\
+                                                            history  event_stream, for all open pages
 
-    daemon's loop --show(picture)--> service.py --> board.py --> app.py: the API, /metrics, /healthz, the page
-      (never waits)  <---orders----  (own thread)    |    \\
-                                                history.py  live.py: one event a second, encoded once for all
+Nothing is imported here: without the extra `coordinator` the daemon runs without a dashboard.
 """

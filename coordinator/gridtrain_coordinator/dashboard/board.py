@@ -1,10 +1,9 @@
-"""What is on the board: the latest picture of the run, what changed in it, events, curves.
+"""The state of the dashboard: the latest status of the run, what changed in it, events, curves.
 
-Decides what is shown and how it is named.  Knows no clock, socket or thread; nothing that a worker said
-leaves it uncleaned.
+    update(status)   --> rows, run, topology, history --> full_state()    everything, for a page that opens
+    add_event(event) --> events                       --> take_changes()  what changed since the last call
 
-    show(picture) --> rows, run, shape, history --> whole()    everything, for a page that opens
-    note(event)   --> events                    --> tick(...)  what changed since the last one
+Has no clock, socket or thread.  Everything that workers report is sanitized.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MAX_EVENTS = 600
 MAX_EVENTS_A_TICK = 60
 MAX_DEPARTED = 50
 DEPARTED_RETENTION_S = 600.0
-"""Workers that are gone stay in the table for so long, with the reason."""
+"""How long workers that are gone stay in the table, with the reason."""
 
 LIVE_COLUMNS = (
     "state", "rank", "share", "step", "strikes", "heard_s", "stage", "loss", "computing_s", "selecting_s",
@@ -40,17 +39,17 @@ CHANGES = {"generation", "training", "paused", "waiting", "finished", "started",
 ARRIVAL_EVENTS = {"joined", "left", "caught_up", "following", "enrolled", "restored", "worker_finished"}
 EVENT_FIELDS = 12
 PAUSED_STATE = "paused"
-"""The state of a worker that its owner has paused: it is shown as long as it means to come back."""
+"""The state of a worker that its owner has paused."""
 
 STATE_REASONS = {
     "joining": "its links are being measured",
-    "following": "takes over the state while the others train",
+    "following": "receives the state while the others train",
     "admitted": "enters with the next generation",
 }
 
 
 def event_kind(event: str) -> str:
-    """For the time line."""
+    """Kind of an event on the timeline."""
     if event in FAULTS:
         return "fault"
     return "change" if event in CHANGES else "worker" if event in ARRIVAL_EVENTS else "other"
@@ -58,23 +57,23 @@ def event_kind(event: str) -> str:
 
 @dataclass(slots=True)
 class WorkerRow:
-    """One worker on the board; `id` is short and never used twice."""
+    """One worker in the table; `id` is short and never reused."""
 
     id: int
     description: dict[str, Any]
     live: list[Any]
     figures: dict[str, float] = field(default_factory=dict)
     address: str = ""
-    departed_s: float | None = None  # of the wall clock
+    departed_s: float | None = None  # wall clock
 
 
 class Board:
-    """See the module's text."""
+    """What the pages show."""
 
     def __init__(self) -> None:
         self.history = History()
         self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
-        self.event_counts: Counter[str] = Counter()  # events by name
+        self.event_counts: Counter[str] = Counter()  # by name
         self.run: dict[str, Any] = {}
         self.topology: dict[str, Any] = {"kind": "ring", "size": 0, "stages": 1, "edges": []}
         self.access: dict[str, Any] = {}
@@ -93,9 +92,9 @@ class Board:
     # -- what comes in -------------------------------------------------------------------------
 
     def add_event(self, at_s: float, level: str, event: str, fields: Mapping[str, Any]) -> None:
-        """One line of the coordinator's log."""
+        """Record an event of the coordinator's log."""
         name = sanitize.text(event, 40)
-        some = {
+        shown = {
             key: value
             for key, value in list(fields.items())[:EVENT_FIELDS]
             if key not in ("address", "tried")
@@ -108,7 +107,7 @@ class Board:
                 "level": sanitize.text(level, 10),
                 "event": name,
                 "kind": event_kind(name),
-                "fields": sanitize.tree(some),
+                "fields": sanitize.tree(shown),
             }
         )
         self._next_event += 1
@@ -123,52 +122,52 @@ class Board:
                 if event in ("lost", "left"):
                     row.description["ended"] = event
 
-    def update(self, picture: Mapping[str, Any], at_s: float) -> None:
-        """What the daemon knows now, at this time of the wall clock."""
+    def update(self, status: Mapping[str, Any], at_s: float) -> None:
+        """Record the daemon's status at this time of the wall clock."""
         self.updated_s = at_s
-        self.access = sanitize.tree(picture.get("door", {}), 6)
-        facts = {sanitize.text(k, 64): sanitize.text(v) for k, v in picture.get("facts", {}).items()}
+        self.access = sanitize.tree(status.get("door", {}), 6)
+        facts = {sanitize.text(k, 64): sanitize.text(v) for k, v in status.get("facts", {}).items()}
         run_load = parse_load(facts)
-        members = [each for each in picture["members"] if isinstance(each, Mapping)]
-        self._count_bytes(members, int(picture["step"]), picture, run_load)
-        self._staged = int(picture.get("stages", 1)) > 1
-        self._update_rows([*members, *_paused_rows(picture)], at_s)
-        slow = self._find_straggler() if picture["phase"] == "training" else None
+        members = [entry for entry in status["members"] if isinstance(entry, Mapping)]
+        self._count_bytes(members, int(status["step"]), status, run_load)
+        self._staged = int(status.get("stages", 1)) > 1
+        self._update_rows([*members, *_paused_rows(status)], at_s)
+        slow = self._find_straggler() if status["phase"] == "training" else None
         self.topology = {
-            **build_graph(picture, run_load).to_json(),
+            **build_graph(status, run_load).to_json(),
             "ids": self._ranked(),
             "waited_for": slow[0] if slow else None,
         }
         loss, share = self._loss(), self._share()
-        steps_per_s = sanitize.number(picture.get("steps_per_s"))
+        steps_per_s = sanitize.number(status.get("steps_per_s"))
         sent = [row.live[LIVE_COLUMNS.index("sent_Bps")] for row in self._present()]
         point = Point(
             at_s=round(at_s, 2),
-            step=int(picture["step"]),
+            step=int(status["step"]),
             bytes=round(self.exchanged_bytes),
             dense_bytes=round(self.dense_bytes),
             loss=loss,
             steps_per_s=steps_per_s,
             samples_per_s=steps_per_s * share if steps_per_s is not None else None,
-            sent_Bps=sum(each for each in sent if each is not None)
+            sent_Bps=sum(entry for entry in sent if entry is not None)
             if any(x is not None for x in sent)
             else None,
         )
         self.history.add(point)
-        self.run = self._run(picture, facts, point, slow)
+        self.run = self._run(status, facts, point, slow)
 
     def _run(
-        self, picture: Mapping[str, Any], facts: dict[str, str], point: Point, slow: tuple[int, str] | None
+        self, status: Mapping[str, Any], facts: dict[str, str], point: Point, slow: tuple[int, str] | None
     ) -> dict[str, Any]:
         states = Counter(row.live[0] for row in self._present())
         return {
-            "run": sanitize.text(picture["run"], 64),
-            "phase": sanitize.text(picture["phase"], 20),
-            "reason": sanitize.text(picture["reason"]),
-            "term": int(picture["term"]),
-            "generation": int(picture["generation"]),
-            "step": int(picture["step"]),
-            "world_size": int(picture["world_size"]),
+            "run": sanitize.text(status["run"], 64),
+            "phase": sanitize.text(status["phase"], 20),
+            "reason": sanitize.text(status["reason"]),
+            "term": int(status["term"]),
+            "generation": int(status["generation"]),
+            "step": int(status["step"]),
+            "world_size": int(status["world_size"]),
             "workers": dict(sorted(states.items())),
             "steps_per_s": shortened(point.steps_per_s),
             "samples_per_s": shortened(point.samples_per_s),
@@ -176,37 +175,39 @@ class Board:
             "loss": shortened(point.loss),
             "exchanged_bytes": round(self.exchanged_bytes),
             "dense_bytes": round(self.dense_bytes),
-            "drifts": int(picture.get("drifts", 0)),
-            "plan_reason": _plan_text(picture),
+            "drifts": int(status.get("drifts", 0)),
+            "plan_reason": _plan_text(status),
             "facts": facts,
-            "software": sanitize.text(picture.get("software", ""), 64),
-            "uptime_s": round(float(picture.get("uptime_s", 0.0))),
+            "software": sanitize.text(status.get("software", ""), 64),
+            "uptime_s": round(float(status.get("uptime_s", 0.0))),
             "now_s": point.at_s,
             "waited_for": {"id": slow[0], "reason": slow[1]} if slow else None,
-            "backup": sanitize.tree(picture["backup"]) if "backup" in picture else None,
+            "backup": sanitize.tree(status["backup"]) if "backup" in status else None,
         }
 
     def _update_rows(self, members: list[Mapping[str, Any]], at_s: float) -> None:
-        there = set()
+        present = set()
         for member in members:
             peer = sanitize.text(member["peer"], 64)
-            there.add(peer)
+            present.add(peer)
             row = self._rows.get(peer)
             if row is None:
                 row = self._rows[peer] = WorkerRow(self._next_id, {}, [])
                 self._next_id += 1
             self._fill(row, peer, member)
         for peer, row in list(self._rows.items()):
-            if peer not in there and row.departed_s is None:
+            if peer not in present and row.departed_s is None:
                 row.departed_s = at_s
                 row.live = [row.description.pop("ended", "gone"), None, *row.live[2:]]
                 row.description = {
                     **row.description,
-                    "reason": row.description.get("reason") or "it is not on the roll any more",
+                    "reason": row.description.get("reason") or "it is no longer registered",
                 }
-        gone = [peer for peer, row in self._rows.items() if row.departed_s is not None]
-        old = {peer for peer in gone if at_s - (self._rows[peer].departed_s or 0.0) > DEPARTED_RETENTION_S}
-        for peer in old | set(gone[: max(0, len(gone) - MAX_DEPARTED)]):
+        departed = [peer for peer, row in self._rows.items() if row.departed_s is not None]
+        expired = {
+            peer for peer in departed if at_s - (self._rows[peer].departed_s or 0.0) > DEPARTED_RETENTION_S
+        }
+        for peer in expired | set(departed[: max(0, len(departed) - MAX_DEPARTED)]):
             del self._rows[peer]
 
     def _fill(self, row: WorkerRow, peer: str, member: Mapping[str, Any]) -> None:
@@ -216,7 +217,7 @@ class Board:
             sanitize.text(k, 32): sanitize.text(v, 120) for k, v in dict(member.get("about", {})).items()
         }
         if state == PAUSED_STATE:
-            about = row.description.get("about", {})  # it says nothing now; what it said before stays true
+            about = row.description.get("about", {})  # it reports nothing while it is paused
         if row.departed_s is not None:
             row.departed_s, row.description = None, {}
         values = {name: sanitize.number(figures.get(name)) for name in _FIGURES}
@@ -236,8 +237,8 @@ class Board:
         row.address = sanitize.text(member.get("address", ""), 120)
         row.figures = {
             sanitize.text(name, 64): value
-            for name, told in list(figures.items())[: sanitize.MAX_ITEMS]
-            if name not in _OWN_FIGURES and (value := sanitize.number(told)) is not None
+            for name, reported in list(figures.items())[: sanitize.MAX_ITEMS]
+            if name not in _OWN_FIGURES and (value := sanitize.number(reported)) is not None
         }
         row.live = [
             state,
@@ -245,7 +246,9 @@ class Board:
             member.get("share"),
             member.get("step"),
             member.get("strikes", 0),
-            round(heard_s) if heard_s >= 2 else 0,  # the usual second between beats is no news
+            round(heard_s)
+            if heard_s >= 2
+            else 0,  # up to the usual second between heartbeats, nothing changes
             member.get("stage") if self._staged else None,
             *(_brief(values[name]) for name in _FIGURES),
             *(_brief(sanitize.number(member.get(name)), 3) for name in ("sent_Bps", "received_Bps")),
@@ -253,14 +256,14 @@ class Board:
         ]
 
     def _count_bytes(
-        self, members: list[Mapping[str, Any]], step: int, picture: Mapping[str, Any], run_load: Any
+        self, members: list[Mapping[str, Any]], step: int, status: Mapping[str, Any], run_load: Any
     ) -> None:
-        """What went over the lines for exchanges, beside what a dense ring of float32 would have sent."""
+        """Count bytes sent for exchanges, and those that a dense ring of float32 would have sent."""
         for member in members:
-            told = member.get("figures", {})
-            sent = sanitize.number(told.get("exchanged_bytes", told.get("sent_bytes")))
+            reported = member.get("figures", {})
+            sent = sanitize.number(reported.get("exchanged_bytes", reported.get("sent_bytes")))
             if sent is not None:
-                before = self._exchanged_bytes_of.get(member["peer"], sent)  # before our time does not count
+                before = self._exchanged_bytes_of.get(member["peer"], sent)  # earlier bytes do not count
                 self.exchanged_bytes += sent - before if sent >= before else sent
                 self._exchanged_bytes_of[member["peer"]] = sent
         here = {member["peer"] for member in members}
@@ -268,14 +271,9 @@ class Board:
             peer: sent for peer, sent in self._exchanged_bytes_of.items() if peer in here
         }
         said = any(member.get("figures") for member in members)
-        if (
-            self._step is not None
-            and step > self._step
-            and run_load is not None
-            and picture["world_size"] > 1
-        ):
+        if self._step is not None and step > self._step and run_load is not None and status["world_size"] > 1:
             self.dense_bytes += (
-                (step - self._step) * 2 * (picture["world_size"] - 1) * 4.0 * run_load.parameters
+                (step - self._step) * 2 * (status["world_size"] - 1) * 4.0 * run_load.parameters
             )
         self._step = step if said else None
 
@@ -291,12 +289,16 @@ class Board:
         return [row.id for row in sorted(self._active(), key=lambda row: row.live[1])]
 
     def _loss(self) -> float | None:
-        """The mean of what members report as `loss`, by their shares."""
+        """The mean of the `loss` that members report, weighted by their shares."""
         at = LIVE_COLUMNS.index("loss")
-        told = [
+        reported = [
             (row.live[at], max(row.live[2] or 0, 1)) for row in self._active() if row.live[at] is not None
         ]
-        return sum(loss * share for loss, share in told) / sum(share for _, share in told) if told else None
+        return (
+            sum(loss * share for loss, share in reported) / sum(share for _, share in reported)
+            if reported
+            else None
+        )
 
     def _share(self) -> int:
         return sum(row.live[2] or 0 for row in self._active())
@@ -313,7 +315,7 @@ class Board:
     # -- what goes out -------------------------------------------------------------------------
 
     def workers(self) -> list[dict[str, Any]]:
-        """For the JSON API: one object for each, members in the order of ranks first."""
+        """For the JSON API: one object for each worker, members first, in rank order."""
         far = 1 << 30
         rows = sorted(
             self._rows.values(), key=lambda row: (far if row.live[1] is None else row.live[1], row.id)
@@ -328,7 +330,7 @@ class Board:
         return row.address if row is not None else ""
 
     def full_state(self) -> dict[str, Any]:
-        """Everything that a page needs to begin with."""
+        """Everything that a page needs when it opens."""
         return {
             "run": self.run,
             "columns": LIVE_COLUMNS,
@@ -343,42 +345,42 @@ class Board:
         }
 
     def take_changes(self) -> dict[str, Any]:
-        """What changed since the last call; the latest point of the curves."""
-        told_run, told_shape, told_event = self._last_sent
-        told: dict[str, Any] = {
-            "run": {name: value for name, value in self.run.items() if told_run.get(name) != value},
-            "points": [self.history.recent[-1].row()] if self.history.recent else [],
-        }
-        if self.topology != told_shape:
-            told["shape"] = self.topology
-        events = [event for event in self.events if event["id"] > told_event][-MAX_EVENTS_A_TICK:]
-        if events:
-            told["events"] = events
+        """What changed since the last call, with the latest point of the curves."""
+        last_run, last_topology, last_event = self._last_sent
+        last_rows = self._last_sent_rows
         rows = {row.id: (row.description, row.live) for row in self._rows.values()}
-        before = self._last_sent_rows
-        told["who"] = [who for at, (who, _) in rows.items() if at not in before or before[at][0] != who]
-        told["rows"] = [
-            [at, *live] for at, (_, live) in rows.items() if at not in before or before[at][1] != live
-        ]
-        told["gone"] = [at for at in before if at not in rows]
+        events = [event for event in self.events if event["id"] > last_event]
+        changes: dict[str, Any] = {
+            "run": {name: value for name, value in self.run.items() if last_run.get(name) != value},
+            "points": [self.history.recent[-1].row()] if self.history.recent else [],
+            "shape": self.topology if self.topology != last_topology else None,
+            "events": events[-MAX_EVENTS_A_TICK:],
+            "who": [who for at, (who, _) in rows.items() if at not in last_rows or last_rows[at][0] != who],
+            "rows": [
+                [at, *live]
+                for at, (_, live) in rows.items()
+                if at not in last_rows or last_rows[at][1] != live
+            ],
+            "gone": [at for at in last_rows if at not in rows],
+        }
         self._last_sent, self._last_sent_rows = (self.run, self.topology, self._next_event - 1), rows
-        return {name: value for name, value in told.items() if value}
+        return {name: value for name, value in changes.items() if value}
 
 
-def _paused_rows(picture: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Workers that their owners have paused, as if they were members without a rank."""
-    told = [each for each in picture.get("resting", ()) if isinstance(each, Mapping)]
-    return [{**each, "state": PAUSED_STATE, "last_heard_s": each.get("since_s")} for each in told]
+def _paused_rows(status: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Paused workers as rows without a rank."""
+    reported = [entry for entry in status.get("resting", ()) if isinstance(entry, Mapping)]
+    return [{**entry, "state": PAUSED_STATE, "last_heard_s": entry.get("since_s")} for entry in reported]
 
 
 def _brief(value: float | None, digits: int = 4) -> float | None:
-    """What a table can show, so that less is sent."""
+    """Rounded to what a table shows, so that less is sent."""
     if value is None or value == 0:
         return value
     return float(f"{value:.{digits}g}")
 
 
-def _plan_text(picture: Mapping[str, Any]) -> str:
-    """Why this exchange, where the coordinator has chosen it, and why this order of ranks."""
-    why = (picture.get("exchange_reason"), picture.get("plan_reason"))
-    return sanitize.text("; ".join(str(each) for each in why if each), 2 * sanitize.MAX_CHARACTERS)
+def _plan_text(status: Mapping[str, Any]) -> str:
+    """The reasons for the exchange, where the coordinator chose it, and for the rank order."""
+    why = (status.get("exchange_reason"), status.get("plan_reason"))
+    return sanitize.text("; ".join(str(entry) for entry in why if entry), 2 * sanitize.MAX_CHARACTERS)

@@ -1,11 +1,11 @@
-"""Connections that hold a place without using it: who is hung up on, and when.
-
-Decides that a client has `REQUEST_S` from one answer to the end of its next request's head, and `ANSWER_S` to
-take a further piece of an answer.  uvicorn itself waits for both as long as it takes, and `MOST_CONNECTIONS`
-clients that say nothing would lock everybody else out.  Streams look after themselves (`live.Stream`).
+"""Closes connections that are open without being used.
 
     connect ...... request's head | answer ........ | request's head | ...
     `- REQUEST_S at most -------' `- ANSWER_S ----' `- REQUEST_S --'
+
+A client has `REQUEST_S` from one answer to the end of its next request's head, and `ANSWER_S` to take a
+further part of an answer.  uvicorn has no such limits, so that a few silent clients could use up all
+connections.  Event streams have their own limit (`EventStream`).
 """
 
 from __future__ import annotations
@@ -21,61 +21,61 @@ LOOK_S = 1.0
 
 
 class Cycle(Protocol):
-    """A request and its answer, as uvicorn has them."""
+    """A request and its answer in uvicorn."""
 
     response_complete: bool
     scope: Mapping[str, Any]
 
 
 class Connection(Protocol):
-    """What is needed of uvicorn's; `cycle` is None until the first head is whole."""
+    """What is used of uvicorn's connection; `cycle` is None until the first head is complete."""
 
     cycle: Cycle | None
     transport: asyncio.Transport
 
 
 _Progress = tuple[Cycle | None, bool, int]
-"""Which request, whether it is still being answered, bytes of the answer that the client has not taken."""
+"""The request, whether it is still being answered, and bytes of the answer that the client has not taken."""
 
 
 class ConnectionTimeouts:
-    """Remembers since when each connection is where it is.
+    """Remembers since when each connection has made no progress.
 
     Args:
-        lasting: paths whose answers may last.
+        streaming_paths: paths whose answers have no time limit.
     """
 
-    def __init__(self, lasting: Collection[str]) -> None:
-        self._streaming_paths = frozenset(lasting)
+    def __init__(self, streaming_paths: Collection[str]) -> None:
+        self._streaming_paths = frozenset(streaming_paths)
         self._since: dict[Connection, tuple[_Progress, float]] = {}
 
     def expired(self, connections: Collection[Connection], now_s: float) -> list[Connection]:
-        """Those whose time is over."""
+        """Connections whose time is over."""
         since: dict[Connection, tuple[_Progress, float]] = {}
-        over = []
-        for one in connections:
-            cycle = one.cycle
-            unsent_bytes = one.transport.get_write_buffer_size()
-            computing = cycle is not None and not cycle.response_complete
-            where, answering = (cycle, computing, unsent_bytes), computing or unsent_bytes > 0
-            before, since_s = self._since.get(one, (where, now_s))
-            since[one] = where, since_s if where == before else now_s
-            if cycle is not None and computing and cycle.scope.get("path") in self._streaming_paths:
+        expired = []
+        for connection in connections:
+            cycle = connection.cycle
+            unsent_bytes = connection.transport.get_write_buffer_size()
+            is_answering = cycle is not None and not cycle.response_complete
+            progress, has_answer = (cycle, is_answering, unsent_bytes), is_answering or unsent_bytes > 0
+            before, since_s = self._since.get(connection, (progress, now_s))
+            since[connection] = progress, since_s if progress == before else now_s
+            if cycle is not None and is_answering and cycle.scope.get("path") in self._streaming_paths:
                 continue
-            if now_s - since[one][1] > (ANSWER_S if answering else REQUEST_S):
-                over.append(one)
+            if now_s - since[connection][1] > (ANSWER_S if has_answer else REQUEST_S):
+                expired.append(connection)
         self._since = since
-        return over
+        return expired
 
 
 async def close_expired(
     connections: Callable[[], Collection[Any]],
-    lasting: Collection[str],
+    streaming_paths: Collection[str],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Hang up on them, until cancelled."""
-    patience = ConnectionTimeouts(lasting)
+    """Close expired connections, until cancelled."""
+    timeouts = ConnectionTimeouts(streaming_paths)
     while True:
         await asyncio.sleep(LOOK_S)
-        for one in patience.expired(list(connections()), clock()):
-            one.transport.abort()
+        for connection in timeouts.expired(list(connections()), clock()):
+            connection.transport.abort()

@@ -1,12 +1,12 @@
-"""The dashboard's own thread beside the daemon's loop.
+"""The dashboard's thread beside the daemon's loop.
 
-Decides nothing.  The daemon never waits here: a picture is put down and the loop woken, events go into a
-bounded list, orders are fetched when the daemon looks for them.
+    daemon's thread                             dashboard's thread (asyncio, uvicorn)
+      publish(status) -- latest status ------> Board.update -> EventStream.publish -> open pages
+      note(event) ------ at most 500 --------> Board.add_event
+      take_orders() <--- at most 16 ---------- POST /api/v1/workers/KEY/kick
 
-    daemon's thread                        dashboard's thread (asyncio, uvicorn)
-      show(picture) -- latest picture ------> Board.show -> Stream.publish -> open pages
-      note(event) ---- at most 500 ---------> Board.note
-      orders() <------ at most 16 ----------- POST /api/v1/workers/KEY/kick
+The daemon never waits here: the status is stored and the loop woken, events go into a bounded queue, orders
+are fetched when the daemon asks for them.
 """
 
 from __future__ import annotations
@@ -34,31 +34,33 @@ from gridtrain_coordinator.dashboard.http_api import STREAM, Api, create_app
 from gridtrain_coordinator.run.events import Log
 
 MAX_ORDERS = 16
-MAX_EVENTS = 500  # between two pictures
+MAX_EVENTS = 500  # between two status updates
 MAX_CONNECTIONS = 128
 MAX_LOGGED_ERRORS = 20
 END_S = 3.0
 
 RecordedTick = tuple[float, Mapping[str, Any], Sequence[tuple[float, str, str, dict[str, Any]]]]
-"""Time of the wall clock, picture, events before it."""
+"""Time of the wall clock, status, events before it."""
 
 Order = tuple[RemoveWorker | Unban, "Future[OperatorReply | Refused]"]
 
 
 class DashboardService:
-    """See the module's text.
+    """Serves the dashboard.
 
     Args:
-        bound: a socket that is bound, and closed here.
-        token: gives orders.
-        named: host names that it answers to.
-        log: told if the dashboard ends by a fault of its own.
+        bound: a bound socket, which is closed here.
+        token: authorizes orders.
+        log: called if the dashboard fails.
+        allowed_hosts: host names in requests that are accepted.
     """
 
-    def __init__(self, bound: socket.socket, token: str, log: Log, named: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, bound: socket.socket, token: str, log: Log, allowed_hosts: tuple[str, ...] = ()
+    ) -> None:
         self._socket = bound
         self._token = token
-        self._named = named
+        self._named = allowed_hosts
         self._log = log
         self._orders: queue.Queue[Order] = queue.Queue(MAX_ORDERS)
         self._events: deque[tuple[float, str, str, dict[str, Any]]] = deque(maxlen=MAX_EVENTS)
@@ -71,37 +73,37 @@ class DashboardService:
 
     # -- the daemon's side: nothing here waits -----------------------------------------------------
 
-    def publish(self, picture: Mapping[str, Any], at_s: float | None = None) -> None:
-        """The picture must not be changed afterwards.  `at_s`: of the wall clock; None: now."""
-        self._latest = (time.time() if at_s is None else at_s, picture)
+    def publish(self, status: Mapping[str, Any], at_s: float | None = None) -> None:
+        """`status` must not be changed afterwards.  `at_s`: wall clock; None: now."""
+        self._latest = (time.time() if at_s is None else at_s, status)
         self._call(self._tick)
 
     def note(self, level: str, event: str, fields: Mapping[str, Any], at_s: float | None = None) -> None:
-        """A line of the log; see `gridtrain_coordinator.log.Log`."""
+        """Record an event of the log; see `gridtrain_coordinator.log.Log`."""
         self._events.append((time.time() if at_s is None else at_s, level, event, dict(fields)))
 
-    def replay(self, past: Sequence[RecordedTick]) -> None:
-        """What has been, at once: for simulated runs.  Waits until it is on the board."""
+    def replay(self, ticks: Sequence[RecordedTick]) -> None:
+        """Record the past of a simulated run; waits until it is done."""
         done: Future[None] = Future()
 
         def take() -> None:
-            for at_s, picture, events in past:
+            for at_s, status, events in ticks:
                 for event in events:
                     self._board.add_event(*event)
-                self._board.update(picture, at_s)
+                self._board.update(status, at_s)
             done.set_result(None)
 
         self._call(take)
         done.result(300.0)
 
     def take_orders(self) -> Iterator[Order]:
-        """What the owner has ordered since the last call; each must be answered."""
+        """The operator's orders since the last call; each must be answered."""
         with contextlib.suppress(queue.Empty):
             while True:
                 yield self._orders.get_nowait()
 
     def start(self) -> None:
-        """Raises nothing: a dashboard that cannot run is a line in the log."""
+        """Raises nothing: if the dashboard cannot run there is an event in the log."""
         self._thread.start()
         self._started.wait(END_S)
 
@@ -117,26 +119,28 @@ class DashboardService:
             self._thread.join(END_S)
         self._socket.close()
 
-    def _call(self, what: Any) -> None:
+    def _call(self, callback: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             if self._loop is not None:
-                self._loop.call_soon_threadsafe(what)
+                self._loop.call_soon_threadsafe(callback)
 
     # -- the dashboard's side ------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        except BaseException as error:  # SystemExit too: uvicorn's way to say that it cannot start
+        except BaseException as error:  # including SystemExit, which uvicorn raises if it cannot start
             reason = f"{type(error).__name__}: {error}"
-            self._log("error", "dashboard_failed", {"reason": reason, "remedy": "the run goes on without it"})
+            self._log(
+                "error", "dashboard_failed", {"reason": reason, "remedy": "the run continues without it"}
+            )
         finally:
             self._started.set()
 
     async def _serve(self) -> None:
         faults, errors = logging.getLogger("uvicorn.error"), _ErrorHandler(self._log)
         faults.addHandler(errors)
-        faults.propagate = False  # the coordinator's log has lines of its own
+        faults.propagate = False  # they go to the coordinator's log instead
         try:
             await self._serve_pages()
         finally:
@@ -149,7 +153,7 @@ class DashboardService:
         api = Api(self._board, self._stream, self._token, self._submit_order, time.time)
         self._server = uvicorn.Server(
             uvicorn.Config(
-                create_app(api, named=self._named),
+                create_app(api, allowed_hosts=self._named),
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -175,7 +179,7 @@ class DashboardService:
             watching.cancel()
 
     def _tick(self) -> None:
-        """In the loop: once a second, whatever happens in the browsers."""
+        """Called in the dashboard's loop once a second."""
         latest, self._latest = self._latest, None
         if latest is None or self._stream is None:
             return
@@ -190,13 +194,13 @@ class DashboardService:
         try:
             self._orders.put_nowait((order, answer))
         except queue.Full:
-            busy = f"{MAX_ORDERS} orders are waiting already"
-            answer.set_result(Refused("busy", busy, "try again in a second"))
+            reason = f"{MAX_ORDERS} orders are waiting already"
+            answer.set_result(Refused("busy", reason, "try again in a second"))
         return answer
 
 
 class _ErrorHandler(logging.Handler):
-    """The web server's errors as lines of the coordinator's log, the first ones."""
+    """Writes the web server's first errors to the coordinator's log."""
 
     def __init__(self, log: Log) -> None:
         super().__init__(logging.ERROR)
@@ -205,14 +209,14 @@ class _ErrorHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         reason = record.getMessage().partition("\n")[0]
-        if self._left and not reason.startswith("Cancel "):  # pages that are open at the end
+        if self._left and not reason.startswith("Cancel "):  # of pages that are open at the end
             self._left -= 1
             error = record.exc_info[1] if record.exc_info else None
             self._log("error", "dashboard_failed", {"reason": f"{reason} {error!r}" if error else reason})
 
 
-def encoded(picture: Mapping[str, Any]) -> bytes:
+def encoded(status: Mapping[str, Any]) -> bytes:
     """JSON in one line."""
-    return json.dumps(picture, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode(
+    return json.dumps(status, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode(
         "utf-8", "replace"
     )

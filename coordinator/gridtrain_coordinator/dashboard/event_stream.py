@@ -1,9 +1,9 @@
-"""One event a second for every page that is open, encoded once for all of them.
+"""Server-sent events for all open pages: one a second, encoded once.
 
-Decides who is too many and who is too slow.  Never waits for a browser: who lags is given the whole
-picture again, who does not read at all is cut off.
+    publish(frame) --> the last `FRAME_HISTORY` frames --> each page: `whole`, then `tick`, `tick`, ...
 
-    publish(frame) --> kept, the last KEPT --> each page: `whole`, then `tick`, `tick`, ...
+No method waits for a browser: a page that lags behind receives the full state again, one that does not read
+at all is disconnected.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable
 from starlette.types import Receive, Scope, Send
 
 MAX_PAGES = 32
-FRAME_HISTORY = 8  # frames; who is further behind begins anew
+FRAME_HISTORY = 8  # a page that is further behind receives the full state again
 SEND_TIMEOUT_S = 20.0
-"""A page that takes nothing for so long is cut off."""
+"""A page that reads nothing for this time is disconnected."""
 
 HEARTBEAT_S = 15.0
 RETRY_MS = 2000
@@ -26,19 +26,19 @@ HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 
 
 def frame(event: str, data: bytes) -> bytes:
-    """One server-sent event; `data` is JSON, and holds no line break."""
+    """One server-sent event; `data` is JSON without line breaks."""
     return b"event: " + event.encode() + b"\ndata: " + data + b"\n\n"
 
 
 class EventStream:
-    """The frames of the last seconds.  All methods belong to the dashboard's loop.
+    """The latest frames.  All methods belong to the dashboard's loop.
 
     Args:
-        whole: the whole picture as JSON.
+        full_state: the full state as JSON.
     """
 
-    def __init__(self, whole: Callable[[], bytes]) -> None:
-        self._full_state = whole
+    def __init__(self, full_state: Callable[[], bytes]) -> None:
+        self._full_state = full_state
         self._frames: deque[bytes] = deque(maxlen=FRAME_HISTORY)
         self._number = 0  # of the latest frame
         self._published = asyncio.Event()
@@ -51,7 +51,7 @@ class EventStream:
         self._announce()
 
     def close(self) -> None:
-        """Every page is let go."""
+        """End the streams of all pages."""
         self._is_closed = True
         self._announce()
 
@@ -67,40 +67,40 @@ class EventStream:
         """An ASGI response that lasts as long as the page is open."""
         self.page_count += 1
         writing = asyncio.create_task(self._write(send))
-        leaving = asyncio.create_task(_left(receive))
+        watching = asyncio.create_task(_left(receive))
         try:
-            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({writing, watching}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self.page_count -= 1
-            for task in (writing, leaving):
+            for task in (writing, watching):
                 task.cancel()
-            await asyncio.gather(writing, leaving, return_exceptions=True)
+            await asyncio.gather(writing, watching, return_exceptions=True)
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
 
-        async def put(body: bytes, more: bool = True) -> None:
+        async def write_body(body: bytes, more: bool = True) -> None:
             async with asyncio.timeout(SEND_TIMEOUT_S):
                 await send({"type": "http.response.body", "body": body, "more_body": more})
 
-        await put(f"retry: {RETRY_MS}\n\n".encode())
-        at = -1
+        await write_body(f"retry: {RETRY_MS}\n\n".encode())
+        sent = -1
         while not self._is_closed:
-            news = self._published
-            if at < 0 or self._number - at > len(self._frames):
-                at = self._number
-                await put(frame("whole", self._full_state()))
-            elif at < self._number:
-                behind = self._number - at
-                at = self._number
-                await put(b"".join(list(self._frames)[-behind:]))
+            published = self._published
+            if sent < 0 or self._number - sent > len(self._frames):
+                sent = self._number
+                await write_body(frame("whole", self._full_state()))
+            elif sent < self._number:
+                behind = self._number - sent
+                sent = self._number
+                await write_body(b"".join(list(self._frames)[-behind:]))
             else:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(HEARTBEAT_S):
-                        await news.wait()
+                        await published.wait()
                         continue
-                await put(b": still here\n\n")
-        await put(b"event: end\ndata: {}\n\n", more=False)
+                await write_body(b": still here\n\n")
+        await write_body(b"event: end\ndata: {}\n\n", more=False)
 
 
 async def _left(receive: Receive) -> None:

@@ -1,7 +1,7 @@
-"""What every request has to pass, and what every answer carries.
+"""Checks every request, and adds headers to every answer.
 
-Decides which hosts a request may name (a page elsewhere whose name is made to point here, "DNS rebinding",
-names its own), and who may change something.  Knows nothing of the run.
+A page elsewhere can point its own host name to this machine ("DNS rebinding"); its requests carry that
+name, so only addresses and known names are accepted.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ HEADERS = {
 
 
 def problem(status: int, code: str, reason: str, remedy: str) -> JSONResponse:
-    """Every refusal looks like this."""
+    """The form of every refusal."""
     return JSONResponse({"code": code, "reason": reason, "remedy": remedy}, status)
 
 
-def is_host_allowed(host: str, named: Collection[str]) -> bool:
-    """Whether a request's Host may be ours: an address, localhost, or a name that the owner has given.
+def is_host_allowed(host: str, allowed_hosts: Collection[str]) -> bool:
+    """Whether a request may carry this Host: an address, localhost, or a name that the owner has allowed.
 
-    Only a name can be made to point here by somebody else, so an address needs no list.
+    Others can point only names to this machine, so addresses need no list.
     """
     name = _without_port(host.strip().lower()).rstrip(".")
-    if name in ("localhost", *named):
+    if name in ("localhost", *allowed_hosts):
         return True
     try:
         ipaddress.ip_address(name.strip("[]"))
@@ -60,16 +60,16 @@ def _without_port(host: str) -> str:
 
 def bearer(headers: Headers, token: str) -> bool:
     """Whether the request carries the token; compared in constant time."""
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    return scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode(), token.encode())
+    scheme, _, credentials = headers.get("authorization", "").partition(" ")
+    return scheme.lower() == "bearer" and secrets.compare_digest(credentials.strip().encode(), token.encode())
 
 
 class Guard:
-    """The outermost layer: hosts, sizes, headers."""
+    """The outermost layer of the application: hosts, sizes, headers."""
 
-    def __init__(self, app: ASGIApp, named: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, allowed_hosts: Collection[str]) -> None:
         self._app = app
-        self._named = frozenset(name.lower() for name in named)
+        self._named = frozenset(name.lower() for name in allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

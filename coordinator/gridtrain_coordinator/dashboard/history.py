@@ -1,10 +1,8 @@
-"""The curves of a run in bounded memory: the last minutes in full, the whole run thinned.
+"""The curves of a run in bounded memory.
 
-Decides what is kept.  Knows no clock: a point brings its time.
-
-    recent   the last 600 points as they came
-    whole    at most 1,440 points, each the mean of `stride` that came; full: neighbours become one, and
-             the stride doubles, so a run of any length fits and keeps its shape
+recent   the last 600 points
+whole    at most 1,440 points, each the mean of `stride` points; when it is full, neighbours are merged
+         and the stride doubles, so that a run of any length fits
 """
 
 from __future__ import annotations
@@ -14,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 RECENT_POINTS = 600
-WHOLE_POINTS = 1440  # even: neighbours are put together in pairs
+WHOLE_POINTS = 1440  # even, as neighbours are merged in pairs
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What was true at one time; None: not known.
+    """Values at one time; None: not known.
 
     Attributes:
         at_s: seconds of the wall clock.
@@ -45,7 +43,7 @@ COLUMNS = tuple(field.name for field in fields(Point))
 
 
 class History:
-    """See the module's text."""
+    """The points of one run."""
 
     def __init__(self) -> None:
         self.recent: deque[Point] = deque(maxlen=RECENT_POINTS)
@@ -55,7 +53,7 @@ class History:
 
     @property
     def stride(self) -> int:
-        """So many points as they came make one of the whole."""
+        """Number of points that are merged into one of the whole run."""
         return self._stride
 
     def add(self, point: Point) -> None:
@@ -70,12 +68,12 @@ class History:
             self._stride *= 2
 
     def all_points(self) -> list[Point]:
-        """From the first point to the latest."""
+        """The whole run, from the first point to the latest."""
         return [*self._thinned, *([mean(self._open)] if self._open else [])]
 
 
 def mean(points: Sequence[Point]) -> Point:
-    """Where the last one is (time, step, totals), with the mean of what goes up and down."""
+    """Time, step and totals of the last point, with the means of the other values."""
     last = points[-1]
 
     def of(name: str) -> float | None:
@@ -95,7 +93,7 @@ def mean(points: Sequence[Point]) -> Point:
 
 
 def shortened(value: float | None) -> float | None:
-    """Six digits for small numbers, milliseconds and whole numbers for large ones: less to send."""
+    """Six digits for small numbers, milliseconds and whole numbers for large ones, so that less is sent."""
     if value is None or isinstance(value, int):
         return value
     if value == int(value) and abs(value) < 2**53:

@@ -1,13 +1,13 @@
-"""The dashboard's addresses: the page, the JSON API, /metrics and /healthz.
-
-Decides what is asked for and who may ask.  Reading is for everybody who can reach the port (by default:
-this machine); what changes something, and where members are, wants the token.
+"""The dashboard's HTTP interface: the page, the JSON API, /metrics and /healthz.
 
     GET   /  /static/...              the page
     GET   /api/v1/run  /workers  /workers/KEY  /topology  /events  /history  /stream  /openapi.json
     GET   /api/v1/door                                                   token
     POST  /api/v1/workers/KEY/kick  .../ban  .../unban                   token
     GET   /metrics  /healthz
+
+Everybody who can reach the port may read (by default: this machine); orders and the members' addresses
+require the token.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from gridtrain_coordinator.dashboard.history import COLUMNS
 from gridtrain_coordinator.dashboard.prometheus import exposition
 
 STALE_S = 10.0
-"""The daemon tells something every second; after so long without a word it is held for stuck."""
+"""The daemon publishes its status every second; without one for this time it counts as stuck."""
 
 ORDER_S = 5.0
 MAX_LISTED = 1000
@@ -61,30 +61,35 @@ SubmitOrder = Callable[[Order], "Future[OperatorReply | Refused]"]
 
 
 class Api:
-    """See the module's text.
+    """The handlers of all routes.
 
     Args:
-        obey: hands an order to the daemon.
+        submit_order: passes an order to the daemon.
         wall: seconds of the wall clock.
     """
 
     def __init__(
-        self, board: Board, stream: EventStream, token: str, obey: SubmitOrder, wall: Callable[[], float]
+        self,
+        board: Board,
+        stream: EventStream,
+        token: str,
+        submit_order: SubmitOrder,
+        wall: Callable[[], float],
     ) -> None:
         self._board = board
         self._stream = stream
         self._token = token
-        self._submit_order = obey
+        self._submit_order = submit_order
         self._wall = wall
 
     # -- reading -------------------------------------------------------------------------------
 
     async def healthz(self, request: Request) -> Response:
-        shown_s = self._board.updated_s
-        age_s = None if shown_s is None else round(max(self._wall() - shown_s, 0.0), 1)
-        fine = age_s is not None and age_s < STALE_S
-        body = {"ok": fine, "phase": self._board.run.get("phase", "starting"), "heard_s": age_s}
-        return JSONResponse(body, 200 if fine else 503)
+        updated_s = self._board.updated_s
+        age_s = None if updated_s is None else round(max(self._wall() - updated_s, 0.0), 1)
+        is_healthy = age_s is not None and age_s < STALE_S
+        body = {"ok": is_healthy, "phase": self._board.run.get("phase", "starting"), "heard_s": age_s}
+        return JSONResponse(body, 200 if is_healthy else 503)
 
     async def metrics(self, request: Request) -> Response:
         return Response(exposition(self._board), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -97,8 +102,8 @@ class Api:
         rows = self._board.workers()
         state = request.query_params.get("state")
         rows = [row for row in rows if state is None or row["state"] == state]
-        first, most = _count(request, "offset", 0), _count(request, "limit", MAX_LISTED)
-        return JSONResponse({"total": len(rows), "workers": rows[first : first + min(most, MAX_LISTED)]})
+        first, limit = _count(request, "offset", 0), _count(request, "limit", MAX_LISTED)
+        return JSONResponse({"total": len(rows), "workers": rows[first : first + min(limit, MAX_LISTED)]})
 
     async def worker(self, request: Request) -> Response:
         peer = _key(request)
@@ -113,9 +118,9 @@ class Api:
         return JSONResponse(self._board.topology)
 
     async def events(self, request: Request) -> Response:
-        after, most = _count(request, "after", 0), _count(request, "limit", MAX_LISTED)
+        after, limit = _count(request, "after", 0), _count(request, "limit", MAX_LISTED)
         events = [event for event in self._board.events if event["id"] > after]
-        return JSONResponse({"events": events[: min(most, MAX_LISTED)]})
+        return JSONResponse({"events": events[: min(limit, MAX_LISTED)]})
 
     async def history(self, request: Request) -> Response:
         history = self._board.history
@@ -129,7 +134,9 @@ class Api:
 
     async def stream(self, request: Request) -> Any:
         if request.method == "HEAD":
-            return Response(media_type="text/event-stream; charset=utf-8")  # its answer would never end
+            return Response(
+                media_type="text/event-stream; charset=utf-8"
+            )  # the answer to GET would never end
         if self._stream.is_full:
             refusal = problem(
                 503, "full", f"{self._stream.page_count} pages are open", "close one, or try again"
@@ -178,8 +185,8 @@ class Api:
             raise HTTPException(503)
 
 
-def create_app(api: Api, *, named: Collection[str] = ()) -> ASGIApp:
-    """The whole of it, guarded."""
+def create_app(api: Api, *, allowed_hosts: Collection[str] = ()) -> ASGIApp:
+    """The application with all routes, behind the guard."""
     get, post = ["GET"], ["POST"]
     v1 = "/api/v1"
     routes = [
@@ -200,14 +207,18 @@ def create_app(api: Api, *, named: Collection[str] = ()) -> ASGIApp:
         Route(f"{v1}/workers/{{key}}/ban", api.ban, methods=post),
         Route(f"{v1}/workers/{{key}}/unban", api.unban, methods=post),
     ]
-    return Guard(Starlette(routes=routes, exception_handlers={HTTPException: _refused}), named)
+    return Guard(Starlette(routes=routes, exception_handlers={HTTPException: _refused}), allowed_hosts)
 
 
 _ERROR_TEXTS = {
-    401: ("token", "this wants the token", "open the address that the coordinator printed, with #token=..."),
-    404: ("unknown", "there is nothing here", "GET /api/v1/openapi.json lists what there is"),
-    405: ("method", "this cannot be asked for in this way", "GET /api/v1/openapi.json says how"),
-    503: ("starting", "the coordinator has not told anything yet", "ask again in a second"),
+    401: (
+        "token",
+        "this requires the token",
+        "open the address that the coordinator printed, with #token=...",
+    ),
+    404: ("unknown", "there is nothing at this address", "GET /api/v1/openapi.json lists what there is"),
+    405: ("method", "this method is not allowed here", "GET /api/v1/openapi.json says how"),
+    503: ("starting", "there is no status yet", "ask again in a second"),
 }
 
 
@@ -216,9 +227,9 @@ async def _refused(request: Request, error: Exception) -> Response:
     code, reason, remedy = _ERROR_TEXTS.get(
         error.status_code, ("wrong", "", "GET /api/v1/openapi.json says how")
     )
-    told = problem(error.status_code, code, error.detail if error.status_code == 400 else reason, remedy)
-    told.headers.update(error.headers or {})
-    return told
+    answer = problem(error.status_code, code, error.detail if error.status_code == 400 else reason, remedy)
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 def _key(request: Request) -> str:
@@ -236,14 +247,14 @@ def _count(request: Request, name: str, default: int) -> int:
 
 
 async def _reason(request: Request) -> str:
-    body = await request.body()  # bounded: `Guard` has looked at its length
+    body = await request.body()  # bounded: `Guard` has checked its length
     if not body:
         return ""
     try:
-        told = json.loads(body)
+        answer = json.loads(body)
     except (ValueError, RecursionError):
         raise HTTPException(400, "the body is no JSON") from None
-    reason = told.get("reason", "") if isinstance(told, dict) else None
+    reason = answer.get("reason", "") if isinstance(answer, dict) else None
     if not isinstance(reason, str):
         raise HTTPException(400, 'the body must be an object such as {"reason": "why"}')
     return sanitize.text(reason, 200)
@@ -254,9 +265,9 @@ def _packaged(*path: str) -> bytes:
 
 
 def _static(name: str) -> Callable[[Request], Awaitable[Response]]:
-    kept: Sequence[bytes] = (_packaged("static", name),)
+    content: Sequence[bytes] = (_packaged("static", name),)
 
     async def serve(request: Request) -> Response:
-        return Response(kept[0], media_type=STATIC[name])
+        return Response(content[0], media_type=STATIC[name])
 
     return serve

@@ -1,10 +1,9 @@
-"""Where the dashboard listens, and the token that gives orders there.
-
-Decides what an address on the command line means and which addresses need a second word of the owner.
-Imports only the standard library: without the extra it still says what is missing.
+"""Where the dashboard listens, and the token that authorizes orders.
 
     "127.0.0.1:7780"  this port, or the next free one of 20      ":7780"  the same, on 127.0.0.1
     "0.0.0.0:7780"    only with `open_to_network`
+
+Imports only the standard library, so that without the extra it can say what is missing.
 """
 
 from __future__ import annotations
@@ -20,24 +19,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gridtrain.errors import ConfigError
+from gridtrain.extras import install_command
 
 HOST, PORT = "127.0.0.1", 7780
 MAX_PORTS_TRIED = 20
 TOKEN_FILE = "dashboard.token"
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
-INSTALL = "pip install 'gridtrain[coordinator]'"
+INSTALL = install_command("coordinator")
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{32,128}")
 
 
 @dataclass(frozen=True, slots=True)
 class DashboardAddress:
-    """What the owner wants.
+    """The owner's choice.
 
     Attributes:
         host, port: where to listen; port 0: any free one.
-        asked: the owner has named it, so that not being able to serve there is an error.
-        open_to_network: an address that others can reach is meant.
-        named: host names by which it may be opened, besides addresses and localhost.
+        is_required: the owner named the address, so that it is an error if it cannot be used.
+        allows_network: others may reach the address.
+        allowed_hosts: host names by which it may be opened, besides addresses and localhost.
     """
 
     host: str = HOST
@@ -51,21 +51,21 @@ class DashboardAddress:
             raise ConfigError(
                 f"--dashboard {self.host}:{self.port} can be reached from other machines, unencrypted",
                 remedy="leave it on 127.0.0.1 and use `ssh -L 7780:127.0.0.1:7780`, put a web server "
-                "with TLS before it, or say --dashboard-open if that is what you want",
+                "with TLS in front of it, or add --dashboard-open if that is intended",
             )
 
 
 def parse_address(
-    text: str, *, open_to_network: bool = False, named: tuple[str, ...] = ()
+    text: str, *, open_to_network: bool = False, allowed_hosts: tuple[str, ...] = ()
 ) -> DashboardAddress:
-    """ "HOST:PORT", "HOST", ":PORT" or "" as a place.  Raises `ConfigError`."""
+    """Parse "HOST:PORT", "HOST", ":PORT" or "".  Raises `ConfigError`."""
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^:\s/]*)(?::(\d{1,5}))?", text.strip())
     if match is None or int(match[2] or PORT) > 65535:
         raise ConfigError(
             f"--dashboard {text!r} is no HOST:PORT", remedy="write for instance 127.0.0.1:7780, or :0"
         )
     host = (match[1] or HOST).strip("[]")
-    return DashboardAddress(host, int(match[2] or PORT), bool(text), open_to_network, named)
+    return DashboardAddress(host, int(match[2] or PORT), bool(text), open_to_network, allowed_hosts)
 
 
 def is_loopback(host: str) -> bool:
@@ -78,47 +78,47 @@ def is_loopback(host: str) -> bool:
 
 
 def missing_packages() -> list[str]:
-    """Packages of the extra that are not installed here."""
+    """Packages of the extra that are not installed."""
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
-def bind(place: DashboardAddress) -> socket.socket:
-    """A socket that is bound there, or at one of the next ports if the owner has not named one.
+def bind(address: DashboardAddress) -> socket.socket:
+    """A bound socket at the address, or at one of the next ports if the owner has not named one.
 
     Raises `ConfigError` if none is free.
     """
     ports = (
-        [place.port]
-        if place.is_required or not place.port
-        else range(place.port, place.port + MAX_PORTS_TRIED)
+        [address.port]
+        if address.is_required or not address.port
+        else range(address.port, address.port + MAX_PORTS_TRIED)
     )
-    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
-    problem = ""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    failure = ""
     for port in ports:
-        found = socket.socket(family, socket.SOCK_STREAM)
+        candidate = socket.socket(family, socket.SOCK_STREAM)
         try:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind((place.host, port))
+            candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            candidate.bind((address.host, port))
         except (OSError, OverflowError) as error:
-            found.close()
-            problem = str(error)
+            candidate.close()
+            failure = str(error)
         else:
-            return found
+            return candidate
     raise ConfigError(
-        f"the dashboard cannot listen at {place.host}, port {place.port}: {problem}",
+        f"the dashboard cannot listen at {address.host}, port {address.port}: {failure}",
         remedy="name a free port with --dashboard HOST:PORT, or leave it out with --no-dashboard",
     )
 
 
 def url(bound: socket.socket) -> str:
-    """What a browser on this machine opens."""
+    """The address for a browser on this machine."""
     host, port = bound.getsockname()[:2]
-    here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{here}]:{port}/" if ":" in here else f"http://{here}:{port}/"
+    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{local}]:{port}/" if ":" in local else f"http://{local}:{port}/"
 
 
 def load_token(folder: Path) -> str:
-    """The token beside the keys, made if there is none; whoever can read the file gives orders.
+    """The token beside the keys, made if it is missing; whoever can read the file can give orders.
 
     Raises `ConfigError` if it cannot be used, or if others may read it.
     """
@@ -129,7 +129,7 @@ def load_token(folder: Path) -> str:
         return _read(path)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written: {error.strerror}", remedy="check who may write in its folder"
+            f"{path} cannot be written: {error.strerror}", remedy="check the folder's permissions"
         ) from None
     token = secrets.token_urlsafe(32)
     with os.fdopen(handle, "w", encoding="ascii") as file:
@@ -138,17 +138,17 @@ def load_token(folder: Path) -> str:
 
 
 def _read(path: Path) -> str:
-    again = "delete it: the next start makes another"
+    remedy = "delete it: the next start makes another"
     try:
         with open(path, "rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             text = file.read(256).decode("ascii", "replace").strip()
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", remedy=again) from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", remedy=remedy) from None
     if mode & 0o077:
         raise ConfigError(
-            f"{path} can be read by others (mode {mode:04o}), who could then remove workers", remedy=again
+            f"{path} can be read by others (mode {mode:04o}), who could then remove workers", remedy=remedy
         )
     if not _TOKEN.fullmatch(text):
-        raise ConfigError(f"{path} holds no token", remedy=again)
+        raise ConfigError(f"{path} holds no token", remedy=remedy)
     return text

@@ -1,7 +1,4 @@
-"""The board in Prometheus's words; `prometheus_client` writes and escapes them.
-
-Decides the names.  Counters begin anew with the coordinator, as everywhere in Prometheus.
-"""
+"""The dashboard's state as Prometheus metrics.  Counters start at zero with the coordinator."""
 
 from __future__ import annotations
 
@@ -29,8 +26,8 @@ OF_WORKER = {
     "step": ("gridtrain_worker_step", "Latest step of the worker."),
     "rank": ("gridtrain_worker_rank", "Rank in the generation."),
     "share": ("gridtrain_worker_share_samples", "Samples of a step."),
-    "strikes": ("gridtrain_worker_strikes", "Strikes that count against it."),
-    "heard_s": ("gridtrain_worker_heard_seconds", "Seconds since it was heard."),
+    "strikes": ("gridtrain_worker_strikes", "Violations that count against it."),
+    "heard_s": ("gridtrain_worker_heard_seconds", "Seconds since its last message."),
     "computing_s": ("gridtrain_worker_computing_seconds", "Computing, of the latest step."),
     "selecting_s": ("gridtrain_worker_selecting_seconds", "Selecting, of the latest step."),
     "communicating_s": ("gridtrain_worker_communicating_seconds", "Communicating, of the latest step."),
@@ -58,8 +55,8 @@ class _BoardCollector(Collector):
         phase = GaugeMetricFamily(
             "gridtrain_phase", "1 for the phase that the run is in.", labels=["run", "phase"]
         )
-        for each in PHASES:
-            phase.add_metric([run["run"], each], float(run["phase"] == each))
+        for phase_name in PHASES:
+            phase.add_metric([run["run"], phase_name], float(run["phase"] == phase_name))
         yield phase
         states = GaugeMetricFamily("gridtrain_workers", "Workers by state.", labels=["state"])
         for state, count in run["workers"].items():
@@ -69,26 +66,26 @@ class _BoardCollector(Collector):
         dense = "Bytes that a dense ring of float32 would have sent for the same steps."
         yield CounterMetricFamily("gridtrain_exchanged_bytes", sent, value=run["exchanged_bytes"])
         yield CounterMetricFamily("gridtrain_dense_bytes", dense, value=run["dense_bytes"])
-        events = CounterMetricFamily("gridtrain_events", "Lines of the coordinator's log.", labels=["event"])
+        events = CounterMetricFamily("gridtrain_events", "Events in the coordinator's log.", labels=["event"])
         for event, count in sorted(self._board.event_counts.items()):
             events.add_metric([event], count)
         yield events
         yield from self._workers()
 
     def _workers(self) -> Iterator[Metric]:
-        here = [row for row in self._board.workers() if row["reach"] or row["rank"] is not None]
-        labels = [[row["name"], row["peer"][:12]] for row in here]
+        present = [row for row in self._board.workers() if row["reach"] or row["rank"] is not None]
+        labels = [[row["name"], row["peer"][:12]] for row in present]
         families: list[tuple[type[Any], dict[str, tuple[str, str]]]] = [
             (GaugeMetricFamily, OF_WORKER),
             (CounterMetricFamily, COUNTED),
         ]
         for family, names in families:
             for name, (metric, text) in names.items():
-                told = family(metric, text, labels=["worker", "peer"])
-                for label, row in zip(labels, here, strict=True):
+                metric_family = family(metric, text, labels=["worker", "peer"])
+                for label, row in zip(labels, present, strict=True):
                     if row[name] is not None:
-                        told.add_metric(label, row[name])
-                yield told
+                        metric_family.add_metric(label, row[name])
+                yield metric_family
 
 
 def exposition(board: Board) -> bytes:

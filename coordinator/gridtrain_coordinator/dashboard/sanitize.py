@@ -1,6 +1,6 @@
-"""What comes from workers, made fit to be shown: no control characters, no turned-round text, bounded.
+"""Makes values from workers fit to be shown: bounded, without control characters or bidirectional overrides.
 
-Decides nothing else.  That nothing is read as markup is the page's part: it writes text nodes only.
+That nothing is read as markup is ensured by the page, which writes text nodes only.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ _HIDDEN = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp"}  # controls, bidirectional overri
 
 
 def text(value: object, most: int = MAX_CHARACTERS) -> str:
-    """`value` in one line of at most `most` letters."""
+    """`value` in one line of at most `most` characters."""
     raw = str(value)
     cut = raw if len(raw) <= most else raw[: most - 1] + "…"
     if cut.isascii() and cut.isprintable():
-        return cut  # nearly always
+        return cut  # the common case
     return "".join(_INSTEAD if unicodedata.category(letter) in _HIDDEN else letter for letter in cut)
 
 
 def number(value: object) -> float | None:
-    """A finite number; None: it is none."""
+    """A finite number; None: it is not one."""
     return value if type(value) in (int, float) and math.isfinite(value) else None  # type: ignore[arg-type,return-value]
 
 
 def tree(value: object, depth: int = 4) -> Any:
-    """Something JSON-able with every text cleaned; lists and mappings bounded."""
+    """A JSON-able copy with sanitized texts and bounded lists and mappings."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int | float):

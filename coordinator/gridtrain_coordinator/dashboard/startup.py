@@ -1,7 +1,7 @@
-"""Whether there is a dashboard, and what the coordinator says about it.
+"""Opens the dashboard, and tells the owner where it is.
 
-Decides that a missing package or a taken port stops only an owner who has asked for the dashboard by name.
-Imports the web server only if there is one.
+A missing package or a taken port is an error only if the owner asked for the dashboard.  The web server is
+imported only if there is a dashboard.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class DashboardStartup:
     """A dashboard that listens, or the reason why there is none."""
 
     def __init__(
-        self, service: DashboardService | None, address: str, token: str, why_not: str, warning: str
+        self, service: DashboardService | None, address: str, token: str, failure: str, warning: str
     ) -> None:
         self.service = service
         self.address = address
         self._token = token
-        self._failure = why_not
+        self._failure = failure
         self._warning = warning
 
     def start(self) -> None:
@@ -46,7 +46,7 @@ class DashboardStartup:
             self.service.close()
 
     def startup_lines(self, *, is_terminal: bool) -> list[str]:
-        """Lines for the owner; the token only where nobody else reads along."""
+        """Lines for the owner; the token is shown only on a terminal."""
         if self.service is None:
             return [f"  no dashboard:        {self._failure}"] if self._failure else []
         key = f"#token={self._token}" if is_terminal else ""
@@ -56,34 +56,34 @@ class DashboardStartup:
         ]
 
 
-def open_dashboard(place: DashboardAddress | None, folder: Path, log: Log) -> DashboardStartup:
-    """Bind the port and read the token, or say why not.  The service is not started yet.
+def open_dashboard(address: DashboardAddress | None, folder: Path, log: Log) -> DashboardStartup:
+    """Bind the port and read the token, or record why that fails.  The service is not started yet.
 
-    Raises `ConfigError` if `place` was asked for and cannot be had.
+    Raises `ConfigError` if the owner asked for the dashboard and it cannot be used.
     """
-    if place is None:
+    if address is None:
         return DashboardStartup(None, "", "", "", "")
     try:
-        return _open(place, folder, log)
+        return _open(address, folder, log)
     except ConfigError as error:
-        if place.is_required:
+        if address.is_required:
             raise
         return DashboardStartup(None, "", "", f"{error.reason}; {error.remedy}", "")
 
 
-def _open(place: DashboardAddress, folder: Path, log: Log) -> DashboardStartup:
-    absent = missing_packages()
-    if absent:
-        raise ConfigError(f"{', '.join(absent)} not installed", remedy=INSTALL)
+def _open(address: DashboardAddress, folder: Path, log: Log) -> DashboardStartup:
+    missing = missing_packages()
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} not installed", remedy=INSTALL)
     from gridtrain_coordinator.dashboard.dashboard_service import DashboardService
 
     token = load_token(folder)
-    bound = bind(place)
-    address = url(bound)
+    bound = bind(address)
+    page = url(bound)
     warning = ""
-    if not is_loopback(place.host):
+    if not is_loopback(address.host):
         warning = (
-            "OPEN TO THE NETWORK: whoever reaches this port sees the run, and the token travels in the clear"
+            "OPEN TO THE NETWORK: anybody who reaches this port sees the run, and the token is not encrypted"
         )
-    service = DashboardService(bound, token, log, named=place.allowed_hosts)
-    return DashboardStartup(service, address, token, "", warning)
+    service = DashboardService(bound, token, log, allowed_hosts=address.allowed_hosts)
+    return DashboardStartup(service, page, token, "", warning)

@@ -1,8 +1,6 @@
-"""Who talks to whom in this generation, and who waits for whom: a picture's edges, from the exchange's name.
+"""The graph that the dashboard draws: which members exchange with each other, and which one is slowest.
 
-Decides nothing about the run: the edges are those of the protocol's own cores.
-
-    ring 0-1-2-3-0    butterfly 0-1 2-3 0-2 1-3    tree, star: towards rank 0    stages: rows of replicas
+ring 0-1-2-3-0    butterfly 0-1 2-3 0-2 1-3    tree, star: towards rank 0    stages: rows of replicas
 """
 
 from __future__ import annotations
@@ -21,9 +19,9 @@ from gridtrain.core.planning.workload import ExchangeKind, Workload
 from gridtrain.errors import LocalProtocolError
 from gridtrain_coordinator.dashboard import sanitize
 
-MAX_DRAWN_NODES = 40  # members; above it a picture of single edges says nothing
+MAX_DRAWN_NODES = 40  # with more members no edges are drawn
 SLOW = 1.25
-"""Whoever computes so many times as long as the median is waited for."""
+"""A worker that computes this many times as long as the median delays the others."""
 
 NOTICEABLE_S = 0.005
 
@@ -40,19 +38,19 @@ TOPOLOGIES: dict[ExchangeKind, tuple[str, _Neighbours]] = {
 
 
 def parse_load(facts: Mapping[str, str]) -> Workload | None:
-    """What the run exchanges; None: its facts do not say."""
+    """The run's exchange; None: the facts do not describe it."""
     return workload_of(Setup(tuple(facts.items()), LedgerSpec(size=1, seed=0, steps=1), 1, None))
 
 
 @dataclass(frozen=True, slots=True)
 class TopologyGraph:
-    """The picture of a generation.
+    """The graph of a generation.
 
     Attributes:
         kind: ring, direct, butterfly, tree, star, all-gather or stages.
         edges: pairs of ranks with the rate (bytes per second), the round trip (seconds) and the rank of the
-            relay, -1: the coordinator; None: not known, or a direct way.  Empty above `MOST_DRAWN` members.
-        stages: of a model that is cut; 1: it is not.
+            relay, -1: the coordinator; None: not known, or a direct route.  Empty above `MAX_DRAWN_NODES`.
+        stages: of a pipeline; else 1.
     """
 
     kind: str
@@ -65,27 +63,29 @@ class TopologyGraph:
         return {"kind": self.kind, "size": self.size, "stages": self.stages, "edges": edges}
 
 
-def build_graph(picture: Mapping[str, Any], run_load: Workload | None) -> TopologyGraph:
-    """Of a status picture."""
-    size, stages = int(picture.get("world_size", 0)), int(picture.get("stages", 1))
+def build_graph(status: Mapping[str, Any], run_load: Workload | None) -> TopologyGraph:
+    """The graph for a status."""
+    size, stages = int(status.get("world_size", 0)), int(status.get("stages", 1))
     name, neighbours = TOPOLOGIES[run_load.kind] if run_load is not None else ("ring", ring.neighbours)
     pairs: set[tuple[int, int]] = set()
     if 1 < size <= MAX_DRAWN_NODES:
         pairs = _pipeline_edges(stages, size) if stages > 1 else _pairs(neighbours, range(size))
-    told = _undirected_links(picture.get("links", ()))
-    relays = {(a, b): by for a, b, by in picture.get("relayed", ())}
-    edges = tuple((a, b, *told.get((a, b), (None, None)), relays.get((a, b))) for a, b in sorted(pairs))
+    known_links = _undirected_links(status.get("links", ()))
+    relays = {(a, b): by for a, b, by in status.get("relayed", ())}
+    edges = tuple(
+        (a, b, *known_links.get((a, b), (None, None)), relays.get((a, b))) for a, b in sorted(pairs)
+    )
     return TopologyGraph("stages" if stages > 1 else name, size, stages, edges)
 
 
 def _pairs(neighbours: _Neighbours, ranks: Sequence[int]) -> set[tuple[int, int]]:
     size = len(ranks)
-    found = {(ranks[a], ranks[b]) for a in range(size) for b in neighbours(a, size)}
-    return {(min(pair), max(pair)) for pair in found if pair[0] != pair[1]}
+    ranked_pairs = {(ranks[a], ranks[b]) for a in range(size) for b in neighbours(a, size)}
+    return {(min(pair), max(pair)) for pair in ranked_pairs if pair[0] != pair[1]}
 
 
 def _pipeline_edges(stages: int, size: int) -> set[tuple[int, int]]:
-    """Rings among the replicas of a stage, and the pipelines across the stages."""
+    """Rings of the replicas of each stage, and the pipelines through the stages."""
     try:
         replicas = RankLayout.for_world_size(stages, size).replicas
     except LocalProtocolError:
@@ -100,24 +100,24 @@ def _undirected_links(
     links: Sequence[Sequence[Any]],
 ) -> dict[tuple[int, int], tuple[float | None, float | None]]:
     """By (smaller rank, larger rank): the smaller rate and the longer round trip of both directions."""
-    told: dict[tuple[int, int], tuple[float | None, float | None]] = {}
+    known_links: dict[tuple[int, int], tuple[float | None, float | None]] = {}
     for a, b, rtt_s, rate_Bps in links:
         pair = (min(a, b), max(a, b))
-        rate, trip = told.get(pair, (None, None))
+        rate, trip = known_links.get(pair, (None, None))
         rates = [x for x in (rate, sanitize.number(rate_Bps)) if x is not None]
         trips = [x for x in (trip, sanitize.number(rtt_s)) if x is not None]
-        told[pair] = (
+        known_links[pair] = (
             round(min(rates)) if rates else None,
             float(f"{max(trips):.4g}") if trips else None,
         )
-    return told
+    return known_links
 
 
 def find_straggler(busy_s: Mapping[str, float | None]) -> tuple[str, str] | None:
-    """Whom the others wait for, and why; None: nobody stands out.
+    """The worker for which the others wait, and why; None: nobody stands out.
 
     Args:
-        busy_s: by worker, computing and selecting of its latest step.
+        busy_s: by worker, time of computing and selecting in its latest step.
     """
     known = {
         who: seconds for who, seconds in busy_s.items() if seconds is not None and math.isfinite(seconds)

@@ -1,14 +1,12 @@
-"""Backups of a coordinator's state while it runs, and a standby's first start from one.
+"""Backups of the coordinator's state while it runs, and the start of a standby coordinator from one.
 
-Decides when a backup is due, how it lies in its folder and which ones stay.  Never reads what a journal says.
+FOLDER/backup-3-00000042/          of term 3, up to the journal's entry 42
+    journal.sqlite                 SQLite's online copy
+    coordinator.key  operator.key  0600: a reader of a backup can impersonate the coordinator
+    .backup-....partial            while it is written; renamed when all of it is on disk
 
-    FOLDER/backup-3-00000042/          of term 3; 42: the last entry of the journal that is in it
-        journal.sqlite                 SQLite's online copy
-        coordinator.key  operator.key  0600: who can read a backup can be the coordinator
-        .backup-....partial            while it is written; renamed when all of it is on the disk
-
-    gridtrain coordinator --backup-to FOLDER                     the running one
-    gridtrain coordinator --state NEW --from-backup FOLDER       the next one, at the same address
+gridtrain coordinator --backup-to FOLDER                     the running one
+gridtrain coordinator --state NEW --from-backup FOLDER       the next one, at the same address
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from gridtrain_coordinator.journal.store import JournalStore
 JOURNAL = "journal.sqlite"
 EVERY_S, KEEP = 5.0, 3
 MAX_TIME_FRACTION = 0.05
-"""A backup that took 1 s makes the next one wait for 20 s: the loop has other things to do."""
+"""A backup that took 1 s delays the next one by 20 s, so that the loop stays responsive."""
 
 _NAME = re.compile(r"backup-(\d+)-(\d{8,})")
 _KEYS = (COORDINATOR_KEY, OPERATOR_KEY)
@@ -34,43 +32,44 @@ _BESIDE = ("-wal", "-shm", "-journal")
 
 
 class Backups:
-    """Of one coordinator, in one folder.
+    """The backups of one coordinator in one folder.
 
     Args:
-        folder: made if need be, for its owner's eyes.
-        state: where the keys lie.
-        every_s: at most one backup in this time.
-        keep: so many of the latest stay.
+        folder: made if necessary, readable only by its owner.
+        state: the folder of the keys.
+        every_s: shortest time between two backups.
+        keep: number of backups to keep.
 
     Attributes:
-        failed: why there is none of the latest entries; empty: all is well.
-        written_s: when the latest was finished; None: none yet.
+        failure: why the latest entries have no backup; empty: they have one.
+        written_s: when the latest was finished; None: there is none yet.
     """
 
     def __init__(self, folder: Path, state: Path, *, every_s: float = EVERY_S, keep: int = KEEP) -> None:
         if keep < 1:
-            raise ConfigError(f"{keep} backups are to be kept; it must be >= 1", remedy=f"try {KEEP}")
+            raise ConfigError(f"{keep} backups to keep; it must be >= 1", remedy=f"try {KEEP}")
         if folder.absolute() == state.absolute():
             raise ConfigError(
-                f"{folder} is the folder of the journal itself", remedy="name another disk's with --backup-to"
+                f"{folder} is the folder of the journal itself",
+                remedy="name a folder on another disk with --backup-to",
             )
         self.folder = folder
         self.failure = ""
         self.written_s: float | None = None
         self._state, self._interval_s, self._keep = state, every_s, keep
-        self._is_pending = True  # what there is at the start is worth a backup
+        self._is_pending = True  # the state at the start is worth a backup
         self._next_s = float("-inf")
 
     def check_folder(self) -> None:
-        """Write something there, and remove it: a folder that takes nothing is found out at the start.
+        """Write a file and remove it, so that an unusable folder is noticed at the start.
 
         Raises `ConfigError`.
         """
-        trial = self.folder / ".backup.trial"
+        probe = self.folder / ".backup.trial"
         try:
             make_private_folder(self.folder)
-            trial.write_bytes(b"backups of a coordinator's journal and keys go here")
-            trial.unlink()
+            probe.write_bytes(b"backups of a coordinator's journal and keys go here")
+            probe.unlink()
         except OSError as error:
             raise ConfigError(
                 f"no backup can be written to {self.folder}: {error.strerror or error}",
@@ -78,7 +77,7 @@ class Backups:
             ) from None
 
     def request(self) -> None:
-        """The journal has another entry."""
+        """The journal has a new entry."""
         self._is_pending = True
 
     @property
@@ -90,7 +89,7 @@ class Backups:
         return self._next_s if self._is_pending else float("inf")
 
     def make(self, store: JournalStore, began_s: float) -> Path:
-        """Write one.  Raises `JournalError`, and leaves the earlier ones as they are."""
+        """Write a backup.  Raises `JournalError`, and leaves the earlier ones as they are."""
         self._next_s = began_s + self._interval_s
         partial = self.folder / ".backup.partial"
         try:
@@ -113,7 +112,7 @@ class Backups:
             shutil.rmtree(partial, ignore_errors=True)
             reason = str(error.strerror or error) if isinstance(error, OSError) else error.reason
             self.failure = f"no backup can be written to {self.folder}: {reason}"
-            raise JournalError(self.failure, remedy="make room there, or see who may write there") from None
+            raise JournalError(self.failure, remedy="make room there, or check its permissions") from None
         self._is_pending, self.failure = False, ""
         return path
 
@@ -128,15 +127,15 @@ class Backups:
         }
 
     def _check_same_run(self, store: JournalStore) -> None:
-        """The backups of two runs in one folder would crowd each other out."""
+        """Backups of two runs in one folder would delete each other.  Raises `ConfigError`."""
         for path in _complete_backups(self.folder)[-1:]:
             if (key := Identity.read(path / COORDINATOR_KEY).public) != store.key():
                 raise ConfigError(f"{path} is of another coordinator ({key.hex()[:12]})")
 
-    def record_duration(self, now_s: float, took_s: float) -> None:
-        """What it took decides when the next may come."""
+    def record_duration(self, now_s: float, duration_s: float) -> None:
+        """Set the time of the next backup by the duration of this one."""
         self.written_s = now_s
-        self._next_s = max(self._next_s, now_s + took_s / MAX_TIME_FRACTION)
+        self._next_s = max(self._next_s, now_s + duration_s / MAX_TIME_FRACTION)
 
 
 def latest_backup(folder: Path) -> Path:
@@ -153,9 +152,9 @@ def latest_backup(folder: Path) -> Path:
 
 
 def restore(backup: Path, state: Path) -> Path:
-    """Make `state` what `backup` has; the journal comes last, so that a start that fails can be repeated.
+    """Copy a backup to the folder `state`; the journal comes last, so that a failed start can be repeated.
 
-    Returns the backup that was taken.
+    Returns the backup that was used.
 
     Raises:
         ConfigError: there is a journal already, or no backup.
@@ -164,7 +163,7 @@ def restore(backup: Path, state: Path) -> Path:
     if (state / JOURNAL).exists():
         raise ConfigError(
             f"there is a journal in {state} already, which a backup must not replace",
-            remedy="leave --from-backup out to go on with it, or name a new folder with --state",
+            remedy="leave --from-backup out to continue with it, or name a new folder with --state",
         )
     source = latest_backup(backup)
     partial = state / f".{JOURNAL}.partial"
@@ -174,15 +173,17 @@ def restore(backup: Path, state: Path) -> Path:
             if (source / name).exists() and not (state / name).exists():
                 Identity.read(source / name).write(state / name)
         _copy(source / JOURNAL, partial)
-        JournalStore.open(partial).close()  # is it whole?
-        for left in _BESIDE:  # of a journal that was removed alone: SQLite would write it over this one
-            (state / f"{JOURNAL}{left}").unlink(missing_ok=True)
+        JournalStore.open(partial).close()  # checks that it is complete
+        for (
+            suffix
+        ) in _BESIDE:  # left behind where only the journal was removed: SQLite would apply it to this one
+            (state / f"{JOURNAL}{suffix}").unlink(missing_ok=True)
         os.rename(partial, state / JOURNAL)
         _sync(state)
     except OSError as error:
         raise JournalError(
             f"the backup {source} cannot be copied to {state}: {error.strerror}",
-            remedy="make room, or see who may read and write there",
+            remedy="make room, or check the permissions of both folders",
         ) from None
     except JournalError as error:
         raise JournalError(
@@ -205,7 +206,7 @@ def _complete_backups(folder: Path) -> list[Path]:
 
 
 def _put(partial: Path, path: Path) -> None:
-    """In the place of one of the same entries, if there is one."""
+    """Rename to `path`, replacing a backup of the same entries if there is one."""
     old = path.with_name(".backup.old")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():

@@ -1,15 +1,13 @@
-"""The coordinator while its disk is full: it decides nothing more until what it decided is written down.
+"""The coordinator while its disk is full: no decisions until the last ones are written.
 
-Decides what is answered meanwhile and what is kept for later.  Never touches a socket or the journal.
-
-    turn --JournalFull--> Standstill(effects of that turn) --once a second: is there room?--> the effects,
-                              | events: kept in their order, bounded                          then the events
+    turn --JournalFull--> DiskFullMode(effects of that turn) --once a second: is there room?--> the effects,
+                              | events: queued in order, bounded                             then the events
                               | status: answered, with the reason
-                              | guests, the operator: refused, with the remedy
-                              + the core's clock stands still, so that nobody is late for what it was not told
+                              | pending members, the operator: refused, with the remedy
+                              + the core's clock stands still, so that no deadline passes
 
-Nobody has been told of what is not durable, so to everybody else the coordinator only looks slow: a running
-generation trains on (rule 10), and no second decision can contradict the first.
+Nobody has heard of anything that is not durable, so to everybody else the coordinator only seems slow: a
+running generation trains on (commit rule 10), and no second decision can contradict the first.
 """
 
 from __future__ import annotations
@@ -23,23 +21,23 @@ from gridtrain_coordinator.run import events as io
 
 RETRY_S = 1.0
 MAX_EVENTS = 20_000
-"""So many are kept for later; whose would be one too many is hung up on, and comes back."""
+"""Events that are queued; a peer whose event would be one too many is disconnected, and comes back."""
 
 REMEDY = "try again when its owner has made room"
 
 
 class DiskFullMode:
-    """See the module's text.
+    """One interval without room on the disk.
 
     Args:
-        why: the journal's own words.
+        cause: why the journal cannot be written.
         effects: what was decided, to be carried out in this order once it is durable.
-        began_s: by the clock that goes on.
+        began_s: by the real clock.
         core_s: where the core's clock stopped.
     """
 
-    def __init__(self, why: str, effects: Sequence[io.Effect], *, began_s: float, core_s: float) -> None:
-        self.cause = why
+    def __init__(self, cause: str, effects: Sequence[io.Effect], *, began_s: float, core_s: float) -> None:
+        self.cause = cause
         self.effects = list(effects)
         self.events: deque[TransportEvent] = deque()
         self.began_s, self.core_stopped_s = began_s, core_s
@@ -47,10 +45,10 @@ class DiskFullMode:
 
     @property
     def reason(self) -> str:
-        """For `RunState` and `gridtrain status`."""
+        """For `RunStateUpdate` and `gridtrain status`."""
         return (
-            f"the coordinator decides nothing more, because {self.cause}; whoever trains goes on until a "
-            "member is missing, and all goes on when there is room"
+            f"the coordinator makes no decisions, because {self.cause}; training continues until a member is "
+            "missing, and everything continues when there is room"
         )
 
     @property
@@ -64,7 +62,7 @@ class DiskFullMode:
         return m.RunStateUpdate(self.phase, self.reason)
 
     def queue_event(self, event: TransportEvent) -> list[io.Effect]:
-        """For later.  Beats say nothing that the next one does not say again."""
+        """Keep an event for later, except heartbeats: the next one says the same."""
         if isinstance(event, Received) and isinstance(event.message, m.Heartbeat):
             return []
         if len(self.events) < MAX_EVENTS or not isinstance(event, Received | PeerUp):

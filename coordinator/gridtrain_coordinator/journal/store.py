@@ -1,15 +1,13 @@
 """The journal: what the coordinator must still know after it was killed.
 
-Decides how things become durable, never what they mean: an entry is a kind and a JSON body.  Never
-touches a socket or the protocol.
-
     migrations/0001_journal.sql ... --applied in order, each in a transaction--> PRAGMA user_version
 
-One connection holds the file alone (two coordinators on one journal would give two verdicts), in WAL
-mode with synchronous=FULL: when `append` returns, the entry survives SIGKILL and power loss.
+An entry is a kind and a JSON body, whose meaning is not known here.  One connection holds the file
+exclusively (two coordinators on one journal would give two verdicts), in WAL mode with synchronous=FULL: when
+`append` returns, the entry survives SIGKILL and power loss.
 
-Each entry carries a digest over itself and the digest before it, checked when the journal is opened, so that
-no flipped bit becomes a verdict.  A file that is refused is left as it was.
+Each entry carries a digest of itself and the digest before it, checked when the journal is opened, so that a
+flipped bit cannot change a verdict.  A file that is refused is left unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from gridtrain.runtime.client.endpoint_file import COORDINATOR_KEY
 from gridtrain_coordinator.journal.keys import coordinator_identity
 
 MEMORY = ":memory:"
-APPLICATION_ID = 0x67726964  # "grid", so that another program's database is not taken for a journal
+APPLICATION_ID = 0x67726964  # "grid", to recognize other programs' databases
 BUSY_S = 1.0
 CHAIN_BYTES = 16
 DAMAGED_REMEDY = (
@@ -43,20 +41,23 @@ DAMAGED_REMEDY = (
 
 
 class JournalFull(JournalError):
-    """There is no room for an entry: nothing of it was written, and it can be tried again."""
+    """There is no room for an entry: nothing was written, and it can be tried again."""
 
 
-_REMEDIES = {  # SQLite's result code -> (what happened, the next thing to do)
+_REMEDIES = {  # SQLite's result code -> (what happened, what to do)
     "SQLITE_NOTADB": ("is not a journal: not an SQLite database", "name another folder with --state"),
     "SQLITE_CORRUPT": ("is damaged", DAMAGED_REMEDY),
     "SQLITE_BUSY": ("is in use", "stop the other coordinator, or name another folder with --state"),
     "SQLITE_LOCKED": ("is in use", "stop the other coordinator, or name another folder with --state"),
     "SQLITE_FULL": ("cannot grow: the disk is full", "make room, then start the coordinator again"),
     "SQLITE_IOERR": ("cannot be read or written", "check the disk, then start the coordinator again"),
-    "SQLITE_CANTOPEN": ("cannot be opened", "check who may write there, or name another folder with --state"),
+    "SQLITE_CANTOPEN": (
+        "cannot be opened",
+        "check the folder's permissions, or name another folder with --state",
+    ),
     "SQLITE_READONLY": ("may not be written", "change its permissions, or name another folder with --state"),
     "SQLITE_CONSTRAINT": (
-        "refused a change of what it holds",
+        "refused a change of its content",
         "this is a bug in gridtrain: please report it",
     ),
 }
@@ -64,7 +65,7 @@ _REMEDIES = {  # SQLite's result code -> (what happened, the next thing to do)
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """One line of the journal; `at` is ISO 8601, UTC."""
+    """One entry of the journal; `at` is ISO 8601, UTC."""
 
     id: int
     at: str
@@ -73,21 +74,21 @@ class StoredEntry:
 
 
 class JournalStore:
-    """See the module's text.  Used by one thread at a time.  Every method raises `JournalError`."""
+    """An open journal, for one thread at a time.  Every method raises `JournalError`."""
 
     def __init__(self, connection: sqlite3.Connection, path: str) -> None:
         self._connection = connection
         self._path = path
         self._generated: Identity | None = None
-        self._chain = b""  # of the latest entry
+        self._chain = b""  # digest of the latest entry
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> JournalStore:
-        """Open the journal at `path`, made and brought up to date if need be; ":memory:" forgets.
+        """Open the journal at `path`, create or migrate it if necessary; ":memory:" is not stored.
 
         Raises:
-            JournalError: the directory is missing, the file is no journal, damaged, in use, not
-                writable, or of a newer version of gridtrain.
+            JournalError: the directory is missing, or the file is no journal, damaged, in use, not writable,
+                or of a newer version of gridtrain.
         """
         name = os.fspath(path)
         if name != MEMORY and not Path(name).absolute().parent.is_dir():
@@ -103,7 +104,7 @@ class JournalStore:
             with _explained(name):
                 store._check(created)
                 store._prepare()
-            store.entries()  # none of them may have changed since it was written
+            store.entries()  # checks that they are unchanged
         except BaseException:
             connection.close()
             if created:
@@ -117,10 +118,10 @@ class JournalStore:
     def identity(self) -> Identity:
         """The coordinator's key pair: `coordinator.key` beside the journal, made at the first start.
 
-        Of ":memory:" a new one for each store.
+        With ":memory:", a new one for each store.
 
         Raises:
-            JournalError: this journal is that of another key.
+            JournalError: this journal belongs to another key.
             ConfigError: the key file cannot be used.
         """
         if self._path == MEMORY:
@@ -129,11 +130,11 @@ class JournalStore:
         return coordinator_identity(Path(self._path), self.key(), self._adopt)
 
     def key(self) -> PeerId | None:
-        """The coordinator's public key, as the journal holds it; None: it was not asked for yet."""
+        """The coordinator's public key in the journal; None: there is none yet."""
         with _explained(self._path):
             row = self._connection.execute("SELECT key FROM coordinator").fetchone()
         if row is not None and not isinstance(row[0], bytes):
-            raise self._damaged("its key is none")
+            raise self._damaged("its key is invalid")
         return row[0] if row is not None else None
 
     def _adopt(self, key: PeerId) -> None:
@@ -141,7 +142,7 @@ class JournalStore:
             self._connection.execute("INSERT INTO coordinator VALUES (1, ?)", (key,))
 
     def next_term(self) -> int:
-        """One more than the highest term journalled so far, durable before it is returned."""
+        """One more than the highest term in the journal; durable before it is returned."""
         with self._transaction():
             (last,) = self._connection.execute("SELECT max(term) FROM terms").fetchone()
             term = (last or 0) + 1
@@ -153,9 +154,9 @@ class JournalStore:
         self.append_all([(kind, body)])
 
     def append_all(self, entries: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-        """Make several entries durable together (one transaction, one wait for the disk), or none.
+        """Make several entries durable together (in one transaction), or none.
 
-        Raises `JournalFull` where there is no room.
+        Raises `JournalFull` if there is no room.
         """
         with self._transaction():
             for kind, body in entries:
@@ -170,7 +171,7 @@ class JournalStore:
         chain, chained = b"", False
         for row_id, at, kind, body, written in rows:
             chain, chained = _chain_digest(chain, row_id, at, kind, body), chained or written is not None
-            if chained and written != chain:  # gridtrain once wrote none
+            if chained and written != chain:  # early versions wrote none
                 raise self._damaged(f"entry {row_id} is not what was written")
         self._chain = chain
         try:
@@ -179,24 +180,24 @@ class JournalStore:
             raise self._damaged(f"an entry is no JSON: {error}") from None
 
     def copy_to(self, path: Path) -> tuple[int, int]:
-        """An exact copy at a moment, into the new 0600 file `path`; its term, and its last entry's number.
+        """Copy the journal to the new 0600 file `path`; returns the copy's term and last entry number.
 
-        SQLite's own online copy: what is in the journal's WAL is in it too.
+        Uses SQLite's online backup, which includes the contents of the WAL.
 
         Raises:
-            JournalError: the copy cannot be written; what there is of it stays.
+            JournalError: the copy cannot be written; an incomplete file stays.
         """
         with _explained(str(path)), contextlib.closing(_new_file(path)) as copy:
             self._connection.backup(copy)
             (last,) = copy.execute("SELECT max(id) FROM journal").fetchone()
             (term,) = copy.execute("SELECT max(term) FROM terms").fetchone()
-            copy.execute("PRAGMA journal_mode = DELETE")  # one file, that needs no other
+            copy.execute("PRAGMA journal_mode = DELETE")  # a single file
         return term or 0, last or 0
 
     # -- inside --------------------------------------------------------------------------------
 
     def _check(self, created: bool) -> None:
-        """May we write to it?  Changes nothing, so that a file that is refused stays as it was."""
+        """Check that the file may be written; changes nothing, so that a refused file stays as it was."""
         run = self._connection.execute
         run("PRAGMA locking_mode = EXCLUSIVE")
         (tables,) = run("SELECT count(*) FROM sqlite_master").fetchone()
@@ -209,7 +210,7 @@ class JournalStore:
             )
         key = Path(self._path).absolute().parent / COORDINATOR_KEY
         if not tables and not created and self._path != MEMORY and key.exists():
-            raise self._damaged(f"it is empty, and {key} says that it was not")
+            raise self._damaged(f"it is empty, although {key} exists")
         known = len(_migrations())
         if version > known:
             raise JournalError(
@@ -263,22 +264,22 @@ class JournalStore:
                 self._connection.execute("COMMIT")
             except BaseException:
                 self._chain = chain
-                if self._connection.in_transaction:  # SQLite itself rolls back on a full disk
+                if self._connection.in_transaction:  # on a full disk SQLite itself has rolled back
                     self._connection.execute("ROLLBACK")
                 raise
 
 
 def _chain_digest(before: bytes, row_id: int, at: str, kind: str, body: str) -> bytes:
-    """The digest that goes with an entry: over the one before it and all of itself."""
+    """The digest of an entry: over the one before it and all of its fields."""
     text = f"{row_id}\0{at}\0{kind}\0{body}".encode(errors="surrogatepass")
     return hashlib.blake2b(before + text, digest_size=CHAIN_BYTES).digest()
 
 
 def _created(path: Path) -> bool:
-    """Made now, and for its owner's eyes: members' addresses are in it."""
+    """Create the file, readable only by its owner, as it holds members' addresses; False: it exists."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
-    except OSError:  # it is there already; or SQLite says what is wrong
+    except OSError:  # it exists, or SQLite reports what is wrong
         return False
     return True
 
@@ -288,13 +289,14 @@ def _new_file(path: Path) -> sqlite3.Connection:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
     except OSError as error:
         raise JournalError(
-            f"{path} cannot be made: {error.strerror}", remedy="check who may write there, and the room"
+            f"{path} cannot be made: {error.strerror}",
+            remedy="check the folder's permissions and the free space",
         ) from None
     return sqlite3.connect(path, isolation_level=None)
 
 
 def _migrations() -> list[str]:
-    """The scripts in order; number n of them is called 000n_*.sql."""
+    """The scripts in order; number n is called 000n_*.sql."""
     folder = resources.files("gridtrain_coordinator.journal") / "migrations"
     files = sorted(
         (file for file in folder.iterdir() if file.name.endswith(".sql")), key=lambda file: file.name
@@ -304,10 +306,10 @@ def _migrations() -> list[str]:
 
 @contextmanager
 def _explained(path: str) -> Iterator[None]:
-    """SQLite's errors in words, with the next thing to do."""
+    """Turn SQLite's errors into `JournalError` with a remedy."""
     try:
         yield
-    except UnicodeDecodeError as error:  # of a name in a damaged schema
+    except UnicodeDecodeError as error:  # a name in a damaged schema
         raise JournalError(f"the journal {path} is damaged ({error})", remedy=DAMAGED_REMEDY) from error
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorname", None) or "SQLITE_ERROR"

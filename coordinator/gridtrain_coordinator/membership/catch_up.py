@@ -1,13 +1,11 @@
-"""Newcomers that take over the state while the members train on: who gives it to whom.
+"""Newcomers that receive the state while the members train: which members are their state sources.
 
-Decides who follows, from which members, and after which step these take their images.  Never decides who
-enters a generation: that is `protocol.membership`, which lets a follower in when it has said Caught.
-
-    admitted --Fetch(donors)--> follows --Caught--> enters the next generation
-                                   | +-- NoRoute: no donor is connected --> Fetch with other ways
-                                   |
-                                   +-- no progress for `STUCK_S`: enters all the same, and the others wait
-    donors <--Donate(step, followers)-- the eldest members that hold the state; told again when it changes
+admitted --CatchUpFrom(sources)--> catching up --CatchUpReport--> enters the next generation
+                                      | +-- PeersUnreachable: CatchUpFrom with other routes
+                                      |
+                                      +-- no progress for `NO_PROGRESS_TIMEOUT_S`: enters all the same,
+                                          and the members wait for it
+sources <--ServeCatchUp(step, newcomers)-- the longest-serving members; sent again when it changes
 """
 
 from __future__ import annotations
@@ -25,151 +23,158 @@ from gridtrain_coordinator.run.run_state import MAX_STEPS, RunState
 MAX_STATE_SOURCES = 3
 MAX_CATCHING_UP = 64
 NO_PROGRESS_TIMEOUT_S = 60.0
-"""Without progress.  A donor's trainer may be in a long step, and gives its state after it."""
+"""A state source may be in a long step, and sends its state after it."""
 
 SNAPSHOT_LEAD_S, SNAPSHOT_LEAD_STEPS = 1.5, 1
-"""All donors are to take their images after the same step, so it has to be one that none has begun yet."""
+"""All sources take their snapshots after the same step, so it has to be one that none has begun yet."""
 
 SNAPSHOT_LATE_S = 4.0
-"""If the group has not got to that step by then, it has become slower, and a nearer step is named."""
+"""If the group has not reached that step by then, it has become slower, and a nearer step is chosen."""
 
 
 class CatchUp:
-    """What was told to whom."""
+    """Remembers what newcomers and state sources were told."""
 
-    def __init__(self, run: RunState, whereabouts: AddressBook) -> None:
-        self._run, self._addresses = run, whereabouts
+    def __init__(self, run: RunState, addresses: AddressBook) -> None:
+        self._run, self._addresses = run, addresses
         self._started_s: dict[m.PeerId, float] = {}
         self._state_sources: tuple[m.PeerId, ...] = ()
-        self._announced: tuple[m.PeerId, ...] = ()
-        self._fetch_sent_s: dict[m.PeerId, float] = {}  # who was told how to reach the donors, and when last
-        self._snapshot_step: tuple[int, float] | None = None  # the step of the images, and when it was named
+        self._announced: tuple[m.PeerId, ...] = ()  # newcomers that the sources know
+        self._fetch_sent_s: dict[m.PeerId, float] = {}  # newcomers that know the sources, and since when
+        self._snapshot_step: tuple[int, float] | None = (
+            None  # the step of the snapshots, and when it was sent
+        )
 
     @property
     def is_active(self) -> bool:
-        """Somebody follows, or has to be told that it is over."""
+        """Somebody is catching up, or has to be told that it is over."""
         return bool(self._announced or self._state_sources or self._started_s)
 
-    def advance(self, made_s: float, now_s: float) -> list[Effect]:
-        """Bring everybody up to date, while the members train in a generation that was made at `made_s`."""
+    def advance(self, now_s: float) -> list[Effect]:
+        """Tell newcomers and state sources what has changed; called while the members train."""
         run = self._run
-        followers = [w for w in run.workers.values() if w.is_catching_up and w.peer not in run.members]
-        if not followers and not self.is_active:
-            return []  # as almost always, and this is asked after every message
-        # All were READY: those who joined with this generation hold the state by now.
-        holders = [peer for peer in run.present_members if run.workers[peer].disconnected_s is None]
+        newcomers = [w for w in run.workers.values() if w.is_catching_up and w.peer not in run.members]
+        if not newcomers and not self.is_active:
+            return []  # the common case, and this is called after every message
+        # All members were ready: those that joined with this generation hold the state by now.
+        holders = run.connected_members
         if run.present_members and not holders:
-            return []  # as when this coordinator's own line breaks for a moment: they may come back
+            return []  # as when this coordinator's own link breaks for a moment: they may come back
         if not holders or run.view is None:
-            for worker in followers:
-                worker.has_caught_up = True  # there is nobody to follow
-            followers = []
-        # Of what they say the middle: one that lies moves nothing.
+            for worker in newcomers:
+                worker.mark_caught_up()  # nobody can send the state
+            newcomers = []
+        # The median of what they report, so that one liar changes nothing.
         latest = min(median_low([run.workers[x].step for x in holders] or [-1]), MAX_STEPS)
         before = run.view.applied if run.view is not None else -1
-        step = choose_snapshot_step(latest, latest - before, now_s - made_s)
-        return self._update(followers, run.sort_by_seniority(holders), step, latest, now_s)
+        step = choose_snapshot_step(latest, latest - before, now_s - run.view_change.last_installed_s)
+        return self._update(newcomers, run.workers.sort_by_seniority(holders), step, latest, now_s)
 
     def _update(
-        self, followers: Sequence[Worker], holders: Sequence[m.PeerId], step: int, latest: int, now_s: float
+        self, newcomers: Sequence[Worker], holders: Sequence[m.PeerId], step: int, latest: int, now_s: float
     ) -> list[Effect]:
-        """Tell what is new.
+        """Send what has changed.
 
         Args:
-            followers: admitted, and not caught up.
-            holders: members that hold the state, the eldest first.
-            step: after which images are to be taken.
+            newcomers: admitted, and not caught up.
+            holders: members that hold the state, the longest-serving first.
+            step: after which snapshots are to be taken.
             latest: the members' last step.
         """
         entering = [worker for worker in self._run.newcomers() if worker.has_caught_up]
         effects: list[Effect] = []
-        following: list[Worker] = []
-        for worker in followers[:MAX_CATCHING_UP]:
+        catching_up: list[Worker] = []
+        for worker in newcomers[:MAX_CATCHING_UP]:
             since_s = self._started_s.setdefault(worker.peer, now_s)
             if now_s - max(since_s, worker.progressed_s) >= NO_PROGRESS_TIMEOUT_S:
-                worker.has_caught_up = True
+                worker.mark_caught_up()
                 fields = {"name": worker.name, "reason": f"no progress for {NO_PROGRESS_TIMEOUT_S:.0f} s"}
                 effects.append(LogEvent("warning", "not_following", fields))
             else:
-                following.append(worker)
-        self._started_s = {worker.peer: self._started_s[worker.peer] for worker in following}
-        following += [worker for worker in entering if worker.peer in self._announced]
-        peers = tuple(worker.peer for worker in following)
-        donors = tuple(holders[:MAX_STATE_SOURCES]) if following else ()
-        anew = self._is_snapshot_step_late(step, latest, now_s)
-        if (donors, peers) == (self._state_sources, self._announced) and not anew:
+                catching_up.append(worker)
+        self._started_s = {worker.peer: self._started_s[worker.peer] for worker in catching_up}
+        catching_up += [worker for worker in entering if worker.peer in self._announced]
+        peers = tuple(worker.peer for worker in catching_up)
+        sources = tuple(holders[:MAX_STATE_SOURCES]) if catching_up else ()
+        is_late = self._is_snapshot_step_late(step, latest, now_s)
+        if (sources, peers) == (self._state_sources, self._announced) and not is_late:
             return effects
-        gone = [peer for peer in self._state_sources if peer not in donors]
+        gone = [peer for peer in self._state_sources if peer not in sources]
         effects += [Send(peer, m.ServeCatchUp(self._run.term, -1, ())) for peer in gone]
-        effects += [Send(peer, m.ServeCatchUp(self._run.term, step, peers)) for peer in donors]
-        for worker in following:
-            if donors != self._state_sources or worker.peer not in self._announced:
-                effects += self._send_fetch(worker.peer, donors, now_s)
-        new = [worker.name for worker in following if worker.peer not in self._announced]
+        effects += [Send(peer, m.ServeCatchUp(self._run.term, step, peers)) for peer in sources]
+        for worker in catching_up:
+            if sources != self._state_sources or worker.peer not in self._announced:
+                effects += self._send_fetch(worker.peer, sources, now_s)
+        new = [worker.name for worker in catching_up if worker.peer not in self._announced]
         if new:
-            told: dict[str, object] = {"names": ", ".join(new), "donors": len(donors), "after_step": step}
-            effects.append(LogEvent("info", "following", told))
-        self._state_sources, self._announced = donors, peers
-        self._fetch_sent_s = {peer: told_s for peer, told_s in self._fetch_sent_s.items() if peer in peers}
-        self._snapshot_step = (step, now_s) if donors and step > latest else None
+            announced: dict[str, object] = {
+                "names": ", ".join(new),
+                "donors": len(sources),
+                "after_step": step,
+            }
+            effects.append(LogEvent("info", "following", announced))
+        self._state_sources, self._announced = sources, peers
+        self._fetch_sent_s = {peer: sent_s for peer, sent_s in self._fetch_sent_s.items() if peer in peers}
+        self._snapshot_step = (step, now_s) if sources and step > latest else None
         return effects
 
-    def _send_fetch(self, peer: m.PeerId, donors: Sequence[m.PeerId], now_s: float) -> list[Effect]:
+    def _send_fetch(self, peer: m.PeerId, sources: Sequence[m.PeerId], now_s: float) -> list[Effect]:
         """Both ends are told: the generation may be another one since the newcomer was announced."""
         self._fetch_sent_s[peer] = now_s
-        named = tuple((donor, self._addresses.address(peer, donor)) for donor in donors)
-        return [*self._addresses.connect(peer, donors), Send(peer, m.CatchUpFrom(self._run.term, named))]
+        addresses = tuple((source, self._addresses.address(peer, source)) for source in sources)
+        return [*self._addresses.connect(peer, sources), Send(peer, m.CatchUpFrom(self._run.term, addresses))]
 
     def handle_no_route(self, worker: Worker, message: m.PeersUnreachable, now_s: float) -> list[Effect]:
-        """A follower is connected with no donor: it goes another way, without waiting for a generation."""
+        """A newcomer is connected with no state source: it uses other routes, without another generation."""
         run, peer, limits = self._run, worker.peer, self._run.limits
-        told_s = self._fetch_sent_s.get(peer)
+        sent_s = self._fetch_sent_s.get(peer)
         missed = run.members & set(message.peers) - {peer}
         if message.term != run.term or peer not in self._announced or not missed & set(self._state_sources):
             return []
-        if told_s is None or now_s < told_s + limits.route_s / 2:
-            return []  # it was told since, and has not tried that yet
+        if sent_s is None or now_s < sent_s + limits.route_s / 2:
+            return []  # it has been told new routes since, and has not tried them yet
         tried = self._addresses.reroute(peer, sorted(missed))
-        names = ", ".join(run.display_name(other) for other in self._state_sources if other in missed)
+        names = ", ".join(run.workers.display_name(other) for other in self._state_sources if other in missed)
         note = LogEvent("warning", "no_route", {"name": worker.name, "to": names, "tried": tried})
         return [note, *self._send_fetch(peer, self._state_sources, now_s)]
 
     def on_reconnected(self, peer: m.PeerId) -> None:
-        """Its connection is back: what it was told may have been lost, and is told again."""
-        self._state_sources = tuple(donor for donor in self._state_sources if donor != peer)
-        self._announced = tuple(told for told in self._announced if told != peer)
+        """Its connection is restored: what it was told may have been lost, and is sent again."""
+        self._state_sources = tuple(source for source in self._state_sources if source != peer)
+        self._announced = tuple(known for known in self._announced if known != peer)
 
     def _is_snapshot_step_late(self, step: int, latest: int, now_s: float) -> bool:
-        """Once a turn: forget the step of the images when the group has got there, and look every `LATE_S`
-        whether it takes longer than was thought; then, whether `step` is nearer and to be named instead."""
+        """Whether the step of the snapshots is late, and the nearer `step` is to be used instead.
+
+        Forgets the step once the group has reached it, and looks at it every `SNAPSHOT_LATE_S`.
+        """
         if self._snapshot_step is None or latest >= self._snapshot_step[0]:
-            self._snapshot_step = None  # they are taken
+            self._snapshot_step = None  # the snapshots are taken
             return False
-        named, since_s = self._snapshot_step
+        chosen, since_s = self._snapshot_step
         if now_s < since_s + SNAPSHOT_LATE_S:
             return False
-        self._snapshot_step = named, now_s  # looked at again later
-        return step < named
+        self._snapshot_step = chosen, now_s  # looked at again later
+        return step < chosen
 
     def deadline_s(self) -> float:
-        """When somebody may be stuck, or the step of the images is late."""
+        """When a newcomer may have stalled, or the step of the snapshots is late."""
         workers = self._run.workers
         late_s = math.inf if self._snapshot_step is None else self._snapshot_step[1] + SNAPSHOT_LATE_S
-        stuck_s = min(
-            (
-                (max(since_s, workers[peer].progressed_s) if peer in workers else since_s)
-                + NO_PROGRESS_TIMEOUT_S
-                for peer, since_s in self._started_s.items()
-            ),
-            default=math.inf,
-        )
-        return min(late_s, stuck_s)
+        progressed_s = [
+            max(since_s, workers[peer].progressed_s) if peer in workers else since_s
+            for peer, since_s in self._started_s.items()
+        ]
+        return min(late_s, min(progressed_s, default=math.inf) + NO_PROGRESS_TIMEOUT_S)
 
 
 def choose_snapshot_step(latest: int, made: int, running_s: float) -> int:
-    """A step that no member has begun when it hears of it; `made` steps in the last `running_s` seconds.
+    """A step that no member has begun when it hears of it.
 
-    A few quick steps at the beginning say little of the rate: less than `AHEAD_S` counts as so much.
+    Args:
+        latest: the members' last step.
+        made: steps made in the last `running_s` seconds.  A time below `SNAPSHOT_LEAD_S` counts as that, as a
+            few quick steps at the beginning say little about the rate.
     """
     rate_Hz = made / max(running_s, SNAPSHOT_LEAD_S)
     return latest + max(SNAPSHOT_LEAD_STEPS, math.ceil(rate_Hz * SNAPSHOT_LEAD_S))

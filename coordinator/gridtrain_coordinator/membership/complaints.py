@@ -1,127 +1,171 @@
-"""What members say of each other: a line that broke, a step that hangs, a peer out of reach, another state.
+"""What members report about each other, and what follows from it.
 
-Decides what comes of it: somebody goes, or another generation is wanted with other ways, or another ring.
-Never takes one member's word against another one's where that alone would remove it.
+    ConnectionLost     again and again ------------> the member that all broken connections share is dismissed
+    RoundStalled       a round makes no progress --> a member that delays a step repeatedly is dismissed
+    PeersUnreachable   cannot connect as planned --> another route in the next generation
+    ReplicaDigest      differs from most others ---> the member is notified, and gets the state again
+    ViolationReport    broke the protocol ---------> a violation, counted elsewhere
 
-    Broken        again and again ---------> the end that all have in common goes (`protocol.breaks`)
-    Stalled       a round hangs -----------> who holds it up again and again goes (`protocol.stalls`)
-    NoRoute       no way as planned -------> another way (`protocol.whereabouts`)
-    Fingerprint   another state than most -> it is told, and gets it anew (`protocol.drift`)
-    Accuse        it broke the protocol ---> Strike, counted elsewhere
+One member's word against another's is never enough to dismiss either.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+
 from gridtrain.core import messages as m
 from gridtrain_coordinator.membership.departures import Departures
-from gridtrain_coordinator.membership.stalls import StalledStep
 from gridtrain_coordinator.run.addressing import AddressBook
-from gridtrain_coordinator.run.divergence import DivergedMembers, DivergenceDetector
+from gridtrain_coordinator.run.divergence import DivergenceDetector
 from gridtrain_coordinator.run.events import Effect, LogEvent, RecordViolation
 from gridtrain_coordinator.run.generation_plan import GenerationPlanner
 from gridtrain_coordinator.run.link_failures import FAILURES_BEFORE_AVOIDING, WINDOW_S
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
-from gridtrain_coordinator.run.view_change import ViewChange
+
+STALLS_BEFORE_REMOVAL, STALLS_BEFORE_REMOVING_NEWEST = 3, 6
 
 
 class Complaints:
-    """See the module's text.
-
-    Attributes:
-        drift_count: states that were found to differ, and replaced.
-    """
+    """Handles the members' reports about each other."""
 
     def __init__(
         self,
         run: RunState,
-        making: ViewChange,
-        plans: GenerationPlanner,
-        partings: Departures,
-        whereabouts: AddressBook,
-        drifts: DivergenceDetector,
-        drifted: DivergedMembers,
+        planner: GenerationPlanner,
+        departures: Departures,
+        addresses: AddressBook,
+        divergence: DivergenceDetector,
     ) -> None:
-        self._run, self._view_change, self._planner, self._departures = run, making, plans, partings
-        self._addresses, self._divergence, self._diverged = whereabouts, drifts, drifted
-        self._stalled_step = StalledStep(run.limits.patience_floor_s)
-        self.divergence_count = 0
+        self._run, self._planner, self._departures = run, planner, departures
+        self._addresses, self._divergence = addresses, divergence
+        self._stalled_step = StalledStep(run)
 
     def handle_no_route(self, worker: Worker, message: m.PeersUnreachable) -> list[Effect]:
-        """Members that cannot connect: the next generation takes another way between them."""
-        run, making = self._run, self._view_change
-        now = run.is_current(message.term, message.generation)
-        if not now or making.is_freezing or worker.peer not in run.members:
+        """Members cannot connect: the next generation uses another route between them."""
+        run = self._run
+        is_current = run.is_current(message.term, message.generation)
+        if not is_current or run.view_change.is_freezing or worker.peer not in run.members:
             return []
         others = sorted(run.members & set(message.peers) - {worker.peer})
         if not others:
             return []
         tried = self._addresses.block_routes(worker.peer, others)
-        names = ", ".join(run.display_name(peer) for peer in others)
+        names = ", ".join(run.workers.display_name(peer) for peer in others)
         reason = f"{worker.name} cannot reach {names} as planned"
-        if making.is_forming:
-            making.unrouted_reason = making.unrouted_reason or reason
+        if run.view_change.is_forming:
+            run.view_change.mark_unrouted(reason)
         else:
-            making.request(reason)
+            run.view_change.request(reason)
         return [LogEvent("warning", "no_route", {"name": worker.name, "to": names, "tried": tried})]
 
     def handle_broken_link(self, worker: Worker, message: m.ConnectionLost, now_s: float) -> list[Effect]:
-        """A connection broke; the member that all such connections have in common goes."""
-        run, breaks, size = self._run, self._planner.link_failures, len(self._run.members)
-        now = run.is_current(message.term, message.generation)
-        if not now or not {worker.peer, message.peer} <= run.members or worker.peer == message.peer:
+        """A connection between two members broke."""
+        run, failures, size = self._run, self._planner.link_failures, len(self._run.members)
+        is_current = run.is_current(message.term, message.generation)
+        if not is_current or not {worker.peer, message.peer} <= run.members or worker.peer == message.peer:
             return []
-        breaks.record(worker.peer, message.peer, now_s)
+        failures.record(worker.peer, message.peer, now_s)
         if message.peer in run.workers:
-            run.workers[message.peer].link_broken_s = now_s
+            run.workers[message.peer].record_link_broken(now_s)
         centre = run.member_order[0] if self._planner.exchange_choice.is_star else None
-        flapping = breaks.common_endpoint(now_s, size, centre)
+        flapping = failures.common_endpoint(now_s, size, centre)
         if flapping is not None:
-            text = f"its connections broke {FAILURES_BEFORE_AVOIDING} times within {WINDOW_S:.0f} s"
-            return self._departures.remove(flapping, text)
-        if not self._view_change.reason and (common := breaks.next_to_avoid(now_s, size)) is not None:
-            name = run.display_name(common)
-            self._view_change.request(
-                f"connections of {name} broke again and again: the next ring goes round them"
-            )
+            reason = f"its connections broke {FAILURES_BEFORE_AVOIDING} times within {WINDOW_S:.0f} s"
+            return self._departures.dismiss(flapping, reason)
+        if not run.view_change.reason and (common := failures.next_to_avoid(now_s, size)) is not None:
+            name = run.workers.display_name(common)
+            run.view_change.request(f"connections of {name} broke repeatedly: the next ring avoids them")
         return []
 
     def handle_stall(self, worker: Worker, stalled: m.RoundStalled, now_s: float) -> list[Effect]:
-        """A round hangs: the rest start anew, without those at fault."""
-        run, making = self._run, self._view_change
-        now = run.is_current(stalled.round.term, stalled.round.generation)
-        if not now or not making.is_idle or worker.peer not in run.members or run.view is None:
+        """A round makes no progress: request a generation without the members at fault."""
+        run = self._run
+        is_current = run.is_current(stalled.round.term, stalled.round.generation)
+        if (
+            not is_current
+            or not run.view_change.is_idle
+            or worker.peer not in run.members
+            or run.view is None
+        ):
             return []
-        # Where the generation began, not where the sender says that it is: its word is not needed here.
+        # The generation's first step identifies the stall: it does not depend on the reporter's word.
         step, reason = run.view.applied + 1, stalled.reason
-        times = self._stalled_step.record(step, run.members, stalled)
+        times = self._stalled_step.record(step, stalled)
         fields = {"name": worker.name, "step": step, "times": times, "reason": reason}
         effects: list[Effect] = [LogEvent("warning", "stalled", fields)]
-        gone = self._stalled_step.find_at_fault(stalled, run.members, run.workers, run.seniority, now_s)
-        for peer, why in gone.items():
-            effects += self._departures.remove(peer, why)
-        making.request(f"{worker.name} reports a stall: {reason}")
+        for peer, why in self._stalled_step.find_at_fault(stalled, now_s).items():
+            effects += self._departures.dismiss(peer, why)
+        run.view_change.request(f"{worker.name} reports a stall: {reason}")
         return effects
 
-    def compare_digest(self, peer: m.PeerId, told: m.ReplicaDigest) -> list[Effect]:
-        """States are compared beside the training; who has another one than most gets it anew."""
+    def compare_digest(self, peer: m.PeerId, message: m.ReplicaDigest) -> list[Effect]:
+        """Compare the members' states; a member that differs from most of them gets the state again."""
         run = self._run
-        if not run.is_current(told.term, told.generation) or not self._view_change.is_idle:
+        if not run.is_current(message.term, message.generation) or not run.view_change.is_idle:
             return []
         effects: list[Effect] = []
-        for wrong in self._divergence.add(peer, told.step, told.digest):
-            if (worker := run.workers.get(wrong)) is None:
+        for diverged in self._divergence.add(peer, message.step, message.digest):
+            if (worker := run.workers.get(diverged)) is None:
                 continue
-            self.divergence_count += 1
-            self._view_change.request(f"{worker.name} holds another state than most")
-            fields = {"name": worker.name, "step": told.step, "so_far": self.divergence_count}
-            effects.append(LogEvent("warning", "drifted", fields))
-            effects.append(
-                self._diverged.notify(wrong, m.ReplicaDiverged(run.term, run.generation, told.step))
+            notice = self._divergence.notify(
+                diverged, m.ReplicaDiverged(run.term, run.generation, message.step)
             )
+            run.view_change.request(f"the state of {worker.name} differs from most others'")
+            fields = {
+                "name": worker.name,
+                "step": message.step,
+                "so_far": self._divergence.divergence_count,
+            }
+            effects += [LogEvent("warning", "drifted", fields), notice]
         return effects
 
     def handle_accusation(self, peer: m.PeerId, message: m.ViolationReport) -> list[Effect]:
-        """Of a breach of the protocol."""
-        both = {peer, message.peer} <= self._run.members and peer != message.peer
-        return [RecordViolation(message.peer, message.reason, accuser=peer)] if both else []
+        """A member reports that another one broke the protocol."""
+        are_members = {peer, message.peer} <= self._run.members and peer != message.peer
+        return [RecordViolation(message.peer, message.reason, accuser=peer)] if are_members else []
+
+
+class StalledStep:
+    """The latest step that stalled: in how many generations, and how often each member was suspected.
+
+    stall of step 7   suspect    made progress   dismissed
+    1st               bert       no              bert
+    1st, 2nd          clara      yes             nobody
+    3rd               clara      yes             clara      she was suspected three times
+    6th               dora       yes             erik       the newest member, as somebody is at fault
+    """
+
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+        self._step = -1
+        self._stall_count = 0
+        self._suspicions: Counter[m.PeerId] = Counter()
+
+    def record(self, step: int, stalled: m.RoundStalled) -> int:
+        """Returns in how many generations the step has stalled."""
+        if step != self._step:
+            self._step, self._stall_count = step, 0
+            self._suspicions.clear()
+        self._stall_count += 1
+        self._suspicions.update(self._run.members & set(stalled.suspects))
+        return self._stall_count
+
+    def find_at_fault(self, stalled: m.RoundStalled, now_s: float) -> dict[m.PeerId, str]:
+        """Members to dismiss, with the reasons."""
+        workers, step, reason = self._run.workers, self._step, stalled.reason
+        present = self._run.present_members
+        if self._stall_count >= STALLS_BEFORE_REMOVING_NEWEST and len(present) > 1:
+            times = self._stall_count
+            text = f"step {step} failed in {times} generations, so the newest member is removed: {reason}"
+            return {max(present, key=workers.seniority): text}
+        patience_s = max(stalled.silent_s, self._run.limits.patience_floor_s)
+        found: dict[m.PeerId, str] = {}
+        for peer in stalled.suspects:
+            if peer not in workers:
+                continue
+            if stalled.silent_s > 0 and patience_s <= now_s - workers[peer].progressed_s:
+                found[peer] = "showed no progress while others waited"
+            elif self._suspicions[peer] >= STALLS_BEFORE_REMOVAL:
+                found[peer] = f"delayed step {step} {self._suspicions[peer]} times: {reason}"
+        return found

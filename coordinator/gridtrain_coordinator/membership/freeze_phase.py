@@ -1,15 +1,12 @@
-"""Between FREEZE and the next generation: whose REPORT is waited for and how long (rules 5, 6 and 11).
+"""From `Freeze` to the next generation: whose reports are waited for, and how long (commit rules 5, 6, 11).
 
-Decides when enough is known to go on, and what a run does of which no member is left.  Never decides the
-verdict (`protocol.verdict`), never makes the generation.
-
-    TRAINING --another one is wanted--> FREEZE --all who live have reported, or time is up--> the next one
-       |                                  ^                    nobody who reports holds a state --+
-       |                                  | some are back,                                        |
-       +--all members are away--> held back until `regather_s`  <---------------------------------+
-          the coordinator restarted       | nobody came back, and others are here
-                                          v
-                                       WAITING: begins anew, from checkpoints or at step 0
+TRAINING --another one is wanted--> Freeze --all present members have reported, or time is up--> the next one
+   |                                  ^                     nobody who reports holds a state --+
+   |                                  | some are back                                          |
+   +--all members are away--> delayed until `regather_s` <-------------------------------------+
+      the coordinator restarted       | nobody came back, and other workers are here
+                                      v
+                                   WAITING: start over, from checkpoints or at step 0
 """
 
 from __future__ import annotations
@@ -22,59 +19,57 @@ from gridtrain_coordinator.membership.departures import Departures
 from gridtrain_coordinator.membership.generation_reports import GenerationReports
 from gridtrain_coordinator.membership.pipeline_recovery import PipelineRecovery
 from gridtrain_coordinator.membership.view_installer import ViewInstaller
-from gridtrain_coordinator.run.divergence import DivergedMembers
+from gridtrain_coordinator.run.divergence import DivergenceDetector
 from gridtrain_coordinator.run.events import Effect, LogEvent, RecordViolation, RunPhase, Send
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
-from gridtrain_coordinator.run.view_change import ViewChange
 
 
 class FreezePhase:
-    """See the module's text.
+    """Freezes the members and collects their reports.
 
     Attributes:
-        held_until_s: while members come back the FREEZE is held, until then; None: it is not.
+        delayed_until_s: while members come back the `Freeze` is delayed, until then; None: it is not delayed.
     """
 
     def __init__(
         self,
         run: RunState,
-        making: ViewChange,
-        partings: Departures,
-        generations: ViewInstaller,
-        stages: PipelineRecovery,
-        drifted: DivergedMembers,
-        recall: GenerationReports,
+        departures: Departures,
+        view_installer: ViewInstaller,
+        pipeline_recovery: PipelineRecovery,
+        divergence: DivergenceDetector,
+        generation_reports: GenerationReports,
     ) -> None:
-        self._run, self._view_change, self._departures = run, making, partings
-        self._view_installer, self._pipeline_recovery = generations, stages
-        self._diverged, self._generation_reports = drifted, recall
+        self._run, self._departures = run, departures
+        self._view_installer, self._pipeline_recovery = view_installer, pipeline_recovery
+        self._divergence, self._generation_reports = divergence, generation_reports
         self.delayed_until_s: float | None = None
         self._is_awaiting_members = False  # all members are away, and waited for
         self._return_deadline_s = -math.inf
-        self._has_delayed = False  # those who are not back by now have had their time
+        self._has_delayed = False  # members that are not back yet have had their time
 
     # -- how it begins -----------------------------------------------------------------------------
 
     def freeze_members(self, now_s: float) -> list[Effect]:
-        """The members train, and are to stop."""
-        run, making = self._run, self._view_change
-        note, freeze = self._begin(now_s), making.freeze_message()
+        """Stop the members that train."""
+        run = self._run
+        note, freeze = self._begin(now_s), run.freeze_message()
         return [note, *(Send(peer, freeze) for peer in run.present_members)]
 
     def _begin(self, now_s: float) -> LogEvent:
         self.delayed_until_s = None
-        self._view_change.begin_freezing(now_s + self._run.limits.report_s)
-        fields = {"generation": self._run.generation, "reason": self._view_change.reason}
+        self._run.view_change.begin_freezing(now_s + self._run.limits.report_s)
+        fields = {"generation": self._run.generation, "reason": self._run.view_change.reason}
         return LogEvent("info", "freeze", fields)
 
     def await_members(self, now_s: float) -> list[Effect]:
-        """All members are away.  Unless they left for good, or none had begun, they are waited for."""
+        """All members are away.  Unless they left for good, or none had started, they are waited for."""
         run = self._run
         if not run.has_started or run.members <= run.departed_members:
             return self._start_over()
         self.delay_freeze(now_s)
-        reason = f"all {len(run.member_list)} members are away; they are waited for"
+        reason = f"all {len(run.member_list)} members are away; waiting for them to come back"
         return [run.enter_phase(RunPhase.PAUSED, reason), LogEvent("error", "paused", {"reason": reason})]
 
     def delay_freeze(self, now_s: float) -> None:
@@ -83,22 +78,22 @@ class FreezePhase:
         self.delayed_until_s = math.inf
 
     def freeze_on_return(self, now_s: float) -> None:
-        """The members are to come back; those who are here are frozen at once."""
-        self._view_change.begin_freezing(now_s + self._run.limits.regather_s)
-        self._is_awaiting_members, self._return_deadline_s = True, self._view_change.deadline_s
+        """The members are to come back; those that are here are frozen at once."""
+        self._return_deadline_s = now_s + self._run.limits.regather_s
+        self._run.view_change.begin_freezing(self._return_deadline_s)
+        self._is_awaiting_members = True
         self.delayed_until_s = None
 
     def _start_over(self) -> list[Effect]:
-        """Nobody is left who holds the model: wait for workers, and begin from their checkpoints, or at 0."""
+        """Nobody is left who holds the model: wait for workers, and start from their checkpoints, or at 0."""
         run = self._run
-        run.member_list, run.view, run.has_started = (), None, False
-        run.departed_members.clear()
-        self._view_change.reason = ""
-        self._view_change.reset()
+        run.lose_model()
+        run.view_change.withdraw()
+        run.view_change.reset()
         self._is_awaiting_members, self.delayed_until_s = False, None
         self._view_installer.clear_initial_state()
         reason = (
-            "all workers that held the model are gone; the next ones begin from a checkpoint, or at step 0"
+            "all workers that held the model are gone; the next ones start from a checkpoint, or at step 0"
         )
         return [
             run.enter_phase(RunPhase.WAITING, reason, reached=run.highest_step),
@@ -106,139 +101,134 @@ class FreezePhase:
             *(run.phase_message(peer) for peer in run.workers),
         ]
 
-    # -- what comes in -----------------------------------------------------------------------------
+    # -- reports -----------------------------------------------------------------------------------
 
     @property
     def _is_journal_behind(self) -> bool:
-        """Some have told of a later generation than the journal knows: others may, too."""
+        """Some members know a later generation than the journal: others may, too."""
         return self._is_awaiting_members and self._generation_reports.is_journal_behind
 
     def handle_report(self, worker: Worker, report: m.FreezeReport, now_s: float) -> list[Effect]:
-        """Where a member of the frozen generation stands; what cannot be so must not reach the ledger."""
-        run, making = self._run, self._view_change
-        if not making.is_freezing or report.generation != run.generation:
+        """How far a member of the frozen generation has come; an impossible report is a violation."""
+        run, view_change = self._run, self._run.view_change
+        if not view_change.is_freezing or report.generation != run.generation:
             return []
         if worker.peer not in run.members:
-            return [RecordViolation(worker.peer, "reported on a generation that it is no member of")]
+            return [RecordViolation(worker.peer, "reported on a generation of which it is no member")]
         if worker.peer in run.departed_members:
-            return []  # of another process with its key: what it has is on its disk, see `Setup`
-        sound = data_ledger.is_sound(report.ledger, run.members) and report.ledger.step == report.applied + 1
-        sound = sound and run.can_hold(report.layers)
+            return []  # another process with its key: what it has on disk is in its `Setup`
+        is_sound = (
+            data_ledger.is_sound(report.ledger, run.members) and report.ledger.step == report.applied + 1
+        )
+        is_sound = is_sound and run.partition.can_hold(report.layers)
         least = run.view.applied if run.view is not None else -1
-        if report.is_synced and (not sound or report.applied < least):
-            return [RecordViolation(worker.peer, "reported a step and a ledger that cannot be")]
+        if report.is_synced and (not is_sound or report.applied < least):
+            return [RecordViolation(worker.peer, "reported a step and a ledger that are impossible")]
         if report.is_synced and worker.setup is None:
-            return []  # it was away: its set-up is on the way behind an answer to an older FREEZE
-        report = self._diverged.without_diverged_state(worker.peer, report)
-        making.reports[worker.peer] = report
-        if (
-            report.is_synced and not self._is_journal_behind
-        ):  # it can decide: who is still away is not waited for any longer
-            making.deadline_s = min(making.deadline_s, now_s + self._run.limits.silence_s)
+            return []  # it was away; its setup follows this answer to an earlier `Freeze`
+        report = self._divergence.without_diverged_state(worker.peer, report)
+        view_change.record_report(worker.peer, report)
+        if report.is_synced and not self._is_journal_behind:
+            # This report is enough to decide: members that are away get only a heartbeat timeout.
+            view_change.shorten_deadline(now_s + run.limits.silence_s)
         return []
 
     def shorten_delay(self, generation: int, now_s: float) -> None:
-        """Members wait for one that is away: the FREEZE is not held much longer."""
+        """Members wait for one that is away: do not delay the `Freeze` much longer."""
         if self.delayed_until_s is not None and generation == self._run.generation:
             self.delayed_until_s = min(self.delayed_until_s, now_s + self._run.limits.report_s)
 
     # -- how it ends -------------------------------------------------------------------------------
 
     def advance(self, now_s: float) -> list[Effect]:
-        """Once all who live have reported, or time is up, decide."""
-        run, making = self._run, self._view_change
+        """Decide once all present members have reported, or time is up."""
+        run, view_change = self._run, self._run.view_change
         if self._is_delayed(now_s):
             return []
         if self.delayed_until_s is not None:
             self._has_delayed = True
             note = self._begin(now_s)
-            return [
-                note,
-                *(told for peer in run.present_members for told in self._view_installer.resend_view(peer)),
-            ]
+            resent = [x for peer in run.present_members for x in self._view_installer.resend_view(peer)]
+            return [note, *resent]
         absent = self._silent_members()
-        nobody = not any(report.is_synced for report in making.reports.values())
-        all_of_them = self._is_journal_behind or (
-            self._is_awaiting_members and (nobody or not self._has_delayed)
+        no_holder = not any(report.is_synced for report in view_change.reports.values())
+        awaits_absent = self._is_journal_behind or (
+            self._is_awaiting_members and (no_holder or not self._has_delayed)
         )
-        awaited = absent if all_of_them else absent & set(run.workers)
-        if awaited and run.is_pipeline and making.deadline_s == math.inf:
-            making.deadline_s = now_s + self._run.limits.report_s  # back while the run was paused
-        if awaited and now_s < making.deadline_s:
+        awaited = absent if awaits_absent else absent & set(run.workers)
+        if awaited and run.partition.is_pipeline and view_change.deadline_s == math.inf:
+            view_change.wait_until(now_s + run.limits.report_s)  # back while the run was paused
+        if awaited and now_s < view_change.deadline_s:
             return []
         if self._has_unaddressed_worker():
-            # `CalledBack` always comes, and without it there is no way to plan; who is admitted only after
-            # the View would begin to measure its lines, and never be READY.
-            making.deadline_s = max(making.deadline_s, now_s + self._run.limits.settle_s)
+            # `DialBackResult` always follows.  Nothing can be planned without it, and a worker admitted after
+            # the view would begin to measure its links, and never become ready.
+            view_change.extend_deadline(now_s + run.limits.settle_s)
             return []
-        if (
-            self._is_awaiting_members
-            and nobody
-            and awaited
-            and run.has_started
-            and self._keeps_waiting(absent, now_s)
-        ):
+        may_wait = self._is_awaiting_members and no_holder and awaited and run.has_started
+        if may_wait and self._keeps_waiting(absent, now_s):
             return []
         effects: list[Effect] = []
         for peer in sorted(awaited & set(run.workers)):
-            effects += self._departures.remove_lost(
-                peer, f"did not report within {self._run.limits.report_s:.1f} s"
-            )
+            reason = f"did not report within {run.limits.report_s:.1f} s"
+            effects += self._departures.remove_lost(peer, reason)
         return effects + self._decide(now_s)
 
     def _is_delayed(self, now_s: float) -> bool:
-        """Members that come back train on until all are there: one FREEZE then stops all, and for a moment.
+        """Members that come back train until all are there; one `Freeze` then stops them only for a moment.
 
-        Who does not come is not waited for long: by rule 6 those who report can decide without it.
+        Members that stay away are not waited for long: by commit rule 6 those that report can decide.
         """
         if self.delayed_until_s is None:
             return False
-        here = set(self._run.workers)
-        awaited = self._run.members - self._run.departed_members
+        run, present = self._run, set(self._run.workers)
+        awaited = run.members - run.departed_members
         if self._generation_reports.is_journal_behind:
-            awaited |= self._generation_reports.journaled_members  # they may tell another tale
-        elif self.delayed_until_s == math.inf and awaited & here:
-            self.delayed_until_s = now_s + self._run.limits.report_s + self._run.limits.regreet_s
-        return not awaited <= here and now_s < min(self.delayed_until_s, self._view_change.deadline_s)
+            awaited |= self._generation_reports.journaled_members  # they may report another generation
+        elif self.delayed_until_s == math.inf and awaited & present:
+            self.delayed_until_s = now_s + run.limits.report_s + run.limits.regreet_s
+        return not awaited <= present and now_s < min(self.delayed_until_s, run.view_change.deadline_s)
 
     def _silent_members(self) -> frozenset[m.PeerId]:
-        """Who has not told yet what it knows."""
+        """Members that have not reported."""
         run = self._run
-        absent = run.members - set(self._view_change.reports) - run.departed_members
+        absent = run.members - set(run.view_change.reports) - run.departed_members
         if self._is_journal_behind:
             arrived = {w.peer for w in run.workers.values() if w.setup is not None}
-            absent |= self._generation_reports.journaled_members - arrived  # they may tell another tale
+            absent |= self._generation_reports.journaled_members - arrived  # may report another generation
         return absent
 
     def _has_unaddressed_worker(self) -> bool:
-        """Of somebody who is to be seated it is not known yet how others reach it."""
-        # Beside those who have reported: a member whose process is another one now.
-        workers, seated = self._run.workers, {*self._view_change.reports, *self._run.eligible_workers()}
-        return any(not workers[peer].is_addressable for peer in seated if peer in workers)
+        """It is not known yet how others reach one of the next members."""
+        # Reports count as well: they include members whose process was replaced.
+        run = self._run
+        candidates = {*run.view_change.reports, *run.eligible_workers()}
+        return any(not run.workers[peer].is_addressable for peer in candidates if peer in run.workers)
 
     def _keeps_waiting(self, absent: frozenset[m.PeerId], now_s: float) -> bool:
-        """All who hold the model are away.  Without anybody who could begin anew there is no reason to give
-        up what they hold."""
+        """All members that hold the model are away: give them up only if other workers can start over."""
+        run = self._run
         self._has_delayed = False
         if now_s < self._return_deadline_s:
-            self._view_change.deadline_s = self._return_deadline_s
+            run.view_change.wait_until(self._return_deadline_s)
             return True
-        if any(w.is_admitted and w.peer not in absent for w in self._run.workers.values()):
+        if any(w.is_admitted and w.peer not in absent for w in run.workers.values()):
             return False
-        self._view_change.deadline_s = self._return_deadline_s = now_s + self._run.limits.regather_s
+        self._return_deadline_s = now_s + run.limits.regather_s
+        run.view_change.wait_until(self._return_deadline_s)
         return True
 
     def _decide(self, now_s: float) -> list[Effect]:
-        run, making = self._run, self._view_change
-        holders = {p: r for p, r in making.reports.items() if r.is_synced and p in run.workers}
-        given_up = self._is_awaiting_members
-        if run.is_pipeline:
-            patience_s = self._return_deadline_s if self._is_awaiting_members else -math.inf
+        run, view_change = self._run, self._run.view_change
+        holders = {p: r for p, r in view_change.reports.items() if r.is_synced and p in run.workers}
+        was_awaiting = self._is_awaiting_members
+        if run.partition.is_pipeline:
+            patience_s = self._return_deadline_s if was_awaiting else -math.inf
             effects = self._pipeline_recovery.decide(holders, patience_s, now_s)
-            self._is_awaiting_members = self._is_awaiting_members and making.is_freezing
+            self._is_awaiting_members = was_awaiting and view_change.is_freezing
             return effects
         self._is_awaiting_members = False
-        making.reset()
+        view_change.reset()
         if holders:
             return self._view_installer.install_next(holders, now_s)
-        return self._start_over() if given_up else self.await_members(now_s)
+        return self._start_over() if was_awaiting else self.await_members(now_s)

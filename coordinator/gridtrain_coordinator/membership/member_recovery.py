@@ -1,20 +1,14 @@
-"""A coordinator whose journal is older than the run: it takes up the generation that its members tell of.
+"""Recovers the run from its members where the journal is older than they are (commit rule 11).
 
-Decides whether what a worker tells is heeded, and which term and generation hold then (rule 11).  Never makes
-a generation: the members of the one that is recalled are frozen and report, as after any restart.
+    CurrentGeneration(term 3, generation 9)   known here -------------------> nothing
+                                              not credible -----------------> a violation
+                                              of a later coordinator -------> a warning: that one decides
+                                              lost from the journal --------> a higher term, and Freeze
 
-    Seated(term 3, generation 9)  known here ------------------> nothing
-                                  not credible ----------------> Strike
-                                  of a later coordinator ------> nothing but a warning: that one decides
-                                  of a journal that was lost --> a higher term, FREEZE of generation 9
-
-`protocol.recall` weighs the tales.
+No generation is made here: the members of the recovered one are frozen and report, as after any restart.
 """
 
 from __future__ import annotations
-
-import math
-from dataclasses import replace
 
 from gridtrain.core import messages as m
 from gridtrain_coordinator.membership.freeze_phase import FreezePhase
@@ -22,73 +16,66 @@ from gridtrain_coordinator.membership.generation_reports import GenerationReport
 from gridtrain_coordinator.run.events import Effect, LogEvent, RecordViolation, RunPhase, Send
 from gridtrain_coordinator.run.registry import Worker, worker_count_text
 from gridtrain_coordinator.run.run_state import RunState
-from gridtrain_coordinator.run.view_change import ViewChange
 
 
 class MemberRecovery:
-    """See the module's text."""
+    """Handles reports of terms and generations that the journal does not contain."""
 
     def __init__(
-        self, run: RunState, making: ViewChange, freezing: FreezePhase, recall: GenerationReports
+        self, run: RunState, freeze_phase: FreezePhase, generation_reports: GenerationReports
     ) -> None:
-        self._run, self._view_change, self._freeze_phase, self._generation_reports = (
-            run,
-            making,
-            freezing,
-            recall,
-        )
+        self._run, self._freeze_phase = run, freeze_phase
+        self._generation_reports = generation_reports
         self._term_raise = TermRaise()
 
     @property
     def deadline_s(self) -> float:
-        """When a higher term is due; infinite: none is."""
+        """When the term is to be raised; infinite: it is not."""
         return self._term_raise.deadline_s
 
-    @property
-    def _has_installed(self) -> bool:
-        """What this coordinator has made itself binds."""
-        return self._view_change.last_installed_s > -math.inf
-
-    def handle_report(self, worker: Worker, seated: m.CurrentGeneration, now_s: float) -> list[Effect]:
-        """A term or a generation that this journal does not know: it is a backup's."""
-        run, recall = self._run, self._generation_reports
-        latest = run.generation if self._has_installed else recall.journaled_generation
-        if seated.term <= run.term and seated.generation <= latest:
+    def handle_report(self, worker: Worker, claim: m.CurrentGeneration, now_s: float) -> list[Effect]:
+        """A worker reports the generation in which it is."""
+        run, reports = self._run, self._generation_reports
+        has_installed = run.view_change.has_installed  # then this coordinator's own generations bind
+        latest = run.generation if has_installed else reports.journaled_generation
+        if claim.term <= run.term and claim.generation <= latest:
             return []
-        if not is_credible(seated, run.term, latest) or not run.is_valid_partition(seated.stage_bounds):
-            return [
-                RecordViolation(worker.peer, f"tells of term {seated.term}, generation {seated.generation}")
-            ]
-        obeyed = worker.peer in run.accepted_workers or (self._has_installed and not self._has_majority())
-        if obeyed and seated.term > run.term:
-            # Not from a backup: workers that were here have gone to a later coordinator, which alone decides.
-            return [LogEvent("warning", "superseded", {"name": worker.name, "term": seated.term})]
+        if not is_credible(claim, run.term, latest) or not run.partition.is_valid(claim.stage_bounds):
+            reason = f"reported term {claim.term}, generation {claim.generation}, which cannot be"
+            return [RecordViolation(worker.peer, reason)]
+        followed_us = worker.peer in run.accepted_workers or (has_installed and not self._has_majority())
+        if followed_us and claim.term > run.term:
+            # Not a backup: workers that were here have gone to a later coordinator, which alone decides.
+            return [LogEvent("warning", "superseded", {"name": worker.name, "term": claim.term})]
         effects: list[Effect] = []
-        first = not recall.is_journal_behind
-        if not recall.record(worker.peer, seated):
+        is_first = not reports.is_journal_behind
+        if not reports.record(worker.peer, claim):
             return []
-        if first or seated.term > run.term:
-            known = worker.peer in recall.journaled_members
-            self._term_raise.record(max(run.term, seated.term), known=known, now_s=now_s)
+        if is_first or claim.term > run.term:
+            is_known = worker.peer in reports.journaled_members
+            self._term_raise.record(max(run.term, claim.term), is_known=is_known, now_s=now_s)
             effects = self.raise_term(now_s)
-        return effects if self._has_installed else effects + self._adopt_reported_generation(now_s)
+        return effects if has_installed else effects + self._adopt_reported_generation(now_s)
 
     def _adopt_reported_generation(self, now_s: float) -> list[Effect]:
-        """The generation that most tell of, where that is another one than is waited for already."""
-        run, making = self._run, self._view_change
-        told = self._generation_reports.most_reported(run.is_valid_partition)
-        if told in (None, (run.generation, tuple((x.peer, x.share) for x in run.member_list), run.partition)):
+        """Wait for the members of the generation that most workers report, unless that is done already."""
+        run = self._run
+        reported = self._generation_reports.most_reported(run.partition.is_valid)
+        shares = tuple((x.peer, x.share) for x in run.member_list)
+        if reported in (None, (run.generation, shares, run.partition.recorded_bounds)):
             return []
-        assert told is not None
-        run.generation, members, run.partition = told
-        run.member_list = tuple(m.Member(p, run.display_name(p), "", share, False) for p, share in members)
-        run.view, run.has_started = None, True
-        making.reason = "the coordinator was started from a backup"
+        assert reported is not None
+        generation, members, bounds = reported
+        listed = tuple(m.Member(p, run.workers.display_name(p), "", share, False) for p, share in members)
+        run.adopt_reported(generation, listed, bounds)
+        run.view_change.replace_reason("the coordinator was started from a backup")
         self._freeze_phase.freeze_on_return(now_s)
         size = len(members)
-        reason = f"the journal is older than generation {run.generation}; waiting for its {worker_count_text(size)}"
-        fields = {"generation": run.generation, "workers": size, "term": run.term}
-        freeze = m.Freeze(run.term, run.generation, making.reason, ())
+        reason = (
+            f"the journal is older than generation {generation}; waiting for its {worker_count_text(size)}"
+        )
+        fields = {"generation": generation, "workers": size, "term": run.term}
+        freeze = m.Freeze(run.term, generation, run.view_change.reason, ())
         return [
             run.enter_phase(RunPhase.PAUSED, reason),
             LogEvent("warning", "recalled", fields),
@@ -96,22 +83,18 @@ class MemberRecovery:
         ]
 
     def raise_term(self, now_s: float) -> list[Effect]:
-        """Above what was told, if its time has come."""
-        run, making = self._run, self._view_change
-        told = self._term_raise.due_term(now_s)
-        if told is None:
+        """Raise the term above the reported ones, if that is due."""
+        run, view_change = self._run, self._run.view_change
+        reported = self._term_raise.due_term(now_s)
+        if reported is None:
             return []
-        run.term = max(run.term, told) + 1
-        if run.view is not None:
-            run.view = replace(run.view, term=run.term)
-        if self._has_installed and run.member_list:  # its members are in the lower one
-            making.request("the coordinator's term was raised")
-            if making.is_forming:
-                making.reset()
+        run.raise_term(reported)
+        if view_change.has_installed and run.member_list:  # its members use the lower term
+            view_change.request("the coordinator's term was raised")
+            if view_change.is_forming:
+                view_change.reset()
         return [run.term_entry(), *(run.welcome_message(peer) for peer in run.workers)]
 
     def _has_majority(self) -> bool:
-        """More than half of the generation is connected here."""
-        run = self._run
-        here = [peer for peer in run.present_members if run.workers[peer].disconnected_s is None]
-        return 2 * len(here) > len(run.member_list)
+        """More than half of the generation is connected to this coordinator."""
+        return 2 * len(self._run.connected_members) > len(self._run.member_list)

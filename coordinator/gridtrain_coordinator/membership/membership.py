@@ -1,24 +1,22 @@
-"""The coordinator's side of the protocol: who is a member, and what became of the open step.
+"""The coordinator's state machine: which workers are members, and how one generation follows another.
 
-Takes events, hands each to the part that it is for, and then takes every step towards the next generation
-that can be taken.  Never sees a gradient, never touches a socket, a clock or a disk: what must be durable
-leaves as a `Journal` effect, and the loop makes it so before it carries out what follows.
-
-    WAITING --enough workers--> FORMING --all READY--> TRAINING --all Finished--> FINISHED
+    WAITING --enough workers--> FORMING --all Ready--> TRAINING --all RunFinished--> FINISHED
                                  ^   |                    |
-                            VIEW |   | a member is lost   | join, leave, loss, stall
+                  MembershipView |   | a member is lost   | join, leave, loss, stall
                                  |   v                    v
-                               FREEZING <-----------------+      (FREEZE sent, REPORTs awaited)
+                               FREEZING <-----------------+      (Freeze sent, waiting for FreezeReports)
 
-Commit rules 5 to 8 (DESIGN section 7).  Where all members are lost the run waits, and starts anew.
+Implements commit rules 5 to 8 (docs/architecture.md).  If all members are lost the run waits and starts over.
 
-    run         who is on the roll, who is a member      \\ what all parts share
-    making      NONE, FREEZING, FORMING; why             /
-    admission   Join, Setup: a worker comes              partings     it goes
-    complaints  what members say of each other           plans        what is measured, and a better plan
-    freezing    whose REPORTs are awaited                recalling    a journal that is older than the run
-    in_stages   every stage in somebody's hands          placing      who sits where     on_disks  checkpoints
-    generations the next one is made, and told           readying     whose READYs are awaited
+`Membership` takes events, passes each to the part that handles it, and then takes every step towards the next
+generation that is possible.  It sees no gradient, and touches no socket, clock or disk: what must be durable
+leaves as a `JournalEntry`, and the caller writes it before it carries out the effects that follow.
+
+    shared state    RunState: registered workers, members, phase; ViewChange: the next generation
+    workers         WorkerAdmission (join)  Departures (leave)  CatchUp (receive the state)  Complaints
+    view changes    FreezePhase  ViewInstaller  Readiness  MemberRecovery (journal older than the run)
+    plans           GenerationPlanner  AddressBook
+    pipelines       PipelineRecovery  StagePlacement  CheckpointCatalog
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from typing import Any
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.group.rank_layout import group_by_stage
-from gridtrain.core.group.stall_detection import LoopStallDetector, extend_start
+from gridtrain.core.group.stall_detection import LoopStallDetector
 from gridtrain_coordinator.membership.catch_up import CatchUp
 from gridtrain_coordinator.membership.complaints import Complaints
 from gridtrain_coordinator.membership.departures import Departures
@@ -42,7 +40,7 @@ from gridtrain_coordinator.membership.readiness import Readiness
 from gridtrain_coordinator.membership.view_installer import ViewInstaller
 from gridtrain_coordinator.membership.worker_admission import WorkerAdmission
 from gridtrain_coordinator.run.addressing import AddressBook
-from gridtrain_coordinator.run.divergence import DivergedMembers, DivergenceDetector
+from gridtrain_coordinator.run.divergence import DivergenceDetector
 from gridtrain_coordinator.run.events import (
     DialBackResult,
     Disconnect,
@@ -62,25 +60,26 @@ from gridtrain_coordinator.run.generation_plan import GenerationPlanner
 from gridtrain_coordinator.run.journal_recovery import RecoveredRun
 from gridtrain_coordinator.run.paused_workers import PausedWorkers
 from gridtrain_coordinator.run.registry import Worker
-from gridtrain_coordinator.run.run_state import MAX_STEPS, RunState
-from gridtrain_coordinator.run.view_change import ViewChange
+from gridtrain_coordinator.run.run_state import RunState
 from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog
 from gridtrain_coordinator.stages.checkpoint_quorum import CheckpointQuorum
 from gridtrain_coordinator.stages.placement import StagePlacement
 
+MAX_EVENTS = 50  # shown in the status
+
 
 class Membership:
-    """See the module's text.
+    """The state machine of one run: `handle` and `tick` return the effects to carry out, in their order.
 
     Args:
         me: the coordinator's key.
-        run: the run's name; joins for another are refused.
-        term: how often the coordinator has started, already journalled.
-        min_workers: a run starts only with so many.
+        run: the run's name; joins for another run are refused.
+        term: how often the coordinator has started; already in the journal.
+        min_workers: number of workers that the run needs to start.
         deadlines: see `gridtrain.config.Deadlines`.
-        software: this program's version, shown to workers.
+        software: this program's version, sent to workers.
         recovered: the run as an earlier term left it; its members are waited for.
-        plans: False: ranks go by the order of joining, whatever the links are like.
+        plans: False: ranks are in the order of joining, whatever the links are.
     """
 
     def __init__(
@@ -96,42 +95,41 @@ class Membership:
         plans: bool = True,
     ) -> None:
         self.run = RunState(run, term, deadlines, min_workers=min_workers, software=software)
-        self._create_parts(me, recovered, by_links=plans)
         self._loop_stalls = LoopStallDetector()
-        self._events: deque[dict[str, Any]] = deque(maxlen=50)
-        self._settled_reason: str | None = None  # with this change wanted a beat moves nothing; None: it may
-        self._cached_deadline_s: float | None = None  # see deadline_s
-        if recovered is not None:
-            self._restore(recovered)
+        self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
+        # The requested view change that no heartbeat can bring about, so that heartbeats skip `_advance`;
+        # None: not determined since the last other event.
+        self._settled_reason: str | None = None
+        self._cached_deadline_s: float | None = None  # None: to be computed
+        recovered = recovered or RecoveredRun()
+        reports = GenerationReports(frozenset(x.peer for x in recovered.roster), recovered.generation)
+        self._addresses = AddressBook(me)
+        self._divergence, self._paused_workers = DivergenceDetector(), PausedWorkers()
+        self._create_parts(reports, CheckpointQuorum(recovered.checkpoints), by_links=plans)
+        self._restore(recovered)
 
-    def _create_parts(self, me: m.PeerId, recovered: RecoveredRun | None, *, by_links: bool) -> None:
-        """The parts: each knows those above it here, and no others."""
-        run = self.run
-        known = frozenset(x.peer for x in recovered.roster) if recovered is not None else frozenset()
-        recall = GenerationReports(known, recovered.generation if recovered is not None else 0)
-        witnesses = CheckpointQuorum(recovered.checkpoints if recovered is not None else {})
-        making = self._view_change = ViewChange(run)
-        whereabouts = self._addresses = AddressBook(me)
-        drifts, drifted = DivergenceDetector(), DivergedMembers()
-        self._diverged, self._paused_workers = drifted, PausedWorkers()
-        self._catch_up = CatchUp(run, whereabouts)
-        plans = self._planner = GenerationPlanner(run, making, whereabouts, by_links=by_links)
-        partings = self._departures = Departures(run, making, plans, whereabouts, drifted)
-        readying = self._readiness = Readiness(run, making, plans, partings)
-        generations = self._view_installer = ViewInstaller(
-            run, making, plans, readying, whereabouts, drifts, drifted, recall
+    def _create_parts(self, reports: GenerationReports, quorum: CheckpointQuorum, *, by_links: bool) -> None:
+        """Each part knows only parts that are created before it."""
+        run, addresses, divergence = self.run, self._addresses, self._divergence
+        self._catch_up = CatchUp(run, addresses)
+        planner = self._planner = GenerationPlanner(run, addresses, by_links=by_links)
+        departures = self._departures = Departures(run, planner, addresses, divergence)
+        self._complaints = Complaints(run, planner, departures, addresses, divergence)
+        checkpoints = self._checkpoints = CheckpointCatalog(run, quorum)
+        self._admission = WorkerAdmission(
+            run, planner, departures, checkpoints, addresses, self._paused_workers
         )
-        disks = self._checkpoints = CheckpointCatalog(run, making, witnesses)
-        placing = StagePlacement(run, making, plans, disks)
-        stages = self._pipeline_recovery = PipelineRecovery(
-            run, making, partings, generations, placing, disks
+        self._readiness = Readiness(run, planner, departures)
+        installer = self._view_installer = ViewInstaller(
+            run, planner, self._readiness, addresses, divergence, reports
         )
-        freezing = self._freeze_phase = FreezePhase(
-            run, making, partings, generations, stages, drifted, recall
+        self._pipeline_recovery = PipelineRecovery(
+            run, departures, installer, StagePlacement(run, planner, checkpoints), checkpoints
         )
-        self._member_recovery = MemberRecovery(run, making, freezing, recall)
-        self._complaints = Complaints(run, making, plans, partings, whereabouts, drifts, drifted)
-        self._admission = WorkerAdmission(run, plans, partings, disks, whereabouts, self._paused_workers)
+        self._freeze_phase = FreezePhase(
+            run, departures, installer, self._pipeline_recovery, divergence, reports
+        )
+        self._member_recovery = MemberRecovery(run, self._freeze_phase, reports)
 
     def _restore(self, recovered: RecoveredRun) -> None:
         self.run.restore(recovered)
@@ -140,7 +138,7 @@ class Membership:
         self._planner.exchange_choice.configure(recovered.definition, chosen, alone)
         if view is not None and not self.run.is_finished:
             self._freeze_phase.delay_freeze(math.inf)
-            self._view_change.request("the coordinator restarted")
+            self.run.view_change.request("the coordinator restarted")
 
     # -- interface -----------------------------------------------------------------------------
 
@@ -161,13 +159,13 @@ class Membership:
         return self.run.generation
 
     def start(self, now_s: float) -> list[Effect]:
-        if self._view_change.is_freezing:
+        if self.run.view_change.is_freezing:
             self._freeze_phase.delay_freeze(now_s)
         entry = self.run.term_entry()
         return self._log_events([entry, LogEvent("info", "started", dict(entry.body))], now_s)
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
-        woken = self._compensate_own_stall(now_s)
+        warnings = self._compensate_own_stall(now_s)
         if not (isinstance(event, MessageReceived) and isinstance(event.message, m.Heartbeat)):
             self._settled_reason, self._cached_deadline_s = None, None
         worker = self.run.workers.get(event.peer)
@@ -176,11 +174,11 @@ class Membership:
             case PeerConnected(peer, host):
                 self._addresses.on_connected(peer, host)
                 if worker is not None:
-                    worker.disconnected_s, worker.link_broken_s, worker.last_heard_s = None, -math.inf, now_s
+                    worker.record_connected(now_s)
             case PeerDisconnected(peer, _):
                 self._addresses.on_disconnected(peer)
                 if worker is not None:
-                    worker.disconnected_s = now_s
+                    worker.record_disconnected(now_s)
             case ProtocolViolation(peer, reason):
                 effects = [RecordViolation(peer, reason)]
             case DialBackResult(peer, address):
@@ -189,9 +187,9 @@ class Membership:
                 effects = self._handle_removal(event)
             case MessageReceived(peer, message):
                 if worker is not None:
-                    worker.last_heard_s = now_s
+                    worker.record_message(now_s)
                 effects = self._handle_message(peer, message, now_s)
-        effects = woken + effects + self._advance(now_s)
+        effects = warnings + effects + self._advance(now_s)
         if self._settled_reason is None:
             self._cached_deadline_s = None
         return self._log_events(effects, now_s)
@@ -199,43 +197,39 @@ class Membership:
     def tick(self, now_s: float) -> list[Effect]:
         """To be called when `deadline_s` has passed."""
         self._settled_reason = None
-        effects = self._compensate_own_stall(now_s)  # held against what the loop was told
-        for worker in list(self.run.workers.values()):
-            gone = worker.failure_reason(self.run.limits, now_s)
-            if gone:
-                effects += self._departures.remove_lost(worker.peer, gone)
+        run = self.run
+        effects = self._compensate_own_stall(now_s)
+        for worker in list(run.workers.values()):
+            reason = worker.failure_reason(run.limits, now_s)
+            if reason:
+                effects += self._departures.remove_lost(worker.peer, reason)
             elif not worker.is_admitted and now_s >= worker.probe_deadline_s:
-                worker.is_admitted = True
-        raised = self._member_recovery.raise_term(now_s) if not self.run.is_finished else []
+                worker.admit()
+        raised = self._member_recovery.raise_term(now_s) if not run.is_finished else []
         if raised:
-            effects += [
-                *raised,
-                *(told for peer in list(self.run.workers) for told in self._resend_missed(peer)),
-            ]
+            effects += [*raised, *(x for peer in list(run.workers) for x in self._resend_missed(peer))]
         effects += self._advance(now_s)
-        if self._view_change.is_idle and self._view_change.deadline_s <= now_s:
-            self._view_change.reset()  # who was waited for, or asked it, is gone
+        if run.view_change.is_idle and run.view_change.deadline_s <= now_s:
+            run.view_change.reset()  # the worker that was waited for, or that asked for it, is gone
         self._cached_deadline_s = None
         return self._log_events(effects, now_s)
 
     def introduce_pending_member(
-        self, guest: m.PeerId, most: int
+        self, pending: m.PeerId, most: int
     ) -> tuple[list[Effect], tuple[tuple[m.PeerId, str], ...]]:
-        """Members that can be dialled, and where; they expect a guest now that measures its line to them."""
-        return self._addresses.introduce_pending_member(guest, self.run.member_order, most)
+        """At most `most` members with their addresses, to which a pending member may measure its links."""
+        return self._addresses.introduce_pending_member(pending, self.run.member_order, most)
 
     def worker_name(self, peer: m.PeerId) -> str:
-        """By which people know it; empty: they do not."""
+        """Name of a registered or paused worker; empty: there is none with this key."""
         worker = self.run.workers.get(peer)
         return worker.name if worker is not None else self._paused_workers.worker_name(peer)
 
     def snapshot(self, now_s: float) -> dict[str, Any]:
         """What `gridtrain status` shows; JSON-able."""
-        run, exchanging = self.run, self._planner.exchange_choice
+        run, choice, stages = self.run, self._planner.exchange_choice, self.run.partition.stage_count
         rank_of = {peer: rank for rank, peer in enumerate(run.member_order)}
-        stage_of = {
-            p: n for n, group in enumerate(group_by_stage(run.member_order, run.stage_count)) for p in group
-        }
+        stage_of = {p: n for n, group in enumerate(group_by_stage(run.member_order, stages)) for p in group}
         steps = [run.highest_step, *(run.workers[peer].step for peer in run.present_members)]
         return {
             "run": run.name,
@@ -245,15 +239,15 @@ class Membership:
             "generation": run.generation,
             "step": max(steps),
             "world_size": len(run.member_list),
-            "stages": run.stage_count,
+            "stages": stages,
             "finished": run.is_finished,
-            "facts": dict(exchanging.effective_setup.facts) if exchanging.effective_setup else {},
-            "exchange_reason": exchanging.description,
+            "facts": dict(choice.effective_setup.facts) if choice.effective_setup else {},
+            "exchange_reason": choice.description,
             "global_batch_size": run.definition.global_batch_size if run.definition else None,
             "plan_reason": self._planner.plan_reason,
             "links": self._planner.measured_links.link_rows(run.member_order),
             "relayed": self._addresses.relayed_pairs(run.member_order),
-            "drifts": self._complaints.divergence_count,
+            "drifts": self._divergence.divergence_count,
             "members": [
                 {
                     **w.status_row(rank_of.get(w.peer), run.member_list, now_s),
@@ -276,48 +270,54 @@ class Membership:
 
     @property
     def deadline_s(self) -> float:
-        """When `tick` may have something to do; infinite if nothing is waited for."""
+        """When `tick` is to be called; infinite: never."""
         if self._cached_deadline_s is None:
             self._cached_deadline_s = self._compute_deadline_s()
         return self._cached_deadline_s
 
     def _compute_deadline_s(self) -> float:
-        """A beat only puts this off: it is worked out again when it has come, or with other news."""
-        run, making, held_s = self.run, self._view_change, self._freeze_phase.delayed_until_s
-        times = [making.deadline_s, *(worker.deadline_s(self.run.limits) for worker in run.workers.values())]
-        if held_s is not None:
-            times.append(held_s)
-        if making.is_forming and making.unrouted_reason:
+        """Heartbeats only postpone it, so the result is cached until it passes or another event comes."""
+        run, view_change, delayed_s = self.run, self.run.view_change, self._freeze_phase.delayed_until_s
+        times = [view_change.deadline_s, *(worker.deadline_s(run.limits) for worker in run.workers.values())]
+        if delayed_s is not None:
+            times.append(delayed_s)
+        if view_change.is_forming and view_change.unrouted_reason:
             times.append(self._readiness.state_transfer_deadline_s())
         if run.is_finished:
             return min(times)
         times.append(self._member_recovery.deadline_s)
-        if making.is_idle and any(run.workers[peer].disconnected_s is None for peer in run.present_members):
+        if view_change.is_idle and run.connected_members:
             times.append(self._catch_up.deadline_s())
-        enough = run.member_list or sum(w.is_admitted for w in run.workers.values()) >= run.required_workers
-        if making.is_idle and making.reason and enough:
-            times.append(making.earliest_begin_s())
+        admitted = sum(worker.is_admitted for worker in run.workers.values())
+        has_enough = run.member_list or admitted >= run.required_workers
+        if view_change.is_idle and view_change.reason and has_enough:
+            times.append(self._earliest_view_change_s())
         return min(times)
 
+    def _earliest_view_change_s(self) -> float:
+        """At most one generation in `generation_gap_s`; workers that join together start together."""
+        run, limits, installed_s = self.run, self.run.limits, self.run.view_change.last_installed_s
+        if len(run.present_members) < len(run.member_order):
+            return installed_s  # a member is lost: the others wait for nothing else
+        workers = run.workers.values()
+        newest_s = max((w.joined_s for w in workers), default=-math.inf)
+        unsettled = [w for w in workers if not w.is_admitted and w.setup is not None]
+        settled_s = min((w.probe_deadline_s for w in unsettled), default=newest_s + limits.settle_s)
+        return max(installed_s + limits.generation_gap_s, settled_s)
+
     def _compensate_own_stall(self, now_s: float) -> list[Effect]:
-        """If this coordinator itself stood still, nobody is to blame for a silence that it slept through."""
+        """If this coordinator's own loop stalled, no worker is timed out for messages that were not read."""
         if not self._loop_stalls.may_have_stalled(now_s):
             self._loop_stalls.record_call(now_s)
             return []
-        slept_s = self._loop_stalls.measure_stall(self.deadline_s, now_s)
-        if not slept_s:
+        stalled_s = self._loop_stalls.measure_stall(self.deadline_s, now_s)
+        if not stalled_s:
             return []
-        limits = self.run.limits
-        until_s = now_s + 2 * limits.beat_s  # what was said meanwhile is read by then, and more comes
+        until_s = now_s + 2 * self.run.limits.beat_s  # by then the waiting messages are read
         for worker in self.run.workers.values():
-            worker.last_heard_s = extend_start(worker.last_heard_s, limits.silence_s, until_s)
-            worker.probe_deadline_s = max(worker.probe_deadline_s, until_s)
-            worker.progressed_s += slept_s
-            worker.state_progress.progressed_s += slept_s
-            if worker.disconnected_s is not None:
-                worker.disconnected_s = extend_start(worker.disconnected_s, limits.regreet_s, until_s)
-        self._view_change.deadline_s = max(self._view_change.deadline_s, until_s)
-        return [LogEvent("warning", "overslept", {"late_s": round(slept_s, 3)})]
+            worker.excuse_stall(stalled_s, until_s, self.run.limits)
+        self.run.view_change.extend_deadline(until_s)
+        return [LogEvent("warning", "overslept", {"late_s": round(stalled_s, 3)})]
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -326,7 +326,7 @@ class Membership:
         if isinstance(message, m.Join):
             return self._handle_join(peer, message, now_s)
         if worker is None:
-            reason = f"a {type(message).__name__} came from a worker that is not on the roll"
+            reason = f"a {type(message).__name__} came from a worker that is not registered"
             return [Send(peer, m.Rejoin(reason))]
         match message:
             case m.Setup():
@@ -334,8 +334,7 @@ class Membership:
             case m.WorkerInfo(texts):
                 worker.info = dict(texts)
             case m.LinkLatencies(rtt_s):
-                worker.rtt_s = dict(rtt_s)
-                worker.is_admitted = worker.setup is not None
+                worker.record_round_trips(dict(rtt_s))
             case m.LinkRates():
                 self._planner.record_rates(peer, message)
             case m.Heartbeat():
@@ -343,9 +342,10 @@ class Membership:
             case m.FreezeReport():
                 return self._freeze_phase.handle_report(worker, message, now_s)
             case m.Ready(term, generation, history):
-                if self._view_change.is_forming and run.is_current(term, generation):
-                    self._view_change.ready_histories[peer], worker.is_loading_state = history, False
-                    self._diverged.clear_if_recovered(peer, generation)
+                if run.view_change.is_forming and run.is_current(term, generation):
+                    run.view_change.record_ready(peer, history)
+                    worker.mark_loading(False)
+                    self._divergence.clear_if_recovered(peer, generation)
             case m.RoundStalled():
                 self._freeze_phase.shorten_delay(message.round.generation, now_s)
                 return self._complaints.handle_stall(worker, message, now_s)
@@ -362,34 +362,29 @@ class Membership:
             case m.StageCheckpointList():
                 return self._checkpoints.update(worker, message)
             case m.CatchUpReport(applied):
-                worker.has_caught_up = True
+                worker.mark_caught_up()
                 return [LogEvent("info", "caught_up", {"name": worker.name, "step": applied})]
             case m.CurrentGeneration():
                 return self._member_recovery.handle_report(worker, message, now_s)
             case m.Leave(reason):
-                return self._departures.remove(peer, f"left: {reason}")
+                return self._departures.leave(peer, reason)
             case m.TemporaryLeave(reason):
                 self._paused_workers.add(peer, worker.name, reason, now_s)
-                return self._departures.remove(peer, f"left: {self._paused_workers.reason_text(peer)}")
+                return self._departures.leave(peer, self._paused_workers.reason_text(peer))
             case m.RunFinished(applied):
-                run.finished_members.add(peer)
-                if peer in run.members:  # others have finished nothing
-                    run.highest_step = max(run.highest_step, min(applied, MAX_STEPS) + 1)
+                run.record_finish(peer, applied)
                 return [LogEvent("info", "worker_finished", {"name": worker.name, "step": applied})]
             case _:
-                return [RecordViolation(peer, f"sent {type(message).__name__}, which only others may send")]
+                return [RecordViolation(peer, f"sent {type(message).__name__}, which a worker may not send")]
         return []
 
     def _handle_heartbeat(self, worker: Worker, beat: m.Heartbeat, now_s: float) -> list[Effect]:
         run = self.run
-        if beat.progress > worker.progress:
-            worker.progress, worker.progressed_s = beat.progress, now_s
-        worker.step, worker.figures = beat.step, dict(beat.metrics)
-        worker.state_progress.update(worker.figures.get(m.STATE_LEFT, 0.0), now_s)
+        worker.record_heartbeat(beat, now_s)
         self._planner.record_compute_metrics(worker.peer, worker.figures)
         self._planner.request_if_faster(now_s)
-        if self._view_change.is_idle and worker.peer in run.members:
-            run.highest_step = max(run.highest_step, beat.step)  # so that a rollback is seen to be one
+        if run.view_change.is_idle and worker.peer in run.members:
+            run.record_step(beat.step)  # so that a rollback is recognized as one
         return [Send(worker.peer, m.HeartbeatReply(run.term, beat.sequence))]
 
     def _handle_join(self, peer: m.PeerId, join: m.Join, now_s: float) -> list[Effect]:
@@ -401,19 +396,19 @@ class Membership:
             self._settled_reason = None
         effects += self._admission.register(peer, join, now_s)
         self._catch_up.on_reconnected(peer)
-        return [*effects, *self._diverged.resend(peer), *self._resend_missed(peer)]
+        return [*effects, *self._divergence.resend(peer), *self._resend_missed(peer)]
 
     def _is_new_process(self, peer: m.PeerId, join: m.Join) -> bool:
-        """Than the one that is known by this key."""
+        """The process that joins is not the one that is known by this key."""
         run, worker = self.run, self.run.workers.get(peer)
-        member = peer in run.members - run.departed_members
-        known = member or (worker is not None and worker.setup is not None)
-        # Who has said READY has a seat, and who has none never was a member in another term of ours.
-        elsewhere = member and (
-            (peer in self._view_change.ready_histories and join.generation < run.generation)
+        is_member = peer in run.members - run.departed_members
+        is_known = is_member or (worker is not None and worker.setup is not None)
+        # The known process would name its generation: the current one if it was ready, else an earlier one.
+        has_lost_generation = is_member and (
+            (peer in run.view_change.ready_histories and join.generation < run.generation)
             or (worker is None and not join.generation)
         )
-        return known and (elsewhere or not join.is_rejoin)
+        return is_known and (has_lost_generation or not join.is_rejoin)
 
     def _handle_removal(self, event: WorkerRemoved) -> list[Effect]:
         peer = event.peer
@@ -421,60 +416,64 @@ class Membership:
         if peer not in self.run.workers:
             return [Disconnect(peer)]
         refused = Send(peer, m.Refused(event.code, event.reason, event.remedy))
-        return [refused, *self._departures.remove(peer, event.reason, told=True)]
+        return [refused, *self._departures.dismiss(peer, event.reason, notify=False)]
 
     def _resend_missed(self, peer: m.PeerId) -> list[Effect]:
         """What a worker may have missed while its connection was broken."""
-        if peer not in self.run.members:
-            return (
-                self._pipeline_recovery.mark_standby([peer]) if self.run.workers[peer].standby_reason else []
-            )
-        if self._view_change.is_freezing and self._freeze_phase.delayed_until_s is not None:
-            return []  # it comes when the FREEZE does
+        run = self.run
+        if peer not in run.members:
+            return self._pipeline_recovery.mark_standby([peer]) if run.workers[peer].standby_reason else []
+        if run.view_change.is_freezing and self._freeze_phase.delayed_until_s is not None:
+            return []  # it is sent with the `Freeze`
         return self._view_installer.resend_view(peer)
 
     # -- towards the next generation -----------------------------------------------------------
 
     def _advance(self, now_s: float) -> list[Effect]:
-        """Take every step towards the next generation that can be taken now."""
-        making = self._view_change
-        if self.run.is_finished or self._settled_reason == making.reason:
+        """Take every step towards the next generation that is possible now."""
+        run, view_change = self.run, self.run.view_change
+        if run.is_finished or self._settled_reason == view_change.reason:
             return []
-        before = making.phase, making.deadline_s, making.reason
-        if making.is_freezing:
+        before = view_change.phase, view_change.deadline_s, view_change.reason
+        if view_change.is_freezing:
             effects = self._freeze_phase.advance(now_s)
-        elif making.is_forming:
-            effects, given_up = self._readiness.advance(now_s)
-            effects += self._advance(now_s) if given_up else []
+        elif view_change.is_forming:
+            effects, is_abandoned = self._readiness.advance(now_s)
+            effects += self._advance(now_s) if is_abandoned else []
         else:
-            effects = self._catch_up.advance(making.last_installed_s, now_s) + self._begin_view_change(now_s)
-        changed = effects or before != (making.phase, making.deadline_s, making.reason)
-        fed = making.is_forming and making.unrouted_reason  # which beats tell
-        moves = changed or fed or self._catch_up.is_active or self.run.is_pipeline
-        self._settled_reason = None if moves else making.reason
+            effects = self._catch_up.advance(now_s) + self._begin_view_change(now_s)
+        has_changed = effects or before != (view_change.phase, view_change.deadline_s, view_change.reason)
+        # Heartbeats report the progress of state transfers, of catch-up, and of the stages of a pipeline.
+        depends_on_heartbeats = (
+            (view_change.is_forming and view_change.unrouted_reason)
+            or self._catch_up.is_active
+            or run.partition.is_pipeline
+        )
+        self._settled_reason = None if has_changed or depends_on_heartbeats else view_change.reason
         return effects
 
     def _begin_view_change(self, now_s: float) -> list[Effect]:
-        run, making = self.run, self._view_change
+        run, view_change = self.run, self.run.view_change
         if run.members and run.members <= run.finished_members:
             return self._departures.finish_run()
         if run.members and not run.present_members:
             return self._freeze_phase.await_members(now_s)
         newcomers = run.newcomers()
-        if run.is_pipeline and not making.reason and run.members:
-            spared = self._pipeline_recovery.consider_newcomers(newcomers)
-            if spared is not None:
-                return spared
+        if run.partition.is_pipeline and not view_change.reason and run.members:
+            notices = self._pipeline_recovery.consider_newcomers(newcomers)
+            if notices is not None:
+                return notices
         if newcomers:
-            making.request(", ".join(w.name for w in newcomers) + " joined")
-        if not making.reason or now_s < making.earliest_begin_s():
+            view_change.request(", ".join(w.name for w in newcomers) + " joined")
+        if not view_change.reason or now_s < self._earliest_view_change_s():
             return []
         if run.members:
             return self._freeze_phase.freeze_members(now_s)
         if len(newcomers) < run.required_workers:
             return []
-        return (
-            self._pipeline_recovery.begin_first(now_s)
-            if run.is_pipeline
-            else self._view_installer.install_first(now_s)
+        first = (
+            self._pipeline_recovery.begin_first
+            if run.partition.is_pipeline
+            else self._view_installer.install_first
         )
+        return first(now_s)

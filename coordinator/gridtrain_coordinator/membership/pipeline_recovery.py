@@ -1,15 +1,12 @@
-"""What only a run of a model in stages needs: every stage in somebody's hands, spares, whole steps.
+"""View changes of a pipeline: when it continues, rolls back or pauses, and which workers stand by.
 
-Decides when such a run goes on, goes back or waits, once it is known who is here and what they hold.
-Never decides where the model is cut and who sits where (`protocol.placing`), never judges a checkpoint.
+    all reports are here --> every stage is held in memory or on disk -----> the next generation
+                             no, but that of an earlier step on disks -----> rollback, the next generation
+                             neither --------------------------------------> PAUSED, until a worker comes
+    fewer workers than stages: PAUSED for `recut_s`, then repartitioned over the present workers, if it fits
+    generation installed --> workers without a rank stand by, and are told why
 
-    all REPORTs are here --> every stage in somebody's hands --------------> the next generation
-                             no, but of an earlier step on disks ----------> ROLLBACK, the next generation
-                             neither --------------------------------------> PAUSED, until somebody comes
-    fewer workers than stages: PAUSED for `recut_s`, then a new cut over those who are here, if the model fits
-    generation made -------> who has no seat is a spare, and is told why
-
-See `protocol.copies` for which step, `protocol.on_disks` for what is told of checkpoints.
+The step is chosen by `stages.whole_state`, the partition and the ranks by `stages.placement`.
 """
 
 from __future__ import annotations
@@ -26,140 +23,142 @@ from gridtrain_coordinator.membership.view_installer import ViewInstaller, initi
 from gridtrain_coordinator.run.events import Effect, LogEvent, RunPhase, Send
 from gridtrain_coordinator.run.registry import Worker, worker_count_text
 from gridtrain_coordinator.run.run_state import RunState
-from gridtrain_coordinator.run.view_change import ViewChange
 from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog
 from gridtrain_coordinator.stages.placement import LiveStates, PlacementResult, StagePlacement
 from gridtrain_coordinator.stages.whole_state import RestartPoint, find_restart_point
 
 
 class PipelineRecovery:
-    """See the module's text."""
+    """Decides how a pipeline continues once it is known who is here and what they hold."""
 
     def __init__(
         self,
         run: RunState,
-        making: ViewChange,
-        partings: Departures,
-        generations: ViewInstaller,
-        placing: StagePlacement,
-        disks: CheckpointCatalog,
+        departures: Departures,
+        view_installer: ViewInstaller,
+        placement: StagePlacement,
+        checkpoints: CheckpointCatalog,
     ) -> None:
-        self._run, self._view_change, self._departures = run, making, partings
-        self._view_installer, self._placement, self._checkpoints = generations, placing, disks
+        self._run, self._departures = run, departures
+        self._view_installer, self._placement, self._checkpoints = view_installer, placement, checkpoints
 
     # -- the next generation -----------------------------------------------------------------------
 
     def begin_first(self, now_s: float) -> list[Effect]:
-        """Nobody is a member.  Where steps were committed only checkpoints of all stages bring them back."""
+        """Nobody is a member.  Committed steps can be restored only from checkpoints of all stages."""
         run = self._run
-        begin = self._find_restart_point(None, run.highest_step - 1, {}, known=run.highest_step > 0)
-        if begin.outcome is None and not run.highest_step:
-            begin = RestartPoint(initial_outcome(), StateLocations())
-        found = self._placement.place(begin, {}, now_s)
-        if isinstance(found, str) or begin.outcome is None:
-            self._view_change.reason = ""
-            return self._pause(str(found))
-        back = self._roll_back(run.highest_step - 1, begin.outcome.applied, known=False)
-        return back + self._make(begin.outcome, found, now_s)
+        restart = self._find_restart_point(None, run.highest_step - 1, {}, has_committed=run.highest_step > 0)
+        if restart.outcome is None and not run.highest_step:
+            restart = RestartPoint(initial_outcome(), StateLocations())
+        result = self._placement.place(restart, {}, now_s)
+        if isinstance(result, str) or restart.outcome is None:
+            run.view_change.withdraw()
+            return self._pause(str(result))
+        rollback = self._roll_back(run.highest_step - 1, restart.outcome.applied, is_certain=False)
+        return rollback + self._install(restart.outcome, result, now_s)
 
     def decide(
         self, reports: Mapping[m.PeerId, m.FreezeReport], patience_s: float, now_s: float
     ) -> list[Effect]:
-        """All who live have reported: go on where every stage is in somebody's hands, else pause.
+        """All present members have reported: continue if every stage is held by somebody, else pause.
 
         Args:
-            reports: of those who hold a state.
-            patience_s: so long members that are away are waited for where something is missing.
+            reports: of the members that hold a state.
+            patience_s: until when absent members are waited for if something is missing.
         """
         run = self._run
         assert run.definition is not None
         outcome: Outcome | None = None
         if reports:
-            held = [(member.peer, member.share) for member in run.member_list]
-            eldest_first = {peer: reports[peer] for peer in run.sort_by_seniority(reports.keys())}
-            outcome = decide_outcome(eldest_first, run.definition.ledger, held, in_stages=True)
+            shares = [(member.peer, member.share) for member in run.member_list]
+            eldest_first = {peer: reports[peer] for peer in run.workers.sort_by_seniority(reports.keys())}
+            outcome = decide_outcome(eldest_first, run.definition.ledger, shares, in_stages=True)
             if self._is_finished(outcome):
                 return self._finish_run(outcome)
         elif not run.has_started:
             outcome = initial_outcome()
         live = {peer: report.layers for peer, report in reports.items()}
         last = outcome.applied if outcome is not None else run.highest_step - 1
-        begin = self._find_restart_point(outcome, last, live)
-        enough = len(run.eligible_workers()) >= run.stage_count
-        certain = outcome is not None and begin.outcome is outcome and enough
-        if not certain and now_s < patience_s:
-            self._view_change.deadline_s = patience_s  # whoever has it may be on the way back
+        restart = self._find_restart_point(outcome, last, live)
+        has_enough = len(run.eligible_workers()) >= run.partition.stage_count
+        is_certain = outcome is not None and restart.outcome is outcome and has_enough
+        if not is_certain and now_s < patience_s:
+            run.view_change.wait_until(patience_s)  # the member that has it may come back
             return []
-        begin, found = self._placed(outcome, begin, last, live, now_s)
-        if isinstance(found, str) or begin.outcome is None:
-            return self._pause(str(found))
-        as_it_is = outcome is not None and begin.outcome is outcome
-        back = [] if as_it_is else self._roll_back(last, begin.outcome.applied, known=outcome is not None)
-        self._view_change.reset()
-        return back + self._make(begin.outcome, found, now_s)
+        restart, result = self._place(outcome, restart, last, live, now_s)
+        if isinstance(result, str) or restart.outcome is None:
+            return self._pause(str(result))
+        effects: list[Effect] = []
+        if outcome is None or restart.outcome is not outcome:
+            effects = self._roll_back(last, restart.outcome.applied, is_certain=outcome is not None)
+        run.view_change.reset()
+        return effects + self._install(restart.outcome, result, now_s)
 
-    def _placed(
-        self, outcome: Outcome | None, begin: RestartPoint, last: int, live: LiveStates, now_s: float
+    def _place(
+        self, outcome: Outcome | None, restart: RestartPoint, last: int, live: LiveStates, now_s: float
     ) -> tuple[RestartPoint, PlacementResult | str]:
-        """Seats for the state to begin with; without what is only in the memory of those whose disks are full
-        and others would need, where that can be."""
-        in_memory = live if outcome is not None and begin.outcome is outcome else {}
-        found = self._placement.place(begin, in_memory, now_s)
-        if not self._depends_on_full_disks(found, begin, in_memory):
-            return begin, found
-        before = self._placement.place_in_previous_partition(begin, in_memory, now_s)
-        if before is not None and not self._depends_on_full_disks(before, begin, in_memory):
-            return begin, before
+        """Ranks for the restart point.
+
+        Where possible, nobody needs a state that only the memory of a worker with a full disk holds.
+        """
+        in_memory = live if outcome is not None and restart.outcome is outcome else {}
+        result = self._placement.place(restart, in_memory, now_s)
+        if not self._depends_on_full_disks(result, restart, in_memory):
+            return restart, result
+        previous = self._placement.place_in_previous_partition(restart, in_memory, now_s)
+        if previous is not None and not self._depends_on_full_disks(previous, restart, in_memory):
+            return restart, previous
         written = {p: span for p, span in in_memory.items() if not self._run.workers[p].is_disk_full}
-        begin = self._find_restart_point(outcome, last, written)
-        as_it_is = begin.outcome is outcome
-        return begin, self._placement.place(begin, written if as_it_is else {}, now_s)
+        restart = self._find_restart_point(outcome, last, written)
+        is_unchanged = restart.outcome is outcome
+        return restart, self._placement.place(restart, written if is_unchanged else {}, now_s)
 
     def _depends_on_full_disks(
-        self, found: PlacementResult | str, begin: RestartPoint, live: LiveStates
+        self, result: PlacementResult | str, restart: RestartPoint, live: LiveStates
     ) -> bool:
-        if isinstance(found, str) or begin.outcome is None:
+        if isinstance(result, str) or restart.outcome is None:
             return False
-        return self._checkpoints.depends_on_full_disks(found[0], begin.outcome, live)
+        return self._checkpoints.depends_on_full_disks(result[0], restart.outcome, live)
 
     def _find_restart_point(
-        self, outcome: Outcome | None, last: int, live: LiveStates, *, known: bool = True
+        self, outcome: Outcome | None, last: int, live: LiveStates, *, has_committed: bool = True
     ) -> RestartPoint:
-        """See `copies.where`.  `known`: there were steps that tales could undo."""
+        """See `whole_state.find_restart_point`.  `has_committed`: false reports could undo steps."""
         run = self._run
         assert run.definition is not None
-        witnesses = self._checkpoints.quorum if known else None
-        disks = self._checkpoints.trusted_checkpoints()
+        quorum = self._checkpoints.quorum if has_committed else None
+        checkpoints = self._checkpoints.trusted_checkpoints()
         return find_restart_point(
-            run.definition.ledger, outcome, last, live, disks, run.effective_partition, witnesses
+            run.definition.ledger, outcome, last, live, checkpoints, run.partition.bounds, quorum
         )
 
-    def _make(self, outcome: Outcome, placed: PlacementResult, now_s: float) -> list[Effect]:
-        seated, cuts = placed
-        self._placement.adopt_partition(cuts)
-        seated = self._checkpoints.add_digests(seated, outcome)
-        made = self._view_installer.install(outcome, now_s, seated=seated)
-        return made + self.mark_standby(seated.standbys)
+    def _install(self, outcome: Outcome, result: PlacementResult, now_s: float) -> list[Effect]:
+        placement, bounds = result
+        self._placement.adopt_partition(bounds)
+        placement = self._checkpoints.add_digests(placement, outcome)
+        effects = self._view_installer.install(outcome, now_s, placement=placement)
+        return effects + self.mark_standby(placement.standbys)
 
-    def _roll_back(self, last: int, applied: int, *, known: bool) -> list[Effect]:
-        """Model and ledger together, journalled and shown; `known`: members have told what `last` is."""
-        run, making = self._run, self._view_change
-        run.highest_step = applied + 1
+    def _roll_back(self, last: int, applied: int, *, is_certain: bool) -> list[Effect]:
+        """Model and ledger together, in the journal and shown; `is_certain`: members have reported `last`."""
+        run = self._run
+        run.roll_back(applied)
         self._checkpoints.roll_back(applied)
-        if last <= applied:  # who could say how far it had come is gone, or it is the beginning
+        if last <= applied:  # nobody is left who knows how far the run had come, or it is the beginning
             return [LogEvent("warning", "restored", {"step": applied + 1})] if applied >= 0 else []
-        lost = {"from": last + 1, "to": applied + 1, "at_least": not known}
-        reason = f"a stage of step {last + 1} is in nobody's hands any more; back to step {applied + 1}"
-        making.reason = f"{making.reason}; {reason}" if making.reason else reason
+        lost = {"from": last + 1, "to": applied + 1, "at_least": not is_certain}
+        reason = f"nobody holds a stage of step {last + 1} any more; back to step {applied + 1}"
+        before = run.view_change.reason
+        run.view_change.replace_reason(f"{before}; {reason}" if before else reason)
         return [run.phase_entry(run.phase, reason, rollback=lost), LogEvent("error", "rollback", lost)]
 
     def _pause(self, reason: str) -> list[Effect]:
-        """The run is paused until somebody comes; each message asks anew whether it can go on."""
+        """Pause the run until a worker comes; after each message it is checked whether it can continue."""
         run = self._run
         if (run.phase, run.reason) == (RunPhase.PAUSED, reason):
             return []
         run.enter_phase(RunPhase.PAUSED, reason)
-        # Without members the journal says that it waits: then nobody is there who could come back to a seat.
+        # The journal of a run without members says that it waits, as no member can come back to it.
         phase = RunPhase.PAUSED if run.member_list else RunPhase.WAITING
         return [
             run.phase_entry(phase, reason, reached=run.highest_step),
@@ -167,48 +166,49 @@ class PipelineRecovery:
             *(run.phase_message(peer) for peer in run.workers),
         ]
 
-    # -- spares ------------------------------------------------------------------------------------
+    # -- standbys ----------------------------------------------------------------------------------
 
     def consider_newcomers(self, newcomers: Sequence[Worker]) -> list[Effect] | None:
-        """While the run trains: they are told once why they have no seat yet; None: they bring a generation
-        about."""
+        """Tell newcomers once that they stand by; None: another generation with them is worth it."""
         if self._placement.adds_replica_or_stage(newcomers):
             return None
         return self.mark_standby([worker.peer for worker in newcomers if not worker.standby_reason])
 
     def mark_standby(self, peers: Sequence[m.PeerId]) -> list[Effect]:
+        """These workers have no rank; the members are no standbys any more."""
         run, view = self._run, self._run.view
         if view is None:
             return []
-        seats = RankLayout.for_world_size(run.stage_count, len(run.member_list))
+        layout = RankLayout.for_world_size(run.partition.stage_count, len(run.member_list))
         reason = (
-            f"spare: {seats.stages} stages x {seats.replicas} are {worker_count_text(seats.world_size)}; it takes the "
-            f"seat of whoever leaves, or one of a further replica when {seats.stages} are spare"
+            f"standby: {layout.stages} stages x {layout.replicas} replicas are "
+            f"{worker_count_text(layout.world_size)}; it replaces a worker that leaves, or joins a further "
+            f"replica when {layout.stages} workers stand by"
         )
         for peer in run.present_members:
             run.workers[peer].standby_reason = ""
         for peer in peers:
             run.workers[peer].standby_reason = reason
-        told = m.StandbyNotice(run.term, run.generation, view.applied, view.history, view.ledger, reason)
-        return [Send(peer, told) for peer in peers]
+        notice = m.StandbyNotice(run.term, run.generation, view.applied, view.history, view.ledger, reason)
+        return [Send(peer, notice) for peer in peers]
 
     # -- the end -----------------------------------------------------------------------------------
 
     def _is_finished(self, outcome: Outcome) -> bool:
-        """The last step is committed, and of each stage somebody has it, or had it when it said so."""
+        """The last step is committed, and each stage of it is held, or was held by a member that finished."""
         run = self._run
         assert run.definition is not None
         if not data_ledger.is_finished(run.definition.ledger, outcome.ledger):
             return False
         done = {run.stage_of(peer) for peer in outcome.holders | run.finished_members}
-        return done >= set(range(run.stage_count))
+        return done >= set(range(run.partition.stage_count))
 
     def _finish_run(self, outcome: Outcome) -> list[Effect]:
-        """Some have left at the end already, and the others need no generation any more to hear of it."""
+        """Some members have left at the end; the others are told without another generation."""
         run, reason = self._run, "the run is over"
-        told = m.StandbyNotice(
+        notice = m.StandbyNotice(
             run.term, run.generation + 1, outcome.applied, outcome.history, outcome.ledger, reason
         )
-        self._view_change.reset()
-        here = [peer for peer in self._view_change.reports if peer in run.workers]
-        return [*(Send(peer, told) for peer in here), *self._departures.finish_run()]
+        run.view_change.reset()
+        present = [peer for peer in run.view_change.reports if peer in run.workers]
+        return [*(Send(peer, notice) for peer in present), *self._departures.finish_run()]

@@ -1,7 +1,4 @@
-"""What goes into and what comes out of a `Membership`: its events and its effects.
-
-Decides nothing.  Effects are carried out strictly in the order in which they are returned.
-"""
+"""Events that `Membership` handles, and effects that it returns, to be carried out in their order."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ Log = Callable[[str, str, Mapping[str, Any]], None]
 
 
 class RunPhase(StrEnum):
-    """What people see."""
+    """Phase of a run, as people see it."""
 
     WAITING = "waiting"
     TRAINING = "training"
@@ -36,7 +33,7 @@ class MessageReceived:
 
 @dataclass(frozen=True, slots=True)
 class PeerConnected:
-    """`host`: where the connection comes from."""
+    """`host`: the address from which the connection comes."""
 
     peer: m.PeerId
     host: str = ""
@@ -60,7 +57,7 @@ class ProtocolViolation:
 
 @dataclass(frozen=True, slots=True)
 class DialBackResult:
-    """Answer to `CallBack`: the address that got through; empty: none did."""
+    """Answer to `DialBack`: the address at which the worker was reached; empty: at none."""
 
     peer: m.PeerId
     address: str
@@ -68,7 +65,7 @@ class DialBackResult:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRemoved:
-    """The operator, or its third strike, has put this worker out for good."""
+    """The operator removed this worker, or it was removed for violations."""
 
     peer: m.PeerId
     code: str
@@ -105,7 +102,7 @@ class Disconnect:
 
 @dataclass(frozen=True, slots=True)
 class DialBack:
-    """Find out which of these addresses reaches the worker; `CalledBack` answers, always."""
+    """Find out at which of these addresses the worker can be reached; `DialBackResult` always follows."""
 
     peer: m.PeerId
     addresses: tuple[str, ...]
@@ -113,9 +110,9 @@ class DialBack:
 
 @dataclass(frozen=True, slots=True)
 class RecordViolation:
-    """The worker broke the protocol: a strike against it, to be counted over its whole stay.
+    """The worker broke the protocol; violations are counted as long as the worker is known.
 
-    `accuser`: the member that says so; None: the coordinator saw it.
+    `accuser`: the member that reports it; None: the coordinator saw it.
     """
 
     peer: m.PeerId

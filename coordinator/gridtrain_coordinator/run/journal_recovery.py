@@ -1,13 +1,13 @@
-"""What a coordinator that starts again knows from its journal (commit rule 11).
+"""Reads the journal of an earlier term (commit rule 11), and builds the entries that are read.
 
-Decides nothing: it reads the entries that `Membership` wrote as `Journal` effects, in their order.
-The latest VIEW binds, whether or not a member has seen it: who comes back is told it, then frozen.
+The entries are those of the `JournalEntry` effects, in their order.  The latest view binds, whether or not a
+member has received it: members that come back receive it, and are then frozen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from gridtrain.core import messages as m
@@ -20,34 +20,33 @@ StateId = tuple[int, bytes, m.LedgerState]
 
 @dataclass(frozen=True, slots=True)
 class RecoveredRun:
-    """The run as the journal left it.
+    """The run according to the journal; by default, that of an empty one.
 
     Attributes:
-        reference: what all workers must agree with; None: no worker had come yet.
-        generation: the latest; 0: none was made.
-        view, roster: what its members were to be told, which binds; None, (): nobody held the model.
-        started: a generation has trained, so that somebody holds a model worth waiting for.
-        reached: where nobody held the model any more: steps that had been committed.
-        checkpoints: of a model in stages: which ones most members told of, and the digests of their stages
-            (`protocol.witnesses`).
+        definition: what all workers must agree with; None: no worker has joined yet.
+        generation: the latest; 0: none was installed.
+        view, roster: of the latest generation; None, (): nobody held the model.
+        has_started: a generation has trained, so that somebody holds a model worth waiting for.
+        highest_step: number of committed steps, where nobody held the model any more.
+        checkpoints: of a pipeline: the confirmed ones with the digests of their stages (`CheckpointQuorum`).
     """
 
-    definition: m.Setup | None
-    generation: int
-    view: m.MembershipView | None
-    roster: tuple[m.Member, ...]
-    has_started: bool
-    is_finished: bool
+    definition: m.Setup | None = None
+    generation: int = 0
+    view: m.MembershipView | None = None
+    roster: tuple[m.Member, ...] = ()
+    has_started: bool = False
+    is_finished: bool = False
     highest_step: int = 0
     checkpoints: Mapping[StateId, Mapping[m.Span, Iterable[bytes]]] = field(default_factory=dict)
 
 
 def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRun:
     """Raises `KeyError`, `TypeError` or `ValueError` for entries that no coordinator wrote."""
-    reference: m.Setup | None = None
+    definition: m.Setup | None = None
     latest: Mapping[str, Any] | None = None
-    state, started, reached = "", False, 0
-    known: dict[StateId, Mapping[m.Span, Iterable[bytes]]] = {}
+    phase, has_started, highest_step = "", False, 0
+    checkpoints: dict[StateId, Mapping[m.Span, Iterable[bytes]]] = {}
     for kind, body in entries:
         match kind:
             case "run":
@@ -55,36 +54,41 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
                 spec = m.LedgerSpec(**body["ledger"])
                 model = _model(body["model"]) if body.get("model") else None
                 stages = body.get("stages", 1)
-                reference = m.Setup(facts, spec, 0, body["global_batch_size"], stages=stages, model=model)
+                definition = m.Setup(facts, spec, 0, body["global_batch_size"], stages=stages, model=model)
             case "generation":
-                latest, state = body, ""
-            case "state" if "checkpoint" in body:  # the run's state is what it was
-                told = body["checkpoint"]
-                at = told["step"] - 1, bytes.fromhex(told["digest"]), parse_ledger(told["ledger"])
-                known[at] = {m.Span(*span): [bytes.fromhex(d) for d in them] for span, them in told["blocks"]}
+                latest, phase = body, ""
+            case "state" if "checkpoint" in body:  # the phase has not changed
+                entry = body["checkpoint"]
+                at = entry["step"] - 1, bytes.fromhex(entry["digest"]), parse_ledger(entry["ledger"])
+                checkpoints[at] = {
+                    m.Span(*span): [bytes.fromhex(text) for text in digests]
+                    for span, digests in entry["blocks"]
+                }
             case "state":
-                state, reached = body["state"], int(body.get("reached", 0))
-                started = state != RunPhase.WAITING and (started or state == RunPhase.TRAINING)
+                phase, highest_step = body["state"], int(body.get("reached", 0))
+                has_started = phase != RunPhase.WAITING and (has_started or phase == RunPhase.TRAINING)
                 if "rollback" in body:
-                    known = {at: them for at, them in known.items() if at[0] < int(body["rollback"]["to"])}
+                    step = int(body["rollback"]["to"])
+                    checkpoints = {at: digests for at, digests in checkpoints.items() if at[0] < step}
     if latest is None:
-        return RecoveredRun(reference, 0, None, (), False, False)
+        return RecoveredRun(definition)
     view, roster = _view(latest)
-    if state == RunPhase.WAITING:
-        return RecoveredRun(reference, view.generation, None, (), False, False, reached, known)
-    finished = state == RunPhase.FINISHED
-    return RecoveredRun(reference, view.generation, view, roster, started, finished, checkpoints=known)
+    recovered = RecoveredRun(definition, view.generation, checkpoints=checkpoints)
+    if phase == RunPhase.WAITING:
+        return replace(recovered, highest_step=highest_step)
+    is_finished = phase == RunPhase.FINISHED
+    return replace(recovered, view=view, roster=roster, has_started=has_started, is_finished=is_finished)
 
 
 def checkpoint_entry(state: StateId, digests: Mapping[m.Span, Collection[bytes]]) -> dict[str, Any]:
-    """What the journal says of a checkpoint that most members have told of; a later entry replaces it."""
+    """The journal's entry for a confirmed checkpoint; a later entry replaces it."""
     applied, history, ledger = state
     blocks = [[[span.start, span.stop], sorted(d.hex() for d in them)] for span, them in digests.items()]
     return {"step": applied + 1, "digest": history.hex(), "ledger": ledger_entry(ledger), "blocks": blocks}
 
 
 def generation_entry(view: m.MembershipView, roster: Sequence[m.Member]) -> dict[str, Any]:
-    """The journal's entry for a generation; JSON-able, and enough for `recover`."""
+    """The journal's entry for a generation; JSON-able."""
     return {
         "term": view.term,
         "generation": view.generation,

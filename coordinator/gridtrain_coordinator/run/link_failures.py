@@ -1,22 +1,19 @@
-"""Whose line is it, when connections break again and again?
+"""Finds the member to blame when connections break repeatedly, from the reports of both ends.
 
-Decides which member the broken connections have in common, and when the ring is to be planned round broken
-pairs.  Never removes anybody (`protocol.complaints`), and never looks at the reason that was given.
+             anna   bert   carl   dora    failures of each pair within `WINDOW_S`
+    mallory   5      4      0      5      three pairs with `FAILURES_BEFORE_AVOIDING` each: mallory's link
+    anna      -      0      0      0      only one pair of hers failed: not hers
 
-             anna   bert   carl   dora    breaks of each pair within `WINDOW_S`, as either end tells them
-    mallory   5      4      0      5      three pairs with `MOST_BREAKS` each: mallory's line
-    anna      -      0      0      0      her second pair has none: not hers
+A report is only about a connection of the reporter itself, so a liar alone can blame nobody else: each member
+that it names needs further reports.  Two liars could name a third member.  In a group of three they are the
+majority anyway; in a larger group a member is to blame when `MIN_REPORTS` of its pairs failed:
 
-A report is only about a connection of the reporter's own, so a liar can blame nobody but itself with it: each
-member that it names still needs others that say so.  Two liars could name a third.  In a group of three they
-are most of it, and decide what they like; in a larger one a member goes when `VOICES` pairs of it broke:
+    in 30 s    mallory - anna, mallory - bert      only two: the next ring avoids these pairs, once, and they
+                                                   are remembered for `REMEMBERED_S`
+    then       mallory - dora                      her new neighbour reports it, too: mallory
+               (nobody)                            the link of an honest member does not break
 
-    in 30 s    mallory - anna, mallory - bert      two only: the next ring is planned round these pairs,
-                                                   once, and they are remembered for `REMEMBERED_S`
-    then       mallory - dora                      her new neighbour says so too: mallory goes
-               (nobody)                            the line of an honest one does not break: she stays
-
-A member whose line is bad says so itself, of each of its connections: that counts as the other end's word.
+A member whose own link is bad reports each of its connections: that counts like the other end's report.
 """
 
 from __future__ import annotations
@@ -34,12 +31,12 @@ Pair = tuple[PeerId, PeerId]
 
 
 class LinkFailures:
-    """What was reported lately.  Bounded: `MOST_BREAKS` times for each end of a pair."""
+    """Recent failures; at most `FAILURES_BEFORE_AVOIDING` times for each end of a pair."""
 
     def __init__(self) -> None:
-        self._times_s: dict[tuple[PeerId, PeerId], deque[float]] = {}  # (who said so, about whom)
-        self._broken_s: dict[Pair, float] = {}  # when it broke once too often, the last time
-        self._avoided: set[Pair] = set()  # a ring was planned round these
+        self._times_s: dict[tuple[PeerId, PeerId], deque[float]] = {}  # (reporter, peer)
+        self._broken_s: dict[Pair, float] = {}  # when the pair last failed too often
+        self._avoided: set[Pair] = set()  # by the current ring
 
     def record(self, reporter: PeerId, peer: PeerId, now_s: float) -> None:
         times_s = self._times_s.setdefault((reporter, peer), deque(maxlen=FAILURES_BEFORE_AVOIDING))
@@ -48,9 +45,9 @@ class LinkFailures:
             self._broken_s[_pair(reporter, peer)] = now_s
 
     def common_endpoint(self, now_s: float, members: int, centre: PeerId | None = None) -> PeerId | None:
-        """The member to which too many connections broke; None: nobody, or nobody can tell who.
+        """The member to which too many connections broke; None: there is none, or it cannot be told.
 
-        `centre`: of a star, to which every bad line leads: it takes more than half of them.
+        `centre`: of a star, to which every bad link leads: more than half of its links have to fail.
         """
         small = members <= SMALL_GROUP
         others = self._failed_peers(now_s, WINDOW_S if small else REMEMBERED_S)
@@ -60,7 +57,7 @@ class LinkFailures:
         return max(ends, key=lambda member: (len(others[member]), member), default=None)
 
     def next_to_avoid(self, now_s: float, members: int) -> PeerId | None:
-        """The member whose broken pairs no ring was planned round yet; `avoid` is to follow."""
+        """The member whose failed pairs the ring does not avoid yet; to be followed by `begin_avoiding`."""
         if members <= SMALL_GROUP:
             return None
         for member, theirs in sorted(self._failed_peers(now_s, WINDOW_S).items()):
@@ -70,13 +67,13 @@ class LinkFailures:
         return None
 
     def begin_avoiding(self, now_s: float) -> frozenset[Pair]:
-        """Pairs that are not to be neighbours in the ring, where there is another one."""
+        """Pairs that are not to be neighbours in the next ring, if there is another one."""
         self._failed_peers(now_s, REMEMBERED_S)
         self._avoided = set(self._broken_s)
         return frozenset(self._avoided)
 
     def avoided_pairs(self, now_s: float) -> frozenset[Pair]:
-        """Pairs that the ring was planned round, as far as they are still remembered."""
+        """Pairs that the current ring avoids, as far as they are still remembered."""
         self._failed_peers(now_s, REMEMBERED_S)
         return frozenset(self._avoided)
 
@@ -87,7 +84,7 @@ class LinkFailures:
         self._avoided &= self._broken_s.keys()
 
     def _failed_peers(self, now_s: float, within_s: float) -> dict[PeerId, set[PeerId]]:
-        """Members with the other ends of their broken pairs; what is too old is forgotten."""
+        """By member, the other ends of its failed pairs; forgets old failures."""
         for pair in [pair for pair, at_s in self._broken_s.items() if at_s < now_s - REMEMBERED_S]:
             del self._broken_s[pair]
         self._avoided &= self._broken_s.keys()

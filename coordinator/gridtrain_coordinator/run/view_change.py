@@ -1,11 +1,9 @@
-"""Where the making of the next generation stands: why it is wanted, and what has come in for it.
+"""The view change in progress: why another generation is wanted, and what its members have answered.
 
-Decides when it may begin.  Never decides who is a member, and never sends.
-
-           want(why)                 freeze                    form                      rest
-    NONE ------------> NONE, wanted -------> FREEZING ----------------> FORMING ------------------> NONE
-                                             REPORTs come in            READYs come in   all are READY, or
-                                                                                         it is given up
+      request(reason)              begin_freezing            begin_forming               reset
+IDLE ----------------> IDLE, reason ------------> FREEZING ----------------> FORMING ------------> IDLE
+                                              waits for FreezeReport     waits for Ready    all are ready, or
+                                                                                            it is abandoned
 """
 
 from __future__ import annotations
@@ -14,28 +12,28 @@ import math
 from enum import StrEnum
 
 from gridtrain.core import messages as m
-from gridtrain_coordinator.run.run_state import RunState
 
 
 class ViewChangePhase(StrEnum):
     IDLE = "none"
-    FREEZING = "freezing"  # REPORTs are awaited
-    FORMING = "forming"  # READYs are awaited
+    FREEZING = "freezing"  # waiting for FreezeReport messages
+    FORMING = "forming"  # waiting for Ready messages
 
 
 class ViewChange:
-    """See the module's text.
+    """State of the view change; other objects read the attributes and change them through the methods.
 
     Attributes:
-        until_s: so long whoever is awaited has time.
-        change: why the next generation is wanted; empty: it is not.
-        unrouted: the same of the one that forms, unless its members find a way all the same.
-        made_s: when the latest was made; -inf: this coordinator has made none.
-        reports, ready: by member, what came in for the one that is made; `ready`: its history.
+        deadline_s: when waiting for the members' answers ends.
+        reason: why another generation is wanted; empty: none is.
+        unrouted_reason: why another generation is wanted instead of the one that forms, unless its members
+            connect after all.
+        last_installed_s: when this coordinator installed its latest generation; -inf: it has installed none.
+        reports: the members' `FreezeReport` messages.
+        ready_histories: by member, the history in its `Ready` message.
     """
 
-    def __init__(self, run: RunState) -> None:
-        self._run = run
+    def __init__(self) -> None:
         self.phase = ViewChangePhase.IDLE
         self.deadline_s = math.inf
         self.reason = ""
@@ -46,7 +44,6 @@ class ViewChange:
 
     @property
     def is_idle(self) -> bool:
-        """Neither REPORTs nor READYs are awaited."""
         return self.phase is ViewChangePhase.IDLE
 
     @property
@@ -57,36 +54,68 @@ class ViewChange:
     def is_forming(self) -> bool:
         return self.phase is ViewChangePhase.FORMING
 
-    def request(self, why: str) -> None:
-        """The first reason is the one that is told."""
-        self.reason = self.reason or why
+    @property
+    def has_installed(self) -> bool:
+        """This coordinator has installed a generation since it started."""
+        return self.last_installed_s > -math.inf
 
-    def begin_freezing(self, until_s: float) -> None:
-        self.phase, self.deadline_s = ViewChangePhase.FREEZING, until_s
+    # -- phases ------------------------------------------------------------------------------------
+
+    def begin_freezing(self, deadline_s: float) -> None:
+        self.phase, self.deadline_s = ViewChangePhase.FREEZING, deadline_s
         self.reports.clear()
 
-    def begin_forming(self, until_s: float, now_s: float) -> str:
-        """The generation is made; why."""
-        self.phase, self.deadline_s, self.last_installed_s = ViewChangePhase.FORMING, until_s, now_s
+    def begin_forming(self, deadline_s: float, now_s: float) -> str:
+        """A generation was installed; returns the reason for it."""
+        self.phase, self.deadline_s, self.last_installed_s = ViewChangePhase.FORMING, deadline_s, now_s
         self.unrouted_reason = ""
         self.ready_histories.clear()
-        why, self.reason = self.reason, ""
-        return why
+        reason, self.reason = self.reason, ""
+        return reason
 
     def reset(self) -> None:
-        """Nobody is awaited any more."""
+        """Wait for nobody any more."""
         self.phase, self.deadline_s = ViewChangePhase.IDLE, math.inf
 
-    def earliest_begin_s(self) -> float:
-        """At most one generation in `generation_gap_s`; workers that come together start together."""
-        limits, workers = self._run.limits, self._run.workers
-        if any(peer not in workers for peer in self._run.member_order):
-            return self.last_installed_s  # somebody is lost: the others wait for nothing else
-        newest_s = max((w.joined_s for w in workers.values()), default=-math.inf)
-        unsettled = [w for w in workers.values() if not w.is_admitted and w.setup is not None]
-        settled_s = min((w.probe_deadline_s for w in unsettled), default=newest_s + limits.settle_s)
-        return max(self.last_installed_s + limits.generation_gap_s, settled_s)
+    # -- reasons -----------------------------------------------------------------------------------
 
-    def freeze_message(self) -> m.Freeze:
-        run = self._run
-        return m.Freeze(run.term, run.generation, self.reason, tuple(sorted(run.departed_members)))
+    def request(self, reason: str) -> None:
+        """Ask for another generation; the first reason is kept."""
+        self.reason = self.reason or reason
+
+    def replace_reason(self, reason: str) -> None:
+        """Ask for another generation for this reason, whatever was the reason before."""
+        self.reason = reason
+
+    def withdraw(self) -> None:
+        """No other generation is wanted."""
+        self.reason = ""
+
+    def mark_unrouted(self, reason: str) -> None:
+        """Members of the generation that forms cannot connect; the first reason is kept."""
+        self.unrouted_reason = self.unrouted_reason or reason
+
+    # -- deadline ----------------------------------------------------------------------------------
+
+    def wait_until(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+
+    def extend_deadline(self, deadline_s: float) -> None:
+        """Wait at least until then."""
+        self.deadline_s = max(self.deadline_s, deadline_s)
+
+    def shorten_deadline(self, deadline_s: float) -> None:
+        """Wait at most until then."""
+        self.deadline_s = min(self.deadline_s, deadline_s)
+
+    # -- answers -----------------------------------------------------------------------------------
+
+    def record_report(self, peer: m.PeerId, report: m.FreezeReport) -> None:
+        self.reports[peer] = report
+
+    def discard_report(self, peer: m.PeerId) -> None:
+        """The member has gone."""
+        self.reports.pop(peer, None)
+
+    def record_ready(self, peer: m.PeerId, history: bytes) -> None:
+        self.ready_histories[peer] = history

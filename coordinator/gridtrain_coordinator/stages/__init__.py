@@ -1,1 +1,10 @@
-"""Placement and recovery of the stages of a partitioned model.  Pure."""
+"""Placement and recovery of the stages of a pipeline.  Pure.
+
+reports of checkpoints --> checkpoint_catalog --> checkpoint_quorum    which of them count
+                                  |
+                                  v
+states in memory ---------> whole_state       the step from which the run continues
+                                  |
+                                  v
+                            placement         partition and ranks of the next generation
+"""

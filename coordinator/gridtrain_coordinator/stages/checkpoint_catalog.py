@@ -1,18 +1,24 @@
-"""Checkpoints of stages on the workers' disks: what they tell of them, and what a plan may count on.
+"""Stage checkpoints on the workers' disks: what the workers report, and what a placement may rely on.
 
-Decides which tales are impossible, what is journalled of them, and when somebody has not what others were to
-get from it.  Never decides which step the run goes on from (`protocol.copies`), never reads a checkpoint.
+    Setup, StageCheckpointList --> possible? --> confirmed by most members? --> journal  (`CheckpointQuorum`)
+                                      |no               |
+                                      v                 +--> trusted checkpoints, for `StagePlacement`
+                                   violation
+    StageCheckpointList while a generation forms --> a part is missing --> another generation
 
-    Setup, Kept --> possible? --> borne out by most? --> Journal         (`protocol.witnesses`)
-                      |no               |
-                      v                 +--> `trusted`: by worker, for `Placing`
-                    Strike
-    Kept, while a generation forms --> it lacks a piece, or could not write it --> another plan
+Full disks, where the model is repartitioned:
+
+    view, repartitioned           anna, who has layers [0 3) in memory, writes them to disk, and others take
+                                  their stages from there
+    list without [0 3)            her disk is full.  Her memory still has them, so in the previous partition
+                                  nobody needs her disk; where that lacks a stage the run goes back to
+                                  checkpoints
+    list with new checkpoints     her disk takes data again
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from gridtrain.core import messages as m
@@ -25,158 +31,201 @@ from gridtrain_coordinator.run.events import Effect, LogEvent, RecordViolation
 from gridtrain_coordinator.run.journal_recovery import checkpoint_entry
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
-from gridtrain_coordinator.run.view_change import ViewChange
-from gridtrain_coordinator.stages.checkpoint_quorum import CheckpointQuorum
-from gridtrain_coordinator.stages.full_disks import depends_on_unwritten, failed_to_write
+from gridtrain_coordinator.stages.checkpoint_quorum import CheckpointQuorum, ReportedCheckpoints
 
 
 class CheckpointCatalog:
-    """See the module's text.
+    """The stage checkpoints of all workers.
 
     Args:
-        witnesses: what the journal knows of them.
+        quorum: with what the journal knows.
     """
 
-    def __init__(self, run: RunState, making: ViewChange, witnesses: CheckpointQuorum) -> None:
-        self._run, self._view_change, self.quorum = run, making, witnesses
+    def __init__(self, run: RunState, quorum: CheckpointQuorum) -> None:
+        self._run, self.quorum = run, quorum
 
-    # -- what is told ------------------------------------------------------------------------------
+    # -- reports -----------------------------------------------------------------------------------
 
-    def update(self, worker: Worker, kept: m.StageCheckpointList) -> list[Effect]:
-        """What is on its disk now; what cannot be so is an offence: it may decide where the run goes on."""
-        told = kept.generation == self._run.generation  # else it crossed the View on its way
-        for held in kept.checkpoints:
-            if is_impossible(held, self._run.definition):
-                reason = f"tells of a checkpoint of step {held.applied + 1} that cannot be"
-                return [RecordViolation(worker.peer, reason), *self.replan_if_missing(worker, told=told)]
-        if set(kept.checkpoints) - set(worker.checkpoints):
-            worker.is_disk_full = False  # its disk takes something again
-        worker.checkpoints = kept.checkpoints
-        return [*self.journal_confirmed(), *self.replan_if_missing(worker, told=told)]
+    def update(self, worker: Worker, message: m.StageCheckpointList) -> list[Effect]:
+        """A worker reports what is on its disk; an impossible checkpoint is a violation."""
+        is_current = message.generation == self._run.generation  # else it crossed the view on its way
+        for checkpoint in message.checkpoints:
+            if is_impossible(checkpoint, self._run.definition):
+                reason = f"reported a checkpoint of step {checkpoint.applied + 1} that is impossible"
+                return [
+                    RecordViolation(worker.peer, reason),
+                    *self.replan_if_missing(worker, is_current=is_current),
+                ]
+        if set(message.checkpoints) - set(worker.checkpoints):
+            worker.is_disk_full = False  # its disk takes data again
+        worker.record_checkpoints(message.checkpoints)
+        return [*self.journal_confirmed(), *self.replan_if_missing(worker, is_current=is_current)]
 
     def journal_confirmed(self) -> list[Effect]:
-        """Of what most members tell the run has come by: that is journalled, for when they are gone."""
+        """Entries for checkpoints that most members report by now, for when these members are gone."""
         run = self._run
-        if run.definition is None or not run.is_pipeline:
+        if run.definition is None or not run.partition.is_pipeline:
             return []
-        disks, spans = (
-            {peer: worker.checkpoints for peer, worker in run.workers.items()},
-            stage_spans(run.effective_partition),
-        )
-        seated = {peer: spans[run.stage_of(peer)] for peer in run.member_order}
-        new = self.quorum.update(run.definition.ledger, run.generation, seated, disks)
+        reported = {peer: worker.checkpoints for peer, worker in run.workers.items()}
+        spans = stage_spans(run.partition.bounds)
+        stages = {peer: spans[run.stage_of(peer)] for peer in run.member_order}
+        new = self.quorum.update(run.definition.ledger, run.generation, stages, reported)
         entries = [checkpoint_entry(state, digests) for state, digests in new]
         return [run.phase_entry(run.phase, run.reason, checkpoint=entry) for entry in entries]
 
     def roll_back(self, applied: int) -> None:
-        """The run goes back: what came after counts for nothing."""
+        """Later checkpoints no longer count."""
         self.quorum.roll_back(applied)
         for worker in self._run.workers.values():
-            worker.step = min(worker.step, applied + 1)
-            worker.checkpoints = tuple(held for held in worker.checkpoints if held.applied <= applied)
+            worker.roll_back(applied)
 
-    # -- what a plan may count on ------------------------------------------------------------------
+    # -- what a placement may rely on --------------------------------------------------------------
 
     def trusted_checkpoints(self) -> dict[m.PeerId, tuple[m.CheckpointInfo, ...]]:
-        """Of all who may be members what they keep, but for what is known to be something else."""
+        """By eligible worker, its checkpoints without those that are known to hold something else."""
         return {
-            peer: tuple(held for held in self._run.workers[peer].checkpoints if self.quorum.is_trusted(held))
+            peer: tuple(x for x in self._run.workers[peer].checkpoints if self.quorum.is_trusted(x))
             for peer in self._run.eligible_workers()
         }
 
-    def add_digests(self, seated: RankPlacement, outcome: Outcome) -> RankPlacement:
-        """With those of the checkpoints that members are given, as who has them tells of them."""
+    def add_digests(self, placement: RankPlacement, outcome: Outcome) -> RankPlacement:
+        """With the digests of the checkpoints that members receive, as the workers that have them report."""
         at = outcome.applied, outcome.history
         known = {
-            (peer, held.layers): held.digest
-            for peer, states in self.trusted_checkpoints().items()
-            for held in reversed(states)
-            if (held.applied, held.history) == at
+            (peer, x.layers): x.digest
+            for peer, checkpoints in self.trusted_checkpoints().items()
+            for x in reversed(checkpoints)
+            if (x.applied, x.history) == at
         }
         pieces = {
-            peer: tuple(known.get((seated.order[rank], blocks), b"") for blocks, rank in pieces)
-            for peer, pieces in seated.pieces.items()
+            peer: tuple(known.get((placement.order[rank], layers), b"") for layers, rank in pieces)
+            for peer, pieces in placement.pieces.items()
         }
-        return replace(seated, digests=self._stage_digests(seated, outcome, known), piece_digests=pieces)
+        digests = self._stage_digests(placement, outcome, known)
+        return replace(placement, digests=digests, piece_digests=pieces)
 
     def _stage_digests(
-        self, seated: RankPlacement, outcome: Outcome, known: Mapping[tuple[m.PeerId, m.Span], bytes]
+        self, placement: RankPlacement, outcome: Outcome, known: Mapping[tuple[m.PeerId, m.Span], bytes]
     ) -> dict[m.PeerId, bytes]:
-        """Of whole stages; a state in memory has none."""
-        order, spans = seated.order, stage_spans(self._run.effective_partition)
-        seats, found = RankLayout.for_world_size(self._run.stage_count, len(order)), dict[m.PeerId, bytes]()
-        for peer, donor in seated.state_sources.items():
-            giver, blocks = order[donor], spans[seats.stage_of(order.index(peer))]
-            report = self._view_change.reports.get(giver)
-            live = giver in outcome.holders and report is not None and report.layers == blocks
-            if (giver, blocks) in known and not live and peer not in seated.pieces:
-                found[peer] = known[giver, blocks]
-        return found
+        """Digests of whole stages; a state in memory has none."""
+        order, spans = placement.order, stage_spans(self._run.partition.bounds)
+        layout = RankLayout.for_world_size(self._run.partition.stage_count, len(order))
+        digests: dict[m.PeerId, bytes] = {}
+        for peer, rank in placement.state_sources.items():
+            source, layers = order[rank], spans[layout.stage_of(order.index(peer))]
+            report = self._run.view_change.reports.get(source)
+            is_live = source in outcome.holders and report is not None and report.layers == layers
+            if (source, layers) in known and not is_live and peer not in placement.pieces:
+                digests[peer] = known[source, layers]
+        return digests
 
-    # -- a plan that counted on too much -----------------------------------------------------------
+    def depends_on_full_disks(
+        self, placement: RankPlacement, outcome: Outcome, live: Mapping[m.PeerId, m.Span]
+    ) -> bool:
+        """A member needs a state that another one has only in memory and cannot write to disk."""
+        full = {peer for peer, worker in self._run.workers.items() if worker.is_disk_full}
+        return bool(full) and depends_on_unwritten(placement, outcome, full, live, self.trusted_checkpoints())
 
-    def replan_if_missing(self, worker: Worker, *, told: bool = False) -> list[Effect]:
-        """Others wait for a checkpoint that is not, or not any more, on the disk which it is to come from.
+    # -- a placement that relied on a missing checkpoint -------------------------------------------
 
-        `told`: by the worker itself, in this generation.
+    def replan_if_missing(self, worker: Worker, *, is_current: bool = False) -> list[Effect]:
+        """Request another generation if others wait for a checkpoint that this worker does not have.
+
+        Args:
+            is_current: the worker has reported its checkpoints in this generation.
         """
-        making = self._view_change
-        if not making.is_forming or not self._run.is_pipeline:
+        run = self._run
+        if not run.view_change.is_forming or not run.partition.is_pipeline:
             return []
-        if told:
+        if is_current:
             self._check_full_disk(worker)
-        blocks = self._missing_checkpoint(worker)
-        if blocks is None:
+        layers = self._missing_checkpoint(worker)
+        if layers is None:
             return []
-        ends = f"blocks {blocks.start} to {blocks.stop - 1}"
-        making.request(f"{worker.name} has no checkpoint of {ends} that it was to give")
-        making.reset()
+        ends = f"blocks {layers.start} to {layers.stop - 1}"
+        run.view_change.request(f"{worker.name} has no checkpoint of {ends}, of which it is the source")
+        run.view_change.reset()
         return [LogEvent("warning", "no_such_piece", {"name": worker.name, "blocks": ends})]
 
     def _check_full_disk(self, worker: Worker) -> None:
-        view, roster = self._run.view, self._run.member_list
-        if view is not None:
-            report = self._view_change.reports.get(worker.peer)
-            failed = failed_to_write(view, roster, worker.peer, report, worker.checkpoints)
-            worker.is_disk_full = worker.is_disk_full or failed
+        run = self._run
+        if run.view is not None:
+            report = run.view_change.reports.get(worker.peer)
+            has_failed = failed_to_write(run.view, run.member_list, worker.peer, report, worker.checkpoints)
+            worker.is_disk_full = worker.is_disk_full or has_failed
 
     def _missing_checkpoint(self, worker: Worker) -> m.Span | None:
-        """Of what members of the generation that forms, itself among them, are to get from this one: what it
-        has not."""
+        """Layers that members, this one included, are to receive from this one, and that it does not have."""
         run, view = self._run, self._run.view
         if view is None or worker.peer not in run.member_order:
             return None
-        at, mine = (view.applied, view.history), run.member_order.index(worker.peer)
-        has = {held.layers for held in worker.checkpoints if (held.applied, held.history) == at}
-        report = self._view_change.reports.get(worker.peer)
+        at, own_rank = (view.applied, view.history), run.member_order.index(worker.peer)
+        available = {x.layers for x in worker.checkpoints if (x.applied, x.history) == at}
+        report = run.view_change.reports.get(worker.peer)
         if report is not None and report.is_synced and not worker.is_disk_full:
-            has.add(report.layers)  # in memory: it comes to the disk for those who need it
-        seats, spans = (
-            RankLayout.for_world_size(run.stage_count, len(run.member_order)),
-            stage_spans(run.effective_partition),
-        )
-        wanted = [blocks for member in run.member_list for blocks, rank in member.pieces if rank == mine]
-        here = run.member_list[mine]
-        if view.applied >= 0 and not (
-            here.joining or here.pieces or worker.peer in self._view_change.ready_histories
-        ):
-            wanted.append(spans[seats.stage_of(mine)])
+            available.add(report.layers)  # in memory: it is written to disk for those that need it
+        layout = RankLayout.for_world_size(run.partition.stage_count, len(run.member_order))
+        spans = stage_spans(run.partition.bounds)
+        wanted = [layers for member in run.member_list for layers, rank in member.pieces if rank == own_rank]
+        own = run.member_list[own_rank]
+        is_ready = worker.peer in run.view_change.ready_histories
+        if view.applied >= 0 and not (own.joining or own.pieces or is_ready):
+            wanted.append(spans[layout.stage_of(own_rank)])
         for rank, member in enumerate(run.member_list):
-            if member.donor == mine and seats.stage_of(rank) != seats.stage_of(mine):
-                wanted.append(spans[seats.stage_of(rank)])
-        return next((blocks for blocks in wanted if blocks not in has), None)
-
-    def depends_on_full_disks(
-        self, seated: RankPlacement, outcome: Outcome, live: Mapping[m.PeerId, m.Span]
-    ) -> bool:
-        """Somebody is to take what another one has in memory alone, and cannot write down."""
-        full = {peer for peer, worker in self._run.workers.items() if worker.is_disk_full}
-        return bool(full) and depends_on_unwritten(seated, outcome, full, live, self.trusted_checkpoints())
+            if member.donor == own_rank and layout.stage_of(rank) != layout.stage_of(own_rank):
+                wanted.append(spans[layout.stage_of(rank)])
+        return next((layers for layers in wanted if layers not in available), None)
 
 
-def is_impossible(held: m.CheckpointInfo, reference: m.Setup | None) -> bool:
-    """It is no checkpoint of a run as `reference` defines it; None: nobody has, so nobody can have one."""
-    if reference is None or not data_ledger.is_balanced(held.ledger):
+def is_impossible(checkpoint: m.CheckpointInfo, definition: m.Setup | None) -> bool:
+    """It is no checkpoint of the run; before the run is defined (None) there can be none."""
+    if definition is None or not data_ledger.is_balanced(checkpoint.ledger):
         return True
-    sound = data_ledger.is_sound(data_ledger.release_holders(reference.ledger, held.ledger), ())
-    return not sound or held.ledger.step != held.applied + 1 or held.layers.stop > defined_cuts(reference)[-1]
+    ledger = data_ledger.release_holders(definition.ledger, checkpoint.ledger)
+    return (
+        not data_ledger.is_sound(ledger, ())
+        or checkpoint.ledger.step != checkpoint.applied + 1
+        or checkpoint.layers.stop > defined_cuts(definition)[-1]
+    )
+
+
+def failed_to_write(
+    view: m.MembershipView,
+    members: Sequence[m.Member],
+    peer: m.PeerId,
+    report: m.FreezeReport | None,
+    checkpoints: Collection[m.CheckpointInfo],
+) -> bool:
+    """Whether this member was to write its memory to disk for `view`, and could not.
+
+    Args:
+        report: what it reported of its memory before the view.
+        checkpoints: what it has reported since, which it does once it has written its memory, or failed to.
+    """
+    order = [member.peer for member in members]
+    if report is None or not report.is_synced or peer not in order:
+        return False
+    if any(x.matches(report.layers, view.applied, view.history) for x in checkpoints):
+        return False
+    return any((report.layers, order.index(peer)) in member.pieces for member in members)
+
+
+def depends_on_unwritten(
+    placement: RankPlacement,
+    outcome: Outcome,
+    full: Collection[m.PeerId],
+    live: Mapping[m.PeerId, m.Span],
+    checkpoints: ReportedCheckpoints,
+) -> bool:
+    """Whether a member assembles its stage from what a worker in `full` has only in memory.
+
+    Args:
+        live: layers of the states in memory, which are of the step that `outcome` names.
+    """
+    at = outcome.applied, outcome.history
+    for layers, rank in {piece for pieces in placement.pieces.values() for piece in pieces}:
+        source = placement.order[rank]
+        is_written = any(x.matches(layers, *at) for x in checkpoints.get(source, ()))
+        if source in full and live.get(source) == layers and not is_written:
+            return True
+    return False

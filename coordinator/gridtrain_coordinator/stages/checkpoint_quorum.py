@@ -1,18 +1,15 @@
-"""Which checkpoints of a model in stages the run has really come by.
+"""Which stage checkpoints are of states that the run really reached, judged by a quorum of the members.
 
-Decides what a worker's word about its disk is worth.  Never decides where the run goes on
-(`protocol.copies`), never reads a checkpoint.
+    while all train      anna, bert, clara report step 500, history h, ledger l: most of the generation's
+                         members, so (500, h, l) is confirmed, and written to the journal
+    later, bert is dead  dora reports step 700, all stages: nobody confirms it, so it does not count
 
-    while all train      anna, bert, clara tell of step 500, history h, ledger l: most of the generation's
-                         members, so (500, h, l) is borne out, and journalled
-    later, bert is dead  dora tells of step 700, all stages: nobody bears it out, it counts for nothing
+The digest of each stage, as reported by the members that trained it, is recorded as well.  A checkpoint with
+another digest is not used, and a worker that receives one compares the digest (`Member.digest`).
 
-With it goes the digest of each stage, as told by whoever has trained it: of a checkpoint with another digest
-nothing is taken, and whoever is given one compares what comes (`Member.digest`).
-
-A member's words count once, however many stages it tells of, and only while it is a member: who joins later
-can tell of what the run has come by, not make it up.  Where nothing is known (a new coordinator, a journal
-that was lost) the words of most of those who are here have to do.
+A member counts once, however many stages it reports, and only while it is a member: workers that join later
+cannot confirm a state.  Where nothing is known (a new coordinator, a lost journal) most of the present
+workers have to agree.
 """
 
 from __future__ import annotations
@@ -26,37 +23,40 @@ from gridtrain.core.commit import data_ledger
 from gridtrain_coordinator.run.journal_recovery import StateId as StateId
 
 MAX_CONFIRMED = 64
-"""More than any disk holds; of more the oldest are forgotten."""
+"""More than any disk holds; beyond it the oldest are forgotten."""
 
 
-def state_id(spec: m.LedgerSpec, held: m.CheckpointInfo) -> StateId:
-    """What a checkpoint is of, whichever stage it holds."""
-    return held.applied, held.history, data_ledger.release_holders(spec, held.ledger)
+def state_id(spec: m.LedgerSpec, checkpoint: m.CheckpointInfo) -> StateId:
+    """The state of which a checkpoint holds a stage."""
+    ledger = data_ledger.release_holders(spec, checkpoint.ledger)
+    return checkpoint.applied, checkpoint.history, ledger
 
 
 ReportedCheckpoints = Mapping[m.PeerId, Sequence[m.CheckpointInfo]]
+"""By worker, the checkpoints that it reports."""
 
 
-def count_reports(spec: m.LedgerSpec, disks: ReportedCheckpoints) -> Counter[StateId]:
-    """How many tell of each state."""
-    return Counter(state for states in disks.values() for state in {state_id(spec, h) for h in states})
+def count_reports(spec: m.LedgerSpec, reported: ReportedCheckpoints) -> Counter[StateId]:
+    """How many workers report each state."""
+    states = ({state_id(spec, x) for x in checkpoints} for checkpoints in reported.values())
+    return Counter(state for theirs in states for state in theirs)
 
 
 class ConfirmedState:
-    """What is known of one state: by a stage's blocks, the digests that those told who had trained it."""
+    """One state: by the layers of a stage, the digests that the members reported that trained it."""
 
     def __init__(
         self, generation: int, digests: Mapping[m.Span, Iterable[bytes]] = MappingProxyType({})
     ) -> None:
         self.generation = generation
-        self.digests = {blocks: set(them) for blocks, them in digests.items()}
+        self.digests = {layers: set(theirs) for layers, theirs in digests.items()}
 
 
 class CheckpointQuorum:
-    """What is borne out, of one run.
+    """The confirmed states of one run.
 
     Args:
-        known: of a journal.
+        known: from the journal.
     """
 
     def __init__(
@@ -69,28 +69,30 @@ class CheckpointQuorum:
         self,
         spec: m.LedgerSpec,
         generation: int,
-        seated: Mapping[m.PeerId, m.Span],
-        disks: ReportedCheckpoints,
+        stages: Mapping[m.PeerId, m.Span],
+        reported: ReportedCheckpoints,
     ) -> list[tuple[StateId, Mapping[m.Span, Collection[bytes]]]]:
-        """What is known anew, to be journalled: what more than half of the members tell of by now, with the
-        digest that whoever sits in a stage tells of its own.
+        """Confirm the states that most members report, with each member's digest of its own stage.
 
         Args:
-            seated: the members of this generation and the blocks of their stages.
+            stages: by member of this generation, the layers of its stage.
+
+        Returns:
+            The new and changed states, for the journal.
         """
-        theirs = {peer: disks.get(peer, ()) for peer in seated}
+        theirs = {peer: reported.get(peer, ()) for peer in stages}
         count = count_reports(spec, theirs)
-        changed = [s for s in count if 2 * count[s] > len(seated) and s not in self._confirmed]
+        changed = [s for s in count if 2 * count[s] > len(stages) and s not in self._confirmed]
         self._confirmed |= {state: ConfirmedState(generation) for state in changed}
-        for peer, states in theirs.items():
-            for held in states:
-                state = state_id(spec, held)
+        for peer, checkpoints in theirs.items():
+            for checkpoint in checkpoints:
+                state = state_id(spec, checkpoint)
                 known = self._confirmed.get(state)
-                if known is None or known.generation != generation or held.layers != seated[peer]:
-                    continue  # who sits there later may have been given anything
-                digests = known.digests.setdefault(held.layers, set())
-                if held.digest and held.digest not in digests:
-                    digests.add(held.digest)
+                if known is None or known.generation != generation or checkpoint.layers != stages[peer]:
+                    continue  # members of a later generation did not train it
+                digests = known.digests.setdefault(checkpoint.layers, set())
+                if checkpoint.digest and checkpoint.digest not in digests:
+                    digests.add(checkpoint.digest)
                     changed += [state] if state not in changed else []
         self._evict_oldest()
         return [
@@ -104,30 +106,30 @@ class CheckpointQuorum:
             del self._confirmed[state]
 
     def roll_back(self, applied: int) -> None:
-        """The run goes back: what came after is of a history that was given up."""
+        """Later states are of a history that was given up."""
         self._confirmed = {state: known for state, known in self._confirmed.items() if state[0] <= applied}
 
-    def is_trusted(self, held: m.CheckpointInfo) -> bool:
-        """It may be what it is said to be: no other bits of this stage are known."""
+    def is_trusted(self, checkpoint: m.CheckpointInfo) -> bool:
+        """False: another digest of this stage is recorded."""
         for state, known in self._confirmed.items():
-            digests = known.digests.get(held.layers)
-            if state[:2] == (held.applied, held.history) and digests:
-                return held.digest in digests
+            digests = known.digests.get(checkpoint.layers)
+            if state[:2] == (checkpoint.applied, checkpoint.history) and digests:
+                return checkpoint.digest in digests
         return True
 
-    def confirmed_states(self, spec: m.LedgerSpec, disks: ReportedCheckpoints) -> frozenset[StateId]:
-        """Of what those with `disks` tell: what the run has come by, or most of them say."""
-        theirs = count_reports(spec, disks)
-        return frozenset(s for s, count in theirs.items() if s in self._confirmed or 2 * count > len(disks))
+    def confirmed_states(self, spec: m.LedgerSpec, reported: ReportedCheckpoints) -> frozenset[StateId]:
+        """Reported states that are confirmed, or that most of these workers report."""
+        counts = count_reports(spec, reported).items()
+        return frozenset(s for s, count in counts if s in self._confirmed or 2 * count > len(reported))
 
 
 class ReporterMajority:
-    """Of a coordinator that knows of no step at all: there is nothing that a tale could undo.
+    """The quorum of a coordinator that knows of no step, so that a false report can undo nothing.
 
-    Who has nothing on its disk has no say then, as somebody who is new tells nothing about an old run.
+    Workers without checkpoints do not count, as a new worker says nothing about an old run.
     """
 
-    def confirmed_states(self, spec: m.LedgerSpec, disks: ReportedCheckpoints) -> frozenset[StateId]:
-        """As `Witnesses`: what most of those say who tell of anything."""
-        tellers = sum(bool(states) for states in disks.values())
-        return frozenset(s for s, count in count_reports(spec, disks).items() if 2 * count > tellers)
+    def confirmed_states(self, spec: m.LedgerSpec, reported: ReportedCheckpoints) -> frozenset[StateId]:
+        """States that most of the workers with checkpoints report."""
+        reporters = sum(bool(checkpoints) for checkpoints in reported.values())
+        return frozenset(s for s, count in count_reports(spec, reported).items() if 2 * count > reporters)

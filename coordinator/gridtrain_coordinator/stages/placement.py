@@ -1,57 +1,96 @@
-"""How the model is cut for those who are here, and who of them sits where; or why nobody can go on.
+"""Partition and ranks of a pipeline's next generation, from the workers' states, memory and links.
 
-Decides that for the next generation of a run in stages, from what they hold, their memory and their links.
-Never decides which step it goes on from (`protocol.copies`), never makes the generation.
+    as many workers as stages --> the defined partition; where a memory is too small, another one
+    fewer ----------------------> wait `recut_s` for a worker to come back, then repartition over all present
+    a disk is full -------------> the previous partition, in which nobody needs that disk
+    newcomers ------------------> a further replica or, where there are too few stages, a further stage?
 
-    as many workers as stages ----> seats in the defined cut; where a memory is too small: another one
-    fewer ------------------------> wait `recut_s` for a quick rejoiner, then a new cut over all here
-    a disk takes nothing any more -> the cut of before, in which nobody needs it
-    newcomers --------------------> another replica or, where there are too few stages, a further one?
-
-See `protocol.recutting` and `protocol.assigning` for where a model is cut, `protocol.seating` for seats.
+The step from which the run continues is chosen by `whole_state`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from gridtrain.core import messages as m
 from gridtrain.core.stages import device_assignment, repartition
-from gridtrain.core.stages.rank_placement import RankPlacement, StateLocations, place_ranks
-from gridtrain.core.stages.repartition import Repartition, defined_cuts
+from gridtrain.core.stages.rank_placement import PairCost, RankPlacement, StateLocations, place_ranks
+from gridtrain.core.stages.repartition import HeldSpans, Repartition, defined_cuts, stage_spans
 from gridtrain.core.stages.stage_cost import Card
 from gridtrain.errors import ConfigError
 from gridtrain_coordinator.run.generation_plan import GenerationPlanner
 from gridtrain_coordinator.run.registry import Worker, worker_count_text
 from gridtrain_coordinator.run.run_state import RunState
-from gridtrain_coordinator.run.view_change import ViewChange
 from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog
-from gridtrain_coordinator.stages.full_disks import find_partition
-from gridtrain_coordinator.stages.repartition_cache import RepartitionCache
 from gridtrain_coordinator.stages.whole_state import RestartPoint, locate_state, too_few_reason
 
 LiveStates = Mapping[m.PeerId, m.Span]
-"""Of which blocks the states in memory are."""
+"""Layers of the states in memory."""
 
 PlacementResult = tuple[RankPlacement, tuple[int, ...]]
-"""Who sits where, and how the model is cut."""
+"""The ranks, and the bounds of the stages."""
+
+
+class RepartitionCache:
+    """Remembers the latest results, needed after each message while the run is paused.
+
+    All but `is_worthwhile` raise `ConfigError` if nothing fits.
+    """
+
+    def __init__(self) -> None:
+        self._last_gain: tuple[Hashable, bool] | None = None
+        self._last_result: tuple[Hashable, Repartition | ConfigError] | None = None
+
+    def is_worthwhile(self, setup: m.Setup, cuts: tuple[int, ...], stages: int) -> bool:
+        """See `repartition.is_worth_more_stages`; at most the number of stages of the definition."""
+        key = cuts, min(stages, setup.stages)
+        if self._last_gain is None or self._last_gain[0] != key:
+            self._last_gain = key, repartition.is_worth_more_stages(setup, *key)
+        return self._last_gain[1]
+
+    def fit_fewer_stages(
+        self, setup: m.Setup, peers: Sequence[m.PeerId], cards: Mapping[m.PeerId, Card], held: HeldSpans
+    ) -> Repartition:
+        """See `repartition.partition_over_fewer`."""
+        key = "fewer", tuple(peers), tuple(cards.values()), tuple(held.items())
+        return self._cached(key, lambda: repartition.partition_over_fewer(setup, peers, cards, held))
+
+    def assign(
+        self,
+        setup: m.Setup,
+        peers: Sequence[m.PeerId],
+        cards: Mapping[m.PeerId, Card],
+        cost_s: PairCost | None,
+    ) -> Repartition:
+        """See `device_assignment.assign_devices`; links change, so only failures are remembered."""
+        key = "begin", tuple(peers), tuple(cards.values())
+        result = self._cached(key, lambda: device_assignment.assign_devices(setup, peers, cards, cost_s))
+        self._last_result = None
+        return result
+
+    def _cached(self, key: Hashable, compute: Callable[[], Repartition]) -> Repartition:
+        if self._last_result is None or self._last_result[0] != key:
+            try:
+                self._last_result = key, compute()
+            except ConfigError as error:
+                self._last_result = key, error
+        result = self._last_result[1]
+        if isinstance(result, ConfigError):
+            raise result
+        return result
 
 
 class StagePlacement:
-    """See the module's text."""
+    """Divides the model over the present workers, and assigns their ranks."""
 
-    def __init__(
-        self, run: RunState, making: ViewChange, plans: GenerationPlanner, disks: CheckpointCatalog
-    ) -> None:
-        self._run, self._view_change, self._planner, self._checkpoints = run, making, plans, disks
+    def __init__(self, run: RunState, planner: GenerationPlanner, checkpoints: CheckpointCatalog) -> None:
+        self._run, self._planner, self._checkpoints = run, planner, checkpoints
         self._repartition_cache = RepartitionCache()
-        self._previous_partition: tuple[
-            int, ...
-        ] = ()  # of the generation before, where the model was cut otherwise
+        self._previous_bounds: tuple[int, ...] = ()  # before the latest repartition
         self._too_few_since_s: float | None = None  # fewer workers than stages are here
-        # Workers for whose seats there was no room, and the cut in which that was so.
+        # Workers that do not fit into further ranks of these bounds.
         self._rejected_placement: tuple[frozenset[m.PeerId], tuple[int, ...]] | None = None
 
     @property
@@ -61,167 +100,169 @@ class StagePlacement:
 
     @property
     def _has_too_few_stages(self) -> bool:
-        """Of stages: the model is cut into fewer than the run is defined with."""
-        return self._run.definition is not None and self._run.stage_count < self._run.definition.stages
+        """The model is divided into fewer stages than the run is defined with."""
+        return self._run.definition is not None and self._run.partition.stage_count < self._setup.stages
 
     # -- while the run trains ----------------------------------------------------------------------
 
     def adds_replica_or_stage(self, newcomers: Sequence[Worker]) -> bool:
-        """Or a further stage, where there are fewer than the run is defined with."""
-        run = self._run
-        if self._rejected_placement == (frozenset(run.eligible_workers()), run.effective_partition):
-            return False  # these have no room for the seats that are left
+        """Whether another generation with these newcomers is worth it."""
+        run, stages, bounds = self._run, self._run.partition.stage_count, self._run.partition.bounds
+        if self._rejected_placement == (frozenset(run.eligible_workers()), bounds):
+            return False  # they do not have the memory for further ranks
         here = len(run.present_members) + len(newcomers)
-        if newcomers and self._has_too_few_stages and here > run.stage_count:
-            return self._repartition_cache.is_worthwhile(self._setup, run.effective_partition, here)
-        return here // run.stage_count > len(run.member_order) // run.stage_count
+        if newcomers and self._has_too_few_stages and here > stages:
+            return self._repartition_cache.is_worthwhile(self._setup, bounds, here)
+        return here // stages > len(run.member_list) // stages
 
     # -- for the next generation -------------------------------------------------------------------
 
-    def place(self, begin: RestartPoint, live: LiveStates, now_s: float) -> PlacementResult | str:
-        """Who sits where in the next generation, and how its model is cut; else why nobody can go on."""
-        setup, stages, self._view_change.deadline_s = self._setup, self._run.stage_count, math.inf
+    def place(self, restart: RestartPoint, live: LiveStates, now_s: float) -> PlacementResult | str:
+        """Ranks and bounds of the next generation; else the reason why the run cannot continue."""
+        setup, stages = self._setup, self._run.partition.stage_count
+        self._run.view_change.wait_until(math.inf)
         peers = self._run.eligible_workers()
-        enough = len(peers) >= setup.stages
-        if enough or not peers:
+        has_enough = len(peers) >= setup.stages
+        if has_enough or not peers:
             self._too_few_since_s = None
-        reason = "" if enough else too_few_reason(stages, len(peers), begin.last_step_locations)
-        if begin.outcome is None:
-            return reason if len(peers) < stages else begin.reason
-        if begin.outcome.applied < 0 and not enough:
+        reason = "" if has_enough else too_few_reason(stages, len(peers), restart.last_step_locations)
+        if restart.outcome is None:
+            return reason if len(peers) < stages else restart.reason
+        if restart.outcome.applied < 0 and not has_enough:
             return reason  # nothing is lost by waiting for all
         try:
-            if enough:
-                return self._place_all_stages(begin, live, now_s)
-            recut = self._partition_fewer_stages(begin)
-            if len(recut.cuts) - 1 >= stages:
+            if has_enough:
+                return self._place_all_stages(restart, live, now_s)
+            plan = self._partition_fewer_stages(restart)
+            if len(plan.cuts) - 1 >= stages:
                 self._too_few_since_s = None
             elif self._is_waiting_for_rejoin(now_s):
                 wait = f"{self._run.limits.recut_s:g} s"
-                return f"{reason}, or {wait} later over {worker_count_text(len(recut.cuts) - 1)}, cut anew"
-            return self._place_ranks(recut, begin, live, now_s)
+                return (
+                    f"{reason}, or {wait} later over {worker_count_text(len(plan.cuts) - 1)}, repartitioned"
+                )
+            return self._place_ranks(plan, restart, live, now_s)
         except ConfigError as error:
             why = repartition.error_text(error)
             if not reason:
                 return f"{worker_count_text(len(peers))} are here, but their memory is too small: {why}"
-            return f"{reason}; cut anew it does not fit: {why}" if why else reason
+            return f"{reason}; repartitioned it does not fit: {why}" if why else reason
 
     def place_in_previous_partition(
-        self, begin: RestartPoint, live: LiveStates, now_s: float
+        self, restart: RestartPoint, live: LiveStates, now_s: float
     ) -> PlacementResult | None:
-        """In the cut in which those are whose disks are full; None: that cannot be."""
-        here = [span for peer, span in live.items() if self._run.workers[peer].is_disk_full]
-        cuts, peers = (
-            find_partition(here, self._run.effective_partition, self._previous_partition),
-            self._run.eligible_workers(),
-        )
-        if not cuts or len(peers) < len(cuts) - 1:
+        """In the partition of the workers whose disks are full; None: that is impossible."""
+        spans = [span for peer, span in live.items() if self._run.workers[peer].is_disk_full]
+        bounds = find_partition(spans, self._run.partition.bounds, self._previous_bounds)
+        peers = self._run.eligible_workers()
+        if not bounds or len(peers) < len(bounds) - 1:
             return None
         try:
-            hands = self._locate_state(begin, cuts, live)
-            found = self._assign_ranks(repartition.repartition_at(cuts, peers, hands), hands, now_s), cuts
+            states = self._locate_state(restart, bounds, live)
+            plan = repartition.repartition_at(bounds, peers, states)
+            result = self._assign_ranks(plan, states, now_s), bounds
         except ConfigError:
             return None
-        self._rejected_placement = frozenset(peers), cuts
-        return found
+        self._rejected_placement = frozenset(peers), bounds
+        return result
 
-    def adopt_partition(self, cuts: tuple[int, ...]) -> None:
-        """The next generation is cut so."""
+    def adopt_partition(self, bounds: tuple[int, ...]) -> None:
+        """The next generation has these bounds."""
         run = self._run
-        if run.member_list and cuts != run.effective_partition:
-            self._previous_partition = run.effective_partition
-        run.partition, self._too_few_since_s = cuts, None
+        if run.member_list and bounds != run.partition.bounds:
+            self._previous_bounds = run.partition.bounds
+        run.partition.adopt(bounds)
+        self._too_few_since_s = None
 
     def _is_waiting_for_rejoin(self, now_s: float) -> bool:
-        """For a quick rejoiner, who saves the new cut."""
+        """A worker that comes back soon makes the repartition unnecessary."""
         since_s = self._too_few_since_s = now_s if self._too_few_since_s is None else self._too_few_since_s
         if now_s >= since_s + self._run.limits.recut_s:
             return False
-        self._view_change.deadline_s = since_s + self._run.limits.recut_s
+        self._run.view_change.wait_until(since_s + self._run.limits.recut_s)
         return True
 
-    # -- cuts --------------------------------------------------------------------------------------
+    # -- partitions --------------------------------------------------------------------------------
 
-    def _place_all_stages(self, begin: RestartPoint, live: LiveStates, now_s: float) -> PlacementResult:
-        """There are workers for all stages; where one's memory is too small it is cut as it fits."""
-        assert begin.outcome is not None
+    def _place_all_stages(self, restart: RestartPoint, live: LiveStates, now_s: float) -> PlacementResult:
+        """There are workers for all stages; where a memory is too small the model is divided as it fits."""
+        assert restart.outcome is not None
         try:
-            return self._place_ranks(self._defined_partition(begin, live, now_s), begin, live, now_s)
+            return self._place_ranks(self._defined_partition(restart, live, now_s), restart, live, now_s)
         except ConfigError:
-            if begin.outcome.applied < 0:
+            if restart.outcome.applied < 0:
                 raise
-        as_they_were = self._current_holders_only(begin, live)
-        if as_they_were is not None:
-            self._rejected_placement = frozenset(self._run.eligible_workers()), as_they_were.cuts
-        return self._place_ranks(as_they_were or self._partition_fewer_stages(begin), begin, live, now_s)
+        holders_only = self._current_holders_only(restart, live)
+        if holders_only is not None:
+            self._rejected_placement = frozenset(self._run.eligible_workers()), holders_only.cuts
+        plan = holders_only or self._partition_fewer_stages(restart)
+        return self._place_ranks(plan, restart, live, now_s)
 
-    def _defined_partition(self, begin: RestartPoint, live: LiveStates, now_s: float) -> Repartition:
+    def _defined_partition(self, restart: RestartPoint, live: LiveStates, now_s: float) -> Repartition:
         """There are workers for all stages."""
-        assert begin.outcome is not None
+        assert restart.outcome is not None
         setup, peers = self._setup, self._run.eligible_workers()
-        cuts = defined_cuts(setup) if self._has_too_few_stages else self._run.effective_partition
+        bounds = defined_cuts(setup) if self._has_too_few_stages else self._run.partition.bounds
         cards = self._devices(peers)
-        free = setup.model is not None and not setup.model.fixed
-        if begin.outcome.applied < 0 and free and not device_assignment.is_uniform(setup, cuts, cards):
+        is_free = setup.model is not None and not setup.model.fixed
+        if restart.outcome.applied < 0 and is_free and not device_assignment.is_uniform(setup, bounds, cards):
             return self._repartition_cache.assign(setup, peers, cards, self._planner.link_cost(peers, now_s))
-        peers = device_assignment.able_workers(setup, cuts, peers, cards)
+        peers = device_assignment.able_workers(setup, bounds, peers, cards)
         if len(peers) < setup.stages:
             raise ConfigError(f"{worker_count_text(len(peers))} have memory for a stage", remedy="wait")
-        return repartition.repartition_at(cuts, peers, self._locate_state(begin, cuts, live))
+        return repartition.repartition_at(bounds, peers, self._locate_state(restart, bounds, live))
 
-    def _current_holders_only(self, begin: RestartPoint, live: LiveStates) -> Repartition | None:
-        """Those who hold a stage in memory, so have room for it: where newcomers' memory is too small for a
-        seat, nobody stops for them.  None: a stage is in nobody's memory."""
-        run = self._run
-        stage_of = self._locate_state(begin, run.effective_partition, live).in_memory
-        holders = [
-            [p for p in run.eligible_workers() if stage_of.get(p) == n] for n in range(run.stage_count)
-        ]
+    def _current_holders_only(self, restart: RestartPoint, live: LiveStates) -> Repartition | None:
+        """The workers that hold a stage in memory, without newcomers whose memory is too small.
+
+        None: no worker holds one of the stages in memory.
+        """
+        run, bounds = self._run, self._run.partition.bounds
+        stage_of = self._locate_state(restart, bounds, live).in_memory
+        eligible, stages = run.eligible_workers(), range(run.partition.stage_count)
+        holders = [[peer for peer in eligible if stage_of.get(peer) == stage] for stage in stages]
         replicas = min(map(len, holders))
         chosen = {peer for stage in holders for peer in stage[:replicas]}
-        members = tuple(peer for peer in run.eligible_workers() if peer in chosen)
-        return (
-            Repartition(run.effective_partition, members, reason="the others' memory is too small")
-            if replicas
-            else None
-        )
+        members = tuple(peer for peer in eligible if peer in chosen)
+        reason = "the others' memory is too small"
+        return Repartition(bounds, members, reason=reason) if replicas else None
 
-    def _partition_fewer_stages(self, begin: RestartPoint) -> Repartition:
+    def _partition_fewer_stages(self, restart: RestartPoint) -> Repartition:
         peers = self._run.eligible_workers()
         return self._repartition_cache.fit_fewer_stages(
-            self._setup, peers, self._devices(peers), begin.state_locations.held_spans
+            self._setup, peers, self._devices(peers), restart.state_locations.held_spans
         )
 
-    # -- seats -------------------------------------------------------------------------------------
+    # -- ranks -------------------------------------------------------------------------------------
 
     def _place_ranks(
-        self, recut: Repartition, begin: RestartPoint, live: LiveStates, now_s: float
+        self, plan: Repartition, restart: RestartPoint, live: LiveStates, now_s: float
     ) -> PlacementResult:
-        return self._assign_ranks(recut, self._locate_state(begin, recut.cuts, live), now_s), recut.cuts
+        return self._assign_ranks(plan, self._locate_state(restart, plan.cuts, live), now_s), plan.cuts
 
-    def _assign_ranks(self, recut: Repartition, hands: StateLocations, now_s: float) -> RankPlacement:
-        """`hands`: of the new cut.  Raises `ConfigError` where a memory is too small for its seat."""
-        run, peers = self._run, recut.members
-        hands = repartition.restricted_to(hands, peers)
-        if recut.cuts == run.effective_partition:
-            hands = replace(hands, last_stage={peer: run.stage_of(peer) for peer in run.member_order})
-        cards = self._devices(peers)
-        seated = place_ranks(
-            len(recut.cuts) - 1,
+    def _assign_ranks(self, plan: Repartition, states: StateLocations, now_s: float) -> RankPlacement:
+        """`states`: in the plan's partition.  Raises `ConfigError` if a memory is too small for its stage."""
+        run, peers = self._run, plan.members
+        states = repartition.restricted_to(states, peers)
+        if plan.cuts == run.partition.bounds:
+            states = replace(states, last_stage={peer: run.stage_of(peer) for peer in run.member_order})
+        cards, name = self._devices(peers), run.workers.display_name
+        placement = place_ranks(
+            len(plan.cuts) - 1,
             peers,
-            repartition.with_assemblers(hands, recut),
+            repartition.with_assemblers(states, plan),
             speed=lambda peer: cards[peer].speed,
             cost_s=self._planner.link_cost(peers, now_s),
-            name=run.display_name,
+            name=name,
         )
-        device_assignment.check_memory_fit(self._setup, recut.cuts, seated.order, cards, run.display_name)
-        spares = tuple(peer for peer in run.eligible_workers() if peer not in peers)
-        reason = f"{seated.reason}; {recut.reason}" if recut.reason else seated.reason
-        pieces = repartition.assembler_pieces(recut, seated.order, hands)
-        return replace(seated, standbys=(*seated.standbys, *spares), pieces=pieces, reason=reason)
+        device_assignment.check_memory_fit(self._setup, plan.cuts, placement.order, cards, name)
+        standbys = tuple(peer for peer in run.eligible_workers() if peer not in peers)
+        reason = f"{placement.reason}; {plan.reason}" if plan.reason else placement.reason
+        pieces = repartition.assembler_pieces(plan, placement.order, states)
+        return replace(placement, standbys=(*placement.standbys, *standbys), pieces=pieces, reason=reason)
 
     def _devices(self, peers: Sequence[m.PeerId]) -> dict[m.PeerId, Card]:
-        """Memory as they declared it, speed as they measured it, compared with each other."""
+        """Memory as the workers declared it, and speed as they measured it, relative to each other."""
         setups = {peer: self._run.workers[peer].setup for peer in peers}
         speeds = device_assignment.relative_speeds(
             {p: s.flops if s is not None else 0.0 for p, s in setups.items()}
@@ -231,7 +272,12 @@ class StagePlacement:
             for peer, setup in setups.items()
         }
 
-    def _locate_state(self, begin: RestartPoint, cuts: Sequence[int], live: LiveStates) -> StateLocations:
-        """What they have of the stages of this cut."""
-        assert begin.outcome is not None
-        return locate_state(begin.outcome, live, self._checkpoints.trusted_checkpoints(), cuts)
+    def _locate_state(self, restart: RestartPoint, bounds: Sequence[int], live: LiveStates) -> StateLocations:
+        """What the workers hold of the stages with these bounds."""
+        assert restart.outcome is not None
+        return locate_state(restart.outcome, live, self._checkpoints.trusted_checkpoints(), bounds)
+
+
+def find_partition(spans: Collection[m.Span], *candidates: tuple[int, ...]) -> tuple[int, ...]:
+    """The first of the candidate bounds of which all these spans are stages; (): none."""
+    return next((bounds for bounds in candidates if bounds and set(spans) <= set(stage_spans(bounds))), ())

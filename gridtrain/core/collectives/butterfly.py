@@ -1,10 +1,7 @@
 """gTop-k as a butterfly, for any number of ranks P >= 1 (after Shi et al., 2019, which is a tree).
 
-Decides who exchanges with whom, in which order, and who keeps what a merge drops.  Never opens a
-payload: the workspace merges, truncates and keeps.
-
-With Q the largest power of two <= P, ranks >= Q first hand theirs down, then all ranks < Q swap
-with rank XOR 1, 2, 4 .. Q/2, and the result goes back up.  P = 6, Q = 4:
+With Q the largest power of two <= P, ranks >= Q first send theirs down, then all ranks < Q swap with rank XOR
+1, 2, 4 .. Q/2, and the result goes back up.  P = 6, Q = 4:
 
     rank    0      1      2      3      4      5
     FOLD    <-------------------------- 4
@@ -15,9 +12,9 @@ with rank XOR 1, 2, 4 .. Q/2, and the result goes back up.  P = 6, Q = 4:
     UNFOLD  --------------------------> 4
                    --------------------------> 5
 
-Before SWAP with distance d, the d ranks of an aligned block hold the same payload; after it, 2 d do.
-All of those compute the same merge, so exactly one must keep what it drops or rounds: at index i the
-one with rank mod 2 d == i mod 2 d.  In the fold only one rank merges, and it keeps all: (1, 0).
+Before SWAP with distance d, the d ranks of an aligned block hold the same payload; after it, 2 d do.  All of
+those compute the same merge, so exactly one must keep what the merge drops or rounds: at index i the one with
+rank mod 2 d == i mod 2 d.  In the fold only one rank merges, and it keeps all: (1, 0).
 """
 
 from __future__ import annotations
@@ -60,12 +57,12 @@ def _swap(rank: int, world_size: int, hop: int) -> Hop:
 
 
 def neighbours(rank: int, world_size: int) -> frozenset[int]:
-    """Ranks to which this one needs an edge."""
+    """Ranks that this one must be connected to."""
     return frozenset(hop.partner for hop in schedule(rank, world_size))
 
 
 class ButterflyExchange(HopExchange):
-    """One gTop-k exchange by `schedule`.  `skip`: this rank's gradient is not finite."""
+    """One gTop-k exchange by `schedule`; `skip`: this rank's contribution is not finite."""
 
     __slots__ = ()
 

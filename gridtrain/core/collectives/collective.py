@@ -1,17 +1,17 @@
-"""What a collective says to the loop that runs it.
+"""Interface between a collective and the loop that runs it.
 
-A collective (ring, all-gather, butterfly) decides who sends what to whom and when; it never
-opens a payload.  The numbers live in a *workspace* (`gridtrain.runtime.buffers.collective_buffers`), which the loop
-owns.  Effects are executed strictly in the order in which they are returned, so `MergeIn` followed
-by `SendTo` sends the merged payload; nothing has to be fed back into the core.
+A collective (ring, all-gather, butterfly) decides who sends what to whom and when; it opens no payload.  The
+numbers are in a collective buffer (`gridtrain.runtime.buffers`), which the loop owns.  Effects are executed
+strictly in the order in which they are returned, so `MergePayload` followed by `SendTo` sends the merged
+payload.
 
-         Arrived                      effects, in order
-    wire --------> Collective.handle ------------------> loop: workspace.apply(effect)
-                                                               transport.send(workspace.payload(place))
+       PayloadReceived                      effects, in order
+    wire ------------> Collective.handle ------------------> loop: buffer.apply(effect)
+                                                                   transport.send(buffer.payload(slot))
 
-What changes a workspace comes with its `Source`: whoever sent the payload answers for it, also where
-it only passed it on, because a payload is checked before it is merged, stored or sent on.  If
-`apply` refuses it, the effects that follow in the same round are void: nothing of it travels further.
+An effect that changes a buffer carries its `Provenance`: the sender of a payload is responsible for it even
+where it only forwarded it, because a payload is checked before it is merged, stored or sent on.  If the
+buffer refuses a payload, the following effects of the same round are void: nothing of it travels further.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gridtrain.errors import RemoteProtocolError
 
 @dataclass(frozen=True, slots=True)
 class PayloadReceived:
-    """The one event: a payload of this round and channel came from `from_rank`."""
+    """The only event: a payload of this round and channel arrived from `from_rank`."""
 
     from_rank: int
     slot: PayloadSlot
@@ -38,13 +38,13 @@ class PayloadReceived:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Who sent a payload, and what it is if everybody before was honest, the sender last.
+    """The sender of a payload, and what the payload is if all members were honest.
 
     Attributes:
         rank: the sender's, which need not be the origin's.
-        members: whose parts have been summed into it, at most.
-        world_size: all members of the round.
-        roundings: how often a value in it was rounded on its way, at most.
+        contributors: largest number of members whose contributions are summed in it.
+        world_size: number of members of the round.
+        roundings: largest number of times that a value in it was rounded.
     """
 
     rank: int
@@ -55,7 +55,7 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True)
 class SendTo:
-    """Send what the workspace now holds for `place`."""
+    """Send what the buffer now holds at `slot`."""
 
     to_rank: int
     slot: PayloadSlot
@@ -64,7 +64,7 @@ class SendTo:
 
 @dataclass(frozen=True, slots=True)
 class AddSlice:
-    """Ring, reduce half: work[segment][slice] += payload."""
+    """buffer[segment][slice] += payload."""
 
     segment: int
     slice: int
@@ -74,7 +74,7 @@ class AddSlice:
 
 @dataclass(frozen=True, slots=True)
 class StoreSlice:
-    """Ring, gather half: work[segment][slice] = payload."""
+    """buffer[segment][slice] = payload."""
 
     segment: int
     slice: int
@@ -84,7 +84,7 @@ class StoreSlice:
 
 @dataclass(frozen=True, slots=True)
 class StoreFromRank:
-    """All-gather: keep the payload of `rank`; the sum is taken in rank order at the end."""
+    """Store the payload of `rank`; the sum is taken in rank order at the end."""
 
     rank: int
     payload: Any
@@ -93,8 +93,8 @@ class StoreFromRank:
 
 @dataclass(frozen=True, slots=True)
 class MergePayload:
-    """Butterfly: mine = truncate(mine + payload); what is dropped or rounded at index i is kept
-    here iff i % owner_modulus == owner_residue (1, 0: all of it is kept here)."""
+    """own = truncate(own + payload).  What is dropped or rounded at index i goes to this member's residual
+    iff i % owner_modulus == owner_residue (1, 0: all of it)."""
 
     payload: Any
     owner_modulus: int
@@ -104,7 +104,7 @@ class MergePayload:
 
 @dataclass(frozen=True, slots=True)
 class ReplacePayload:
-    """Butterfly, unfold: mine = payload, bit for bit."""
+    """own = payload, bit for bit."""
 
     payload: Any
     provenance: Provenance
@@ -112,7 +112,7 @@ class ReplacePayload:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveComplete:
-    """The workspace now holds the whole update."""
+    """The buffer holds the whole update.  `skip`: a contribution to it is not finite."""
 
     skip: bool
 
@@ -122,10 +122,10 @@ CollectiveEffect = SendTo | BufferEffect | CollectiveComplete
 
 
 class Collective(Protocol):
-    """One exchange of one round on one channel, as a member of rank `rank` sees it.
+    """One exchange of one round on one channel, as one member sees it.
 
-    `handle` raises `RemoteProtocolError` for a payload that cannot belong to this collective
-    (wrong sender for the place, impossible place, the same place twice); an early one is held.
+    `handle` raises `RemoteProtocolError` for a payload that cannot belong to this collective (wrong sender
+    for the slot, impossible slot, the same slot twice); an early one is held.
     """
 
     complete: bool
@@ -135,28 +135,62 @@ class Collective(Protocol):
     def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]: ...
 
     def waiting_for(self) -> frozenset[int]:
-        """Ranks from which something is still missing for the next move."""
+        """Ranks whose payloads are awaited."""
         ...
+
+
+class CollectiveBase:
+    """State that collectives have in common.
+
+    Args:
+        name: of the collective, for error texts.
+        skip: this rank's contribution is not finite.
+    """
+
+    __slots__ = ("_name", "_rank", "_skip", "_world_size", "complete")
+
+    def __init__(self, name: str, rank: int, world_size: int, skip: bool) -> None:
+        self._name = name
+        self._rank = rank
+        self._world_size = world_size
+        self._skip = skip  # and later, whether any contribution that has arrived is not finite
+        self.complete = False
+
+    @property
+    def _label(self) -> str:
+        return f"{self._name}, rank {self._rank} of {self._world_size}"
+
+    def _check(
+        self,
+        event: PayloadReceived,
+        due: tuple[int, PayloadSlot] | None,
+        otherwise: str = "nothing (more) here",
+    ) -> None:
+        check_expected(self._label, event, due, otherwise)
+
+    def _provenance(self, event: PayloadReceived, contributors: int, roundings: int) -> Provenance:
+        return Provenance(event.from_rank, contributors, self._world_size, roundings)
+
+    def _completed(self) -> list[CollectiveEffect]:
+        self.complete = True
+        return [CollectiveComplete(self._skip)]
 
 
 def check_expected(
     core: str, event: PayloadReceived, due: tuple[int, PayloadSlot] | None, otherwise: str = "nothing"
 ) -> None:
-    """Whether this payload is the one that is due: of this place, and from the rank whose turn it is.
+    """Raise `RemoteProtocolError` unless this payload is the one that is due.
 
     Args:
-        core: who asks, for the text: "ring, rank 1 of 4".
-        due: (sender's rank, place); None: no such place is waited for (any more).
-        otherwise: what to say for None.
-
-    Raises:
-        RemoteProtocolError: it is not: an impossible place, the same one twice, or another's turn.
+        core: the collective, for the text: "ring, rank 1 of 4".
+        due: (sender's rank, slot); None: no payload is due there.
+        otherwise: text for None.
     """
     if not _is_expected(event, due):
         expected = otherwise if due is None else f"{due[1]} from rank {due[0]}"
         raise RemoteProtocolError(
             f"{core}: rank {event.from_rank} sent {event.slot}; due was {expected}",
-            remedy="drop that peer; a repeated or impossible place means a faulty or hostile one",
+            remedy="drop that peer; a repeated or impossible slot means a faulty or hostile one",
         )
 
 

@@ -1,48 +1,29 @@
-"""What each member of a pipeline says to all others when its stage is done: in one hop, while they are few.
+"""All-gather of a few bytes from each member of a pipeline, in one hop while the members are few.
 
-Decides over which edges a few bytes of each member reach all others.  Never opens a payload.
+    up to 8 members    each sends to each         rank 0 --> 1, 2, 3 at once         1 hop
+    more               a tree per origin          rank 0 --> 3 --> 1, 0 --> 2        ceil(log2 P) hops
 
-    up to 8 members    each tells each            rank 0 --> 1, 2, 3 at once         1 hop
-    more               an all-gather              rank 0 --> 3 --> 1, 0 --> 2        ceil(log2 P) hops
-
-The first stage drains last, when all others' payloads are there already: the hops of its own are what the
-whole group waits for in every step before it can vote.  Among up to 4 members the all-gather needs the same
-edges, among 8 it has 5 of 7; with more, edges (and what goes over them) would grow with the square.
+The first stage finishes last, when all other payloads have arrived already: in every step, the whole group
+waits for the hops of its payload before it can vote.  Among up to 4 members the tree needs the same
+connections, among 8 it has 5 of 7; with more members, connections and traffic would grow with the square.
 """
 
 from __future__ import annotations
 
-from gridtrain.core.collectives import allgather
+from gridtrain.core.collectives import allgather, direct
 from gridtrain.core.collectives.allgather import AllGather
-from gridtrain.core.collectives.collective import CollectiveEffect, SendTo
-from gridtrain.core.messages import CollectivePhase, PayloadSlot
 
 MAX_DIRECT_MEMBERS = 8
-"""Part of the protocol: members up to which each tells each."""
+"""Largest number of members that send to each other directly.  Part of the protocol."""
 
 
 def neighbours(rank: int, world_size: int) -> frozenset[int]:
-    """Ranks to which this one needs an edge."""
+    """Ranks that this one must be connected to."""
     if world_size > MAX_DIRECT_MEMBERS:
         return allgather.neighbours(rank, world_size)
-    return frozenset(range(world_size)) - {rank}
+    return direct.neighbours(rank, world_size)
 
 
 def make_allgather(rank: int, world_size: int, skip: bool) -> AllGather:
-    """The collective, as rank `rank` of `world_size` sees it; `Place.segment` is the origin's rank."""
-    return (AllGather if world_size > MAX_DIRECT_MEMBERS else DirectAllGather)(rank, world_size, skip)
-
-
-class DirectAllGather(AllGather):
-    """As `AllGather`, but nobody passes on what another one says: all of it is hop 0."""
-
-    __slots__ = ()
-
-    def _arrival(self, origin: int) -> tuple[int, PayloadSlot]:
-        return origin, PayloadSlot(CollectivePhase.ALL_GATHER, 0, origin)
-
-    def _pass_on(self, origin: int, skip: bool) -> list[CollectiveEffect]:
-        if origin != self._rank:
-            return []
-        others = (rank for rank in range(self._world_size) if rank != origin)
-        return [SendTo(rank, PayloadSlot(CollectivePhase.ALL_GATHER, 0, origin), skip) for rank in others]
+    """The collective; `PayloadSlot.segment` is the origin's rank."""
+    return AllGather(rank, world_size, skip, direct=world_size <= MAX_DIRECT_MEMBERS)

@@ -1,12 +1,9 @@
-"""A schedule of hops, carried out: what the butterfly and the tree have in common.
-
-Decides when a rank sends what it has and when it merges what came.  Never decides who its partners are (the
-schedule does), and never opens a payload.
+"""Executes a schedule of hops: what the butterfly and the tree have in common.
 
     schedule   fold <- 5    swap <-> 0    swap <-> 3    unfold -> 5
-                            ^ the current hop: mine is sent; theirs is awaited, or was held
+                            ^ the current hop: own payload sent; the partner's awaited, or held
 
-A hop is over when what it awaits has been merged or adopted; only then the next one sends.
+A hop is over when the payload that it awaits has been merged or adopted; only then the next one sends.
 """
 
 from __future__ import annotations
@@ -15,24 +12,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gridtrain.core.collectives.collective import (
-    CollectiveComplete,
+    CollectiveBase,
     CollectiveEffect,
     MergePayload,
     PayloadReceived,
-    Provenance,
     ReplacePayload,
     SendTo,
-    check_expected,
 )
 from gridtrain.core.messages import PayloadSlot
 
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One line of a rank's schedule: send mine to `partner`, or wait for theirs, or both.
+    """One hop of a rank's schedule: send the own payload to `partner`, receive the partner's, or both.
 
-    `owner_modulus`: ranks that compute the same merge from what comes (0: it is not merged).
-    `members`, `roundings`: see `collective.Source`, of what comes.
+    Attributes:
+        owner_modulus: number of ranks that compute the same merge of what arrives; 0: it is not merged.
+        contributors, roundings: of what arrives, see `collective.Provenance`.
     """
 
     slot: PayloadSlot
@@ -44,44 +40,31 @@ class Hop:
     roundings: int = 0
 
 
-class HopExchange:
-    """One gTop-k exchange as rank `rank` of `world_size` sees it: its schedule, carried out.
+class HopExchange(CollectiveBase):
+    """One gTop-k exchange along a schedule.
 
-    A partner may be hops ahead; what comes early is held, at most one payload for each hop.
-    `name`: of the exchange, for texts.  `skip`: this rank's gradient is not finite.  See
-    `gridtrain.core.collectives.collective.Collective`.
+    A partner may be hops ahead; at most one early payload is held for each hop.
+
+    Args:
+        name: of the exchange, for error texts.
+        skip: this rank's contribution is not finite.
     """
 
-    __slots__ = (
-        "_arrived",
-        "_awaited",
-        "_hops",
-        "_name",
-        "_rank",
-        "_skip",
-        "_started",
-        "_world_size",
-        "complete",
-    )
+    __slots__ = ("_arrived", "_awaited", "_hops", "_started")
 
     def __init__(self, name: str, hops: Sequence[Hop], rank: int, world_size: int, skip: bool) -> None:
-        self._name = name
-        self._rank = rank
-        self._world_size = world_size
-        self._skip = skip
+        super().__init__(name, rank, world_size, skip)
         self._hops = list(hops)  # the first one is the current one
         self._awaited = {hop.slot: (hop.partner, hop.slot) for hop in self._hops if hop.is_receiver}
         self._arrived: dict[PayloadSlot, PayloadReceived] = {}
         self._started = False
-        self.complete = False
 
     def start(self, now_s: float) -> list[CollectiveEffect]:
         self._started = True
-        return self._enter() + self._advance()
+        return self._begin_hop() + self._advance()
 
     def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
-        says = f"{self._name}, rank {self._rank} of {self._world_size}"
-        check_expected(says, event, self._awaited.get(event.slot), "nothing (more) of this place")
+        self._check(event, self._awaited.get(event.slot))
         del self._awaited[event.slot]
         self._arrived[event.slot] = event
         return self._advance() if self._started else []
@@ -90,7 +73,7 @@ class HopExchange:
         return frozenset() if self.complete else frozenset({self._hops[0].partner})
 
     def _advance(self) -> list[CollectiveEffect]:
-        """Go through the hops as far as what has arrived allows."""
+        """Execute the hops as far as the payloads that have arrived allow."""
         effects: list[CollectiveEffect] = []
         while self._hops and (not self._hops[0].is_receiver or self._hops[0].slot in self._arrived):
             hop = self._hops.pop(0)
@@ -98,19 +81,18 @@ class HopExchange:
                 event = self._arrived.pop(hop.slot)
                 self._skip |= event.skip
                 effects.append(self._take(hop, event))
-            effects += self._enter()
+            effects += self._begin_hop()
         return effects
 
-    def _enter(self) -> list[CollectiveEffect]:
-        """What a hop begins with: mine goes out as it is before theirs is merged into it."""
+    def _begin_hop(self) -> list[CollectiveEffect]:
+        """Send the own payload as it is before the partner's is merged into it."""
         if not self._hops:
-            self.complete = True
-            return [CollectiveComplete(self._skip)]
+            return self._completed()
         hop = self._hops[0]
         return [SendTo(hop.partner, hop.slot, self._skip)] if hop.is_sender else []
 
     def _take(self, hop: Hop, event: PayloadReceived) -> CollectiveEffect:
-        source = Provenance(event.from_rank, hop.contributors, self._world_size, hop.roundings)
+        provenance = self._provenance(event, hop.contributors, hop.roundings)
         if hop.owner_modulus:
-            return MergePayload(event.payload, hop.owner_modulus, self._rank % hop.owner_modulus, source)
-        return ReplacePayload(event.payload, source)
+            return MergePayload(event.payload, hop.owner_modulus, self._rank % hop.owner_modulus, provenance)
+        return ReplacePayload(event.payload, provenance)

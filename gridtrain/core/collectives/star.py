@@ -1,37 +1,34 @@
-"""A single reducer, as parameter servers have: all send to rank 0, rank 0 sends the result to all.
+"""A single reducer, as in a parameter server: all send to rank 0, rank 0 sends the result to all.
 
-Decides who sends what and when the root sends it on.  Never touches a number.
+    TO_ROOT   1 --> 0 <-- 2      FROM_ROOT   1 <-- 0 --> 2
+                    ^                              |
+                    3                              3
 
-    RAISE   1 --> 0 <-- 2      LOWER   1 <-- 0 --> 2
-                  ^                          |
-                  3                          3
-
-Each member needs one edge only: the road for a group in which all but one are behind NAT.  The root's line
-carries P - 1 times what another's does, so this is also the baseline that rings were made against.
+Each member needs only one connection: the topology for a group in which all but one are behind NAT.  The
+root's link carries P - 1 times what another's does, so this is also the baseline that rings were made
+against.
 
     SparseStar   the root has all payloads, sums them in rank order and truncates once: the k largest of the
-                 sum of all that was selected.  What it drops or rounds, it keeps.
-    DenseStar    the vector in slices; the root adds each slice as it comes, and sends it on when it is
-                 whole, while later slices are still coming.
+                 sum of all that was selected.  What it drops or rounds goes to its residual.
+    DenseStar    the vector in slices; the root adds each slice as it arrives, and sends it on when it is
+                 complete, while later slices are still arriving.
 
-All slices of a member carry the same mark, so when a slice is whole, whether anybody skips is known.  The
-root alone adds, and all take its bits: they are the same on all members, in whatever order it was, which may
-differ from run to run.  To wait for an order would be to hold the vectors of all but the slowest.
+All slices of a member carry the same skip mark, so when a slice is complete, the verdict on skipping is
+known.  Only the root adds, and all take its bits, so they are equal on all members.  The order of the
+additions may differ from run to run: a fixed order would mean to hold the vectors of all but the slowest.
 """
 
 from __future__ import annotations
 
 from gridtrain.core.collectives.collective import (
     AddSlice,
-    CollectiveComplete,
+    CollectiveBase,
     CollectiveEffect,
     PayloadReceived,
-    Provenance,
     ReplacePayload,
     SendTo,
     StoreFromRank,
     StoreSlice,
-    check_expected,
 )
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
 
@@ -39,137 +36,86 @@ ROOT = 0
 
 
 def neighbours(rank: int, world_size: int) -> frozenset[int]:
-    """Ranks to which this one needs an edge: the root, or, for the root, all others."""
+    """Ranks that this one must be connected to: the root, or, for the root, all others."""
     return frozenset({ROOT}) if rank != ROOT else frozenset(range(1, world_size))
 
 
-class SparseStar:
-    """One gTop-k exchange as rank `rank` of `world_size` sees it; `Place.segment` is the sender of a RAISE.
+class _Star(CollectiveBase):
+    """What both stars have in common: the expected payloads, and the result to all.
 
-    `skip`: this rank's gradient is not finite.  See `gridtrain.core.collectives.collective.Collective`.
+    `PayloadSlot.segment` is the sender's rank, `slice` the index of a slice.
     """
 
-    __slots__ = ("_missing", "_rank", "_skip", "_world_size", "complete")
-
-    def __init__(self, rank: int, world_size: int, skip: bool) -> None:
-        self._rank = rank
-        self._world_size = world_size
-        self._skip = skip
-        others = range(1, world_size) if rank == ROOT else (ROOT,)
-        place = _to_root_slot if rank == ROOT else _from_root_slot
-        self._missing = {other: place(other) for other in others}
-        self.complete = False
-
-    def start(self, now_s: float) -> list[CollectiveEffect]:
-        if self._rank != ROOT:
-            return [SendTo(ROOT, _to_root_slot(self._rank), self._skip)]
-        return [] if self._missing else self._completed()
-
-    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
-        place = self._missing.get(event.from_rank)
-        due = None if place is None else (event.from_rank, place)
-        check_expected(
-            f"star, rank {self._rank} of {self._world_size}", event, due, "nothing (more) of this rank"
-        )
-        del self._missing[event.from_rank]
-        self._skip |= event.skip
-        if self._rank != ROOT:
-            source = Provenance(ROOT, self._world_size, self._world_size, roundings=2)
-            return [ReplacePayload(event.payload, source), *self._completed()]
-        stored = StoreFromRank(
-            event.from_rank, event.payload, Provenance(event.from_rank, 1, self._world_size, 1)
-        )
-        if self._missing:
-            return [stored]
-        lowers = [SendTo(rank, _from_root_slot(ROOT), self._skip) for rank in range(1, self._world_size)]
-        return [stored, *lowers, *self._completed()]
-
-    def waiting_for(self) -> frozenset[int]:
-        return frozenset(self._missing)
-
-    def _completed(self) -> list[CollectiveEffect]:
-        self.complete = True
-        return [CollectiveComplete(self._skip)]
-
-
-def _to_root_slot(rank: int, index: int = 0) -> PayloadSlot:
-    return PayloadSlot(CollectivePhase.TO_ROOT, 0, rank, index)
-
-
-def _from_root_slot(rank: int, index: int = 0) -> PayloadSlot:
-    """`rank`: the sender, who is always the root."""
-    return PayloadSlot(CollectivePhase.FROM_ROOT, 0, rank, index)
-
-
-class DenseStar:
-    """One dense sum as rank `rank` of `world_size` sees it, in `slices` >= 1.
-
-    `skip`: this rank's gradient is not finite.  See `gridtrain.core.collectives.collective.Collective`.
-    """
-
-    __slots__ = (
-        "_lacks",
-        "_left",
-        "_missing",
-        "_rank",
-        "_skip",
-        "_slices",
-        "_world_size",
-        "complete",
-    )
+    __slots__ = ("_missing", "_slices")
 
     def __init__(self, rank: int, world_size: int, slices: int, skip: bool) -> None:
-        self._rank = rank
-        self._world_size = world_size
+        super().__init__("star", rank, world_size, skip)
         self._slices = slices
-        self._skip = skip
         senders = range(1, world_size) if rank == ROOT else (ROOT,)
         self._missing = {(sender, index) for sender in senders for index in range(slices)}
-        self._left = slices if world_size > 1 else 0
-        self._lacks = [world_size - 1] * slices if rank == ROOT else []  # root: parts of each slice
-        self.complete = False
 
     def start(self, now_s: float) -> list[CollectiveEffect]:
-        if not self._left:
-            return self._completed()
         if self._rank == ROOT:
-            return []
-        return [SendTo(ROOT, _to_root_slot(self._rank, i), self._skip) for i in range(self._slices)]
-
-    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
-        sender, index = event.from_rank, event.slot.slice
-        place = (_to_root_slot if self._rank == ROOT else _from_root_slot)(sender, index)
-        due = (sender, place) if (sender, index) in self._missing else None
-        check_expected(
-            f"star, rank {self._rank} of {self._world_size}", event, due, "nothing (more) of this slice"
-        )
-        self._missing.remove((sender, index))
-        self._skip |= event.skip
-        return self._add(event, index) if self._rank == ROOT else self._store(event, index)
+            return [] if self._missing else self._completed()
+        return [SendTo(ROOT, self._slot(self._rank, i), self._skip) for i in range(self._slices)]
 
     def waiting_for(self) -> frozenset[int]:
         return frozenset(sender for sender, _ in self._missing)
 
-    def _store(self, event: PayloadReceived, index: int) -> list[CollectiveEffect]:
-        source = Provenance(ROOT, self._world_size, self._world_size, roundings=self._world_size)
-        return [StoreSlice(0, index, event.payload, source), *self._count_off()]
+    def _accept(self, event: PayloadReceived) -> None:
+        """Check that the payload is expected, and take its skip mark."""
+        key = (event.from_rank, event.slot.slice)
+        due = (event.from_rank, self._slot(*key)) if key in self._missing else None
+        self._check(event, due)
+        self._missing.remove(key)
+        self._skip |= event.skip
 
-    def _add(self, event: PayloadReceived, index: int) -> list[CollectiveEffect]:
-        """Add it; send the slice on when it is whole."""
-        source = Provenance(event.from_rank, 1, self._world_size, roundings=1)
-        effects: list[CollectiveEffect] = [AddSlice(0, index, event.payload, source)]
-        self._lacks[index] -= 1
-        if self._lacks[index]:
-            return effects
-        effects += [
-            SendTo(rank, _from_root_slot(ROOT, index), self._skip) for rank in range(1, self._world_size)
-        ]
-        return effects + self._count_off()
+    def _send_result(self, index: int) -> list[CollectiveEffect]:
+        slot = self._slot(ROOT, index)
+        return [SendTo(rank, slot, self._skip) for rank in range(1, self._world_size)]
 
-    def _count_off(self) -> list[CollectiveEffect]:
-        self._left -= 1
-        return [] if self._left else self._completed()
+    def _slot(self, sender: int, index: int) -> PayloadSlot:
+        phase = CollectivePhase.FROM_ROOT if sender == ROOT else CollectivePhase.TO_ROOT
+        return PayloadSlot(phase, 0, sender, index)
 
-    def _completed(self) -> list[CollectiveEffect]:
-        self.complete = True
-        return [CollectiveComplete(self._skip)]
+
+class SparseStar(_Star):
+    """One gTop-k exchange; `skip`: this rank's contribution is not finite."""
+
+    __slots__ = ()
+
+    def __init__(self, rank: int, world_size: int, skip: bool) -> None:
+        super().__init__(rank, world_size, 1, skip)
+
+    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
+        self._accept(event)
+        if self._rank != ROOT:
+            provenance = self._provenance(event, contributors=self._world_size, roundings=2)
+            return [ReplacePayload(event.payload, provenance), *self._completed()]
+        provenance = self._provenance(event, contributors=1, roundings=1)
+        stored = StoreFromRank(event.from_rank, event.payload, provenance)
+        return [stored] if self._missing else [stored, *self._send_result(0), *self._completed()]
+
+
+class DenseStar(_Star):
+    """One dense sum in `slices` >= 1; `skip`: this rank's contribution is not finite."""
+
+    __slots__ = ("_missing_parts",)
+
+    def __init__(self, rank: int, world_size: int, slices: int, skip: bool) -> None:
+        super().__init__(rank, world_size, slices, skip)
+        self._missing_parts = [world_size - 1] * slices  # the root's, by slice
+
+    def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
+        self._accept(event)
+        index, effects = event.slot.slice, list[CollectiveEffect]()
+        if self._rank != ROOT:
+            provenance = self._provenance(event, self._world_size, roundings=self._world_size)
+            effects.append(StoreSlice(0, index, event.payload, provenance))
+        else:
+            provenance = self._provenance(event, contributors=1, roundings=1)
+            effects.append(AddSlice(0, index, event.payload, provenance))
+            self._missing_parts[index] -= 1
+            if not self._missing_parts[index]:
+                effects += self._send_result(index)
+        return effects if self._missing else effects + self._completed()

@@ -1,12 +1,10 @@
-"""A collective among some of a generation's ranks: the core counts them 0, 1, .., the wire by their own.
+"""A collective among some of a generation's ranks, which it numbers 0, 1, ..
 
-Decides nothing about the exchange; the core inside does not know that there are others.
+    ranks (2, 3) of 4          inner, rank 1 of 2: SendTo(0) ----> SendTo(2)
+    rank 3                     PayloadReceived(from 0) <---------- PayloadReceived(from 2)
+                               a payload of any other rank violates the protocol
 
-    ranks (2, 3) of 4          core, rank 1 of 2: SendTo(0) ----> SendTo(2)
-    rank 3                     Arrived(from 0)    <-------------- Arrived(from 2)
-                               whoever is not among them breaks the protocol
-
-The replicas of one stage exchange their gradients like this (`protocol.seats`).
+The replicas of one stage exchange their gradients like this (`core.group.rank_layout`).
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from gridtrain.errors import RemoteProtocolError
 
 
 class Subgroup:
-    """`inner` over `ranks`, in its order.  See `gridtrain.core.collectives.collective.Collective`."""
+    """The collective `inner` over `ranks`, in their order."""
 
     __slots__ = ("_inner", "_ranks", "_within", "complete")
 
@@ -42,7 +40,7 @@ class Subgroup:
         sender = self._within.get(event.from_rank)
         if sender is None:
             raise RemoteProtocolError(
-                f"rank {event.from_rank} sent {event.slot} in an exchange of ranks {self._ranks} alone",
+                f"rank {event.from_rank} sent {event.slot} in an exchange of only the ranks {self._ranks}",
                 remedy="drop that peer; an honest one of the same version never sends this",
             )
         return self._to_global_ranks(self._inner.handle(replace(event, from_rank=sender), now_s))
@@ -55,20 +53,20 @@ class Subgroup:
         return [self._to_global_rank(effect) for effect in effects]
 
     def _to_global_rank(self, effect: CollectiveEffect) -> CollectiveEffect:
-        """A workspace's own ranks stay those within: only who sent, and to whom, is the wire's affair."""
+        """Translate senders and receivers; ranks that index a buffer stay those of the subgroup."""
         match effect:
             case SendTo(to_rank):
                 return replace(effect, to_rank=self._ranks[to_rank])
             case CollectiveComplete():
                 return effect
             case _:
-                source = replace(effect.provenance, rank=self._ranks[effect.provenance.rank])
-                return replace(effect, provenance=source)
+                provenance = replace(effect.provenance, rank=self._ranks[effect.provenance.rank])
+                return replace(effect, provenance=provenance)
 
 
 def neighbours_within(
     neighbours: Callable[[int, int], frozenset[int]], ranks: Sequence[int], rank: int
 ) -> frozenset[int]:
-    """Ranks to which `rank` needs an edge for an exchange among `ranks`."""
+    """Ranks that `rank` must be connected to for an exchange among `ranks`."""
     within = tuple(ranks)
     return frozenset(within[other] for other in neighbours(within.index(rank), len(within)))

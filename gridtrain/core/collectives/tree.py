@@ -1,20 +1,18 @@
 """gTop-k as the paper has it: merges up a tree, then the result down again (Shi et al., 2019, algorithm 3).
 
-Decides who merges whose payload, in which order, and who keeps what a merge drops.  Never opens a payload.
+A binomial tree for any number of ranks P >= 1, with rank 0 at its root.  Rank r sends its payload to r - 2^j,
+where 2^j is the lowest bit of r; before that it has merged those of the ranks r + 1, r + 2 .. r + 2^(j-1), as
+far as they exist.  P = 6:
 
-A binomial tree for any number of ranks P >= 1, with rank 0 at its root.  Rank r hands what it has to
-r - 2^j, where 2^j is the lowest bit of r; before that it has merged the ranks r + 1, r + 2 .. r + 2^(j-1),
-as far as there are such.  P = 6:
+    rank         0      1      2      3      4      5
+    TO_ROOT 0    <----- 1      <----- 3      <----- 5
+    TO_ROOT 1    <------------ 2
+    TO_ROOT 2    <-------------------------- 4
+    FROM_ROOT    the same links backwards, the longest first
 
-    rank     0      1      2      3      4      5
-    RAISE 0  <----- 1      <----- 3      <----- 5
-    RAISE 1  <------------ 2
-    RAISE 2  <-------------------------- 4
-    LOWER    the same edges backwards, the longest first
-
-The paper loses what a merge drops.  Here a merge happens at one rank only, which keeps all of it: (1, 0).
-A rank sends and receives once at most on each edge, which is the least that any exchange can do: the road for
-members that can only be leaves.  It takes twice as many hops as the butterfly, half of them idle.
+The paper loses what a merge drops.  Here only one rank computes each merge, and keeps all of it: (1, 0).  A
+rank sends and receives at most once on each link, which is the least that any exchange can do: the topology
+for members that can only be leaves.  It takes twice as many hops as the butterfly, half of them idle.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from gridtrain.core.messages import CollectivePhase, PayloadSlot
 def schedule(rank: int, world_size: int) -> list[Hop]:
     """All hops of `rank` in order: the tree as data."""
     height = (world_size - 1).bit_length()
-    own = (rank & -rank).bit_length() - 1 if rank else height  # the hop at which it hands its own up
+    own = (rank & -rank).bit_length() - 1 if rank else height  # the hop at which it sends to its parent
     children = [hop for hop in range(own) if rank + (1 << hop) < world_size]
     hops = [_merge(rank, world_size, hop) for hop in children]
     if rank:
@@ -55,12 +53,12 @@ def _merge(rank: int, world_size: int, hop: int) -> Hop:
 
 
 def neighbours(rank: int, world_size: int) -> frozenset[int]:
-    """Ranks to which this one needs an edge: its parent and its children."""
+    """Ranks that this one must be connected to: its parent and its children."""
     return frozenset(hop.partner for hop in schedule(rank, world_size))
 
 
 class TreeExchange(HopExchange):
-    """One gTop-k exchange by `schedule`.  `skip`: this rank's gradient is not finite."""
+    """One gTop-k exchange by `schedule`; `skip`: this rank's contribution is not finite."""
 
     __slots__ = ()
 

@@ -1,21 +1,20 @@
-"""The attempts at the open step, in one generation: one `Round` and its collectives after the other.
+"""The attempts at the open step of a generation: a `TwoPhaseCommit` and its collectives for each attempt.
 
-Decides which messages belong to the open round, when it is voted on, and what follows an ABORT.
-Never decides when a generation begins or ends, and never opens a payload.
+    submit --> TwoPhaseCommit + collectives --Data, Vote, Decision--> COMMIT: `StepCommitted`, the next step
+                     ^                                                ABORT: the next attempt, same gradient
+                     +---- early messages, held ----+                 two in a row: the root requests a FREEZE
 
-    Submit --> Round + collectives --Data, Vote, Decision--> COMMIT: `Committed`, the next step
-                     ^                                       ABORT: the next attempt, same gradient
-                     +---- held: what came early ----+       two in a row: the root wants a FREEZE
+While the trainer still computes its last buckets, the first ones may be exchanged already (`begin`).  No
+attempt is open then: votes, decisions and failures wait, as they do for a trainer that has not submitted at
+all.
 
-While the trainer still computes its last buckets the first ones may travel already (`begin`).  There is no
-`Round` yet then: votes, decisions and failures wait, as they do for a trainer that has not submitted at all.
+A pipeline's attempt is open from its first activation on (`submit(has_more=True)`), as its members wait for
+each other long before there is a gradient: a member that is lost, or votes NO, ends the wait of all.  Its
+trainer is notified of each complete collective (`CollectiveCompleted`) and adds further ones
+(`add_collectives`) up to the last one.
 
-A pipeline's round is open from its first activation on (`submit(more=True)`), as its members wait for each
-other long before there is a gradient: whoever is lost, or votes NO, ends the wait of all.  Its trainer is
-told of each collective that is complete (`Reached`), and adds others (`extend`), the last one marked so.
-
-What a member sends is taken, held or dropped where an honest one may have sent it, and otherwise raises
-`RemoteProtocolError`, as PROTOCOL.md section 6 tells them apart.  So does whatever fits no collective.
+A message that an honest member may have sent is processed, held or dropped; any other raises
+`RemoteProtocolError`.  PROTOCOL.md section 6 has the rules.
 """
 
 from __future__ import annotations
@@ -62,100 +61,33 @@ from gridtrain.core.group.member_events import (
     Send,
     SendPayload,
 )
-from gridtrain.core.group.rank_layout import RankLayout
+from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 
 ABORTS_BEFORE_FREEZE = 2
 
 MAX_EARLY_MESSAGES = 8192
-"""Early messages that are held for one peer."""
+"""Largest number of early messages held for one peer."""
 
 MAX_EARLY_BYTES = (32 + 64 + 1) << 20
-"""Their frames: an honest sender's window of credit, one largest message beyond it, and what is no bulk."""
+"""Largest size of their frames: the flow control window, one largest message beyond it, and small
+messages."""
 
 MAX_STALE_MESSAGES = 20_000
-"""Messages of rounds that are over, from one peer between two commits: what an honest one had under way."""
+"""Largest number of messages of past rounds from one peer between two commits: an honest one has no more in
+flight."""
 
 MAX_STEPS_AHEAD = 1
-"""Step s + 1 begins when s is committed, which takes everybody's vote: nobody is further ahead."""
+"""Step s + 1 begins when s is committed, which takes all votes, so no member is further ahead than this."""
 
 _REMEDY = "drop that peer; an honest one of the same version never sends this"
 
-RoundMessage = m.Data | m.Vote | m.Decision
-
-
-@dataclass(frozen=True, slots=True)
-class RankAssignment:
-    """A member's place in one generation; `roster` is in rank order, of a model in so many `stages`;
-    `exchange`: as in `View`.
-
-    `cuts`: (stages + 1,) where these begin, and the number of the model's blocks; (): a stage is a block.
-    """
-
-    own_id: m.PeerId
-    term: int
-    generation: int
-    members: tuple[m.Member, ...]
-    stages: int = 1
-    exchange: str = ""
-    stage_bounds: tuple[int, ...] = ()
-    _ranks: dict[m.PeerId, int] = field(init=False, repr=False, compare=False)  # asked for with each message
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_ranks", {member.peer: rank for rank, member in enumerate(self.members)})
-
-    @property
-    def world_size(self) -> int:
-        return len(self.members)
-
-    @property
-    def shares(self) -> tuple[tuple[m.PeerId, int], ...]:
-        """For `ledger.assign`."""
-        return tuple((member.peer, member.share) for member in self.members)
-
-    def rank_of(self, peer: m.PeerId) -> int | None:
-        return self._ranks.get(peer)
-
-    @property
-    def rank(self) -> int:
-        rank = self.rank_of(self.own_id)
-        if rank is None:
-            raise LocalProtocolError(f"not a member of generation {self.generation}")
-        return rank
-
-    @property
-    def layout(self) -> RankLayout:
-        return RankLayout.for_world_size(self.stages, self.world_size)
-
-    @property
-    def stage(self) -> int:
-        """Of the model, that this member holds."""
-        return self.layout.stage_of(self.rank)
-
-    @property
-    def layers(self) -> m.Span:
-        """Of the model, that this member holds."""
-        return self.layers_of_stage(self.stage)
-
-    def layers_of_stage(self, stage: int) -> m.Span:
-        return (
-            m.Span(*self.stage_bounds[stage : stage + 2]) if self.stage_bounds else m.Span(stage, stage + 1)
-        )
-
-    @property
-    def checkpoint_sources(self) -> tuple[tuple[m.Span, int], ...]:
-        """From which this member puts its stage together: blocks, and whose rank has them."""
-        return self.members[self.rank].pieces
-
-    def checkpoint_source_digest(self, blocks: m.Span, rank: int) -> bytes:
-        """Of one of `pieces`, as the coordinator knows it; empty: it does not."""
-        mine = self.members[self.rank]
-        return dict(zip(mine.pieces, mine.piece_digests, strict=False)).get((blocks, rank), b"")
+AttemptMessage = m.Data | m.Vote | m.Decision
 
 
 @dataclass(frozen=True, slots=True)
 class StepCommitted:
-    """The open step is committed: the caller applies it to the history and the ledger."""
+    """The open step is committed: the caller applies it to history and ledger."""
 
     round: m.RoundId
     digest: bytes
@@ -165,7 +97,8 @@ class StepCommitted:
 
 @dataclass(frozen=True, slots=True)
 class EarlyViolation:
-    """What `peer` sent early shows to be wrong now that the round is open: treat it as `Offence`."""
+    """A message held for the round violates the protocol, as is known now: treat it as
+    `ProtocolViolation`."""
 
     peer: m.PeerId
     reason: str
@@ -176,54 +109,53 @@ AttemptEffect = MemberEffect | StepCommitted | EarlyViolation
 
 @dataclass(slots=True)
 class _EarlyMessages:
-    """What one peer sent early, in order, with the bytes of each message."""
+    """Messages that one peer sent early, in order, each with its size in bytes."""
 
-    messages: list[tuple[RoundMessage, int]] = field(default_factory=list)
+    messages: list[tuple[AttemptMessage, int]] = field(default_factory=list)
     nbytes: int = 0
 
 
 class Attempts:
-    """See the module's text.
+    """The attempts of one member in one generation.
 
     Args:
-        seat: of this member, in the generation.
         step: the generation's first.
 
     Attributes:
-        round: the open one; None between two attempts.
-        stuck: too many attempts were aborted in a row; only another generation helps.
-        why, suspects, silent_s: of the latest abort, see `round.Decided`.
+        rank: of this member.
+        open_attempt: None between two attempts.
+        skip: a contribution to the round is not finite, so that its update will be empty.
+        abort_reason, suspects, silent_s: of the latest abort, see `two_phase_commit.Decided`.
     """
 
-    def __init__(self, seat: RankAssignment, step: int) -> None:
-        self.rank_assignment = seat
-        self.rank = seat.rank
+    def __init__(self, assignment: RankAssignment, step: int) -> None:
+        self.rank = assignment.rank
         self.open_attempt: TwoPhaseCommit | None = None
         self.skip = False
         self.abort_reason = ""
         self.suspects: tuple[m.PeerId, ...] = ()
         self.silent_s = 0.0
-        self._rank_of = {member.peer: rank for rank, member in enumerate(seat.members)}
+        self.rank_assignment = assignment
         self._step = step
         self._attempt = 0
         self._aborts = 0
-        self._has_more = False  # the open round is to have further collectives
+        self._has_more = False  # the open round will have further collectives
         self._collectives: dict[m.Channel, Collective] = {}
-        self._aborted_collectives: dict[m.Channel, Collective] = {}  # of the attempt that was aborted last
+        self._aborted_collectives: dict[m.Channel, Collective] = {}  # of the latest aborted attempt
         self._early: dict[m.PeerId, _EarlyMessages] = {}
         self._last_committed: m.RoundId | None = None
         self._progress_of: dict[m.PeerId, int] = {}
-        self._loss_reason = ""  # why what was sent for the next round may be lost
+        self._loss_reason = ""  # why messages for the next round may have been lost
         self._stale_messages: Counter[m.PeerId] = Counter()
 
     @property
     def next_round(self) -> m.RoundId:
-        return m.RoundId(
-            self.rank_assignment.term, self.rank_assignment.generation, self._step, self._attempt
-        )
+        at = self.rank_assignment
+        return m.RoundId(at.term, at.generation, self._step, self._attempt)
 
     @property
     def is_stuck(self) -> bool:
+        """Too many attempts in a row were aborted: only another generation helps."""
         return self._aborts >= ABORTS_BEFORE_FREEZE
 
     @property
@@ -232,20 +164,26 @@ class Attempts:
 
     @property
     def prepared_attempt(self) -> TwoPhaseCommit | None:
-        """The round that this member voted YES for and that is not decided."""
+        """The attempt that this member voted YES for and that is not decided."""
         return self.open_attempt if self.open_attempt is not None and self.open_attempt.is_prepared else None
 
+    @property
+    def prepared_vote(self) -> tuple[m.RoundId, bytes, bool] | None:
+        """The round of the prepared attempt, its digest, and whether it is skipped."""
+        prepared = self.prepared_attempt
+        return (prepared.round_id, prepared.digest, self.skip) if prepared is not None else None
+
     def early_bytes(self, peer: m.PeerId) -> int:
-        """Bytes of this peer's early messages that are held here: it gets no credit for them yet."""
+        """Bytes of this peer's early messages that are held: flow control has not acknowledged them."""
         return self._early[peer].nbytes if peer in self._early else 0
 
-    # -- what happens ----------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------
 
     def begin(self, collectives: Mapping[m.Channel, Collective], now_s: float) -> list[AttemptEffect]:
-        """A bucket of the trainer's part is prepared; `submit` will bring what else the round has."""
+        """Start the collectives of a bucket; `submit` follows with the rest."""
         if self.open_attempt is not None:
             raise LocalProtocolError(
-                f"a part of round {self.next_round} begun while {self.open_attempt.round_id} is open"
+                f"a part of round {self.next_round} was begun while {self.open_attempt.round_id} is open"
             )
         return self._add(collectives, now_s) + self._replay_all(now_s)
 
@@ -253,58 +191,57 @@ class Attempts:
         self,
         round_id: m.RoundId,
         collectives: Mapping[m.Channel, Collective],
-        patience_s: float,
+        timeout_s: float,
         now_s: float,
-        more: bool = False,
+        has_more: bool = False,
     ) -> list[AttemptEffect]:
-        """The trainer's part, or the rest of it, is prepared: open the round.  `more`: `extend` follows."""
+        """Open the attempt with the trainer's part, or the rest of it.  `has_more`: `add_collectives`
+        follows."""
         if self.open_attempt is not None:
-            raise LocalProtocolError(f"round {round_id} submitted while {self.open_attempt.round_id} is open")
-        self.open_attempt = TwoPhaseCommit(
-            round_id, self.rank, self.rank_assignment.world_size, patience_s, now_s
-        )
-        self._has_more = more
+            raise LocalProtocolError(
+                f"round {round_id} was submitted while {self.open_attempt.round_id} is open"
+            )
+        world_size = self.rank_assignment.world_size
+        self.open_attempt = TwoPhaseCommit(round_id, self.rank, world_size, timeout_s, now_s)
+        self._has_more = has_more
         before, self._aborted_collectives = self._aborted_collectives, {}
-        torn, self._loss_reason = self._loss_reason, ""
+        loss_reason, self._loss_reason = self._loss_reason, ""
+        failure = loss_reason and f"{loss_reason}, before the round began"
         if not _can_resume({**self._collectives, **collectives}, before):
-            why = "what had arrived for this ring is not held any more"
-        else:
-            why = torn and f"{torn}, before the round began"
-        if why:
+            failure = "the part of this ring that had arrived is no longer held"
+        if failure:
             self._collectives |= collectives
-            effects = self.advance(Failed(why), now_s)
+            effects = self.advance(Failed(failure), now_s)
         else:
             effects = self._add(collectives, now_s) + self._check_complete()
         return effects + self._replay_all(now_s)
 
     def add_collectives(self, event: AddCollectives, now_s: float) -> list[AttemptEffect]:
-        """Further collectives of the open round; nothing if it is over, or was voted on."""
-        if (
-            self.open_attempt is None
-            or self.open_attempt.round_id != event.round
-            or self.open_attempt.vote is not None
-        ):
+        """Further collectives of the open round; ignored if it is over, or was voted on."""
+        attempt = self.open_attempt
+        if attempt is None or attempt.round_id != event.round or attempt.vote is not None:
             return []
         if event.failure:
             return self.advance(Failed(event.failure), now_s)
         if not self._has_more:
-            raise LocalProtocolError(f"round {event.round} extended after its last collective")
+            raise LocalProtocolError(f"round {event.round} was extended after its last collective")
         self._has_more = event.has_more
         return self._add(event.collectives, now_s) + self._check_complete() + self._replay_all(now_s)
 
     def receive(
-        self, peer: m.PeerId, message: RoundMessage, nbytes: int, now_s: float
+        self, peer: m.PeerId, message: AttemptMessage, nbytes: int, now_s: float
     ) -> list[AttemptEffect]:
-        """Older ids are dropped, later ones held, bounded for each peer (commit rule 1).
+        """Messages of past rounds are dropped, those of later ones held, bounded for each peer (commit rule
+        1).
 
         Args:
             peer: a member of this generation.
-            nbytes: all frames of the message; counted while it is held.
+            nbytes: size of all frames of the message; counted while it is held.
 
         Raises:
             RemoteProtocolError: `peer` cannot be an honest member.
         """
-        here, there, rank = self._current_round, message.round, self._rank_of[peer]
+        here, there, rank = self._current_round, message.round, self._rank(peer)
         if _is_foreign(there, here):
             self._count_stale(peer, rank)
             return []
@@ -313,82 +250,89 @@ class Attempts:
         if _is_over(there, here):
             self._count_stale(peer, rank)
             return self._handle_late(peer, message)
-        begun = isinstance(message, m.Data) and message.channel in self._collectives
-        to_come = isinstance(message, m.Data) and self._awaits(message.channel)
-        if there == here and (self.open_attempt is not None or begun) and not to_come:
-            return self._deliver(peer, message, now_s)
+        is_begun = isinstance(message, m.Data) and message.channel in self._collectives
+        is_awaited = isinstance(message, m.Data) and self._awaits(message.channel)
+        if there == here and (self.open_attempt is not None or is_begun) and not is_awaited:
+            return self._deliver(rank, message, now_s)
         self._store_early(peer, message, nbytes)
         if there.step == here.step + 1 and self.prepared_attempt is not None and _proves_commit(rank):
             return self.advance(LaterStepSeen(), now_s)
         return []
 
     def drop_early(self, peer: m.PeerId) -> None:
-        """It has broken the protocol: what is held of it is of no use."""
+        """The peer has violated the protocol: drop its held messages."""
         self._early.pop(peer, None)
 
     def advance(self, event: CommitEvent, now_s: float) -> list[AttemptEffect]:
-        """Something happened to the open round; nothing if none is open."""
+        """An event of the open attempt; ignored if none is open."""
         if self.open_attempt is None:
             if self._collectives and isinstance(event, Failed):
                 self._loss_reason = event.reason
             return []
         if isinstance(event, Prepared) and self.open_attempt.vote is not None:
-            return []  # an effect before the Seal failed, and the vote was NO
+            return []  # an effect before ComputeDigest failed, and the vote was NO
         return self._process_commit_effects(self.open_attempt, self.open_attempt.handle(event, now_s))
 
     def tick(self, now_s: float) -> list[AttemptEffect]:
-        """The root's patience with the open round."""
-        return (
-            self._process_commit_effects(self.open_attempt, self.open_attempt.tick(now_s))
-            if self.open_attempt is not None
-            else []
-        )
+        """The root aborts an attempt that has timed out."""
+        attempt = self.open_attempt
+        return self._process_commit_effects(attempt, attempt.tick(now_s)) if attempt is not None else []
 
     def extend_timeouts(self, until_s: float) -> None:
-        """We slept: nobody's patience with the open round, our own with the others, ends before `until_s`."""
+        """Our own loop stalled: no timeout ends before `until_s`."""
         if self.open_attempt is not None:
             self.open_attempt.extend_timeouts(until_s)
 
     def peer_connected(self, peer: m.PeerId) -> list[AttemptEffect]:
-        """The vote may have been lost with the connection, or the decision that answered it."""
-        mine = self.open_attempt
-        if mine is None or mine.vote is None or self._rank_of.get(peer) != ROOT:
+        """Repeat the vote: it, or the decision, may have been lost with the connection to the root."""
+        attempt = self.open_attempt
+        if attempt is None or attempt.vote is None or self.rank_assignment.rank_of(peer) != ROOT:
             return []
-        return [Send(peer, m.Vote(mine.round_id, mine.vote, mine.digest, "repeated"))]
+        return [Send(peer, m.Vote(attempt.round_id, attempt.vote, attempt.digest, "repeated"))]
 
     def peer_disconnected(self, reason: str, now_s: float) -> list[AttemptEffect]:
-        """Payloads may be lost: of this round, or, as peers can be a step ahead, of the next."""
+        """Payloads may be lost: of this round or, as peers can be a step ahead, of the next."""
         self._loss_reason = reason if self.open_attempt is None or self.open_attempt.vote is not None else ""
         return self.advance(Failed(reason), now_s)
 
     def record_progress(self, peer: m.PeerId, message: m.RoundProgress, now_s: float) -> None:
-        """A sign of life.  Raises `RemoteProtocolError` for one of a step that nobody can be at."""
-        here, there, rank = self._current_round, message.round, self._rank_of[peer]
+        """A member makes progress.  Raises `RemoteProtocolError` for a step that no member can have
+        reached."""
+        here, there, rank = self._current_round, message.round, self._rank(peer)
         if _is_foreign(there, here):
             return
-        # Its attempt may be one that is never begun: the next one, after the last abort.
+        # After the last abort it names the next attempt, which is never begun.
         _check_not_ahead(replace(there, attempt=0), here, rank)
         before = self._progress_of.get(peer, 0)
         self._progress_of[peer] = max(before, message.progress)
         if self.open_attempt is not None and there.step == here.step:
             self.open_attempt.handle(ProgressReceived(rank, message.progress > before), now_s)
 
-    # -- inside ------------------------------------------------------------------------------------
+    # -- internal ----------------------------------------------------------------------------------
 
     @property
     def _current_round(self) -> m.RoundId:
         return self.open_attempt.round_id if self.open_attempt is not None else self.next_round
 
-    def _awaits(self, channel: m.Channel) -> bool:
-        """No collective of the open round has this channel yet, but one that is still to come may."""
-        mine = self.open_attempt
-        return mine is not None and mine.vote is None and self._has_more and channel not in self._collectives
+    def _rank(self, peer: m.PeerId) -> int:
+        rank = self.rank_assignment.rank_of(peer)
+        assert rank is not None, f"{peer.hex()[:8]} is no member"
+        return rank
 
-    def _store_early(self, peer: m.PeerId, message: RoundMessage, nbytes: int) -> None:
-        held = self._early.setdefault(peer, _EarlyMessages())
-        _check_early_limits(self._rank_of[peer], len(held.messages) + 1, held.nbytes + nbytes)
-        held.messages.append((message, nbytes))
-        held.nbytes += nbytes
+    def _peer(self, rank: int) -> m.PeerId:
+        return self.rank_assignment.members[rank].peer
+
+    def _awaits(self, channel: m.Channel) -> bool:
+        """Whether a later collective of the open round may have this channel."""
+        if self.open_attempt is None or self.open_attempt.vote is not None:
+            return False
+        return self._has_more and channel not in self._collectives
+
+    def _store_early(self, peer: m.PeerId, message: AttemptMessage, nbytes: int) -> None:
+        early = self._early.setdefault(peer, _EarlyMessages())
+        _check_early_limits(self._rank(peer), len(early.messages) + 1, early.nbytes + nbytes)
+        early.messages.append((message, nbytes))
+        early.nbytes += nbytes
 
     def _add(self, collectives: Mapping[m.Channel, Collective], now_s: float) -> list[AttemptEffect]:
         if not self._collectives:
@@ -405,14 +349,14 @@ class Attempts:
         return [effect for peer, early in held.items() for effect in self._replay(peer, early, now_s)]
 
     def _replay(self, peer: m.PeerId, early: _EarlyMessages, now_s: float) -> list[AttemptEffect]:
-        """What was held finds its round, or is held on."""
+        """Process held messages; those of later rounds are held again."""
         effects: list[AttemptEffect] = []
         for message, nbytes in early.messages:
             try:
                 effects += self.receive(peer, message, nbytes, now_s)
             except RemoteProtocolError as error:
                 self.drop_early(peer)
-                text = f"rank {self._rank_of[peer]} broke the protocol: {error.reason}"
+                text = f"rank {self._rank(peer)} violated the protocol: {error.reason}"
                 effects += [EarlyViolation(peer, error.reason), *self.advance(Failed(text), now_s)]
                 break
         return effects
@@ -421,12 +365,12 @@ class Attempts:
         self._stale_messages[peer] += 1
         if exceeds_stale_limit(self._stale_messages[peer]):
             raise RemoteProtocolError(
-                f"rank {rank} has sent {self._stale_messages[peer]} messages of rounds that are over, at most "
-                f"{MAX_STALE_MESSAGES} can have been under way",
+                f"rank {rank} has sent {self._stale_messages[peer]} messages of past rounds; at most "
+                f"{MAX_STALE_MESSAGES} can have been in flight",
                 remedy=_REMEDY,
             )
 
-    def _handle_late(self, peer: m.PeerId, message: RoundMessage) -> list[AttemptEffect]:
+    def _handle_late(self, peer: m.PeerId, message: AttemptMessage) -> list[AttemptEffect]:
         """The root repeats its verdict to a voter whose connection broke; the rest is dropped."""
         there, here = message.round, self.next_round
         if not isinstance(message, m.Vote) or self.rank != ROOT:
@@ -437,47 +381,37 @@ class Attempts:
             return [Send(peer, m.Decision(there, m.Verdict.COMMIT, "repeated"))]
         return []
 
-    def _deliver(self, peer: m.PeerId, message: RoundMessage, now_s: float) -> list[AttemptEffect]:
-        rank = self._rank_of[peer]
+    def _deliver(self, rank: int, message: AttemptMessage, now_s: float) -> list[AttemptEffect]:
         match message:
             case m.Vote(_, yes, digest, reason):
                 return self.advance(VoteReceived(rank, yes, digest, reason), now_s)
             case m.Decision(_, verdict, reason):
                 return self.advance(DecisionReceived(rank, verdict, reason), now_s)
-            case m.Data(_, channel, place, skip, payload):
+            case m.Data(_, channel, slot, skip, payload):
                 if self.open_attempt is not None and self.open_attempt.vote is False:
                     return []
                 collective = self._collectives.get(channel)
                 if collective is None:
                     raise RemoteProtocolError(
-                        f"rank {rank} sent data for {channel}; round {self._current_round} has "
-                        f"{len(self._collectives)} channels, and no such one",
+                        f"rank {rank} sent data for {channel}, which is none of the "
+                        f"{len(self._collectives)} channels of round {self._current_round}",
                         remedy=_REMEDY,
                     )
-                arrived = collective.handle(PayloadReceived(rank, place, skip, payload), now_s)
-                return self._translate(channel, arrived) + self._check_complete()
+                effects = collective.handle(PayloadReceived(rank, slot, skip, payload), now_s)
+                return self._translate(channel, effects) + self._check_complete()
 
     def _translate(self, channel: m.Channel, effects: list[CollectiveEffect]) -> list[AttemptEffect]:
         out: list[AttemptEffect] = []
         for effect in effects:
             match effect:
-                case SendTo(to_rank, place, skip):
-                    out.append(
-                        SendPayload(
-                            self.rank_assignment.members[to_rank].peer,
-                            self._current_round,
-                            channel,
-                            place,
-                            skip,
-                        )
-                    )
+                case SendTo(to_rank, slot, skip):
+                    out.append(SendPayload(self._peer(to_rank), self._current_round, channel, slot, skip))
                 case CollectiveComplete(skip):
                     self.skip = self.skip or skip
                     if self._has_more:
                         out.append(CollectiveCompleted(channel, skip))
                 case _:
-                    sender = self.rank_assignment.members[effect.provenance.rank].peer
-                    out.append(ApplyToBuffer(channel, effect, sender))
+                    out.append(ApplyToBuffer(channel, effect, self._peer(effect.provenance.rank)))
         return out
 
     def _check_complete(self) -> list[AttemptEffect]:
@@ -486,29 +420,21 @@ class Attempts:
         return [ComputeDigest(self.skip)] if all(c.complete for c in self._collectives.values()) else []
 
     def _process_commit_effects(
-        self, of: TwoPhaseCommit, round_effects: list[CommitEffect]
+        self, attempt: TwoPhaseCommit, effects: list[CommitEffect]
     ) -> list[AttemptEffect]:
-        effects: list[AttemptEffect] = []
-        for effect in round_effects:
+        out: list[AttemptEffect] = []
+        for effect in effects:
             match effect:
                 case CastVote(yes, digest, reason):
-                    effects.append(
-                        Send(
-                            self.rank_assignment.members[ROOT].peer, m.Vote(of.round_id, yes, digest, reason)
-                        )
-                    )
+                    out.append(Send(self._peer(ROOT), m.Vote(attempt.round_id, yes, digest, reason)))
                 case AnnounceDecision(verdict, reason):
-                    decision = m.Decision(of.round_id, verdict, reason)
-                    effects += [
-                        Send(x.peer, decision)
-                        for x in self.rank_assignment.members
-                        if x.peer != self.rank_assignment.own_id
-                    ]
+                    decision, at = m.Decision(attempt.round_id, verdict, reason), self.rank_assignment
+                    out += [Send(x.peer, decision) for x in at.members if x.peer != at.own_id]
                 case Decided(m.Verdict.COMMIT, reason):
-                    effects.append(self._commit(of, reason))
+                    out.append(self._commit(attempt, reason))
                 case Decided():
-                    effects += self._abort(of, effect)
-        return effects
+                    out += self._abort(attempt, effect)
+        return out
 
     def _commit(self, ended: TwoPhaseCommit, reason: str) -> StepCommitted:
         self.open_attempt, self._collectives = None, {}
@@ -521,13 +447,13 @@ class Attempts:
         self.open_attempt, self._aborted_collectives, self._collectives = None, self._collectives, {}
         self._attempt, self._aborts = self._attempt + 1, self._aborts + 1
         self.abort_reason, self.silent_s = decided.reason, decided.silent_s
-        self.suspects = tuple(self.rank_assignment.members[rank].peer for rank in decided.suspects)
-        note = {"step": ended.round_id.step, "attempt": ended.round_id.attempt, "reason": decided.reason}
-        return [LogEvent("aborted", note), ResolveRound(ended.round_id, False, False, decided.reason)]
+        self.suspects = tuple(self._peer(rank) for rank in decided.suspects)
+        fields = {"step": ended.round_id.step, "attempt": ended.round_id.attempt, "reason": decided.reason}
+        return [LogEvent("aborted", fields), ResolveRound(ended.round_id, False, False, decided.reason)]
 
 
 def _can_resume(now: Mapping[m.Channel, Collective], before: Mapping[m.Channel, Collective]) -> bool:
-    """All members' rings go on from what they have, or none may: see `protocol.ring`."""
+    """Whether the rings can resume where they were aborted: those of all members resume, or none may."""
     for channel, collective in now.items():
         earlier = before.get(channel)
         due = earlier.attempt + 1 if isinstance(earlier, RingAllReduce) else 0
@@ -536,8 +462,8 @@ def _can_resume(now: Mapping[m.Channel, Collective], before: Mapping[m.Channel, 
     return True
 
 
-def _check_role(message: RoundMessage, from_rank: int, rank: int) -> None:
-    """A member votes at the root, the root decides; at once, not only when the round is open."""
+def _check_role(message: AttemptMessage, from_rank: int, rank: int) -> None:
+    """Members vote, the root decides.  Checked on arrival, even where the message is held."""
     match message:
         case m.Vote():
             check_vote(from_rank, rank)
@@ -546,11 +472,11 @@ def _check_role(message: RoundMessage, from_rank: int, rank: int) -> None:
 
 
 def _check_not_ahead(there: m.RoundId, here: m.RoundId, from_rank: int) -> None:
-    """A round that nobody can be at cannot be meant honestly, and would be held for ever."""
+    """A message of a round that no member can have reached would be held forever."""
     if there.step > here.step + MAX_STEPS_AHEAD or there.attempt >= ABORTS_BEFORE_FREEZE:
         raise RemoteProtocolError(
-            f"rank {from_rank} is at step {there.step}, attempt {there.attempt}; nobody can be past step "
-            f"{here.step + MAX_STEPS_AHEAD} while this member is at {here.step}, nor past attempt "
+            f"rank {from_rank} is at step {there.step}, attempt {there.attempt}; no member can be past step "
+            f"{here.step + MAX_STEPS_AHEAD} while this one is at {here.step}, nor past attempt "
             f"{ABORTS_BEFORE_FREEZE - 1}",
             remedy=_REMEDY,
         )
@@ -570,7 +496,7 @@ def _is_foreign(there: m.RoundId, here: m.RoundId) -> bool:
 
 
 def exceeds_stale_limit(messages: int) -> bool:
-    """The defence: reading what nobody needs costs as much as reading what counts."""
+    """Reading a message that is of no use costs as much as reading any other."""
     return messages > MAX_STALE_MESSAGES
 
 
@@ -579,6 +505,6 @@ def _is_over(there: m.RoundId, here: m.RoundId) -> bool:
 
 
 def _proves_commit(from_rank: int) -> bool:
-    """Commit rule 3: whoever is at the next step knows this one's verdict.  The root decided it, others
-    have it from the root: from them it is hearsay, and could make one member apply alone."""
+    """Commit rule 3: a member at the next step knows this step's verdict.  Only the root's message counts:
+    from another member, which has the verdict from the root, it could make this member apply alone."""
     return from_rank == ROOT

@@ -1,8 +1,7 @@
-"""Which samples of the data each worker takes in each step: every sample once (promise 4).
+"""Which samples each worker processes in each step, so that every sample is in exactly one committed step.
 
-Decides who holds which *positions*; never opens a data set.  Positions number the samples in the
-order in which the run hands them out: position p belongs to pass p // size, and which sample of the
-data that is, is the sampler's affair (a permutation of each pass from `LedgerSpec.seed`).
+Positions number the samples in the order in which the run assigns them: position p belongs to pass p //
+size.  The sampler maps positions to samples, by a permutation of each pass from `LedgerSpec.seed`.
 
     size = 10, shares 2 + 2             |<------ pass 0 ------>|<- pass 1
     positions                           0 1 2 3 4 5 6 7 8 9   10 11 12 ..
@@ -10,17 +9,17 @@ data that is, is the sampler's affair (a permutation of each pass from `LedgerSp
     step 2, the tail: a short one                       a b
     step 3 begins the next pass                               a a b b
 
-The state is replicated.  It changes only where a step commits (`commit`), or where a VIEW follows
-an aborted step (`reassign`); everything else is computed from it, on every worker alike, without a
-message.  One thing holds at all times, and `commit` and `reassign` check it:
+The state is replicated.  It changes only where a step commits (`commit`), or where a VIEW follows an aborted
+step (`reassign`); everything else is computed from it, equally on every worker, without a message.  An
+invariant, which `commit` and `reassign` check:
 
     cursor == consumed + requeued + held by the members that a VIEW named
 
-A *share* is a batch size in samples.  A step takes the sum of all shares, fewer where a pass ends:
-a step goes from the cursor to the end of the pass at most, so that nobody sees samples of two passes
-in one step unless re-queued ones are among them.  A short step is split in proportion to the shares
-(largest remainder, ties to the lower rank): filling rank after rank would leave the last ones idle
-while the first have full batches, and a step takes as long as its slowest worker.
+A share is a batch size in samples.  A step takes the sum of all shares, fewer where a pass ends: it goes from
+the cursor at most to the end of the pass, so that no step has samples of two passes unless some are
+re-queued.  A short step is split in proportion to the shares (largest remainder, ties to the lower rank):
+filling rank after rank would leave the last ones idle while the first have full batches, and a step lasts as
+long as its slowest worker.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Assignment = Mapping[PeerId, tuple[Span, ...]]
 
 
 def validate(spec: LedgerSpec) -> None:
-    """Raise `ConfigError` unless `spec` describes data that can be handed out and a run that ends."""
+    """Raise `ConfigError` unless `spec` describes a data set that is not empty and a run that ends."""
     if spec.size < 1:
         raise ConfigError(
             f"the data set has {spec.size} samples, at least 1 is needed",
@@ -62,32 +61,32 @@ def validate(spec: LedgerSpec) -> None:
 
 
 def is_finished(spec: LedgerSpec, state: LedgerState) -> bool:
-    """True when the run is over: all passes consumed, or all steps committed."""
+    """Whether the run is over: all passes consumed, or all steps committed."""
     if spec.epochs is not None:
         return state.consumed >= spec.epochs * spec.size
     return spec.steps is not None and state.step >= spec.steps
 
 
 def count_samples(spans: Iterable[Span]) -> int:
-    """How many positions lie in `spans`."""
+    """Number of positions in `spans`."""
     return sum(span.stop - span.start for span in spans)
 
 
 def assign(
     spec: LedgerSpec, state: LedgerState, shares: Sequence[tuple[PeerId, int]]
 ) -> dict[PeerId, tuple[Span, ...]]:
-    """Who takes which positions in step `state.step`.
+    """Assign the positions of step `state.step`.
 
     Args:
         shares: the generation's members in rank order, each with its share in samples.
 
     Returns:
-        For every member, in rank order, its spans; each lies within one pass, and () means that the
-        member takes part with a zero contribution.  In a finished run everybody's is ().
+        The spans of each member, in rank order.  Each lies within one pass; () means that the member takes
+        part with a zero contribution.  In a finished run all are ().
 
     Raises:
-        LocalProtocolError: the shares cannot make a step (a negative one, none above 0, a member
-            twice), or the VIEW that fixed the holders named one who is no member.
+        LocalProtocolError: the shares are invalid (a negative one, none above 0, a member twice), or a holder
+            that a VIEW fixed is no member.
     """
     peers = [peer for peer, _ in shares]
     wanted = sum(share for _, share in shares)
@@ -113,7 +112,8 @@ def assign(
 def predict_assignments(
     spec: LedgerSpec, state: LedgerState, shares: Sequence[tuple[PeerId, int]], peer: PeerId, count: int
 ) -> list[tuple[Span, ...]]:
-    """What `peer` takes in the `count` steps after `state.step`, if all commit and nobody comes or goes."""
+    """The spans of `peer` in the `count` steps after `state.step`, if all commit and no member joins or
+    leaves."""
     ahead: list[tuple[Span, ...]] = []
     for _ in range(count):
         state = commit(spec, state, assign(spec, state, shares), skipped=False)
@@ -124,11 +124,11 @@ def predict_assignments(
 
 
 def commit(spec: LedgerSpec, state: LedgerState, assignment: Assignment, *, skipped: bool) -> LedgerState:
-    """The state after step `state.step` committed: what was assigned is consumed, and nothing else.
+    """The state after step `state.step` committed: exactly what was assigned is consumed.
 
     Args:
         assignment: what `assign` returned for this step.
-        skipped: the committed update was an empty one (somebody's gradient was not finite).
+        skipped: the committed update was empty, as a member's gradient was not finite.
 
     Raises:
         LocalProtocolError: `assignment` is not one of this state.
@@ -150,35 +150,35 @@ def commit(spec: LedgerSpec, state: LedgerState, assignment: Assignment, *, skip
 def reassign(
     spec: LedgerSpec, state: LedgerState, assignment: Assignment, survivors: Collection[PeerId]
 ) -> LedgerState:
-    """The state after step `state.step` aborted and a VIEW follows: nobody's gradient is in vain.
+    """The state after step `state.step` aborted and a VIEW follows; survivors keep their gradients.
 
-    Survivors keep exactly their positions, and with them the gradients that they have computed; the
-    others' are re-queued and go first in the step after.  If no survivor has any, the step commits
-    without samples: whoever began it has a batch in hand, which must not change under it.  The step
-    may abort again: call it again, with the assignment of the new state.
+    Survivors keep exactly their positions, and with them the gradients that they have computed; the others'
+    are re-queued and assigned first in the next step.  If no survivor has any, the step commits without
+    samples, as a batch that a trainer has begun must not change.  The step may abort again: call this with
+    the assignment of the new state.
 
     Args:
         assignment: what `assign` returned for the aborted step.
-        survivors: those of its members that are in the next generation too.
+        survivors: members that are also in the next generation.
 
     Raises:
         LocalProtocolError: `assignment` is not one of this state.
     """
     taken = [span for spans in assignment.values() for span in spans]
-    kept = {peer: spans for peer, spans in assignment.items() if peer in survivors and spans}
-    lost = [span for peer, spans in assignment.items() if peer not in kept for span in spans]
+    holders = {peer: spans for peer, spans in assignment.items() if peer in survivors and spans}
+    lost = [span for peer, spans in assignment.items() if peer not in holders for span in spans]
     return _check_balanced(
         replace(
             state,
             cursor=_cursor_after(state, taken),
             requeued=_coalesce(spec, [*_subtract(state.requeued, taken), *lost]),
-            holders=tuple(sorted(kept.items())),
+            holders=tuple(sorted(holders.items())),
         )
     )
 
 
 def release_holders(spec: LedgerSpec, state: LedgerState) -> LedgerState:
-    """The same state for another group of workers: what was held for single members is handed out anew."""
+    """The same state for another group of workers: positions held for single members are re-queued."""
     held = [span for _, spans in state.holders or () for span in spans]
     return _check_balanced(replace(state, requeued=_coalesce(spec, [*state.requeued, *held]), holders=None))
 
@@ -187,20 +187,20 @@ def release_holders(spec: LedgerSpec, state: LedgerState) -> LedgerState:
 
 
 def _take_first(queue: deque[Span], count: int) -> tuple[Span, ...]:
-    """Remove the first `count` positions from the queue, or all where it holds fewer."""
+    """Remove the first `count` positions from the queue, or all if it has fewer."""
     taken: list[Span] = []
     while count > 0 and queue:
         span = queue.popleft()
-        cut = min(span.stop, span.start + count)
-        taken.append(Span(span.start, cut))
-        count -= cut - span.start
-        if cut < span.stop:
-            queue.appendleft(Span(cut, span.stop))
+        stop = min(span.stop, span.start + count)
+        taken.append(Span(span.start, stop))
+        count -= stop - span.start
+        if stop < span.stop:
+            queue.appendleft(Span(stop, span.stop))
     return tuple(taken)
 
 
 def _split(total: int, shares: Sequence[int]) -> list[int]:
-    """`total` samples in proportion to the shares; a member never gets more than its share."""
+    """Split `total` samples in proportion to the shares; no member gets more than its share."""
     whole = sum(shares)
     counts = [total * share // whole for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda rank: (-(total * shares[rank] % whole), rank))
@@ -210,14 +210,14 @@ def _split(total: int, shares: Sequence[int]) -> list[int]:
 
 
 def _rest_of_pass(spec: LedgerSpec, cursor: int) -> tuple[Span, ...]:
-    """From the cursor to the end of its pass; () where the run's last pass is handed out."""
+    """From the cursor to the end of its pass; () once the run's last pass is assigned."""
     if spec.epochs is not None and cursor >= spec.epochs * spec.size:
         return ()
     return (Span(cursor, (cursor // spec.size + 1) * spec.size),)
 
 
 def _coalesce(spec: LedgerSpec, spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Sorted, neighbours joined, but never over the end of a pass."""
+    """Sort, and join adjacent spans, but never across the end of a pass."""
     joined: list[Span] = []
     for span in sorted(spans, key=lambda span: span.start):
         if joined and joined[-1].stop == span.start and span.start % spec.size != 0:
@@ -249,28 +249,29 @@ def _cursor_after(state: LedgerState, taken: Iterable[Span]) -> int:
 
 
 def is_balanced(state: LedgerState) -> bool:
-    """True if every position below the cursor is accounted for exactly once."""
+    """Whether every position below the cursor is accounted for exactly once."""
     held = sum(count_samples(spans) for _, spans in state.holders or ())
     return state.cursor == state.consumed + count_samples(state.requeued) + held
 
 
 def is_sound(state: LedgerState, members: Collection[PeerId]) -> bool:
-    """May an honest member of this generation hold `state`?  What it says is computed with.
+    """Whether an honest member of this generation may hold `state`; checked as others compute with it.
 
-    Nothing below the cursor is there twice, nothing lies beyond it, nobody else holds any of it, and
-    there is room above it for more steps than anybody will take.
+    No position below the cursor occurs twice, none is beyond it, only members are holders, and the numbers
+    are far enough from overflow for more steps than any run takes.
     """
     holders = state.holders or ()
     spans = sorted((*state.requeued, *(s for _, held in holders for s in held)), key=lambda s: s.start)
-    apart = all(one.stop <= other.start for one, other in pairwise(spans))
-    inside = all(0 <= span.start < span.stop <= state.cursor for span in spans)
-    known = len(dict(holders)) == len(holders) and all(peer in members for peer, _ in holders)
-    room = max(state.step, state.cursor) <= MAX_POSITION // 2
-    return is_balanced(state) and apart and inside and known and room and state.skipped <= state.consumed
+    is_disjoint = all(one.stop <= other.start for one, other in pairwise(spans))
+    is_inside = all(0 <= span.start < span.stop <= state.cursor for span in spans)
+    is_known = len(dict(holders)) == len(holders) and all(peer in members for peer, _ in holders)
+    has_room = max(state.step, state.cursor) <= MAX_POSITION // 2
+    is_plausible = is_known and has_room and state.skipped <= state.consumed
+    return is_balanced(state) and is_disjoint and is_inside and is_plausible
 
 
 def _check_balanced(state: LedgerState) -> LedgerState:
-    """`state` itself; raises `LocalProtocolError` if it does not balance."""
+    """Return `state`; raises `LocalProtocolError` if it does not balance."""
     if not is_balanced(state):
         held = sum(count_samples(spans) for _, spans in state.holders or ())
         requeued = count_samples(state.requeued)

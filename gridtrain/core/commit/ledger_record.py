@@ -10,7 +10,7 @@ from gridtrain.core import messages as m
 
 
 def ledger_entry(state: m.LedgerState) -> dict[str, Any]:
-    """JSON-able, for journals and checkpoints; `parse_ledger` reads it back."""
+    """The record of `state`; `parse_ledger` reads it back."""
     body = asdict(state)
     if state.holders is not None:
         body["holders"] = [[peer.hex(), [asdict(s) for s in spans]] for peer, spans in state.holders]
@@ -20,11 +20,10 @@ def ledger_entry(state: m.LedgerState) -> dict[str, Any]:
 def parse_ledger(body: Mapping[str, Any]) -> m.LedgerState:
     """Raises `KeyError`, `TypeError` or `ValueError` for what `ledger_entry` did not make."""
     holders = body["holders"]
-    named = None
     if holders is not None:
-        named = tuple((bytes.fromhex(peer), _spans(spans)) for peer, spans in holders)
-    return m.LedgerState(**{**body, "requeued": _spans(body["requeued"]), "holders": named})
+        holders = tuple((bytes.fromhex(peer), _spans(spans)) for peer, spans in holders)
+    return m.LedgerState(**{**body, "requeued": _spans(body["requeued"]), "holders": holders})
 
 
-def _spans(lines: Iterable[Mapping[str, int]]) -> tuple[m.Span, ...]:
-    return tuple(m.Span(**line) for line in lines)
+def _spans(records: Iterable[Mapping[str, int]]) -> tuple[m.Span, ...]:
+    return tuple(m.Span(**record) for record in records)

@@ -1,7 +1,4 @@
-"""The vote that makes a round all or none (commit rules 1 to 4).
-
-Decides, for one attempt at one step, whether its update is applied everywhere or nowhere.  Never
-touches gradients, sockets or clocks, and does not know which exchange produced the update.
+"""Two-phase commit of one attempt: all members apply its update, or none does (commit rules 1 to 4).
 
     member                      root (rank 0)
       | Prepared(digest)          | Prepared(digest)
@@ -10,9 +7,9 @@ touches gradients, sockets or clocks, and does not know which exchange produced 
       v                           v   else ABORT; decided once
     Decided                     Decided
 
-After a YES a member never aborts by itself: it waits for the root, or for the coordinator's FREEZE.
-The root gives up after `patience_s` in which a member neither voted nor showed a sign of life, or in
-which nothing moved anywhere (a payload was lost with a connection, and all wait for it).
+After a YES a member never aborts by itself: it waits for the root, or for the coordinator's FREEZE.  The root
+aborts after `timeout_s` in which a member neither voted nor reported progress, or in which nothing moved on
+any member (a payload was lost with a connection, and all wait for it).
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from gridtrain.core.group.stall_detection import extend_start
 from gridtrain.core.messages import RoundId, Verdict
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 
@@ -35,12 +33,12 @@ def extend_history(history: bytes, digest: bytes) -> bytes:
     return hashlib.blake2b(history + digest, digest_size=32).digest()
 
 
-def largest_agreeing_group(held: Mapping[int, Hashable]) -> list[int]:
-    """Of what each rank holds: the ranks of the largest party, of equal ones of that with the lowest rank."""
-    parties: dict[Hashable, list[int]] = {}
-    for rank in sorted(held):
-        parties.setdefault(held[rank], []).append(rank)
-    return max(parties.values(), key=lambda ranks: (len(ranks), -ranks[0]))
+def largest_agreeing_group(values: Mapping[int, Hashable]) -> list[int]:
+    """The ranks of the largest group with equal values; of equally large ones, that with the lowest rank."""
+    groups: dict[Hashable, list[int]] = {}
+    for rank in sorted(values):
+        groups.setdefault(values[rank], []).append(rank)
+    return max(groups.values(), key=lambda ranks: (len(ranks), -ranks[0]))
 
 
 # -- events ------------------------------------------------------------------------------------
@@ -48,14 +46,14 @@ def largest_agreeing_group(held: Mapping[int, Hashable]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The complete update is held here, and the new residual beside the old one."""
+    """This member holds the complete update, and the new residual beside the old one."""
 
     digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The exchange cannot complete here; vote NO."""
+    """The exchange cannot complete on this member: vote NO."""
 
     reason: str
 
@@ -77,14 +75,14 @@ class DecisionReceived:
 
 @dataclass(frozen=True, slots=True)
 class LaterStepSeen:
-    """A message of the next step in the same generation: this one was committed (rule 3)."""
+    """A message of the next step in the same generation: this step was committed (commit rule 3)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressReceived:
-    """A sign of life: the member's trainer works, or waits for the others inside of gridtrain.
+    """The member is alive: its trainer computes, or waits for the others inside of gridtrain.
 
-    `stirred`: more than that, something moved (a payload, a step of its computing).
+    `has_moved`: it also made progress (a payload, a step of its computation).
     """
 
     rank: int
@@ -116,9 +114,11 @@ class AnnounceDecision:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The verdict is known here.
+    """The verdict is known on this member.
 
-    `suspects`: ranks that were silent for `silent_s`, or (0) voted NO or hold another update than most.
+    Attributes:
+        suspects: ranks that were silent for `silent_s`; if that is 0, ranks that voted NO or whose update
+            differs from the majority's.
     """
 
     verdict: Verdict
@@ -134,16 +134,16 @@ class TwoPhaseCommit:
     """One attempt, as the member of rank `rank` sees it.
 
     Attributes:
-        voted: this member's own vote; None before it.
-        digest: what this member voted YES for; empty otherwise.
-        verdict: None until it is known here.
+        vote: this member's own vote; None before it.
+        digest: the digest that this member voted YES for; empty otherwise.
+        verdict: None until it is known.
     """
 
-    def __init__(self, id: RoundId, rank: int, world_size: int, patience_s: float, now_s: float) -> None:
-        self.round_id = id
+    def __init__(self, round_id: RoundId, rank: int, world_size: int, timeout_s: float, now_s: float) -> None:
+        self.round_id = round_id
         self.rank = rank
         self.world_size = world_size
-        self.timeout_s = patience_s
+        self.timeout_s = timeout_s
         self.vote: bool | None = None
         self.digest = b""
         self.verdict: Verdict | None = None
@@ -158,19 +158,19 @@ class TwoPhaseCommit:
 
     @property
     def deadline_s(self) -> float:
-        """When the next laggard's patience runs out; infinite where nobody is waited for."""
+        """When the next timeout ends; infinite once the verdict is known."""
         if self.verdict is not None:
             return math.inf
-        quiet_since_s = [self._last_progress_s[rank] for rank in self._laggards()]
+        last_s = [self._last_progress_s[rank] for rank in self._awaited_ranks()]
         if self.rank == ROOT:
-            quiet_since_s.append(self._last_movement_s)
-        return min(quiet_since_s) + self.timeout_s
+            last_s.append(self._last_movement_s)
+        return min(last_s) + self.timeout_s
 
     def handle(self, event: CommitEvent, now_s: float) -> list[CommitEffect]:
         match event:
-            case ProgressReceived(rank, stirred):
+            case ProgressReceived(rank, has_moved):
                 self._last_progress_s[rank] = now_s
-                self._last_movement_s = now_s if stirred else self._last_movement_s
+                self._last_movement_s = now_s if has_moved else self._last_movement_s
                 return []
             case Prepared(digest):
                 return self._cast_vote(VoteReceived(self.rank, True, digest, ""), now_s)
@@ -189,25 +189,26 @@ class TwoPhaseCommit:
                 )
 
     def tick(self, now_s: float) -> list[CommitEffect]:
-        """Root: ABORT when patience has run out.  A member only waits: the caller tells the coordinator."""
+        """Root: ABORT after a timeout.  Other members only wait; the caller reports to the coordinator."""
         if now_s < self.deadline_s or self.rank != ROOT:
             return []
-        late = tuple(r for r in self._laggards() if now_s >= self._last_progress_s[r] + self.timeout_s)
+        late = tuple(r for r in self._awaited_ranks() if now_s >= self._last_progress_s[r] + self.timeout_s)
         if late:
-            reason = f"no vote and no sign of life from rank {_format_ranks(late)} for {self.timeout_s:.1f} s"
+            reason = f"no vote and no progress from rank {_format_ranks(late)} for {self.timeout_s:.1f} s"
         else:
-            reason = f"nothing moved anywhere for {self.timeout_s:.1f} s"
+            reason = f"no member made progress for {self.timeout_s:.1f} s"
         return self._decide(Verdict.ABORT, reason, late, self.timeout_s if late else 0.0)
 
     def extend_timeouts(self, until_s: float) -> None:
-        """This member stood still, and has not read what came: patience lasts until `until_s` at least."""
-        since_s = until_s - self.timeout_s
+        """Our own loop stalled: no timeout ends before `until_s`."""
         self._last_progress_s = {
-            rank: max(moved_s, since_s) for rank, moved_s in self._last_progress_s.items()
+            rank: extend_start(last_s, self.timeout_s, until_s)
+            for rank, last_s in self._last_progress_s.items()
         }
-        self._last_movement_s = max(self._last_movement_s, since_s)
+        self._last_movement_s = extend_start(self._last_movement_s, self.timeout_s, until_s)
 
-    def _laggards(self) -> list[int]:
+    def _awaited_ranks(self) -> list[int]:
+        """Root: members that have not voted.  Other members: the root."""
         if self.rank == ROOT:
             return [rank for rank in range(self.world_size) if rank not in self._votes]
         return [ROOT]
@@ -215,7 +216,7 @@ class TwoPhaseCommit:
     def _cast_vote(self, vote: VoteReceived, now_s: float) -> list[CommitEffect]:
         if self.vote is not None:
             raise LocalProtocolError(
-                f"round {self.round_id}: a second vote of our own; the first was {self.vote}"
+                f"round {self.round_id}: a second vote of this member; the first was {self.vote}"
             )
         if self.verdict is not None:
             return []
@@ -228,23 +229,25 @@ class TwoPhaseCommit:
         check_vote(vote.rank, self.rank)
         self._last_progress_s[vote.rank] = self._last_movement_s = now_s
         if self.verdict is not None:
-            return []  # decided once; the caller repeats the decision to late voters
+            return []  # decided already; the caller repeats the decision to late voters
         earlier = self._votes.get(vote.rank)
         if earlier is not None and not _is_same_vote(earlier, vote):
             raise RemoteProtocolError(
-                f"rank {vote.rank} voted twice, and differently, in round {self.round_id}", remedy=_REMEDY
+                f"rank {vote.rank} changed its vote in round {self.round_id}", remedy=_REMEDY
             )
         self._votes[vote.rank] = vote
         if not vote.yes:
             return self._decide(Verdict.ABORT, f"rank {vote.rank} voted NO: {vote.reason}", (vote.rank,))
         if len(self._votes) < self.world_size:
             return []
-        right = largest_agreeing_group({rank: cast.digest for rank, cast in self._votes.items()})
-        if len(right) == self.world_size:
+        majority = largest_agreeing_group({rank: cast.digest for rank, cast in self._votes.items()})
+        if len(majority) == self.world_size:
             return self._decide(Verdict.COMMIT, f"{self.world_size} of {self.world_size} voted YES")
-        wrong = tuple(sorted(set(self._votes) - set(right)))
-        reason = f"updates differ: ranks {_format_ranks(right)} agree, ranks {_format_ranks(wrong)} hold something else"
-        return self._decide(Verdict.ABORT, reason, wrong)
+        others = tuple(sorted(set(self._votes) - set(majority)))
+        reason = (
+            f"updates differ: ranks {_format_ranks(majority)} agree, ranks {_format_ranks(others)} do not"
+        )
+        return self._decide(Verdict.ABORT, reason, others)
 
     def _decide(
         self, verdict: Verdict, reason: str, suspects: tuple[int, ...] = (), silent_s: float = 0.0

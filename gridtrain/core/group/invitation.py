@@ -1,15 +1,13 @@
-"""What a volunteer gets from the run's owner: one line of text that opens the door.
-
-Decides how an invitation looks and that one that was cut, mistyped or altered is refused in words.
-Never decides whether it is (still) valid: that is `protocol.door`, at the coordinator.
+"""The text form of an invitation: one line that a run's owner gives to a volunteer.
 
     gridtrain1:  base64url, no padding, of
                  flags  coordinator's key  token    n  run      address   checksum
                  1      32                 32       1  n bytes  the rest  8 bytes
 
-The token is a CURVE secret key, made by the run's owner: the volunteer connects with the key pair that
-belongs to it, and the coordinator only ever knows a digest of its public half (`door.stored_form`).
-The checksum finds accidents and has no secret in it: who can alter an invitation on its way has read it.
+The token is a CURVE secret key that the run's owner generates: the volunteer connects with its key pair, and
+the coordinator only stores a digest of the public key (`invitation_digest`).  The checksum detects accidents;
+it is not keyed, as anybody who can alter an invitation in transit has read it.  Whether an invitation is
+still valid is the coordinator's decision (`gridtrain_coordinator.access`).
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ from gridtrain.errors import ConfigError
 PREFIX = "gridtrain1:"
 MAX_TEXT_LENGTH = 400
 MAX_PASTED_LENGTH = 2000
-"""The most that is looked at, with all the line breaks and quotation marks that mail programs add."""
+"""Longest text that is read, including the line breaks and quotation marks that mail programs add."""
 
 KEY_BYTES, CHECKSUM_BYTES = 32, 8
 MAX_ADDRESS_BYTES = 128
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""A run's name may become a folder's: it has no separator and is not `..`."""
+"""A run's name may become a folder name, so it has no separator and is not `..`."""
 
 _ADDRESS = re.compile(r"(tcp|memory)://[!-~]+")
 _VERSION = re.compile(r"gridtrain(\d{1,9}):")
@@ -43,14 +41,14 @@ _COPY_AGAIN = "copy the whole line again, from gridtrain1: to its end, or ask th
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """See the module's text.  Raises `ConfigError` if a field is out of bounds.
+    """An invitation.  Raises `ConfigError` if a field is out of bounds.
 
     Attributes:
-        address: where the coordinator is dialled.
-        coordinator: its public key; nobody else can answer there.
-        token: the guest's secret key: `Identity.from_secret(token)`.  Never shown by `repr`.
+        address: of the coordinator.
+        coordinator: its public key.
+        token: the secret key of the invitation: `Identity.from_secret(token)`.  Never shown by `repr`.
         run: the run's name.
-        encrypted: False: the coordinator was started with encryption switched off.
+        encrypted: False: the coordinator was started without encryption.
     """
 
     address: str
@@ -75,7 +73,7 @@ class Invitation:
             )
 
     def text(self) -> str:
-        """The line to give away, at most `MAX_TEXT` letters, none of which a shell treats specially."""
+        """The line to give away: at most `MAX_TEXT_LENGTH` characters, none special to a shell."""
         run = self.run.encode()
         body = bytes([_ENCRYPTED if self.encrypted else 0]) + self.coordinator + self.token
         body += bytes([len(run)]) + run + self.address.encode()
@@ -84,15 +82,15 @@ class Invitation:
 
 
 def looks_like(text: str) -> bool:
-    """Somebody meant this for an invitation, of whatever version: not an address, say."""
+    """Whether this is meant as an invitation, of any version, and not as an address, for example."""
     return _VERSION.match(_strip_decoration(text)) is not None
 
 
 def parse(text: str) -> Invitation:
-    """The invitation in `text`; white space anywhere in it and quotation marks around it do not matter.
+    """The invitation in `text`; white space anywhere in it and quotation marks around it are ignored.
 
     Raises:
-        ConfigError: it is none, was changed on its way, or was made by a newer gridtrain.
+        ConfigError: it is no invitation, was altered, or was made by a newer gridtrain.
     """
     line = _strip_decoration(text)
     version = _VERSION.match(line)
@@ -100,7 +98,7 @@ def parse(text: str) -> Invitation:
         raise ConfigError(
             f"{line[:24]!r} is not an invitation, which begins with {PREFIX}",
             remedy="copy the whole line that the run's owner gave you"
-            + ("" if line else "; if a command was to print it, see what that one said"),
+            + ("" if line else "; if a command was meant to print it, read that command's output"),
         )
     if version[0] != PREFIX:
         newer = int(version[1]) > 1
@@ -119,14 +117,14 @@ def checksum(body: bytes) -> bytes:
     return blake2b(body, digest_size=CHECKSUM_BYTES, person=b"gridtrain invite").digest()
 
 
-def is_intact(body: bytes, told: bytes) -> bool:
-    """Nothing got lost or changed on the way (accidents; see the module's text)."""
-    return checksum(body) == told
+def is_intact(body: bytes, expected: bytes) -> bool:
+    """Whether `body` has this checksum."""
+    return checksum(body) == expected
 
 
 def _strip_decoration(text: str) -> str:
-    kept = "".join(text[:MAX_PASTED_LENGTH].split())
-    return "".join(letter for letter in kept if letter not in _INVISIBLE).strip(_QUOTES)
+    compact = "".join(text[:MAX_PASTED_LENGTH].split())
+    return "".join(letter for letter in compact if letter not in _INVISIBLE).strip(_QUOTES)
 
 
 def _unpack(packed: str) -> Invitation | None:
@@ -136,10 +134,10 @@ def _unpack(packed: str) -> Invitation | None:
     except (ValueError, binascii.Error):
         return None
     if base64.urlsafe_b64encode(data).decode().rstrip("=") != packed:
-        return None  # the spare bits of the last letter are not 0, or it has letters of another alphabet
-    body, told = data[:-CHECKSUM_BYTES], data[-CHECKSUM_BYTES:]
+        return None  # unused bits of the last letter are not 0, or a letter is of another alphabet
+    body, expected = data[:-CHECKSUM_BYTES], data[-CHECKSUM_BYTES:]
     fixed = 1 + 2 * KEY_BYTES
-    if not is_intact(body, told) or len(body) <= fixed:
+    if not is_intact(body, expected) or len(body) <= fixed:
         return None
     run_end = fixed + 1 + body[fixed]
     try:
@@ -155,5 +153,5 @@ def _unpack(packed: str) -> Invitation | None:
 
 
 def invitation_digest(key: PeerId) -> str:
-    """What is kept of an invitation's public key."""
+    """The form in which the coordinator stores an invitation's public key."""
     return blake2b(key, digest_size=32, person=b"gridtrain door").hexdigest()

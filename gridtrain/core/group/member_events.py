@@ -1,6 +1,6 @@
-"""What goes into and what comes out of a `MemberCore`: its events and its effects.
+"""Events and effects of a worker's state machine (`core.member.member.MemberCore`).
 
-Decides nothing.  Effects are carried out strictly in the order in which they are returned.
+Effects are executed strictly in the order in which they are returned.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from gridtrain.errors import JoinRefused
 
 class MemberPhase(StrEnum):
     APART = "apart"  # in no generation
-    FORMING = "forming"  # a VIEW has come, START has not
+    FORMING = "forming"  # between a VIEW and its START
     RUNNING = "running"
-    FROZEN = "frozen"  # FREEZE has come, the next VIEW has not
+    FROZEN = "frozen"  # between a FREEZE and the next VIEW
 
 
 # -- events ------------------------------------------------------------------------------------
@@ -27,7 +27,7 @@ class MemberPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MessageReceived:
-    """`nbytes`: its size on the wire; what is held of a peer's is bounded by it."""
+    """`nbytes`: size on the wire, which bounds how many messages of a peer are held."""
 
     peer: m.PeerId
     message: m.Message
@@ -49,10 +49,12 @@ class PeerDisconnected:
 class TrainerJoined:
     """The trainer knows its model and data, and asks to take part.
 
-    `edges(rank, world_size)`: ranks that a rank exchanges with directly; symmetric.  `choices`: the same by
-    exchange, where the coordinator chooses one of these; empty: the script has.  With "" among them it may as
-    well choose none.
-    `about`: for people; None: nothing is told.
+    Attributes:
+        neighbours: neighbours(rank, world_size) are the ranks that a rank exchanges with directly; symmetric.
+            For a model in stages it has `stage_bounds` as third argument.
+        worker_info: for people; None: none is sent.
+        neighbours_by_exchange: the same by exchange, where the coordinator chooses one of these; empty: the
+            script chose.  With "" among them the coordinator may also choose none.
     """
 
     setup: m.Setup
@@ -62,16 +64,18 @@ class TrainerJoined:
 
     @property
     def is_pipelined(self) -> bool:
-        """The model is cut into stages."""
+        """Whether the model is partitioned into stages."""
         return self.setup.stages > 1
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitRound:
-    """The trainer's contribution to `round` is prepared; here are its collectives by channel.
+    """The trainer's contribution to `round`: collectives by channel.
 
-    `whole`: none is still to come.  Until then payloads travel, and nothing is voted on or decided here.
-    `more`: the round opens all the same, and `Extend` will bring the rest.
+    Attributes:
+        is_complete: False: more buckets follow with further `SubmitRound` events.  Payloads are exchanged
+            until then, and nothing is voted on.
+        has_more: the round opens, and `AddCollectives` brings the rest.
     """
 
     round: m.RoundId
@@ -82,9 +86,11 @@ class SubmitRound:
 
 @dataclass(frozen=True, slots=True)
 class AddCollectives:
-    """Further collectives of a round that was submitted with more to come; `more`: these are not the last.
+    """Further collectives of a round that was submitted with `has_more`.
 
-    `reason`: there will be none, since the trainer cannot go on.
+    Attributes:
+        has_more: these are not the last ones.
+        failure: why the trainer cannot continue; empty: it can.
     """
 
     round: m.RoundId
@@ -95,7 +101,7 @@ class AddCollectives:
 
 @dataclass(frozen=True, slots=True)
 class DigestComputed:
-    """The loop has computed the digest of all updates of the open round."""
+    """The digest of all updates of the open round."""
 
     digest: bytes
 
@@ -109,7 +115,7 @@ class RoundFailed:
 
 @dataclass(frozen=True, slots=True)
 class ProtocolViolation:
-    """What `peer` sent breaks the protocol, so that it cannot be an honest member."""
+    """`peer` sent something that an honest member of the same version never sends."""
 
     peer: m.PeerId
     reason: str
@@ -117,7 +123,7 @@ class ProtocolViolation:
 
 @dataclass(frozen=True, slots=True)
 class StateLoaded:
-    """The trainer has loaded the state that a donor gave in this generation."""
+    """The trainer has loaded the state of this generation."""
 
     term: int
     generation: int
@@ -125,9 +131,9 @@ class StateLoaded:
 
 @dataclass(frozen=True, slots=True)
 class StageCheckpointsChanged:
-    """Checkpoints of stages that are on this worker's disk now, all of them.
+    """All stage checkpoints that are on this worker's disk now.
 
-    `unwritten`: what was to be put aside, and cannot be.
+    `failed_write`: the answer to `SaveCheckpoint` if it could not be written.
     """
 
     checkpoints: tuple[m.CheckpointInfo, ...]
@@ -136,7 +142,7 @@ class StageCheckpointsChanged:
 
 @dataclass(frozen=True, slots=True)
 class CompareReplicas:
-    """The trainer's fingerprint of its state after `step`."""
+    """The trainer's digest of its state after `step`."""
 
     step: int
     digest: bytes
@@ -144,12 +150,12 @@ class CompareReplicas:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotLoading:
-    """The trainer begins to load an image: its model is not any more what it was."""
+    """The trainer begins to load a snapshot over its model."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """A follower's model is that after step `applied`, and hardly behind."""
+    """Catch-up: the model is the state after step `applied`, and close to the group's."""
 
     applied: int
     history: bytes
@@ -157,17 +163,20 @@ class CaughtUp:
 
 @dataclass(frozen=True, slots=True)
 class CatchUpFailed:
-    """A follower cannot follow any more: it takes the whole state while the others wait for it."""
+    """Catch-up cannot continue: the worker receives the whole state in a generation, while the others
+    wait."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatDue:
-    """Time for a sign of life.
+    """Time for a heartbeat.
 
-    `progress` grows when something moved: a payload, a block of state, the trainer's computing.
-    `waiting`: the trainer waits inside of gridtrain, so that it is not hung even if nothing moves.
+    Attributes:
+        progress: grows with each payload, block of state, and step of the trainer's computation.
+        is_waiting: the trainer waits inside of gridtrain, so it is not hung even without progress.
+        metrics: numbers for people, by name.
     """
 
     progress: int
@@ -177,7 +186,7 @@ class HeartbeatDue:
 
 @dataclass(frozen=True, slots=True)
 class RequestMean:
-    """The trainer's number for the `index`-th average of this step; `MeanKnown` answers."""
+    """The trainer's number for the `index`-th average of this step; answered by `DeliverMean`."""
 
     step: int
     index: int
@@ -186,42 +195,47 @@ class RequestMean:
 
 @dataclass(frozen=True, slots=True)
 class LeaveGroup:
+    """`is_temporary`: the worker means to come back."""
+
     reason: str
     is_temporary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResults:
+    """Answer to `ProbePeers`: measured round-trip times in seconds."""
+
     rtt_s: tuple[tuple[m.PeerId, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AbandonRound:
-    """The trainer leaves in the middle of a round: vote NO, unless the vote was YES already."""
+    """The trainer leaves during a round: vote NO, unless this member has voted YES."""
 
 
 @dataclass(frozen=True, slots=True)
 class RefuseResiduals:
-    """The trainer is about to leave: take over no residual any more."""
+    """The trainer is about to leave: accept no further residual."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferResidual:
-    """The trainer leaves and has no part in a round: hand these pieces of its residual over."""
+    """The trainer leaves and has no part in a round: transfer these blocks of its residual."""
 
     blocks: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ResidualReceived:
-    """All pieces of this peer's residual are there and hold what they may; `Inherit` or `Forget` follows."""
+    """All blocks of this peer's residual have arrived and are valid; `AddResidual` or `DropResidual`
+    follows."""
 
     peer: m.PeerId
 
 
 @dataclass(frozen=True, slots=True)
 class StateDigestMismatch:
-    """What was passed on to us as this generation's state is not that."""
+    """The state that was forwarded to this member does not have the digest that its source sent."""
 
     generation: int
 
@@ -265,7 +279,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class SendPayload:
-    """Send what the workspace of `channel` holds at `place`, as Data."""
+    """Send what the buffer of `channel` holds at `slot`, as Data."""
 
     peer: m.PeerId
     round: m.RoundId
@@ -276,7 +290,8 @@ class SendPayload:
 
 @dataclass(frozen=True, slots=True)
 class ApplyToBuffer:
-    """Apply to the workspace of `channel`; if it refuses, `Offence(peer, ...)`: it sent the payload."""
+    """Apply to the buffer of `channel`; if it refuses the payload of `peer`, a `ProtocolViolation`
+    follows."""
 
     channel: m.Channel
     effect: BufferEffect
@@ -285,7 +300,7 @@ class ApplyToBuffer:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCompleted:
-    """The collective of `channel` is complete, of a round that is to have more of them."""
+    """The collective of `channel` is complete, in a round that will have further ones."""
 
     channel: m.Channel
     skip: bool
@@ -293,7 +308,7 @@ class CollectiveCompleted:
 
 @dataclass(frozen=True, slots=True)
 class ComputeDigest:
-    """All collectives are complete: answer with `Sealed`."""
+    """All collectives are complete; answered by `DigestComputed`."""
 
     skip: bool
 
@@ -310,7 +325,7 @@ class ResolveRound:
 
 @dataclass(frozen=True, slots=True)
 class DeliverMean:
-    """The average that the trainer waits for; None: given up, the generation ends."""
+    """The average that the trainer waits for; None: cancelled, as the generation ends."""
 
     value: float | None
 
@@ -323,22 +338,28 @@ class Dial:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """This peer is no member any more, or has broken the protocol."""
+    """This peer is no longer a member, or has violated the protocol."""
 
     peer: m.PeerId
 
 
 @dataclass(frozen=True, slots=True)
 class ProbePeers:
-    """Measure round trips to these peers and answer with `Probed`."""
+    """Measure round trips to these peers; answered by `ProbeResults`."""
 
     targets: tuple[tuple[m.PeerId, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SendState:
-    """A joiner asked for our state; `kept`: for that one, which is on our disk and of its stage; `have`: so
-    many blocks are there; `digest`: it asked for the digest alone."""
+    """Send our state to a joining member.
+
+    Attributes:
+        is_whole: False: only the part that catch-up does not transfer.
+        checkpoint: send this stage checkpoint from our disk instead.
+        blocks_received: number of blocks that the member has.
+        digest_only: send only the digest.
+    """
 
     peer: m.PeerId
     term: int
@@ -351,7 +372,7 @@ class SendState:
 
 @dataclass(frozen=True, slots=True)
 class ForwardState:
-    """Another joiner gets from us what has come, and comes, of the state; it has so many blocks."""
+    """Forward the state to another joining member, block by block as it arrives; it has `blocks_received`."""
 
     peer: m.PeerId
     term: int
@@ -361,7 +382,7 @@ class ForwardState:
 
 @dataclass(frozen=True, slots=True)
 class ExpectStateDigest:
-    """What comes of the state counts if it has this digest.  `Refuted` answers if it has not."""
+    """The state counts only if it has this digest; otherwise `StateDigestMismatch` follows."""
 
     generation: int
     digest: bytes
@@ -369,10 +390,11 @@ class ExpectStateDigest:
 
 @dataclass(frozen=True, slots=True)
 class LoadCheckpoints:
-    """Load these checkpoints: the group goes on from them, here as this stage.  `Restored` answers, or
-    `Keeping` without one where it cannot be read.
+    """Assemble this worker's stage from these checkpoints; answered by `StateLoaded`, or by
+    `StageCheckpointsChanged` without one that cannot be read.
 
-    `blocks`: of the stage; together the checkpoints have them all, and perhaps others."""
+    `layers`: of the stage; together the checkpoints have all of them, and perhaps others.
+    """
 
     term: int
     generation: int
@@ -382,16 +404,16 @@ class LoadCheckpoints:
 
 @dataclass(frozen=True, slots=True)
 class SaveCheckpoint:
-    """What this worker has in memory goes to its disk: the model is cut otherwise, and it is taken from
-    there, by this worker and by others.  `Keeping` follows."""
+    """Write the state in memory to the disk: the model is repartitioned, and stages are assembled from it.
+    `StageCheckpointsChanged` follows."""
 
     checkpoint: m.CheckpointInfo
 
 
 @dataclass(frozen=True, slots=True)
 class SendCheckpoint:
-    """This checkpoint is to be on this member's disk as well: send it as `Copy`; `awaited`: the group waits
-    for it."""
+    """Send this checkpoint to another member's disk as CheckpointBlocks; `is_awaited`: the group waits for
+    it."""
 
     peer: m.PeerId
     term: int
@@ -402,7 +424,7 @@ class SendCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class StoreCheckpointBlock:
-    """A block of another stage's checkpoint; `Keeping` follows when all of it is on the disk."""
+    """Store a block of another stage's checkpoint; `StageCheckpointsChanged` follows the last one."""
 
     peer: m.PeerId
     block: m.CheckpointBlock
@@ -410,14 +432,14 @@ class StoreCheckpointBlock:
 
 @dataclass(frozen=True, slots=True)
 class DiscardCheckpoints:
-    """Checkpoints after this step are of a history that was given up."""
+    """Delete checkpoints after this step: the group has rolled back."""
 
     after_step: int
 
 
 @dataclass(frozen=True, slots=True)
 class BeginCatchUp:
-    """Begin to follow: a new image, then its donors' updates."""
+    """Begin catch-up: a new snapshot, then the sources' updates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,7 +454,7 @@ class SourceDisconnected:
 
 @dataclass(frozen=True, slots=True)
 class SetCatchUpTarget:
-    """A VIEW names this follower: that is the state that it must come to hold."""
+    """A VIEW names this worker: the state that catch-up must reach."""
 
     applied: int
     history: bytes
@@ -440,7 +462,7 @@ class SetCatchUpTarget:
 
 @dataclass(frozen=True, slots=True)
 class DeliverCatchUpMessage:
-    """From a donor to this follower, or from a follower to this donor."""
+    """A message between a source and a receiver of catch-up, to this one of them."""
 
     peer: m.PeerId
     message: m.Message
@@ -448,7 +470,7 @@ class DeliverCatchUpMessage:
 
 @dataclass(frozen=True, slots=True)
 class TakeSnapshot:
-    """Take an image after `step`; these followers, and nobody else, may have it."""
+    """Take a snapshot after `step`, for these receivers only."""
 
     step: int
     receivers: tuple[m.PeerId, ...]
@@ -456,7 +478,7 @@ class TakeSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class StoreStateBlock:
-    """A block of the donor's state; `Restored` follows when the trainer has loaded all."""
+    """Store a block of the state; `StateLoaded` follows when the trainer has loaded all of it."""
 
     peer: m.PeerId
     block: m.StateBlock
@@ -464,7 +486,7 @@ class StoreStateBlock:
 
 @dataclass(frozen=True, slots=True)
 class StoreResidualBlock:
-    """A piece of a leaver's residual, in a generation of so many; `Inherited` follows the last one."""
+    """Store a block of a leaving member's residual; `ResidualReceived` follows the last one."""
 
     peer: m.PeerId
     block: m.ResidualBlock
@@ -473,23 +495,23 @@ class StoreResidualBlock:
 
 @dataclass(frozen=True, slots=True)
 class AddResidual:
-    """What this peer handed over is ours now: the trainer adds it to its residual before the next round."""
+    """The trainer adds this peer's residual to its own before the next round."""
 
     peer: m.PeerId
 
 
 @dataclass(frozen=True, slots=True)
 class DropResidual:
-    """What this peer handed over is void."""
+    """Drop this peer's residual."""
 
     peer: m.PeerId
 
 
 @dataclass(frozen=True, slots=True)
 class ResidualTransferEnded:
-    """How the hand-over of our own residual ended; `text` names the heir, or says why there is none.
+    """End of the transfer of our own residual; `text` names the recipient, or says why there is none.
 
-    `taken` is None where an heir may have everything, but has not said so.
+    `is_accepted` is None where a recipient may have everything, but has not replied.
     """
 
     is_accepted: bool | None
@@ -498,13 +520,15 @@ class ResidualTransferEnded:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The worker cannot go on: refused, dismissed."""
+    """The worker cannot continue: refused or dismissed."""
 
     error: JoinRefused
 
 
 @dataclass(frozen=True, slots=True)
 class LogEvent:
+    """An event for the log, for people."""
+
     event: str
     fields: Mapping[str, Any] = field(default_factory=dict)
 

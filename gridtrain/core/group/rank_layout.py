@@ -1,7 +1,7 @@
-"""Who holds which part of a model that is cut into stages: a pure function of the rank.
+"""Ranks of a generation: which stage and replica a rank holds, and this member's rank among all.
 
-Decides nothing about who gets which rank: that is the coordinator's plan.  With S stages and R replicas a
-generation has S x R members.  The replicas of a stage have neighbouring ranks: they exchange gradients.
+With S stages and R replicas a generation has S x R members.  The replicas of a stage have consecutive ranks:
+they exchange gradients.
 
     S = 3, R = 2            replica 0   replica 1
                  stage 0       0           1         }  ranks 0 and 1 exchange the gradients of stage 0
@@ -13,21 +13,25 @@ generation has S x R members.  The replicas of a stage have neighbouring ranks: 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
+from gridtrain.core.messages import Member, PeerId, Span
 from gridtrain.errors import LocalProtocolError
 
 T = TypeVar("T")
 
 
 def group_by_stage(members: Sequence[T], stages: int) -> list[list[T]]:
-    """Who holds the same stage; `members` in rank order.  One group if they cannot hold the stages equally:
-    no coordinator has made such a generation, but somebody may tell of one."""
+    """The members of each stage; `members` in rank order.
+
+    One group if the number of members is no multiple of `stages`: the coordinator never makes such a
+    generation, but a worker may report one.
+    """
     if not members or len(members) % stages:
         return [list(members)]
-    seats = RankLayout.for_world_size(stages, len(members))
-    return [[members[rank] for rank in seats.stage_ranks(stage)] for stage in range(stages)]
+    layout = RankLayout.for_world_size(stages, len(members))
+    return [[members[rank] for rank in layout.stage_ranks(stage)] for stage in range(stages)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class RankLayout:
 
     @classmethod
     def for_world_size(cls, stages: int, world_size: int) -> RankLayout:
-        """Of a generation; `world_size` must be a multiple of `stages`."""
+        """The layout of a generation; `world_size` must be a multiple of `stages`."""
         if world_size % stages:
             raise LocalProtocolError(f"{world_size} members cannot hold {stages} stages equally often")
         return cls(stages, world_size // stages)
@@ -72,17 +76,86 @@ class RankLayout:
         return tuple(range(replica, self.world_size, self.replicas))
 
     def previous_stage_rank(self, rank: int) -> int | None:
-        """Who sends activations to this rank; None: it is in the first stage."""
+        """The rank that sends activations to this one; None in the first stage."""
         return rank - self.replicas if rank >= self.replicas else None
 
+    def next_stage_rank(self, rank: int) -> int | None:
+        """The rank that this one sends activations to; None in the last stage."""
+        return rank + self.replicas if rank + self.replicas < self.world_size else None
+
     def backup_rank(self, rank: int) -> int:
-        """Whose disk keeps a copy of this rank's checkpoints: the next stage's, of the last the first's."""
+        """The rank whose disk stores a copy of this rank's checkpoints: in the next stage, cyclically."""
         return (rank + self.replicas) % self.world_size
 
     def backed_up_rank(self, rank: int) -> int:
-        """Whose checkpoints this rank's disk keeps a copy of."""
+        """The rank whose checkpoints this rank's disk stores a copy of."""
         return (rank - self.replicas) % self.world_size
 
-    def next_stage_rank(self, rank: int) -> int | None:
-        """To whom this rank sends activations; None: it is in the last stage."""
-        return rank + self.replicas if rank + self.replicas < self.world_size else None
+
+@dataclass(frozen=True, slots=True)
+class RankAssignment:
+    """The members of one generation in rank order, as the member `own_id` sees them.
+
+    Attributes:
+        exchange: the coordinator's choice, as in `MembershipView`.
+        stage_bounds: (stages + 1,) first layer of each stage, and the number of layers; (): each stage counts
+            as one layer.
+    """
+
+    own_id: PeerId
+    term: int
+    generation: int
+    members: tuple[Member, ...]
+    stages: int = 1
+    exchange: str = ""
+    stage_bounds: tuple[int, ...] = ()
+    _ranks: dict[PeerId, int] = field(init=False, repr=False, compare=False)  # looked up for each message
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_ranks", {member.peer: rank for rank, member in enumerate(self.members)})
+
+    @property
+    def world_size(self) -> int:
+        return len(self.members)
+
+    @property
+    def shares(self) -> tuple[tuple[PeerId, int], ...]:
+        """(peer, share) in rank order, for `data_ledger.assign`."""
+        return tuple((member.peer, member.share) for member in self.members)
+
+    def rank_of(self, peer: PeerId) -> int | None:
+        return self._ranks.get(peer)
+
+    @property
+    def rank(self) -> int:
+        rank = self.rank_of(self.own_id)
+        if rank is None:
+            raise LocalProtocolError(f"not a member of generation {self.generation}")
+        return rank
+
+    @property
+    def layout(self) -> RankLayout:
+        return RankLayout.for_world_size(self.stages, self.world_size)
+
+    @property
+    def stage(self) -> int:
+        """The stage that this member holds."""
+        return self.layout.stage_of(self.rank)
+
+    @property
+    def layers(self) -> Span:
+        """The layers that this member holds."""
+        return self.layers_of_stage(self.stage)
+
+    def layers_of_stage(self, stage: int) -> Span:
+        return Span(*self.stage_bounds[stage : stage + 2]) if self.stage_bounds else Span(stage, stage + 1)
+
+    @property
+    def checkpoint_sources(self) -> tuple[tuple[Span, int], ...]:
+        """Checkpoints that this member assembles its stage from: layers, and the rank that stores them."""
+        return self.members[self.rank].pieces
+
+    def checkpoint_source_digest(self, layers: Span, rank: int) -> bytes:
+        """Digest of one of `checkpoint_sources`, as the coordinator knows it; empty: unknown."""
+        own = self.members[self.rank]
+        return dict(zip(own.pieces, own.piece_digests, strict=False)).get((layers, rank), b"")

@@ -1,4 +1,4 @@
-"""What the sensors of a worker's machine read: battery, GPU, idle time, temperature."""
+"""Readings of the sensors of a worker's machine: battery, GPU, idle time, temperature."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _READING = {"battery": "on_battery", "gpu": "gpu_used", "idle": "idle_s", "tempe
 
 @dataclass(frozen=True, slots=True)
 class SensorReadings:
-    """What the sensors say now.
+    """Current sensor values; None: not read.
 
     Attributes:
         on_battery: the computer runs on its battery.
-        gpu_used: by another program.
-        idle_s: since somebody touched the computer.
+        gpu_used: another program uses the GPU.
+        idle_s: time since the last input of a user.
         temperature_C: of the hottest part that is watched.
-        absent: sensors that cannot be read, by name, and why; what they would say is None.
+        absent: reasons by name of the sensors that cannot be read.
     """
 
     on_battery: bool | None = None
@@ -27,9 +27,9 @@ class SensorReadings:
     absent: Mapping[str, str] = field(default_factory=dict)
 
     def why_absent(self, name: str) -> str:
-        """Empty: it can be read."""
+        """Why this sensor cannot be read; empty: it can."""
         value = getattr(self, _READING[name])
-        return "" if value is not None else self.absent.get(name, "it says nothing")
+        return "" if value is not None else self.absent.get(name, "it reports no value")
 
 
 assert set(_READING.values()) < {known.name for known in fields(SensorReadings)}

@@ -1,13 +1,11 @@
-"""Did we sleep?  Who did not look for a while must not blame others for the silence (as Lifeguard's
-local health, arXiv 1707.00788).
-
-Decides whether the caller's own loop ran late.  Never reads a clock, and never decides who is silent.
+"""Detects that our own loop stalled, so that peers are not timed out for messages that we did not read.
 
     called      deadline              called again
-    --|------------|----------------------|-->       late by more than `OVERSLEPT_S`: our loop stood still
-                   <------- late --------->          (SIGSTOP, a laptop's lid, a starved machine)
+    --|------------|----------------------|-->       late by more than `STALL_THRESHOLD_S`: our loop stalled
+                   <------- late --------->          (SIGSTOP, a closed laptop, a starved machine)
 
-What came meanwhile lies unread, so everybody gets a little more time: see the callers' `_second_chance`.
+Messages that arrived meanwhile are still unread, so the caller extends its timeouts.  Compare Lifeguard's
+local health (arXiv 1707.00788).
 """
 
 from __future__ import annotations
@@ -15,11 +13,11 @@ from __future__ import annotations
 import math
 
 STALL_THRESHOLD_S = 0.5
-"""A loop that runs is never so late: it waits for messages until the deadline, and no longer."""
+"""A running loop waits for messages until its deadline and no longer, so it is never this late."""
 
 
 class LoopStallDetector:
-    """To be told of each call with the deadline that stood before it."""
+    """Compares the times of calls with the deadlines that stood before them."""
 
     __slots__ = ("_last_call_s",)
 
@@ -27,11 +25,11 @@ class LoopStallDetector:
         self._last_call_s = math.inf
 
     def may_have_stalled(self, now_s: float) -> bool:
-        """Cheap, and False nearly always: only then `overslept` has anything to find."""
+        """A cheap test, False nearly always; only after True can `measure_stall` find a stall."""
         return now_s - self._last_call_s > STALL_THRESHOLD_S
 
     def measure_stall(self, deadline_s: float, now_s: float) -> float:
-        """For how long the deadline had passed when we came to look; 0.0: we were awake."""
+        """Seconds between the deadline and this call; 0.0 if below the threshold."""
         late_s = now_s - max(deadline_s, min(self._last_call_s, now_s))
         self._last_call_s = now_s
         return late_s if late_s > STALL_THRESHOLD_S else 0.0
@@ -40,6 +38,6 @@ class LoopStallDetector:
         self._last_call_s = now_s
 
 
-def extend_start(since_s: float, patience_s: float, until_s: float) -> float:
-    """`since_s`, moved so that patience with it lasts until `until_s` at least."""
-    return max(since_s, until_s - patience_s)
+def extend_start(start_s: float, timeout_s: float, until_s: float) -> float:
+    """`start_s`, moved so that a timeout counted from it ends at `until_s` or later."""
+    return max(start_s, until_s - timeout_s)

@@ -1,21 +1,17 @@
-"""What a worker keeps from one generation to the next, and what every part of its core may ask of that.
+"""What a worker keeps from one generation to the next.
 
-Decides nothing.  There is one of it; each `Generation` is lent it.
-
-    Course --- Generation     seat, attempts, means, the state's way here               from VIEW to VIEW
+ViewChanges --- Generation     rank assignment, attempts, means, incoming state     from VIEW to VIEW
                    |
                    v
-               Lasting        edges, state, checkpoints, following, hand-over, pace     as long as it lives
+             MemberContext     links, state, checkpoints, catch-up, residuals       as long as the worker
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
-from gridtrain.core.commit.attempts import RankAssignment
 from gridtrain.core.group.member_events import Disconnect, LogEvent, MemberEffect, Send, TrainerJoined
+from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.coordinator_link import CoordinatorLink
 from gridtrain.core.member.member_checkpoints import MemberCheckpoints
 from gridtrain.core.member.peer_links import PeerLinks
@@ -25,24 +21,24 @@ from gridtrain.core.member.step_pace import StepPace
 from gridtrain.core.member.worker_catch_up import WorkerCatchUp
 
 
-@dataclass(slots=True)
 class MemberContext:
-    """See the module's text.  `entered`: what the trainer brought; None: it has not come yet."""
+    """One instance per worker, shared by its generations.
 
-    own_id: m.PeerId
-    deadlines: Deadlines
-    coordinator_link: CoordinatorLink
-    peer_links: PeerLinks
-    replica_state: ReplicaState
-    checkpoints: MemberCheckpoints
-    catch_up: WorkerCatchUp
-    residual_transfer: ResidualTransfer
-    step_pace: StepPace
-    trainer: TrainerJoined | None = None
+    Attributes:
+        trainer: the trainer's setup; None: it has not joined yet.
+    """
 
-    @property
-    def coordinator(self) -> m.PeerId:
-        return self.coordinator_link.coordinator
+    def __init__(self, own_id: m.PeerId, coordinator: m.PeerId, join: m.Join, deadlines: Deadlines) -> None:
+        self.own_id, self.coordinator = own_id, coordinator
+        self.deadlines = deadlines
+        self.coordinator_link = CoordinatorLink(coordinator, join)
+        self.peer_links = PeerLinks(own_id, coordinator)
+        self.replica_state = ReplicaState()
+        self.checkpoints = MemberCheckpoints(self.replica_state, self.coordinator_link)
+        self.catch_up = WorkerCatchUp(self.peer_links, deadlines.route_s)
+        self.residual_transfer = ResidualTransfer()
+        self.step_pace = StepPace(deadlines)
+        self.trainer: TrainerJoined | None = None
 
     @property
     def setup(self) -> m.Setup | None:
@@ -54,32 +50,35 @@ class MemberContext:
 
     @property
     def is_finished(self) -> bool:
-        """The ledger has ended the run, as far as this worker has applied it."""
+        """Whether the ledger has ended the run, as far as this worker has applied it."""
         return self.trainer is not None and self.replica_state.is_finished(self.trainer.setup.ledger)
 
+    def trainer_joined(self, trainer: TrainerJoined) -> None:
+        self.trainer = trainer
+        self.checkpoints.set_stored(trainer.setup.stage_checkpoints)
+
     def introduce(self) -> list[MemberEffect]:
-        """What the trainer brought, for the coordinator."""
+        """Send the trainer's setup to the coordinator."""
         return self.coordinator_link.introduce(
             self.trainer, self.checkpoints.stored, self.replica_state.is_modified
         )
 
     def report_finished(self) -> list[MemberEffect]:
-        """Nothing if there is more to do."""
+        """RunFinished for the coordinator; nothing while steps remain."""
         if not self.is_finished:
             return []
         return [Send(self.coordinator, m.RunFinished(*self.replica_state.position))]
 
-    def known_peers(self, seat: RankAssignment | None) -> frozenset[m.PeerId]:
-        """Whom this worker deals with: the coordinator, the members, and who was announced; nobody else."""
-        return self.peer_links.known_peers(seat, self.catch_up.peers)
+    def known_peers(self, assignment: RankAssignment | None) -> frozenset[m.PeerId]:
+        """Peers whose messages are accepted: coordinator, members, announced peers, partners of catch-up."""
+        return self.peer_links.known_peers(assignment, self.catch_up.peers)
 
-    def disconnect_strangers(self, seat: RankAssignment | None) -> list[MemberEffect]:
-        """Of whom it does not deal with any more."""
-        return self.peer_links.disconnect_strangers(self.known_peers(seat))
+    def disconnect_strangers(self, assignment: RankAssignment | None) -> list[MemberEffect]:
+        return self.peer_links.disconnect_strangers(self.known_peers(assignment))
 
     def exclude_peer(self, peer: m.PeerId, reason: str) -> list[MemberEffect]:
-        """It has broken the protocol."""
+        """Disconnect a peer that violated the protocol."""
         if not self.peer_links.exclude_peer(peer):
             return [Disconnect(peer)]
-        note = LogEvent("offence", {"peer": peer.hex()[:8], "reason": reason})
-        return [note, Disconnect(peer), *self.catch_up.source_lost(peer)]
+        event = LogEvent("offence", {"peer": peer.hex()[:8], "reason": reason})
+        return [event, Disconnect(peer), *self.catch_up.source_lost(peer)]

@@ -1,10 +1,8 @@
-"""Which coordinator a worker obeys, and what that one is told of the worker as often as they meet.
+"""A worker's side of the link to the coordinator: its term, its Welcome, and what it is sent on each
+connection.
 
-Decides whether what the coordinator's key says counts: a coordinator whose term is over is not obeyed, and
-nobody else is.  Never decides what follows from it (`protocol.course`).
-
-    EdgeUp --> Join        Welcome, term t >= ours   welcomed: Setup, and what may have been missed
-                           Welcome, term t < ours    fenced: Seated tells it our term, nothing else is done
+PeerConnected --> Join     Welcome, term t >= ours   welcomed: Setup, and messages that may have been lost
+                           Welcome, term t < ours    fenced: CurrentGeneration tells it our term
                            Rejoin                    Join, once
                            Refused                   Stop
 """
@@ -14,26 +12,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gridtrain.core import messages as m
-from gridtrain.core.commit.attempts import RankAssignment
 from gridtrain.core.group.member_events import LogEvent, MemberEffect, Send, Stop, TrainerJoined
+from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.errors import JoinRefused
 
 _CARRIES_TERM = (m.Welcome, m.Freeze, m.MemberListPage, m.MembershipView, m.StartGeneration)
-"""Of an old coordinator these are seen to be old by themselves; all else counts by its last Welcome."""
+"""Messages whose own term shows whether they are outdated; for all others the last Welcome decides."""
 
 
 class CoordinatorLink:
-    """See the module's text.
+    """State of the link to the coordinator.
 
     Args:
         coordinator: its key.
-        join: the Join message to introduce ourselves with.
+        join: the Join message that introduces this worker.
 
     Attributes:
-        term: the highest one that was heard of; 0: none.
-        welcomed: in this connection.
-        run_state: what the coordinator last said of the run, and why.
-        reach: an address at which it got through to us; empty: nobody from outside can; None: not said yet.
+        term: the highest known; 0: none.
+        is_welcomed: in this connection.
+        run_state: (state, reason) that the coordinator sent last.
     """
 
     def __init__(self, coordinator: m.PeerId, join: m.Join) -> None:
@@ -41,36 +38,39 @@ class CoordinatorLink:
         self.term = 0
         self.is_welcomed = False
         self.run_state = ("", "")
-        self.reachable_address: str | None = None
         self._join = join
-        self._is_fenced = False  # whoever answers for the coordinator does so in a term that is over
+        self._is_fenced = False  # the coordinator answers in a term that is over
 
     @property
     def name(self) -> str:
         return self._join.name
 
     def set_name(self, name: str) -> None:
-        """As the run calls this worker, should it join anew."""
+        """Use the name that the run gave this worker, in the next Join."""
         self._join = replace(self._join, name=name)
 
-    # -- what it says ----------------------------------------------------------------------------
+    def set_term(self, term: int) -> None:
+        """A VIEW of this term was accepted."""
+        self.term = term
+
+    # -- received --------------------------------------------------------------------------------
 
     def is_outdated(self, message: m.Message) -> bool:
-        """Whatever it says, it is not the coordinator any more."""
+        """Whether `message` comes from a coordinator whose term is over."""
         return self._is_fenced and not isinstance(message, _CARRIES_TERM)
 
-    def coordinator_connected(self, generation: int) -> list[MemberEffect]:
-        self._is_fenced = False  # until it says its term
+    def connected(self, generation: int) -> list[MemberEffect]:
+        self._is_fenced = False  # until it announces its term
         return [self._join_message(generation)]
 
-    def coordinator_disconnected(self, reason: str) -> list[MemberEffect]:
+    def disconnected(self, reason: str) -> list[MemberEffect]:
         self.is_welcomed = False
         if self.run_state[0] == "finished":
             return [LogEvent("coordinator_ended", {"reason": reason})]
         return [LogEvent("coordinator_away", {"reason": reason})]
 
     def accept_welcome(self, term: int) -> bool:
-        """False: its term is over."""
+        """Returns False if this term is over."""
         self._is_fenced = term < self.term
         if self._is_fenced:
             return False
@@ -79,54 +79,50 @@ class CoordinatorLink:
 
     def rejoin(self, reason: str, generation: int) -> list[MemberEffect]:
         if not self.is_welcomed:
-            return []  # the Join is on its way
+            return []  # a Join is on its way
         self.is_welcomed = False
         return [LogEvent("rejoin", {"reason": reason}), self._join_message(generation)]
 
     def receive(self, message: m.Refused | m.Reachability | m.RunStateUpdate) -> list[MemberEffect]:
-        """What concerns no generation."""
+        """Messages that concern no generation."""
         match message:
             case m.Refused(code, reason, remedy):
                 return [Stop(JoinRefused(code, reason, remedy=remedy))]
             case m.Reachability(address):
-                self.reachable_address = address
                 return [LogEvent("reach", {"address": address})]
             case m.RunStateUpdate(state, reason):
                 self.run_state = (state, reason)
                 return [LogEvent("run_state", {"state": state, "reason": reason})]
 
-    # -- what it is told -------------------------------------------------------------------------
+    # -- sent ------------------------------------------------------------------------------------
 
     def send(self, message: m.Message) -> list[MemberEffect]:
-        """If it listens; else it is told with the next Welcome."""
+        """Send now if welcomed; otherwise the next Welcome leads to a message that replaces it."""
         return [Send(self.coordinator, message)] if self.is_welcomed else []
 
     def _join_message(self, generation: int) -> Send:
         return Send(self.coordinator, replace(self._join, is_rejoin=self.term > 0, generation=generation))
 
     def introduce(
-        self, entered: TrainerJoined | None, kept: tuple[m.CheckpointInfo, ...], touched: bool
+        self, trainer: TrainerJoined | None, stored: tuple[m.CheckpointInfo, ...], is_modified: bool
     ) -> list[MemberEffect]:
-        """What the trainer brought, with what has changed since."""
-        if entered is None:
+        """Send WorkerInfo and the current Setup; nothing before the trainer has joined."""
+        if trainer is None:
             return []
         setup = replace(
-            entered.setup,
-            stage_checkpoints=kept,
-            initial_state_digest=b"" if touched else entered.setup.initial_state_digest,
+            trainer.setup,
+            stage_checkpoints=stored,
+            initial_state_digest=b"" if is_modified else trainer.setup.initial_state_digest,
         )
-        told = (entered.worker_info, setup) if entered.worker_info is not None else (setup,)
-        return [Send(self.coordinator, message) for message in told]
+        messages = (trainer.worker_info, setup) if trainer.worker_info is not None else (setup,)
+        return [Send(self.coordinator, message) for message in messages]
 
-    def report_generation(self, seat: RankAssignment | None) -> list[MemberEffect]:
-        """Where this worker is, for a coordinator whose journal may be older than that (rule 11)."""
+    def report_generation(self, assignment: RankAssignment | None) -> list[MemberEffect]:
+        """Send this worker's generation, to a coordinator whose journal may be older (commit rule 11)."""
         if not self.term:
             return []
-        if seat is None:  # the term alone may be news
+        if assignment is None:  # the term alone may be new to it
             return [Send(self.coordinator, m.CurrentGeneration(self.term, 0, (), ()))]
-        members = tuple((member.peer, member.share) for member in seat.members)
-        return [
-            Send(
-                self.coordinator, m.CurrentGeneration(self.term, seat.generation, members, seat.stage_bounds)
-            )
-        ]
+        members = tuple((member.peer, member.share) for member in assignment.members)
+        current = m.CurrentGeneration(self.term, assignment.generation, members, assignment.stage_bounds)
+        return [Send(self.coordinator, current)]

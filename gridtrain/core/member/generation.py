@@ -1,15 +1,13 @@
-"""One generation as one of its members lives it: from the VIEW that names it to the next one.
+"""One generation as one of its members sees it, from the VIEW that names the member to the next VIEW.
 
-Decides when this member is READY, when the trainer may begin a step, when an update counts as applied, and
-when the coordinator is told that nothing moves.  Never decides that the generation begins or ends: that is
-`protocol.course`.  The open step's rounds are `protocol.attempts`.
+    FORMING  synced and connected? --> Ready           Start       RUNNING  <--+
+       |     not connected: PeersUnreachable     ------------->       |        |
+       |     no block arrives: ask the source                    SubmitRound   |  StepCommitted
+       |                                                              v        |
+       +--------------- Freeze ----------> FROZEN <---- Freeze ---- Attempts --+
+                                           neither votes nor applies (commit rule 5)
 
-    FORMING  state and edges are there? --> Ready      Start      RUNNING  <--+
-       |     a way is missing: NoRoute      -------------------->    |        |
-       |     nothing comes: ask the donor                         Submit      |  Committed
-       |                                                             v        |
-       +--------------- Freeze ----------> FROZEN <---- Freeze --- Attempts --+
-                                           neither votes nor applies (rule 5)
+`view_changes` decides when a generation begins and ends; `attempts` runs the attempts at the open step.
 """
 
 from __future__ import annotations
@@ -19,425 +17,332 @@ from collections.abc import Callable, Sequence
 
 from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
-from gridtrain.core.commit.attempts import (
-    AttemptEffect,
-    Attempts,
-    EarlyViolation,
-    RankAssignment,
-    StepCommitted,
-)
-from gridtrain.core.commit.two_phase_commit import ROOT, Failed, ProgressReceived
+from gridtrain.core.commit.attempts import AttemptEffect, Attempts, EarlyViolation, StepCommitted
+from gridtrain.core.commit.two_phase_commit import ROOT, Failed, Prepared, ProgressReceived
 from gridtrain.core.group.member_events import (
+    AbandonRound,
+    AddCollectives,
+    CompareReplicas,
     DeliverMean,
+    DigestComputed,
     HeartbeatDue,
     LogEvent,
     MemberEffect,
     MemberPhase,
+    RequestMean,
     ResolveRound,
+    RoundFailed,
     Send,
     StageCheckpointsChanged,
+    StateDigestMismatch,
+    StateLoaded,
     SubmitRound,
     TransferResidual,
 )
-from gridtrain.core.group.stall_detection import extend_start
+from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.context import MemberContext
 from gridtrain.core.member.incoming_state import IncomingState
-from gridtrain.core.member.required_peers import required_ranks
+from gridtrain.core.member.required_peers import RequiredPeers
 from gridtrain.core.member.scalar_means import ScalarMeans
-from gridtrain.core.messages import relay_of
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 
 MAX_REASON_LENGTH = 200
 
+TrainerEvent = (
+    SubmitRound
+    | AddCollectives
+    | DigestComputed
+    | RoundFailed
+    | AbandonRound
+    | TransferResidual
+    | RequestMean
+    | CompareReplicas
+    | StateLoaded
+    | StateDigestMismatch
+    | StageCheckpointsChanged
+)
+"""Events of the trainer and the loop that concern a generation."""
+
 
 class Generation:
-    """See the module's text.
+    """State machine of one member in one generation: FORMING, RUNNING, FROZEN.
 
     Args:
-        seat: of this member.
-        first_step: the generation's.
-        chained: see `StateTransfer`.
-
-    Attributes:
-        stalled: the coordinator was told that nothing moves.
-        ready: READY was sent.
+        first_step: the generation's first step.
+        chained: see `IncomingState`.
     """
 
     def __init__(
-        self, seat: RankAssignment, first_step: int, lasting: MemberContext, now_s: float, *, chained: bool
+        self,
+        assignment: RankAssignment,
+        first_step: int,
+        context: MemberContext,
+        now_s: float,
+        *,
+        chained: bool,
     ) -> None:
-        self.rank_assignment = seat
+        self.rank_assignment = assignment
+        self.first_step = first_step
         self.phase = MemberPhase.FORMING
-        self.attempts = Attempts(seat, first_step)
-        self.state_transfer = IncomingState(seat, lasting, chained=chained)
-        self.is_ready_sent = False
-        self.is_stall_reported = False
-        self._context = lasting
-        self._means = ScalarMeans(seat)
-        self._formed_s = now_s  # when the way into it began; infinite: NoRoute is sent
-        self._disconnected_since_s = now_s
-        self._required_ranks: frozenset[int] | None = None
+        self.attempts = Attempts(assignment, first_step)
+        self.required_peers = RequiredPeers(assignment, context, now_s)
+        self.incoming_state = IncomingState(assignment, context, chained=chained)
+        self._context = context
+        self._means = ScalarMeans(assignment)
+        self._is_ready_sent = False
+        self._is_stall_reported = False
 
     @property
-    def is_running(self) -> bool:
+    def _is_running(self) -> bool:
         return self.phase is MemberPhase.RUNNING
 
     @property
-    def is_forming(self) -> bool:
+    def _is_forming(self) -> bool:
         return self.phase is MemberPhase.FORMING
 
-    # -- what the trainer asks -----------------------------------------------------------------
+    # -- the open step, for the trainer --------------------------------------------------------
 
     @property
     def next_round(self) -> m.RoundId | None:
         """The round that the trainer may submit its part to now; None: wait."""
-        mine, lasting = self.attempts, self._context
-        if not self.is_running or mine.open_attempt is not None:
+        attempts, context = self.attempts, self._context
+        if not self._is_running or attempts.open_attempt is not None:
             return None
-        over = mine.is_stuck or lasting.is_finished or lasting.residual_transfer.is_leaving
-        return None if over or self.missing_peers else mine.next_round
+        if attempts.is_stuck or context.is_finished or context.residual_transfer.is_leaving:
+            return None
+        return None if self.required_peers.missing else attempts.next_round
 
     @property
     def doomed_round(self) -> m.RoundId | None:
-        """The open round, if it cannot be committed from here."""
-        mine = self.attempts.open_attempt
-        if mine is None or mine.vote is True:
+        """The open round, if this member voted NO on it, or did not vote before the FREEZE."""
+        attempt = self.attempts.open_attempt
+        if attempt is None or attempt.vote is True:
             return None
-        return mine.round_id if not self.is_running or mine.vote is False else None
+        return attempt.round_id if not self._is_running or attempt.vote is False else None
 
     def data_positions(self) -> tuple[tuple[m.Span, ...], int]:
-        """What of the open step this member works on, and the samples of the whole step.
+        """This member's positions in the open step, and the number of samples of the whole step.
 
-        The members of a pipeline work on what all of them hold, first stage first: the same samples.
+        All members of a pipeline work on the same samples: those of all its members, first stage first.
         """
-        assignment, seat = self.data_assignment(), self.rank_assignment
-        mine: tuple[m.PeerId, ...] = (seat.own_id,)
+        spans_of, assignment = self.data_assignment(), self.rank_assignment
+        peers: tuple[m.PeerId, ...] = (assignment.own_id,)
         if self._context.is_pipelined:
-            line = seat.layout.pipeline_ranks(seat.layout.replica_of(seat.rank))
-            mine = tuple(seat.members[rank].peer for rank in line)
-        held = tuple(span for peer in mine for span in assignment.get(peer, ()))
-        return held, sum(data_ledger.count_samples(spans) for spans in assignment.values())
+            ranks = assignment.layout.pipeline_ranks(assignment.layout.replica_of(assignment.rank))
+            peers = tuple(assignment.members[rank].peer for rank in ranks)
+        own = tuple(span for peer in peers for span in spans_of.get(peer, ()))
+        return own, sum(data_ledger.count_samples(spans) for spans in spans_of.values())
 
     def data_assignment(self) -> dict[m.PeerId, tuple[m.Span, ...]]:
-        """Who holds which positions of the open step: a pure function of replicated state."""
+        """Each member's positions in the open step: a pure function of replicated state."""
         setup = self._context.setup
         if setup is None:
-            raise LocalProtocolError("positions are asked for before the trainer has entered")
-        return data_ledger.assign(
-            setup.ledger, self._context.replica_state.ledger, self.rank_assignment.shares
-        )
+            raise LocalProtocolError("data positions are requested before the trainer has joined")
+        ledger = self._context.replica_state.ledger
+        return data_ledger.assign(setup.ledger, ledger, self.rank_assignment.shares)
+
+    @property
+    def is_comparison_due(self) -> bool:
+        """Whether the replicas are compared after the next step: the first one after members joined, or after
+        a start at which all workers reported the same initial state."""
+        if self._context.replica_state.step != self.first_step:
+            return False
+        is_initial = self.first_step == 0 and not self._context.is_pipelined
+        members = self.rank_assignment.members
+        return (is_initial and len(members) > 1) or any(member.joining for member in members)
+
+    @property
+    def pause_reason(self) -> str:
+        """Why nothing can continue without the coordinator (commit rule 10); empty: training can."""
+        if not self._is_running:
+            return "the next generation needs the coordinator"
+        if missing := self.required_peers.missing:
+            return f"{len(missing)} peers are gone, and only the coordinator can plan without them"
+        if self._is_stall_reported:
+            return "a step cannot be committed, and only the coordinator can freeze it"
+        return ""
 
     # -- the clock -----------------------------------------------------------------------------
 
     @property
     def deadline_s(self) -> float:
-        """When `tick` has something to do."""
-        mine, limits = self.attempts, self._context.deadlines
-        if self.is_forming:
-            route_s = self._formed_s + limits.route_s if self.missing_peers else math.inf
-            synced = self._context.replica_state.is_synced
-            return route_s if synced else min(route_s, self.state_transfer.forwarding.deadline_s)
-        if not self.is_running or self.is_stall_reported:
+        """When to call `tick`."""
+        attempts, required = self.attempts, self.required_peers
+        if self._is_forming:
+            if self._context.replica_state.is_synced:
+                return required.forming_deadline_s
+            return min(required.forming_deadline_s, self.incoming_state.forwarding.deadline_s)
+        if not self._is_running or self._is_stall_reported:
             return math.inf
-        if mine.is_stuck and mine.rank == ROOT:
+        if attempts.is_stuck and attempts.rank == ROOT:
             return -math.inf
-        if self.missing_peers:
-            return self._disconnected_since_s + 2 * limits.regreet_s
-        return mine.deadline_s
+        return required.running_deadline_s if required.missing else attempts.deadline_s
 
     def tick(self, now_s: float) -> list[MemberEffect]:
-        """`deadline_s` has passed: tell the coordinator what does not move."""
-        mine, missing = self.attempts, self.missing_peers
-        if self.is_forming:
-            late = (
-                not self._context.replica_state.is_synced
-                and now_s >= self.state_transfer.forwarding.deadline_s
-            )
-            asked = self.state_transfer.bypass_forwarder("nothing came") if late else []
-            by_now = now_s >= self._formed_s + self._context.deadlines.route_s
-            return asked + (self._report_unreachable(missing) if missing and by_now else [])
-        step, patience_s = self._step, self._context.step_pace.timeout_s
-        if mine.is_stuck and mine.rank == ROOT:
-            return self._report_stall(
-                mine.suspects, mine.silent_s, f"attempts at step {step} abort: {mine.abort_reason}"
-            )
-        if missing:
-            names = ", ".join(p.hex()[:8] for p in missing)
-            ways = self._addresses
-            relayed = [p for p in missing if relay_of(ways[p]) is not None]
-            other_ways = self._report_unreachable(relayed) if relayed else []
-            return [*other_ways, *self._report_stall(missing, 0.0, f"no connection to {names}")]
-        if mine.rank != ROOT:
-            reason = f"no decision on step {step} for {patience_s:.1f} s"
-            return self._report_stall((self.rank_assignment.members[ROOT].peer,), patience_s, reason)
-        return self._process_effects(mine.tick(now_s), now_s)
+        """`deadline_s` has passed: report what does not move to the coordinator."""
+        attempts, required = self.attempts, self.required_peers
+        if self._is_forming:
+            is_synced = self._context.replica_state.is_synced
+            is_late = not is_synced and now_s >= self.incoming_state.forwarding.deadline_s
+            bypass = self.incoming_state.bypass_forwarder("no block arrived in time") if is_late else []
+            return bypass + required.report_late(now_s)
+        step, timeout_s = self._context.replica_state.step, self._context.step_pace.timeout_s
+        if attempts.is_stuck and attempts.rank == ROOT:
+            reason = f"attempts at step {step} abort: {attempts.abort_reason}"
+            return self._report_stall(attempts.suspects, attempts.silent_s, reason)
+        if missing := required.missing:
+            names = ", ".join(peer.hex()[:8] for peer in missing)
+            relayed = required.report_relayed(missing)
+            return relayed + self._report_stall(missing, 0.0, f"no connection to {names}")
+        if attempts.rank != ROOT:
+            reason = f"no decision on step {step} for {timeout_s:.1f} s"
+            return self._report_stall((self.rank_assignment.members[ROOT].peer,), timeout_s, reason)
+        return self._process_effects(attempts.tick(now_s), now_s)
 
     def extend_timeouts(self, until_s: float) -> None:
-        """This worker slept: nobody is to blame for a silence before `until_s`."""
-        limits = self._context.deadlines
+        """Our own loop stalled: no timeout ends before `until_s`."""
         self.attempts.extend_timeouts(until_s)
-        self.state_transfer.forwarding.extend_timeouts(until_s)
-        self._formed_s = extend_start(self._formed_s, limits.route_s, until_s)
-        self._disconnected_since_s = extend_start(self._disconnected_since_s, 2 * limits.regreet_s, until_s)
-
-    @property
-    def _step(self) -> int:
-        return self._context.replica_state.applied + 1
+        self.incoming_state.forwarding.extend_timeouts(until_s)
+        self.required_peers.extend_timeouts(until_s)
 
     def _report_stall(self, suspects: Sequence[m.PeerId], silent_s: float, reason: str) -> list[MemberEffect]:
-        self.is_stall_reported = True
-        mine = self.attempts
-        round_id = mine.open_attempt.round_id if mine.open_attempt is not None else mine.next_round
-        told = m.RoundStalled(round_id, tuple(suspects), silent_s, reason)
-        return [LogEvent("stalled", {"reason": reason}), Send(self._context.coordinator, told)]
+        self._is_stall_reported = True
+        attempt = self.attempts.open_attempt
+        round_id = attempt.round_id if attempt is not None else self.attempts.next_round
+        report = m.RoundStalled(round_id, tuple(suspects), silent_s, reason)
+        return [LogEvent("stalled", {"reason": reason}), Send(self._context.coordinator, report)]
 
-    # -- edges ---------------------------------------------------------------------------------
-
-    @property
-    def _addresses(self) -> dict[m.PeerId, str]:
-        return {member.peer: member.address for member in self.rank_assignment.members}
-
-    @property
-    def required_ranks(self) -> frozenset[int]:
-        """Ranks this member must be connected to."""
-        if self._required_ranks is None:  # asked for several times with each message
-            self._required_ranks = required_ranks(self.rank_assignment, self._context.trainer)
-        return self._required_ranks
-
-    def trainer_joined(self) -> None:
-        """The trainer has said anew with whom it exchanges."""
-        self._required_ranks = None
-
-    @property
-    def missing_peers(self) -> tuple[m.PeerId, ...]:
-        """Of these, who is not connected."""
-        peers = (self.rank_assignment.members[rank].peer for rank in sorted(self.required_ranks))
-        return tuple(peer for peer in peers if peer not in self._context.peer_links.connected)
+    # -- connections ---------------------------------------------------------------------------
 
     def dial_members(self) -> list[MemberEffect]:
-        """What is told to dial whom."""
-        peers = {self.rank_assignment.members[rank].peer for rank in self.required_ranks}
-        peers |= self.state_transfer.forwarding.adjacent_peers if self.is_forming else frozenset()
-        return self._context.peer_links.dial_members(self.rank_assignment, peers)
-
-    def resend_unreachable(self) -> list[MemberEffect]:
-        """The coordinator may have missed it."""
-        missing = self.missing_peers if self.is_forming and math.isinf(self._formed_s) else ()
-        return self._report_unreachable(missing) if missing else []
-
-    def _report_unreachable(self, missing: Sequence[m.PeerId]) -> list[MemberEffect]:
-        """Whoever was told how to connect, and could not, says so: there may be another way."""
-        self._formed_s = math.inf
-        ways, seat = self._addresses, self.rank_assignment
-        tried = tuple(peer for peer in missing if ways[peer])
-        if not tried:
-            return []
-        names = ", ".join(f"{peer.hex()[:8]} at {ways[peer]}" for peer in tried)
-        told = m.PeersUnreachable(seat.term, seat.generation, tried)
-        return [LogEvent("no_route", {"peers": names}), Send(self._context.coordinator, told)]
+        chain = self.incoming_state.forwarding.adjacent_peers if self._is_forming else frozenset()
+        return self.required_peers.dial(chain)
 
     def peer_connected(self, peer: m.PeerId, now_s: float) -> list[MemberEffect]:
-        if self.is_forming:
-            seat, asked = self.rank_assignment, self.state_transfer.request(peer)
-            gives_a_piece = any(seat.members[rank].peer == peer for _, rank in seat.checkpoint_sources)
-            if gives_a_piece and not self._context.checkpoints.loading:
-                asked = self._load_checkpoints()
-            return asked + self.check_ready()
-        asked = self._means.peer_connected(peer) if self.is_running else []
-        return asked + self.handle_round_event(lambda mine: mine.peer_connected(peer), now_s)
+        if self._is_forming:
+            assignment = self.rank_assignment
+            effects = self.incoming_state.request(peer)
+            is_source = any(assignment.members[r].peer == peer for _, r in assignment.checkpoint_sources)
+            if is_source and not self._context.checkpoints.loading:
+                effects = self._load_checkpoints()
+            return effects + self.check_ready()
+        effects = self._means.peer_connected(peer) if self._is_running else []
+        return effects + self._update_round(lambda attempts: attempts.peer_connected(peer), now_s)
 
     def peer_disconnected(self, peer: m.PeerId, reason: str, now_s: float) -> list[MemberEffect]:
-        rank = self.rank_assignment.rank_of(peer)
-        if self.is_forming:
-            if math.isinf(self._formed_s) or self.missing_peers == (peer,):
-                self._formed_s = now_s  # it was up, so there is a way: it may come back over that
-            return self.dial_members()  # it was there when the VIEW came, so nobody had dialled it
-        if not self.is_running or rank not in self.required_ranks:
+        rank, context = self.rank_assignment.rank_of(peer), self._context
+        if self._is_forming:
+            self.required_peers.disconnected_while_forming(peer, now_s)
+            return self.dial_members()  # a peer that was connected at the VIEW has not been dialled
+        if not self._is_running or rank not in self.required_peers.ranks:
             return []
-        self._disconnected_since_s = now_s
+        self.required_peers.restart_running_wait(now_s)
         text = f"connection to rank {rank} broke: {reason}"
-        note = LogEvent("edge_down", {"peer": peer.hex()[:8], "reason": reason})
-        broken = m.ConnectionLost(self._context.coordinator_link.term, self.rank_assignment.generation, peer)
-        told = Send(self._context.coordinator, broken)
-        return [note, told, *self.handle_round_event(lambda mine: mine.peer_disconnected(text, now_s), now_s)]
+        event = LogEvent("edge_down", {"peer": peer.hex()[:8], "reason": reason})
+        lost = m.ConnectionLost(context.coordinator_link.term, self.rank_assignment.generation, peer)
+        effects = self._update_round(lambda attempts: attempts.peer_disconnected(text, now_s), now_s)
+        return [event, Send(context.coordinator, lost), *effects]
 
     def protocol_violation(self, peer: m.PeerId, reason: str, now_s: float) -> list[MemberEffect]:
-        """Drop the peer until the next generation, and let the coordinator judge."""
-        lasting = self._context
-        known = peer in lasting.peer_links.excluded
-        effects = lasting.exclude_peer(peer, reason)
-        if known:
+        """Exclude the peer until the next generation, and report it to the coordinator."""
+        context, forwarding = self._context, self.incoming_state.forwarding
+        was_excluded = peer in context.peer_links.excluded
+        effects = context.exclude_peer(peer, reason)
+        if was_excluded:
             return effects
         self.attempts.drop_early(peer)
-        if (
-            peer == self.state_transfer.forwarding.upstream
-            and self.is_forming
-            and not lasting.replica_state.is_synced
-        ):
-            effects += self.state_transfer.bypass_forwarder("it broke the protocol")
+        if peer == forwarding.upstream and self._is_forming and not context.replica_state.is_synced:
+            effects += self.incoming_state.bypass_forwarder("it violated the protocol")
         if self.rank_assignment.rank_of(peer) is not None:
-            self._disconnected_since_s = now_s
-            effects.append(Send(lasting.coordinator, m.ViolationReport(peer, reason[:MAX_REASON_LENGTH])))
-            text = f"peer {peer.hex()[:8]} broke the protocol: {reason}"
-            effects += self.handle_round_event(lambda mine: mine.peer_disconnected(text, now_s), now_s)
+            self.required_peers.restart_running_wait(now_s)
+            effects.append(Send(context.coordinator, m.ViolationReport(peer, reason[:MAX_REASON_LENGTH])))
+            text = f"peer {peer.hex()[:8]} violated the protocol: {reason}"
+            effects += self._update_round(lambda attempts: attempts.peer_disconnected(text, now_s), now_s)
         return effects
 
-    # -- the way into it -----------------------------------------------------------------------
+    # -- the coordinator -----------------------------------------------------------------------
+
+    def coordinator_returned(self) -> list[MemberEffect]:
+        """After a Welcome: repeat what the coordinator may have missed."""
+        self._is_stall_reported = False
+        if not self._is_forming:
+            return self._context.report_finished() if self._is_running else []
+        ready = [self._ready_message()] if self._is_ready_sent else []
+        return [*ready, *self.required_peers.repeat_report()]
 
     def check_ready(self) -> list[MemberEffect]:
-        if (
-            not self.is_forming
-            or self.is_ready_sent
-            or not self._context.replica_state.is_synced
-            or self.missing_peers
-        ):
+        """Send READY once this member is synced and connected."""
+        is_synced = self._context.replica_state.is_synced
+        if not self._is_forming or self._is_ready_sent or not is_synced or self.required_peers.missing:
             return []
-        self.is_ready_sent = True
+        self._is_ready_sent = True
         return [self._ready_message()]
 
-    def resend_ready(self) -> list[MemberEffect]:
-        """The coordinator may have missed it."""
-        return [self._ready_message()] if self.is_forming and self.is_ready_sent else []
-
     def _ready_message(self) -> Send:
-        told = m.Ready(
-            self.rank_assignment.term, self.rank_assignment.generation, self._context.replica_state.history
-        )
-        return Send(self._context.coordinator, told)
-
-    def state_loaded(self, term: int, generation: int) -> list[MemberEffect]:
-        """The trainer has loaded the state of this generation, or of an earlier one."""
-        holding = self._context.replica_state
-        holding.is_modified = True
-        if (term, generation) != (self.rank_assignment.term, self.rank_assignment.generation):
-            return []  # the one that counts is on its way
-        self._context.catch_up.finish()
-        self._context.checkpoints.loading = ()
-        holding.state_loaded(self.rank_assignment.layers)
-        return [*self._report_again(), *self.state_transfer.serve_pending(), *self.check_ready()]
-
-    def _report_again(self) -> list[MemberEffect]:
-        """The report that answered FREEZE said that the state was missing.  The run may be paused because of
-        that, and this state may be the last copy."""
-        if self.phase is not MemberPhase.FROZEN:
-            return []
-        lasting = self._context
-        at = lasting.coordinator_link.term, self.rank_assignment.generation
-        return [Send(lasting.coordinator, lasting.replica_state.make_report(*at, self.prepared_vote))]
-
-    def state_digest_mismatch(self, generation: int) -> list[MemberEffect]:
-        """What was passed on is another state than the donor's."""
-        due = (
-            self.is_forming
-            and generation == self.rank_assignment.generation
-            and not self._context.replica_state.is_synced
-        )
-        return self.state_transfer.bypass_forwarder("the state that came is another one") if due else []
-
-    def stage_checkpoints_changed(self, event: StageCheckpointsChanged) -> list[MemberEffect]:
-        """The disk holds something else now."""
-        lasting, seat = self._context, self.rank_assignment
-        checkpoints = lasting.checkpoints
-        new, lost = checkpoints.update_stored(event.checkpoints, event.failed_write)
-        effects = checkpoints.report()
-        begun = self.is_ready_sent or self.is_forming  # else the VIEW may be an old one, see `started`
-        if lasting.replica_state.is_synced and begun:  # what was being written as the group went back
-            effects += checkpoints.discard(lasting.replica_state.applied)
-        if lasting.is_pipelined and self.is_running:
-            effects += checkpoints.replicate(seat, new, lasting.peer_links.connected)
-        if lost:
-            effects += self.state_transfer.request()
-        if self.is_forming:
-            effects += checkpoints.serve_pending(seat)
-            if not (checkpoints.loading or seat.members[seat.rank].joining):
-                effects += self._load_checkpoints()
-        return effects
-
-    def _load_checkpoints(self) -> list[MemberEffect]:
-        lasting = self._context
-        return (
-            lasting.checkpoints.load(self.rank_assignment, lasting.peer_links.connected)
-            if lasting.is_pipelined
-            else []
-        )
+        assignment, history = self.rank_assignment, self._context.replica_state.history
+        return Send(self._context.coordinator, m.Ready(assignment.term, assignment.generation, history))
 
     def start(self, now_s: float) -> list[MemberEffect]:
-        """All are READY."""
-        if not self.is_forming:
+        """START: all members are READY."""
+        if not self._is_forming:
             return []
-        seat = self.rank_assignment
-        if (
-            not self.is_ready_sent
-        ):  # all were READY, so another process with this key was, and this one is not
-            return [LogEvent("not_ready", {"generation": seat.generation, "rank": seat.rank})]
-        self.phase, self._disconnected_since_s = MemberPhase.RUNNING, now_s
-        fields = {"generation": seat.generation, "rank": seat.rank, "of": seat.world_size}
-        # Not with the VIEW: after a restart of the coordinator it may say where a generation began that is
-        # long further on, and what this worker's disk holds may be of just these steps.
-        discarded = self._context.checkpoints.discard(self._context.replica_state.applied)
-        return [LogEvent("start", fields), *discarded, *self._context.report_finished()]
-
-    # -- its end -------------------------------------------------------------------------------
+        assignment, context = self.rank_assignment, self._context
+        fields = {"generation": assignment.generation, "rank": assignment.rank}
+        if not self._is_ready_sent:  # READY was sent by another process with this key
+            return [LogEvent("not_ready", fields)]
+        self.phase = MemberPhase.RUNNING
+        self.required_peers.restart_running_wait(now_s)
+        # Not at the VIEW: after a restart of the coordinator it may name the step at which a generation began
+        # that has gone on since, and the checkpoints on this worker's disk may be of the steps after that.
+        discarded = context.checkpoints.discard(context.replica_state.applied)
+        event = LogEvent("start", {**fields, "of": assignment.world_size})
+        return [event, *discarded, *context.report_finished()]
 
     def freeze(self) -> list[MemberEffect]:
+        """FREEZE: neither vote nor apply from now on."""
         self.phase = MemberPhase.FROZEN
         return self._means.cancel()
 
+    def end(self, view: m.MembershipView | m.StandbyNotice) -> list[MemberEffect]:
+        """Bring this member to `view.applied` and `view.history`, or mark it as not synced."""
+        attempts, prepared = self.attempts, self.attempts.prepared_attempt
+        cancelled = self._means.cancel()
+        digest = prepared.digest if prepared is not None else None
+        is_applied = self._context.replica_state.apply_verdict(view, digest)
+        if is_applied and prepared is not None:
+            return [ResolveRound(prepared.round_id, True, attempts.skip, view.reason), *cancelled]
+        if attempts.open_attempt is None:
+            return cancelled
+        return [ResolveRound(attempts.open_attempt.round_id, False, False, view.reason), *cancelled]
+
     def close(self, first_step: int) -> None:
-        """The run has ended, and nothing comes after this."""
-        self.phase, self.is_ready_sent, self.is_stall_reported = MemberPhase.FROZEN, False, False
+        """The run has ended while this member is on standby."""
+        self.phase, self._is_ready_sent, self._is_stall_reported = MemberPhase.FROZEN, False, False
         self.attempts = Attempts(self.rank_assignment, first_step)
 
-    @property
-    def prepared_vote(self) -> tuple[m.RoundId, bytes, bool] | None:
-        """The round that is prepared, its digest and whether it is skipped."""
-        mine = self.attempts
-        return (
-            (mine.prepared_attempt.round_id, mine.prepared_attempt.digest, mine.skip)
-            if mine.prepared_attempt is not None
-            else None
-        )
-
-    def end(self, view: m.MembershipView | m.StandbyNotice) -> list[MemberEffect]:
-        """Bring this member to `view.applied` and `view.history`, or mark it as lacking the state; who waits
-        for an average goes on without it."""
-        mine = self.attempts
-        pending, prepared = mine.open_attempt, mine.prepared_attempt
-        given_up = self._means.cancel()
-        took = self._context.replica_state.apply_verdict(
-            view, prepared.digest if prepared is not None else None
-        )
-        if took and prepared is not None:
-            return [ResolveRound(prepared.round_id, True, mine.skip, view.reason), *given_up]
-        ended = [ResolveRound(pending.round_id, False, False, view.reason)] if pending is not None else []
-        return [*ended, *given_up]
-
-    # -- what members say ----------------------------------------------------------------------
+    # -- other members -------------------------------------------------------------------------
 
     def receive(self, peer: m.PeerId, message: m.Message, nbytes: int, now_s: float) -> list[MemberEffect]:
-        """Of a member.  Raises `RemoteProtocolError`."""
-        lasting, seat, mine = self._context, self.rank_assignment, self.attempts
+        """A message of a member.  Raises `RemoteProtocolError`."""
+        context, assignment, state = self._context, self.rank_assignment, self._context.replica_state
         match message:
             case m.Data() | m.Vote() | m.Decision():
-                # FORMING: held, since a peer may hear START first.  FROZEN: neither vote nor apply (rule 5).
+                # FORMING: held, since a peer may receive START first.
                 if self.phase is MemberPhase.FROZEN:
                     return []
-                return self._process_effects(mine.receive(peer, message, nbytes, now_s), now_s)
+                return self._process_effects(self.attempts.receive(peer, message, nbytes, now_s), now_s)
             case m.RoundProgress():
-                mine.record_progress(peer, message, now_s)
+                self.attempts.record_progress(peer, message, now_s)
                 return []
             case m.MeanRequest() | m.MeanReply():
                 return self._means.receive(peer, message)
             case m.ResidualBlock():
-                holding = lasting.replica_state
-                return lasting.residual_transfer.receive_block(
-                    seat, peer, message, holding.applied, holding.is_synced
-                )
+                transfer = context.residual_transfer
+                return transfer.receive_block(assignment, peer, message, state.applied, state.is_synced)
             case m.ResidualReply():
-                at = lasting.replica_state.position
-                return lasting.residual_transfer.receive_reply(
-                    peer, message, seat, lasting.peer_links.connected, at
-                )
+                connected = context.peer_links.connected
+                transfer = context.residual_transfer
+                return transfer.receive_reply(peer, message, assignment, connected, state.position)
             case (
                 m.StateRequest()
                 | m.CheckpointRequest()
@@ -445,7 +350,7 @@ class Generation:
                 | m.StateDigest()
                 | m.CheckpointBlock()
             ):
-                if (message.term, message.generation) != (seat.term, seat.generation):
+                if (message.term, message.generation) != (assignment.term, assignment.generation):
                     return []
                 return self._receive_state_message(peer, message, now_s)
             case _:
@@ -458,83 +363,158 @@ class Generation:
         message: m.StateRequest | m.CheckpointRequest | m.StateBlock | m.StateDigest | m.CheckpointBlock,
         now_s: float,
     ) -> list[MemberEffect]:
-        checkpoints = self._context.checkpoints
+        assignment, checkpoints = self.rank_assignment, self._context.checkpoints
         match message:
             case m.StateRequest():
-                return self.state_transfer.serve(peer, message)
+                return self.incoming_state.serve(peer, message)
             case m.CheckpointRequest():
-                return checkpoints.serve(self.rank_assignment, peer, message)
+                return checkpoints.serve(assignment, peer, message)
             case m.StateBlock():
-                return self.state_transfer.receive_block(peer, message, now_s)
+                return self.incoming_state.receive_block(peer, message, now_s)
             case m.StateDigest():
-                return self.state_transfer.receive_digest(peer, message, now_s)
+                return self.incoming_state.receive_digest(peer, message, now_s)
             case m.CheckpointBlock():
-                return checkpoints.receive_block(
-                    self.rank_assignment, self._context.is_pipelined, peer, message
-                )
+                return checkpoints.receive_block(assignment, self._context.is_pipelined, peer, message)
+
+    # -- the trainer and the loop --------------------------------------------------------------
+
+    def handle(self, event: TrainerEvent, now_s: float) -> list[MemberEffect]:
+        match event:
+            case SubmitRound():
+                return self._submit(event, now_s)
+            case AddCollectives():
+                return self._update_round(lambda attempts: attempts.add_collectives(event, now_s), now_s)
+            case DigestComputed(digest):
+                return self._update_round(lambda attempts: attempts.advance(Prepared(digest), now_s), now_s)
+            case RoundFailed(reason):
+                return self._update_round(lambda attempts: attempts.advance(Failed(reason), now_s), now_s)
+            case AbandonRound():
+                return self._abandon_round(now_s)
+            case TransferResidual(blocks):
+                return self._transfer_residual(blocks)
+            case RequestMean(step, index, value):
+                return self._means.request((step, index), value) if self._is_running else [DeliverMean(None)]
+            case CompareReplicas(step, digest):
+                return self._send_digest(step, digest)
+            case StateLoaded(term, generation):
+                return self._state_loaded(term, generation)
+            case StateDigestMismatch(generation):
+                return self._state_digest_mismatch(generation)
+            case StageCheckpointsChanged():
+                return self._stage_checkpoints_changed(event)
+
+    def send_heartbeat(self, event: HeartbeatDue, has_moved: bool, now_s: float) -> list[MemberEffect]:
+        """Members tell the root that they are alive, the root tells all members: that extends deadlines."""
+        attempts, members = self.attempts, self.rank_assignment.members
+        if not self._is_running or not (has_moved or event.is_waiting):
+            return []
+        effects: list[MemberEffect] = []
+        if attempts.rank == ROOT:
+            own = ProgressReceived(ROOT, has_moved)
+            effects += self._process_effects(attempts.advance(own, now_s), now_s)
+        receivers = members if attempts.rank == ROOT else members[ROOT : ROOT + 1]
+        progress = m.RoundProgress(attempts.next_round, event.progress)
+        own_id, connected = self.rank_assignment.own_id, self._context.peer_links.connected
+        return effects + [
+            Send(x.peer, progress) for x in receivers if x.peer != own_id and x.peer in connected
+        ]
+
+    def _state_loaded(self, term: int, generation: int) -> list[MemberEffect]:
+        """The trainer has loaded the state of this generation, or of an earlier one."""
+        context, assignment = self._context, self.rank_assignment
+        if (term, generation) != (assignment.term, assignment.generation):
+            context.replica_state.mark_modified()
+            return []  # this generation's state is on its way
+        context.catch_up.finish()
+        context.checkpoints.finish_loading()
+        context.replica_state.state_loaded(assignment.layers)
+        return [*self._repeat_report(), *self.incoming_state.serve_pending(), *self.check_ready()]
+
+    def _repeat_report(self) -> list[MemberEffect]:
+        """The answer to the FREEZE said that this member is not synced.  The run may be paused because of
+        that, and the state that was loaded since may be the last copy."""
+        if self.phase is not MemberPhase.FROZEN:
+            return []
+        context = self._context
+        at = context.coordinator_link.term, self.rank_assignment.generation
+        report = context.replica_state.make_report(*at, self.attempts.prepared_vote)
+        return [Send(context.coordinator, report)]
+
+    def _state_digest_mismatch(self, generation: int) -> list[MemberEffect]:
+        """The state that was forwarded is not the source's."""
+        is_current = self._is_forming and generation == self.rank_assignment.generation
+        if not is_current or self._context.replica_state.is_synced:
+            return []
+        return self.incoming_state.bypass_forwarder("the state has another digest than the source's")
+
+    def _stage_checkpoints_changed(self, event: StageCheckpointsChanged) -> list[MemberEffect]:
+        context, assignment, checkpoints = self._context, self.rank_assignment, self._context.checkpoints
+        new, is_lost = checkpoints.update_stored(event.checkpoints, event.failed_write)
+        effects = checkpoints.report()
+        has_begun = self._is_ready_sent or self._is_forming  # otherwise the VIEW may be old, see `start`
+        if context.replica_state.is_synced and has_begun:  # written while the group rolled back
+            effects += checkpoints.discard(context.replica_state.applied)
+        if context.is_pipelined and self._is_running:
+            effects += checkpoints.replicate(assignment, new, context.peer_links.connected)
+        if is_lost:
+            effects += self.incoming_state.request()
+        if self._is_forming:
+            effects += checkpoints.serve_pending(assignment)
+            if not (checkpoints.loading or assignment.members[assignment.rank].joining):
+                effects += self._load_checkpoints()
+        return effects
+
+    def _load_checkpoints(self) -> list[MemberEffect]:
+        context = self._context
+        if not context.is_pipelined:
+            return []
+        return context.checkpoints.load(self.rank_assignment, context.peer_links.connected)
+
+    def _submit(self, event: SubmitRound, now_s: float) -> list[MemberEffect]:
+        attempts, pace = self.attempts, self._context.step_pace
+        if not self._is_running or event.round != attempts.next_round:
+            return [late_submission(event)]
+        pace.step_started(now_s)
+        if not event.is_complete:
+            return self._process_effects(attempts.begin(event.collectives, now_s), now_s)
+        effects = attempts.submit(event.round, event.collectives, pace.timeout_s, now_s, event.has_more)
+        return self._process_effects(effects, now_s)
+
+    def _abandon_round(self, now_s: float) -> list[MemberEffect]:
+        """The trainer leaves during a round: vote NO, and do not wait for the root's decision."""
+        reason = "this worker leaves"
+        effects = self._update_round(lambda attempts: attempts.advance(Failed(reason), now_s), now_s)
+        attempt = self.attempts.open_attempt
+        if attempt is None or attempt.vote is not False:
+            return effects
+        return [*effects, ResolveRound(attempt.round_id, False, False, reason)]
+
+    def _transfer_residual(self, blocks: Sequence[object]) -> list[MemberEffect]:
+        """The trainer leaves between two rounds."""
+        attempt, context = self.attempts.open_attempt, self._context
+        is_free = self._is_running and (attempt is None or attempt.vote is False)
+        assignment = self.rank_assignment if is_free else None
+        connected, position = context.peer_links.connected, context.replica_state.position
+        return context.residual_transfer.begin(blocks, assignment, connected, *position)
+
+    def _send_digest(self, step: int, digest: bytes) -> list[MemberEffect]:
+        """To the coordinator, which compares the members' replica digests."""
+        if not self._is_running or step != self._context.replica_state.applied:
+            return []
+        assignment = self.rank_assignment
+        message = m.ReplicaDigest(assignment.term, assignment.generation, step, digest)
+        return [Send(self._context.coordinator, message)]
 
     # -- the open step -------------------------------------------------------------------------
 
-    def submit(self, submit: SubmitRound, now_s: float) -> list[MemberEffect]:
-        mine, pace = self.attempts, self._context.step_pace
-        if not self.is_running or submit.round != mine.next_round:
-            return [late_submission(submit)]
-        pace.step_started(now_s)
-        if not submit.is_complete:
-            return self._process_effects(mine.begin(submit.collectives, now_s), now_s)
-        begun = mine.submit(submit.round, submit.collectives, pace.timeout_s, now_s, submit.has_more)
-        return self._process_effects(begun, now_s)
-
-    def abandon_round(self, now_s: float) -> list[MemberEffect]:
-        """The trainer leaves in the middle of a round."""
-        voted = self.handle_round_event(lambda mine: mine.advance(Failed("this worker leaves"), now_s), now_s)
-        mine = self.attempts.open_attempt
-        if mine is None or mine.vote is not False:
-            return voted
-        # Without our YES it cannot be committed: there is no need to wait for the root's trainer.
-        return [*voted, ResolveRound(mine.round_id, False, False, "this worker leaves")]
-
-    def transfer_residual(self, event: TransferResidual) -> list[MemberEffect]:
-        """The trainer leaves between two rounds."""
-        mine, lasting = self.attempts.open_attempt, self._context
-        free = self.is_running and (mine is None or mine.vote is False)
-        seat = self.rank_assignment if free else None
-        return lasting.residual_transfer.begin(
-            event.blocks, seat, lasting.peer_links.connected, *lasting.replica_state.position
-        )
-
-    def send_digest(self, step: int, digest: bytes) -> list[MemberEffect]:
-        """For the coordinator, which compares the members' fingerprints."""
-        if not self.is_running or step != self._context.replica_state.applied:
-            return []
-        told = m.ReplicaDigest(self.rank_assignment.term, self.rank_assignment.generation, step, digest)
-        return [Send(self._context.coordinator, told)]
-
-    def request_mean(self, step: int, index: int, value: float) -> list[MemberEffect]:
-        return self._means.request((step, index), value) if self.is_running else [DeliverMean(None)]
-
-    def send_heartbeat(self, pulse: HeartbeatDue, stirred: bool, now_s: float) -> list[MemberEffect]:
-        """Members tell the root that they live, the root tells all: that extends deadlines."""
-        mine, roster = self.attempts, self.rank_assignment.members
-        if not self.is_running or not (stirred or pulse.is_waiting):
-            return []
-        effects: list[MemberEffect] = []
-        if mine.rank == ROOT:
-            effects += self._process_effects(mine.advance(ProgressReceived(ROOT, stirred), now_s), now_s)
-        audience = roster if mine.rank == ROOT else roster[ROOT : ROOT + 1]
-        progress, up = m.RoundProgress(mine.next_round, pulse.progress), self._context.peer_links.connected
-        return effects + [
-            Send(x.peer, progress) for x in audience if x.peer != self.rank_assignment.own_id and x.peer in up
-        ]
-
-    def handle_round_event(
+    def _update_round(
         self, act: Callable[[Attempts], list[AttemptEffect]], now_s: float
     ) -> list[MemberEffect]:
-        """Only while it runs: frozen, a member neither votes nor applies (rule 5)."""
-        return self._process_effects(act(self.attempts), now_s) if self.is_running else []
+        """Only while RUNNING: a frozen member neither votes nor applies (commit rule 5)."""
+        return self._process_effects(act(self.attempts), now_s) if self._is_running else []
 
     def _process_effects(self, effects: list[AttemptEffect], now_s: float) -> list[MemberEffect]:
-        """Apply what was committed, drop who offended; pass everything else on."""
+        """Apply commits and exclude violators; pass everything else on."""
         out: list[MemberEffect] = []
         for effect in effects:
             match effect:
@@ -547,17 +527,18 @@ class Generation:
         return out
 
     def _commit(self, committed: StepCommitted, now_s: float) -> list[MemberEffect]:
-        lasting = self._context
-        assert lasting.setup is not None
-        spec, holding = lasting.setup.ledger, lasting.replica_state
-        state = data_ledger.commit(spec, holding.ledger, self.data_assignment(), skipped=committed.skip)
-        holding.commit_step(committed.round.step, committed.digest, state)
-        self.is_stall_reported = False
-        lasting.step_pace.step_committed(now_s)
-        voided = lasting.residual_transfer.step_committed(holding.applied)
+        context, state, setup = self._context, self._context.replica_state, self._context.setup
+        assert setup is not None
+        spans_of = self.data_assignment()
+        ledger = data_ledger.commit(setup.ledger, state.ledger, spans_of, skipped=committed.skip)
+        state.commit_step(committed.round.step, committed.digest, ledger)
+        self._is_stall_reported = False
+        context.step_pace.step_committed(now_s)
+        dropped = context.residual_transfer.step_committed(state.applied)
         resolved = ResolveRound(committed.round, True, committed.skip, committed.reason)
-        return [resolved, *voided, *lasting.report_finished()]
+        return [resolved, *dropped, *context.report_finished()]
 
 
-def late_submission(submit: SubmitRound) -> ResolveRound:
-    return ResolveRound(submit.round, False, False, "the generation changed before the round began")
+def late_submission(event: SubmitRound) -> ResolveRound:
+    """The answer to a submission for a round that cannot begin any more."""
+    return ResolveRound(event.round, False, False, "the generation changed before the round began")

@@ -1,13 +1,12 @@
-"""A VIEW has come: which seat it gives this worker, and what the worker is and lacks in that generation.
+"""What a VIEW means for this worker: its rank, whether it holds the state, and the new `Generation`.
 
-Decides that once for each VIEW, and makes the `Generation`.  Never decides whether the VIEW counts
-(`protocol.course`), and nothing that happens in the generation later.
+    member list, partition --> RankAssignment; an error where an honest coordinator would not have made it
+    verdict                --> applied here, given up, or the state is missing
+    state                  --> in memory | from checkpoints | from a state source | as the script built it
+                               a model that catch-up has changed is none of these: Stop
+    connections            --> disconnect strangers, dial members
 
-    roster, cuts --> Seat           raises where no honest coordinator would have made it
-    verdict      --> applied here, given up, or the state is lacking
-    state        --> as it is in memory | put together from checkpoints | on its way from a donor | as built
-                     a model that has followed since is none to begin with: Stop
-    edges        --> let go, dial
+`view_changes` decides whether the VIEW counts.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from gridtrain.core import messages as m
-from gridtrain.core.commit.attempts import RankAssignment
 from gridtrain.core.group.member_events import LogEvent, MemberEffect, SetCatchUpTarget, Stop, TrainerJoined
+from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.context import MemberContext
 from gridtrain.core.member.generation import Generation
 from gridtrain.core.stages.repartition import defined_cuts
@@ -26,96 +25,102 @@ from gridtrain.errors import JoinRefused, RemoteProtocolError
 
 
 def make_rank_assignment(
-    me: m.PeerId, view: m.MembershipView, pages: Sequence[m.MemberListPage], entered: TrainerJoined | None
+    own_id: m.PeerId, view: m.MembershipView, pages: Sequence[m.MemberListPage], trainer: TrainerJoined | None
 ) -> RankAssignment:
     """Raises `RemoteProtocolError`."""
-    roster = tuple(member for page in pages for member in page.members)
-    cuts = _stage_bounds(view, entered)
-    seat = RankAssignment(me, view.term, view.generation, roster, max(1, len(cuts) - 1), view.exchange, cuts)
-    choices = entered.neighbours_by_exchange if entered is not None else {}
-    if len(roster) != view.world_size or seat.rank_of(me) is None:
-        raise RemoteProtocolError(f"VIEW of {view.world_size} came with a roster of {len(roster)}")
+    members = tuple(member for page in pages for member in page.members)
+    bounds = _stage_bounds(view, trainer)
+    stages = max(1, len(bounds) - 1)
+    assignment = RankAssignment(own_id, view.term, view.generation, members, stages, view.exchange, bounds)
+    choices = trainer.neighbours_by_exchange if trainer is not None else {}
+    if len(members) != view.world_size or assignment.rank_of(own_id) is None:
+        raise RemoteProtocolError(
+            f"VIEW of {view.world_size} members came with a list of {len(members)}, or without this worker"
+        )
     if view.exchange and view.exchange not in choices:
-        raise RemoteProtocolError(f"VIEW with the exchange {view.exchange!r}, which is none to choose")
-    if len(roster) % seat.stages:
-        raise RemoteProtocolError(f"VIEW of {len(roster)} members of a model in {seat.stages} stages")
-    return seat
+        raise RemoteProtocolError(
+            f"VIEW with the exchange {view.exchange!r}, which the script does not offer"
+        )
+    if len(members) % stages:
+        raise RemoteProtocolError(f"VIEW of {len(members)} members for a model in {stages} stages")
+    return assignment
 
 
-def _stage_bounds(view: m.MembershipView, entered: TrainerJoined | None) -> tuple[int, ...]:
-    """Where this generation's stages begin; (): it is in one piece.  Raises `RemoteProtocolError`."""
-    if entered is None or not entered.is_pipelined:
+def _stage_bounds(view: m.MembershipView, trainer: TrainerJoined | None) -> tuple[int, ...]:
+    """First layer of each stage, and the number of layers; (): one piece.  Raises `RemoteProtocolError`."""
+    if trainer is None or not trainer.is_pipelined:
         return ()
-    defined = defined_cuts(entered.setup)
-    cuts = view.stage_bounds or defined
-    ascending = cuts[0] == 0 and all(a < b for a, b in pairwise(cuts))
-    if len(cuts) < 2 or not ascending or cuts[-1] != defined[-1]:
-        raise RemoteProtocolError(f"VIEW of a model of {defined[-1]} blocks, cut at {list(cuts)[:8]}")
-    return cuts
+    defined = defined_cuts(trainer.setup)
+    bounds = view.stage_bounds or defined
+    is_ascending = bounds[0] == 0 and all(a < b for a, b in pairwise(bounds))
+    if len(bounds) < 2 or not is_ascending or bounds[-1] != defined[-1]:
+        raise RemoteProtocolError(
+            f"VIEW of a model of {defined[-1]} layers, partitioned at {list(bounds)[:8]}"
+        )
+    return bounds
 
 
 def enter_generation(
     view: m.MembershipView,
-    seat: RankAssignment,
-    lasting: MemberContext,
+    assignment: RankAssignment,
+    context: MemberContext,
     before: Generation | None,
     now_s: float,
 ) -> tuple[Generation | None, list[MemberEffect]]:
-    """The generation, and what its VIEW leads to before anybody speaks in it; None: this worker stops.
+    """End the generation `before`, and make the next one.
 
-    Args:
-        before: the generation that it was in.
+    Returns the generation, None if this worker stops, and the effects before any message in it.
     """
-    holding, setup, mine = lasting.replica_state, lasting.setup, seat.members[seat.rank]
+    state, setup, own = context.replica_state, context.setup, assignment.members[assignment.rank]
     old = before.rank_assignment if before is not None else None
-    was_synced, at = holding.is_synced, holding.position
+    was_synced, position = state.is_synced, state.position
+    link, catch_up, links = context.coordinator_link, context.catch_up, context.peer_links
     known = old.members if old is not None else ()
-    effects: list[MemberEffect] = [
-        *own_name_events(lasting.coordinator_link.name, known, seat.members, seat.rank)
-    ]
-    lasting.coordinator_link.set_name(mine.name)
+    effects: list[MemberEffect] = [*own_name_events(link.name, known, assignment.members, assignment.rank)]
+    link.set_name(own.name)
     if before is not None:
         effects += before.end(view)
     else:
-        holding.apply_verdict(view, None)
-    holding.begin_generation(seat.layers, may_recall=at == (view.applied, view.history))
-    if _is_model_stale(view, mine, lasting, was_in_none=before is None):
+        state.apply_verdict(view, None)
+    state.begin_generation(assignment.layers, may_recall=position == (view.applied, view.history))
+    if _is_model_stale(view, own, context, was_outside=before is None):
         return None, [*effects, Stop(_stale_model_error())]
     missed_some = old is not None and old.generation + 1 < view.generation
-    left_behind = missed_some and was_synced and not holding.is_synced
-    lasting.coordinator_link.term, holding.ledger = view.term, view.ledger
-    lasting.step_pace.step_interrupted()
-    if not holding.is_synced:
-        # The first generation starts from the state of the member that is not `joining`.
-        begins = view.applied < 0 and not mine.joining
-        holding.await_state(view, seat.layers, begins and setup is not None and setup.checkpoint is None)
-    follows = setup is not None and setup.can_catch_up and view.applied >= 0
-    chained = not (lasting.is_pipelined or follows or holding.is_synced)
-    generation = Generation(seat, view.applied + 1, lasting, now_s, chained=chained)
-    effects += lasting.checkpoints.begin_generation(seat, lasting.is_pipelined, lasting.peer_links.connected)
-    effects += lasting.residual_transfer.begin_generation(seat, view.applied, view.history, holding.is_synced)
-    fields = {
-        "generation": view.generation, "rank": seat.rank, "of": seat.world_size, "reason": view.reason,
-    }  # fmt: skip
+    is_left_behind = missed_some and was_synced and not state.is_synced
+    link.set_term(view.term)
+    context.step_pace.step_interrupted()
+    # The first generation starts from the state of the member that is not `joining`.
+    is_first = view.applied < 0 and not own.joining
+    as_built = is_first and setup is not None and setup.checkpoint is None
+    state.accept_view(view, assignment.layers, as_built=as_built)
+    can_catch_up = setup is not None and setup.can_catch_up and view.applied >= 0
+    chained = not (context.is_pipelined or can_catch_up or state.is_synced)
+    generation = Generation(assignment, view.applied + 1, context, now_s, chained=chained)
+    effects += context.checkpoints.begin_generation(assignment, context.is_pipelined, links.connected)
+    effects += context.residual_transfer.begin_generation(
+        assignment, view.applied, view.history, state.is_synced
+    )
+    rank, world_size = assignment.rank, assignment.world_size
+    fields = {"generation": view.generation, "rank": rank, "of": world_size, "reason": view.reason}
     effects.append(LogEvent("view", fields))
-    if left_behind:
+    if is_left_behind:
         effects.append(LogEvent("left_behind", {"step": view.applied}))
-    lasting.peer_links.begin_generation(seat)
-    if holding.is_synced:
-        lasting.catch_up.sources = ()
-    elif lasting.catch_up.sources:
+    links.begin_generation(assignment)
+    if state.is_synced:
+        catch_up.already_synced()
+    elif catch_up.sources:
         effects.append(SetCatchUpTarget(view.applied, view.history))
-    return generation, [*effects, *lasting.disconnect_strangers(seat), *generation.dial_members()]
+    return generation, [*effects, *context.disconnect_strangers(assignment), *generation.dial_members()]
 
 
 def _is_model_stale(
-    view: m.MembershipView, mine: m.Member, lasting: MemberContext, was_in_none: bool
+    view: m.MembershipView, own: m.Member, context: MemberContext, *, was_outside: bool
 ) -> bool:
-    """Whether it is named for the model that its script made, or for the checkpoint with which it came, and
-    the model has followed since.  A stage is built anew."""
-    if mine.joining or lasting.is_pipelined or not lasting.replica_state.is_modified:
+    """Whether the VIEW expects the model that the script built, or that a checkpoint had, and catch-up has
+    changed it since.  A stage is built again, so it is never stale."""
+    if own.joining or context.is_pipelined or not context.replica_state.is_modified:
         return False
-    return was_in_none if view.applied >= 0 else not lasting.replica_state.is_synced
+    return was_outside if view.applied >= 0 else not context.replica_state.is_synced
 
 
 def _stale_model_error() -> JoinRefused:
@@ -127,20 +132,20 @@ def _stale_model_error() -> JoinRefused:
 
 
 def own_name_events(
-    asked: str, before: Sequence[m.Member], roster: Sequence[m.Member], rank: int
+    requested: str, before: Sequence[m.Member], members: Sequence[m.Member], rank: int
 ) -> list[LogEvent]:
-    """What a member says of its name, and of newcomers that wanted the same one.
+    """Log events about this member's name, and about newcomers that requested the same one.
 
     Args:
-        asked: what it has called itself so far.
-        before, roster: of the generation before, and of this one, in which it has `rank`.
+        requested: its name so far.
+        before, members: of the previous generation, and of this one, in which it has `rank`.
     """
-    own = roster[rank].name
-    notes = [LogEvent("named", {"name": own, "asked": asked})] if own != asked else []
+    own = members[rank].name
+    events = [LogEvent("named", {"name": own, "asked": requested})] if own != requested else []
     known = {member.peer for member in before}
-    alike = re.compile(re.escape(own) + r"-[0-9]+")
-    return notes + [
+    numbered = re.compile(re.escape(own) + r"-[0-9]+")
+    return events + [
         LogEvent("namesake", {"name": own, "other": member.name})
-        for member in roster
-        if member.peer not in known and alike.fullmatch(member.name)
+        for member in members
+        if member.peer not in known and numbered.fullmatch(member.name)
     ]

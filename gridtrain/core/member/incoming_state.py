@@ -1,18 +1,17 @@
-"""How the state comes to a member that joins a generation, and what a member gives to those that join.
+"""How the state reaches a member that joins a generation, and what a member sends to those that join.
 
-Decides whom a member asks, what it takes of what comes, and with what it answers others that ask.  Never
-opens a block: the loop sends and takes them.  Who gives to whom is the VIEW's plan (`protocol.neighbours`),
-or goes from one newcomer to the next (`protocol.passing_on`).
+    joining   StateRequest --> source, or the member that forwards    StateBlock ..-> StoreStateBlock ..
+                                                                      StateLoaded
+                                                                      nothing arrives: ask the source itself
+    holding   <-- StateRequest      SendState, at once or when it holds the state
 
-    joins     StateRequest --> donor (or who passes on)  --StateBlock ..-->  TakeBlock ..  Restored
-                                                         nothing comes:      the donor is asked itself
-    holds     <-- StateRequest      GiveState, at once or when it has a state itself
+Who sends to whom is in the VIEW (`required_peers`), or follows the chain of joining members
+(`state_forwarding`).
 """
 
 from __future__ import annotations
 
 from gridtrain.core import messages as m
-from gridtrain.core.commit.attempts import RankAssignment
 from gridtrain.core.group.member_events import (
     ExpectStateDigest,
     ForwardState,
@@ -22,58 +21,57 @@ from gridtrain.core.group.member_events import (
     SendState,
     StoreStateBlock,
 )
+from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.context import MemberContext
 from gridtrain.core.member.required_peers import choose_state_source
 from gridtrain.core.member.state_forwarding import StateForwarding
 
 
 class IncomingState:
-    """Both sides of it, of one member in one generation.
+    """Both sides of the transfer, of one member in one generation.
 
     Args:
-        chained: newcomers pass on to each other what comes.
+        chained: joining members forward the state to one another.
     """
 
-    def __init__(self, seat: RankAssignment, lasting: MemberContext, *, chained: bool) -> None:
-        self.forwarding = StateForwarding(seat, chained=chained)
-        self._rank_assignment = seat
-        self._context = lasting
-        self._replica_state = lasting.replica_state
-        self._pending_requests: dict[m.PeerId, m.StateRequest] = {}  # to be answered once it is synced
+    def __init__(self, assignment: RankAssignment, context: MemberContext, *, chained: bool) -> None:
+        self.forwarding = StateForwarding(assignment, chained=chained)
+        self._rank_assignment = assignment
+        self._context = context
+        self._replica_state = context.replica_state
+        self._pending_requests: dict[m.PeerId, m.StateRequest] = {}  # until this member is synced
 
-    # -- of the state that is lacking here ---------------------------------------------------------
+    # -- the state that this member lacks ----------------------------------------------------------
 
     @property
     def source(self) -> m.PeerId | None:
-        """Who gives this member the state that it lacks."""
-        rank = (
-            choose_state_source(self._rank_assignment, self._context.is_pipelined)
-            if not self._replica_state.is_synced
-            else None
-        )
+        """The member that sends the state, or vouches for it; None: this member is synced."""
+        if self._replica_state.is_synced:
+            return None
+        rank = choose_state_source(self._rank_assignment, self._context.is_pipelined)
         return self._rank_assignment.members[rank].peer if rank is not None else None
 
     def request(self, of: m.PeerId | None = None) -> list[MemberEffect]:
-        """`of`: this one alone has just been connected.  The loop says how much is here already."""
-        seat, donor, giver = self._rank_assignment, self.source, self.forwarding.upstream
+        """Request the state; `of`: only from this peer, which has just connected.
+
+        The loop fills in how many blocks are here already.
+        """
         if self._replica_state.is_synced or self._context.checkpoints.loading:
             return []
-        whole = not self._context.catch_up.sources  # a follower has the rest, or will have it
-        asks: list[tuple[m.PeerId | None, m.StateRequest]] = [
-            (
-                donor,
-                m.StateRequest(seat.term, seat.generation, whole, digest_only=whole and giver is not None),
-            )
-        ]
-        asks += [(giver, m.StateRequest(seat.term, seat.generation))] if whole else []
+        at, source, upstream = self._rank_assignment, self.source, self.forwarding.upstream
+        is_whole = not self._context.catch_up.sources  # catch-up transfers the rest
+        only_digest = is_whole and upstream is not None
+        requests = [(source, m.StateRequest(at.term, at.generation, is_whole, digest_only=only_digest))]
+        if is_whole:
+            requests.append((upstream, m.StateRequest(at.term, at.generation)))
         up = self._context.peer_links.connected
-        return [Send(peer, ask) for peer, ask in asks if peer in up and of in (None, peer) and peer]
+        return [Send(peer, x) for peer, x in requests if peer in up and of in (None, peer) and peer]
 
     def bypass_forwarder(self, reason: str) -> list[MemberEffect]:
-        """Whoever was to pass the state on to this member does not: the donor gives it."""
-        giver = self.forwarding.upstream
+        """Request the rest from the source instead of the forwarding member."""
+        upstream = self.forwarding.upstream
         self.forwarding.bypass_upstream()
-        fields = {"peer": giver.hex()[:8] if giver is not None else "", "reason": reason}
+        fields = {"peer": upstream.hex()[:8] if upstream is not None else "", "reason": reason}
         return [LogEvent("not_passed_on", fields), *self.request()]
 
     def receive_block(self, peer: m.PeerId, block: m.StateBlock, now_s: float) -> list[MemberEffect]:
@@ -82,46 +80,38 @@ class IncomingState:
         if not self.forwarding.accept_block(peer, block.index, now_s):
             return []
         if block.index == block.total - 1:
-            self._replica_state.state_loading()
+            self._replica_state.state_received()
         return [StoreStateBlock(peer, block)]
 
-    def receive_digest(self, peer: m.PeerId, told: m.StateDigest, now_s: float) -> list[MemberEffect]:
+    def receive_digest(self, peer: m.PeerId, message: m.StateDigest, now_s: float) -> list[MemberEffect]:
         if peer != self.source:
             return []
         self.forwarding.record_progress(now_s)
-        return [ExpectStateDigest(told.generation, told.digest)]
+        return [ExpectStateDigest(message.generation, message.digest)]
 
-    # -- of the state that is here -----------------------------------------------------------------
+    # -- the state that this member holds ----------------------------------------------------------
 
-    def serve(self, peer: m.PeerId, asked: m.StateRequest) -> list[MemberEffect]:
-        """What a joining member needs: our state, later if we have none yet, or a checkpoint of its stage."""
-        seat, checkpoints = self._rank_assignment, self._context.checkpoints
-        rank = seat.rank_of(peer)
-        stage = seat.layout.stage_of(rank) if rank is not None else 0
-        kept = checkpoints.find(seat.layers_of_stage(stage)) if stage != seat.stage else None
-        if stage != seat.stage and kept is None:
-            note = LogEvent("no_such_stage", {"stage": stage, "peer": peer.hex()[:8]})
-            return [note, *checkpoints.report()]
-        if peer == self.forwarding.downstream and not asked.digest_only and seat.members[seat.rank].joining:
-            return [ForwardState(peer, seat.term, seat.generation, asked.blocks_received)]
-        if kept is None and not self._replica_state.is_synced:
-            self._pending_requests[peer] = asked
+    def serve(self, peer: m.PeerId, request: m.StateRequest) -> list[MemberEffect]:
+        """Send our state, later if we have none yet, or a checkpoint of the requester's stage."""
+        at, checkpoints = self._rank_assignment, self._context.checkpoints
+        rank = at.rank_of(peer)
+        stage = at.layout.stage_of(rank) if rank is not None else 0
+        stored = checkpoints.find(at.layers_of_stage(stage)) if stage != at.stage else None
+        if stage != at.stage and stored is None:
+            event = LogEvent("no_such_stage", {"stage": stage, "peer": peer.hex()[:8]})
+            return [event, *checkpoints.report()]
+        is_joining = at.members[at.rank].joining
+        if peer == self.forwarding.downstream and not request.digest_only and is_joining:
+            return [ForwardState(peer, at.term, at.generation, request.blocks_received)]
+        if stored is None and not self._replica_state.is_synced:
+            self._pending_requests[peer] = request
             return []
-        return [
-            SendState(
-                peer,
-                seat.term,
-                seat.generation,
-                asked.is_whole,
-                kept,
-                asked.blocks_received,
-                asked.digest_only,
-            )
-        ]
+        whole, received = request.is_whole, request.blocks_received
+        return [SendState(peer, at.term, at.generation, whole, stored, received, request.digest_only)]
 
     def serve_pending(self) -> list[MemberEffect]:
-        """To whom it was not given, as it was not here yet."""
-        asked, self._pending_requests = self._pending_requests, {}
+        """Answer requests that arrived before this member was synced."""
+        requests, self._pending_requests = self._pending_requests, {}
         if not self._context.is_pipelined:
             return []
-        return [effect for peer, request in asked.items() for effect in self.serve(peer, request)]
+        return [effect for peer, request in requests.items() for effect in self.serve(peer, request)]

@@ -1,15 +1,15 @@
-"""Checkpoints of stages on a worker's disk: which count, who gets one, and what a stage is put together from.
+"""Checkpoints of stages on a worker's disk: which of them count, who receives one, what a stage is assembled
+from.
 
-Decides that for one member of a model in stages.  Never reads or writes a checkpoint: it keeps book of what
-the loop says is on the disk (`Keeping`), and never decides who needs what, which the VIEW says.
+    VIEW      SaveCheckpoint          a stage of the new partition is assembled from what is only in memory
+              StageCheckpointList     to the coordinator: a source that is expected here is missing
+              LoadCheckpoints         all sources of our stage are here
+              CheckpointRequest -->   or are requested, one after the other
+              <-- CheckpointRequest   SendCheckpoint, as soon as it is here
+    a step    SendCheckpoint          our latest to the next stage's disk: one dead disk loses no stage
+    START     DiscardCheckpoints      later steps, which the group has rolled back
 
-    VIEW      PutAside      what is in memory alone, and a stage of the new cut is put together from
-              Kept          to the coordinator: a piece that is to come from here is not here
-              Reload        all that our stage is put together from is here
-              PieceAsk -->  or comes, one piece after the other
-              <-- PieceAsk  SendCopy, as soon as it is here
-    a step    SendCopy      our latest to the next stage's disk: a dead disk alone must not lose a stage
-    START     Discard       what is of later steps: the group went back beyond it
+The files themselves are the loop's (`StageCheckpointsChanged` lists them); who needs which is in the VIEW.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from gridtrain.core import messages as m
-from gridtrain.core.commit.attempts import RankAssignment
 from gridtrain.core.group.member_events import (
     DiscardCheckpoints,
     LoadCheckpoints,
@@ -27,188 +26,208 @@ from gridtrain.core.group.member_events import (
     SendCheckpoint,
     StoreCheckpointBlock,
 )
+from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.member.coordinator_link import CoordinatorLink
 from gridtrain.core.member.replica_state import ReplicaState
 from gridtrain.errors import RemoteProtocolError
 
 
 class MemberCheckpoints:
-    """See the module's text.
-
-    Args:
-        holding: what is in memory.
-        allegiance: the coordinator is told what is here.
+    """Stage checkpoints of one worker.
 
     Attributes:
-        generation: in which that is said; 0: in none.
-        kept: on the disk.
-        reloading: of these, what the trainer is to load.
+        stored: on the disk.
+        loading: those of them that the trainer is to load.
     """
 
-    def __init__(self, holding: ReplicaState, allegiance: CoordinatorLink) -> None:
+    def __init__(self, replica_state: ReplicaState, coordinator_link: CoordinatorLink) -> None:
+        self._replica_state = replica_state
+        self._coordinator_link = coordinator_link
         self.stored: tuple[m.CheckpointInfo, ...] = ()
         self.loading: tuple[m.CheckpointInfo, ...] = ()
-        self._replica_state = holding
-        self._coordinator_link = allegiance
-        self.generation = 0
-        self._saving: m.CheckpointInfo | None = None  # what of our memory is being written to the disk
-        self._has_failed_write = (
-            False  # and cannot be: it stays in memory until the coordinator has planned anew
-        )
-        self._pending_requests: dict[
-            m.PeerId, m.CheckpointRequest
-        ] = {}  # to be answered once it is on the disk
+        self._generation = 0  # named in reports; 0: none
+        self._saving: m.CheckpointInfo | None = None  # our memory, being written to the disk
+        self._has_failed_write = False  # our memory cannot be written: it stays until the next VIEW
+        self._pending_requests: dict[m.PeerId, m.CheckpointRequest] = {}  # of what is not on the disk yet
 
-    def find(self, blocks: m.Span) -> m.CheckpointInfo | None:
-        """Our checkpoint of these blocks of the state with which this generation begins."""
-        at = self._replica_state.position
-        return next((held for held in self.stored if held.matches(blocks, *at)), None)
+    def find(self, layers: m.Span) -> m.CheckpointInfo | None:
+        """Our checkpoint of these layers, of the state with which this generation begins."""
+        position = self._replica_state.position
+        return next((stored for stored in self.stored if stored.matches(layers, *position)), None)
 
     def report(self) -> list[MemberEffect]:
-        """Not before it is known whether what is put aside is there: else it would be planned without."""
+        """Tell the coordinator what is stored; not while our memory is being written, or it would plan
+        without that."""
         if self._saving is not None and not self._has_failed_write:
             return []
-        return self._coordinator_link.send(m.StageCheckpointList(self.stored, self.generation))
+        return self._coordinator_link.send(m.StageCheckpointList(self.stored, self._generation))
 
     def discard(self, applied: int) -> list[MemberEffect]:
-        """Nothing after the last committed step is of this history: the group went back beyond it."""
-        kept = tuple(held for held in self.stored if held.applied <= applied)
-        if len(kept) == len(self.stored):
+        """Drop checkpoints after the last committed step: the group has rolled back."""
+        stored = tuple(checkpoint for checkpoint in self.stored if checkpoint.applied <= applied)
+        if len(stored) == len(self.stored):
             return []
-        self.stored = kept
+        self.stored = stored
         return [DiscardCheckpoints(applied), *self.report()]
 
-    # -- a generation begins ---------------------------------------------------------------------
+    # -- a generation begins or ends -------------------------------------------------------------
 
     def begin_generation(
-        self, seat: RankAssignment, in_stages: bool, up: Collection[m.PeerId]
+        self, assignment: RankAssignment, is_pipelined: bool, connected: Collection[m.PeerId]
     ) -> list[MemberEffect]:
-        """What others or we ourselves put stages together from; and our own."""
+        """Save what others need, report what is missing, load our stage."""
         self._pending_requests.clear()
-        self.loading, self.generation = (), seat.generation
-        return (
-            self._save_memory(seat) + self._report_missing(seat) + (self.load(seat, up) if in_stages else [])
-        )
+        self.loading, self._generation = (), assignment.generation
+        effects = self._save_memory(assignment) + self._report_missing(assignment)
+        return effects + (self.load(assignment, connected) if is_pipelined else [])
 
     def enter_standby(self) -> None:
-        """No stage is ours any more."""
+        """This worker holds no stage."""
         self.loading, self._saving = (), None
 
-    def _save_memory(self, seat: RankAssignment) -> list[MemberEffect]:
-        """What is in memory alone, and others or we ourselves put a stage of another cut together from."""
-        blocks, self._saving, self._has_failed_write = self._replica_state.memory_layers, None, False
-        wanted = {piece for member in seat.members for piece in member.pieces}
-        if blocks is None or (blocks, seat.rank) not in wanted or self.find(blocks) is not None:
+    def leave_generation(self) -> None:
+        self._generation = 0
+
+    def _save_memory(self, assignment: RankAssignment) -> list[MemberEffect]:
+        """Write to the disk what is only in memory, where a stage of the new partition is assembled from
+        it."""
+        layers, self._saving, self._has_failed_write = self._replica_state.memory_layers, None, False
+        wanted = {source for member in assignment.members for source in member.pieces}
+        if layers is None or (layers, assignment.rank) not in wanted or self.find(layers) is not None:
             return []
-        self._saving = m.CheckpointInfo(*self._replica_state.position, self._replica_state.ledger, blocks)
+        self._saving = m.CheckpointInfo(*self._replica_state.position, self._replica_state.ledger, layers)
         return [SaveCheckpoint(self._saving)]
 
-    def _report_missing(self, seat: RankAssignment) -> list[MemberEffect]:
-        """A piece that is to come from here is not here: the coordinator has to plan without it."""
-        wanted = {blocks for x in seat.members for blocks, rank in x.pieces if rank == seat.rank}
-        coming = self._saving.layers if self._saving is not None else None
-        if all(blocks == coming or self.find(blocks) is not None for blocks in wanted):
+    def _report_missing(self, assignment: RankAssignment) -> list[MemberEffect]:
+        """Report if a source that the VIEW expects here is missing: the coordinator plans without it."""
+        wanted = {layers for x in assignment.members for layers, rank in x.pieces if rank == assignment.rank}
+        saving = self._saving.layers if self._saving is not None else None
+        if all(layers == saving or self.find(layers) is not None for layers in wanted):
             return []
         return self.report()
 
-    def load(self, seat: RankAssignment, up: Collection[m.PeerId]) -> list[MemberEffect]:
-        """Sent by nobody: it is on our disk, or comes there from those who have it, one after the other."""
+    def load(self, assignment: RankAssignment, connected: Collection[m.PeerId]) -> list[MemberEffect]:
+        """Load our stage if all its sources are stored; otherwise request the first missing one."""
         if self._replica_state.is_synced or self._saving is not None:
             return []
-        wanted = seat.checkpoint_sources or ((seat.layers, seat.rank),)
-        found = [held for blocks, _ in wanted if (held := self.find(blocks)) is not None]
+        wanted = assignment.checkpoint_sources or ((assignment.layers, assignment.rank),)
+        found = [stored for layers, _ in wanted if (stored := self.find(layers)) is not None]
+        term, generation = assignment.term, assignment.generation
         if len(found) == len(wanted):
-            self.loading, self._replica_state.memory_layers = (
-                tuple(found),
-                None,
-            )  # the trainer may have begun to load
-            return [LoadCheckpoints(seat.term, seat.generation, self.loading, seat.layers)]
-        for blocks, rank in seat.checkpoint_sources:
-            peer = seat.members[rank].peer if rank < seat.world_size else seat.own_id
-            if self.find(blocks) is None and peer != seat.own_id:
-                asks = Send(peer, m.CheckpointRequest(seat.term, seat.generation, blocks))
-                return [asks] if peer in up else []
+            self.loading = tuple(found)
+            self._replica_state.release_memory()
+            return [LoadCheckpoints(term, generation, self.loading, assignment.layers)]
+        for layers, rank in assignment.checkpoint_sources:
+            is_member = rank < assignment.world_size
+            peer = assignment.members[rank].peer if is_member else assignment.own_id
+            if self.find(layers) is None and peer != assignment.own_id:
+                request = Send(peer, m.CheckpointRequest(term, generation, layers))
+                return [request] if peer in connected else []
         return []
 
-    # -- the disk holds something else -----------------------------------------------------------
+    def finish_loading(self) -> None:
+        """The trainer holds the generation's state."""
+        self.loading = ()
+
+    # -- the disk --------------------------------------------------------------------------------
+
+    def set_stored(self, stored: tuple[m.CheckpointInfo, ...]) -> None:
+        """What the trainer found on the disk when it joined."""
+        self.stored = stored
 
     def update_stored(
-        self, states: tuple[m.CheckpointInfo, ...], unwritten: m.CheckpointInfo | None
+        self, stored: tuple[m.CheckpointInfo, ...], failed_write: m.CheckpointInfo | None
     ) -> tuple[list[m.CheckpointInfo], bool]:
-        """All that is on the disk now, and what cannot be put there.
+        """Take over what is on the disk now, and what cannot be written.
 
-        Returns what is new, and whether what was to be loaded is gone: then a donor may give it.
+        Returns what is new, and whether something that was to be loaded is gone: then a state source may
+        send the state.
         """
         self._has_failed_write = self._has_failed_write or (
-            unwritten is not None and unwritten == self._saving
+            failed_write is not None and failed_write == self._saving
         )
-        before, self.stored = self.stored, states
+        before, self.stored = self.stored, stored
         if self._saving is not None and self.find(self._saving.layers) is not None:
             self._saving = None
-        lost = not set(self.loading) <= set(states)
-        if lost:
+        is_lost = not set(self.loading) <= set(stored)
+        if is_lost:
             self.loading = ()
-        return [held for held in states if held not in before], lost
+        return [checkpoint for checkpoint in stored if checkpoint not in before], is_lost
 
-    # -- others' disks, and ours for others ------------------------------------------------------
+    # -- other members ---------------------------------------------------------------------------
 
     def replicate(
-        self, seat: RankAssignment, new: Sequence[m.CheckpointInfo], up: Collection[m.PeerId]
+        self, assignment: RankAssignment, new: Sequence[m.CheckpointInfo], connected: Collection[m.PeerId]
     ) -> list[MemberEffect]:
-        """A dead disk alone must not lose a stage: our latest checkpoint goes to the next stage's too."""
+        """Send our latest checkpoint to the next stage's disk as well."""
         applied = self._replica_state.applied
-        own = [held for held in new if held.layers == seat.layers and held.applied <= applied]
+        own = [x for x in new if x.layers == assignment.layers and x.applied <= applied]
         if not own:
             return []
-        keeper = seat.members[seat.layout.backup_rank(seat.rank)].peer
-        latest = max(own, key=lambda held: held.applied)
-        return [SendCheckpoint(keeper, seat.term, seat.generation, latest)] if keeper in up else []
-
-    def serve(self, seat: RankAssignment, peer: m.PeerId, asked: m.CheckpointRequest) -> list[MemberEffect]:
-        """A checkpoint that another member needs for its stage.  Raises `RemoteProtocolError`."""
-        rank = seat.rank_of(peer)
-        if rank is None or (asked.layers, seat.rank) not in seat.members[rank].pieces:
-            raise RemoteProtocolError(
-                f"rank {rank} asked for {_describe_layers(asked.layers)}, which it is to get elsewhere"
-            )
-        held = self.find(asked.layers)
-        if held is None:
-            self._pending_requests[peer] = asked
+        backup = assignment.members[assignment.layout.backup_rank(assignment.rank)].peer
+        latest = max(own, key=lambda checkpoint: checkpoint.applied)
+        if backup not in connected:
             return []
-        return [SendCheckpoint(peer, seat.term, seat.generation, held, is_awaited=True)]
+        return [SendCheckpoint(backup, assignment.term, assignment.generation, latest)]
 
-    def serve_pending(self, seat: RankAssignment) -> list[MemberEffect]:
-        """To whom it was not given, as it was not here yet."""
-        asked, self._pending_requests = self._pending_requests, {}
-        return [effect for peer, piece in asked.items() for effect in self.serve(seat, peer, piece)]
+    def serve(
+        self, assignment: RankAssignment, peer: m.PeerId, request: m.CheckpointRequest
+    ) -> list[MemberEffect]:
+        """Send a source of another member's stage, later if it is not here yet.
+
+        Raises `RemoteProtocolError` if that stage is not assembled from it.
+        """
+        rank = assignment.rank_of(peer)
+        if rank is None or (request.layers, assignment.rank) not in assignment.members[rank].pieces:
+            raise RemoteProtocolError(
+                f"rank {rank} requested {_describe_layers(request.layers)}, which it does not need from here"
+            )
+        stored = self.find(request.layers)
+        if stored is None:
+            self._pending_requests[peer] = request
+            return []
+        return [SendCheckpoint(peer, assignment.term, assignment.generation, stored, is_awaited=True)]
+
+    def serve_pending(self, assignment: RankAssignment) -> list[MemberEffect]:
+        """Answer the requests that could not be answered on arrival."""
+        requests, self._pending_requests = self._pending_requests, {}
+        return [effect for peer, x in requests.items() for effect in self.serve(assignment, peer, x)]
 
     def receive_block(
-        self, seat: RankAssignment, in_stages: bool, peer: m.PeerId, block: m.CheckpointBlock
+        self, assignment: RankAssignment, is_pipelined: bool, peer: m.PeerId, block: m.CheckpointBlock
     ) -> list[MemberEffect]:
-        """Raises `RemoteProtocolError` for a stage that is not ours to keep."""
-        owner, rank, held = seat.layout.backed_up_rank(seat.rank), seat.rank_of(peer), block.checkpoint
-        is_piece = rank is not None and (held.layers, rank) in seat.checkpoint_sources
-        if rank is not None and is_piece and (held.applied, held.history) == self._replica_state.position:
-            known = seat.checkpoint_source_digest(held.layers, rank)
-            if known and held.digest != known:
+        """Store a block of one of our stage's sources, or of the checkpoint that we back up.
+
+        Raises `RemoteProtocolError` for any other checkpoint.
+        """
+        checkpoint, rank = block.checkpoint, assignment.rank_of(peer)
+        position = (checkpoint.applied, checkpoint.history)
+        if (
+            rank is not None
+            and (checkpoint.layers, rank) in assignment.checkpoint_sources
+            and position == self._replica_state.position
+        ):
+            known = assignment.checkpoint_source_digest(checkpoint.layers, rank)
+            if known and checkpoint.digest != known:
                 raise RemoteProtocolError(
-                    f"rank {rank} sent a checkpoint of {_describe_layers(held.layers)} with the digest "
-                    f"{held.digest.hex()[:12]}, known is {known.hex()[:12]}"
+                    f"rank {rank} sent a checkpoint of {_describe_layers(checkpoint.layers)} with the digest "
+                    f"{checkpoint.digest.hex()[:12]}; the coordinator knows {known.hex()[:12]}"
                 )
             return [StoreCheckpointBlock(peer, block)]
-        blocks = seat.layers_of_stage(seat.layout.stage_of(owner))
-        if not in_stages or rank != owner or held.layers != blocks:
+        owner = assignment.layout.backed_up_rank(assignment.rank)
+        layers = assignment.layers_of_stage(assignment.layout.stage_of(owner))
+        if not is_pipelined or rank != owner or checkpoint.layers != layers:
             raise RemoteProtocolError(
-                f"rank {rank} sent a checkpoint of {_describe_layers(held.layers)}; "
-                f"rank {seat.rank} keeps those of rank {owner} alone"
+                f"rank {rank} sent a checkpoint of {_describe_layers(checkpoint.layers)}; "
+                f"rank {assignment.rank} stores only those of rank {owner}"
             )
-        if held.applied > self._replica_state.applied + 1:
+        if checkpoint.applied > self._replica_state.applied + 1:
             raise RemoteProtocolError(
-                f"rank {owner} sent a checkpoint of step {held.applied + 1}; "
+                f"rank {owner} sent a checkpoint of step {checkpoint.applied + 1}; "
                 f"{self._replica_state.applied + 1} is open here"
             )
         return [StoreCheckpointBlock(peer, block)]
 
 
-def _describe_layers(blocks: m.Span) -> str:
-    return f"blocks {blocks.start} to {blocks.stop - 1}"
+def _describe_layers(layers: m.Span) -> str:
+    return f"layers {layers.start} to {layers.stop - 1}"

@@ -1,58 +1,63 @@
-"""A worker's edges: with whom it deals, whom its loop is told to dial, and of whom it lets go.
+"""A worker's connections: which peers it knows, which it dials, which it disconnects.
 
-Decides that, and keeps who is connected.  Never decides whom a generation needs (`protocol.neighbours`) nor
-what a broken edge means for the open step, and never opens a connection: what it decides are effects.
+                    Dial              PeerConnected
+    not dialled ----------> dialled <--------------> connected     the loop keeps trying until Disconnect
+         ^                     |    PeerDisconnected    |
+         +---- Disconnect -----+------------------------+          no longer known, or excluded
 
-                    Dial                EdgeUp
-    not dialled ----------> dialled <------------> up        the loop keeps trying until HangUp
-         ^                     |      EdgeDown      |
-         +------ HangUp -------+--------------------+        no acquaintance any more, or an offender
-
-An offender is cut off until the next generation begins.  Who was announced (Expect, Admitted) may measure its
-link to us without being a member, until the generation after the next.
+A peer that violates the protocol is excluded until the next generation begins.  A peer that was announced
+(ExpectProbes, Admitted) may measure its link to this worker without being a member, until the generation
+after the next one.  Which members a generation requires is in `required_peers`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from gridtrain.core.commit.attempts import RankAssignment
 from gridtrain.core.group.member_events import Dial, Disconnect, MemberEffect
+from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.messages import PeerId, relay_of
 
 MAX_EXPECTED = 512
 
 
 class PeerLinks:
-    """See the module's text.
+    """Connections of one worker.
 
     Attributes:
-        up: who is connected.
-        offenders: who has broken the protocol in this generation.
+        connected: peers that are connected.
+        excluded: peers that violated the protocol, or were removed, in this generation.
     """
 
-    def __init__(self, me: PeerId, coordinator: PeerId) -> None:
-        self._own_id = me
+    def __init__(self, own_id: PeerId, coordinator: PeerId) -> None:
+        self._own_id = own_id
         self._coordinator = coordinator
         self.connected: set[PeerId] = set()
         self.excluded: set[PeerId] = set()
-        self._dialled_addresses: dict[PeerId, str] = {}  # connected or not, and at which address
-        self._expected_since: dict[PeerId, int] = {}  # who may measure its link to us, since which generation
+        self._dialled_addresses: dict[PeerId, str] = {}  # whether or not the peer is connected
+        self._expected_since: dict[PeerId, int] = {}  # announced peers -> generation of the announcement
 
-    def known_peers(self, seat: RankAssignment | None, others: Collection[PeerId]) -> frozenset[PeerId]:
-        """Whom this worker deals with: the coordinator, the members, who was announced, and `others`."""
-        members = {member.peer for member in seat.members} if seat is not None else set()
+    def known_peers(self, assignment: RankAssignment | None, others: Collection[PeerId]) -> frozenset[PeerId]:
+        """Peers whose messages are accepted: the coordinator, members, announced peers, and `others`."""
+        members = {member.peer for member in assignment.members} if assignment is not None else set()
         return frozenset(({self._coordinator, *others} | members | set(self._expected_since)) - self.excluded)
 
     @property
     def expected_peers(self) -> Collection[PeerId]:
-        """Who was announced."""
+        """Announced peers."""
         return self._expected_since.keys()
 
-    def dial(self, peers: Sequence[tuple[PeerId, str]]) -> list[MemberEffect]:
-        """Whoever has no address will come, or is reached through the coordinator.
+    def peer_connected(self, peer: PeerId) -> None:
+        self.connected.add(peer)
 
-        Who is connected stays so, but for a relay: there is a better one now, or none is needed.
+    def peer_disconnected(self, peer: PeerId) -> None:
+        self.connected.discard(peer)
+
+    def dial(self, peers: Sequence[tuple[PeerId, str]]) -> list[MemberEffect]:
+        """Dial (peer, address) pairs; a peer without an address dials us, or is reached by a relay.
+
+        A connected peer is dialled again only where the connection goes through a relay and the address is
+        new.
         """
         effects: list[MemberEffect] = []
         for peer, address in peers:
@@ -63,28 +68,29 @@ class PeerLinks:
                 effects.append(Dial(peer, address))
         return effects
 
-    def dial_members(self, seat: RankAssignment, needed: Collection[PeerId]) -> list[MemberEffect]:
-        """The members that are needed, and the relays on the way to them."""
-        ways = {member.peer: member.address for member in seat.members}
-        relays = {relay for peer in needed if (relay := relay_of(ways[peer])) is not None}
-        return self.dial([(peer, ways.get(peer, "")) for peer in sorted({*needed, *relays})])
+    def dial_members(self, assignment: RankAssignment, needed: Collection[PeerId]) -> list[MemberEffect]:
+        """Dial the members in `needed`, and the relays that their addresses name."""
+        addresses = {member.peer: member.address for member in assignment.members}
+        relays = {relay for peer in needed if (relay := relay_of(addresses[peer])) is not None}
+        return self.dial([(peer, addresses.get(peer, "")) for peer in sorted({*needed, *relays})])
 
-    def disconnect_strangers(self, acquaintances: Collection[PeerId]) -> list[MemberEffect]:
-        """Of whom we do not deal with any more.
+    def disconnect_strangers(self, known: Collection[PeerId]) -> list[MemberEffect]:
+        """Disconnect all dialled peers that are not in `known`.
 
-        A connection that was accepted stays until the other side lets go of it, or says something, which
-        the transport's gate then cuts: closed from here alone, the other would believe in it and, back in
-        the group, not dial again.
+        An accepted connection stays until the other side closes it or sends something, which the transport's
+        access control then refuses.  Closed from this side alone, the other side would believe it to be open
+        and would not dial again when it is back in the group.
         """
-        strangers = set(self._dialled_addresses).difference(acquaintances)
+        strangers = set(self._dialled_addresses).difference(known)
         self._dialled_addresses = {
-            peer: way for peer, way in self._dialled_addresses.items() if peer not in strangers
+            peer: address for peer, address in self._dialled_addresses.items() if peer not in strangers
         }
         self.connected -= strangers
         return [Disconnect(peer) for peer in sorted(strangers)]
 
     def expect(self, peers: Sequence[tuple[PeerId, str]], generation: int) -> list[MemberEffect]:
-        """Workers outside of the generation that measure their links, or whose links we measure."""
+        """Accept peers outside of the generation, which measure their links to us, or whose links we
+        measure."""
         for peer, _ in peers:
             self._expected_since.pop(peer, None)
             self._expected_since[peer] = generation
@@ -93,7 +99,7 @@ class PeerLinks:
         return self.dial(peers)
 
     def exclude_peer(self, peer: PeerId) -> bool:
-        """It has broken the protocol.  False: it was known for that already."""
+        """Exclude a peer that violated the protocol.  Returns False if it was excluded already."""
         self.connected.discard(peer)
         self._dialled_addresses.pop(peer, None)
         if peer in self.excluded:
@@ -101,11 +107,19 @@ class PeerLinks:
         self.excluded.add(peer)
         return True
 
-    def begin_generation(self, seat: RankAssignment) -> None:
-        """A generation begins: offenders are let in again, who was announced is a member or had its time."""
+    def exclude_removed(self, peers: Collection[PeerId]) -> None:
+        """Exclude peers that the coordinator removed; they stay connected until `disconnect_strangers`."""
+        self.excluded |= set(peers) - {self._own_id}
+
+    def readmit_all(self) -> None:
+        self.excluded.clear()
+
+    def begin_generation(self, assignment: RankAssignment) -> None:
+        """Readmit excluded peers; drop announced peers that are members now or whose time is over."""
         self._expected_since = {
             peer: since
             for peer, since in self._expected_since.items()
-            if seat.rank_of(peer) is None and since >= seat.generation - 1  # it may still be measuring
+            if assignment.rank_of(peer) is None
+            and since >= assignment.generation - 1  # may still be measuring
         }
-        self.excluded.clear()
+        self.readmit_all()

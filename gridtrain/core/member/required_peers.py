@@ -1,69 +1,154 @@
-"""Whom a member needs by its side in a generation, and which of them gives it the state that it lacks.
+"""Which members of a generation a member must be connected to, and the report of those that it cannot reach.
 
-Decides that from the member's seat alone: pure functions.  Never decides who gets which seat or who gives
-to whom, which is the coordinator's plan, and never knows who is connected (`protocol.edges`).
+    model in one piece    the exchange's neighbours, the root, the state source; these two need all members
+    model in stages       the exchange's neighbours, the root; the previous and the next stage of the
+                          pipeline, as a ring; the sources of this member's state, and the members it is a
+                          source for
 
-    in one piece    the exchange's ranks, the root, the donor; these two need everybody
-    in stages       the exchange's ranks, the root; in the pipeline, as a ring, the one before and the one
-                    after; who gives us the state, or pieces of it, and to whom we give that
-
-An edge is needed at both of its ends or at none.
+A connection is required at both of its ends or at neither.
 """
 
 from __future__ import annotations
 
-from gridtrain.core.commit.attempts import RankAssignment
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from gridtrain.core import messages as m
 from gridtrain.core.commit.two_phase_commit import ROOT
-from gridtrain.core.group.member_events import TrainerJoined
+from gridtrain.core.group.member_events import LogEvent, MemberEffect, Send, TrainerJoined
+from gridtrain.core.group.rank_layout import RankAssignment
+from gridtrain.core.group.stall_detection import extend_start
+from gridtrain.core.member.context import MemberContext
 
 
-def choose_state_source(seat: RankAssignment, in_stages: bool) -> int | None:
-    """The rank that the coordinator chose, else the lowest that holds the state (of our stage)."""
-    if in_stages:
-        mine = seat.members[seat.rank]
-        if mine.pieces:
+def choose_state_source(assignment: RankAssignment, is_pipelined: bool) -> int | None:
+    """The rank that the coordinator chose, otherwise the lowest that holds the state (of our stage)."""
+    members, world_size = assignment.members, assignment.world_size
+    if is_pipelined:
+        own = members[assignment.rank]
+        if own.pieces:
             return None
-        group = seat.layout.stage_ranks(seat.stage)
-        lowest = next((rank for rank in group if not seat.members[rank].joining), None)
-        return mine.donor if 0 <= mine.donor < seat.world_size else lowest
-    named = (member.donor for member in seat.members if member.joining)
-    holders = (rank for rank, member in enumerate(seat.members) if not member.joining)
-    return next((rank for rank in named if 0 <= rank < seat.world_size), next(holders, None))
+        replicas = assignment.layout.stage_ranks(assignment.stage)
+        lowest = next((rank for rank in replicas if not members[rank].joining), None)
+        return own.donor if 0 <= own.donor < world_size else lowest
+    chosen = (member.donor for member in members if member.joining)
+    holders = (rank for rank, member in enumerate(members) if not member.joining)
+    return next((rank for rank in chosen if 0 <= rank < world_size), next(holders, None))
 
 
-def required_ranks(seat: RankAssignment, entered: TrainerJoined | None) -> frozenset[int]:
-    """Ranks that this member must be connected to before it is ready, and in each step."""
-    if entered is not None and entered.is_pipelined:
-        return _required_in_pipeline(seat, entered)
-    centres = {ROOT, choose_state_source(seat, in_stages=False)}
-    if seat.rank in centres:
-        return frozenset(range(seat.world_size)) - {seat.rank}
-    edges = (
-        entered.neighbours_by_exchange.get(seat.exchange, entered.neighbours)
-        if entered is not None
-        else _no_neighbours
-    )
-    return (edges(seat.rank, seat.world_size) | _without_none(centres)) - {seat.rank}
+def required_ranks(assignment: RankAssignment, trainer: TrainerJoined | None) -> frozenset[int]:
+    """Ranks that this member must be connected to before it is READY, and in each step."""
+    if trainer is not None and trainer.is_pipelined:
+        return _required_in_pipeline(assignment, trainer)
+    rank, world_size = assignment.rank, assignment.world_size
+    source = choose_state_source(assignment, is_pipelined=False)
+    centres = {ROOT} if source is None else {ROOT, source}
+    if rank in centres:
+        return frozenset(range(world_size)) - {rank}
+    if trainer is None:
+        return frozenset(centres)
+    by_exchange: Mapping[str, Callable[..., frozenset[int]]] = trainer.neighbours_by_exchange
+    neighbours = by_exchange.get(assignment.exchange, trainer.neighbours)
+    return (neighbours(rank, world_size) | centres) - {rank}
 
 
-def _required_in_pipeline(seat: RankAssignment, entered: TrainerJoined) -> frozenset[int]:
-    """The ends of the pipeline keep each other's checkpoints, so that it is a ring."""
-    mine, here = seat.rank, seat.members[seat.rank]
-    if mine == ROOT:
-        return frozenset(range(seat.world_size)) - {ROOT}
-    near: set[int | None] = {ROOT, seat.layout.backup_rank(mine), seat.layout.backed_up_rank(mine)}
-    if here.joining:
-        near.add(choose_state_source(seat, in_stages=True))
-    near |= {rank for _, rank in here.pieces if rank < seat.world_size}
-    for rank, member in enumerate(seat.members):
-        if member.donor == mine or any(giver == mine for _, giver in member.pieces):
-            near.add(rank)
-    return (entered.neighbours(mine, seat.world_size, seat.stage_bounds) | _without_none(near)) - {mine}
+def _required_in_pipeline(assignment: RankAssignment, trainer: TrainerJoined) -> frozenset[int]:
+    """The pipeline is a ring here, as its ends store each other's checkpoints."""
+    rank, own, world_size = assignment.rank, assignment.members[assignment.rank], assignment.world_size
+    if rank == ROOT:
+        return frozenset(range(world_size)) - {ROOT}
+    required = {ROOT, assignment.layout.backup_rank(rank), assignment.layout.backed_up_rank(rank)}
+    source = choose_state_source(assignment, is_pipelined=True) if own.joining else None
+    if source is not None:
+        required.add(source)
+    required |= {source for _, source in own.pieces if source < world_size}
+    for other, member in enumerate(assignment.members):
+        if member.donor == rank or any(source == rank for _, source in member.pieces):
+            required.add(other)
+    return (trainer.neighbours(rank, world_size, assignment.stage_bounds) | required) - {rank}
 
 
-def _without_none(ranks: set[int | None]) -> frozenset[int]:
-    return frozenset(rank for rank in ranks if rank is not None)
+class RequiredPeers:
+    """The required connections of one member in one generation."""
 
+    def __init__(self, assignment: RankAssignment, context: MemberContext, now_s: float) -> None:
+        self._rank_assignment = assignment
+        self._context = context
+        self._addresses = {member.peer: member.address for member in assignment.members}
+        self._forming_since_s = now_s  # start of the wait for connections; infinite: reported as unreachable
+        self._disconnected_since_s = now_s
+        self._ranks: frozenset[int] | None = None
 
-def _no_neighbours(rank: int, world_size: int) -> frozenset[int]:
-    return frozenset()
+    @property
+    def ranks(self) -> frozenset[int]:
+        if self._ranks is None:  # used several times for each message
+            self._ranks = required_ranks(self._rank_assignment, self._context.trainer)
+        return self._ranks
+
+    @property
+    def missing(self) -> tuple[m.PeerId, ...]:
+        """Required peers that are not connected."""
+        peers = (self._rank_assignment.members[rank].peer for rank in sorted(self.ranks))
+        return tuple(peer for peer in peers if peer not in self._context.peer_links.connected)
+
+    def trainer_joined(self) -> None:
+        """The trainer's neighbours may have changed."""
+        self._ranks = None
+
+    def dial(self, others: Collection[m.PeerId]) -> list[MemberEffect]:
+        """Dial the required peers and `others`."""
+        peers = {self._rank_assignment.members[rank].peer for rank in self.ranks}.union(others)
+        return self._context.peer_links.dial_members(self._rank_assignment, peers)
+
+    # -- FORMING: peers that cannot be reached ---------------------------------------------------
+
+    @property
+    def forming_deadline_s(self) -> float:
+        """When to call `report_late`."""
+        return self._forming_since_s + self._context.deadlines.route_s if self.missing else math.inf
+
+    def report_late(self, now_s: float) -> list[MemberEffect]:
+        """Report the missing peers once the deadline has passed."""
+        return self.report(self.missing) if now_s >= self.forming_deadline_s else []
+
+    def repeat_report(self) -> list[MemberEffect]:
+        """The coordinator may have missed the report."""
+        return self.report(self.missing) if math.isinf(self._forming_since_s) and self.missing else []
+
+    def report(self, missing: Sequence[m.PeerId]) -> list[MemberEffect]:
+        """Report peers that this member has dialled in vain: the coordinator may find another address."""
+        self._forming_since_s = math.inf
+        assignment = self._rank_assignment
+        dialled = tuple(peer for peer in missing if self._addresses[peer])
+        if not dialled:
+            return []
+        names = ", ".join(f"{peer.hex()[:8]} at {self._addresses[peer]}" for peer in dialled)
+        report = m.PeersUnreachable(assignment.term, assignment.generation, dialled)
+        return [LogEvent("no_route", {"peers": names}), Send(self._context.coordinator, report)]
+
+    def disconnected_while_forming(self, peer: m.PeerId, now_s: float) -> None:
+        """The peer was connected, so its address works: wait for it again."""
+        if math.isinf(self._forming_since_s) or self.missing == (peer,):
+            self._forming_since_s = now_s
+
+    # -- RUNNING: connections that broke ---------------------------------------------------------
+
+    @property
+    def running_deadline_s(self) -> float:
+        """When a missing peer stalls the group; only where one is missing."""
+        return self._disconnected_since_s + 2 * self._context.deadlines.regreet_s
+
+    def restart_running_wait(self, now_s: float) -> None:
+        """The generation started, or a connection broke: it may come back by itself."""
+        self._disconnected_since_s = now_s
+
+    def report_relayed(self, missing: Sequence[m.PeerId]) -> list[MemberEffect]:
+        """Report those of the missing peers that a relay connects: there may be another relay."""
+        relayed = [peer for peer in missing if m.relay_of(self._addresses[peer]) is not None]
+        return self.report(relayed) if relayed else []
+
+    def extend_timeouts(self, until_s: float) -> None:
+        """Our own loop stalled: no timeout ends before `until_s`."""
+        limits = self._context.deadlines
+        self._forming_since_s = extend_start(self._forming_since_s, limits.route_s, until_s)
+        self._disconnected_since_s = extend_start(self._disconnected_since_s, 2 * limits.regreet_s, until_s)

@@ -1,23 +1,21 @@
-"""Who takes over the residual of a member that leaves, and when it counts.
+"""Transfer of a leaving member's residual to a neighbour, so that no gradient is lost.
 
-Decides whom a leaver asks, what an heir accepts, and at which moment the residual is the heir's.  Never opens
-a payload, never waits: deadlines are the trainer's.
-
-    leaver, rank 2            heir, rank 3 (or 1)        coordinator
-      | no step more              |                          |
-      | -- HandOver 0, 1, .. ---> | complete, checked        |
-      | <------- TakenOver ------ | kept apart               |
+    leaving member, rank 2    recipient, rank 3 (or 1)   coordinator
+      | takes part in no step    |                          |
+      | -- ResidualBlock 0, 1 -> | complete, checked        |
+      | <---- ResidualReply ---- | stored apart             |
       | -- Leave ------------------------------------------> |
-      x                           | <-- Freeze, .., View --- |  the leaver is no member, and no step was
-                                  | adds it to its own       |  committed since: once, between two steps
+      x                          | <- Freeze, .., VIEW ---- |  the sender is no member any more, and no step
+                                 | adds it to its own       |  was committed since: once, between two steps
 
-A step takes the vote of all, so as long as the leaver is a member no step can be committed without it: what
-it handed over after step s is whole until a View goes on from s without it.  If it votes again after all, or
-anything else comes, the heir forgets it.  A leaver asks a second heir only where the first one has said that
-it does not take it: so a residual is added once or not at all, whatever is lost on the way.
+A step needs every member's vote.  As long as the sender is a member, no step is committed without it, so the
+residual that it sent after step s is complete until a VIEW continues from s without it.  If it votes again
+after all, or something else arrives from it, the recipient drops the residual.  The sender asks a second
+recipient only where the first has declined.  So a residual is added once or not at all, whatever is lost on
+the way.
 
-An heir that leaves itself takes nothing more, waits until what it has acknowledged counts, and hands that on
-with its own.
+A recipient that leaves itself accepts no further residual, waits until what it has accepted counts, and
+transfers that with its own.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from gridtrain.core import messages as m
-from gridtrain.core.commit.attempts import RankAssignment
 from gridtrain.core.group.member_events import (
     AddResidual,
     DropResidual,
@@ -37,16 +34,15 @@ from gridtrain.core.group.member_events import (
     Send,
     StoreResidualBlock,
 )
+from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.errors import RemoteProtocolError
 
 _REMEDY = "drop that peer; an honest one of the same version never sends this"
 
 
 def residual_recipients(rank: int, world_size: int, stages: int = 1) -> tuple[int, ...]:
-    """Ranks that a leaver may ask, in this order: its neighbours in the ring, to whom it is connected.
-
-    Of a model in stages: in the ring of those who hold the same stage.
-    """
+    """Ranks that a leaving member may ask, in this order: its neighbours in the ring of its stage's
+    replicas."""
     size = world_size // stages
     first, at = rank - rank % size, rank % size
     ring = (first + (at + 1) % size, first + (at - 1) % size)
@@ -55,7 +51,7 @@ def residual_recipients(rank: int, world_size: int, stages: int = 1) -> tuple[in
 
 @dataclass(slots=True)
 class _ReceivedResidual:
-    """What one leaver handed over to us."""
+    """The residual of one leaving member, as it was after step `applied`."""
 
     applied: int
     history: bytes
@@ -63,11 +59,11 @@ class _ReceivedResidual:
 
 
 class ResidualTransfer:
-    """Both sides of it, of one member.
+    """Both sides of the transfer, of one member.
 
     Attributes:
-        leaving: this member hands over its residual, and takes part in no step any more.
-        refusing: it takes nothing over any more, since it is about to leave.
+        is_leaving: this member transfers its residual, and takes part in no further step.
+        is_refusing: it accepts no further residual, as it is about to leave.
     """
 
     def __init__(self) -> None:
@@ -78,137 +74,159 @@ class ResidualTransfer:
         self._blocks: tuple[Any, ...] = ()
         self._received: dict[m.PeerId, _ReceivedResidual] = {}
 
-    # -- the leaver --------------------------------------------------------------------------------
+    # -- the leaving member ------------------------------------------------------------------------
 
     def begin(
         self,
-        pieces: Sequence[Any],
-        seat: RankAssignment | None,
-        up: Collection[m.PeerId],
+        blocks: Sequence[Any],
+        assignment: RankAssignment | None,
+        connected: Collection[m.PeerId],
         applied: int,
         history: bytes,
     ) -> list[MemberEffect]:
-        """Ask the first heir; `Handed` answers.  No part in a round may be open."""
-        self.is_leaving, self.is_refusing, self._blocks = True, True, tuple(pieces)
-        why = "no generation is running" if seat is None else "no neighbour is connected"
-        return self._ask(seat, up, applied, history, why)
+        """Ask the first recipient; `ResidualTransferEnded` follows.  This member may have no part in a
+        round."""
+        self.is_leaving, self.is_refusing, self._blocks = True, True, tuple(blocks)
+        reason = "no generation is running" if assignment is None else "no neighbour is connected"
+        return self._ask(assignment, connected, applied, history, reason)
 
     def receive_reply(
         self,
         peer: m.PeerId,
-        answer: m.ResidualReply,
-        seat: RankAssignment,
-        up: Collection[m.PeerId],
-        at: tuple[int, bytes],
+        reply: m.ResidualReply,
+        assignment: RankAssignment,
+        connected: Collection[m.PeerId],
+        position: tuple[int, bytes],
     ) -> list[MemberEffect]:
-        """The heir has it, or does not want it: then the next one is asked."""
+        """The recipient has accepted, or has declined; then the next one is asked."""
         if peer != self._recipient:
             return []
         self._recipient = None
-        if answer.is_accepted:
+        if reply.is_accepted:
             return [ResidualTransferEnded(True, peer.hex()[:8])]
-        return self._ask(seat, up, *at, f"{peer.hex()[:8]} declined: {answer.reason}")
+        return self._ask(assignment, connected, *position, f"{peer.hex()[:8]} declined: {reply.reason}")
 
     def recipient_lost(self, peer: m.PeerId) -> list[MemberEffect]:
-        """The heir is gone before it answered: whether it has everything cannot be known."""
+        """The recipient is gone before it replied: whether it has everything cannot be known."""
         if peer != self._recipient:
             return []
         self._recipient = None
         return [ResidualTransferEnded(None, f"{peer.hex()[:8]} was lost before it answered")]
 
     def _ask(
-        self, seat: RankAssignment | None, up: Collection[m.PeerId], applied: int, history: bytes, why: str
+        self,
+        assignment: RankAssignment | None,
+        connected: Collection[m.PeerId],
+        applied: int,
+        history: bytes,
+        reason: str,
     ) -> list[MemberEffect]:
-        ranks = residual_recipients(seat.rank, seat.world_size, seat.stages) if seat is not None else ()
-        peers = [seat.members[rank].peer for rank in ranks] if seat is not None else []
-        heir = next((peer for peer in peers if peer in up and peer not in self._asked_peers), None)
-        if seat is None or heir is None:
-            return [ResidualTransferEnded(False, why)]
-        self._recipient = heir
-        self._asked_peers.add(heir)
-        total = len(self._blocks)
+        """Send the residual to the next recipient; `reason`: why it was not transferred, if there is none."""
+        if assignment is None:
+            return [ResidualTransferEnded(False, reason)]
+        ranks = residual_recipients(assignment.rank, assignment.world_size, assignment.stages)
+        peers = [assignment.members[rank].peer for rank in ranks]
+        recipient = next((p for p in peers if p in connected and p not in self._asked_peers), None)
+        if recipient is None:
+            return [ResidualTransferEnded(False, reason)]
+        self._recipient = recipient
+        self._asked_peers.add(recipient)
+        term, generation, total = assignment.term, assignment.generation, len(self._blocks)
         return [
-            Send(heir, m.ResidualBlock(seat.term, seat.generation, applied, history, index, total, piece))
-            for index, piece in enumerate(self._blocks)
+            Send(recipient, m.ResidualBlock(term, generation, applied, history, index, total, block))
+            for index, block in enumerate(self._blocks)
         ]
 
-    # -- the heir ----------------------------------------------------------------------------------
+    # -- the recipient -----------------------------------------------------------------------------
+
+    def refuse(self) -> None:
+        """Accept no further residual."""
+        self.is_refusing = True
 
     def receive_block(
-        self, seat: RankAssignment, peer: m.PeerId, piece: m.ResidualBlock, applied: int, synced: bool
+        self,
+        assignment: RankAssignment,
+        peer: m.PeerId,
+        block: m.ResidualBlock,
+        applied: int,
+        is_synced: bool,
     ) -> list[MemberEffect]:
-        """Raises `RemoteProtocolError` where an honest leaver would not have sent it here."""
-        if (piece.term, piece.generation) != (seat.term, seat.generation):
+        """Store a block, or decline.  Raises `RemoteProtocolError` where an honest member would not send
+        it."""
+        if (block.term, block.generation) != (assignment.term, assignment.generation):
             return []
-        _check_recipient(seat, peer)
-        known = self._received.get(peer)
-        if known is not None and known.is_complete:
+        _check_recipient(assignment, peer)
+        received = self._received.get(peer)
+        if received is not None and received.is_complete:
             raise RemoteProtocolError(
-                f"peer {peer.hex()[:8]} hands over its residual of generation {seat.generation} twice",
+                f"peer {peer.hex()[:8]} sends its residual of generation {assignment.generation} twice",
                 remedy=_REMEDY,
             )
-        why = self._rejection_reason(piece, applied, synced)
-        if why:
-            return [self._make_reply(seat, peer, False, why)] if piece.index + 1 == piece.total else []
-        if piece.index == 0:
-            self._received[peer] = _ReceivedResidual(piece.applied, piece.history)
-        return [StoreResidualBlock(peer, piece, seat.world_size)]
+        reason = self._rejection_reason(block, applied, is_synced)
+        if reason:
+            is_last = block.index + 1 == block.total
+            return [_make_reply(assignment, peer, False, reason)] if is_last else []
+        if block.index == 0:
+            self._received[peer] = _ReceivedResidual(block.applied, block.history)
+        return [StoreResidualBlock(peer, block, assignment.world_size)]
 
-    def _rejection_reason(self, piece: m.ResidualBlock, applied: int, synced: bool) -> str:
-        """Why an honest piece is of no use here; empty: it is."""
+    def _rejection_reason(self, block: m.ResidualBlock, applied: int, is_synced: bool) -> str:
+        """Why this member cannot use an honest block; empty: it can."""
         if self.is_refusing:
             return "it leaves, too"
-        # We may not have heard yet that the step was committed after which the leaver stopped.
-        if not synced or piece.applied not in (applied, applied + 1):
-            return f"it is at step {applied + 1}, the residual at step {piece.applied + 1}"
+        # The commit of the step after which the sender stopped may not have been received here yet.
+        if not is_synced or block.applied not in (applied, applied + 1):
+            return f"it is at step {applied + 1}, the residual at step {block.applied + 1}"
         return ""
 
-    def mark_complete(self, seat: RankAssignment | None, peer: m.PeerId) -> list[MemberEffect]:
-        """All pieces are there and hold what they may."""
-        estate = self._received.get(peer)
-        if estate is None or seat is None:
+    def mark_complete(self, assignment: RankAssignment | None, peer: m.PeerId) -> list[MemberEffect]:
+        """All blocks have arrived and passed their checks: accept."""
+        received = self._received.get(peer)
+        if received is None or assignment is None:
             return [DropResidual(peer)]
         if self.is_refusing:
             del self._received[peer]
-            return [DropResidual(peer), self._make_reply(seat, peer, False, "it leaves, too")]
-        estate.is_complete = True
-        return [self._make_reply(seat, peer, True, "")]
+            return [DropResidual(peer), _make_reply(assignment, peer, False, "it leaves, too")]
+        received.is_complete = True
+        return [_make_reply(assignment, peer, True, "")]
 
     def begin_generation(
-        self, seat: RankAssignment, applied: int, history: bytes, synced: bool
+        self, assignment: RankAssignment, applied: int, history: bytes, is_synced: bool
     ) -> list[MemberEffect]:
-        """A generation begins: what its leavers left is ours now, or nobody's."""
+        """Add the residuals of members that are gone, or drop what does not belong to this state."""
         effects: list[MemberEffect] = []
-        for peer, estate in list(self._received.items()):
-            whole = estate.is_complete and synced and (estate.applied, estate.history) == (applied, history)
-            if whole and seat.rank_of(peer) is not None:
+        for peer, received in list(self._received.items()):
+            fits = (received.applied, received.history) == (applied, history)
+            is_usable = received.is_complete and is_synced and fits
+            if is_usable and assignment.rank_of(peer) is not None:
                 continue  # it has not left yet
             del self._received[peer]
-            effects += (
-                [AddResidual(peer)] if whole else self._drop_residual(peer, "the group went on with it")
-            )
+            effects += [AddResidual(peer)] if is_usable else _drop_residual(peer, "the group went on with it")
         return effects
 
     def step_committed(self, applied: int) -> list[MemberEffect]:
-        """A step was committed: all members voted, so who had stopped before it has not left."""
+        """All members voted on this step, so a sender that had stopped before it has not left."""
         effects: list[MemberEffect] = []
-        for peer in [peer for peer, estate in self._received.items() if estate.applied < applied]:
+        for peer in [peer for peer, received in self._received.items() if received.applied < applied]:
             del self._received[peer]
-            effects += self._drop_residual(peer, "it took part in another step")
+            effects += _drop_residual(peer, "it took part in another step")
         return effects
 
-    def _drop_residual(self, peer: m.PeerId, why: str) -> list[MemberEffect]:
-        return [DropResidual(peer), LogEvent("residual_void", {"of": peer.hex()[:8], "reason": why})]
 
-    def _make_reply(self, seat: RankAssignment, peer: m.PeerId, taken: bool, why: str) -> Send:
-        return Send(peer, m.ResidualReply(seat.term, seat.generation, taken, why))
+def _drop_residual(peer: m.PeerId, reason: str) -> list[MemberEffect]:
+    return [DropResidual(peer), LogEvent("residual_void", {"of": peer.hex()[:8], "reason": reason})]
 
 
-def _check_recipient(seat: RankAssignment, peer: m.PeerId) -> None:
-    rank = seat.rank_of(peer)
-    if rank is None or seat.rank not in residual_recipients(rank, seat.world_size, seat.stages):
+def _make_reply(assignment: RankAssignment, peer: m.PeerId, is_accepted: bool, reason: str) -> Send:
+    return Send(peer, m.ResidualReply(assignment.term, assignment.generation, is_accepted, reason))
+
+
+def _check_recipient(assignment: RankAssignment, peer: m.PeerId) -> None:
+    rank = assignment.rank_of(peer)
+    allowed = residual_recipients(rank, assignment.world_size, assignment.stages) if rank is not None else ()
+    if assignment.rank not in allowed:
         raise RemoteProtocolError(
-            f"rank {rank} hands its residual over to rank {seat.rank} of {seat.world_size}; only its "
-            "neighbours in the ring may be asked",
+            f"rank {rank} sends its residual to rank {assignment.rank} of {assignment.world_size}; only its "
+            "neighbours in the ring may receive it",
             remedy=_REMEDY,
         )

@@ -1,12 +1,10 @@
-"""Averages of numbers for people (`grid.mean`): not replicated state, so no vote and no retry.
+"""Averages of a number over the members of a generation (`grid.mean`), for people: no vote, no retry.
 
-Decides when an average is known.  Members ask the root; it tells everybody once all have asked.
+    member r   MeanRequest(step, index, x_r) --> root: all ranks here? sum in rank order / P --> MeanReply
 
-    member r   MeanAsk(step, index, x_r) --> root: all ranks here? sum in rank order / P --> MeanTell
-
-Within a step the first call on one worker meets the first call on the others, and so on.  Where the
-generation ends in between, an average is given up: whoever waits for it goes on with its own number.
-The root keeps the latest `MAX_OPEN` numbers of each member, so that none can crowd out another's.
+Within a step, the first call on one worker belongs to the first call on the others, and so on.  Where the
+generation ends in between, the average is cancelled and the trainer continues with its own number.  The root
+stores the latest `MAX_OPEN_MEANS` numbers of each member, so that no member can crowd out another's.
 """
 
 from __future__ import annotations
@@ -15,48 +13,47 @@ import math
 import sys
 
 from gridtrain.core import messages as m
-from gridtrain.core.commit.attempts import RankAssignment
 from gridtrain.core.commit.two_phase_commit import ROOT
 from gridtrain.core.group.member_events import DeliverMean, MemberEffect, Send
+from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.errors import RemoteProtocolError
 
 MeanKey = tuple[int, int]
 MAX_OPEN_MEANS = 64
-"""Numbers that are kept of one member: it has one call open at a time, and may repeat a few."""
+"""Numbers stored of each member: it has one call open at a time, and may repeat a few."""
 
 
 class ScalarMeans:
-    """The averages of one generation, as one member sees them."""
+    """The averages of one generation, as one member sees them.
 
-    def __init__(self, seat: RankAssignment) -> None:
-        self._rank_assignment = seat
+    Attributes:
+        awaited_key: (step, index) of the average that the trainer waits for.
+    """
+
+    def __init__(self, assignment: RankAssignment) -> None:
+        self._rank_assignment = assignment
         self._values: dict[MeanKey, dict[int, float]] = {}
         self._results: dict[MeanKey, float] = {}
         self._keys_of: dict[int, list[MeanKey]] = {}  # by rank, the latest last
         self.awaited_key: MeanKey | None = None
-        self._value = 0.0  # of the one that is waited for
+        self._value = 0.0  # this member's, of the awaited average
 
     def request(self, key: MeanKey, value: float) -> list[MemberEffect]:
-        """The trainer's own number; `MeanKnown` follows."""
+        """The trainer's own number; `DeliverMean` follows."""
         self.awaited_key, self._value = key, value
-        return (
-            self._collect(key, ROOT, value)
-            if self._rank_assignment.rank == ROOT
-            else self._request_from_root(key)
-        )
+        if self._rank_assignment.rank == ROOT:
+            return self._collect(key, ROOT, value)
+        return self._request_from_root(key)
 
     def _request_from_root(self, key: MeanKey) -> list[MemberEffect]:
-        seat = self._rank_assignment
-        return [Send(seat.members[ROOT].peer, m.MeanRequest(seat.term, seat.generation, *key, self._value))]
+        at = self._rank_assignment
+        return [Send(at.members[ROOT].peer, m.MeanRequest(at.term, at.generation, *key, self._value))]
 
     def peer_connected(self, peer: m.PeerId) -> list[MemberEffect]:
-        """The question, or the answer, may have been lost with the connection to the root."""
-        key = self.awaited_key
-        return (
-            self._request_from_root(key)
-            if key is not None and self._rank_assignment.rank_of(peer) == ROOT
-            else []
-        )
+        """Repeat the request: it or its reply may have been lost with the connection to the root."""
+        if self.awaited_key is None or self._rank_assignment.rank_of(peer) != ROOT:
+            return []
+        return self._request_from_root(self.awaited_key)
 
     def cancel(self) -> list[MemberEffect]:
         """The generation ends."""
@@ -64,15 +61,16 @@ class ScalarMeans:
         return [] if key is None else [DeliverMean(None)]
 
     def receive(self, peer: m.PeerId, message: m.MeanRequest | m.MeanReply) -> list[MemberEffect]:
-        """A peer's number, or the root's answer; dropped if `peer` or the generation is another.
+        """A member's number, or the root's reply; ignored from non-members and other generations.
 
         Raises:
-            RemoteProtocolError: only the root is asked, and only the root tells.
+            RemoteProtocolError: a request to a rank other than the root, or a reply from one.
         """
-        rank, seat = self._rank_assignment.rank_of(peer), self._rank_assignment
-        if rank is None or (message.term, message.generation) != (seat.term, seat.generation):
+        at = self._rank_assignment
+        rank = at.rank_of(peer)
+        if rank is None or (message.term, message.generation) != (at.term, at.generation):
             return []
-        _check_role(message, rank, seat.rank)
+        _check_role(message, rank, at.rank)
         key = (message.step, message.index)
         match message:
             case m.MeanRequest(value=value):
@@ -87,20 +85,20 @@ class ScalarMeans:
         return [DeliverMean(value)]
 
     def _collect(self, key: MeanKey, rank: int, value: float) -> list[MemberEffect]:
-        """Of a worker that repeats a step, the answer that is known."""
+        """Reply to all once the average is complete; to a worker that repeats a step, the known result."""
         self._values.setdefault(key, {})[rank] = value
         self._keep_latest(key, rank)
-        asked = self._values[key]
-        complete = len(asked) == self._rank_assignment.world_size
-        if key not in self._results and complete:
-            self._results[key] = _mean([asked[r] for r in range(len(asked))])
+        values = self._values[key]
+        is_complete = len(values) == self._rank_assignment.world_size
+        if key not in self._results and is_complete:
+            self._results[key] = _mean([values[r] for r in range(len(values))])
         if key not in self._results:
             return []
-        tell_ranks = sorted(asked) if complete else [rank]
-        return [effect for r in tell_ranks for effect in self._send_result(key, r)]
+        receivers = sorted(values) if is_complete else [rank]
+        return [effect for r in receivers for effect in self._send_result(key, r)]
 
     def _keep_latest(self, key: MeanKey, rank: int) -> None:
-        """Forget this rank's oldest number: what is due to others stays."""
+        """Drop this rank's oldest number; the numbers of other ranks stay."""
         keys = self._keys_of.setdefault(rank, [])
         if key in keys:
             keys.remove(key)
@@ -113,24 +111,23 @@ class ScalarMeans:
                 self._results.pop(oldest, None)
 
     def _send_result(self, key: MeanKey, rank: int) -> list[MemberEffect]:
-        seat, value = self._rank_assignment, self._results[key]
+        at, value = self._rank_assignment, self._results[key]
         if rank == ROOT:
             return self._deliver(key, value)
-        return [Send(seat.members[rank].peer, m.MeanReply(seat.term, seat.generation, *key, value))]
+        return [Send(at.members[rank].peer, m.MeanReply(at.term, at.generation, *key, value))]
 
 
 def _check_role(message: m.MeanRequest | m.MeanReply, from_rank: int, rank: int) -> None:
-    wrong = from_rank != ROOT if isinstance(message, m.MeanReply) else rank != ROOT
-    if wrong:
+    is_wrong = from_rank != ROOT if isinstance(message, m.MeanReply) else rank != ROOT
+    if is_wrong:
         raise RemoteProtocolError(
-            f"rank {from_rank} sent {type(message).__name__} to rank {rank}; "
-            f"averages are made by rank {ROOT}",
+            f"rank {from_rank} sent {type(message).__name__} to rank {rank}; rank {ROOT} computes averages",
             remedy="drop that peer; an honest one of the same version never sends this",
         )
 
 
 def _mean(values: list[float]) -> float:
-    """Of finite numbers, which may be as large as a float can be: finite whatever they are."""
+    """The mean of finite numbers, finite even where their sum overflows."""
     try:
         return math.fsum(values) / len(values)
     except OverflowError:

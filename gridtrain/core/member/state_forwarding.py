@@ -1,80 +1,75 @@
-"""A state that several members lack goes from one to the next, each block as soon as it has come.
-
-Decides who gives it to whom in one generation, and when a member asks the donor itself instead.  Never looks
-into a block: what came from another than the donor counts when it has the digest that the donor tells.
+"""Chain in which joining members forward the state to one another, each block as soon as it arrives.
 
     rank      0        1        2        3        4
-              donor    holds    joins    joins    joins
-              blocks ---------> blocks -> blocks -> blocks      J members in the time of one, and J - 1 blocks
-              digest ------------------> o -----> o             from the donor itself, a few bytes
+              source   holds    joins    joins    joins
+              blocks ---------> blocks -> blocks -> blocks      J members receive it in about the time of one
+              digest ------------------> o -----> o             from the source itself, a few bytes
 
-A member of which nothing comes for `LATE_S`, or that breaks the protocol, is gone round: the donor gives the
-rest.  So does it from the start where what came has another digest, as nobody knows whose fault that is.
+A block that did not come from the source counts only if the whole has the digest that the source sent.  A
+forwarder that sends nothing for `BLOCK_TIMEOUT_S`, or violates the protocol, is bypassed: the source sends
+the rest.  If the digest differs, the source sends everything again, as nobody knows who altered it.
 """
 
 from __future__ import annotations
 
 import math
 
-from gridtrain.core.commit.attempts import RankAssignment
+from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.core.group.stall_detection import extend_start
 from gridtrain.core.messages import PeerId
 
 BLOCK_TIMEOUT_S = 10.0
-"""So long nothing may come before the donor is asked.  A block of 1 MiB takes 8 s at 1 Mbit/s."""
+"""Wait this long for a block before asking the source.  A block of 1 MiB takes 8 s at 1 Mbit/s."""
 
 MAX_FIRST_BLOCK_TIMEOUT_S = 60.0
-"""The first block passes all newcomers before this one: it has `LATE_S` for each, up to this."""
+"""The first block passes all joining members before this one: `BLOCK_TIMEOUT_S` for each, up to this."""
 
 
 class StateForwarding:
-    """One member's place in it.
+    """One member's position in the chain.
 
     Args:
-        seat: None: it is in no generation.
-        chained: this member gets the whole state, and it is in one piece.
+        chained: this member receives the whole state of a model in one piece.
 
     Attributes:
-        giver: who passes the state on to this member; None: the donor does.
-        next: to whom this member passes it on; None: to nobody.
+        upstream: the member that forwards the state to this one; None: the source sends it.
+        downstream: the member that this one forwards the state to; None: nobody.
     """
 
-    def __init__(self, seat: RankAssignment | None = None, *, chained: bool = False) -> None:
+    def __init__(self, assignment: RankAssignment, *, chained: bool) -> None:
         self.upstream: PeerId | None = None
         self.downstream: PeerId | None = None
-        self._last_progress_s = math.inf  # until the donor has made its copy, nobody has anything to give
-        self._next_block = 0  # the giver's next block
-        self._first_block_timeout_s = BLOCK_TIMEOUT_S  # how long the first one may take
-        if seat is None or not chained:
-            return
-        joining = [member.peer for member in seat.members if member.joining]
-        if seat.own_id in joining:
-            at = joining.index(seat.own_id)
+        self._last_progress_s = math.inf  # until the source has made its copy, nobody can send anything
+        self._next_block = 0  # expected from upstream
+        self._first_block_timeout_s = BLOCK_TIMEOUT_S
+        joining = [member.peer for member in assignment.members if member.joining] if chained else []
+        if assignment.own_id in joining:
+            at = joining.index(assignment.own_id)
             self._first_block_timeout_s = min(BLOCK_TIMEOUT_S * max(1, at), MAX_FIRST_BLOCK_TIMEOUT_S)
             self.upstream = joining[at - 1] if at else None
             self.downstream = joining[at + 1] if at + 1 < len(joining) else None
 
     @property
     def adjacent_peers(self) -> frozenset[PeerId]:
-        """To whom this member is to be connected for it, if it can."""
+        """Peers to connect to for forwarding, where possible."""
         return frozenset(peer for peer in (self.upstream, self.downstream) if peer is not None)
 
     @property
     def deadline_s(self) -> float:
-        """When to go round the giver."""
-        late_s = BLOCK_TIMEOUT_S if self._next_block else self._first_block_timeout_s
-        return self._last_progress_s + late_s if self.upstream is not None else math.inf
+        """When to bypass the upstream member."""
+        timeout_s = BLOCK_TIMEOUT_S if self._next_block else self._first_block_timeout_s
+        return self._last_progress_s + timeout_s if self.upstream is not None else math.inf
 
     def record_progress(self, now_s: float) -> None:
-        """Something came."""
         self._last_progress_s = now_s
 
     def extend_timeouts(self, until_s: float) -> None:
-        """This member slept: it waits until then at least."""
+        """Our own loop stalled: no timeout ends before `until_s`."""
         self._last_progress_s = extend_start(self._last_progress_s, BLOCK_TIMEOUT_S, until_s)
 
     def accept_block(self, peer: PeerId, index: int, now_s: float) -> bool:
-        """A block came.  Of the giver another one than the next is of no use, and no sign that it gives."""
+        """Whether to store this block.  From upstream only the next one is accepted and counts as
+        progress."""
         if peer == self.upstream:
             if index != self._next_block:
                 return False
@@ -83,5 +78,5 @@ class StateForwarding:
         return True
 
     def bypass_upstream(self) -> None:
-        """The donor gives what is lacking."""
+        """The source sends the rest."""
         self.upstream = None

@@ -1,10 +1,9 @@
-"""How long this group's steps take, and so how long a member may be silent; and this worker's signs of life.
+"""Estimates the duration of a step, from it the timeout of a silent member, and makes this worker's
+heartbeats.
 
-Decides both from what this worker sees itself.  Never reads a clock, and never decides who is to blame.
-
-    begun    committed   committed        a step ends where the next begins: the next one's compute is in it
-      |---------|-----------|------>      usual = 0.9 usual + 0.1 last
-    first_step_s  floor + factor * usual  patience: before the first step is through, and then
+started    committed   committed        a step lasts from commit to commit, so its compute is included
+  |---------|-----------|------>        mean = 0.9 mean + 0.1 last
+first_step_s  floor + factor * mean     timeout: before the first step is committed, and after it
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from gridtrain.core.group.member_events import HeartbeatDue
 
 
 class StepPace:
-    """See the module's text.  Both outlive a generation; a step that one interrupts is not counted."""
+    """One instance per worker; a step that a new generation interrupts is not counted."""
 
     def __init__(self, deadlines: Deadlines) -> None:
         self._deadlines = deadlines
@@ -26,20 +25,20 @@ class StepPace:
 
     @property
     def timeout_s(self) -> float:
-        """How long a member may show neither vote nor sign of life."""
+        """How long a member may send neither its vote nor a progress message."""
         if self._mean_step_s is None:
             return self._deadlines.first_step_s
         return self._deadlines.patience_floor_s + self._deadlines.patience_factor * self._mean_step_s
 
     def step_started(self, now_s: float) -> None:
-        """A part of the step is submitted."""
+        """A part of the step was submitted."""
         self._step_start_s = now_s if self._step_start_s is None else self._step_start_s
 
     def step_committed(self, now_s: float) -> None:
         if self._step_start_s is not None:
-            took_s = now_s - self._step_start_s
-            usual_s = self._mean_step_s if self._mean_step_s is not None else took_s
-            self._mean_step_s = 0.9 * usual_s + 0.1 * took_s
+            step_s = now_s - self._step_start_s
+            mean_s = self._mean_step_s if self._mean_step_s is not None else step_s
+            self._mean_step_s = 0.9 * mean_s + 0.1 * step_s
         self._step_start_s = now_s
 
     def step_interrupted(self) -> None:
@@ -47,11 +46,11 @@ class StepPace:
         self._step_start_s = None
 
     def update_progress(self, progress: int) -> bool:
-        """Something has moved here since this was asked last."""
-        stirred, self._progress = progress > self._progress, progress
-        return stirred
+        """Whether `progress` has grown since the last call."""
+        has_moved, self._progress = progress > self._progress, progress
+        return has_moved
 
-    def make_heartbeat(self, step: int, pulse: HeartbeatDue) -> m.Heartbeat:
-        """For the coordinator."""
+    def make_heartbeat(self, step: int, event: HeartbeatDue) -> m.Heartbeat:
+        """The next heartbeat for the coordinator."""
         self._heartbeats += 1
-        return m.Heartbeat(self._heartbeats, step, pulse.progress, pulse.metrics)
+        return m.Heartbeat(self._heartbeats, step, event.progress, event.metrics)

@@ -1,15 +1,17 @@
-"""Both sides of following, of one worker: it takes over the state while the others train on, or gives it.
+"""Both sides of catch-up: a worker copies the state while the others train on, or serves it to such workers.
 
-Decides from whom what belongs to that is taken, what the loop is told of its donors, and what the coordinator
-of those that cannot be reached.  Never decides who follows whom (`protocol.followers`, the coordinator's) and
-opens nothing of what comes.
+    CatchUpFrom(sources)     --> BeginCatchUp, Dial, SourceConnected ..   blocks and updates are delivered
+      |                          CaughtUp --> CatchUpReport
+      +-- `route_s` without any connected source --> PeersUnreachable --> CatchUpFrom with other addresses
+    ServeCatchUp(receivers)  --> TakeSnapshot                             requests of receivers are delivered
 
-    Fetch(donors) --> Follow, Dial, DonorUp ..   Feed <-- image and updates      CaughtUp --> Caught
-    Donate(to)    --> Donating                   Feed <-- what followers ask for
+A worker that catches up has no rank, so no member misses a connection to it: it reports itself that it cannot
+reach its sources.  Who catches up from whom is the coordinator's decision.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 from gridtrain.core import messages as m
@@ -21,100 +23,113 @@ from gridtrain.core.group.member_events import (
     SourceConnected,
     SourceDisconnected,
 )
+from gridtrain.core.group.stall_detection import extend_start
 from gridtrain.core.member.peer_links import PeerLinks
-from gridtrain.core.member.unreachable_sources import UnreachableSources
 
-RECEIVER_MESSAGES = (m.SnapshotRequest, m.SnapshotBlocksRequest, m.UpdatesRequest)
-SOURCE_MESSAGES = (m.SnapshotDigests, m.SnapshotBlock, m.UpdateLogEntry, m.SnapshotUnavailable)
+MAX_UNREACHABLE = 1024
+"""Largest number of peers in one PeersUnreachable."""
 
+CatchUpRequest = m.SnapshotRequest | m.SnapshotBlocksRequest | m.UpdatesRequest
 CatchUpMessage = (
-    m.SnapshotRequest
-    | m.SnapshotBlocksRequest
-    | m.UpdatesRequest
-    | m.SnapshotDigests
-    | m.SnapshotBlock
-    | m.UpdateLogEntry
-    | m.SnapshotUnavailable
+    CatchUpRequest | m.SnapshotDigests | m.SnapshotBlock | m.UpdateLogEntry | m.SnapshotUnavailable
 )
 
 
 class WorkerCatchUp:
-    """See the module's text.
+    """Catch-up of one worker.
 
     Args:
-        route_s: how long an edge may take to come up.
+        route_s: how long a connection may take to come up.
 
     Attributes:
-        donors: this worker follows them.
-        followers: to whom it gives.
-        caught: what it has told the coordinator of that, and would tell again.
+        sources: this worker catches up from these.
+        receivers: this worker serves these.
+        last_report: the latest CatchUpReport, repeated after a Welcome.
     """
 
-    def __init__(self, route_s: float) -> None:
-        self._unreachable_sources = UnreachableSources(route_s)
+    def __init__(self, peer_links: PeerLinks, route_s: float) -> None:
+        self._peer_links = peer_links
+        self._route_s = route_s
+        self._unreachable_since_s = math.inf  # infinite: not waiting for a source, or reported already
         self.sources: tuple[m.PeerId, ...] = ()
         self.receivers: frozenset[m.PeerId] = frozenset()
         self.last_report: m.CatchUpReport | None = None
 
     @property
     def peers(self) -> frozenset[m.PeerId]:
-        """With whom this worker deals for it."""
         return self.receivers.union(self.sources)
 
     def receive(self, peer: m.PeerId, message: CatchUpMessage) -> list[MemberEffect]:
-        """Of who has no part in it nothing is taken."""
-        asked = peer in (self.receivers if isinstance(message, RECEIVER_MESSAGES) else self.sources)
-        if asked:
+        """Deliver a request of a receiver or an answer of a source; ignore anybody else's."""
+        if peer in (self.receivers if isinstance(message, CatchUpRequest) else self.sources):
             return [DeliverCatchUpMessage(peer, message)]
         return [LogEvent("ignored", {"peer": peer.hex()[:8], "message": type(message).__name__})]
 
-    def start(
-        self, donors: Sequence[tuple[m.PeerId, str]], edges: PeerLinks, now_s: float
-    ) -> list[MemberEffect]:
-        """From now on these; who was one before and is none now is told as one that is gone."""
-        before, self.sources = self.sources, tuple(peer for peer, _ in donors)
-        self._unreachable_sources.restart(now_s)
+    # -- serving ---------------------------------------------------------------------------------
+
+    def serve(self, receivers: Collection[m.PeerId]) -> None:
+        self.receivers = frozenset(receivers)
+
+    # -- catching up -----------------------------------------------------------------------------
+
+    def start(self, sources: Sequence[tuple[m.PeerId, str]], now_s: float) -> list[MemberEffect]:
+        """Catch up from these from now on; a former source that is not among them counts as disconnected."""
+        before, self.sources = self.sources, tuple(peer for peer, _ in sources)
+        self._unreachable_since_s = now_s
+        up = self._peer_links.connected
         effects: list[MemberEffect] = [] if before else [BeginCatchUp()]
-        effects += edges.dial(donors)
+        effects += self._peer_links.dial(sources)
         effects += [SourceDisconnected(peer) for peer in before if peer not in self.sources]
-        return effects + [
-            SourceConnected(p) for p in self.sources if p in edges.connected and p not in before
-        ]
+        return effects + [SourceConnected(p) for p in self.sources if p in up and p not in before]
 
     def peer_connected(self, peer: m.PeerId) -> list[MemberEffect]:
         return [SourceConnected(peer)] if peer in self.sources else []
 
     def peer_disconnected(self, peer: m.PeerId, now_s: float) -> list[MemberEffect]:
+        """A source may come back by the same address, so the wait for a connection starts again."""
         if peer in self.sources:
-            self._unreachable_sources.restart(now_s)
+            self._unreachable_since_s = now_s
         return self.source_lost(peer)
 
     def source_lost(self, peer: m.PeerId) -> list[MemberEffect]:
         return [SourceDisconnected(peer)] if peer in self.sources else []
 
-    # -- in no generation: of a member it is seen by its edges who cannot be reached ------------------
-
-    def deadline_s(self, up: Collection[m.PeerId]) -> float:
-        """When `unmet` has something to say."""
-        return self._unreachable_sources.deadline_s(self.sources, up)
-
-    def take_unreachable(self, edges: PeerLinks, now_s: float) -> tuple[m.PeerId, ...]:
-        """No donor could be reached: who else could not, as there may be another way; (): nothing to say."""
-        return self._unreachable_sources.take_unreachable(
-            self.sources, edges.expected_peers, edges.connected, now_s
-        )
-
-    def extend_timeouts(self, until_s: float) -> None:
-        """This worker slept: it waits until then at least."""
-        self._unreachable_sources.extend_timeouts(until_s)
-
-    # -- how it ends -----------------------------------------------------------------------------------
-
-    def fail(self) -> m.CatchUpReport:
-        """It cannot follow: what it lacks it gets in a generation."""
-        self.sources, self.last_report = (), m.CatchUpReport(-1, b"")
+    def report(self, applied: int, history: bytes) -> m.CatchUpReport:
+        """This worker holds the state after step `applied`."""
+        self.last_report = m.CatchUpReport(applied, history)
         return self.last_report
 
+    def fail(self) -> m.CatchUpReport:
+        """This worker cannot catch up: it receives the whole state in a generation."""
+        self.sources = ()
+        return self.report(-1, b"")
+
+    def already_synced(self) -> None:
+        """A generation begins whose state this worker holds."""
+        self.sources = ()
+
     def finish(self) -> None:
-        """It holds a generation's state."""
+        """The generation's state was loaded."""
         self.sources, self.last_report = (), None
+
+    # -- outside of a generation: sources that cannot be reached ---------------------------------
+
+    @property
+    def deadline_s(self) -> float:
+        """When to call `take_unreachable`; infinite while a source is connected, as one is enough."""
+        if not self.sources or any(peer in self._peer_links.connected for peer in self.sources):
+            return math.inf
+        return self._unreachable_since_s + self._route_s
+
+    def take_unreachable(self, now_s: float) -> tuple[m.PeerId, ...]:
+        """Peers to report, once: the sources first, then announced peers that might serve as a relay."""
+        if now_s < self.deadline_s:
+            return ()
+        self._unreachable_since_s = math.inf
+        links = self._peer_links
+        peers = dict.fromkeys((*self.sources, *links.expected_peers))
+        return tuple(peer for peer in peers if peer not in links.connected)[:MAX_UNREACHABLE]
+
+    def extend_timeouts(self, until_s: float) -> None:
+        """Our own loop stalled: no timeout ends before `until_s`."""
+        self._unreachable_since_s = extend_start(self._unreachable_since_s, self._route_s, until_s)

@@ -1,4 +1,4 @@
-"""Messages of operators, of diagnosis, and of the run's bundle."""
+"""Messages of operators, of `gridtrain doctor` and `gridtrain status`, and of the run's bundle."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from gridtrain.core.messages.types import MAX_BLOCK_BYTES, find_problem_of_block
 @message(84)
 @dataclass(frozen=True, slots=True)
 class DiagnosticRequest:
-    """From `gridtrain doctor`, no member: call `peer` back at `address` (empty: do not), say how the run
-    stands, and let some members expect `peer`.  CheckupReply answers, and Reach where there is an address."""
+    """From `gridtrain doctor`: report the run's state, let some members expect `peer`, and call `peer` back.
+
+    Answered by DiagnosticReply and, where `address` is not empty, by Reachability.
+    """
 
     peer: PeerId
     address: Address
@@ -33,7 +35,7 @@ class DiagnosticRequest:
 @message(6)
 @dataclass(frozen=True, slots=True)
 class Invite:
-    """Make a new invitation valid.  `key` is its public key: the token itself never travels."""
+    """Make a new invitation valid.  `key` is the public key of its token; the token itself never travels."""
 
     key: PeerId
     uses: Positive
@@ -43,7 +45,7 @@ class Invite:
 @message(7)
 @dataclass(frozen=True, slots=True)
 class RemoveWorker:
-    """Remove a worker for good: its key is refused until it is invited anew, or at all (`ban`)."""
+    """Remove a worker: its key is refused until it is invited again or, with `ban`, until `Unban`."""
 
     peer: PeerId
     ban: bool
@@ -61,13 +63,13 @@ class Unban:
 @message(19)
 @dataclass(frozen=True, slots=True)
 class StatusRequest:
-    """From `gridtrain status`: no member, changes nothing."""
+    """From `gridtrain status`: read-only; the sender need not be a member."""
 
 
 @message(87)
 @dataclass(frozen=True, slots=True)
 class BundleRequest:
-    """One block of the run's bundle; `digest` is the SHA-256 of the whole, as the status told it."""
+    """Request one block of the run's bundle; `digest` is the SHA-256 of the whole, as the status shows it."""
 
     digest: Digest
     index: Count
@@ -76,7 +78,7 @@ class BundleRequest:
 @message(42)
 @dataclass(frozen=True, slots=True)
 class OperatorReply:
-    """Answer to an operator's order, in words."""
+    """Answer to an operator's command, for people."""
 
     text: Reason
 
@@ -84,20 +86,20 @@ class OperatorReply:
 @message(85)
 @dataclass(frozen=True, slots=True)
 class DiagnosticReply:
-    """`probe`: members that expect the asker's key, and where; `payload`: as of StatusReply."""
+    """`probe_targets`: members that expect the requester, with addresses; `payload`: as in StatusReply."""
 
     probe_targets: Annotated[tuple[tuple[PeerId, Address], ...], AtMost(8)]
     payload: Payload
 
 
 MAX_BUNDLE_BYTES = 8 << 20
-"""The largest bundle: a run's script and the files beside it, as one archive."""
+"""Largest bundle: a run's script and the files beside it, as one archive."""
 
 
 @message(88)
 @dataclass(frozen=True, slots=True)
 class BundleBlock:
-    """Answer to BundleAsk: block `index` of `total`, 1 MiB but for the last one."""
+    """Answer to BundleRequest: block `index` of `total`, 1 MiB except for the last one."""
 
     digest: Digest
     index: Count
@@ -115,3 +117,17 @@ class StatusReply:
     """`payload` is one frame of UTF-8 JSON."""
 
     payload: Payload
+
+
+AdminMessage = (
+    DiagnosticRequest
+    | DiagnosticReply
+    | Invite
+    | RemoveWorker
+    | Unban
+    | OperatorReply
+    | StatusRequest
+    | StatusReply
+    | BundleRequest
+    | BundleBlock
+)

@@ -1,4 +1,4 @@
-"""Messages between a worker and the coordinator about who is in the group."""
+"""Messages between a worker and the coordinator: joining, heartbeats, generations, leaving."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from gridtrain.core.messages.types import (
 @message(1)
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message on every connection: who dials, and which protocol is spoken."""
+    """First message on every connection: the dialling peer's key, protocol version and software."""
 
     peer: PeerId
     version: UInt
@@ -52,7 +52,7 @@ class Hello:
 @message(5)
 @dataclass(frozen=True, slots=True)
 class Enrol:
-    """Whoever holds an invitation asks that `peer`, its own public key, may come in from now on."""
+    """Sent with an invitation's key: admit `peer`, the sender's own public key, from now on."""
 
     peer: PeerId
 
@@ -60,11 +60,13 @@ class Enrol:
 @message(10)
 @dataclass(frozen=True, slots=True)
 class Join:
-    """I want to take part in `run`; peers may reach me at `address`.
+    """Request to take part in `run`.
 
-    `relay`: I am willing to pass on what other members send one another.  `again`: this process has been
-    welcomed before; `generation`: in which it is, 0: in none.  A process that was started anew with an old
-    key knows nothing of what is known of that key.
+    Attributes:
+        address: where peers may reach this worker.
+        can_relay: this worker is willing to forward what other members send one another.
+        is_rejoin: this process has been welcomed before.  False after a restart, even with a known key.
+        generation: the generation that this process is in; 0: none.
     """
 
     run: Name
@@ -78,17 +80,20 @@ class Join:
 @message(11)
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What this worker will train.  `facts` must be equal on all workers of a run.
+    """What this worker will train.
 
-    `facts` are short texts for people and for comparison, such as
-    ("model", "120576 parameters, digest 3fa9..."), ("exchange", "GTopK(density=0.05)").
-    `held`: from a checkpoint; the run goes on from it if nobody holds a later state.  `follows`: it can take
-    over a state while the others train on, and apply their updates after that.  `stages`: how many workers
-    hold the model together, each a part (`protocol.seats`); 1: every worker holds all of it.  `kept`: of a
-    model in stages, what this worker can load when it knows its stage, or give to others.  `model`: of such
-    a model; None: its stages are its blocks.  `memory_bytes`: what training may fill here, `flops`: how
-    fast it computes (only compared with the others'); 0: nobody says.  `begins`: digest of all that a
-    joining member would be sent, as the script built it here; empty: it is not that any more, or nobody says.
+    Attributes:
+        facts: short texts that must be equal on all workers of a run, such as
+            ("model", "120576 parameters, digest 3fa9..."), ("exchange", "GTopK(density=0.05)").
+        checkpoint: this worker's checkpoint; the run resumes from it if nobody holds a later state.
+        can_catch_up: it can copy a state while the others train, and apply their updates after that.
+        stages: number of stages of the model (`core.group.rank_layout`); 1: every worker holds all of it.
+        stage_checkpoints: for a model in stages, the checkpoints on this worker's disk.
+        model: for a model in stages, its partition; None: each stage is one layer.
+        memory_bytes: memory that training may use; 0: unknown.
+        flops: compute speed, only compared with the others'; 0: unknown.
+        initial_state_digest: digest of the state as the script built it here, all that a joining member would
+            be sent; empty: changed since, or unknown.
     """
 
     facts: Facts
@@ -108,9 +113,9 @@ class Setup:
 @message(77)
 @dataclass(frozen=True, slots=True)
 class StageCheckpointList:
-    """The checkpoints of stages on this worker's disk, all of them: replaces what `Setup.kept` said.
+    """All stage checkpoints on this worker's disk; replaces `Setup.stage_checkpoints`.
 
-    `generation`: of the last View that it had heard by then.
+    `generation`: of the last VIEW that the worker had received by then.
     """
 
     checkpoints: Annotated[tuple[CheckpointInfo, ...], AtMost(MAX_STAGE_CHECKPOINTS)]
@@ -120,7 +125,7 @@ class StageCheckpointList:
 @message(12)
 @dataclass(frozen=True, slots=True)
 class LinkLatencies:
-    """Round-trip times in seconds from this worker to the peers that it was told to probe."""
+    """Round-trip times in seconds from this worker to the peers that it was asked to probe."""
 
     rtt_s: Annotated[tuple[tuple[PeerId, Seconds], ...], AtMost(256)]
 
@@ -128,8 +133,10 @@ class LinkLatencies:
 @message(26)
 @dataclass(frozen=True, slots=True)
 class LinkRates:
-    """How fast bulk went from this worker to a peer, and from that peer to it, in bytes per second; 0: not
-    measured.  Of a link's two ends the more modest one is believed (`protocol.topology`)."""
+    """(peer, rate to it, rate from it) of bulk messages in bytes per second; 0: not measured.
+
+    If the two ends of a link report different rates, the lower one is used.
+    """
 
     rates_Bps: Annotated[tuple[tuple[PeerId, Rate, Rate], ...], AtMost(256)]
 
@@ -137,22 +144,22 @@ class LinkRates:
 @message(80)
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What this worker is, for people: its device, versions.  Nothing is decided by it."""
+    """This worker's device and versions, for display only."""
 
     texts: Annotated[tuple[tuple[Name, Text], ...], AtMost(16)]
 
 
 STATE_LEFT = "state_left_bytes"
-"""The metric of a heartbeat that says how many bytes of its state a worker still lacks."""
+"""Heartbeat metric: bytes of its state that a worker has not received yet."""
 
 
 @message(13)
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Sign of life, twice a second, with what `gridtrain status` shows.
+    """Sent twice a second, with what `gridtrain status` shows.
 
-    `progress` grows whenever the trainer or an exchange moved; a hung trainer's does not.
-    `figures` are numbers for people: loss, bytes, seconds computing, ...
+    `progress` grows whenever the trainer or an exchange makes progress, so that a hung trainer is detected.
+    `metrics` are numbers for people: loss, bytes, seconds of compute, ...
     """
 
     sequence: UInt
@@ -164,11 +171,14 @@ class Heartbeat:
 @message(14)
 @dataclass(frozen=True, slots=True)
 class FreezeReport:
-    """Answer to FREEZE: where I stand (commit rule 5).
+    """Answer to FREEZE: the worker's state (commit rule 5).
 
-    `applied` is the last step applied (-1: none), `history` the chained digest of all applied
-    updates, `prepared`/`digest`/`skip` the round that this worker voted YES for, if any.
-    A worker that has no state yet says `synced=False`.  `blocks`: of the model, that this state is of.
+    Attributes:
+        is_synced: the worker holds a state; the following fields describe it.
+        applied: the last step applied; -1: none.
+        history: chained digest of all applied updates.
+        prepared, digest, skip: the round that this worker voted YES for, if any.
+        layers: layers of the model that this state covers.
     """
 
     term: UInt
@@ -186,9 +196,9 @@ class FreezeReport:
 @message(23)
 @dataclass(frozen=True, slots=True)
 class CurrentGeneration:
-    """Follows every Welcome: the generation I am in, its members and shares in rank order, and its `cuts`.
+    """Follows every Welcome: the worker's generation, its members and shares in rank order, its partition.
 
-    A coordinator that was started from a backup may not know it (commit rule 11).
+    A coordinator that was restored from a backup may not know that generation (commit rule 11).
     """
 
     term: UInt
@@ -200,7 +210,7 @@ class CurrentGeneration:
 @message(15)
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """I executed the VIEW's verdict, have the state and my edges (commit rule 8)."""
+    """The sender has executed the VIEW's verdict, holds the state, and is connected (commit rule 8)."""
 
     term: UInt
     generation: UInt
@@ -210,9 +220,9 @@ class Ready:
 @message(16)
 @dataclass(frozen=True, slots=True)
 class RoundStalled:
-    """A round does not come to an end; these peers are waited for, are not connected, or disagree.
+    """A round does not end: the suspects are silent, not connected, or disagree.
 
-    `patience_s`: for how long the suspects showed no sign of life; 0: that is not what they are suspected of.
+    `silent_s`: how long the suspects showed no progress; 0: they are suspected of something else.
     """
 
     round: RoundId
@@ -224,7 +234,7 @@ class RoundStalled:
 @message(20)
 @dataclass(frozen=True, slots=True)
 class ViolationReport:
-    """`peer` broke the protocol towards this worker, which has dropped it."""
+    """`peer` violated the protocol, and the sender has disconnected it."""
 
     peer: PeerId
     reason: Reason
@@ -233,7 +243,7 @@ class ViolationReport:
 @message(22)
 @dataclass(frozen=True, slots=True)
 class ConnectionLost:
-    """The connection to this member of the running generation broke, for a reason that is not mine."""
+    """The sender's connection to this member of the running generation broke."""
 
     term: UInt
     generation: UInt
@@ -243,7 +253,7 @@ class ConnectionLost:
 @message(21)
 @dataclass(frozen=True, slots=True)
 class PeersUnreachable:
-    """These members of the generation cannot be reached at the addresses that the Roster gave."""
+    """These members of the generation cannot be reached at the addresses in the member list."""
 
     term: UInt
     generation: UInt
@@ -264,7 +274,7 @@ class ReplicaDigest:
 @message(17)
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Departure, not silence."""
+    """The worker leaves the run."""
 
     reason: Reason
 
@@ -272,7 +282,7 @@ class Leave:
 @message(83)
 @dataclass(frozen=True, slots=True)
 class TemporaryLeave:
-    """As Leave; its owner wants the machine for something else, and the worker means to come back."""
+    """As Leave; the owner wants the machine for something else, and the worker will rejoin."""
 
     reason: Reason
 
@@ -289,6 +299,8 @@ class RunFinished:
 @message(30)
 @dataclass(frozen=True, slots=True)
 class Welcome:
+    """Answer to Join; `term` fences older coordinators (commit rule 11)."""
+
     term: UInt
     run: Name
     software: Name
@@ -297,6 +309,8 @@ class Welcome:
 @message(31)
 @dataclass(frozen=True, slots=True)
 class Refused:
+    """Answer to Join or Setup, or a dismissal; `code` is stable, the rest is for people."""
+
     code: Name
     reason: Reason
     remedy: Reason
@@ -313,7 +327,7 @@ class Enrolled:
 @message(43)
 @dataclass(frozen=True, slots=True)
 class Reachability:
-    """The coordinator called back: `address` reaches this worker; empty: nobody from outside can."""
+    """Result of the coordinator's call back: `address` reaches this worker; empty: no address does."""
 
     address: Address
 
@@ -321,7 +335,7 @@ class Reachability:
 @message(47)
 @dataclass(frozen=True, slots=True)
 class ReplicaDiverged:
-    """This member's fingerprint of `step` is not that of most: it has to get the state anew."""
+    """This member's replica digest after `step` differs from the majority's: its state will be replaced."""
 
     term: UInt
     generation: UInt
@@ -331,7 +345,7 @@ class ReplicaDiverged:
 @message(44)
 @dataclass(frozen=True, slots=True)
 class ExpectProbes:
-    """Workers that will measure their links to you.  Connect to those with an address (see `Member`)."""
+    """Workers that will measure their links to the receiver; it dials those with an address (`Member`)."""
 
     peers: Annotated[tuple[tuple[PeerId, Address], ...], AtMost(256)]
 
@@ -339,7 +353,8 @@ class ExpectProbes:
 @message(32)
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The set-up fits; measure the round trip to `probe` and answer with Links.  Addresses as in `Member`."""
+    """The Setup is accepted; the receiver measures round trips to `probe_targets` (addresses as in `Member`)
+    and answers with LinkLatencies."""
 
     probe_targets: Annotated[tuple[tuple[PeerId, Address], ...], AtMost(256)]
 
@@ -347,6 +362,8 @@ class Admitted:
 @message(33)
 @dataclass(frozen=True, slots=True)
 class HeartbeatReply:
+    """Answer to Heartbeat."""
+
     term: UInt
     sequence: UInt
 
@@ -354,9 +371,9 @@ class HeartbeatReply:
 @message(34)
 @dataclass(frozen=True, slots=True)
 class Freeze:
-    """From now on neither vote nor apply in this generation; report (commit rule 5).
+    """Neither vote nor apply in this generation from now on, and answer with FreezeReport (commit rule 5).
 
-    `without`: members that left or were put out; they are to be cut off now, not only by the next VIEW.
+    `removed`: members that left or were removed; they are disconnected now, before the next VIEW.
     """
 
     term: UInt
@@ -374,7 +391,7 @@ MAX_MEMBER_PAGES = 256
 @message(35)
 @dataclass(frozen=True, slots=True)
 class MemberListPage:
-    """One page of the members of a coming VIEW, in rank order; pages precede the View."""
+    """One page of the members of the next VIEW, in rank order; all pages precede the MembershipView."""
 
     term: UInt
     generation: UInt
@@ -391,13 +408,15 @@ class MemberListPage:
 @message(36)
 @dataclass(frozen=True, slots=True)
 class MembershipView:
-    """The next generation, and the verdict on the step that was open (commit rules 6 and 7).
+    """VIEW: the next generation, and the verdict on the step that was open (commit rules 6 and 7).
 
-    `decided` is the round the verdict is about (None: no round was open).  `applied`, `history`
-    and `ledger` are those after the verdict: what every member must hold before READY.  `exchange`: where
-    the run's script leaves it to the coordinator, what it has chosen, as `Exchange.describe` says it; empty:
-    nothing yet, and no round begins.  `cuts`: of a model in stages, where they begin in this generation, and
-    the number of its blocks.
+    Attributes:
+        decided_round: the round that the verdict is about; None: no round was open.
+        applied, history, ledger: those after the verdict, which every member must hold before READY.
+        exchange: the coordinator's choice where the script leaves it to the coordinator, as
+            `Exchange.describe` writes it; empty: none yet, and no round begins.
+        stage_bounds: for a model in stages, (stages + 1,) first layer of each stage in this generation, and
+            the number of layers.
     """
 
     term: UInt
@@ -416,9 +435,9 @@ class MembershipView:
 @message(78)
 @dataclass(frozen=True, slots=True)
 class StandbyNotice:
-    """You are admitted and in no seat of this generation: the model has stages for so many only.
+    """The receiver is admitted and on standby: this generation has no stage for it.
 
-    `applied`, `history` and `ledger` are the View's: who was a member before executes the same verdict.
+    `applied`, `history` and `ledger` are those of the VIEW: a former member executes the same verdict.
     """
 
     term: UInt
@@ -432,6 +451,8 @@ class StandbyNotice:
 @message(37)
 @dataclass(frozen=True, slots=True)
 class StartGeneration:
+    """START: all members are READY (commit rule 8)."""
+
     term: UInt
     generation: UInt
 
@@ -448,6 +469,45 @@ class RunStateUpdate:
 @message(40)
 @dataclass(frozen=True, slots=True)
 class Rejoin:
-    """You are no member (any more): introduce yourself again with Join."""
+    """The receiver is not registered: it introduces itself again with Join."""
 
     reason: Reason
+
+
+CoordinationMessage = (
+    Hello
+    | Enrol
+    | Join
+    | Setup
+    | StageCheckpointList
+    | LinkLatencies
+    | LinkRates
+    | WorkerInfo
+    | Heartbeat
+    | FreezeReport
+    | CurrentGeneration
+    | Ready
+    | RoundStalled
+    | ViolationReport
+    | ConnectionLost
+    | PeersUnreachable
+    | ReplicaDigest
+    | Leave
+    | TemporaryLeave
+    | RunFinished
+    | Welcome
+    | Refused
+    | Enrolled
+    | Reachability
+    | ReplicaDiverged
+    | ExpectProbes
+    | Admitted
+    | HeartbeatReply
+    | Freeze
+    | MemberListPage
+    | MembershipView
+    | StandbyNotice
+    | StartGeneration
+    | RunStateUpdate
+    | Rejoin
+)

@@ -11,10 +11,7 @@ from gridtrain.core.messages.types import Channel, PayloadSlot, RoundId, Verdict
 @message(50)
 @dataclass(frozen=True, slots=True)
 class Data:
-    """A piece of an exchange.  `payload` is a token: one frame on the wire, anything in a simulator.
-
-    `skip` is ORed along the exchange: somebody's gradient was not finite.
-    """
+    """One payload of a collective.  `skip`: the gradient of a member that contributed to it is not finite."""
 
     round: RoundId
     channel: Channel
@@ -26,6 +23,8 @@ class Data:
 @message(51)
 @dataclass(frozen=True, slots=True)
 class Vote:
+    """A member's vote on a round, to the root (commit rules 2 and 3)."""
+
     round: RoundId
     yes: bool
     digest: Digest
@@ -35,7 +34,7 @@ class Vote:
 @message(52)
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The root's, once for each attempt (commit rule 3)."""
+    """The root's verdict on a round, decided once for each attempt (commit rule 3)."""
 
     round: RoundId
     verdict: Verdict
@@ -45,7 +44,7 @@ class Decision:
 @message(53)
 @dataclass(frozen=True, slots=True)
 class RoundProgress:
-    """I am alive and working on this round; extends the root's deadline."""
+    """The sender is alive and working on this round; extends the receiver's deadline."""
 
     round: RoundId
     progress: UInt
@@ -54,7 +53,7 @@ class RoundProgress:
 @message(58)
 @dataclass(frozen=True, slots=True)
 class MeanRequest:
-    """To the root: my number for the `index`-th average of this step; for people, not for the model."""
+    """To the root: the sender's value for the `index`-th average (`grid.mean`) of this step."""
 
     term: UInt
     generation: UInt
@@ -73,3 +72,6 @@ class MeanReply:
     step: UInt
     index: Count
     value: float
+
+
+RoundMessage = Data | Vote | Decision | RoundProgress | MeanRequest | MeanReply

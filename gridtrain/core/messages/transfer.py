@@ -31,9 +31,9 @@ from gridtrain.core.messages.types import (
 @message(2)
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """So many bytes of bulk messages from you are dealt with, counted since the connection came up.
+    """Bytes of the receiver's bulk messages that the sender has processed since the connection came up.
 
-    A sender never has more than `transport.credits.WINDOW_BYTES` of them under way.
+    Flow control: at most `network.transport.flow_control.WINDOW_BYTES` are unacknowledged.
     """
 
     total_bytes: UInt
@@ -42,7 +42,7 @@ class Credit:
 @message(25)
 @dataclass(frozen=True, slots=True)
 class CatchUpReport:
-    """This worker, which is no member, holds the state after step `applied` and follows the updates."""
+    """To the coordinator: a worker that catches up holds the state after step `applied`."""
 
     applied: AppliedStep
     history: Digest
@@ -51,7 +51,8 @@ class CatchUpReport:
 @message(45)
 @dataclass(frozen=True, slots=True)
 class CatchUpFrom:
-    """Take over the state of these members while they train on, and follow; then say `Caught`."""
+    """From the coordinator: copy the state of these members while they train, apply their updates, and report
+    with CatchUpReport."""
 
     term: UInt
     sources: Annotated[tuple[tuple[PeerId, Address], ...], AtMost(16)]
@@ -60,8 +61,10 @@ class CatchUpFrom:
 @message(46)
 @dataclass(frozen=True, slots=True)
 class ServeCatchUp:
-    """Take an image of the state after step `step` or the first one later; `to`: who may have it, and the
-    updates since.  The whole list: who is not in it gets no more."""
+    """From the coordinator: take a snapshot after step `step`, or the first later one, for `receivers`.
+
+    `receivers` replaces the previous list: a worker that is not in it is sent no more.
+    """
 
     term: UInt
     step: AppliedStep
@@ -71,12 +74,16 @@ class ServeCatchUp:
 @message(54)
 @dataclass(frozen=True, slots=True)
 class Ping:
+    """Answered by a Pong of the same nonce."""
+
     nonce: UInt
 
 
 @message(55)
 @dataclass(frozen=True, slots=True)
 class Pong:
+    """Answer to Ping."""
+
     nonce: UInt
 
 
@@ -87,13 +94,13 @@ MAX_RESIDUAL_BLOCKS = 16
 """16 MiB, which is within one window of flow control."""
 
 BURST_MESSAGES, BURST_MESSAGE_BYTES = 16, 16 * 1024
-"""Messages of one burst, and bytes of each: 256 KiB."""
+"""Number of messages of a burst, and bytes of each: 256 KiB in all."""
 
 
 @message(65)
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """Message `index` of a burst that measures a link; only the last 8 bytes of the last one matter."""
+    """Message `index` of a burst that measures a link; the last 8 bytes of the last message are random."""
 
     nonce: UInt
     index: Count
@@ -108,7 +115,7 @@ class Burst:
 @message(66)
 @dataclass(frozen=True, slots=True)
 class BurstReceived:
-    """The last message of this burst is here: `proof` is how it ends."""
+    """The last message of this burst was received: `proof` is its last 8 bytes."""
 
     nonce: UInt
     proof: Proof
@@ -117,7 +124,7 @@ class BurstReceived:
 @message(86)
 @dataclass(frozen=True, slots=True)
 class BurstRequest:
-    """Send me a burst with this nonce: `gridtrain doctor` measures the way back."""
+    """Send a burst with this nonce: `gridtrain doctor` measures the reverse direction."""
 
     nonce: UInt
 
@@ -125,9 +132,12 @@ class BurstRequest:
 @message(56)
 @dataclass(frozen=True, slots=True)
 class StateRequest:
-    """A joining member asks for the state; `whole` False: only what followers do not have.
+    """A joining member requests the state.
 
-    `have`: so many of its blocks are here.  `digest`: only that is wanted, as another member gives the rest.
+    Attributes:
+        is_whole: False: only the part that catch-up does not transfer.
+        blocks_received: number of blocks that the requester has; the source starts after them.
+        digest_only: only the digest is requested, as another member sends the blocks.
     """
 
     term: UInt
@@ -140,7 +150,7 @@ class StateRequest:
 @message(68)
 @dataclass(frozen=True, slots=True)
 class StateDigest:
-    """A donor's answer to StateRequest before any block: blake2b-256 over the payloads of all blocks."""
+    """The state source's first answer to StateRequest: blake2b-256 over the payloads of all blocks."""
 
     term: UInt
     generation: UInt
@@ -150,7 +160,7 @@ class StateDigest:
 @message(57)
 @dataclass(frozen=True, slots=True)
 class StateBlock:
-    """Block `index` of `total` of the donor's state, at most 1 MiB."""
+    """Block `index` of `total` of the state, at most 1 MiB."""
 
     term: UInt
     generation: UInt
@@ -165,10 +175,8 @@ class StateBlock:
 @message(89)
 @dataclass(frozen=True, slots=True)
 class CheckpointRequest:
-    """Send me, with Copy, your checkpoint of these blocks after the View's step.
-
-    By the Roster I put my stage together from it.
-    """
+    """Request the receiver's checkpoint of these layers after the VIEW's step, from which the member list
+    says that the requester assembles its stage; answered with CheckpointBlocks."""
 
     term: UInt
     generation: UInt
@@ -181,10 +189,10 @@ class CheckpointRequest:
 @message(79)
 @dataclass(frozen=True, slots=True)
 class CheckpointBlock:
-    """Part `index` of `total` of a checkpoint on the sender's disk, at most 1 MiB.
+    """Block `index` of `total` of a checkpoint on the sender's disk, at most 1 MiB.
 
-    The receiver, which holds the next stage (after the last one the first), or has asked for it with
-    PieceAsk, keeps it on its disk as well.
+    The receiver stores it on its disk too.  It holds the next stage (the first stage after the last), or has
+    sent a CheckpointRequest.
     """
 
     term: UInt
@@ -201,16 +209,16 @@ class CheckpointBlock:
 @message(70)
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    """A follower asks a donor for the table of its image."""
+    """Catch-up: request the block digests of the source's snapshot."""
 
 
 @message(71)
 @dataclass(frozen=True, slots=True)
 class SnapshotDigests:
-    """The donor's image is of the state after step `applied`.
+    """Block digests of the source's snapshot, taken after step `applied`.
 
-    `payload`: u64 bytes of the common part, u64 bytes of the donor's own part, then for each block of at most
-    1 MiB of the one and of the other 16 bytes of blake2b.
+    `payload`: u64 size in bytes of the part that all replicas share, u64 size of the source's own part, then
+    16 bytes of blake2b for each block of at most 1 MiB, first of the shared part, then of the own part.
     """
 
     applied: AppliedStep
@@ -221,7 +229,7 @@ class SnapshotDigests:
 @message(72)
 @dataclass(frozen=True, slots=True)
 class SnapshotBlocksRequest:
-    """The follower wants these blocks of the image of `applied`."""
+    """Catch-up: request these blocks of the snapshot taken after step `applied`."""
 
     applied: AppliedStep
     blocks: Annotated[tuple[Count, ...], AtMost(64)]
@@ -230,6 +238,8 @@ class SnapshotBlocksRequest:
 @message(73)
 @dataclass(frozen=True, slots=True)
 class SnapshotBlock:
+    """Block `index` of the snapshot taken after step `applied`."""
+
     applied: AppliedStep
     index: Count
     payload: Payload
@@ -241,7 +251,7 @@ class SnapshotBlock:
 @message(74)
 @dataclass(frozen=True, slots=True)
 class UpdatesRequest:
-    """The follower wants the updates of all steps after `applied`, and each one to come."""
+    """Catch-up: request the updates of all steps after `applied`, and every future one."""
 
     applied: AppliedStep
 
@@ -249,7 +259,10 @@ class UpdatesRequest:
 @message(75)
 @dataclass(frozen=True, slots=True)
 class UpdateLogEntry:
-    """What step `step` did; `latest`: the donor's last one.  `payload`: see `runtime.updates`."""
+    """The update of step `step`; `latest_step`: the source's last step.
+
+    For `payload` see `runtime.state_transfer.update_log`.
+    """
 
     step: UInt
     latest_step: UInt
@@ -259,7 +272,7 @@ class UpdateLogEntry:
 @message(76)
 @dataclass(frozen=True, slots=True)
 class SnapshotUnavailable:
-    """The donor cannot give what was asked for (any more)."""
+    """The source cannot send what was requested, or no longer can."""
 
     reason: Reason
 
@@ -267,9 +280,9 @@ class SnapshotUnavailable:
 @message(63)
 @dataclass(frozen=True, slots=True)
 class ResidualBlock:
-    """Piece `index` of `total` of the residual of a member that leaves, as it stood after step `applied`.
+    """Block `index` of `total` of the residual of a member that leaves, as it was after step `applied`.
 
-    Together they are one sparse payload of fp32 values.  To a neighbour in the ring (`protocol.handover`).
+    The blocks together are one sparse payload of fp32 values; see `core.member.residual_transfer`.
     """
 
     term: UInt
@@ -287,7 +300,7 @@ class ResidualBlock:
 @message(64)
 @dataclass(frozen=True, slots=True)
 class ResidualReply:
-    """Answer to HandOver, once: all of it is there and fits, or is not wanted."""
+    """Answer to the last ResidualBlock: all of it was received and fits, or it is declined."""
 
     term: UInt
     generation: UInt
@@ -298,7 +311,7 @@ class ResidualReply:
 @message(60)
 @dataclass(frozen=True, slots=True)
 class RelayRequest:
-    """Pass `payload` on to `to`.  It is sealed for `to`: the relay can neither read nor alter it."""
+    """Forward `payload` to `to`.  It is encrypted for `to`: the relay can neither read nor alter it."""
 
     to: PeerId
     payload: Payload
@@ -307,7 +320,7 @@ class RelayRequest:
 @message(61)
 @dataclass(frozen=True, slots=True)
 class RelayedMessage:
-    """What `origin` gave to the relay that sends this."""
+    """A payload that the sender, a relay, forwards from `origin`."""
 
     origin: PeerId
     payload: Payload
@@ -316,7 +329,37 @@ class RelayedMessage:
 @message(62)
 @dataclass(frozen=True, slots=True)
 class RelayFailed:
-    """The relay could not pass something on to `to`."""
+    """The relay could not forward a payload to `to`."""
 
     to: PeerId
     reason: Reason
+
+
+TransferMessage = (
+    Credit
+    | CatchUpReport
+    | CatchUpFrom
+    | ServeCatchUp
+    | Ping
+    | Pong
+    | Burst
+    | BurstReceived
+    | BurstRequest
+    | StateRequest
+    | StateDigest
+    | StateBlock
+    | CheckpointRequest
+    | CheckpointBlock
+    | SnapshotRequest
+    | SnapshotDigests
+    | SnapshotBlocksRequest
+    | SnapshotBlock
+    | UpdatesRequest
+    | UpdateLogEntry
+    | SnapshotUnavailable
+    | ResidualBlock
+    | ResidualReply
+    | RelayRequest
+    | RelayedMessage
+    | RelayFailed
+)

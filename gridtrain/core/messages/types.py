@@ -27,13 +27,13 @@ from gridtrain.core.messages.declaration import (
 PROTOCOL_VERSION = 2
 
 MAX_STAGE_CHECKPOINTS = 16
-"""Checkpoints of stages that one worker tells of."""
+"""Largest number of stage checkpoints that one worker reports."""
 
 MAX_LAYERS = 256
-"""Of a model in stages, whose costs fit into one Setup: above, it is not cut anew."""
+"""Largest number of layers whose costs fit into one Setup; a model with more is not repartitioned."""
 
 MAX_CHECKPOINT_SOURCES = 64
-"""Checkpoints that one stage is put together from."""
+"""Largest number of checkpoints that one stage is assembled from."""
 
 MAX_BLOCK_BYTES = 1 << 20
 """Payload of a message that carries one block of something larger."""
@@ -47,24 +47,24 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 
 
 def relay_of(way: str) -> PeerId | None:
-    """The key of the relay in a member's address; None: it is a direct way."""
+    """The key of the relay that a member's address names; None: the address is direct."""
     key = way.removeprefix(RELAY_PREFIX)
     return bytes.fromhex(key) if key != way and _KEY.fullmatch(key) else None
 
 
 class CollectivePhase(IntEnum):
-    """Where in its collective a payload belongs (`Place.phase`)."""
+    """Phase of a collective that a payload belongs to (`PayloadSlot.phase`)."""
 
     REDUCE = 0  # ring, reduce-scatter half
     GATHER = 1  # ring, all-gather half
     ALL_GATHER = 2  # all-gather of sparse payloads, segment = origin's rank
-    FOLD = 3  # butterfly, ranks >= Q hand theirs down
+    FOLD = 3  # butterfly, ranks >= Q send theirs down
     SWAP = 4  # butterfly, hop h pairs rank with rank XOR 2**h
     UNFOLD = 5  # butterfly, the result goes back up
     RESUME = 6  # ring, to the left: what a retry need not send again
     TO_ROOT = 7  # tree and star, towards rank 0
     FROM_ROOT = 8  # tree and star, the result from rank 0
-    ACTIVATION = 9  # hand-off, from a stage to its neighbour
+    ACTIVATION = 9  # activation transfer between neighbouring stages
 
 
 class Verdict(IntEnum):
@@ -84,7 +84,7 @@ class RoundId:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Channel:
-    """Which collective within a round: a bucket, a micro-batch of a pipeline (`protocol.handoff`)."""
+    """One collective within a round: a bucket of the gradient, or a micro-batch of a pipeline."""
 
     group: Count = 0
     kind: Count = 0
@@ -93,7 +93,7 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class PayloadSlot:
-    """Where a payload belongs inside one collective."""
+    """Position of a payload within one collective."""
 
     phase: CollectivePhase
     hop: Count = 0
@@ -103,7 +103,7 @@ class PayloadSlot:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Data positions start <= p < stop of the run (see `protocol.ledger`); or blocks of a model."""
+    """Data positions start <= p < stop of the run (`core.commit.data_ledger`), or layers of a model."""
 
     start: UInt
     stop: UInt
@@ -138,15 +138,15 @@ class LedgerSpec:
 
 @dataclass(frozen=True, slots=True)
 class LedgerState:
-    """How far the run has come in its data: replicated, changes only at a commit or by a VIEW.
+    """Progress of the run through its data: replicated, changed only by a commit or a VIEW.
 
     Attributes:
         step: the next step to commit.
-        cursor: the first position not yet handed out.
-        requeued: positions handed out to members that were lost; given out first.
+        cursor: the first position that has not been assigned.
+        requeued: positions that were assigned to members since lost; assigned first.
         consumed: samples of committed steps, counting skipped ones.
         skipped: samples of committed steps whose update was skipped.
-        holders: who holds which positions of step `step`, when a VIEW fixed it; None: by shares.
+        holders: assignment of step `step` where a VIEW fixed it; None: assigned by shares.
     """
 
     step: UInt = 0
@@ -159,19 +159,20 @@ class LedgerState:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One line of a generation's roster; its index in the roster is its rank.
+    """One member of a generation; its index in the member list is its rank.
 
-    `share` is the batch size in samples; `joining` members must first receive the state, from the member
-    of rank `donor` (-1: the lowest one that holds it).  `digest`: `Held.digest` of the checkpoint that
-    the donor gives, as the coordinator knows it; empty: not known.
-
-    `address` is how the worker that this line is sent to reaches the member: "tcp://host:port": dial it;
-    "relay:" and a key in hexadecimal: through that member (or the coordinator), end-to-end sealed;
-    empty: it will dial us.  The coordinator decides that for each pair (`protocol.routes`).
-
-    `pieces`: of a model in stages that was cut anew: checkpoints from which this member puts its stage
-    together, by the blocks in each and the rank that has it (`protocol.recutting`).  `piece_digests`:
-    `Held.digest` of each, as the coordinator knows it; empty: not known, as it is not on a disk yet.
+    Attributes:
+        address: how the worker that receives this list reaches the member; the coordinator decides it for
+            each pair.  "tcp://host:port": dial it; "relay:" and a key in hexadecimal: end-to-end encrypted
+            through that member or the coordinator; empty: the member dials.
+        share: batch size in samples.
+        joining: the member must first receive the state.
+        donor: rank of its state source; -1: the lowest rank that holds the state.
+        pieces: for a repartitioned model, checkpoints that this member assembles its stage from: their
+            layers, and the rank that stores each.
+        digest: `CheckpointInfo.digest` of the checkpoint that the state source sends, as the coordinator
+            knows it; empty: unknown.
+        piece_digests: `CheckpointInfo.digest` of each of `pieces`; empty: unknown, not on a disk yet.
     """
 
     peer: PeerId
@@ -194,10 +195,10 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """The state of a checkpoint: after which step, with which history; of which blocks of the model.
+    """The state in a checkpoint: the step after which it was taken, its history, and its layers.
 
-    A model in one piece is one block; so is a stage where a run does not say what its blocks are.
-    `digest`: of what is in it (`optim.state_sync.content_digest`); empty: not known.
+    A whole model counts as one layer; so does a stage where a run does not describe its layers.
+    `digest`: of the contents (`content_digest` in `gridtrain.training.checkpoint`); empty: unknown.
     """
 
     applied: UInt
@@ -210,13 +211,13 @@ class CheckpointInfo:
         return self.layers.find_problem_of_layers()
 
     def matches(self, blocks: Span, applied: int, history: bytes) -> bool:
-        """The state of these blocks, after this step of this history; its digest may not be known yet."""
+        """Whether this is the state of these layers after this step of this history."""
         return (self.layers, self.applied, self.history) == (blocks, applied, history)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """What one block of a model in stages costs; see `protocol.stage_costs.Layer`, where the units stand."""
+    """Cost of one layer of a model in stages; for units see `core.stages.stage_cost.Layer`."""
 
     parameter_bytes: UInt
     trainable_bytes: UInt
@@ -231,11 +232,15 @@ class LayerCosts:
 
 @dataclass(frozen=True, slots=True)
 class StagedModel:
-    """How a model is cut into stages, and what the coordinator needs to cut it otherwise.
+    """Partition of a model into stages, and what the coordinator needs to repartition it.
 
-    `cuts`: (stages + 1,) where stages begin, and the number of blocks; `blocks`: (): it stays as it is cut.
-    The others are those of `protocol.stage_costs.Running`; `fill_drain` False: 1F1B.  `fixed`: people have
-    chosen the cuts; where there are workers for all stages these are taken, whatever their cards are like.
+    Attributes:
+        cuts: (stages + 1,) first layer of each stage, and the number of layers.
+        blocks: cost of each layer; (): the model is not repartitioned.
+        fill_drain: the pipeline schedule; False: 1F1B.
+        fixed: the user chose `cuts`; they are used wherever there are workers for all stages.
+
+    The other fields are those of `core.stages.stage_cost.ExecutionSettings`.
     """
 
     cuts: StageBounds

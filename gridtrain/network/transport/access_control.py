@@ -31,9 +31,9 @@ def is_key_match(proven: str, named: str) -> bool:
     return proven == named
 
 
-def is_still_admitted(policy: AccessPolicy, key: PeerId, guest: bool) -> bool:
-    """Whether a connection that was admitted as a pending member (`guest`) or as a member still would be."""
-    return policy(key) is (ConnectionRole.PENDING_MEMBER if guest else ConnectionRole.MEMBER)
+def is_still_admitted(policy: AccessPolicy, key: PeerId, is_pending: bool) -> bool:
+    """Whether a connection that was admitted as a pending member or as a member still would be."""
+    return policy(key) is (ConnectionRole.PENDING_MEMBER if is_pending else ConnectionRole.MEMBER)
 
 
 def pending_member_name(key: PeerId, connection: bytes) -> PeerId:

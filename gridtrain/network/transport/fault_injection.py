@@ -1,18 +1,15 @@
-"""Faults on purpose, in a worker of a real run: at one step, before, during or after it sends.
+"""Fault injection into a worker of a real run: at one step, before, during or after it sends.
 
-Decides which message of a worker sets a planned fault off, and what then happens to it.  Never touches a
-protocol rule: everything that follows is what the product does about a fault that is not planned.
+    faults = Faults()                                   before   nothing of the step was sent
+    faults.kill_at("anna", step=10, point="during")     during   its first Data was sent
+    faults.slow_at(2, step=12, seconds=0.5)             after    all of its Data were sent; its Vote, or
+                                                                 as rank 0 its Decision, was not
 
-    faults = Faults()                                   before   nothing of the step has left
-    faults.kill_at("anna", step=10, point="during")     during   its first Data has
-    faults.slow_at(2, step=12, seconds=0.5)             after    all of its Data have; its Vote, or as
-                                                                 rank 0 its Decision, has not
-
-    loop --> CreditTransport --> FaultyTransport --> edges, direct or relayed
-                                   |  learns its rank from the Roster; sees the step in each message
+    loop --> FlowControlTransport --> FaultyTransport --> direct or relayed connections
+                                        |  learns its rank from MemberListPage, the step from each message
 
 Threads use the object itself (`LocalGroup(faults=...)`), processes its text in GRIDTRAIN_FAULTS, which
-`gridtrain.join` reads.  Each fault strikes once; given as "@FILE", once whatever is started again.
+`gridtrain.join` reads.  Each fault happens once; given as "@FILE", once over all restarts.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ PARTIAL_SUM_PHASES = frozenset({CollectivePhase.REDUCE, CollectivePhase.FOLD, Co
 
 
 class InjectedFailure(GridtrainError):
-    """What `fail_at` makes the training script end with."""
+    """The error with which `fail_at` ends the training script."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +50,8 @@ class PlannedFault:
     """One fault.
 
     Attributes:
-        who: a rank in the generation that does the step, or a worker's name.
-        seconds: how long a freeze lasts, or each Data of a slow step is held.
+        who: a rank in the generation of the step, or a worker's name.
+        seconds: duration of a freeze, or delay of each Data of a slow step.
     """
 
     action: Action
@@ -69,7 +66,7 @@ class PlannedFault:
         numbers = isinstance(self.step, int) and isinstance(self.seconds, int | float)
         if not (known and named and numbers and self.step >= 0 and 0.0 <= self.seconds < float("inf")):
             raise ConfigError(
-                f"{asdict(self)!r} is no fault: the step must be >= 0, the seconds >= 0",
+                f"{asdict(self)!r} is not a fault: the step must be >= 0, the seconds >= 0",
                 remedy=f"actions are {', '.join(get_args(Action))}, points {', '.join(get_args(Point))}",
             )
         if (self.action in ("freeze", "slow")) != (self.seconds > 0):
@@ -79,10 +76,10 @@ class PlannedFault:
 
 
 class Faults:
-    """A plan of faults, and what has come of it.  Methods may be called from any thread.
+    """A plan of faults, and those that have happened.  Thread-safe.
 
     Attributes:
-        fired: the faults that have struck, in order, each with the name of the worker.
+        fired: the faults that have happened, in order, each with the name of the worker.
     """
 
     def __init__(self, *planned: PlannedFault, marks: Path | None = None) -> None:
@@ -92,43 +89,43 @@ class Faults:
         self._lock = threading.Lock()
 
     def fail_at(self, who: Target, step: int, point: Point = "before") -> Faults:
-        """The training script ends with `InjectedFailure`, as with any error of its own."""
+        """The training script ends with `InjectedFailure`, as with any other error."""
         return self._plan(PlannedFault("fail", who, step, point))
 
     def kill_at(self, who: Target, step: int, point: Point = "before") -> Faults:
-        """As SIGKILL; in a process it is one."""
+        """As by SIGKILL; in a worker process, SIGKILL."""
         return self._plan(PlannedFault("kill", who, step, point))
 
     def freeze_at(self, who: Target, step: int, seconds: float, point: Point = "before") -> Faults:
-        """The worker says nothing at all for so long, as under SIGSTOP; its connections stand."""
+        """The worker sends nothing for this time, as under SIGSTOP; its connections stay open."""
         return self._plan(PlannedFault("freeze", who, step, point, seconds))
 
     def slow_at(self, who: Target, step: int, seconds: float) -> Faults:
-        """Every Data of the step leaves so much later; everything else is in time."""
+        """Every Data of the step is sent this much later; everything else is sent in time."""
         return self._plan(PlannedFault("slow", who, step, "before", seconds))
 
     def corrupt_at(self, who: Target, step: int) -> Faults:
-        """One bit of a Data of the step is another one: a broken memory, or a lie.
+        """One bit of a Data of the step is flipped, as by broken memory or a dishonest worker.
 
-        Not of a partial sum: every member would go on with the same wrong one, as with a wrong gradient.
+        Not of a partial sum: all members would continue with the same wrong one, as with a wrong gradient.
         """
         return self._plan(PlannedFault("corrupt", who, step))
 
     @property
     def pending(self) -> list[PlannedFault]:
-        """Those that have not struck (here): nobody of that rank or name has come to that step."""
+        """Faults that have not happened here: no worker of that rank or name has reached that step."""
         with self._lock:
             struck = [planned for planned, _ in self.fired]
             return [planned for planned in self._planned if planned not in struck]
 
     def text(self) -> str:
-        """For GRIDTRAIN_FAULTS of worker processes, or a file that it names as "@FILE"."""
+        """The plan as text, for GRIDTRAIN_FAULTS of worker processes, or a file that it names as "@FILE"."""
         with self._lock:
             return json.dumps([asdict(planned) for planned in self._planned])
 
     @classmethod
     def parse(cls, text: str) -> Faults:
-        """What `text` wrote, or a file with it.  Raises `ConfigError`."""
+        """The plan from its text, or from "@FILE".  Raises `ConfigError`."""
         path = Path(text[1:]) if text.startswith("@") else None
         try:
             body = text if path is None else path.read_text(encoding="utf-8")[:MAX_TEXT]
@@ -141,7 +138,7 @@ class Faults:
         return cls(*plan, marks=path)
 
     def over(self, inner: Transport, name: str, die: Callable[[], None] | None = None) -> Transport:
-        """The transport of the worker `name` with these faults in it.  `die`: default SIGKILL."""
+        """The transport of the worker `name` with these faults.  `die`: default SIGKILL."""
         return FaultyTransport(inner, self, name, die or _kill_this_process)
 
     def strike(self, name: str, rank: int | None, step: int, points: Sequence[Point]) -> list[PlannedFault]:
@@ -162,7 +159,7 @@ class Faults:
         return self
 
     def _mark(self, number: int) -> bool:
-        """False: another process, or an earlier one, was struck by it."""
+        """False: it has happened in another or an earlier process."""
         if self._marks is None:
             return True
         with contextlib.suppress(FileExistsError):
@@ -189,7 +186,7 @@ class FaultyTransport:
         self._inner, self._faults, self._name, self._die = inner, faults, name, die
         self._rank: int | None = None
         self._roster_pages: dict[int, MemberListPage] = {}
-        self._begun: set[int] = set()  # steps of which a Data has left
+        self._begun: set[int] = set()  # steps of which a Data was sent
         self._slow_s: dict[int, float] = {}
         self._corrupt: set[int] = set()
         self._delayed: dict[PeerId, deque[_DelayedMessage]] = {}
@@ -238,7 +235,7 @@ class FaultyTransport:
                 self._delayed.pop(event.peer, None)
             elif isinstance(event, Received) and isinstance(event.message, MemberListPage):
                 self._learn_rank(event.message)
-        self._send_late(time.monotonic())
+        self._send_delayed(time.monotonic())
         return events
 
     # -- inside ------------------------------------------------------------------------------------
@@ -265,19 +262,19 @@ class FaultyTransport:
             self._apply_faults(step, "during")
 
     def _apply_faults(self, step: int, point: Point) -> list[PlannedFault]:
-        """Carry out what ends or stops the worker; what changes messages is returned."""
+        """Carry out faults that end or stop the worker; returns those that change messages."""
         rest: list[PlannedFault] = []
         for fault in self._faults.strike(self._name, self._rank, step, (point,)):
             match fault.action:
                 case "fail":
                     raise InjectedFailure(
                         f"a failure was injected at step {step}, {point} sending",
-                        remedy="it was planned: see gridtrain.testing.Faults",
+                        remedy="it was planned by gridtrain.testing.Faults",
                     )
                 case "kill":
                     self._terminate()
                 case "freeze":
-                    time.sleep(fault.seconds)  # the loop's thread: no message and no beat leaves
+                    time.sleep(fault.seconds)  # the loop's thread, so no heartbeat is sent either
                 case _:
                     rest.append(fault)
         return rest
@@ -294,7 +291,7 @@ class FaultyTransport:
             members = [member.peer for _, one in sorted(self._roster_pages.items()) for member in one.members]
             self._rank = members.index(self.me) if self.me in members else None
 
-    def _send_late(self, now_s: float) -> None:
+    def _send_delayed(self, now_s: float) -> None:
         for peer, queue in list(self._delayed.items()):
             while queue and queue[0].due_s <= now_s and self._inner.connected(peer):
                 try:

@@ -1,13 +1,11 @@
-"""Who we are: a Curve25519 key pair, and the file that keeps it.
-
-Decides how a secret key is stored (one 0600 file, never in the environment, argv or a log) and which
-libzmq is good enough.  Never opens a socket.
+"""A peer's identity: a Curve25519 key pair, and the file in which it is stored.
 
     Identity.generate()                     a new one, in memory
-    Identity.kept_in(path)                  the one in the file, made if there is none
-    claim(folder)                           the first in the folder that no other process uses
+    Identity.load_or_create(path)           the one in the file, created if there is none
+    claim_identity(folder)                  the first in the folder that no other process uses
 
-A public key is 32 bytes and is the peer's only name (`PeerId`).
+The secret key is stored in a file of mode 0600, never in the environment, argv or a log.  The public key, 32
+bytes, is the peer's only name (`PeerId`).
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from gridtrain.core.messages import PeerId
 from gridtrain.errors import ConfigError
 
 OLDEST_LIBZMQ = (4, 3, 5)
-"""Older ones have known holes in CURVE (CVE-2020-15166, CVE-2021-20236 and later fixes)."""
+"""Older versions have known vulnerabilities in CURVE (CVE-2020-15166, CVE-2021-20236 and later ones)."""
 
 KEY_BYTES = 32
 MAX_IDENTITIES = 256
@@ -37,7 +35,7 @@ _HEADER = "gridtrain secret key, keep it private: "
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A key pair, 32 bytes each.  The secret one never shows in `repr`."""
+    """A key pair, 32 bytes each.  `repr` omits the secret key."""
 
     public: PeerId
     secret: bytes = field(repr=False)
@@ -55,19 +53,19 @@ class Identity:
 
     @classmethod
     def read(cls, path: Path) -> Identity:
-        """Raises `ConfigError` if there is none, it is damaged, or others may read it."""
+        """Raises `ConfigError` if there is no such file, it is damaged, or others may read it."""
         try:
             mode, text = stat.S_IMODE(path.stat().st_mode), path.read_text("ascii")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"the key file {path} cannot be read: {error}",
-                remedy="see that it exists and belongs to you; a lost key needs a new invitation",
+                remedy="check that it exists and belongs to you; a lost key needs a new invitation",
             ) from None
         if mode & 0o077:
             raise ConfigError(
                 f"the key file {path} has mode {mode:04o}, so others may read it",
-                remedy=f"chmod 600 {path}; if it may have been read, a worker deletes it and asks for a new "
-                "invitation; with another key of the coordinator everybody has to be invited anew",
+                remedy=f"chmod 600 {path}; if others may have read it: delete a worker's file and ask for a "
+                "new invitation; if it is the coordinator's, all workers must be invited again",
             )
         try:
             if not text.startswith(_HEADER):
@@ -75,21 +73,21 @@ class Identity:
             return cls.from_secret(bytes.fromhex(text.removeprefix(_HEADER).strip()))
         except (ValueError, ConfigError):
             raise ConfigError(
-                f"the key file {path} holds no key",
-                remedy="restore it from a backup; a worker may delete it and ask for a new invitation, but "
-                "without a coordinator's key no worker knows the run again",
+                f"the key file {path} does not contain a key",
+                remedy="restore it from a backup; a worker's file can be deleted and a new invitation asked "
+                "for, but without the coordinator's key no worker recognises the run",
             ) from None
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
-        """The identity in the file; a new one if there is no file.  Raises `ConfigError`."""
+        """The identity in the file, or a new one that is written to it.  Raises `ConfigError`."""
         if not path.exists():
             with contextlib.suppress(FileExistsError):  # another process was faster
                 cls.generate().write(path)
         return cls.read(path)
 
     def write(self, path: Path) -> None:
-        """Into a new 0600 file, all or nothing.  Raises `FileExistsError`, `ConfigError`."""
+        """Write it atomically to a new file of mode 0600.  Raises `FileExistsError`, `ConfigError`."""
         partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
             make_private_folder(path.parent)
@@ -104,23 +102,23 @@ class Identity:
         except OSError as error:
             raise ConfigError(
                 f"the key file {path} cannot be written: {error.strerror}",
-                remedy="see that the folder can be written to, or set XDG_STATE_HOME to another one",
+                remedy="make the folder writable, or set XDG_STATE_HOME to another one",
             ) from None
         finally:
             partial.unlink(missing_ok=True)
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make the folder, for its owner alone if it is new."""
+    """Create the folder, accessible to its owner alone."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
 
 @contextlib.contextmanager
 def claim_identity(folder: Path) -> Iterator[tuple[Identity, Path]]:
-    """The first identity of the folder that nobody else holds, made if need be, until the end.
+    """Lock the first identity of the folder that is not locked; it is created if there is none.
 
-    So a worker that is started again is the same peer as before, and two workers of one machine never are.
-    Claimed again by the same process it is the next one.  Raises `ConfigError`.
+    So a restarted worker is the same peer as before, and two workers of one machine are different ones.  A
+    second call in the same process gets the next identity.  Raises `ConfigError`.
     """
     with claim_existing_identity(folder, fresh=True) as claimed:
         assert claimed is not None
@@ -129,7 +127,7 @@ def claim_identity(folder: Path) -> Iterator[tuple[Identity, Path]]:
 
 @contextlib.contextmanager
 def claim_existing_identity(folder: Path, *, fresh: bool = False) -> Iterator[tuple[Identity, Path] | None]:
-    """As `claim`; if not `fresh` only an identity that there is already, and None without one."""
+    """As `claim_identity`; without `fresh` only an existing identity, or None."""
     make_private_folder(folder)
     for slot in range(MAX_IDENTITIES):
         path = folder / f"worker-{slot}.key"
@@ -146,12 +144,13 @@ def claim_existing_identity(folder: Path, *, fresh: bool = False) -> Iterator[tu
         yield None
         return
     raise ConfigError(
-        f"{MAX_IDENTITIES} workers of this machine use the identities in {folder}", remedy="stop some of them"
+        f"{MAX_IDENTITIES} workers of this machine use the identities in {folder}",
+        remedy="stop some of these workers",
     )
 
 
 def require_curve() -> None:
-    """Raises `ConfigError` if libzmq cannot encrypt, or is too old to be trusted with it."""
+    """Raises `ConfigError` if libzmq cannot encrypt, or has known vulnerabilities."""
     version = zmq.zmq_version_info()
     if version < OLDEST_LIBZMQ or not zmq.has("curve"):
         wanted = ".".join(map(str, OLDEST_LIBZMQ))

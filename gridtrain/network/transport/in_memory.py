@@ -1,17 +1,17 @@
-"""The transport inside one process: for `gridtrain.local` groups and for tests, with faults.
+"""The transport within one process: for local groups and for tests, with faults.
 
-Decides nothing about messages.  Never opens a socket.  A message goes through the codec all the same,
-so that what could not travel fails here as it would there; payload buffers are copied to bytes, so that
-a sender cannot change what was received.
+Messages pass through the codec, so that what could not be sent over a network fails here as well; payloads
+are copied, so that a sender cannot change what was received.
 
-    thread A: MemoryTransport --send--> outbox --flush--> [MemoryHub: faults] --> B's mailbox
-                                                                                    |
-    thread B: MemoryTransport <-------------------- poll ---------------------------+
+    thread A: MemoryTransport --send--> send queue --flush--> [MemoryHub: faults] --> B's mailbox
+                                                                                        |
+    thread B: MemoryTransport <---------------------- poll -----------------------------+
 
-An outbox (bounded) empties into the peer's mailbox (bounded) as far as the upload cap and the room
-there allow: the same two queues, and the same backpressure, as over a socket.  Connections come up
-at once or, when the other end is absent or hidden or the edge is cut, when that changes.  Whom a gate
-refuses tries again after a back-off.
+The send queue (bounded) empties into the peer's mailbox (bounded) as the upload cap and the room there
+permit: the same two queues, and the same backpressure, as over a socket.  Connections are made at once, or
+when the other end listens, is shown or reconnected.  A dialler that is not admitted retries after a back-off.
+
+All state of a hub and its endpoints is under the hub's lock: methods named `*_locked` expect it to be held.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from gridtrain.network.wire import codec
 
 __all__ = ["EndpointKilled", "FaultPlan", "MemoryHub", "MemoryTransport", "MessageFault"]
 
-MOST_ADDRESSES = 4
+MAX_ADDRESSES = 4
 MAILBOX_BYTES = 16 * 2**20
-"""What one peer may have lying unread in another's mailbox, as a socket's buffers would."""
+"""Unread bytes of one peer in another's mailbox, as in the buffers of a socket."""
 
 CLOSE_S = 1.0
 BACKOFF_FIRST_S = 0.05
@@ -56,7 +56,7 @@ BACKOFF_MAX_S = 2.0
 
 
 class EndpointKilled(GridtrainError):
-    """The fault plan killed this endpoint: its thread should end without another word."""
+    """The fault plan killed this endpoint: its thread should end without sending anything."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,8 +64,8 @@ class MemoryConnection:
     """A connection.
 
     Attributes:
-        name: how the acceptor calls the dialler: its key, or for a guest an invented name.
-        deaf: the acceptor has hung up since.
+        name: the acceptor's name for the dialler: its key, or for a pending member an invented one.
+        is_ignored: the acceptor has hung up.
     """
 
     initiator: MemoryTransport
@@ -81,7 +81,7 @@ class MemoryConnection:
         return self.acceptor if me is self.initiator else self.initiator
 
     def name_for(self, me: MemoryTransport) -> PeerId:
-        """How `me` calls the other end."""
+        """The name of the other end for `me`."""
         return self.acceptor.me if me is self.initiator else self.name
 
     def keys(self) -> frozenset[PeerId]:
@@ -89,10 +89,10 @@ class MemoryConnection:
 
 
 class MemoryHub:
-    """The network that the endpoints of one process share.  Thread-safe.
+    """The network that endpoints of one process share.  Thread-safe.
 
     Args:
-        plan: faults to apply to messages; None: none.
+        plan: faults of messages; None: none.
     """
 
     def __init__(self, plan: FaultPlan | None = None) -> None:
@@ -106,57 +106,57 @@ class MemoryHub:
 
     @property
     def endpoints(self) -> dict[PeerId, MemoryTransport]:
-        """Those that live, by key; of several with one key the latest."""
+        """Those that are neither closed nor killed, by key; of several with one key the latest."""
         return {endpoint.me: endpoint for endpoint in self._alive}
 
-    # -- faults by hand, from any thread -------------------------------------------------------
+    # -- faults, from any thread ---------------------------------------------------------------
 
     def disconnect(self, a: PeerId, b: PeerId) -> None:
-        """Break the edge and keep it broken until `heal`; both ends see `PeerDown`."""
+        """Break the connection until `reconnect`; both ends see `PeerDown`."""
         with self.lock:
             self._disconnect_locked(a, b)
 
     def reconnect(self, a: PeerId, b: PeerId) -> None:
-        """Whoever dialled is connected again."""
+        """End a `disconnect`: the two are connected again if one of them dials the other."""
         with self.lock:
             self._disconnected.discard(frozenset((a, b)))
             self.retry_locked()
 
     def kill(self, peer: PeerId) -> None:
-        """As SIGKILL: peers see `PeerDown`, the endpoint's own calls raise `EndpointKilled`."""
+        """As by SIGKILL: peers see `PeerDown`, and calls of the endpoint raise `EndpointKilled`."""
         with self.lock:
             self._kill_locked(peer)
 
     def hide(self, peer: PeerId) -> None:
-        """As behind NAT: nobody can dial it until `show`, but it can dial others.  Edges stay."""
+        """As behind NAT: until `show` nobody can dial it, but it can dial others.  Connections stay."""
         with self.lock:
             self._hidden.add(peer)
 
     def show(self, peer: PeerId) -> None:
-        """Whoever dialled it in the meantime is connected."""
+        """End a `hide`: endpoints that dial it are connected."""
         with self.lock:
             self._hidden.discard(peer)
             self.retry_locked()
 
-    # -- for the endpoints, which hold the lock ------------------------------------------------
+    # -- for the endpoints ---------------------------------------------------------------------
 
     def add_locked(self, endpoint: MemoryTransport) -> None:
         self._alive.append(endpoint)
 
     def remove_locked(self, endpoint: MemoryTransport, reason: str) -> None:
-        """The endpoint is gone: its addresses are free, its edges break."""
+        """The endpoint is gone: its addresses are free, and its connections break."""
         self.ports = {address: other for address, other in self.ports.items() if other is not endpoint}
         self._alive = [other for other in self._alive if other is not endpoint]
-        for edge in endpoint.connections_locked():
-            self.close_locked(edge, reason)
+        for link in endpoint.connections_locked():
+            self.close_locked(link, reason)
 
     def close_locked(
-        self, edge: MemoryConnection, reason: str, *, silent: MemoryTransport | None = None
+        self, link: MemoryConnection, reason: str, *, silent: MemoryTransport | None = None
     ) -> None:
-        """Both ends lose it; all but `silent` are told, and but the acceptor if it has hung up."""
-        for end in (edge.initiator, edge.acceptor):
-            quiet = end is silent or (end is edge.acceptor and edge.is_ignored)
-            end.connection_lost_locked(edge, None if quiet else reason)
+        """Both ends lose it, with a `PeerDown`, except `silent` and an acceptor that has hung up."""
+        for end in (link.initiator, link.acceptor):
+            quiet = end is silent or (end is link.acceptor and link.is_ignored)
+            end.connection_lost_locked(link, None if quiet else reason)
 
     def retry_locked(self) -> None:
         for endpoint in list(self._alive):
@@ -165,46 +165,46 @@ class MemoryHub:
     def reachable_locked(
         self, dialler: MemoryTransport, peer: PeerId, address: str
     ) -> MemoryTransport | None:
-        """Who would answer the handshake; its gate has not been asked."""
+        """The endpoint that would answer the handshake; its access policy was not asked."""
         other = self.ports.get(address)
         if other is None or other.me != peer or other is dialler:
             return None
-        cut = frozenset((dialler.me, peer)) in self._disconnected
-        return None if cut or peer in self._hidden else other
+        is_disconnected = frozenset((dialler.me, peer)) in self._disconnected
+        return None if is_disconnected or peer in self._hidden else other
 
     def connect_locked(self, dialler: MemoryTransport, acceptor: MemoryTransport) -> bool:
-        """Connect; False: a gate does not let it happen."""
+        """Connect; False: an access policy does not admit the other end."""
         if not access_control.is_admitted(acceptor.access_policy, dialler.me):
             return False
-        guest = acceptor.access_policy(dialler.me) is ConnectionRole.PENDING_MEMBER
-        admitted = access_control.is_still_admitted(acceptor.access_policy, dialler.me, guest)
+        is_pending = acceptor.access_policy(dialler.me) is ConnectionRole.PENDING_MEMBER
+        admitted = access_control.is_still_admitted(acceptor.access_policy, dialler.me, is_pending)
         if not (admitted and access_control.is_still_admitted(dialler.access_policy, acceptor.me, False)):
             return False
         name = dialler.me
-        if guest:
+        if is_pending:
             name = access_control.pending_member_name(dialler.me, str(next(self._pending_numbers)).encode())
-        edge = MemoryConnection(dialler, acceptor, name)
-        dialler.connection_made_locked(edge, PeerUp(acceptor.me, acceptor.software))
-        guest_of = dialler.me if guest else None
-        acceptor.connection_made_locked(edge, PeerUp(name, dialler.software, dialler.host, guest_of))
+        link = MemoryConnection(dialler, acceptor, name)
+        dialler.connection_made_locked(link, PeerUp(acceptor.me, acceptor.software))
+        pending_key = dialler.me if is_pending else None
+        acceptor.connection_made_locked(link, PeerUp(name, dialler.software, dialler.host, pending_key))
         return True
 
     def deliver_locked(
-        self, source: MemoryTransport, edge: MemoryConnection, parcel: QueuedMessage[Message], now_s: float
+        self, source: MemoryTransport, link: MemoryConnection, queued: QueuedMessage[Message], now_s: float
     ) -> bool:
-        """Deliver, as the plan says; False: the mailbox is full, try again when it was emptied."""
-        target = edge.other_end(source)
-        if target.is_full_locked(edge, parcel.nbytes):
+        """Deliver as the fault plan says; False: the mailbox is full, try again when it was read."""
+        target = link.other_end(source)
+        if target.is_full_locked(link, queued.nbytes):
             return False
-        fate = self.plan.next_outcome(source.me, target.me, parcel.kind)
-        if fate.kill:
+        outcome = self.plan.next_outcome(source.me, target.me, queued.kind)
+        if outcome.kill:
             self._kill_locked(source.me)
             raise EndpointKilled(f"endpoint {source.me.hex()[:8]} was killed by the fault plan")
-        if fate.cut:
+        if outcome.cut:
             self._disconnect_locked(source.me, target.me)
-        for delay_s in fate.delays_s:
-            event = Received(edge.name_for(target), parcel.body, parcel.nbytes)
-            target.post_locked(event, now_s + delay_s, edge)
+        for delay_s in outcome.delays_s:
+            event = Received(link.name_for(target), queued.body, queued.nbytes)
+            target.post_locked(event, now_s + delay_s, link)
         return True
 
     # -- inside --------------------------------------------------------------------------------
@@ -212,9 +212,9 @@ class MemoryHub:
     def _disconnect_locked(self, a: PeerId, b: PeerId) -> None:
         self._disconnected.add(frozenset((a, b)))
         for endpoint in list(self._alive):
-            for edge in endpoint.connections_locked():
-                if edge.keys() == frozenset((a, b)):
-                    self.close_locked(edge, "the edge was cut")
+            for link in endpoint.connections_locked():
+                if link.keys() == frozenset((a, b)):
+                    self.close_locked(link, "the connection was cut")
 
     def _kill_locked(self, peer: PeerId) -> None:
         for endpoint in [endpoint for endpoint in self._alive if endpoint.me == peer]:
@@ -223,12 +223,12 @@ class MemoryHub:
 
 
 _QueuedEvent = tuple[float, int, TransportEvent, MemoryConnection | None]
-"""Due time, order, event, and over what a message came."""
+"""Due time, order, event, and the connection of a message."""
 
 
 @dataclass(slots=True)
 class _DialedAddress:
-    """An address that an endpoint keeps connecting to.  `due_s`: not before then, it was refused."""
+    """An address that an endpoint dials.  `due_s`: after a refusal, when to try again."""
 
     peer: PeerId
     due_s: float = float("-inf")
@@ -245,11 +245,11 @@ class MemoryTransport:
     Args:
         me: this endpoint's key.
         hub: the network, shared with the other endpoints.
-        gate: who may connect, and speak.  It is also asked in the threads of other endpoints, with the
-            hub's lock held: it must be quick, and not call a transport.
-        host: where the others see this endpoint's connections come from.
+        gate: who may connect and send.  It is also called in the threads of other endpoints, with the hub's
+            lock held: it must be quick, and not call a transport.
+        host: the address from which others see this endpoint's connections come.
         upload_Bps, download_Bps: rate caps in bytes per second; None: none.
-        outbox_bytes: the most that may be queued for one peer.
+        outbox_bytes: bound of what is queued for one peer.
     """
 
     def __init__(
@@ -278,16 +278,16 @@ class MemoryTransport:
         self._mailbox: list[_QueuedEvent] = []  # a heap
         self._order = itertools.count()
         self._unread_bytes: dict[PeerId, int] = {}
-        self._refused: set[PeerId] = set()  # senders to be told when there is room
+        self._refused: set[PeerId] = set()  # senders that wait for room
         self._woken = self._closed = self._killed = False
         with hub.lock:
             hub.add_locked(self)
 
-    # -- the contract --------------------------------------------------------------------------
+    # -- Transport -----------------------------------------------------------------------------
 
     def listen(self, address: str) -> str:
         if not address.startswith("memory://") or address == "memory://":
-            raise TransportError(f"{address!r} is no memory address", remedy='write "memory://name"')
+            raise TransportError(f"{address!r} is not an in-memory address", remedy='write "memory://name"')
         with self._locked_alive():
             if address in self._hub.ports:
                 raise TransportError(f"{address} is taken", remedy="choose another name")
@@ -297,19 +297,23 @@ class MemoryTransport:
 
     def dial(self, peer: PeerId, address: str) -> None:
         if peer == self.me:
-            raise TransportError(f"{address} was to be dialled with our own key", remedy="leave yourself out")
+            raise TransportError(
+                f"{address} was to be dialled with our own key", remedy="leave this worker out of the list"
+            )
         with self._locked_alive():
             if self._connected_locked(peer) or self._revive_locked(peer):
                 return
             if address not in self._dialed or self._dialed[address].peer != peer:
-                kept = {other: dialled for other, dialled in self._dialed.items() if dialled.peer != peer}
-                self._dialed = {**kept, address: _DialedAddress(peer)}
+                remaining = {
+                    other: dialled for other, dialled in self._dialed.items() if dialled.peer != peer
+                }
+                self._dialed = {**remaining, address: _DialedAddress(peer)}
             self.connect_locked(time.monotonic())
 
     def reach(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
         with self._locked_alive():
             answer = ""
-            for address in addresses[:MOST_ADDRESSES]:
+            for address in addresses[:MAX_ADDRESSES]:
                 other = self._hub.reachable_locked(self, peer, address)
                 if (
                     not answer
@@ -322,15 +326,15 @@ class MemoryTransport:
     def hang_up(self, peer: PeerId) -> None:
         with self._locked_alive():
             self._dialed = {a: dialled for a, dialled in self._dialed.items() if dialled.peer != peer}
-            edge = self._connections.get(peer)
-            for parcel in self._send_queue.drain_control(peer):
-                if edge is None or not self._hub.deliver_locked(self, edge, parcel, time.monotonic()):
+            link = self._connections.get(peer)
+            for queued in self._send_queue.drain_control(peer):
+                if link is None or not self._hub.deliver_locked(self, link, queued, time.monotonic()):
                     break
-                self.traffic.count_sent(parcel.kind, parcel.nbytes)
-            if edge is not None and (edge.initiator is self or edge.is_pending):
-                self._hub.close_locked(edge, "the peer hung up", silent=self)
-            elif edge is not None:
-                edge.is_ignored = True
+                self.traffic.count_sent(queued.kind, queued.nbytes)
+            if link is not None and (link.initiator is self or link.is_pending):
+                self._hub.close_locked(link, "the peer hung up", silent=self)
+            elif link is not None:
+                link.is_ignored = True
             self._forget_locked(peer, lambda due_s: True)
 
     def connected(self, peer: PeerId) -> bool:
@@ -384,23 +388,23 @@ class MemoryTransport:
                 self._hub.remove_locked(self, "the peer closed")
                 self.stop_locked(killed=False)
 
-    # -- called by the hub, under its lock -----------------------------------------------------
+    # -- called by the hub and by other endpoints ----------------------------------------------
 
     def connections_locked(self) -> list[MemoryConnection]:
         return list(self._connections.values())
 
     def post_locked(
-        self, event: TransportEvent, due_s: float = float("-inf"), edge: MemoryConnection | None = None
+        self, event: TransportEvent, due_s: float = float("-inf"), link: MemoryConnection | None = None
     ) -> None:
         if isinstance(event, Received):
             unread_bytes = self._unread_bytes.get(event.peer, 0)
             self._unread_bytes[event.peer] = unread_bytes + event.nbytes
         due_s = max(due_s, time.monotonic())
-        heapq.heappush(self._mailbox, (due_s, next(self._order), event, edge))
+        heapq.heappush(self._mailbox, (due_s, next(self._order), event, link))
         self._changed.notify_all()
 
-    def is_full_locked(self, edge: MemoryConnection, nbytes: int) -> bool:
-        source = edge.name_for(self)
+    def is_full_locked(self, link: MemoryConnection, nbytes: int) -> bool:
+        source = link.name_for(self)
         unread_bytes = self._unread_bytes.get(source, 0)
         full = unread_bytes > 0 and unread_bytes + nbytes > MAILBOX_BYTES
         if full:
@@ -408,7 +412,7 @@ class MemoryTransport:
         return full
 
     def connect_locked(self, now_s: float, *, early: bool = False) -> None:
-        """Try what is dialled and not connected, as far as it is due; `early`: something has changed."""
+        """Connect to dialled addresses that are due; `early`: also to those that are not."""
         for address, dialled in self._dialed.items():
             if self._connections.get(dialled.peer) is not None or (now_s < dialled.due_s and not early):
                 continue
@@ -423,24 +427,26 @@ class MemoryTransport:
                     self.post_locked(ConnectionDenied(dialled.peer, address))
 
     def mailbox_freed_locked(self, peer: PeerId) -> None:
-        """`peer` has read from its mailbox."""
+        """`peer` has read from its mailbox, so that it has room again."""
         self._send_queue.unblock(peer)
         self._changed.notify_all()
 
-    def connection_made_locked(self, edge: MemoryConnection, event: PeerUp) -> None:
+    def connection_made_locked(self, link: MemoryConnection, event: PeerUp) -> None:
         older = self._connections.get(event.peer)
         if older is not None:
             self._hub.close_locked(older, "replaced by a newer connection of the same peer")
-        self._connections[event.peer] = edge
+        self._connections[event.peer] = link
         self.post_locked(event)
-        guests = [edge for edge in self._connections.values() if edge.acceptor is self and edge.is_pending]
-        for surplus in guests[: max(0, len(guests) - access_control.MAX_PENDING_MEMBERS)]:
-            self._hub.close_locked(surplus, f"more than {access_control.MAX_PENDING_MEMBERS} guests")
+        pending = [link for link in self._connections.values() if link.acceptor is self and link.is_pending]
+        for surplus in pending[: max(0, len(pending) - access_control.MAX_PENDING_MEMBERS)]:
+            self._hub.close_locked(
+                surplus, f"more than {access_control.MAX_PENDING_MEMBERS} connections with invitations"
+            )
 
-    def connection_lost_locked(self, edge: MemoryConnection, reason: str | None) -> None:
-        """What was still on its way is lost; `reason` None: we had hung up, nobody is told."""
-        peer, now_s = edge.name_for(self), time.monotonic()
-        if self._connections.get(peer) is not edge:
+    def connection_lost_locked(self, link: MemoryConnection, reason: str | None) -> None:
+        """Messages under way are lost; `reason` None: no `PeerDown`, as we had hung up."""
+        peer, now_s = link.name_for(self), time.monotonic()
+        if self._connections.get(peer) is not link:
             return
         del self._connections[peer]
         for dialled in self._dialed.values():
@@ -458,7 +464,7 @@ class MemoryTransport:
     # -- inside --------------------------------------------------------------------------------
 
     def _locked_alive(self) -> threading.Condition:
-        """The lock, for a call of an endpoint that is neither closed nor killed."""
+        """The lock.  Raises if this endpoint was closed or killed."""
         self._check_alive()
         return self._changed
 
@@ -469,54 +475,54 @@ class MemoryTransport:
             raise TransportError(f"endpoint {self.me.hex()[:8]} is closed")
 
     def _connected_locked(self, peer: PeerId) -> bool:
-        edge = self._connections.get(peer)
-        return edge is not None and not (edge.is_ignored and edge.acceptor is self)
+        link = self._connections.get(peer)
+        return link is not None and not (link.is_ignored and link.acceptor is self)
 
     def _revive_locked(self, peer: PeerId) -> bool:
-        """After `hang_up` its connection to us still stands: use it again."""
-        edge = self._connections.get(peer)
-        if edge is None or not access_control.is_still_admitted(self.access_policy, peer, False):
+        """Use the connection again that the peer has made and `hang_up` has left standing."""
+        link = self._connections.get(peer)
+        if link is None or not access_control.is_still_admitted(self.access_policy, peer, False):
             return False
-        edge.is_ignored = False
-        self.post_locked(PeerUp(peer, edge.initiator.software, edge.initiator.host))
+        link.is_ignored = False
+        self.post_locked(PeerUp(peer, link.initiator.software, link.initiator.host))
         return True
 
     def _flush_locked(self, now_s: float) -> None:
-        while (parcel := self._send_queue.take(now_s)) is not None:
-            edge = self._connections.get(parcel.peer)  # None: lost with its edge, as `PeerDown` tells
-            if edge is None or self._hub.deliver_locked(self, edge, parcel, now_s):
-                self.traffic.count_sent(parcel.kind, parcel.nbytes)
+        while (queued := self._send_queue.take(now_s)) is not None:
+            link = self._connections.get(queued.peer)  # None: lost with its connection
+            if link is None or self._hub.deliver_locked(self, link, queued, now_s):
+                self.traffic.count_sent(queued.kind, queued.nbytes)
             else:
-                self._send_queue.put_back(parcel)
+                self._send_queue.put_back(queued)
 
     def _take_locked(self, now_s: float) -> list[TransportEvent]:
         events: list[TransportEvent] = []
         while self._mailbox and self._mailbox[0][0] <= now_s and self._download_limiter.can_read(now_s):
-            _, _, event, edge = heapq.heappop(self._mailbox)
+            _, _, event, link = heapq.heappop(self._mailbox)
             if isinstance(event, Received):
                 self._read_locked(event)
-                if edge is not None and not self._is_still_admitted_locked(edge):
+                if link is not None and not self._is_still_admitted_locked(link):
                     continue
                 self.traffic.count_received(type(event.message).__name__, event.nbytes)
                 self._download_limiter.charge(event.nbytes, now_s)
             events.append(event)
         return events
 
-    def _is_still_admitted_locked(self, edge: MemoryConnection) -> bool:
-        """Whether the other end may still speak to us; if its key is not admitted any more, it is cut."""
-        guest = edge.is_pending and edge.acceptor is self
-        if not access_control.is_still_admitted(self.access_policy, edge.other_end(self).me, guest):
-            self._hub.close_locked(edge, "its key is not admitted any more")
+    def _is_still_admitted_locked(self, link: MemoryConnection) -> bool:
+        """Whether the other end may still send; if its key is not admitted, the connection is closed."""
+        is_pending = link.is_pending and link.acceptor is self
+        if not access_control.is_still_admitted(self.access_policy, link.other_end(self).me, is_pending):
+            self._hub.close_locked(link, "its key is not admitted any more")
             return False
-        return not (edge.is_ignored and edge.acceptor is self)
+        return not (link.is_ignored and link.acceptor is self)
 
     def _read_locked(self, event: Received) -> None:
         self._unread_bytes[event.peer] -= event.nbytes
         if event.peer in self._refused:
             self._refused.discard(event.peer)
-            if (edge := self._connections.get(event.peer)) is not None:
-                other = edge.other_end(self)
-                other.mailbox_freed_locked(edge.name_for(other))
+            if (link := self._connections.get(event.peer)) is not None:
+                other = link.other_end(self)
+                other.mailbox_freed_locked(link.name_for(other))
 
     def _due_locked(self, now_s: float) -> float:
         due_s = self._send_queue.due_s()
@@ -528,22 +534,22 @@ class MemoryTransport:
         return due_s
 
     def _forget_locked(self, peer: PeerId, lost: Callable[[float], bool]) -> None:
-        """Drop what is queued for the peer, and its undelivered messages whose due time is `lost`."""
+        """Drop what is queued for the peer, and its undelivered events whose due time is `lost`."""
         self._send_queue.clear_peer(peer)
-        kept = []
-        for letter in self._mailbox:
-            event = letter[2]
-            if event.peer == peer and lost(letter[0]) and not isinstance(event, ReachResult):
+        remaining = []
+        for queued in self._mailbox:
+            event = queued[2]
+            if event.peer == peer and lost(queued[0]) and not isinstance(event, ReachResult):
                 if isinstance(event, Received):
                     self._read_locked(event)
             else:
-                kept.append(letter)
-        heapq.heapify(kept)
-        self._mailbox = kept
+                remaining.append(queued)
+        heapq.heapify(remaining)
+        self._mailbox = remaining
 
 
 def _encode_and_decode(message: Message) -> tuple[Message, int]:
-    """The message as its receiver will read it, with a payload of its own, and its size without framing.
+    """The message as its receiver decodes it, with a copy of the payload, and the size of its frames.
 
     Raises `LocalProtocolError` if it is out of bounds.
     """

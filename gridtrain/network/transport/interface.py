@@ -1,9 +1,9 @@
-"""The narrow waist between our loops and any network.
+"""`Transport`, the interface between the loops and any network, and its events.
 
-A `Transport` is owned by one thread, which alone calls every method except `wake`.  It names a
-peer by its public key (`PeerId`), never by an address or a routing id, and never blocks in `send`.
+    I/O loop, coordinator daemon -- dial/send/poll --> Transport -- memory | ZeroMQ --> peers
 
-    loop (driver, daemon) -- dial/send/poll --> Transport -- memory | ZeroMQ --> peers
+A transport is owned by one thread, which alone calls every method except `wake`.  It names a peer by its
+public key (`PeerId`), never by an address or a routing id, and `send` never blocks.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from gridtrain.core.messages import Message, PeerId
 
 
 class ConnectionRole(Enum):
-    """What a key that wants to connect may do."""
+    """What the owner of a key may do."""
 
-    STRANGER = "stranger"  # nothing: it is refused at the handshake, and learns nothing
-    PENDING_MEMBER = "guest"  # it belongs to an invitation: see `PeerUp.guest_of`
+    STRANGER = "stranger"  # nothing: refused at the handshake, without an answer
+    PENDING_MEMBER = "guest"  # holds an invitation, see `PeerUp.pending_key`
     MEMBER = "peer"
 
 
 AccessPolicy = Callable[[PeerId], ConnectionRole]
-"""Asked at every handshake and for every message, so that an answer that changes works at once."""
+"""Asked at every handshake and for every message, so that a change takes effect at once."""
 
 
 def allow_all(key: PeerId) -> ConnectionRole:
-    """Everybody is a peer: for groups within one process, and for tests."""
+    """Admits everybody: for groups within one process, and for tests."""
     return ConnectionRole.MEMBER
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A decoded, bounds-checked message from a greeted peer.  `nbytes` counts all of its frames."""
+    """A message within all bounds, from a peer that has greeted.  `nbytes`: of all of its frames."""
 
     peer: PeerId
     message: Message
@@ -44,12 +44,12 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class PeerUp:
-    """Both sides have greeted; messages can flow.  Comes again after a reconnect.
+    """Both sides have greeted, and messages can be sent.  Repeated after a reconnect.
 
     Attributes:
-        host: where the connection comes from, as seen from here; empty: we dialled.
-        guest_of: the invitation's key, if that is all that the other side could show.  `peer` is then
-            a name that the transport invents for the connection, as many may hold one invitation.
+        host: address of the other end, as seen from here; empty: we dialled.
+        pending_key: the invitation's key, if the other side has proven nothing else.  `peer` is then a name
+            that the transport invents for the connection, as several may hold one invitation.
     """
 
     peer: PeerId
@@ -60,7 +60,7 @@ class PeerUp:
 
 @dataclass(frozen=True, slots=True)
 class PeerDown:
-    """The connection broke.  Not a departure: the transport goes on reconnecting if it dialled."""
+    """The connection broke.  The transport tries to reconnect if it dialled."""
 
     peer: PeerId
     reason: str
@@ -68,7 +68,7 @@ class PeerDown:
 
 @dataclass(frozen=True, slots=True)
 class TransportViolation:
-    """The peer sent something that is no message; it was dropped.  peer None: it had not greeted."""
+    """The peer sent something that is not a message; it was dropped.  `peer` None: it had not greeted."""
 
     peer: PeerId | None
     reason: str
@@ -76,7 +76,7 @@ class TransportViolation:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionDenied:
-    """Whom we dialled does not let our key in.  The transport goes on trying, with back-off."""
+    """The dialled peer does not admit our key.  The transport retries with back-off."""
 
     peer: PeerId
     address: str
@@ -84,7 +84,7 @@ class ConnectionDenied:
 
 @dataclass(frozen=True, slots=True)
 class ReachResult:
-    """Answer to `Transport.reach`: the first address that answered with the peer's key; empty: none."""
+    """Result of `Transport.reach`: the first address that answered with the peer's key; empty: none."""
 
     peer: PeerId
     address: str
@@ -95,9 +95,9 @@ TransportEvent = Received | PeerUp | PeerDown | TransportViolation | ConnectionD
 
 @dataclass(slots=True)
 class TrafficCounters:
-    """Bytes and messages by kind, counted where they enter or leave the socket.
+    """Bytes and messages that entered or left the socket, by message type ("Data", "Vote", ...).
 
-    Keys are message type names ("Data", "Vote", ...); bytes include framing.
+    Bytes include framing.
     """
 
     sent_bytes: dict[str, int] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class TrafficCounters:
 
 
 class Transport(Protocol):
-    """See the module's text.  All methods but `wake` belong to the owning thread."""
+    """Connections to peers, of one thread; only `wake` may be called by others."""
 
     me: PeerId
     traffic: TrafficCounters
@@ -130,32 +130,33 @@ class Transport(Protocol):
     def dial(self, peer: PeerId, address: str) -> None:
         """Connect, and reconnect with jittered back-off until `hang_up`.
 
-        Only whoever holds the secret key of `peer` can answer.  A no-op if a connection to `peer`
-        exists.  `PeerUp` tells when both sides have greeted, `Denied` that we were not let in.
+        Only the holder of `peer`'s secret key can answer.  Does nothing if a connection to `peer` exists.
+        `PeerUp` follows when both sides have greeted, `ConnectionDenied` if our key is not admitted.
         """
         ...
 
     def reach(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
-        """Find out over fresh connections whether `peer` can be dialled at one of these; exactly one
-        `Reached` follows within `timeout_s`.  Connections to `peer` that exist are not touched."""
+        """Check with new connections whether `peer` can be dialled at one of these addresses.
+
+        Exactly one `ReachResult` follows within `timeout_s`.  Existing connections are not affected."""
         ...
 
     def hang_up(self, peer: PeerId) -> None:
-        """Forget the peer: close what we dialled, ignore what it sends until either side greets anew.
+        """Close the connection that we dialled; drop what the peer sends until either side greets again.
 
-        What was sent to it before still leaves.  If the gate has turned it away, its next message
-        closes the connection.  No `PeerDown` follows: the caller knows."""
+        Messages that were sent before still leave.  If the access policy does not admit the peer any more,
+        its next message closes the connection.  No `PeerDown` follows."""
         ...
 
     def connected(self, peer: PeerId) -> bool: ...
 
     def send(self, peer: PeerId, message: Message) -> None:
-        """Queue a message.  Raises `TransportError` if the peer is not connected or its bounded
-        queue is full; the caller treats either as a failed edge.  Buffers in the message must not
-        be written to until the round they belong to is over.
+        """Queue a message.  Raises `TransportError` if the peer is not connected or its queue is full; the
+        caller treats either as a failed connection.  Buffers in the message must not be written to until
+        their round is over.
 
-        Order: bulk (Data, StateBlock, HandOver) arrives in the order sent, and so does everything else, but
-        the latter may overtake bulk.  After a `PeerDown` what was queued or in flight may be lost."""
+        Bulk (`send_queue.is_bulk`) arrives in the order sent, and so does control, but control may overtake
+        bulk.  After `PeerDown` what was queued or under way may be lost."""
         ...
 
     def backlog_bytes(self, peer: PeerId) -> int:
@@ -163,13 +164,13 @@ class Transport(Protocol):
         ...
 
     def poll(self, timeout_s: float) -> list[TransportEvent]:
-        """Wait at most `timeout_s` for events, wake-ups or queued sends that became due."""
+        """Wait at most `timeout_s` for events or a wake-up, and send what is due."""
         ...
 
     def wake(self) -> None:
-        """Thread-safe: make a running or the next `poll` return at once."""
+        """Make a running or the next `poll` return at once.  Thread-safe."""
         ...
 
     def close(self) -> None:
-        """Send what is queued for at most a bounded time, then release everything."""
+        """Send what is queued for a bounded time, then release everything."""
         ...

@@ -1,13 +1,12 @@
-"""What goes wrong on purpose: a seeded plan of faults for the memory transport.
+"""A seeded plan of message faults for the in-memory transport.
 
-Decides the fate of each message on each directed edge.  Never touches a queue: `memory.py` asks
-and obeys.  The draws of an edge depend on the seed, the rule and the edge alone, so threads that
+The random numbers for a pair of peers depend on the seed, the rule and the pair alone, so that threads which
 interleave differently still see the same faults.
 
     plan = FaultPlan(
-        Fault("delay", kind="Data", delay_s=0.01),                        # reorders
-        Fault("drop", source=anna, target=bert, kind="Vote", times=1),    # the first vote only
-        Fault("kill", source=carl, kind="Data", after=3),                 # dies instead of its 4th
+        MessageFault("delay", kind="Data", delay_s=0.01),  # reorders
+        MessageFault("drop", source=anna, target=bert, kind="Vote", times=1),  # the first vote only
+        MessageFault("kill", source=carl, kind="Data", after=3),  # is killed instead of sending its 4th
         seed=7,
     )
 """
@@ -25,17 +24,17 @@ Action = Literal["drop", "duplicate", "delay", "cut", "kill"]
 
 @dataclass(frozen=True, slots=True)
 class MessageFault:
-    """One rule.  `after`, `times` and the probability count for each directed edge by itself.
+    """One rule.  `after`, `times` and `probability` apply to each pair of source and target separately.
 
     Attributes:
         action: "drop" loses the message; "duplicate" delivers it twice; "delay" delivers it up to
-            `delay_s` later (later ones may overtake it); "cut" breaks the edge instead of
-            delivering, until `MemoryHub.heal`; "kill" stops the sender instead.
-        source, target: the directed edge; None: any.
-        kind: the message type's name, such as "Data"; None: any.
-        after: how many matching messages pass first.
-        times: how many matching messages are then considered; None: all.
-        probability: of a considered message being hit.
+            `delay_s` later (later ones may overtake it); "cut" breaks the connection instead of
+            delivering, until `MemoryHub.reconnect`; "kill" stops the sender instead.
+        source, target: None: any.
+        kind: name of the message type, such as "Data"; None: any.
+        after: number of matching messages that pass first.
+        times: number of matching messages that the rule then applies to; None: all.
+        probability: that the fault happens to such a message.
     """
 
     action: Action
@@ -53,7 +52,7 @@ class MessageFault:
 
 @dataclass(frozen=True, slots=True)
 class MessageOutcome:
-    """What happens to one message: delivered once after each delay; none: lost."""
+    """What happens to one message: it is delivered once after each delay; without any it is lost."""
 
     delays_s: tuple[float, ...] = (0.0,)
     cut: bool = False
@@ -61,7 +60,7 @@ class MessageOutcome:
 
 
 class FaultPlan:
-    """Rules and a seed.  Not thread-safe by itself: the hub asks under its lock."""
+    """Rules and a seed.  Not thread-safe; `MemoryHub` uses it under its lock."""
 
     def __init__(self, *faults: MessageFault, seed: int = 0) -> None:
         self.faults = faults
@@ -70,7 +69,7 @@ class FaultPlan:
         self._rngs: dict[tuple[int, PeerId, PeerId], random.Random] = {}
 
     def next_outcome(self, source: PeerId, target: PeerId, kind: str) -> MessageOutcome:
-        """The fate of the next message of type `kind` from `source` to `target`."""
+        """The outcome of the next message of type `kind` from `source` to `target`."""
         copies, delay_s, lost, cut, kill = 1, 0.0, False, False, False
         for index, fault in enumerate(self.faults):
             if not fault.matches(source, target, kind) or not self._is_hit(index, source, target):

@@ -1,18 +1,14 @@
-"""Rate caps: what a volunteer allows a transport to use of the line.
+"""Rate caps for upload and download, and detection of floods.  Pure: sizes and times are passed in.
 
-Decides when bytes may leave and when more may be read.  Never touches a socket, a clock (`now_s`
-is passed in) or a message: it sees sizes only.
+upload     UploadLimiter: a message is sent when its last byte would have left a link of that rate.  There
+           are no bursts, so a capped worker on a fast network behaves like one with a slow link.
 
-    upload     Pacer: a message leaves when its last byte would have left a line of that rate.
-               Never a burst, so a capped worker on a fast machine behaves like a home line.
+             bulk A queued        bulk B queued
+             |---- A's bytes ----|-------- B's bytes --------|
+                                 A is sent                   B is sent      -> time
 
-                 bulk A queued        bulk B queued
-                 |---- A's bytes ----|-------- B's bytes --------|
-                                     A leaves                    B leaves       -> time
-
-    download   `arrivals.Arrivals` over sockets.  Here only the memory transport's Meter: a message that has
-               arrived is delivered at once, then the time that the line would have needed for it is waited
-               for before anything more is read.
+download   over sockets `receive_queue.ReceiveQueue`; in memory DownloadLimiter: a message is delivered
+           at once, and nothing more is read for as long as a link of that rate would have needed for it
 """
 
 from __future__ import annotations
@@ -25,14 +21,14 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgG]?)(bit|B)(?:/s)?")
 _PREFIX = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 MAX_LATENESS_S = 0.02
-"""A loop that wakes late does not slow the line: this much lost time is made up for, and no more."""
+"""A loop that wakes late may catch up on this much time, and no more."""
 
 
 def parse_rate(text: str) -> float:
     """Bytes per second from "20Mbit", "1Gbit", "500kbit", "2.5MB" (bit and B, decimal prefixes).
 
     Raises:
-        ConfigError: the text is no rate, or it is zero.
+        ConfigError: the text is not a rate, or less than one byte per second.
     """
     remedy = 'write a number and a unit, such as "20Mbit", "1Gbit", "500kbit" or "2.5MB" (per second)'
     match = _RATE.fullmatch(text.strip())
@@ -46,26 +42,26 @@ def parse_rate(text: str) -> float:
 
 
 class UploadLimiter:
-    """The upload cap: a virtual line on which bulk messages are serialised one after the other.
+    """The upload cap: a virtual link over which bulk messages are sent one after the other.
 
-    Control messages (votes, heartbeats: small) do not wait behind bulk.  Their bytes delay the bulk
-    that comes after them, and among themselves they keep to the rate too, so that the sum holds.
+    Control messages (votes, heartbeats: small) do not wait for bulk.  Their bytes delay later bulk, and among
+    themselves they keep to the rate as well, so that the cap holds for the sum.
 
     Args:
-        rate_Bps: bytes per second; None: no cap, everything leaves at once.
+        rate_Bps: bytes per second; None: no cap.
     """
 
     def __init__(self, rate_Bps: float | None) -> None:
         self.rate_Bps = rate_Bps
         self._bulk_free_s = float("-inf")
         self.control_free_s = float("-inf")
-        """The next control message may leave from then on."""
+        """When the next control message may be sent."""
 
     def schedule_bulk(self, nbytes: int, queued_s: float, now_s: float) -> float:
-        """Put the next bulk message on the line; returns when its last byte has left.
+        """Start the next bulk message; returns when its last byte has been sent.
 
-        The line turned to it when it was queued or when the line became free, whichever was later,
-        even if the caller only comes now; but at most `LATENESS_S` are made up for.
+        It started when it was queued or when the link became free, whichever was later, even if the caller
+        is late; but at most `MAX_LATENESS_S` ago.
         """
         if self.rate_Bps is None:
             return now_s
@@ -74,7 +70,7 @@ class UploadLimiter:
         return self._bulk_free_s
 
     def charge_control(self, nbytes: int, now_s: float) -> None:
-        """Account for a control message that leaves now."""
+        """Account for a control message that is sent now."""
         if self.rate_Bps is not None:
             cost_s = nbytes / self.rate_Bps
             self.control_free_s = max(now_s, self.control_free_s) + cost_s
@@ -82,7 +78,7 @@ class UploadLimiter:
 
 
 class DownloadLimiter:
-    """The download cap: receive, then wait until the line would have been done.
+    """The download cap: delivers a message, then waits until a link of that rate would be free again.
 
     Args:
         rate_Bps: bytes per second; None: no cap.
@@ -91,7 +87,7 @@ class DownloadLimiter:
     def __init__(self, rate_Bps: float | None) -> None:
         self._rate_Bps = rate_Bps
         self.free_s = float("-inf")
-        """Nothing more may be read before then."""
+        """When more may be read."""
 
     def can_read(self, now_s: float) -> bool:
         return now_s >= self.free_s
@@ -105,12 +101,12 @@ class DownloadLimiter:
 
 FLOOD_MESSAGES, FLOOD_MESSAGES_per_s = 20_000, 2_000.0
 FLOOD_BYTES, FLOOD_Bps = 64 * 2**20, 8.0 * 2**20
-"""What one connection may say that needs no byte credit: so much at once, and so much a second on end.
-A busy member sends some hundred votes, beats and the like a second, of some hundred bytes."""
+"""Bounds of what one connection may send without credit: the size of a burst, and the sustained rate.  A busy
+member sends some hundred votes, heartbeats and the like per second, of some hundred bytes each."""
 
 
 def is_flood(messages: float, nbytes: float) -> bool:
-    """The defence: what a bucket of a connection holds after a message."""
+    """The defence: whether the contents of a connection's buckets exceed the bounds."""
     return messages > FLOOD_MESSAGES or nbytes > FLOOD_BYTES
 
 
@@ -123,7 +119,7 @@ class FloodDetector:
         self._messages = self._bytes = self._at_s = 0.0
 
     def add(self, nbytes: int, now_s: float) -> bool:
-        """One more message; True: that is a flood."""
+        """Count one more message; True: that is a flood."""
         passed_s = max(0.0, now_s - self._at_s)
         self._messages = max(0.0, self._messages - passed_s * FLOOD_MESSAGES_per_s) + 1
         self._bytes = max(0.0, self._bytes - passed_s * FLOOD_Bps) + nbytes

@@ -1,18 +1,15 @@
-"""Edges through a third peer, where neither end can be dialled; and being that third peer.
+"""Connections through a third peer, where neither end can be dialled; and being that third peer.
 
-Decides over what an edge runs (direct or sealed through a relay), when a relayed edge is up or down, and
-what is passed on for others.  Never opens what it passes on, and never blames a peer for bytes that
-a relay may have made up: what is sealed and how is `sealed`'s.
+    loop -- send/poll --> RelayTransport -- RelayRequest(to, packet) --> inner ==> the relay
+                                                                                      | may_relay?
+    loop <-- Received --- RelayTransport <-- RelayedMessage(origin, packet) - inner <==
 
-    loop -- send/poll --> RelayingTransport -- Relay(to, sealed) --> inner ==> the relay
-                                                                                 | may_relay?
-    loop <- Received ---- RelayingTransport <- Relayed(origin, sealed) - inner <==
+    relayed connection   waiting for the relay -> calling --session confirmed--> up --+
+                              ^                      ^--- back-off, new session ------+  RelayFailed, a gap,
+                              +--- the relay is gone ---------------------------------+  hang-up of the peer
 
-    a relayed edge   waiting for the relay -> calling --a session stands--> up --+
-                          ^                      ^--- back-off, a new session ---+  RelayLost, a gap,
-                          +--- the relay is gone ---------------------------------+  the other side hung up
-
-Both sides dial "relay:" and the relay's key.  A direct connection, once there, is preferred.
+Packets are encrypted end to end (`secure_channel`), so no peer is blamed for bytes that its relay may have
+forged.  Both sides dial "relay:" and the relay's key.  A direct connection, once there, is preferred.
 """
 
 from __future__ import annotations
@@ -41,7 +38,6 @@ from gridtrain.network.transport.interface import (
     PeerDown,
     PeerUp,
     Received,
-    TrafficCounters,
     Transport,
     TransportEvent,
     TransportViolation,
@@ -60,25 +56,25 @@ from gridtrain.network.wire import codec
 CALL_INITIAL_S = 0.25
 CALL_MAX_S = 2.0
 CONFIRM_S = 10.0
-"""An offer was answered: within this time something sealed must come, or it is tried anew."""
+"""Time between the answer to an offer and the first encrypted packet; after that another call is made."""
 
 FORGED_LIMIT = 16
-"""So many packets of one session may fail to open before the edge is given up and called anew."""
+"""Packets of one session that may fail to decrypt before the session is abandoned."""
 
-HANG_UP: Frames = [b""]  # no message has an empty header
+HANG_UP: Frames = [b""]  # not a message, as none has an empty header
 
 _ADDRESS = re.compile(r"relay:([0-9a-f]{64})")
 _NEVER_INSIDE = (Hello, RelayRequest, RelayedMessage, RelayFailed)
 
 
 def relay_address(relay: PeerId) -> str:
-    """The address of whatever is reached through `relay`."""
+    """The address of a peer that is reached through `relay`."""
     return f"relay:{relay.hex()}"
 
 
 @dataclass(slots=True, eq=False)
 class _RelayedConnection:
-    """One relayed edge.  `due_s`: when to call again while it is not up."""
+    """One relayed connection.  `due_s`: when to call again while it is not up."""
 
     peer: PeerId
     relay: PeerId
@@ -88,22 +84,22 @@ class _RelayedConnection:
     attempt: int = 0
     software: str = ""
     forged: int = 0
-    nbytes: int = 0  # of the pieces so far
+    nbytes: int = 0  # of the pieces of a message so far
 
     def retry_later(self, now_s: float) -> None:
         longest_s = min(CALL_MAX_S, CALL_INITIAL_S * 2 ** min(self.attempt, 16))
-        self.due_s = now_s + longest_s * random.uniform(0.5, 1.0)  # not both sides at the same moment
+        self.due_s = now_s + longest_s * random.uniform(0.5, 1.0)  # both sides should not call simultaneously
         self.attempt += 1
 
 
 class RelayTransport:
-    """Implements `Transport` over `inner`, and passes on for others as far as `may_relay` says.
+    """Implements `Transport` over `inner`, and relays for others as far as `may_relay` permits.
 
     Args:
-        inner: direct connections.
-        identity: the same key pair as `inner`'s.
-        may_relay: asked for each message: may `origin` send to `to` through us?
-        software: our name and version, for the other end of a relayed edge.
+        inner: direct connections, with the same key pair.
+        identity: our key pair.
+        may_relay: whether `origin` may send to `to` through us; asked for each message.
+        software: our name and version, for the other end of a relayed connection.
     """
 
     def __init__(
@@ -119,9 +115,9 @@ class RelayTransport:
                 f"key {identity.public.hex()[:8]} for the transport of {inner.me.hex()[:8]}",
                 remedy="give both the same identity",
             )
-        self.me = inner.me
+        self.me, self.traffic = inner.me, inner.traffic
         self.dropped_packets: Counter[str] = Counter()
-        """Sealed packets that nobody is blamed for, by reason."""
+        """Packets that were dropped without blaming a peer, by reason."""
         self._inner = inner
         self._identity = identity
         (hello,) = codec.encode(Hello(self.me, PROTOCOL_VERSION, software))
@@ -132,24 +128,15 @@ class RelayTransport:
         self._events: list[TransportEvent] = []
         self._woken = False  # from any thread
 
-    # -- the contract --------------------------------------------------------------------------
-
-    @property
-    def traffic(self) -> TrafficCounters:
-        """`inner`'s: what is relayed counts as Relay and Relayed."""
-        return self._inner.traffic
-
-    @traffic.setter
-    def traffic(self, traffic: TrafficCounters) -> None:
-        self._inner.traffic = traffic
+    # -- Transport -----------------------------------------------------------------------------
 
     def listen(self, address: str) -> str:
         return self._inner.listen(address)
 
     def dial(self, peer: PeerId, address: str) -> None:
-        """As the contract says.  Another relay than before, or a direct address, replaces a relayed edge.
+        """As `Transport.dial`.  Another relay, or a direct address, replaces a relayed connection.
 
-        Raises `TransportError` for an address of neither kind, and for a relay that is one of the two ends.
+        Raises `TransportError` for an invalid address, and for a relay that is one of the two ends.
         """
         if not address.startswith("relay:"):
             self._give_up(peer, "a direct connection is made instead")
@@ -176,23 +163,23 @@ class RelayTransport:
         self._inner.hang_up(peer)
         self._forwarder.peer_down(peer)
         self._events = [event for event in self._events if event.peer != peer]
-        for edge in [edge for edge in self._relayed.values() if edge.relay == peer]:
-            self._reset_connection(edge, f"we hung up on its relay {peer.hex()[:8]}", time.monotonic())
+        for link in [link for link in self._relayed.values() if link.relay == peer]:
+            self._reset_connection(link, f"we hung up on its relay {peer.hex()[:8]}", time.monotonic())
 
     def connected(self, peer: PeerId) -> bool:
         return self._up(peer) is not None or self._inner.connected(peer)
 
     def send(self, peer: PeerId, message: Message) -> None:
-        edge = self._up(peer)
-        if edge is None:
+        link = self._up(peer)
+        if link is None:
             self._inner.send(peer, message)
         else:
-            self._post(edge, codec.encode(message), bulk=is_bulk(message))
+            self._post(link, codec.encode(message), bulk=is_bulk(message))
 
     def backlog_bytes(self, peer: PeerId) -> int:
-        """For a relayed peer: what waits for its relay, other edges' bytes included."""
-        edge = self._up(peer)
-        return self._inner.backlog_bytes(peer if edge is None else edge.relay)
+        """For a relayed peer: all bytes queued for its relay."""
+        link = self._up(peer)
+        return self._inner.backlog_bytes(peer if link is None else link.relay)
 
     def poll(self, timeout_s: float) -> list[TransportEvent]:
         deadline_s = time.monotonic() + timeout_s
@@ -213,7 +200,7 @@ class RelayTransport:
 
     def close(self) -> None:
         for peer in list(self._relayed):
-            with contextlib.suppress(GridtrainError):  # what is below may be gone already
+            with contextlib.suppress(GridtrainError):  # the inner transport may be closed already
                 self._give_up(peer, "")
         self._inner.close()
 
@@ -228,147 +215,149 @@ class RelayTransport:
             case Received(peer, RelayFailed(to, reason)):
                 self._handle_relay_lost(peer, to, reason, now_s)
             case PeerUp(peer):
-                edge = self._relayed.get(peer)
-                if edge is not None:
-                    self._reset_connection(edge, "a direct connection takes its place", now_s)
+                link = self._relayed.get(peer)
+                if link is not None:
+                    self._reset_connection(link, "a direct connection takes its place", now_s)
                 self._events.append(event)
-                for edge in self._relayed.values():
-                    if edge.relay == peer:
-                        edge.due_s, edge.attempt = now_s, 0
+                for link in self._relayed.values():
+                    if link.relay == peer:
+                        link.due_s, link.attempt = now_s, 0
             case PeerDown(peer, reason):
                 self._events.append(event)
                 self._forwarder.peer_down(peer)
-                for edge in self._relayed.values():
-                    if edge.relay == peer:
-                        self._reset_connection(edge, f"its relay {peer.hex()[:8]} is gone: {reason}", now_s)
+                for link in self._relayed.values():
+                    if link.relay == peer:
+                        self._reset_connection(link, f"its relay {peer.hex()[:8]} is gone: {reason}", now_s)
             case _:
                 self._events.append(event)
 
     def _handle_packet(
         self, relay: PeerId, origin: PeerId, packet: bytes | memoryview, nbytes: int, now_s: float
     ) -> None:
-        edge = self._relayed.get(origin)
-        if edge is None or edge.relay != relay or self._inner.connected(origin):
+        link = self._relayed.get(origin)
+        if link is None or link.relay != relay or self._inner.connected(origin):
             self.dropped_packets["not expected"] += 1
             return
         try:
             if is_offer(packet):
-                self._handle_offer(edge, packet, now_s)
+                self._handle_offer(link, packet, now_s)
                 return
-            frames = edge.channel.decrypt(packet)
+            frames = link.channel.decrypt(packet)
             if packet[0] == ENCRYPTED_BULK:
-                nbytes = edge.nbytes = edge.nbytes + nbytes
+                nbytes = link.nbytes = link.nbytes + nbytes
             if frames is not None:
                 if packet[0] == ENCRYPTED_BULK:
-                    edge.nbytes = 0
-                self._handle_message(edge, frames, nbytes, now_s)
+                    link.nbytes = 0
+                self._handle_message(link, frames, nbytes, now_s)
         except PacketRejected as problem:
-            self._handle_rejected(edge, problem, now_s)
+            self._handle_rejected(link, problem, now_s)
         except RemoteProtocolError as problem:
             self._events.append(TransportViolation(origin, str(problem)))
 
-    def _handle_offer(self, edge: _RelayedConnection, offer: bytes | memoryview, now_s: float) -> None:
-        before = edge.channel.session
-        answer = edge.channel.handle_offer(offer)
+    def _handle_offer(self, link: _RelayedConnection, offer: bytes | memoryview, now_s: float) -> None:
+        before = link.channel.session
+        answer = link.channel.handle_offer(offer)
         if answer.greeting is None:
-            if edge.channel.session is not before:  # what had begun did not lead anywhere
-                edge.due_s = now_s + CONFIRM_S
+            if link.channel.session is not before:  # the previous attempt has failed
+                link.due_s = now_s + CONFIRM_S
         else:
-            self._mark_down(edge, "the other side opened a new session")
-            edge.due_s, edge.forged, edge.nbytes = now_s + CONFIRM_S, 0, 0
+            self._mark_down(link, "the other side opened a new session")
+            link.due_s, link.forged, link.nbytes = now_s + CONFIRM_S, 0, 0
             hello = codec.decode([answer.greeting])
-            if not isinstance(hello, Hello) or hello.peer != edge.peer:
-                raise RemoteProtocolError(f"a relayed peer greets with {type(hello).__name__} of another")
+            if not isinstance(hello, Hello) or hello.peer != link.peer:
+                raise RemoteProtocolError(
+                    f"a relayed peer sends {type(hello).__name__} instead of its own Hello"
+                )
             if hello.version != PROTOCOL_VERSION:
-                edge.channel.reset()
+                link.channel.reset()
                 raise RemoteProtocolError(
                     f"peer speaks gridtrain protocol {hello.version}, this software speaks "
                     f"{PROTOCOL_VERSION} (the peer runs {hello.software!r})",
                     remedy="install the same version of gridtrain on both machines",
                 )
-            edge.software = hello.software
+            link.software = hello.software
         for packet in answer.packets:
-            self._try_post(edge, packet)
+            self._try_post(link, packet)
 
-    def _handle_message(self, edge: _RelayedConnection, frames: Frames, nbytes: int, now_s: float) -> None:
+    def _handle_message(self, link: _RelayedConnection, frames: Frames, nbytes: int, now_s: float) -> None:
         if frames == HANG_UP:
-            self._reset_connection(edge, "the other side hung up", now_s)
+            self._reset_connection(link, "the other side hung up", now_s)
             return
-        if not edge.is_up:
-            edge.is_up, edge.attempt = True, 0
-            self._events.append(PeerUp(edge.peer, edge.software))
+        if not link.is_up:
+            link.is_up, link.attempt = True, 0
+            self._events.append(PeerUp(link.peer, link.software))
         if frames:
             message = codec.decode(frames)
             if isinstance(message, _NEVER_INSIDE):
-                raise RemoteProtocolError(f"{type(message).__name__} came sealed through a relay")
-            self._events.append(Received(edge.peer, message, nbytes))
+                raise RemoteProtocolError(f"{type(message).__name__} came encrypted through a relay")
+            self._events.append(Received(link.peer, message, nbytes))
 
-    def _handle_rejected(self, edge: _RelayedConnection, problem: PacketRejected, now_s: float) -> None:
-        """Somebody altered, copied or lost something: perhaps the relay, so nobody is blamed."""
+    def _handle_rejected(self, link: _RelayedConnection, problem: PacketRejected, now_s: float) -> None:
+        """A packet was altered, repeated or lost.  It may have been the relay, so the peer is not blamed."""
         self.dropped_packets[problem.reject_reason.value] += 1
-        edge.forged += problem.reject_reason is RejectReason.FORGED
-        if problem.reject_reason is RejectReason.LOST or edge.forged > FORGED_LIMIT:
-            self._reset_connection(edge, f"through relay {edge.relay.hex()[:8]}: {problem.reason}", now_s)
+        link.forged += problem.reject_reason is RejectReason.FORGED
+        if problem.reject_reason is RejectReason.LOST or link.forged > FORGED_LIMIT:
+            self._reset_connection(link, f"through relay {link.relay.hex()[:8]}: {problem.reason}", now_s)
 
     def _handle_relay_lost(self, relay: PeerId, to: PeerId, reason: str, now_s: float) -> None:
-        edge = self._relayed.get(to)
-        if edge is not None and edge.relay == relay:
-            self._reset_connection(edge, f"relay {relay.hex()[:8]}: {reason}", now_s)
+        link = self._relayed.get(to)
+        if link is not None and link.relay == relay:
+            self._reset_connection(link, f"relay {relay.hex()[:8]}: {reason}", now_s)
         else:
             self.dropped_packets["not expected"] += 1
 
-    # -- relayed edges -------------------------------------------------------------------------
+    # -- relayed connections -------------------------------------------------------------------
 
     def _up(self, peer: PeerId) -> _RelayedConnection | None:
-        edge = self._relayed.get(peer)
-        return edge if edge is not None and edge.is_up else None
+        link = self._relayed.get(peer)
+        return link if link is not None and link.is_up else None
 
-    def _can_call(self, edge: _RelayedConnection) -> bool:
-        return not edge.is_up and self._inner.connected(edge.relay) and not self._inner.connected(edge.peer)
+    def _can_call(self, link: _RelayedConnection) -> bool:
+        return not link.is_up and self._inner.connected(link.relay) and not self._inner.connected(link.peer)
 
     def _due_s(self) -> float:
-        return min((edge.due_s for edge in self._relayed.values() if self._can_call(edge)), default=math.inf)
+        return min((link.due_s for link in self._relayed.values() if self._can_call(link)), default=math.inf)
 
     def _call_due(self, now_s: float) -> None:
-        for edge in self._relayed.values():
-            if now_s >= edge.due_s and self._can_call(edge):
-                edge.retry_later(now_s)
-                self._try_post(edge, edge.channel.make_call())
+        for link in self._relayed.values():
+            if now_s >= link.due_s and self._can_call(link):
+                link.retry_later(now_s)
+                self._try_post(link, link.channel.make_call())
 
-    def _reset_connection(self, edge: _RelayedConnection, reason: str, now_s: float) -> None:
-        """It is called anew later; `PeerDown` if it was up."""
-        edge.channel.reset()
-        edge.forged = edge.nbytes = 0
-        edge.retry_later(now_s)
-        self._mark_down(edge, reason)
+    def _reset_connection(self, link: _RelayedConnection, reason: str, now_s: float) -> None:
+        """End the session, and call again later; `PeerDown` if it was up."""
+        link.channel.reset()
+        link.forged = link.nbytes = 0
+        link.retry_later(now_s)
+        self._mark_down(link, reason)
 
-    def _mark_down(self, edge: _RelayedConnection, reason: str) -> None:
-        if edge.is_up:
-            edge.is_up = False
-            self._events.append(PeerDown(edge.peer, reason))
+    def _mark_down(self, link: _RelayedConnection, reason: str) -> None:
+        if link.is_up:
+            link.is_up = False
+            self._events.append(PeerDown(link.peer, reason))
 
     def _give_up(self, peer: PeerId, reason: str) -> None:
-        """Forget the relayed edge; the other side is told, and the loop if there is a reason to."""
-        edge = self._relayed.pop(peer, None)
-        if edge is not None and edge.is_up:
-            with contextlib.suppress(TransportError):  # the relay is gone: so is the edge
-                self._post(edge, HANG_UP, bulk=False)
+        """Forget the relayed connection and tell the peer; `PeerDown` if there is a reason."""
+        link = self._relayed.pop(peer, None)
+        if link is not None and link.is_up:
+            with contextlib.suppress(TransportError):  # the relay is gone, and the connection with it
+                self._post(link, HANG_UP, bulk=False)
             if reason:
-                self._mark_down(edge, reason)
+                self._mark_down(link, reason)
 
-    def _post(self, edge: _RelayedConnection, frames: Frames, *, bulk: bool) -> None:
-        """Seal and send.  Raises `TransportError`; the edge is then down, as a part may have left."""
-        assert edge.channel.session is not None
+    def _post(self, link: _RelayedConnection, frames: Frames, *, bulk: bool) -> None:
+        """Encrypt and send.  Raises `TransportError`; the connection is then down, as a part may be sent."""
+        assert link.channel.session is not None
         try:
-            for packet in edge.channel.session.encrypt(frames, bulk=bulk):
-                self._inner.send(edge.relay, RelayRequest(edge.peer, packet))
+            for packet in link.channel.session.encrypt(frames, bulk=bulk):
+                self._inner.send(link.relay, RelayRequest(link.peer, packet))
         except TransportError as error:
-            self._reset_connection(edge, f"its relay takes no more: {error.reason}", time.monotonic())
+            self._reset_connection(link, f"the queue for its relay is full: {error.reason}", time.monotonic())
             raise
 
-    def _try_post(self, edge: _RelayedConnection, packet: bytes) -> None:
-        with contextlib.suppress(TransportError):  # called again when it is due
-            self._inner.send(edge.relay, RelayRequest(edge.peer, packet))
+    def _try_post(self, link: _RelayedConnection, packet: bytes) -> None:
+        with contextlib.suppress(TransportError):  # it is called again later
+            self._inner.send(link.relay, RelayRequest(link.peer, packet))
 
     def _relay_in(self, address: str, peer: PeerId) -> PeerId:
         match = _ADDRESS.fullmatch(address)
@@ -380,6 +369,6 @@ class RelayTransport:
         if relay in (peer, self.me) or peer == self.me:
             raise TransportError(
                 f"{peer.hex()[:8]} cannot be reached through {relay.hex()[:8]}: a relay is a third peer",
-                remedy="see what the coordinator planned for this pair",
+                remedy="check the addresses that the coordinator gave to this pair",
             )
         return relay

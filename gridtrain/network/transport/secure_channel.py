@@ -1,37 +1,37 @@
-"""What two peers say to each other through a relay that neither of them trusts.
+"""End-to-end encryption between two peers through a relay that neither of them trusts.
 
-Decides which bytes are the peer's, and which of them come in their turn.  Never touches a socket or a
-clock, and never opens a message: it sees frames.  X25519, XSalsa20-Poly1305 (NaCl's Box) and BLAKE2b.
+Pure: turns frames into packets and back.  X25519, XSalsa20-Poly1305 (NaCl's secretbox) and BLAKE2b.
 
-    offer    1 | nonce 24 | box(half 32, seen 32, greeting)            nonce: random
-    sealed   lane 2 or 3 | session 8 | counter 8 | box(more 1, piece)  nonce: the counter
+    offer       1 | nonce 24 | box(session key 32, seen 32, greeting)       nonce: random
+    encrypted   class 2 or 3 | session 8 | counter 8 | box(more 1, piece)   nonce: the counter
 
-A *half* is a fresh X25519 key pair; a session belongs to one half of each side.  Either side calls:
+Each side has a fresh X25519 key pair for a session, its *session key*; a session is derived from one session
+key of each side.  `seen` is a session key of the other side, or zeros.  Either side calls:
 
-    anna                                        bert
-      | -- offer(half a, seen nothing) ---------> |   "a call"; both may call at once
-      | <-- offer(half b, seen a) --------------- |
-      |  has seen her own half come back: bert is there now, she derives the session
-      | -- offer(half a, seen b), sealed -------> |   derives it likewise
-      | <-- offer(half b, seen a), sealed ------- |   the first sealed piece confirms: the session stands
+    anna                                           bert
+      | -- offer(key a, seen nothing) --------------> |   a call; both may call at once
+      | <-- offer(key b, seen a) -------------------- |
+      |  her own key was seen: bert is present, and she derives the session
+      | -- offer(key a, seen b), encrypted ---------> |   derives it as well
+      | <-- offer(key b, seen a), encrypted --------- |   the first encrypted piece confirms the session
 
-    what a relay may try              why it gets nowhere
+    attack of a relay                 defence
     --------------------------------  ---------------------------------------------------------------------
-    read, alter, make up              every box is authenticated under a key that only the two can compute
-                                      from their own keys; the two halves' shared secret goes into a
-                                      session's keys, so a key that leaks later opens nothing old
-    reflect, swap two peers' bytes    keys depend on who speaks to whom
-    replay or splice sessions         keys depend on both halves; a half serves one session at most
-    repeat, reorder within a session  each lane has its own key and counts from 0; a counter is its box's
-                                      nonce; a lower one is dropped, a higher one shows that some were lost
-    turn bulk into control            the lane chooses the key
-    replay a call                     a session that stands answers with a half kept for that, and falls
-                                      only to an offer that has seen it; nobody who stands sends one, as
-                                      who stands ignores what has seen none of its own halves
-    drop, delay                       it can, as any network: the edge goes down or a deadline passes
+    read, alter, forge                every box is authenticated under a key that only the two peers can
+                                      compute from their own keys; the shared secret of the session keys is
+                                      part of it, so a key that leaks later decrypts nothing older
+    reflect, swap packets of peers    keys depend on sender and receiver
+    replay or splice sessions         keys depend on both session keys; each serves one session at most
+    repeat, reorder within a session  each packet class has its own key and counter from 0, and the counter
+                                      is the nonce; a lower one is dropped, a higher one shows a loss
+    turn bulk into control            the packet class selects the key
+    replay a call                     a confirmed session answers with a spare session key, and ends only at
+                                      an offer that has seen it; a peer with a confirmed session never
+                                      sends one, as it ignores offers that have seen none of its keys
+    drop, delay                       possible, as in any network: the connection goes down
 
-There are two lanes because control overtakes bulk on its way (see `outbox`).  Bulk is cut into pieces, so
-that a relay passes on the first while the second still comes in.
+There are two packet classes because control overtakes bulk (see `send_queue`).  Bulk is cut into pieces, so
+that a relay forwards the first while the second arrives.
 """
 
 from __future__ import annotations
@@ -74,32 +74,32 @@ class PacketClass(IntEnum):
 
 
 class RejectReason(Enum):
-    """Why a packet was not taken.  None of these is proof against the peer: the relay may have done it."""
+    """Why a packet was rejected.  None of them proves anything about the peer: it may have been the relay."""
 
-    FORGED = "it does not open"
-    REPLAYED = "it was taken already"
+    FORGED = "it cannot be decrypted"
+    REPLAYED = "it is a copy"
     STALE = "it belongs to another session"
-    LOST = "some before it are missing"
+    LOST = "packets before it are missing"
 
 
 class PacketRejected(RemoteProtocolError):
-    """A packet that nobody can be blamed for.  `why` says what to do about it."""
+    """A packet that cannot be blamed on anybody."""
 
     def __init__(self, why: RejectReason, detail: str = "") -> None:
         self.reject_reason = why
-        super().__init__(f"a sealed packet was dropped: {why.value}{detail}")
+        super().__init__(f"an encrypted packet was dropped: {why.value}{detail}")
 
 
-# -- the defences, each looked up when it is called ------------------------------------------------
+# -- defences, which tests replace one by one ------------------------------------------------------
 
 
 def decrypt(box: bytes, nonce: bytes, key: bytes) -> bytes:
-    """The plain bytes.  Raises `CryptoError` unless a holder of the key made exactly this."""
+    """The plain bytes.  Raises `CryptoError` unless a holder of the key encrypted exactly this."""
     return bindings.crypto_secretbox_open(box, nonce, key)
 
 
 def is_replayed(counter: int, next_counter: int) -> bool:
-    """A counter is used once in a lane of a session: a lower one is a copy."""
+    """Whether the counter was used before, in this packet class of the session."""
     return counter < next_counter
 
 
@@ -120,27 +120,27 @@ class _SessionKeys:
 
 
 class SecureSession:
-    """Both directions between `me` and `peer`, with keys that nobody else has and that come once."""
+    """Both directions between `me` and `peer`, with keys of this session alone."""
 
     def __init__(self, me: PeerId, peer: PeerId, static: bytes, mine: _SessionKeys, theirs: bytes) -> None:
-        """Raises `CryptoError` if `theirs` is a point whose shared secret anybody knows."""
+        """Raises `CryptoError` if `theirs` is a point whose shared secret is publicly known."""
         ephemeral = bindings.crypto_scalarmult(mine.secret, theirs)
         ends = sorted(((me, mine.public), (peer, theirs)))
-        halves = b"".join(who + half for who, half in ends)
-        root = _derive(static, b"session", ephemeral + halves)
+        session_keys = b"".join(peer_key + key for peer_key, key in ends)
+        root = _derive(static, b"session", ephemeral + session_keys)
         self.peer_public = theirs
         self.is_confirmed = False
-        """Something of the peer's has opened: it holds the session too."""
+        """A packet of the peer was decrypted, so it has the session too."""
         self._id = _derive(root, b"name", b"")[:8]
-        self._out = {lane: _derive(root, b"lane", me + peer + bytes([lane])) for lane in PacketClass}
-        self._in = {lane: _derive(root, b"lane", peer + me + bytes([lane])) for lane in PacketClass}
+        self._out = {kind: _derive(root, b"lane", me + peer + bytes([kind])) for kind in PacketClass}
+        self._in = {kind: _derive(root, b"lane", peer + me + bytes([kind])) for kind in PacketClass}
         self._next_out = dict.fromkeys(PacketClass, 0)
         self._next_in = dict.fromkeys(PacketClass, 0)
         self._pieces: list[memoryview] = []
         self._pieces_bytes = 0
 
     def encrypt(self, frames: Frames, *, bulk: bool) -> list[bytes]:
-        """Packets in which the frames (two at most) travel.  Control that is too long goes as bulk."""
+        """The packets for these frames, at most two.  Control that is too long is sent as bulk."""
         head = _BODY.pack(len(frames), len(frames[0]) if frames else 0)
         nbytes = len(head) + sum(map(len, frames))
         bulk = bulk or nbytes > codec.MAX_HEADER_BYTES
@@ -153,11 +153,11 @@ class SecureSession:
         ]
 
     def decrypt(self, packet: bytes | memoryview) -> Frames | None:
-        """The frames; None: more pieces must come first.
+        """The frames; None: more pieces must arrive first.
 
         Raises:
-            NotTaken: it is not from the peer, or not in its turn.
-            RemoteProtocolError: the peer sealed what is no frames.
+            PacketRejected: it is not from the peer, or out of order.
+            RemoteProtocolError: the peer encrypted something that is not frames.
         """
         if len(packet) < _HEAD.size + _BOX_BYTES:
             raise PacketRejected(RejectReason.FORGED, f" ({len(packet)} bytes)")
@@ -165,43 +165,43 @@ class SecureSession:
         if session != self._id:
             raise PacketRejected(RejectReason.STALE)
         if number not in self._next_in:
-            raise PacketRejected(RejectReason.FORGED, f" (lane {number})")
-        lane = PacketClass(number)
-        if is_replayed(counter, self._next_in[lane]):
+            raise PacketRejected(RejectReason.FORGED, f" (class {number})")
+        kind = PacketClass(number)
+        if is_replayed(counter, self._next_in[kind]):
             raise PacketRejected(RejectReason.REPLAYED)
         try:
-            plain = decrypt(bytes(packet[_HEAD.size :]), _nonce(counter), self._in[lane])
+            plain = decrypt(bytes(packet[_HEAD.size :]), _nonce(counter), self._in[kind])
         except CryptoError:
             raise PacketRejected(RejectReason.FORGED) from None
-        if counter > self._next_in[lane]:
+        if counter > self._next_in[kind]:
             raise PacketRejected(
-                RejectReason.LOST, f" ({counter - self._next_in[lane]} of the {lane.name.lower()} lane)"
+                RejectReason.LOST, f" ({counter - self._next_in[kind]} of the {kind.name.lower()} class)"
             )
-        self._next_in[lane] = max(self._next_in[lane], counter + 1)
+        self._next_in[kind] = max(self._next_in[kind], counter + 1)
         self.is_confirmed = True
-        return self._reassemble(memoryview(plain), lane)
+        return self._reassemble(memoryview(plain), kind)
 
     def _encrypt_packet(self, plain: bytes, bulk: bool) -> bytes:
-        lane = PacketClass.BULK if bulk else PacketClass.CONTROL
-        counter = self._next_out[lane]
-        self._next_out[lane] += 1
-        return _HEAD.pack(lane, self._id, counter) + bindings.crypto_secretbox_easy(
-            plain, _nonce(counter), self._out[lane]
+        kind = PacketClass.BULK if bulk else PacketClass.CONTROL
+        counter = self._next_out[kind]
+        self._next_out[kind] += 1
+        return _HEAD.pack(kind, self._id, counter) + bindings.crypto_secretbox_easy(
+            plain, _nonce(counter), self._out[kind]
         )
 
-    def _reassemble(self, plain: memoryview, lane: PacketClass) -> Frames | None:
+    def _reassemble(self, plain: memoryview, kind: PacketClass) -> Frames | None:
         if (
             not plain
             or plain[:1] not in (_LAST, _MORE)
-            or (lane is PacketClass.CONTROL and plain[:1] == _MORE)
+            or (kind is PacketClass.CONTROL and plain[:1] == _MORE)
         ):
-            raise RemoteProtocolError(f"a sealed piece of {len(plain)} bytes begins with no valid mark")
-        if lane is PacketClass.CONTROL:
+            raise RemoteProtocolError(f"an encrypted piece of {len(plain)} bytes begins with no valid mark")
+        if kind is PacketClass.CONTROL:
             return _frames(plain[1:])
         self._pieces_bytes += len(plain) - 1
         if self._pieces_bytes > _MAX_BODY_BYTES:
             self._pieces, self._pieces_bytes = [], 0
-            raise RemoteProtocolError(f"a sealed message exceeds {_MAX_BODY_BYTES} bytes")
+            raise RemoteProtocolError(f"an encrypted message exceeds {_MAX_BODY_BYTES} bytes")
         self._pieces.append(plain[1:])
         if plain[:1] == _MORE:
             return None
@@ -211,43 +211,46 @@ class SecureSession:
 
 def _frames(body: memoryview) -> Frames:
     if len(body) < _BODY.size:
-        raise RemoteProtocolError(f"a sealed message of {len(body)} bytes, at least {_BODY.size} are needed")
+        raise RemoteProtocolError(
+            f"an encrypted message of {len(body)} bytes, at least {_BODY.size} are needed"
+        )
     count, header_bytes = _BODY.unpack_from(body)
     rest = body[_BODY.size :]
     whole = header_bytes == len(rest) if count < 2 else header_bytes <= len(rest)
     if count > codec.MAX_FRAMES or not whole or (count == 0 and len(rest) > 0):
         raise RemoteProtocolError(
-            f"a sealed message of {len(rest)} bytes claims {count} frames, the first of {header_bytes}"
+            f"an encrypted message of {len(rest)} bytes claims {count} frames, the first of {header_bytes}"
         )
     frames: Frames = [bytes(rest[:header_bytes]), rest[header_bytes:]]
     return frames[:count]
 
 
-# -- the two ends of a relayed edge ----------------------------------------------------------------
+# -- one end of a relayed connection ---------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class OfferResult:
-    """What an offer leads to: packets to send, and whether a new session began (with whose greeting)."""
+    """Answer to an offer: packets to send; the peer's greeting if a new session has begun."""
 
     packets: tuple[bytes, ...] = ()
     greeting: bytes | None = None
 
 
 class SecureChannel:
-    """One side's end: at most one session at a time, and how the next one comes about.
+    """One end: at most one session at a time, and how the next one is established.
 
     Args:
-        greeting: travels sealed in every offer; the peer gets it when a session begins.
+        greeting: encrypted in every offer; the peer receives it when a session begins.
     """
 
     def __init__(self, identity: Identity, peer: PeerId, greeting: bytes) -> None:
-        """Raises `TransportError` if `peer` can be nobody's key."""
+        """Raises `TransportError` if `peer` is not a valid key."""
         try:
             static = bindings.crypto_box_beforenm(peer, identity.secret)
         except (CryptoError, ValueError, TypeError):
             raise TransportError(
-                f"{peer.hex()[:8]}... ({len(peer)} bytes) is no public key", remedy="see where it comes from"
+                f"{peer.hex()[:8]}... ({len(peer)} bytes) is not a public key",
+                remedy="check where it comes from",
             ) from None
         self.session: SecureSession | None = None
         self._me, self._peer, self._greeting = identity.public, peer, greeting
@@ -259,45 +262,45 @@ class SecureChannel:
         self._opening: tuple[bytes, ...] = ()  # our first packets of this session
 
     def make_call(self) -> bytes:
-        """An offer that asks for a new session.  What there was is over."""
+        """An offer that asks for a new session.  The present one ends."""
         if self.session is not None:
             self.reset()
         return self._offer(self._session_keys, EMPTY_KEY)
 
     def reset(self) -> None:
-        """The session is over, and nothing that was offered leads to one any more."""
+        """End the session, and forget all offers."""
         self.session, self._session_keys, self._next_session_keys = None, _SessionKeys.generate(), None
 
     def handle_offer(self, offer: bytes | memoryview) -> OfferResult:
-        """Raises `NotTaken`.  The session in `self.session` is another one if the answer has a greeting."""
+        """Raises `PacketRejected`.  If the result has a greeting, `self.session` is a new session."""
         theirs, seen, greeting = self._open_offer(bytes(offer))
         if self.session is not None and theirs == self.session.peer_public:
-            # Of the session that we have.  If the other side still calls, it has not got our answer.
+            # Of the present session.  If the peer still calls, our answer was lost.
             return OfferResult(() if self.session.is_confirmed or seen != EMPTY_KEY else self._opening)
         if seen == EMPTY_KEY:
             return OfferResult((self._offer(self._keys_for_caller(), theirs),))
         if self.session is None and seen == self._session_keys.public:
-            half = self._session_keys
+            own = self._session_keys
         elif self._next_session_keys is not None and seen == self._next_session_keys.public:
-            half = self._next_session_keys
+            own = self._next_session_keys
         else:
-            return OfferResult()  # it has seen nothing that counts now: an old one, whoever sent it
+            return OfferResult()  # an old offer, or a copy: it has seen none of our present keys
         try:
-            session = SecureSession(self._me, self._peer, self._static, half, theirs)
+            session = SecureSession(self._me, self._peer, self._static, own, theirs)
         except CryptoError:
-            raise PacketRejected(RejectReason.FORGED, " (a half that keeps no secret)") from None
-        self.session, self._session_keys, self._next_session_keys = session, half, None
-        self._opening = (self._offer(half, theirs), *session.encrypt([], bulk=False))
+            raise PacketRejected(RejectReason.FORGED, " (a session key without a secret)") from None
+        self.session, self._session_keys, self._next_session_keys = session, own, None
+        self._opening = (self._offer(own, theirs), *session.encrypt([], bulk=False))
         return OfferResult(self._opening, greeting)
 
     def decrypt(self, packet: bytes | memoryview) -> Frames | None:
-        """As `Session.open`."""
+        """As `SecureSession.decrypt`."""
         if self.session is None:
             raise PacketRejected(RejectReason.STALE)
         return self.session.decrypt(packet)
 
     def _keys_for_caller(self) -> _SessionKeys:
-        """A call may be a copy of an old one: a session that stands is not given up for it."""
+        """For the answer to a call, which may be a copy of an old one: it ends no confirmed session."""
         if self.session is None:
             return self._session_keys
         if not self.session.is_confirmed:
@@ -306,9 +309,9 @@ class SecureChannel:
         self._next_session_keys = self._next_session_keys or _SessionKeys.generate()
         return self._next_session_keys
 
-    def _offer(self, half: _SessionKeys, seen: bytes) -> bytes:
+    def _offer(self, own: _SessionKeys, seen: bytes) -> bytes:
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        plain = half.public + seen + self._greeting
+        plain = own.public + seen + self._greeting
         return bytes([_OFFER]) + nonce + bindings.crypto_secretbox_easy(plain, nonce, self._offer_out)
 
     def _open_offer(self, offer: bytes) -> tuple[bytes, bytes, bytes]:

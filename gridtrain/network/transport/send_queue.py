@@ -1,12 +1,11 @@
-"""Messages that wait to leave: bounded, fair between peers, in the order of the upload cap.
+"""Messages that wait to be sent: bounded, fair between peers, at the rate of the upload cap.
 
-Decides which message leaves next.  Never touches a socket or a clock, and never opens a message.
-Shared by the memory and the ZeroMQ transport.
+Pure: no socket, and times are passed in.  Shared by the in-memory and the ZeroMQ transport.
 
-                      +-- refused   the socket would not take it: first again, order kept
-    put --> a peer's -+-- control   votes, heartbeats: before all bulk    --> take --> socket
-            lanes     +-- bulk      Data, blocks of state, updates: peers in turn, one at a time on the line
-                                    of the `Pacer`
+                       +-- refused   the socket was full: first again, in order
+    put --> queues of -+-- control   votes, heartbeats: before all bulk    --> take --> socket
+            each peer  +-- bulk      Data, blocks of state, updates: peers in turn, one at a time as the
+                                     `UploadLimiter` permits
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ T = TypeVar("T")
 
 
 ENCRYPTED_BULK = 3
-"""First byte of a sealed payload whose inside is bulk (see `sealed`): all that a relay may know of it."""
+"""First byte of an encrypted packet that carries bulk: all that a relay learns about it."""
 
 MAX_ENCRYPTED_CONTROL_BYTES = 66 * 1024
-"""No control message is longer when it is sealed; so nobody can make a relay send megabytes first."""
+"""Size bound of an encrypted control message, so that nobody can make a relay send megabytes as control."""
 
 
 BULK_MESSAGES = (
@@ -56,7 +55,7 @@ BULK_MESSAGES = (
 
 
 def is_bulk(message: Message) -> bool:
-    """Bulk waits for the line; everything else is control and goes ahead of it."""
+    """Whether the message waits for the rate cap; everything else is control, and is sent before it."""
     if isinstance(message, BULK_MESSAGES):
         return True
     if isinstance(message, (RelayRequest, RelayedMessage)):
@@ -67,7 +66,7 @@ def is_bulk(message: Message) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class QueuedMessage(Generic[T]):
-    """One queued message: `body` is what the transport will write, `nbytes` its size on the wire."""
+    """One message: `body` is what the transport writes, `nbytes` its size on the wire."""
 
     peer: PeerId
     kind: str
@@ -87,54 +86,54 @@ class _PeerQueues(Generic[T]):
 
 
 class SendQueue(Generic[T]):
-    """All peers' queues behind one line.
+    """The queues of all peers behind one rate cap.
 
     Args:
-        pacer: the upload cap.
-        limit_bytes: the most that may be queued for one peer.
+        limiter: the upload cap.
+        limit_bytes: bound of what is queued for one peer.
     """
 
-    def __init__(self, pacer: UploadLimiter, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> None:
-        self.limiter = pacer
+    def __init__(self, limiter: UploadLimiter, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> None:
+        self.limiter = limiter
         self._limit_bytes = limit_bytes
         self._queues: dict[PeerId, _PeerQueues[T]] = {}  # only peers for which something is queued
         self._in_transit: QueuedMessage[T] | None = None
         self._release_s = 0.0
 
-    def put(self, parcel: QueuedMessage[T]) -> None:
+    def put(self, message: QueuedMessage[T]) -> None:
         """Queue it.  Raises `TransportError` if the peer's queue would exceed its bound."""
-        queued_bytes = self.backlog_bytes(parcel.peer)
-        if queued_bytes + parcel.nbytes > self._limit_bytes:
+        queued_bytes = self.backlog_bytes(message.peer)
+        if queued_bytes + message.nbytes > self._limit_bytes:
             raise TransportError(
-                f"the queue for peer {parcel.peer.hex()[:8]} is full: {queued_bytes} bytes wait, "
-                f"{parcel.nbytes} more would exceed {self._limit_bytes}",
-                remedy="the peer or the link is too slow for what is sent; treat the edge as failed",
+                f"the queue for peer {message.peer.hex()[:8]} is full: {queued_bytes} bytes wait, "
+                f"{message.nbytes} more would exceed {self._limit_bytes}",
+                remedy="the peer or the link is too slow for what is sent; treat the connection as failed",
             )
-        lanes = self._queues.setdefault(parcel.peer, _PeerQueues())
-        (lanes.bulk if parcel.is_bulk else lanes.control).append(parcel)
-        lanes.nbytes += parcel.nbytes
+        queues = self._queues.setdefault(message.peer, _PeerQueues())
+        (queues.bulk if message.is_bulk else queues.control).append(message)
+        queues.nbytes += message.nbytes
 
     def take(self, now_s: float) -> QueuedMessage[T] | None:
-        """The next message that may leave now, or None.  Write it, or give it to `refuse`."""
-        parcel = self._take_refused() or self._take_control(now_s) or self._take_bulk(now_s)
-        if parcel is not None:
-            self._subtract_bytes(parcel)
-        return parcel
+        """The next message that may be sent now, or None.  Write it, or give it to `put_back`."""
+        message = self._take_refused() or self._take_control(now_s) or self._take_bulk(now_s)
+        if message is not None:
+            self._subtract_bytes(message)
+        return message
 
-    def put_back(self, parcel: QueuedMessage[T]) -> None:
-        """The socket would block: it stays first; nothing for this peer until `unblock`."""
-        lanes = self._queues.setdefault(parcel.peer, _PeerQueues())
-        lanes.refused.appendleft(parcel)
-        lanes.nbytes += parcel.nbytes
-        lanes.is_blocked = True
+    def put_back(self, message: QueuedMessage[T]) -> None:
+        """The socket is full: it stays first, and nothing is sent to this peer until `unblock`."""
+        queues = self._queues.setdefault(message.peer, _PeerQueues())
+        queues.refused.appendleft(message)
+        queues.nbytes += message.nbytes
+        queues.is_blocked = True
 
     def unblock(self, peer: PeerId) -> None:
         if peer in self._queues:
             self._queues[peer].is_blocked = False
 
     def blocked_peers(self) -> list[PeerId]:
-        """Peers whose sockets are waited for."""
-        return [peer for peer, lanes in self._queues.items() if lanes.is_blocked]
+        """Peers whose sockets are full."""
+        return [peer for peer, queues in self._queues.items() if queues.is_blocked]
 
     def clear_peer(self, peer: PeerId) -> None:
         """Forget what is queued for `peer`."""
@@ -143,11 +142,11 @@ class SendQueue(Generic[T]):
             self._in_transit = None
 
     def drain_control(self, peer: PeerId) -> list[QueuedMessage[T]]:
-        """Forget what is queued for `peer`, but for control messages: they are returned in their order."""
-        lanes = self._queues.get(peer)
-        waiting = [] if lanes is None else [*lanes.refused, *lanes.control]
+        """Forget what is queued for `peer`; returns its control messages in their order."""
+        queues = self._queues.get(peer)
+        waiting = [] if queues is None else [*queues.refused, *queues.control]
         self.clear_peer(peer)
-        return [parcel for parcel in waiting if not parcel.is_bulk]
+        return [message for message in waiting if not message.is_bulk]
 
     def backlog_bytes(self, peer: PeerId) -> int:
         return self._queues[peer].nbytes if peer in self._queues else 0
@@ -156,48 +155,48 @@ class SendQueue(Generic[T]):
         return not self._queues
 
     def due_s(self) -> float:
-        """When `take` will have something, as far as the cap decides it; infinite if it does not."""
+        """When the cap permits the next message; infinite if nothing waits for the cap."""
         due_s = self._release_s if self._in_transit is not None else float("inf")
-        if any(lanes.control and not lanes.is_blocked for lanes in self._queues.values()):
+        if any(queues.control and not queues.is_blocked for queues in self._queues.values()):
             due_s = min(due_s, self.limiter.control_free_s)
         return due_s
 
-    # -- the lanes, in order of precedence -----------------------------------------------------
+    # -- in order of precedence -----------------------------------------------------------------
 
     def _take_refused(self) -> QueuedMessage[T] | None:
-        for lanes in self._queues.values():
-            if lanes.refused and not lanes.is_blocked:
-                return lanes.refused.popleft()
+        for queues in self._queues.values():
+            if queues.refused and not queues.is_blocked:
+                return queues.refused.popleft()
         return None
 
     def _take_control(self, now_s: float) -> QueuedMessage[T] | None:
         if now_s < self.limiter.control_free_s:
             return None
-        for lanes in self._queues.values():
-            if lanes.control and not lanes.is_blocked:
-                parcel = lanes.control.popleft()
-                self.limiter.charge_control(parcel.nbytes, now_s)
-                return parcel
+        for queues in self._queues.values():
+            if queues.control and not queues.is_blocked:
+                message = queues.control.popleft()
+                self.limiter.charge_control(message.nbytes, now_s)
+                return message
         return None
 
     def _take_bulk(self, now_s: float) -> QueuedMessage[T] | None:
-        """Serialise on the line; what comes off for a blocked peer waits among its refused."""
+        """One at a time; a message that is due for a blocked peer waits among its refused ones."""
         while self._in_transit is not None or self._start_next_bulk(now_s):
             assert self._in_transit is not None
             if now_s < self._release_s:
                 return None
-            parcel, self._in_transit = self._in_transit, None
-            lanes = self._queues[parcel.peer]
-            if not lanes.is_blocked:
-                return parcel
-            lanes.refused.append(parcel)
+            message, self._in_transit = self._in_transit, None
+            queues = self._queues[message.peer]
+            if not queues.is_blocked:
+                return message
+            queues.refused.append(message)
         return None
 
     def _start_next_bulk(self, now_s: float) -> bool:
-        """Choose the next bulk message; its peer goes to the end of the turn."""
-        for peer, lanes in self._queues.items():
-            if lanes.bulk and not lanes.is_blocked:
-                self._in_transit = lanes.bulk.popleft()
+        """Choose the next bulk message; its peer is served last after that."""
+        for peer, queues in self._queues.items():
+            if queues.bulk and not queues.is_blocked:
+                self._in_transit = queues.bulk.popleft()
                 self._release_s = self.limiter.schedule_bulk(
                     self._in_transit.nbytes, self._in_transit.queued_s, now_s
                 )
@@ -205,8 +204,8 @@ class SendQueue(Generic[T]):
                 return True
         return False
 
-    def _subtract_bytes(self, parcel: QueuedMessage[T]) -> None:
-        lanes = self._queues[parcel.peer]
-        lanes.nbytes -= parcel.nbytes
-        if lanes.nbytes == 0:
-            del self._queues[parcel.peer]
+    def _subtract_bytes(self, message: QueuedMessage[T]) -> None:
+        queues = self._queues[message.peer]
+        queues.nbytes -= message.nbytes
+        if queues.nbytes == 0:
+            del self._queues[message.peer]

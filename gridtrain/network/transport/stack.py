@@ -1,14 +1,14 @@
-"""The transport as every loop uses it: direct connections, relays on top, credits on top of both.
+"""The transport as every loop uses it: direct connections, relays on top, flow control on top of both.
 
-    loop      done(peer, nbytes) for each bulk message that it has dealt with
-      |       dial(peer, "tcp://..." | "relay:<key>")        everything else as `base.Transport` says
-    CreditTransport      bulk waits for credit, end to end, over whatever the edge runs
+    loop                      return_credit(held_bytes) after the events of a poll; else as `Transport`
+      |                       dial(peer, "tcp://..." | "relay:<key>")
+    FlowControlTransport      bulk waits for credit, end to end
       |
-    RelayingTransport    sealed edges through a third peer; passing on for others, if `may_relay`
+    RelayTransport            encrypted connections through a third peer; relaying for others, if `may_relay`
       |
-    ZeroMQTransport | MemoryTransport                        direct connections, the gate, the caps
+    ZeroMQTransport | MemoryTransport      direct connections, access policy, rate caps
 
-Credit is counted end to end, so a relay holds at most the windows of the edges through it.  Decides nothing.
+Credit is counted end to end, so a relay holds at most the windows of the connections through it.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ def build_stack(
     """The whole stack over `inner`.
 
     Args:
-        inner: whose key is `identity`'s.
-        may_relay: asked for each message that `origin` wants to have passed on to `to`; called on the
-            loop's thread.  A worker says yes to members of its generation, the coordinator to members of
-            the run; guests are never among them.
+        inner: has the key of `identity`.
+        may_relay: asked on the loop's thread for each message that `origin` sends to `to` through us.  A
+            worker relays between members of its generation, the coordinator between members of the run.
         software: our name and version.
         window_bytes: for tests; the protocol fixes it.
-        with_faults: puts planned faults under the credits (`injection.Faults.over`); None: there are none.
+        with_faults: adds planned faults below flow control (`fault_injection.Faults.over`); None: none.
     """
-    edges: Transport = RelayTransport(inner, identity, may_relay=may_relay, software=software)
+    transport: Transport = RelayTransport(inner, identity, may_relay=may_relay, software=software)
     if with_faults is not None:
-        edges = with_faults(edges)
-    return FlowControlTransport(edges, window_bytes=window_bytes)
+        transport = with_faults(transport)
+    return FlowControlTransport(transport, window_bytes=window_bytes)

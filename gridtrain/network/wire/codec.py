@@ -1,14 +1,10 @@
-"""Messages to frames and back.
-
-Decides whether frames from a peer are a message, by `schema`, before anyone else looks at them.
-Copies no payload, keeps no state, and touches no socket.
+"""Messages to frames and back.  Payloads are not copied.
 
     frame 0   msgpack array [code, field, field, ...]     at most 64 KiB
-    frame 1   the payload, of Data, StateBlock, HandOver and StatusReply alone, at most 64 MiB
+    frame 1   the payload, of messages that have one      at most 64 MiB
 
-What `decode` does, in order: count the frames, measure them, parse the header with every limit of
-msgpack set, look up the code, check each field.  Its only error is `RemoteProtocolError`; the only
-one of `encode` is `LocalProtocolError`.
+`decode` checks in this order: number of frames, their sizes, msgpack with every limit set, message code, each
+field (`schema`).  Its only error is `RemoteProtocolError`, that of `encode` is `LocalProtocolError`.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ MAX_HEADER_BYTES = 64 * 1024
 MAX_PAYLOAD_BYTES = 64 * 1024 * 1024
 MAX_MESSAGE_BYTES = MAX_HEADER_BYTES + MAX_PAYLOAD_BYTES
 
-# What msgpack itself enforces while it parses; `schema` is narrower, field by field.
+# Enforced by msgpack while it parses; the bounds of the fields are narrower.
 _PARSE_LIMITS: dict[str, int] = {
     "max_str_len": 512,
     "max_bin_len": 64,
@@ -43,11 +39,11 @@ _REMEDY = "the peer is dropped; see that it runs the same version of gridtrain"
 
 
 def encode(message: Message) -> list[bytes | memoryview]:
-    """The message as one or two frames; a payload's frame is a view of the payload, not a copy.
+    """The message as one or two frames; the second one is a view of the payload, not a copy.
 
     Raises:
         LocalProtocolError: a field is out of its bounds, the header exceeds 64 KiB or the payload 64 MiB, or
-            the payload is no contiguous buffer.
+            the payload is not a contiguous buffer.
     """
     code = TYPE_CODES.get(type(message))
     if code is None:
@@ -68,10 +64,10 @@ def encode(message: Message) -> list[bytes | memoryview]:
 
 
 def decode(frames: Sequence[bytes | memoryview]) -> Message:
-    """The message that these frames of one multipart message are; its payload is frame 1 itself.
+    """The message of these frames; its payload is frame 1 itself.
 
     Raises:
-        RemoteProtocolError: they are none.
+        RemoteProtocolError: they are not a message within the bounds.
     """
     _check_count(frames, 1, MAX_FRAMES)
     _check_sizes(frames)
@@ -82,7 +78,7 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
     if record is None:
         raise RemoteProtocolError(f"message code {header[0]} is not known", remedy=_REMEDY)
     expected = 1 + record.has_frame
-    _check_count(frames, expected, expected, f"{record.name} came in ")
+    _check_count(frames, expected, expected, f"{record.name} has ")
     try:
         message: Message = record.unpack(header[1:], *frames[1:expected])
     except FieldError as error:
@@ -91,21 +87,23 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
 
 
 def data_bytes(message: Data) -> int:
-    """What the frames that `encode` makes of it take together, without making them."""
-    at, channel, place = message.round, message.channel, message.slot
-    numbers = (at.term, at.generation, at.step, at.attempt, channel.group, channel.kind, channel.index)
-    placed = (place.hop, place.segment, place.slice)
-    header = _DATA_HEADER_BYTES + sum([1 if x < 0x80 else _msgpack_int_bytes(x) for x in (*numbers, *placed)])
+    """Total size of the frames that `encode` returns, without encoding."""
+    rnd, channel, slot = message.round, message.channel, message.slot
+    numbers = (rnd.term, rnd.generation, rnd.step, rnd.attempt, channel.group, channel.kind, channel.index)
+    slot_numbers = (slot.hop, slot.segment, slot.slice)
+    header = _DATA_HEADER_BYTES + sum(
+        [1 if x < 0x80 else _msgpack_int_bytes(x) for x in (*numbers, *slot_numbers)]
+    )
     payload = message.payload
     return header + (len(payload) if type(payload) is bytes else memoryview(payload).nbytes)
 
 
 _DATA_HEADER_BYTES = 7
-"""Four arrays' heads, the code, the phase and the flag: a byte each."""
+"""The heads of four arrays, the code, the phase and `skip`: a byte each."""
 
 
 def _msgpack_int_bytes(number: int) -> int:
-    """Of an unsigned integer in msgpack."""
+    """Size of an unsigned integer in msgpack."""
     if number < 0x80:
         return 1
     return 2 if number < 1 << 8 else 3 if number < 1 << 16 else 5 if number < 1 << 32 else 9
@@ -116,7 +114,7 @@ def _as_frame(payload: Any, name: str) -> bytes | memoryview:
         view = memoryview(payload)
         frame = view.cast("B") if view.nbytes else b""  # an empty view cannot be cast
     except (TypeError, ValueError) as error:
-        raise LocalProtocolError(f"payload of {name} is no contiguous buffer: {error}") from None
+        raise LocalProtocolError(f"payload of {name} is not a contiguous buffer: {error}") from None
     if len(frame) > MAX_PAYLOAD_BYTES:
         raise LocalProtocolError(
             f"payload of {name} takes {len(frame)} bytes, at most {MAX_PAYLOAD_BYTES} are allowed",
@@ -157,7 +155,7 @@ def _parse(header: bytes | memoryview) -> Any:
     except (ValueError, RecursionError, msgpack.UnpackException) as error:
         problem = str(error) or type(error).__name__
         raise RemoteProtocolError(
-            f"header of {len(header)} bytes is no msgpack within the limits: {problem}", remedy=_REMEDY
+            f"header of {len(header)} bytes is not msgpack within the limits: {problem}", remedy=_REMEDY
         ) from None
 
 

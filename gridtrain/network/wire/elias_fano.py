@@ -1,16 +1,13 @@
-"""Sorted indices as bytes: the Elias-Fano form of a sparse payload.
-
-Decides how K strictly increasing indices below n become two bit fields, and which bit fields of a peer are
-such indices.  Never sees a value or a header.
+"""Elias-Fano encoding of the indices of a sparse payload: K strictly increasing integers below n.
 
     index i   | high part: bit (index_i >> L) + i of a field of H bits | low part: L bits at i L |
     L = floor(log2(n / K)), H = K + ((n - 1) >> L) < 3 K
 
-(Elias 1974, Fano 1971; the quasi-succinct indices of Vigna 2013, section 4.)  K and n alone fix the lengths,
-and given indices can be written in one way only.
+(Elias 1974, Fano 1971; the quasi-succinct indices of Vigna 2013, section 4.)  K and n fix the lengths, and
+indices have one encoding only.
 
-Low parts are written and read eight at a time: eight parts of L bits are L whole bytes, so each of the eight
-is at the same place in each group, and a shift moves all groups at once.
+Low parts are packed in groups of eight: eight parts of L bits are L whole bytes, so the i-th part has the
+same position in each group, and one shift moves it in all groups at once.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ _REMEDY = "drop the peer; all members of a run use the same exchange and version
 
 
 def section_bytes(k: int, n: int) -> tuple[int, int]:
-    """Bytes of the low and of the high bits of k indices below n."""
+    """Bytes of the low bits and of the high bits of k indices below n."""
     low_width, high_width = _bit_widths(k, n)
     return (k * low_width + 7) // 8, (high_width + 7) // 8
 
@@ -43,15 +40,15 @@ def encode_indices(indices_K: IndexArray, n: int) -> tuple[bytes, bytes]:
 
 
 def decode_indices(low: ByteArray, high: ByteArray, k: int, n: int) -> IndexArray:
-    """(K,) int64 from sections of the lengths that `section_bytes` says.
+    """(K,) int64 from sections with the lengths of `section_bytes`.
 
     Raises:
-        RemoteProtocolError: these are not K strictly increasing indices below n.
+        RemoteProtocolError: they are not K strictly increasing indices below n.
     """
     low_width, high_width = _bit_widths(k, n)
     _check_padding("low", low, k * low_width)
     _check_padding("high", high, high_width)
-    # As booleans: `flatnonzero` of numbers takes seven times as long.
+    # As booleans, because `flatnonzero` of numbers takes seven times as long.
     ones = np.flatnonzero(np.unpackbits(high, count=high_width, bitorder="little").view(np.bool_))
     _check_popcount(ones.size, k)
     ones -= np.arange(k)
@@ -63,7 +60,7 @@ def decode_indices(low: ByteArray, high: ByteArray, k: int, n: int) -> IndexArra
 
 
 def _bit_widths(k: int, n: int) -> tuple[int, int]:
-    """(L low bits an index, H bits of the whole high part)."""
+    """(L, bits of one low part; H, bits of the whole high part)."""
     if k == 0:
         return 0, 0
     low_width = (n // k).bit_length() - 1

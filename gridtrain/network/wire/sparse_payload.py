@@ -1,17 +1,13 @@
 """The payload of a sparse exchange: K (index, value) entries of a flat vector of n elements.
 
-Decides how sorted indices and float values become bytes, and whether bytes from a peer are such a
-payload.  Never decides which entries travel, never merges, and never learns n, the kind of values
-or the largest K from the peer: those come from the generation.
+n, the kind of values and the largest K are fixed by the generation, and never taken from a peer.
 
     offset  0        8                     8 + ceil(K L / 8)       + ceil(H / 8)            end
             | header | low bits, K x L     | high bits, unary, H   | values                 |
               K u32, exponent i16, kind u16    (little-endian; in a byte, the lowest bit first)
 
-The two fields of bits are `eliasfano`'s, the values `values`'.  K, n and the kind alone fix the length of
-the buffer.
-
-The encoding is canonical: whatever `decode` accepts, `encode` turns into the same bytes again.
+`elias_fano` has the two bit fields, `value_encoding` the values.  K, n and the kind fix the length.  The
+encoding is canonical: `encode` turns what `decode` accepts into the same bytes again.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ __all__ = [
 _HEADER = struct.Struct("<IhH")  # K, exponent, kind
 
 MAX_N = 2**32
-"""Largest n: the low bits of an index fit 32 bits."""
+"""Largest n, so that the low bits of an index fit 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +49,24 @@ class SparseVector:
 
 @dataclass(frozen=True, slots=True)
 class EncodedSparse:
-    """A payload, and what everybody who decodes it gets."""
+    """A payload, and what it decodes to."""
 
     payload: bytes
     sparse: SparseVector
 
 
 def encoded_bytes(k: int, n: int, kind: ValueKind) -> int:
-    """The exact size in bytes of a payload of k of n entries, 0 <= k <= n."""
+    """Exact size in bytes of a payload with k of n entries, 0 <= k <= n."""
     return _HEADER.size + sum(elias_fano.section_bytes(k, n)) + value_encoding.section_bytes(k, kind)
 
 
 def encode_with_decoded(
     indices: npt.NDArray[np.integer], values_K: npt.NDArray[np.float32], *, n: int, kind: ValueKind
 ) -> EncodedSparse:
-    """Encode entries of a flat vector of n elements, and say what the bytes decode to.
+    """Encode entries of a flat vector of n elements; returns the payload and what it decodes to.
 
-    Values are rounded here, once; the sender goes on with what is decoded, as the receiver does.
-    `value - decoded value` is exactly representable in float32, so it can be kept whole in a residual.
+    Values are rounded here, once; the sender continues with the decoded values, as the receiver does.
+    `value - decoded value` is exactly representable in float32, so a residual can store it without loss.
 
     Args:
         indices: (K,) integers, strictly increasing, 0 <= index < n.
@@ -91,7 +87,7 @@ def encode_with_decoded(
 def encode(
     indices: npt.NDArray[np.integer], values_K: npt.NDArray[np.float32], *, n: int, kind: ValueKind
 ) -> bytes:
-    """The payload of `encode_once` alone."""
+    """The payload of `encode_with_decoded`."""
     return encode_with_decoded(indices, values_K, n=n, kind=kind).payload
 
 
@@ -104,7 +100,7 @@ def decode(buffer: bytes | memoryview, *, n: int, max_entries: int, kind: ValueK
 
     Raises:
         RemoteProtocolError: not a canonical payload of at most max_entries finite entries below n.
-            Nothing larger than a small multiple of the buffer was allocated before that was known.
+            Nothing larger than a small multiple of the buffer is allocated before that is known.
     """
     k, exponent = _read_header(memoryview(buffer), n, max_entries, kind)
     body = np.frombuffer(buffer, np.uint8, offset=_HEADER.size)
@@ -115,7 +111,7 @@ def decode(buffer: bytes | memoryview, *, n: int, max_entries: int, kind: ValueK
     )
 
 
-# -- ours --------------------------------------------------------------------------------------
+# -- encode ------------------------------------------------------------------------------------
 
 
 def _check_local(indices: npt.NDArray[np.integer], values_K: npt.NDArray[np.float32], n: int) -> int:
@@ -135,7 +131,7 @@ def _check_local(indices: npt.NDArray[np.integer], values_K: npt.NDArray[np.floa
     return indices.size
 
 
-# -- the peer's --------------------------------------------------------------------------------
+# -- decode -----------------------------------------------------------------------------------
 
 
 def _invalid(reason: str) -> RemoteProtocolError:

@@ -1,17 +1,13 @@
 """The values of a sparse payload: K float32 numbers as fp32, fp16, bf16 or int8.
 
-Decides how values are rounded, once, and which bytes of a peer are values.  Never sees an index and never
-chooses a kind: that comes from the generation.
-
     kind   bytes of K values            scale
     fp32   4 K                          none
     fp16   2 K                          one exponent for the payload, in its header
     bf16   2 K                          none: the upper half of a float32
-    int8   2 ceil(K / 256) + K          one exponent for each 256 entries, in front of the values
+    int8   2 ceil(K / 256) + K          one exponent for each 256 entries, before the values
 
-Three things hold for each kind.  `value - rounded value` is exactly a float32, so a residual can take it
-whole.  Whatever is accepted has one form only: writing what was read gives the same bytes.  And no rounding
-makes a finite value infinite.
+For each kind: `value - rounded value` is exactly a float32, so a residual can store it without loss; encoding
+decoded values gives the same bytes; and no rounding makes a finite value infinite.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ FloatArray = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]
 
 # fp16: values travel as v / 2**exponent with the largest magnitude in [2**14, 2**15).  That is one
-# binade below fp16's last, so that no rounding reaches infinity, and far from its subnormals.
+# binade below fp16's last, so that rounding never gives infinity, and far from its subnormals.
 _TOP_BITS_MIN = 0x7400  # 2**14 as fp16
 _TOP_BITS_MAX = 0x77FF  # 2**15 - 16, the largest fp16 below 2**15
 _EXPONENT_MIN = -149 - 14  # the largest magnitude is float32's smallest subnormal, 2**-149
@@ -36,13 +32,13 @@ _EXPONENT_MAX = 127 - 14  # ... is in float32's last binade
 _EXPONENT_LOSSLESS = -149 + 24  # from here up every fp16 times 2**exponent is a float32
 
 _FP16_NORMAL = 0x38800000  # 2**-14 as float32: fp16's smallest normal value
-_FP16_BIAS = (127 - 15) << 10  # what float32's exponent has more, where fp16 has its own
+_FP16_BIAS = (127 - 15) << 10  # difference of the exponents' biases, at the position of fp16's exponent
 
 _BF16_MAX = 0x7F7F  # the largest finite one
 _MAGNITUDE = 0x7FFF  # of 16 bits, all but the sign
 
 SCALE_BLOCK = 256
-"""int8: so many entries share an exponent."""
+"""int8: entries that share an exponent."""
 _Q_MIN, _Q_MAX = 64, 127  # the largest |q| of a block
 _BLOCK_EXPONENT_MIN = -149  # 1 is float32's smallest subnormal; below it every value is exact
 _BLOCK_EXPONENT_MAX = 127 - 6  # 64 is in float32's last binade
@@ -51,7 +47,7 @@ _REMEDY = "drop the peer; all members of a run use the same exchange and version
 
 
 class ValueKind(IntEnum):
-    """How values travel.  Fixed by the generation."""
+    """How values are encoded; the same for all members of a generation."""
 
     FP32 = 0
     FP16 = 1
@@ -60,7 +56,7 @@ class ValueKind(IntEnum):
 
 
 VALUE_KINDS = {kind.name.lower(): kind for kind in ValueKind}
-"""The kinds as a user writes them: "fp16"."""
+"""The kinds by the names that users write: "fp16"."""
 
 _ITEM_BYTES = {ValueKind.FP32: 4, ValueKind.FP16: 2, ValueKind.BF16: 2, ValueKind.INT8: 1}
 
@@ -70,8 +66,8 @@ ROUNDING_FACTORS = {
     ValueKind.BF16: 1.0 + 2.0**-7,
     ValueKind.INT8: 1.0 + 2.0**-6,
 }
-"""By what factor rounding once may enlarge the largest magnitude, with as much room again for the additions
-before it.  Half a step of the largest: 2**-11 of it (fp16), 2**-8 (bf16), 0.5 / 64 (int8)."""
+"""Factor by which rounding once may enlarge the largest magnitude, doubled to cover the additions before it.
+Half a step of the largest value: 2**-11 of it (fp16), 2**-8 (bf16), 0.5 / 64 (int8)."""
 
 
 def section_bytes(k: int, kind: ValueKind) -> int:
@@ -80,7 +76,7 @@ def section_bytes(k: int, kind: ValueKind) -> int:
 
 
 def encode_values(values_K: FloatArray, kind: ValueKind) -> tuple[bytes, int, FloatArray]:
-    """(section, exponent for the header, the values as everybody who reads the section has them).
+    """(section, exponent for the header, the values as `decode_values` returns them).
 
     `values_K`: (K,) float32, finite.
     """
@@ -96,10 +92,10 @@ def encode_values(values_K: FloatArray, kind: ValueKind) -> tuple[bytes, int, Fl
 
 
 def decode_values(section: ByteArray, k: int, exponent: int, kind: ValueKind) -> FloatArray:
-    """(K,) float32, finite.  `section` has the length that `section_bytes` says.
+    """(K,) float32, finite.  `section` has the length of `section_bytes`.
 
     Raises:
-        RemoteProtocolError: not what `write` makes of any values.
+        RemoteProtocolError: `encode_values` gives these bytes for no values.
     """
     if kind is ValueKind.FP16:
         return _read_fp16(section.view("<u2"), exponent)
@@ -128,9 +124,9 @@ def _check_finite(values_K: FloatArray) -> None:
 
 
 def _times_power(values: FloatArray, exponent: int) -> FloatArray:
-    """values * 2**exponent, rounded at most once: only where the result is subnormal or 0."""
+    """values * 2**exponent; rounded, once, only where the result is subnormal or 0."""
     with np.errstate(under="ignore"):
-        if -126 <= exponent <= 127:  # a normal float32: multiplying takes a third of ldexp's time
+        if -126 <= exponent <= 127:  # a normal float32: multiplying takes a third of the time of ldexp
             return values * np.float32(2.0**exponent)
         return np.ldexp(values, exponent)
 
@@ -143,10 +139,10 @@ def _write_fp16(values_K: FloatArray) -> tuple[bytes, int, FloatArray]:
     if top == 0.0:
         return values_K.astype("<f2").tobytes(), 0, values_K  # keeps the sign of -0.0
     exponent = math.frexp(top)[1] - 15
-    # Exact, save for what is far below fp16's smallest subnormal: zero with or without this step.
+    # Exact, except far below fp16's smallest subnormal, where the result is zero anyway.
     bits = float32_to_fp16_bits(_times_power(values_K, -exponent))
-    # What would round up to 2**15 stays one fp16 below it, so that the decoded maximum is in the
-    # same binade: the encoding is canonical, and float32's largest value does not become infinite.
+    # What would round up to 2**15 becomes the fp16 below it, so that the decoded maximum is in the same
+    # binade: the encoding is canonical, and float32's largest value does not become infinite.
     magnitudes = bits & _MAGNITUDE
     if int(magnitudes.max()) > _TOP_BITS_MAX:
         bits[magnitudes > _TOP_BITS_MAX] -= 1
@@ -156,8 +152,8 @@ def _write_fp16(values_K: FloatArray) -> tuple[bytes, int, FloatArray]:
 def float32_to_fp16_bits(scaled_K: FloatArray) -> npt.NDArray[np.uint16]:
     """float32 of magnitudes below 2**16 -> the bits of the nearest fp16, ties to even.
 
-    numpy converts one by one.  Where no value is below fp16's normal ones, as nearly always, the same can be
-    had by shifts: 13 bits are rounded off, and the exponent's bias becomes 15 instead of 127.
+    numpy converts them one by one.  If no value is below fp16's normal range, which is the usual case, shifts
+    give the same: 13 bits are rounded off, and the exponent's bias changes from 127 to 15.
     """
     bits = scaled_K.view(np.uint32)
     magnitudes = bits & 0x7FFFFFFF
@@ -171,7 +167,7 @@ def float32_to_fp16_bits(scaled_K: FloatArray) -> npt.NDArray[np.uint16]:
 
 
 def fp16_bits_to_float32(bits_K: npt.NDArray[np.uint16]) -> FloatArray:
-    """The bits of finite fp16 values -> float32, exactly; `narrow` the other way round."""
+    """The bits of finite fp16 values -> float32, exactly."""
     wide = bits_K.astype(np.uint32)
     magnitudes = wide & _MAGNITUDE
     if int(magnitudes.min(initial=0x400)) < 0x400:  # subnormal, or zero
@@ -192,7 +188,7 @@ def _read_fp16(raw: npt.NDArray[np.uint16], exponent: int) -> FloatArray:
 
 
 def _check_scale(top_bits: int, exponent: int) -> None:
-    """Of fp16 values: one comparison covers NaN, infinity and a scale that is not the canonical one."""
+    """Check fp16 values; one comparison covers NaN, infinity and a scale that is not canonical."""
     zeros_only = top_bits == 0 and exponent == 0
     if not zeros_only and not (
         _TOP_BITS_MIN <= top_bits <= _TOP_BITS_MAX and _EXPONENT_MIN <= exponent <= _EXPONENT_MAX
@@ -211,7 +207,9 @@ def _write_bf16(values_K: FloatArray) -> tuple[bytes, int, FloatArray]:
     bits = values_K.view(np.uint32)
     rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16  # to nearest, ties to even
     magnitudes = rounded & _MAGNITUDE
-    if int(magnitudes.max(initial=0)) > _BF16_MAX:  # what would round up to infinity stays below it
+    if (
+        int(magnitudes.max(initial=0)) > _BF16_MAX
+    ):  # what would round up to infinity becomes the largest finite value
         rounded[magnitudes > _BF16_MAX] -= 1
     return rounded.astype("<u2").tobytes(), 0, (rounded << 16).view(np.float32)
 
@@ -232,7 +230,7 @@ def _write_int8(values_K: FloatArray) -> tuple[bytes, int, FloatArray]:
     tops = np.abs(padded).max(axis=1, initial=0.0)
     exponents = np.maximum(np.frexp(tops)[1] - 7, _BLOCK_EXPONENT_MIN)
     exponents[tops == 0.0] = 0
-    # In float64 no scale overflows and nothing is rounded before `rint`, which rounds ties to even.
+    # In float64 no scale overflows, and `rint`, which rounds ties to even, is the only rounding.
     quotients = np.rint(padded * np.ldexp(1.0, -exponents)[:, None])
     q = np.clip(quotients, -_Q_MAX, _Q_MAX).astype(np.int8)
     section = exponents.astype("<i2").tobytes() + q.tobytes()[:k]
@@ -256,7 +254,7 @@ def _read_int8(section: ByteArray, k: int) -> FloatArray:
 
 
 def _check_blocks(tops: npt.NDArray[np.int16], exponents: npt.NDArray[np.int32]) -> None:
-    """Whether each block has the one scale that its largest magnitude gives it."""
+    """Check that each block has the scale that its largest magnitude determines."""
     in_range = (exponents >= _BLOCK_EXPONENT_MIN) & (exponents <= _BLOCK_EXPONENT_MAX)
     canonical = (tops >= _Q_MIN) | ((tops > 0) & (exponents == _BLOCK_EXPONENT_MIN))
     good = ((tops == 0) & (exponents == 0)) | (in_range & canonical & (tops <= _Q_MAX))

@@ -1,11 +1,10 @@
-"""A flat vector's workspaces, one for each bucket, that together are one update of the round.
+"""Buffers of one flat vector in buckets, which together make one update of the round.
 
-Decides where a bucket lies in the vector and what the whole update is.  Never decides when a bucket is
-exchanged: each has a channel and a collective of its own.
+Each bucket has its own channel and collective.
 
     flat vector    [ bucket 0 | bucket 1 |    bucket 2    ]
     channels       group 0      group 1     group 2            of the same index
-    update         concatenated; sealed once, as if it had been exchanged in one piece
+    update         concatenated, with one digest, as if it had been exchanged in one piece
 """
 
 from __future__ import annotations
@@ -25,21 +24,20 @@ from gridtrain.runtime.buffers.collective_buffers import (
     DenseRingBuffer,
     sparse_digest,
 )
-from gridtrain.runtime.buffers.star_buffers import DenseStarBuffer
 from gridtrain.sparsify.merge import FloatArray
 
-BucketBuffer = DenseRingBuffer | DenseStarBuffer | AllGatherBuffer | ButterflyBuffer
+BucketBuffer = DenseRingBuffer | AllGatherBuffer | ButterflyBuffer
 
 Bounds = tuple[int, ...]
-"""Where buckets begin, and at last where the vector ends: 0 = bounds[0] < bounds[1] < ... = n."""
+"""Where buckets begin, and last where the vector ends: 0 = bounds[0] < bounds[1] < ... = n."""
 
 
 class BucketedBuffer:
-    """The workspaces of all buckets of one vector, in its order: all dense or all sparse.
+    """The buffers of all buckets of one vector, in order: all dense or all sparse.
 
     Args:
         bounds: of the buckets.
-        parts: one workspace for each.
+        parts: one buffer for each.
     """
 
     def __init__(self, bounds: Bounds, parts: Sequence[BucketBuffer]) -> None:
@@ -61,39 +59,37 @@ class BucketedBuffer:
     @property
     def update_N(self) -> FloatArray:
         """Of a dense exchange that is complete: a new array of shape (n,)."""
-        return np.concatenate(
-            [part.update_N for part in self.parts if isinstance(part, DenseRingBuffer | DenseStarBuffer)]
-        )
+        return np.concatenate([part.update_N for part in self.parts if isinstance(part, DenseRingBuffer)])
 
     def compute_digest(self) -> bytes:
-        """See `buffers.Workspace.seal`."""
-        seals = [part.compute_digest() for part in self.parts]
-        return (
-            sparse_digest(self.update)
-            if self.is_sparse
-            else blake2b(b"".join(seals), digest_size=32).digest()
-        )
+        """See `CollectiveBuffer.compute_digest`."""
+        digests = [part.compute_digest() for part in self.parts]
+        if self.is_sparse:
+            return sparse_digest(self.update)
+        return blake2b(b"".join(digests), digest_size=32).digest()
 
 
 def buffers_by_channel(
-    workspaces: Sequence[CollectiveBuffer | BucketedBuffer],
+    buffers: Sequence[CollectiveBuffer | BucketedBuffer],
 ) -> dict[Channel, CollectiveBuffer]:
-    """What travels on which channel: the index is the workspace's place, the group is the bucket."""
+    """The buffer of each channel: the index is the place in `buffers`, the group is the bucket."""
     channels: dict[Channel, CollectiveBuffer] = {}
-    for index, workspace in enumerate(workspaces):
-        parts = workspace.parts if isinstance(workspace, BucketedBuffer) else (workspace,)
+    for index, buffer in enumerate(buffers):
+        parts = buffer.parts if isinstance(buffer, BucketedBuffer) else (buffer,)
         channels |= {Channel(group=group, index=index): part for group, part in enumerate(parts)}
     return channels
 
 
 def bucket_bounds(sizes: Sequence[int], most: int, least: int) -> Bounds:
-    """Bounds of at most `most` buckets of whole parameters, each of at least `least` elements if possible.
+    """Bounds of buckets of whole parameters, divided from the end, where backward begins.
 
-    Cut from the end, as backward begins there: the first layers, whose gradients come last and find nothing
-    to hide behind, are in a bucket that is no larger than the others.
+    The bucket of the first layers, whose gradients are computed last and cannot overlap with anything, is no
+    larger than the others.
 
     Args:
         sizes: elements of each parameter in the vector's order.
+        most: number of buckets.
+        least: elements of a bucket, if possible.
     """
     n, target = sum(sizes), max(least, -(-sum(sizes) // most))
     starts, filled, at = [n], 0, n
@@ -101,7 +97,7 @@ def bucket_bounds(sizes: Sequence[int], most: int, least: int) -> Bounds:
         at, filled = at - size, filled + size
         if filled >= target:
             starts, filled = [*starts, at], 0
-    if starts[-1] != 0:  # what remains: a bucket of its own if it is large enough, else the last one's
+    if starts[-1] != 0:  # the rest: a bucket if it is large enough, otherwise part of the last one
         if filled < least and len(starts) > 1:
             starts.pop()
         starts.append(0)

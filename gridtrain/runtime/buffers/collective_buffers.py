@@ -1,29 +1,26 @@
-"""Workspaces: the numbers of one collective of one attempt.
+"""The interface of collective buffers, and those of ring, all-gather and butterfly.
 
-Decides how an effect of a collective changes the numbers, and checks each payload against what is
-known locally (n, k, kind, world size) before it is used.  Never decides who sends what to whom or
-when (the core does), and never commits: a workspace is dropped whole when its round aborts.
+A buffer applies the effects of a collective, and checks each payload against what is known locally (n, k,
+kind, world size) before it is used.  It never commits: it is dropped whole when its round aborts.
 
-    loop --- apply(AddSlice | StoreSlice | StoreOf | MergeIn | Adopt) --> workspace --> update, kept
-         <-- payload(place) ---------------------------------------------          --> seal(): digest
+    loop --- apply(AddSlice | StoreSlice | StoreFromRank | ...) --> buffer --> update
+         <-- payload(slot) --------------------------------------          --> digest
 
-    DenseWorkspace      Ring        work (n,) float32, in place
-    GatherWorkspace     AllGather   one payload for each rank, summed in rank order at the end
-    ButterflyWorkspace  Butterfly   mine: one payload, replaced by each merge; kept: goes to the residual
+    DenseRingBuffer  RingAllReduce      vector (n,) float32, in place
+    AllGatherBuffer  AllGather          one payload for each rank, summed in rank order at the end
+    ButterflyBuffer  ButterflyExchange  one payload, replaced by each merge; what it truncates goes to the
+    residual
 
-(Those of the tree and the star are in `runtime.stars`, that of the direct exchange in `runtime.direct`.)
+No honest member contributes more than `largest_summable` to a sum, so a sum over m members is at most m times
+that.  A payload above it (or not finite) is rejected on arrival, when its sender is known: what an honest
+member continues with is then within the next one's bound, and no sum can overflow.
 
-No honest member brings more than `largest_summable` into a sum, so a sum over m members is at most m times
-that.  A payload above it (or not finite) is refused where it arrives, when it is known who sent it: what an
-honest member goes on with is then within the next one's bound, and no sum can overflow.
-
-A member that skips contributes zeros, or a payload without entries; `collective(skip=True)` sees to it.
+A member that skips contributes zeros, or a payload without entries: see `make_collective(skip=True)`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
 from hashlib import blake2b, sha256
 from typing import Protocol
 
@@ -48,31 +45,31 @@ from gridtrain.network.wire.sparse_payload import SparseVector, ValueKind, decod
 from gridtrain.network.wire.value_encoding import ROUNDING_FACTORS
 from gridtrain.sparsify.merge import FloatArray, TruncatedEntries, largest_summable, merge, sum_in_rank_order
 
-_FLOAT = np.dtype("<f4")  # as on the wire, and as on every machine that we know
+_FLOAT = np.dtype("<f4")  # as on the wire, and on every supported machine
 
-# By what factor rounding once may enlarge a value, with room for the addition before it.  What encoding
-# does is `wire.values.ROUNDING`.
 _DENSE_ROUNDING = 1.0 + 2.0**-20
+"""By what factor rounding once may enlarge a value, with margin for the addition before it.  For encoded
+values see `value_encoding.ROUNDING_FACTORS`."""
 
 
 class CollectiveBuffer(Protocol):
-    """What the loop needs of one collective's numbers."""
+    """The numbers of one collective, as the I/O loop needs them."""
 
     def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
-        """The core that decides for these numbers; `skip`: the local gradient is not finite."""
+        """The core that decides about these numbers; `skip`: the local gradient is not finite."""
         ...
 
     def apply(self, effect: BufferEffect) -> None:
-        """Raises `RemoteProtocolError` if the payload is not what it must be: the fault of the rank in
-        the effect's `source`.  Nothing was changed then; the caller gives up the round."""
+        """Raises `RemoteProtocolError` if the payload cannot be used, which is the fault of the rank in the
+        effect's `source`.  Nothing was changed then; the caller gives up the round."""
         ...
 
-    def payload(self, place: PayloadSlot) -> bytes | memoryview:
-        """What a `SendTo` of this place sends now; not copied, read only."""
+    def payload(self, slot: PayloadSlot) -> bytes | memoryview:
+        """The payload that is sent for this slot now; not copied, read only."""
         ...
 
     def compute_digest(self) -> bytes:
-        """After Complete: 32-byte digest of the update's bits, equal on all ranks.
+        """32-byte digest of the update's bits, equal on all ranks; once the collective is complete.
 
         Raises `RemoteProtocolError` if the update is not finite."""
         ...
@@ -81,24 +78,27 @@ class CollectiveBuffer(Protocol):
 class DenseRingBuffer:
     """A ring's segments and slices over one flat vector.
 
-    Takes ownership of `contribution_N` ((n,) float32): sums are made in it, in place.  `update_N` is the
-    whole sum once the collective is complete.  A retry in the same generation takes the same workspace, and
-    goes on from what has arrived.
+    Takes ownership of `contribution_N` ((n,) float32): sums are computed in place.  `update_N` is the whole
+    sum once the collective is complete.  A retry in the same generation takes the same buffer, and continues
+    from what has arrived.
 
-    Payloads are views of the vector that the transport may still be sending when we go on.  They are
-    never overwritten too early: a rank writes to a slice again only when its final value arrives, and
-    that exists only after every rank further down the ring has received and added the partial sum
-    that the view shows.  The final value is sent on after it was stored, and is not written to again.
+    Payloads are views of the vector, which the transport may still be sending while the collective continues.
+    They are never overwritten too early: a rank writes to a slice again only when its final value arrives,
+    and that exists only after every rank further down the ring has received and added the partial sum in the
+    view. The final value is sent on after it was stored, and is not written to again.
 
-    So a slice can be hashed as soon as it is final, while the wire is busy with others (`hash_ahead`); the
-    seal is the hash of the slices' hashes, in their order.
+    So a slice can be hashed as soon as it is final, while the network is busy with others (`hash_ahead`); the
+    digest is the hash of the slices' hashes, in their order.
 
     Args:
         slice_bytes: the largest slice; None: what all members choose for this length and world size.
     """
 
+    is_one_segment = False
+    """The vector has one segment, and not one for each rank."""
+
     is_resumable = True
-    """A retry in the same generation takes the same workspace."""
+    """A retry in the same generation takes the same buffer."""
 
     slices_of = staticmethod(count_slices)
 
@@ -107,13 +107,14 @@ class DenseRingBuffer:
         self.update_N = contribution_N
         self._ring: RingAllReduce | None = None
         self._world_size = world_size
-        longest_segment_bytes = -(-contribution_N.size // world_size) * _FLOAT.itemsize
+        self._segments = 1 if self.is_one_segment else world_size
+        longest_segment_bytes = -(-contribution_N.size // self._segments) * _FLOAT.itemsize
         if slice_bytes is None:
             self.slices = self.slices_of(longest_segment_bytes)
         else:
             self.slices = max(1, -(-longest_segment_bytes // slice_bytes))
-        self._final: deque[tuple[int, int]] = deque()  # slices that are not written to again, not hashed yet
-        self._checked: set[tuple[int, int]] = set()  # as they came, so they are finite
+        self._final: deque[tuple[int, int]] = deque()  # slices that are final and not hashed yet
+        self._checked: set[tuple[int, int]] = set()  # stored as received, so they are finite
         self._hashes: dict[tuple[int, int], bytes] = {}
 
     def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
@@ -139,27 +140,26 @@ class DenseRingBuffer:
                 self._slice_view(segment, slice_)[:] = values
                 self._mark_written(segment, slice_, final=True, checked=True)
             case _:
-                raise _unexpected_effect("Ring", effect)
+                raise _unexpected_effect("RingAllReduce", effect)
 
-    def payload(self, place: PayloadSlot) -> bytes | memoryview:
-        if place.phase is CollectivePhase.RESUME:
+    def payload(self, slot: PayloadSlot) -> bytes | memoryview:
+        if slot.phase is CollectivePhase.RESUME:
             return self._ring.received if self._ring is not None else b""
-        return self._slice_view(place.segment, place.slice).view(np.uint8).data.toreadonly()
+        return self._slice_view(slot.segment, slot.slice).view(np.uint8).data.toreadonly()
 
     def hash_ahead(self) -> bool:
-        """Hash one slice that is final, if there is one: for a moment in which nothing else is to be done.
-
-        Returns whether there are more.
-        """
+        """Hash one slice that is final, if there is one; returns whether there are more."""
         if self._final:
             key = self._final.popleft()
-            if key in self._checked or _is_finite(self._slice_view(*key)):  # else `seal` says so
+            if key in self._checked or _is_finite(
+                self._slice_view(*key)
+            ):  # otherwise `compute_digest` raises
                 self._hashes[key] = self._hash(*key)
         return bool(self._final)
 
     def compute_digest(self) -> bytes:
         whole = blake2b(digest_size=32)
-        for segment in range(self._world_size):
+        for segment in range(self._segments):
             for slice_ in range(self.slices):
                 whole.update(self._hashes.get((segment, slice_)) or self._checked_hash(segment, slice_))
         return whole.digest()
@@ -182,12 +182,12 @@ class DenseRingBuffer:
         return self._hash(segment, slice_)
 
     def _hash(self, segment: int, slice_: int) -> bytes:
-        """SHA-256, for which processors have instructions: see decision 0023."""
+        """SHA-256, for which processors have instructions (decision 0023)."""
         return sha256(self._slice_view(segment, slice_).data).digest()
 
     def _slice_view(self, segment: int, slice_: int) -> FloatArray:
-        """Segments are near-equal parts of the vector, slices of a segment; any may be empty."""
-        start, stop = _part_bounds(0, self.update_N.size, segment, self._world_size)
+        """Segments are near-equal parts of the vector, and slices of a segment; any may be empty."""
+        start, stop = _part_bounds(0, self.update_N.size, segment, self._segments)
         start, stop = _part_bounds(start, stop, slice_, self.slices)
         return self.update_N[start:stop]
 
@@ -198,8 +198,40 @@ class DenseRingBuffer:
         return _dense_values(payload, self._slice_view(segment, slice_).nbytes, source, what)
 
 
-class AllGatherBuffer:
-    """Everybody's payload.  `update` is their sum in rank order, one's own decoded like the others."""
+class SparseBuffer:
+    """What the buffers of sparse exchanges have in common.
+
+    Args:
+        n: length of the vector.
+        k: most entries of a payload.
+        kind: of the values.
+    """
+
+    def __init__(self, *, n: int, k: int, kind: ValueKind) -> None:
+        self.n, self._k, self._kind = n, k, kind
+
+    def _decode(self, payload: bytes | memoryview) -> SparseVector:
+        return decode(payload, n=self.n, max_entries=self._k, kind=self._kind)
+
+    def _decode_from_peer(self, payload: bytes | memoryview, source: Provenance) -> SparseVector:
+        """Raises `RemoteProtocolError`, which names the rank that sent the payload."""
+        try:
+            decoded = self._decode(payload)
+        except RemoteProtocolError as error:
+            raise RemoteProtocolError(f"rank {source.rank}: {error.reason}", remedy=error.remedy) from None
+        what = f"sparse payload from rank {source.rank}"
+        _check_magnitudes(decoded.values, source, ROUNDING_FACTORS[self._kind], what)
+        return decoded
+
+    def _empty_payload(self) -> tuple[bytes, SparseVector]:
+        """The payload of a member that skips the step, and what it decodes to."""
+        payload = encode(np.empty(0, np.int64), np.empty(0, np.float32), n=self.n, kind=self._kind)
+        return payload, self._decode(payload)
+
+
+class AllGatherBuffer(SparseBuffer):
+    """The payloads of all ranks.  `update` is their sum in rank order, its own payload decoded like the
+    others."""
 
     def __init__(
         self,
@@ -212,7 +244,7 @@ class AllGatherBuffer:
         kind: ValueKind,
         decoded: SparseVector | None = None,
     ) -> None:
-        self.n, self._k, self._kind = n, k, kind
+        super().__init__(n=n, k=k, kind=kind)
         self._rank = rank
         self._payloads: list[bytes | memoryview | None] = [None] * world_size
         self._parts: list[SparseVector | None] = [None] * world_size
@@ -225,7 +257,7 @@ class AllGatherBuffer:
             parts = [part for part in self._parts if part is not None]
             if len(parts) < len(self._parts):
                 raise LocalProtocolError(
-                    f"update asked for with payloads of {len(parts)} of {len(self._parts)} ranks"
+                    f"the update was read with payloads of {len(parts)} of {len(self._parts)} ranks"
                 )
             self._update = sum_in_rank_order(parts)
         return self._update
@@ -233,21 +265,20 @@ class AllGatherBuffer:
     def make_collective(self, rank: int, world_size: int, skip: bool) -> AllGather:
         _check_world_size(world_size, len(self._payloads))
         if skip:
-            nothing = _empty_sparse(self.n, self._kind)
-            self._store(self._rank, nothing, self._decode(nothing))
+            self._store(self._rank, *self._empty_payload())
         return AllGather(rank, world_size, skip)
 
     def apply(self, effect: BufferEffect) -> None:
         match effect:
             case StoreFromRank(rank, payload, source):
-                self._store(rank, payload, _decode_from_peer(payload, source, self._kind, self._decode))
+                self._store(rank, payload, self._decode_from_peer(payload, source))
             case _:
                 raise _unexpected_effect("AllGather", effect)
 
-    def payload(self, place: PayloadSlot) -> bytes | memoryview:
-        stored = self._payloads[place.segment]
+    def payload(self, slot: PayloadSlot) -> bytes | memoryview:
+        stored = self._payloads[slot.segment]
         if stored is None:
-            raise LocalProtocolError(f"payload of rank {place.segment} asked for before it came")
+            raise LocalProtocolError(f"the payload of rank {slot.segment} was read before it arrived")
         return stored
 
     def compute_digest(self) -> bytes:
@@ -256,55 +287,52 @@ class AllGatherBuffer:
     def _store(self, rank: int, payload: bytes | memoryview, decoded: SparseVector) -> None:
         self._parts[rank], self._payloads[rank] = decoded, payload
 
-    def _decode(self, payload: bytes | memoryview) -> SparseVector:
-        return decode(payload, n=self.n, max_entries=self._k, kind=self._kind)
 
+class ButterflyBuffer(SparseBuffer):
+    """One payload, merged hop by hop.
 
-class ButterflyBuffer:
-    """One payload, merged hop by hop.  `update` is what it decodes to.
+    Args:
+        decoded: what `payload` decodes to, where the caller has it already.
 
-    `kept`: dropped or rounded values that this rank owns; to be added to the residual at the commit.
-    `decoded`: what `payload` decodes to, where the caller has it already.
+    Attributes:
+        update: what the present payload decodes to.
+        truncated: dropped or rounded values that this rank owns, to be added to the residual at the commit.
     """
 
     def __init__(
         self, payload: bytes, *, n: int, k: int, kind: ValueKind, decoded: SparseVector | None = None
     ) -> None:
-        self.n, self._k, self._kind = n, k, kind
+        super().__init__(n=n, k=k, kind=kind)
         self._payload: bytes | memoryview = payload
         self.update = self._decode(payload) if decoded is None else decoded
         self.truncated: list[TruncatedEntries] = []
 
     def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
-        self._bring(skip)
+        self._clear_if_skipped(skip)
         return ButterflyExchange(rank, world_size, skip)
 
-    def _bring(self, skip: bool) -> None:
+    def _clear_if_skipped(self, skip: bool) -> None:
         if skip:
-            nothing = _empty_sparse(self.n, self._kind)
-            self._payload, self.update = nothing, self._decode(nothing)
+            self._payload, self.update = self._empty_payload()
 
     def apply(self, effect: BufferEffect) -> None:
         match effect:
             case MergePayload(payload, owner_modulus, owner_residue, source):
-                theirs = _decode_from_peer(payload, source, self._kind, self._decode)
+                theirs = self._decode_from_peer(payload, source)
                 merged = merge(self.update, theirs, n=self.n, k=self._k, kind=self._kind)
                 self._payload, self.update = merged.payload, merged.sparse
                 self.truncated.append(merged.truncated_of_owner(owner_modulus, owner_residue))
             case ReplacePayload(payload, source):
-                self.update = _decode_from_peer(payload, source, self._kind, self._decode)
+                self.update = self._decode_from_peer(payload, source)
                 self._payload = payload
             case _:
-                raise _unexpected_effect("Butterfly", effect)
+                raise _unexpected_effect("ButterflyExchange", effect)
 
-    def payload(self, place: PayloadSlot) -> bytes | memoryview:
+    def payload(self, slot: PayloadSlot) -> bytes | memoryview:
         return self._payload
 
     def compute_digest(self) -> bytes:
         return sparse_digest(self.update)
-
-    def _decode(self, payload: bytes | memoryview) -> SparseVector:
-        return decode(payload, n=self.n, max_entries=self._k, kind=self._kind)
 
 
 def _part_bounds(start: int, stop: int, index: int, parts: int) -> tuple[int, int]:
@@ -314,14 +342,14 @@ def _part_bounds(start: int, stop: int, index: int, parts: int) -> tuple[int, in
 
 
 def _is_finite(values: FloatArray) -> bool:
-    # min and max say it without a temporary array: NaN spreads, infinity is one of them.
+    # min and max need no temporary array: NaN propagates, and infinity is one of the two.
     return not values.size or bool(np.isfinite([values.min(), values.max()]).all())
 
 
 def _check_length(payload_bytes: int, expected_bytes: int, what: str) -> None:
     if payload_bytes != expected_bytes:
         raise RemoteProtocolError(
-            f"{what} came with {payload_bytes} bytes, must be {expected_bytes}",
+            f"{what} has {payload_bytes} bytes, must have {expected_bytes}",
             remedy="drop the peer; all members of a run train the same model",
         )
 
@@ -337,50 +365,17 @@ def _dense_values(
     return values
 
 
-def _dense_digest(slices: Iterable[FloatArray]) -> bytes:
-    """32-byte digest of a dense sum.  Raises `RemoteProtocolError` if it is not finite."""
-    whole = blake2b(digest_size=32)
-    for values in slices:
-        if not _is_finite(values):
-            raise RemoteProtocolError(
-                "the dense sum is not finite although no member skips",
-                remedy="abort: a member whose values are that large, or not finite, has to skip the step",
-            )
-        whole.update(sha256(values.data).digest())
-    return whole.digest()
-
-
 def _check_magnitudes(values: FloatArray, source: Provenance, rounding: float, what: str) -> None:
-    """Whether the values are finite, and no larger than honest members can make them."""
+    """Check that the values are finite, and no larger than honest members can make them."""
     limit = source.contributors * largest_summable(source.world_size) * rounding**source.roundings
-    with np.errstate(invalid="ignore"):  # numpy may warn of a NaN that it meets
+    with np.errstate(invalid="ignore"):  # numpy may warn about NaN
         low, high = float(values.min(initial=0.0)), float(values.max(initial=0.0))
-    if not (-limit <= low and high <= limit):  # false for NaN, which both spread
+    if not (-limit <= low and high <= limit):  # false for NaN
         raise RemoteProtocolError(
-            f"{what} holds values from {low:g} to {high:g}, at most {limit:g} are possible for "
+            f"{what} has values from {low:g} to {high:g}, at most {limit:g} are possible for "
             f"{source.contributors} of {source.world_size} members",
             remedy="drop the peer: a member with values that large, or not finite, has to skip the step",
         )
-
-
-def _decode_from_peer(
-    payload: bytes | memoryview,
-    source: Provenance,
-    kind: ValueKind,
-    decoded: Callable[[bytes | memoryview], SparseVector],
-) -> SparseVector:
-    """A peer's sparse payload; whatever is wrong with it is said with the rank that sent it."""
-    what = f"sparse payload from rank {source.rank}"
-    try:
-        theirs = decoded(payload)
-    except RemoteProtocolError as error:
-        raise RemoteProtocolError(f"rank {source.rank}: {error.reason}", remedy=error.remedy) from None
-    _check_magnitudes(theirs.values, source, ROUNDING_FACTORS[kind], what)
-    return theirs
-
-
-def _empty_sparse(n: int, kind: ValueKind) -> bytes:
-    return encode(np.empty(0, np.int64), np.empty(0, np.float32), n=n, kind=kind)
 
 
 def sparse_digest(update: SparseVector) -> bytes:
@@ -401,8 +396,8 @@ def _check_contribution(contribution_N: FloatArray) -> None:
 
 def _check_world_size(asked: int, made_for: int) -> None:
     if asked != made_for:
-        raise LocalProtocolError(f"collective of {asked} ranks over a workspace made for {made_for}")
+        raise LocalProtocolError(f"collective of {asked} ranks over a buffer made for {made_for}")
 
 
-def _unexpected_effect(core: str, effect: BufferEffect) -> LocalProtocolError:
-    return LocalProtocolError(f"{type(effect).__name__} is no effect of {core}")
+def _unexpected_effect(collective: str, effect: BufferEffect) -> LocalProtocolError:
+    return LocalProtocolError(f"{type(effect).__name__} is no effect of {collective}")

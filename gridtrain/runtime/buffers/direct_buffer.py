@@ -1,7 +1,5 @@
-"""The workspace of the two-hop dense exchange: the ring's segments and slices, on another road.
-
-Decides when a slice is final.  Never decides who sends what to whom or when (the core does).
-"""
+"""The buffer of the direct (two-hop) dense exchange: the ring's segments and slices, summed by their
+owners."""
 
 from __future__ import annotations
 
@@ -14,12 +12,12 @@ from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 class DirectBuffer(DenseRingBuffer):
     """A ring's segments and slices over one flat vector, each summed by its owner.
 
-    A retry takes a new workspace, of the same contribution: an owner's own part is in its sum, where it
-    cannot be told from the others'.
+    A retry takes a new buffer with the same contribution: an owner's part cannot be told from the others' in
+    its sum.
 
-    Payloads are views of the vector that the transport may still be sending when we go on.  A member writes
-    to a slice of another's segment only when its sum arrives, and that exists only after the owner has read
-    what the view shows; an owner writes to a slice of its own only before it sends it.
+    Payloads are views of the vector, which the transport may still be sending while the collective continues.
+    A member writes to a slice of another's segment only when its sum arrives, and that exists only after the
+    owner has read the view; an owner writes to a slice of its own only before it sends it.
     """
 
     is_resumable = False
@@ -37,7 +35,7 @@ class DirectBuffer(DenseRingBuffer):
             case AddSlice(segment, slice_, payload, source):
                 values = self._received_values(segment, slice_, payload, source)
                 self._slice_view(segment, slice_)[:] += values
-                last = (segment - 1) % self._world_size  # whose part is added last, as in the ring
+                last = (segment - 1) % self._world_size  # the rank whose part is added last, as in the ring
                 self._mark_written(segment, slice_, final=source.rank == last, checked=False)
             case _:
                 super().apply(effect)

@@ -1,12 +1,12 @@
-"""What this machine's owner wants of the training script, as the agent beside it says.
+"""The training script's end of the connection to the agent, which says what this machine's owner allows.
 
-Decides nothing: rules and sensors are the agent's (`gridtrain_worker.training_policy`).  This is the script's end of
-a line between two processes of one user.
+Rules and sensors belong to the agent (`gridtrain_worker.training_policy`).
 
-    agent  -- {"run": false, "reason": "battery, until 22:00", "most_bytes": 5000000} -->  AgentLine.wish
-           <-- {"state": "paused", "moved_bytes": 4711, "step": 12} ---------------------  tell
+    agent  -- {"run": false, "reason": "battery, until 22:00", "most_bytes": 5000000} -->  AgentLink.directive
+           <-- {"state": "paused", "moved_bytes": 4711, "step": 12} ---------------------  report
 
-A text a line, JSON, at most `MAX_LINE_BYTES`.  Where there is no agent everything is allowed: `Unled`.
+One JSON text a line, of at most `MAX_LINE_BYTES`, over a Unix socket.  Without an agent everything is allowed
+(`NoAgent`).
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ log = logging.getLogger("gridtrain")
 CONTROL_VARIABLE = ENV_PREFIX + "CONTROL"
 MAX_LINE_BYTES = 16_384
 BUDGET_EXHAUSTED = "spent"
-"""The state of a script that ends itself, as the step it is in would cost more than is left of the day."""
+"""State of a script that ends itself, as its step would cost more than what is left of the day's bytes."""
 
 REPORT_INTERVAL_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class AgentDirective:
-    """What is wanted now.
+    """What the owner allows now.
 
     Attributes:
         run: False: leave the group between two steps and wait, for this `reason`.
-        most_bytes: sent and received since this process began, at most; infinite: no limit.
+        most_bytes: limit of bytes sent and received since this process began; infinite: none.
         upload_Bps, download_Bps: rate caps; None: none.
-        stop: end after the step: the script's loop ends as if the run had.
-        spent_text: what the day's budget is called when it is used up.
+        stop: end after the step: the script's loop ends as if the run had finished.
+        spent_text: the reason to be shown when the day's budget is used up.
     """
 
     run: bool = True
@@ -56,25 +56,25 @@ class AgentDirective:
 
 
 class AgentControl(Protocol):
-    """Asked from the training thread."""
+    """What the training thread asks."""
 
     @property
     def directive(self) -> AgentDirective: ...
 
     def report(self, **state: Any) -> None:
-        """How it stands: `state`, `step`, ..."""
+        """Report this worker's state: `state`, `step`, ..."""
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Until the wish may be another one, and at most so long."""
+        """Wait until the directive may have changed, at most so long."""
         ...
 
 
 class NoAgent:
-    """Nobody says anything: a script that was started by hand, a group in one process.
+    """For a script that was started by hand, and for a group in one process.
 
     Attributes:
-        wish: may be replaced, from any thread, for tests and for programs that lead themselves.
+        directive: may be replaced, from any thread, by tests and by programs that control themselves.
     """
 
     def __init__(self) -> None:
@@ -89,10 +89,10 @@ class NoAgent:
 
 
 class AgentLink:
-    """The line to the agent whose socket lies at `path`.
+    """The connection to the agent whose socket is at `path`.
 
     Args:
-        moved_bytes: what this process has sent and received so far, all in all; asked in this line's thread.
+        moved_bytes: bytes that this process has sent and received so far; called in this object's thread.
     """
 
     def __init__(self, path: str, moved_bytes: Callable[[], int]) -> None:
@@ -106,7 +106,7 @@ class AgentLink:
         first = threading.Event()
         self._thread = threading.Thread(target=self._main, args=(first,), name="gridtrain-owner", daemon=True)
         self._thread.start()
-        first.wait(5.0)  # the rules hold from the beginning
+        first.wait(5.0)  # so that the rules hold from the beginning
 
     def report(self, **state: Any) -> None:
         self._state = state
@@ -121,60 +121,60 @@ class AgentLink:
 
     def _connect(self) -> socket.socket:
         """Raises `OSError`."""
-        line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            line.settimeout(REPORT_INTERVAL_S)
-            line.connect(self._path)
-            line.sendall(json.dumps({"role": "script", "pid": os.getpid()}).encode() + b"\n")
+            link.settimeout(REPORT_INTERVAL_S)
+            link.connect(self._path)
+            link.sendall(json.dumps({"role": "script", "pid": os.getpid()}).encode() + b"\n")
         except OSError:
-            line.close()
+            link.close()
             raise
-        return line
+        return link
 
     def _send(self, body: dict[str, Any]) -> None:
         with self._sending:
             try:
                 self._socket.sendall(json.dumps(body).encode() + b"\n")
             except OSError:
-                self._socket.close()  # a line may have been cut in its middle: the loop connects anew
+                self._socket.close()  # a message may be incomplete: the thread connects again
 
     def _main(self, first: threading.Event) -> None:
         while True:
             self._listen(first)
-            time.sleep(
-                REPORT_INTERVAL_S
-            )  # the agent ends this process when it goes: till then its last wish holds
+            time.sleep(REPORT_INTERVAL_S)  # an agent that ends stops this process; its last directive holds
             with self._sending:
                 self._socket.close()
                 try:
                     self._socket = self._connect()
                 except OSError:
-                    log.debug("the agent does not listen")
+                    log.debug("the agent does not listen at %s", self._path)
 
     def _listen(self, first: threading.Event) -> None:
-        """Until the line breaks."""
+        """Read until the connection breaks."""
         rest = b""
         while True:
             try:
-                got = self._socket.recv(MAX_LINE_BYTES)
+                received = self._socket.recv(MAX_LINE_BYTES)
             except TimeoutError:
                 self._report()
                 continue
             except OSError:
                 return
-            if not got or len(rest) > MAX_LINE_BYTES:
+            if not received or len(rest) > MAX_LINE_BYTES:
                 return
-            *lines, rest = (rest + got).split(b"\n")
+            *lines, rest = (rest + received).split(b"\n")
             for line in lines:
                 self._handle_line(line)
             first.set()
             self._report()
 
     def _handle_line(self, line: bytes) -> None:
-        said = json.loads(line)
-        most = said.pop("most_bytes", None)
+        fields = json.loads(line)
+        most_bytes = fields.pop("most_bytes", None)
         with self._condition:
             self.directive = replace(
-                AgentDirective(), **said, most_bytes=math.inf if most is None else float(most)
+                AgentDirective(),
+                **fields,
+                most_bytes=math.inf if most_bytes is None else float(most_bytes),
             )
             self._condition.notify_all()

@@ -1,7 +1,6 @@
-"""Fetching the run's bundle from the coordinator, block by block.
+"""Fetches the run's bundle from the coordinator, block by block, and checks its size.
 
-Decides when what came is what was announced, by size; what it holds is `gridtrain.tools.bundle`'s affair.  Keeps
-nothing on a disk.
+What is in it is checked by `gridtrain.tools.bundle`.
 """
 
 from __future__ import annotations
@@ -16,23 +15,25 @@ from gridtrain.errors import RemoteProtocolError
 from gridtrain.runtime.client.coordinator_client import CoordinatorClient
 
 MAX_UNEXPECTED_BLOCKS = 3
-"""Answers to an earlier ask that was sent twice, over a connection that broke."""
+"""Answers to an earlier request that was repeated after a connection broke."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedBundle:
-    """What the status says of the bundle."""
+    """The bundle as the coordinator's status announces it."""
 
     digest: str
     nbytes: int
 
     @classmethod
     def from_status(cls, status: Mapping[str, Any]) -> AnnouncedBundle | None:
-        """None: the run has no bundle.  Raises `RemoteProtocolError`: what is said cannot be."""
-        said = status.get("bundle")
-        if said is None:
+        """None: the run has no bundle.  Raises `RemoteProtocolError` for an impossible announcement."""
+        fields = status.get("bundle")
+        if fields is None:
             return None
-        digest, nbytes = (said.get("digest"), said.get("bytes")) if isinstance(said, dict) else (None, None)
+        digest, nbytes = (
+            (fields.get("digest"), fields.get("bytes")) if isinstance(fields, dict) else (None, None)
+        )
         if (
             not isinstance(digest, str)
             or not re.fullmatch(r"sha256:[0-9a-f]{64}", digest)
@@ -40,29 +41,29 @@ class AnnouncedBundle:
             or not 0 < nbytes <= MAX_BUNDLE_BYTES
         ):
             raise RemoteProtocolError(
-                f"the coordinator announces a bundle that cannot be: {said!r:.200}",
+                f"the coordinator announces an impossible bundle: {fields!r:.200}",
                 remedy="use the coordinator's own version of gridtrain",
             )
         return cls(digest, nbytes)
 
 
 def fetch_bundle(client: CoordinatorClient, announced: AnnouncedBundle, timeout_s: float) -> bytes:
-    """So many bytes as were announced; their digest is not checked here.
+    """The bundle, of the announced size; its digest is not checked here.
 
     Args:
         timeout_s: for each block.
 
     Raises:
-        CoordinatorUnreachable: a block did not come in time.
+        CoordinatorUnreachable: a block did not arrive in time.
         JoinRefused: there is no such bundle (any more).
-        RemoteProtocolError: what came is not what was announced.
+        RemoteProtocolError: what arrived is not what was announced.
     """
     digest = bytes.fromhex(announced.digest.removeprefix("sha256:"))
     total = -(-announced.nbytes // MAX_BLOCK_BYTES)
     parts = [_fetch_block(client, digest, index, total, timeout_s) for index in range(total)]
     archive = b"".join(parts)
     if len(archive) != announced.nbytes:
-        raise _bundle_changed_error(f"{len(archive)} bytes came, {announced.nbytes} were announced")
+        raise _bundle_changed_error(f"{len(archive)} bytes arrived, {announced.nbytes} were announced")
     return archive
 
 
@@ -70,15 +71,18 @@ def _fetch_block(client: CoordinatorClient, digest: bytes, index: int, total: in
     for _ in range(MAX_UNEXPECTED_BLOCKS):
         reply = client.ask(BundleRequest(digest, index), timeout_s)
         if not isinstance(reply, BundleBlock):
-            raise _bundle_changed_error(f"a {type(reply).__name__} came for block {index}")
+            raise _bundle_changed_error(f"block {index} was answered with {type(reply).__name__}")
         if (bytes(reply.digest), reply.total) != (digest, total):
-            raise _bundle_changed_error(f"a block of another bundle came for block {index} of {total}")
+            raise _bundle_changed_error(
+                f"block {index} of {total} was answered with a block of another bundle"
+            )
         if reply.index == index:
             return bytes(reply.payload)
-    raise _bundle_changed_error(f"other blocks came for block {index}, {MAX_UNEXPECTED_BLOCKS} times")
+    raise _bundle_changed_error(f"block {index} was answered with other blocks {MAX_UNEXPECTED_BLOCKS} times")
 
 
 def _bundle_changed_error(reason: str) -> RemoteProtocolError:
     return RemoteProtocolError(
-        f"the bundle cannot be fetched: {reason}", remedy="start again; if it stays so, tell the run's owner"
+        f"the bundle cannot be fetched: {reason}",
+        remedy="start again; if it fails again, tell the run's owner",
     )

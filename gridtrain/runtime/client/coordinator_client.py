@@ -1,7 +1,6 @@
-"""Asking a coordinator something: how its run stands, to be let in, or what its operator orders.
+"""Asks a coordinator: for the status of its run, for enrolment, or to carry out an operator's command.
 
-Decides how long to wait for an answer.  Joins nothing: whoever
-asks is no member.
+A client is not a member of the run.
 
     CoordinatorClient -- Hello, StatusRequest | Enrol | Invite | Expel | Pardon | BundleAsk --> coordinator
                       <------- StatusReply | Enrolled | Done | BundleBlock | Refused ----------
@@ -51,20 +50,20 @@ SOFTWARE = f"gridtrain {__version__}"
 MAX_TEXT = 512
 MAX_NUMBER = 1e18
 DENIED = "denied"
-"""Code of the refusal of a key that the coordinator does not know (any more)."""
+"""Refusal code for a key that the coordinator does not know, or no longer knows."""
 CONNECT_S = 1.0
-"""To see whether anything listens where nobody has answered."""
+"""Time-out when checking whether anything listens at an address that has not answered."""
 
 
 class CoordinatorClient:
-    """A connection to a coordinator over which questions are asked and answered; a context manager.
+    """A connection to a coordinator for questions and answers; a context manager.
 
     Args:
-        address: any form that `coordinator_address` takes.
+        address: any form that `parse_coordinator_address` accepts.
         key: the coordinator's public key; nobody else can answer.
         identity: the key pair to show.
         encrypted: False only for a coordinator that was started with --unencrypted.
-        transport: to ask over; it is closed at the end.  None: ZeroMQ.
+        transport: closed at the end.  None: ZeroMQ.
 
     Raises:
         ConfigError: `address` has no known form, or cannot be dialled.
@@ -82,7 +81,7 @@ class CoordinatorClient:
         self._is_tcp = transport is None
         if transport is None:
             from gridtrain.network.transport.zmq.zeromq_transport import (
-                ZeroMQTransport,  # only who asks over TCP loads it
+                ZeroMQTransport,  # loaded only for TCP
             )
 
             address = parse_coordinator_address(address)
@@ -107,14 +106,14 @@ class CoordinatorClient:
         self._transport.close()
 
     def status(self, timeout_s: float) -> dict[str, Any]:
-        """The coordinator's picture of the run: `Membership.snapshot` and what the daemon adds.
+        """The status of the run: `Membership.snapshot` and what the daemon adds.
 
         Texts in it are printable and at most `MAX_TEXT` long.  Raises as `ask`.
         """
         reply = self.ask(StatusRequest(), timeout_s)
         if not isinstance(reply, StatusReply):
             raise RemoteProtocolError(
-                f"{self.address} answered a question of status with {type(reply).__name__}",
+                f"{self.address} answered a status request with {type(reply).__name__}",
                 remedy="use the coordinator's own version of gridtrain",
             )
         return _parse_status(self.address, bytes(reply.payload))
@@ -126,18 +125,18 @@ class CoordinatorClient:
 
         Raises:
             CoordinatorUnreachable: no answer within `timeout_s`.
-            JoinRefused: it refuses (its own code and words), does not know our key (code "denied"), or
-                speaks another version of the protocol (code "version").
-            RemoteProtocolError: who answers is no coordinator.
+            JoinRefused: it refuses (with its code and reason), does not know this key (code "denied"), or has
+                another version of the protocol (code "version").
+            RemoteProtocolError: what answers is not a coordinator.
         """
         deadline_s = time.monotonic() + timeout_s
         sent = self._transport.connected(self._key) and self._send(question)
-        greeted = sent
+        is_connected = sent
         while (left_s := deadline_s - time.monotonic()) > 0:
             for event in self._transport.poll(left_s):
                 match event:
                     case PeerUp():
-                        greeted = True
+                        is_connected = True
                         self._send(question)
                     case Received(_, Enrolled() | OperatorReply() | StatusReply() | BundleBlock() as answer):
                         return answer
@@ -146,13 +145,15 @@ class CoordinatorClient:
                     case ConnectionDenied():
                         raise JoinRefused(
                             DENIED,
-                            f"the coordinator at {self.address} does not let this key in",
+                            f"the coordinator at {self.address} denies access to this key",
                             remedy="ask the run's owner for a new invitation",
                         )
                     case TransportViolation(_, reason):
                         raise _refused_error(self.address, reason)
-        if greeted:
-            raise _unreachable_error(self.address, f"it greeted, but did not answer within {timeout_s:g} s")
+        if is_connected:
+            raise _unreachable_error(
+                self.address, f"it accepted the connection, but did not answer within {timeout_s:g} s"
+            )
         if self._is_tcp and _accepts_tcp(self.address):
             raise _wrong_peer_error(self.address, timeout_s)
         raise _unreachable_error(self.address, f"it did not answer within {timeout_s:g} s")
@@ -166,12 +167,12 @@ class CoordinatorClient:
 
 
 def allow_only(key: PeerId) -> AccessPolicy:
-    """A gate for this key alone."""
+    """An access policy for this key alone."""
     return lambda other: ConnectionRole.MEMBER if other == key else ConnectionRole.STRANGER
 
 
 def _accepts_tcp(address: str) -> bool:
-    """A port that takes connections: there is a program, and no firewall before it."""
+    """Whether the port accepts connections: a program listens, and no firewall is in between."""
     parts = urlsplit(address)
     try:
         socket.create_connection((parts.hostname or "", parts.port or 0), CONNECT_S).close()
@@ -182,19 +183,19 @@ def _accepts_tcp(address: str) -> bool:
 
 def _parse_status(address: str, payload: bytes) -> dict[str, Any]:
     try:
-        picture = _printable(json.loads(payload))
+        status = _printable(json.loads(payload))
     except (ValueError, RecursionError):
-        picture = None
-    if not isinstance(picture, dict):
+        status = None
+    if not isinstance(status, dict):
         raise RemoteProtocolError(
-            f"{address} answered with {len(payload)} bytes that are no status",
+            f"{address} answered with {len(payload)} bytes that are not a status",
             remedy="check that the address is the coordinator's",
         )
-    return picture
+    return status
 
 
 def _printable(value: Any) -> Any:
-    """The same with texts, workers' names among them, as they may reach a terminal."""
+    """The same with texts (such as workers' names) made safe for a terminal."""
     match value:
         case str():
             return "".join(letter if letter.isprintable() else " " for letter in value[:MAX_TEXT])
@@ -203,7 +204,7 @@ def _printable(value: Any) -> Any:
         case dict():
             return {_printable(key): _printable(item) for key, item in value.items()}
         case int() | float() if not -MAX_NUMBER <= value <= MAX_NUMBER:
-            return None  # not a number, or none that a table could show
+            return None  # NaN, or too large to be shown
         case _:
             return value
 
@@ -220,11 +221,11 @@ def _refused_error(address: str, reason: str) -> JoinRefused | RemoteProtocolErr
 
 
 def _wrong_peer_error(address: str, timeout_s: float) -> CoordinatorUnreachable:
-    """Strangers are refused in the handshake without a word, so more than this cannot be known."""
+    """Unknown keys are refused in the handshake without a reason, so nothing more can be known."""
     return CoordinatorUnreachable(
         f"something listens at {address}, but did not answer within {timeout_s:g} s: a coordinator with "
-        "another key, another program, or a very slow line",
-        remedy="if another run is coordinated there now, or this one was set up anew, ask its owner for a "
+        "another key, another program, or a very slow connection",
+        remedy="if another run is coordinated there now, or this one was set up again, ask its owner for a "
         "new invitation",
     )
 

@@ -1,10 +1,10 @@
-"""Where the programs of the coordinator's own machine find it: a small file beside its journal.
+"""How programs on the coordinator's machine find it: a small file beside its journal.
 
-Decides what stands in `coordinator.json` and how it is written: whole or not at all, for its owner's eyes.
-Nothing in it is secret; what gives power is `operator.key`, beside it.
+`coordinator.json` is replaced as a whole, and readable by its owner only.  Nothing in it is secret; authority
+comes from `operator.key`, beside it.
 
     the state folder of a run
-        journal.sqlite  coordinator.key  operator.key     stay
+        journal.sqlite  coordinator.key  operator.key     permanent
         coordinator.json                                  while the coordinator listens
 """
 
@@ -30,8 +30,8 @@ class EndpointFile:
     """How the coordinator can be reached.
 
     Attributes:
-        address: what workers are told.
-        here: what this machine can dial; the two differ behind a router or in a container.
+        address: that workers use.
+        here: that this machine can dial; the two differ behind a router or in a container.
     """
 
     address: str
@@ -59,13 +59,13 @@ class EndpointFile:
             os.replace(partial, path)
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be written: {error.strerror}", remedy="check who may write in its folder"
+                f"{path} cannot be written: {error.strerror}", remedy="check the permissions of its folder"
             ) from None
         finally:
             partial.unlink(missing_ok=True)
 
     def remove(self, folder: Path) -> None:
-        """If the file is still this one; another coordinator may have replaced it."""
+        """Remove the file, unless another coordinator has replaced it."""
         with contextlib.suppress(OSError, ConfigError):
             if EndpointFile.read(folder) == self:
                 (folder / CONTACT_FILE).unlink(missing_ok=True)
@@ -87,20 +87,20 @@ class EndpointFile:
             ) from None
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(
-                f"{path} does not say how to reach a coordinator: {error}",
-                remedy="restart the coordinator: it writes the file anew",
+                f"{path} is not a valid endpoint file: {error}",
+                remedy="restart the coordinator: it writes the file again",
             ) from None
 
     @classmethod
     def _parse(cls, body: object) -> EndpointFile:
         if not isinstance(body, dict):
-            raise TypeError("it holds no JSON object")
+            raise TypeError("it is not a JSON object")
         if body["version"] != FORMAT:
-            raise ValueError(f"it has version {body['version']!r}, this gridtrain knows {FORMAT}")
+            raise ValueError(f"it has version {body['version']!r}, this gridtrain reads {FORMAT}")
         address, here, run, encrypted = body["address"], body["here"], body["run"], body["encrypted"]
         if not all(isinstance(text, str) for text in (address, here, run)) or not isinstance(encrypted, bool):
-            raise TypeError("a field has another type")
+            raise TypeError("a field has a wrong type")
         key = bytes.fromhex(body["key"])
         if len(key) != 32:
-            raise ValueError(f"its key has {len(key)} bytes")
+            raise ValueError(f"its key has {len(key)} bytes, must have 32")
         return cls(address, here, key, run, encrypted)

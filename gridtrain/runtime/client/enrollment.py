@@ -1,17 +1,16 @@
-"""From an invitation to a worker that the coordinator knows.
+"""From an invitation to a worker that the coordinator admits.
 
-Decides which of this machine's identities a worker uses, and when the invitation has to be shown.
-Joins nothing.
+Chooses which of this machine's identities a worker uses, and presents the invitation where that is needed.
 
-    enter(invitation)   each free identity of this run --status?--> known: go on
-                        none is known    --> Enrol, over the invitation's own key, of one that was put out,
-                                             else of a new one
-                                             Enrolled: go on      Refused, denied: stop, and say why
+    enroll(invitation)  each free identity of this run --status?--> known: use it
+                        none is known    --> Enrol, over the invitation's key: an identity that was removed,
+                                             otherwise a new one
+                                             Enrolled: use it     Refused, denied: stop, and say why
 
-A machine whose worker was put out does not make itself another key for the same invitation.
+A machine whose worker was removed does not create another key for the same invitation.
 
-The invitation's token is the secret half of a key pair that only lets its holder ask for enrolment.  It is
-kept where it was not needed (`guestbook`), beside the worker's own secret key, in 0600 files;
+The invitation's token is the secret half of a key pair that only lets its holder ask for enrolment.  An
+invitation that was not needed is stored (`invitation_store`) beside the worker's secret key, in 0600 files;
 neither is sent.
 """
 
@@ -34,10 +33,10 @@ from gridtrain.runtime.client.worker_naming import state_directory
 INVALID_INVITATION = "this invitation is not valid: it was used up, has expired, was withdrawn, or never was"
 
 INVITATION, PUT_OUT = "invitation", "put-out"
-"""Codes of refusals: of an invitation that is not valid, and of a key that was a member's."""
+"""Refusal codes: an invitation that is not valid, and a key that was removed from the run."""
 
 PLAIN_ANSWER_TIMEOUT_S = 1.0
-"""In the clear there is no handshake that could be refused: who is not known hears nothing."""
+"""Without encryption no handshake can be refused: an unknown key gets no answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class Enrollment:
 
     Attributes:
         identity: the file with the worker's own key pair.
-        status: how the run stood a moment ago.
+        status: of the run, a moment ago.
     """
 
     coordinator: str
@@ -57,7 +56,7 @@ class Enrollment:
     status: dict[str, Any]
 
     def join_options(self) -> dict[str, str]:
-        """For `JoinConfig`; none of it is secret."""
+        """Fields of `JoinConfig`; none of it is secret."""
         return {
             "coordinator": self.coordinator,
             "coordinator_key": self.coordinator_key.hex(),
@@ -69,21 +68,21 @@ class Enrollment:
 
 @contextlib.contextmanager
 def enroll(invitation: Invitation, timeout_s: float, *, unencrypted: bool = False) -> Iterator[Enrollment]:
-    """Hold an identity of this machine that the coordinator lets in, until the end.
+    """Context manager: holds an identity of this machine that the coordinator admits.
 
     Args:
         timeout_s: for each question to the coordinator.
-        unencrypted: an invitation to a run that talks in the clear is accepted, and only such a one.
+        unencrypted: an invitation to a run without encryption is accepted, and only such a one.
 
     Raises:
         CoordinatorUnreachable: nobody answered in time.
-        JoinRefused: the invitation is not valid (any more), or this identity was put out or banned.
+        JoinRefused: the invitation is not valid, or this identity was removed or banned.
         ConfigError: the key files cannot be used.
     """
     if invitation.encrypted == unencrypted:
         raise ConfigError(
             f'the run "{invitation.run}" is {"" if invitation.encrypted else "not "}encrypted, '
-            f"and this worker was {'' if unencrypted else 'not '}told to do without",
+            f"and this worker was {'' if unencrypted else 'not '}started with --unencrypted",
             remedy="leave --unencrypted out"
             if invitation.encrypted
             else "ask its owner for an encrypted run; for a benchmark add --unencrypted",
@@ -111,99 +110,99 @@ class _ClaimedIdentity:
 
 @contextlib.contextmanager
 def _admit(invitation: Invitation, folder: Path, timeout_s: float) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Hold an identity that the coordinator lets in, and ask how the run stands.  Raises as `enter`."""
-    book = InvitationStore(folder)
-    with contextlib.ExitStack() as others:  # which nobody else has to try meanwhile
-        chosen, status = _choose_identity(book, invitation, folder, timeout_s, others)
+    """Hold an identity that the coordinator admits, and ask for the run's status.  Raises as `enroll`."""
+    store = InvitationStore(folder)
+    with contextlib.ExitStack() as others:  # so that nobody else tries them meanwhile
+        chosen, status = _choose_identity(store, invitation, folder, timeout_s, others)
     with chosen.lock:
         yield chosen.path, status or ask_status(invitation, chosen.identity, timeout_s)
 
 
 def _choose_identity(
-    book: InvitationStore,
+    store: InvitationStore,
     invitation: Invitation,
     folder: Path,
     timeout_s: float,
     others: contextlib.ExitStack,
 ) -> tuple[_ClaimedIdentity, dict[str, Any] | None]:
-    """An identity that is let in now, still locked; with the run's status if it was so before."""
-    put_out: list[_ClaimedIdentity] = []
-    while (one := _claim_identity(book, invitation, folder, fresh=not put_out)) is not None:
+    """An identity that is admitted now, still locked; with the run's status if it was admitted before."""
+    removed: list[_ClaimedIdentity] = []
+    while (one := _claim_identity(store, invitation, folder, fresh=not removed)) is not None:
         lock = others.enter_context(one.lock)
         status = _status_if_admitted(invitation, one.identity, timeout_s)
         if status is not None:
-            book.record_known(one.path)
+            store.record_known(one.path)
             return replace(one, lock=lock.pop_all()), status
-        if book.was_admitted(one.path):
-            put_out.append(one)
-        elif not put_out:
-            _present_new(book, invitation, one.identity, one.path, timeout_s)
+        if store.was_admitted(one.path):
+            removed.append(one)
+        elif not removed:
+            _present_new(store, invitation, one.identity, one.path, timeout_s)
             return replace(one, lock=lock.pop_all()), None
-    one = put_out[0]
+    one = removed[0]
     try:
         present_invitation(invitation, one.identity.public, timeout_s)
     except JoinRefused as refusal:
         raise (revoked_error(invitation, one.identity) if refusal.code == INVITATION else refusal) from None
-    book.record_admitted(one.path, invitation)
+    store.record_admitted(one.path, invitation)
     return replace(one, lock=one.lock.pop_all()), None
 
 
 def _claim_identity(
-    book: InvitationStore, invitation: Invitation, folder: Path, *, fresh: bool
+    store: InvitationStore, invitation: Invitation, folder: Path, *, fresh: bool
 ) -> _ClaimedIdentity | None:
-    """One that neither we nor anybody else holds; None: none is left that was made before."""
-    with book.lock(), contextlib.ExitStack() as lock:
+    """An identity that no process holds; None: none is left that was created before."""
+    with store.lock(), contextlib.ExitStack() as lock:
         claimed = lock.enter_context(claim_existing_identity(folder, fresh=fresh))
         if claimed is None:
             return None
-        book.record_attempt(claimed[1], invitation)
+        store.record_attempt(claimed[1], invitation)
         return _ClaimedIdentity(*claimed, lock.pop_all())
 
 
 def _present_new(
-    book: InvitationStore, invitation: Invitation, identity: Identity, path: Path, timeout_s: float
+    store: InvitationStore, invitation: Invitation, identity: Identity, path: Path, timeout_s: float
 ) -> None:
-    """With this invitation, or else with one that another worker of this machine did not need."""
+    """Enrol with this invitation, or with one that another worker of this machine did not need."""
     try:
         present_invitation(invitation, identity.public, timeout_s)
-        book.record_admitted(path, invitation)
+        store.record_admitted(path, invitation)
         return
     except JoinRefused as refusal:
         if refusal.code != INVITATION:
             raise
         refused = refusal
-    for other in book.unused(invitation):
+    for other in store.unused(invitation):
         if other.encrypted != invitation.encrypted:
             continue
         try:
             present_invitation(replace(other, address=invitation.address), identity.public, timeout_s)
         except JoinRefused:
-            book.discard(other)
+            store.discard(other)
             continue
-        book.record_admitted(path, other)
+        store.record_admitted(path, other)
         return
-    if book.has_other_admitted_keys(path):
+    if store.has_other_admitted_keys(path):
         raise JoinRefused(
             INVITATION,
-            f"{refused.reason}; the keys of this machine that were let in are in use by other workers of it",
+            f"{refused.reason}; the admitted keys of this machine are in use by its other workers",
             remedy="ask the run's owner for one more invitation; `gridtrain worker show` lists these workers",
         )
     raise refused
 
 
 def revoked_error(invitation: Invitation, identity: Identity) -> JoinRefused:
-    """A key that was let in before, and is not any more."""
+    """For a key that was admitted before, and no longer is."""
     digits = identity.public.hex()[:12]
     return JoinRefused(
         PUT_OUT,
-        f'this worker, key {digits}, was put out of the run "{invitation.run}", and this invitation does not '
-        "let it in again",
+        f'this worker, key {digits}, was removed from the run "{invitation.run}", and this invitation does '
+        "not admit it again",
         remedy=f"ask the run's owner for a new invitation (after a ban: and for gridtrain unban {digits})",
     )
 
 
 def is_still_admitted(entry: Enrollment, timeout_s: float) -> bool:
-    """False: the coordinator does not know this worker's key any more.  True also where nobody answers."""
+    """Whether the coordinator still knows this worker's key; True also where nobody answers."""
     try:
         with CoordinatorClient(
             entry.coordinator, entry.coordinator_key, Identity.read(entry.identity), encrypted=entry.encrypted
@@ -219,7 +218,7 @@ def is_still_admitted(entry: Enrollment, timeout_s: float) -> bool:
 def _status_if_admitted(
     invitation: Invitation, identity: Identity, timeout_s: float
 ) -> dict[str, Any] | None:
-    """None: the coordinator does not let this identity in (yet).  Raises as `CoordinatorClient.ask`."""
+    """None: the coordinator does not admit this identity.  Raises as `CoordinatorClient.ask`."""
     if not invitation.encrypted:
         timeout_s = min(timeout_s, PLAIN_ANSWER_TIMEOUT_S)
     try:
@@ -234,7 +233,7 @@ def _status_if_admitted(
 
 
 def ask_status(invitation: Invitation, identity: Identity, timeout_s: float) -> dict[str, Any]:
-    """How the run stands.  Raises as `CoordinatorClient.ask`."""
+    """The status of the run.  Raises as `CoordinatorClient.ask`."""
     with CoordinatorClient(
         invitation.address, invitation.coordinator, identity, encrypted=invitation.encrypted
     ) as client:
@@ -242,7 +241,7 @@ def ask_status(invitation: Invitation, identity: Identity, timeout_s: float) -> 
 
 
 def present_invitation(invitation: Invitation, peer: PeerId, timeout_s: float) -> None:
-    """Show the invitation, so that the coordinator lets `peer` in from now on.
+    """Present the invitation, so that the coordinator admits `peer` from now on.
 
     Raises `JoinRefused`, `CoordinatorUnreachable`.
     """

@@ -1,14 +1,12 @@
-"""What this machine remembers of its invitations to one run, so that its workers do not cross.
+"""Records which key of this machine was admitted with which invitation, and which invitations are unused.
 
-Decides which key came in with which invitation, and which invitations are not spent.  Asks nobody: whether
-an invitation is (still) valid, and a key let in, the coordinator says.
+Whether an invitation is still valid, and a key admitted, only the coordinator can say.
 
-    worker-0.key   let in with invitation A      its worker is stopped, then both are started:
-    one with B     takes worker-0.key, free and known: B is not spent, and noted down here
-    one with A     gets a new key; A is used up: B lets it in, whoever was meant by which
+    worker-0.key    admitted with invitation A     its worker is stopped, then two are started:
+    one with B      takes worker-0.key, which is free and known: B is unused, and stored here
+    one with A      gets a new key; A is used up: B admits it
 
-The file holds invitations (0600, like the keys beside it, which are worth the same) only from when one was
-not needed until one is, or is refused.
+The file (0600, like the keys beside it) holds an invitation only until it is used or refused.
 """
 
 from __future__ import annotations
@@ -34,27 +32,29 @@ MAX_BYTES = 1 << 18
 
 @dataclass(slots=True)
 class _StoredInvitations:
-    """`used`: name of a key file -> digest of the invitation that it came in with ("": not known which)."""
+    """Content of the file.
+
+    Attributes:
+        used_by_key: name of a key file -> digest of the invitation that admitted it ("": not known which).
+        unused: texts of invitations.
+    """
 
     used_by_key: dict[str, str] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
 
 
 class InvitationStore:
-    """See the module's text.  `folder`: where the keys of the run lie.
-
-    Each method may raise `ConfigError`: the folder cannot be written to.
-    """
+    """The store in the folder of the run's keys.  Methods raise `ConfigError` if it cannot be written."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """No other process of this machine chooses a key meanwhile."""
+        """Context manager: no other process of this machine chooses a key meanwhile."""
         try:
             make_private_folder(self._folder)
-            lock = open(self._folder / LOCK_FILE, "w")  # noqa: SIM115  closed below; what the caller raises is not ours
+            lock = open(self._folder / LOCK_FILE, "w")  # noqa: SIM115  closed below, outside of this try
         except OSError as error:
             raise ConfigError(
                 f"the folder of this machine's keys, {self._folder}, cannot be written to: {error.strerror}",
@@ -65,40 +65,40 @@ class InvitationStore:
             yield
 
     def was_admitted(self, key: Path) -> bool:
-        """Some time before, whatever holds now."""
+        """Whether the key was admitted at some time; it may have been removed since."""
         return key.stem in self._read().used_by_key
 
     def has_other_admitted_keys(self, key: Path) -> bool:
-        """That were let in some time before."""
+        """Whether other keys were admitted at some time."""
         return any(name != key.stem for name in self._read().used_by_key)
 
     def record_attempt(self, key: Path, invitation: Invitation) -> None:
-        """A worker takes `key` and has `invitation`.  To be called while `locked`, which makes the note of
-        an invitation that is left over visible before anybody else can miss it."""
-        page, name = self._read(), _digest(invitation)
-        if page.used_by_key.get(key.stem, name) != name and name not in page.used_by_key.values():
+        """A worker takes `key` and has `invitation`.  The caller holds `lock`, so that other processes see an
+        unused invitation before they look for one."""
+        content, name = self._read(), _digest(invitation)
+        if content.used_by_key.get(key.stem, name) != name and name not in content.used_by_key.values():
             text = invitation.text()
-            page.unused = [*(one for one in page.unused if one != text), text][-MAX_UNUSED:]
-            self._write(page)
+            content.unused = [*(one for one in content.unused if one != text), text][-MAX_UNUSED:]
+            self._write(content)
 
     def record_known(self, key: Path) -> None:
-        """The coordinator let `key` in, without an invitation."""
+        """The coordinator admitted `key` without an invitation."""
         with self.lock():
-            page = self._read()
-            if key.stem not in page.used_by_key:
-                page.used_by_key[key.stem] = ""
-                self._write(page)
+            content = self._read()
+            if key.stem not in content.used_by_key:
+                content.used_by_key[key.stem] = ""
+                self._write(content)
 
     def record_admitted(self, key: Path, invitation: Invitation) -> None:
-        """A use of `invitation` was spent on `key`."""
+        """`invitation` was used for `key`."""
         with self.lock():
-            page = self._read()
-            page.used_by_key[key.stem] = _digest(invitation)
-            page.unused = [one for one in page.unused if one != invitation.text()]
-            self._write(page)
+            content = self._read()
+            content.used_by_key[key.stem] = _digest(invitation)
+            content.unused = [one for one in content.unused if one != invitation.text()]
+            self._write(content)
 
     def unused(self, besides: Invitation) -> list[Invitation]:
-        """Those that were not needed, the first one first."""
+        """Invitations that were not needed, oldest first, without this one."""
         found = []
         for text in self._read().unused:
             with contextlib.suppress(ConfigError):
@@ -108,12 +108,12 @@ class InvitationStore:
     def discard(self, invitation: Invitation) -> None:
         """The coordinator does not accept it."""
         with self.lock():
-            page = self._read()
-            page.unused = [one for one in page.unused if one != invitation.text()]
-            self._write(page)
+            content = self._read()
+            content.unused = [one for one in content.unused if one != invitation.text()]
+            self._write(content)
 
     def _read(self) -> _StoredInvitations:
-        """A file that says nothing sensible is a memory that is gone: the coordinator is asked anyway."""
+        """An invalid file counts as an empty one: the coordinator is asked anyway."""
         try:
             with open(self._folder / STORE_FILE, "rb") as file:
                 body: Any = json.loads(file.read(MAX_BYTES))
@@ -125,12 +125,12 @@ class InvitationStore:
             [one for one in spare if isinstance(one, str)][-MAX_UNUSED:],
         )
 
-    def _write(self, page: _StoredInvitations) -> None:
+    def _write(self, content: _StoredInvitations) -> None:
         partial = self._folder / f".{STORE_FILE}.{secrets.token_hex(4)}"
         try:
             handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump({"used": page.used_by_key, "spare": page.unused}, file, indent=1)
+                json.dump({"used": content.used_by_key, "spare": content.unused}, file, indent=1)
             os.replace(partial, self._folder / STORE_FILE)
         except OSError as error:
             raise ConfigError(

@@ -1,13 +1,12 @@
-"""Giving orders to the coordinator of this machine: for `gridtrain invite`, `kick`, and people's scripts.
+"""Operator commands to the coordinator of this machine, for `gridtrain invite`, `kick` and scripts.
 
-Decides where the coordinator and the operator's key are found.  What an order means is `protocol.door`;
-that it comes from whoever may read `operator.key` is all that gives it force.
+A command is authorized by the key in `operator.key`, so by the permission to read that file.
 
-    state folder --find--> Contact --> Operator -- Invite Expel Pardon --> coordinator
-                                                <---- Done | Refused ----
+    state folder --find--> CoordinatorEndpoint --> OperatorClient -- Invite RemoveWorker Unban --> coordinator
+                                                                  <--- OperatorReply | Refused ---
 
-A coordinator hears the latest connection of a key only, and all commands of this machine show one key: so
-each question has a connection of its own, and they take turns (a lock on the key's file).
+A coordinator listens only to the latest connection of a key, and all commands of this machine use one key.
+So each question opens a connection, and processes take turns (a lock on the key's file).
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ Answer = TypeVar("Answer")
 
 ANSWER_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.05
-"""How often to look for a file that a starting coordinator has not written yet."""
+"""Interval at which a file is looked for that a starting coordinator has not written yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorEndpoint:
-    """How an operator reaches its coordinator, and what it shows there.
+    """How an operator reaches its coordinator.
 
     Attributes:
-        address: what workers are told.
-        here: what this machine dials.
-        key_file: of the operator's key, where those who use it take turns; None: nobody else does.
+        address: that workers use.
+        local_address: that this machine dials.
+        key_file: of the operator's key, whose users take turns; None: there are no other users.
     """
 
     address: str
@@ -64,13 +63,15 @@ class CoordinatorEndpoint:
 
         Args:
             state: the folder; None: the default one of `run`.
-            wait_s: a coordinator that is starting gets so long to listen.
+            wait_s: how long to wait for a coordinator that is starting.
 
         Raises:
             ConfigError: no coordinator runs there, it coordinates another run, or a file cannot be read.
         """
         if not RUN_NAME.fullmatch(run):
-            raise ConfigError(f"{run!r} is no run's name", remedy="use the name given to the coordinator")
+            raise ConfigError(
+                f"{run!r} is not a valid name of a run", remedy="use the name given to the coordinator"
+            )
         folder = state if state is not None else state_directory(run)
         deadline_s = time.monotonic() + wait_s
         while (found := _read_endpoint(folder)) is None:
@@ -90,23 +91,28 @@ class CoordinatorEndpoint:
 
 
 class OperatorClient:
-    """Asks the coordinator with the operator's key; a context manager.
+    """Sends commands with the operator's key; a context manager.
 
     Args:
-        transport: with the operator's identity; it is closed at the end.  None: ZeroMQ, connected for each
-            question, when no other program of this machine asks one.
+        transport: with the operator's identity; closed at the end.  None: ZeroMQ, connected for each
+            question,
+            while no other program of this machine asks one.
 
     Raises `ConfigError`, `CoordinatorUnreachable`.
     """
 
-    def __init__(self, contact: CoordinatorEndpoint, transport: Transport | None = None) -> None:
-        self.endpoint = contact
+    def __init__(self, endpoint: CoordinatorEndpoint, transport: Transport | None = None) -> None:
+        self.endpoint = endpoint
         self._client = None if transport is None else self._connected(transport)
 
     def _connected(self, transport: Transport | None = None) -> CoordinatorClient:
-        to = self.endpoint
+        there = self.endpoint
         return CoordinatorClient(
-            to.local_address, to.coordinator, to.operator, encrypted=to.encrypted, transport=transport
+            there.local_address,
+            there.coordinator,
+            there.operator,
+            encrypted=there.encrypted,
+            transport=transport,
         )
 
     def _ask(self, question: Callable[[CoordinatorClient], Answer], timeout_s: float) -> Answer:
@@ -126,18 +132,18 @@ class OperatorClient:
             self._client.__exit__(kind, error, trace)
 
     def order(self, message: Invite | RemoveWorker | Unban, timeout_s: float = ANSWER_TIMEOUT_S) -> str:
-        """What the coordinator says when it is done; for people.
+        """Have a command carried out; returns the coordinator's reply, for people.
 
         Raises:
             CoordinatorUnreachable: no answer within `timeout_s`.
-            JoinRefused: it refuses, with its own code and words; code "denied": it does not know this key.
-            RemoteProtocolError: who answers is no coordinator.
+            JoinRefused: it refuses, with its code and reason; code "denied": it does not know this key.
+            RemoteProtocolError: what answers is not a coordinator.
         """
         reply = self._ask(lambda client: client.ask(message, timeout_s), timeout_s)
         if not isinstance(reply, OperatorReply):
             raise RemoteProtocolError(
-                f"the coordinator answered an order with {type(reply).__name__}",
-                remedy="see that it and this program are of the same version",
+                f"the coordinator answered a command with {type(reply).__name__}",
+                remedy="use the same version of gridtrain for the coordinator and this program",
             )
         return reply.text
 
@@ -146,26 +152,26 @@ class OperatorClient:
         return self._ask(lambda client: client.status(timeout_s), timeout_s)
 
     def invite(self, uses: int, expires_s: float, address: str = "") -> Invitation:
-        """A new invitation; its token is made here and never leaves but in the invitation.
+        """A new invitation.  Its token is created here, and is only in the invitation.
 
         Raises as `order`; `ConfigError` for an address that does not fit.
         """
-        contact = self.endpoint
+        there = self.endpoint
         token = secrets.token_bytes(32)
         invitation = Invitation(
-            address or contact.address, contact.coordinator, token, contact.run, contact.encrypted
+            address or there.address, there.coordinator, token, there.run, there.encrypted
         )
         self.order(Invite(Identity.from_secret(token).public, uses, expires_s))
         return invitation
 
     def withdraw(self, invitation: Invitation) -> str:
-        """Raises as `order`."""
+        """Invalidate an invitation.  Raises as `order`."""
         return self.order(Invite(Identity.from_secret(invitation.token).public, 1, 0.0))
 
 
 @contextlib.contextmanager
 def _operator_lock(key_file: Path | None, timeout_s: float) -> Iterator[None]:
-    """Alone with the key, where the others take turns, too; who has waited `timeout_s` goes on anyway."""
+    """Context manager: holds the lock of the key's file; after `timeout_s` it continues without."""
     if key_file is None:
         yield
         return
@@ -173,20 +179,20 @@ def _operator_lock(key_file: Path | None, timeout_s: float) -> Iterator[None]:
     with key_file.open("rb") as file:
         while True:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back when the file is closed
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the file is closed
                 break
-            except BlockingIOError:  # somebody asks
+            except BlockingIOError:  # another process holds it
                 if (left_s := deadline_s - time.monotonic()) <= 0:
                     break
                 time.sleep(min(left_s, POLL_INTERVAL_S))
-            except OSError:  # this file system has no locks: nobody takes turns on it
+            except OSError:  # this file system has no locks
                 break
         yield
 
 
 @contextlib.contextmanager
-def _explain_refusal(contact: CoordinatorEndpoint) -> Iterator[None]:
-    """A refused operator's key is not a refused worker's: it says what to do."""
+def _explain_refusal(endpoint: CoordinatorEndpoint) -> Iterator[None]:
+    """Context manager: a refused operator's key gets its own remedy."""
     try:
         yield
     except JoinRefused as refusal:
@@ -194,7 +200,7 @@ def _explain_refusal(contact: CoordinatorEndpoint) -> Iterator[None]:
             raise
         raise JoinRefused(
             DENIED,
-            f"the coordinator at {contact.local_address} does not know the key in {OPERATOR_KEY}",
+            f"the coordinator at {endpoint.local_address} does not know the key in {OPERATOR_KEY}",
             remedy="restart the coordinator: it reads the file when it starts",
         ) from None
 
@@ -207,9 +213,9 @@ def _read_endpoint(folder: Path) -> EndpointFile | None:
 
 
 def _not_running_error(folder: Path, run: str) -> ConfigError:
-    more = "" if run == "default" else f" --run {run}"
+    option = "" if run == "default" else f" --run {run}"
     return ConfigError(
-        f"no coordinator is running there: {folder / CONTACT_FILE} does not exist",
-        remedy=f"start it on this machine, as this user: gridtrain coordinator{more}; "
+        f"no coordinator is running: {folder / CONTACT_FILE} does not exist",
+        remedy=f"start it on this machine, as this user: gridtrain coordinator{option}; "
         "or name the folder with its journal: --state FOLDER",
     )

@@ -1,4 +1,4 @@
-"""Names and places of this worker.  Host and user names are personal: they are never used."""
+"""Names and folders of this worker.  Host and user names are personal: they are never used."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ANIMALS = ("ant", "bear", "crane", "deer", "elk", "finch", "gecko", "hare", "ib
 
 
 def random_name() -> str:
-    """A name such as "keen-otter-4f2a" that says nothing about the machine."""
+    """A name such as "keen-otter-4f2a", which reveals nothing about the machine."""
     return f"{secrets.choice(_ADJECTIVES)}-{secrets.choice(_ANIMALS)}-{secrets.token_hex(2)}"
 
 
@@ -44,7 +44,7 @@ def state_directory(run: str) -> Path:
 
 
 def run_folder_name(run: str) -> str:
-    """A run's name as the name of one folder; what is no run's name gets one that no run has."""
+    """A run's name as the name of one folder; for an invalid name, one that no run has."""
     if RUN_NAME.fullmatch(run):
         return run
     digest = hashlib.blake2b(run.encode(errors="surrogatepass"), digest_size=8).hexdigest()
@@ -52,9 +52,9 @@ def run_folder_name(run: str) -> str:
 
 
 def default_listen_address(coordinator: str) -> str:
-    """Where to wait for other workers: any free port of the interface that leads to the coordinator.
+    """Where to listen for other workers: any free port of the interface that leads to the coordinator.
 
-    Loopback if the coordinator is on this machine.  Nothing is sent to find out.
+    Loopback if the coordinator is on this machine.  Nothing is sent to determine that.
     """
     target = urlsplit(coordinator)
     host, port = target.hostname or _LOOPBACK, target.port or 1

@@ -1,15 +1,15 @@
-"""A joiner's state on its way: cut into blocks on one side, put together on the other.
-
-Decides nothing about who gives to whom (`protocol.state_transfer` does) and opens no blob.
+"""A state on its way to a worker that lacks it: split into blocks by the sender, joined by the receiver.
 
     blobs  [a][bb][c]   ->   lengths | a | b | b | c    blocks of at most 1 MiB, in order
+
+`gridtrain.core.member.incoming_state` decides who gives to whom; the content of a blob is never read here.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,14 +18,27 @@ from gridtrain.errors import LocalProtocolError, RemoteProtocolError, TransportE
 from gridtrain.network.transport.interface import Transport
 
 BLOCK_BYTES = 1 << 20
-BACKLOG_BYTES = 4 << 20  # how much is queued in the transport at a time
+BACKLOG_BYTES = 4 << 20
+"""How much is queued in the transport for one peer."""
+
 MAX_STATE_BYTES = 64 << 30
 MAX_BLOBS = 4096
 DIGEST_BYTES = 32
 MAX_STATE_REQUESTS = 32
-"""How often one joiner is served in one generation; an honest one asks again when a connection broke."""
+"""Requests of one worker that are served in one generation; an honest one repeats its request only when a
+connection broke."""
 
-_REMEDY = "drop the donor; the next View names another one"
+_REMEDY = "drop the state source; the next membership view names another one"
+
+
+def count_blocks(nbytes: int) -> int:
+    """Blocks of `BLOCK_BYTES` that so many bytes make, the last one shorter."""
+    return -(-nbytes // BLOCK_BYTES)
+
+
+def has_room(transport: Transport, peer: PeerId) -> bool:
+    """Whether another block may be queued for the peer."""
+    return transport.backlog_bytes(peer) < BACKLOG_BYTES
 
 
 def split_blocks(blobs: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
@@ -38,7 +51,7 @@ def split_blocks(blobs: Sequence[bytes | memoryview]) -> list[bytes | memoryview
 
 
 def state_digest(blobs: Sequence[bytes | memoryview]) -> bytes:
-    """32 bytes of blake2b over the payloads of all blocks: about a second for a gigabyte."""
+    """32 bytes of blake2b over the payloads of all blocks; takes about a second for a gigabyte."""
     total = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for block in split_blocks(blobs):
         total.update(block)
@@ -50,23 +63,29 @@ class _Request:
     term: int
     generation: int
     is_whole: bool
-    first_block: int
-    digest: bool
+    blocks_received: int
+    digest_only: bool
 
 
 class BlobSender:
-    """The donor's side: sends the captured state to whoever asked, as the transport drains."""
+    """The sender's side: sends one captured state to all who asked for it, as the transport drains."""
 
     def __init__(self) -> None:
         self._waiting: dict[PeerId, _Request] = {}
         self._queues: dict[PeerId, deque[StateDigest | StateBlock]] = {}
         self._captured: tuple[int, Sequence[bytes | memoryview], bytes] = (0, [], b"")
-        self._request_counts: dict[tuple[PeerId, int], int] = {}
+        self._supplied = (0, False)  # the latest generation and extent for which the trainer was asked
+        self._request_counts: Counter[tuple[PeerId, int]] = Counter()  # by peer and generation
 
     @property
-    def requested(self) -> tuple[int, bool]:
-        """Generation whose joiners wait for the trainer to capture, and whether the whole; 0: none."""
-        return max(((ask.generation, ask.is_whole) for ask in self._waiting.values()), default=(0, False))
+    def requested(self) -> tuple[int, bool] | None:
+        """What the trainer is to capture: for which generation, and whether the whole state."""
+        wanted = max(((each.generation, each.is_whole) for each in self._waiting.values()), default=None)
+        return wanted if wanted is not None and wanted > self._supplied else None
+
+    def mark_supplied(self, generation: int, is_whole: bool) -> None:
+        """The trainer was asked, and is not asked for this again, even where it has nothing to give."""
+        self._supplied = max(self._supplied, (generation, is_whole))
 
     def request(
         self,
@@ -75,34 +94,38 @@ class BlobSender:
         generation: int,
         *,
         whole: bool = True,
-        have: int = 0,
-        digest: bool = False,
+        blocks_received: int = 0,
+        digest_only: bool = False,
     ) -> None:
-        """A joiner wants the state as of `generation`, or its first part; what was captured serves all.
+        """A peer asks for the state as of `generation`, or its first part; what was captured serves all.
 
-        Bounded: an answer is as long as the model, a request is short.
+        The number of requests is bounded: an answer is as long as the model, a request is short.
 
         Args:
-            have: so many blocks are there already.
-            digest: nothing but the digest is wanted.
+            blocks_received: the blocks that the peer has already.
+            digest_only: no blocks are wanted.
         """
-        asks = self._request_counts[peer, generation] = self._request_counts.get((peer, generation), 0) + 1
-        if _exceeds_request_limit(asks):
+        self._request_counts[peer, generation] += 1
+        if _exceeds_request_limit(self._request_counts[peer, generation]):
             return
-        self._waiting[peer] = _Request(term, generation, whole, have, digest)
+        self._waiting[peer] = _Request(term, generation, whole, blocks_received, digest_only)
         self._queues.pop(peer, None)
         self._queue_blocks()
 
     def store(self, generation: int, blobs: Sequence[bytes | memoryview], digest: bytes = b"") -> None:
-        """The trainer captured its state for `generation`; `digest`: see `state_digest`; empty: none."""
+        """The state for `generation`, or its first part.  `digest`: see `state_digest`; empty: none is
+        sent."""
         self._captured = (generation, blobs, digest)
         self._queue_blocks()
 
     def drop_other_generations(self, generation: int) -> None:
-        """Whoever asked in another generation asks anew, if it still lacks the state; 0: this worker has no
-        seat, and gives to nobody."""
-        self._waiting = {peer: ask for peer, ask in self._waiting.items() if ask.generation == generation}
-        self._request_counts = {at: asks for at, asks in self._request_counts.items() if at[1] == generation}
+        """Peers that asked in another generation ask again if they still lack the state.
+
+        0: this worker has no rank, and gives its state to nobody.
+        """
+        self._waiting = {peer: each for peer, each in self._waiting.items() if each.generation == generation}
+        for key in [key for key in self._request_counts if key[1] != generation]:
+            del self._request_counts[key]
         if self._captured[0] != generation:
             self._captured = (0, [], b"")
         for peer, queue in list(self._queues.items()):
@@ -118,99 +141,101 @@ class BlobSender:
 
     def _queue_blocks(self) -> None:
         generation, blobs, digest = self._captured
-        for peer, ask in list(self._waiting.items()):
-            if ask.generation == generation and (len(blobs) > 1 or not ask.is_whole):
-                del self._waiting[peer]
-                blocks = split_blocks(blobs if ask.is_whole else blobs[:1])
-                queue = self._queues[peer] = deque()
-                if ask.is_whole and digest:
-                    queue.append(StateDigest(ask.term, generation, digest))
-                for index, block in enumerate(blocks[ask.first_block :] if not ask.digest else ()):
-                    queue.append(
-                        StateBlock(ask.term, generation, ask.first_block + index, len(blocks), block)
-                    )
+        for peer, asked in list(self._waiting.items()):
+            if asked.generation != generation or (asked.is_whole and len(blobs) <= 1):
+                continue
+            del self._waiting[peer]
+            queue = self._queues[peer] = deque()
+            if asked.is_whole and digest:
+                queue.append(StateDigest(asked.term, generation, digest))
+            if asked.digest_only:
+                continue
+            blocks = split_blocks(blobs if asked.is_whole else blobs[:1])
+            for index in range(asked.blocks_received, len(blocks)):
+                queue.append(StateBlock(asked.term, generation, index, len(blocks), blocks[index]))
 
     def has_data(self, transport: Transport) -> bool:
-        return any(transport.backlog_bytes(peer) < BACKLOG_BYTES for peer in self._queues)
+        """Whether `send_pending` has something to send."""
+        return any(has_room(transport, peer) for peer in self._queues)
 
     def send_pending(self, transport: Transport) -> int:
-        """Queue blocks up to the backlog's bound; returns how many."""
+        """Queue blocks up to the bound of the backlog; returns how many."""
         sent = 0
         for peer, queue in list(self._queues.items()):
             try:
-                while queue and transport.backlog_bytes(peer) < BACKLOG_BYTES:
+                while queue and has_room(transport, peer):
                     transport.send(peer, queue[0])
                     queue.popleft()
                     sent += 1
             except TransportError:
-                queue.clear()  # a joiner that comes back asks again
+                queue.clear()  # a peer that connects again asks again
             if not queue:
                 del self._queues[peer]
         return sent
 
 
 class BlobReceiver:
-    """The joiner's side.  Block 0 is the table of the blobs' lengths, from which the number and the size
-    of all other blocks follow: a state that is too large, or that lies about itself, is refused before
-    its bytes come.  What comes after a gap is dropped, because a connection that broke may have lost
-    some; the joiner asks again, and block 0 begins anew.
+    """The receiver's side.
 
-    What another joiner has passed on counts once all of it is there and has the donor's digest.
+    Block 0 is the table of the blobs' lengths, from which the number and the size of all other blocks follow:
+    a state that is too large, or that does not match its table, is refused before its bytes arrive.  Blocks
+    after a gap are dropped, because a connection that broke may have lost some; the receiver asks again, and
+    block 0 starts over.
+
+    Blocks that another receiver has forwarded count once all are there and have the state source's digest.
 
     Args:
-        max_bytes: the largest state that this worker's model can have; `allow` changes it.
-
-    Attributes:
-        keeps: the blocks stay after they were read, until `release`, as they are passed on.
+        max_bytes: the largest state that this worker's model can have; `set_limit` changes it.
     """
 
     def __init__(self, max_bytes: int = MAX_STATE_BYTES) -> None:
         self._max_bytes = max_bytes
         self._id = (0, 0)
         self._lengths: tuple[int, ...] = ()
-        self._sizes: list[int] = []  # of all blocks, the table's first; empty: no table has come
+        self._sizes: list[int] = []  # of all blocks, the table's first; empty: no table yet
         self._blocks: list[bytes] = []
-        self._forwarded: list[bytes] = []  # of the state that was read, for others
-        self._read = 0  # so many blocks it had
+        self._forwarded: list[bytes] = []  # blocks of the state that was taken, for others
+        self._taken_blocks = 0  # number of blocks of the state that was taken
         self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        self._is_verified = True  # the donor itself has given all blocks
-        self._expected_digest: tuple[int, bytes] = (0, b"")  # generation, and the digest of its state
-        self.keeps_blocks = False
+        self._is_verified = True  # all blocks are from the state source itself
+        self._expected_digest: tuple[int, bytes] = (0, b"")  # generation, digest of its state
+        self._keep_blocks = False
 
     def set_limit(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
 
     def clear(self) -> None:
-        """What came is of no use: another one is asked for."""
-        self._id, self._blocks, self._sizes, self._forwarded, self._read = (0, 0), [], [], [], 0
+        """Drop what has arrived: another state is asked for."""
+        self._id, self._blocks, self._sizes, self._forwarded, self._taken_blocks = (0, 0), [], [], [], 0
 
     def stop_forwarding(self) -> None:
-        """Nothing is passed on any more."""
+        """Nothing is forwarded any more."""
         self._forwarded = []
 
     def set_expected_digest(self, generation: int, digest: bytes) -> None:
-        """The donor says what its state's digest is."""
+        """What the state source says of its state's digest."""
         self._expected_digest = (generation, digest)
 
     def received_blocks(self, generation: int) -> int:
-        """So many blocks of this generation's state are here, or were."""
-        return (len(self._blocks) or self._read) if generation == self._id[1] else 0
+        """Number of blocks of this generation's state that are here, or were taken."""
+        return (len(self._blocks) or self._taken_blocks) if generation == self._id[1] else 0
 
     def forwardable_block(self, generation: int, index: int) -> tuple[int, bytes] | None:
-        """How many blocks there are, and this one, to be passed on; None: it has not come yet."""
+        """The total number of blocks, and this one, to be forwarded; None: it is not here yet."""
         blocks = self._blocks or self._forwarded
         if generation != self._id[1] or index >= len(blocks):
             return None
         return len(self._sizes) or len(self._forwarded), blocks[index]
 
     def is_unverified(self, generation: int) -> bool:
-        """All of it is there, and the donor has not said yet whether it is right."""
+        """All blocks are there, and the state source has not sent its digest yet."""
         return self._has_all(generation) and not self._is_verified and self._expected_digest[0] != generation
 
     def is_digest_mismatch(self, generation: int) -> bool:
-        """All of it is there, and it is not what the donor has."""
-        told = self._expected_digest[0] == generation and not self._is_verified
-        return self._has_all(generation) and told and self._expected_digest[1] != self._hash.digest()
+        """All blocks are there, and their digest is not the state source's."""
+        if self._is_verified or self._expected_digest[0] != generation:
+            return False
+        return self._has_all(generation) and self._expected_digest[1] != self._hash.digest()
 
     def _has_all(self, generation: int) -> bool:
         return generation == self._id[1] and 0 < len(self._sizes) == len(self._blocks)
@@ -220,17 +245,20 @@ class BlobReceiver:
         return sum(len(block) for block in self._blocks)
 
     def remaining_bytes(self, generation: int) -> int:
-        """Of the state for this generation, so much has not come yet; 0: nothing of it has."""
+        """Bytes of this generation's state that have not arrived yet; 0: none of it has."""
         return sum(self._sizes[len(self._blocks) :]) if generation == self._id[1] else 0
 
-    def receive(self, block: StateBlock, *, vouched: bool = True) -> None:
+    def receive(self, block: StateBlock, *, vouched: bool = True, keep_blocks: bool = False) -> None:
         """Raises `RemoteProtocolError` for a block that cannot belong to the others.
 
-        `vouched`: it is the donor's, not passed on by another.
+        Args:
+            vouched: it is from the state source itself, not forwarded.
+            keep_blocks: blocks stay after `take_blobs`, until `stop_forwarding`, as they are forwarded.
         """
+        self._keep_blocks = keep_blocks
         here = (block.term, block.generation)
-        if here == self._id and (self._read or (self._sizes and len(self._blocks) == len(self._sizes))):
-            return  # asked for twice, complete already
+        if here == self._id and (self._taken_blocks or 0 < len(self._sizes) == len(self._blocks)):
+            return  # asked for twice; complete already
         payload = bytes(block.payload)
         if block.index == 0:
             self.clear()
@@ -254,7 +282,7 @@ class BlobReceiver:
 
     @property
     def is_complete(self) -> bool:
-        """For the generation of which the latest blocks are."""
+        """Of the generation of the latest blocks."""
         return self.is_complete_for(self._id[1])
 
     def is_complete_for(self, generation: int) -> bool:
@@ -263,12 +291,14 @@ class BlobReceiver:
         )
 
     def take_blobs(self) -> tuple[int, int, list[bytes]]:
-        """Term, generation and the donor's blobs, of a complete state; the blocks are released."""
+        """Term, generation and blobs of a complete state; the blocks are released.
+
+        Raises `LocalProtocolError` if it is not complete."""
         if not self.is_complete:
-            raise LocalProtocolError(f"a state of {len(self._sizes)} blocks is read before they are there")
+            raise LocalProtocolError(f"a state of {len(self._sizes)} blocks was taken before they arrived")
         whole = b"".join(self._blocks[1:])
-        self._forwarded, self._read = self._blocks if self.keeps_blocks else [], len(self._blocks)
-        self._sizes = []  # first: the loop's thread may ask between the two what is lacking, and all is here
+        self._forwarded, self._taken_blocks = self._blocks if self._keep_blocks else [], len(self._blocks)
+        self._sizes = []  # first: the I/O thread may ask between the two what is lacking, and nothing is
         self._blocks = []
         blobs, offset = [], 0
         for length in self._lengths:
@@ -315,5 +345,5 @@ def _check_block(index: int, payload_bytes: int, expected_bytes: int) -> None:
 
 
 def _block_sizes(lengths: Sequence[int]) -> list[int]:
-    """As `cut` makes them, after the table."""
+    """Of the blocks that `split_blocks` makes after the table."""
     return [min(BLOCK_BYTES, length - i) for length in lengths for i in range(0, length, BLOCK_BYTES)]

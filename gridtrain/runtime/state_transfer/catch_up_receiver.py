@@ -1,16 +1,16 @@
-"""A newcomer that follows: an image of the state first, then every update, until it may enter.
+"""A worker that catches up: first a snapshot of the state, then every update, until it may enter.
 
-Decides what is asked of whom, what the trainer has to do next, and when the follower has caught up or cannot
-follow.  Never opens a socket and never touches the model: that is the trainer's thread.
+Decides what is requested from whom, what the trainer has to do next, and when the worker has caught up or
+cannot.  It opens no socket and does not touch the model.
 
-    begin(donors)                                  members train on
-      |  image: blocks from several donors             |
+    source_up(peer)                                members keep training
+      |  snapshot: blocks from several sources         |
       |  updates since, from one of them  <------------+---- as they commit
       v
-    work() -> ImageWork -> trained on by the trainer -> at(S)
-    work() -> UpdatesWork [S+1 S+2 ...] -> replayed  -> at(T)     T close to the latest: caught_up
-    enter(A, history)      the VIEW names it; the updates up to A come as before
-    arrived                position == A, and the chained history is the VIEW's
+    take_work() -> SnapshotWork -> loaded by the trainer    -> position S
+    take_work() -> ReplayWork [S+1 S+2 ...] -> replayed     -> position T    near the latest: is_caught_up
+    set_target(A, history)   the membership view names this worker; updates up to A arrive as before
+    has_reached_target       position is A, and the chained history is the view's
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger("gridtrain")
 PeerRequests = list[tuple[m.PeerId, m.Message]]
 
 CAUGHT_UP_STEPS = 2
-"""A follower that is no further behind may enter: what is left comes while the generation forms."""
+"""A worker that is no further behind may enter: the rest arrives while the generation forms."""
 
 MOST_PENDING_BYTES = 4 << 30
 MAX_UPDATES_PER_WORK = 64
@@ -41,10 +41,10 @@ MAX_UPDATES_PER_WORK = 64
 
 @dataclass(frozen=True, slots=True)
 class SnapshotWork:
-    """To be loaded: the donor's own part and the common one."""
+    """To be loaded: the private and the shared part of a snapshot."""
 
-    own: bytearray
-    common: bytearray
+    private_part: bytearray
+    shared_part: bytearray
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,32 +58,32 @@ CatchUpWork = SnapshotWork | ReplayWork
 
 
 class CatchUpReceiver:
-    """See the module's text.
+    """State of one catch-up.
 
     Args:
         max_bytes: the largest state that this worker's model can have.
         n: elements of its flat gradient.
 
     Attributes:
-        failed: why it cannot follow; empty: it can.
-        latest: the donor's last step, as far as it was told.
+        failure: why it cannot catch up; empty: it can.
+        latest_step: the last step that the update source has reported.
     """
 
     def __init__(self, max_bytes: int, n: int) -> None:
         self._n = n
         self._snapshot = SnapshotReceiver(max_bytes)
         self._sources: list[m.PeerId] = []
-        self._update_source: m.PeerId | None = None  # of the updates
-        self._received: tuple[int, bytes] | None = None  # the last update (or image) here, its history
-        self._pending: deque[tuple[StepUpdate, bytes, int]] = deque()  # with its history and its bytes
+        self._update_source: m.PeerId | None = None
+        self._received: tuple[int, bytes] | None = (
+            None  # step of the last update (or snapshot) here, its history
+        )
+        self._pending: deque[tuple[StepUpdate, bytes, int]] = deque()  # with history and bytes
         self._pending_bytes = 0
-        self._position: tuple[int, bytes] | None = None  # what the trainer's model is
-        self._current_work: CatchUpWork | None = None  # by the trainer
+        self._position: tuple[int, bytes] | None = None  # of the trainer's model
+        self._current_work: CatchUpWork | None = None
         self._target: tuple[int, bytes] | None = None
         self.failure = ""
         self.latest_step = -1
-
-    # -- where it stands ---------------------------------------------------------------------------
 
     @property
     def progress(self) -> tuple[int, int, int, int]:
@@ -93,7 +93,7 @@ class CatchUpReceiver:
 
     @property
     def position(self) -> tuple[int, bytes] | None:
-        """Step and history of the trainer's model; None: it holds nothing yet."""
+        """Step and history of the trainer's model; None: no snapshot is loaded yet."""
         return self._position
 
     @property
@@ -106,7 +106,7 @@ class CatchUpReceiver:
 
     @property
     def has_reached_target(self) -> bool:
-        """The trainer's model is what the VIEW names."""
+        """The trainer's model is the one that the membership view names."""
         if self._target is None or self._position is None:
             return False
         return self._position[0] == self._target[0] and update_log.matches_history(
@@ -115,14 +115,18 @@ class CatchUpReceiver:
 
     @property
     def idle_key(self) -> object | None:
-        """Equal as long as nothing comes; None: the trainer has something to do, or all is there."""
+        """Equal as long as nothing arrives; None: the trainer has something to do, or all is there."""
         return (
             None
             if self._current_work is not None or self.has_work or self.has_reached_target
             else (self.progress, self._received)
         )
 
-    # -- from the loop -----------------------------------------------------------------------------
+    def fail(self, reason: str) -> None:
+        """It cannot catch up; the first reason stands."""
+        self.failure = self.failure or reason
+
+    # -- I/O thread --------------------------------------------------------------------------------
 
     def source_up(self, peer: m.PeerId) -> PeerRequests:
         if peer not in self._sources:
@@ -137,7 +141,7 @@ class CatchUpReceiver:
         return [] if self.failure else [*self._snapshot.source_down(peer), *self._subscribe()]
 
     def handle_message(self, peer: m.PeerId, message: m.Message, now_s: float) -> PeerRequests:
-        """Raises `RemoteProtocolError` for what an honest donor cannot have sent."""
+        """Returns requests to sources.  Raises `RemoteProtocolError` for what no honest source sends."""
         if self.failure:
             return []
         match message:
@@ -151,22 +155,22 @@ class CatchUpReceiver:
                     self._receive_update(update_log.decode_update(step, payload, self._n), len(payload))
                 return []
             case m.SnapshotUnavailable(reason):
-                asks = self.source_down(peer)
+                requests = self.source_down(peer)
                 if not self._sources:
                     self.failure = reason
-                return asks
+                return requests
             case _:
-                raise RemoteProtocolError(f"{type(message).__name__} from a donor")
+                raise RemoteProtocolError(f"{type(message).__name__} from a state source")
 
     def tick(self, now_s: float) -> PeerRequests:
         return [*self._snapshot.tick(now_s), *self._subscribe()]
 
     def set_target(self, applied: int, history: bytes) -> None:
-        """The VIEW names this worker: this is what it has to hold."""
+        """The membership view names this worker: this is what it has to hold."""
         self._target = (applied, history)
         self._check_target()
 
-    # -- from the trainer --------------------------------------------------------------------------
+    # -- training thread ---------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
@@ -175,7 +179,7 @@ class CatchUpReceiver:
         return self._snapshot.is_complete if self._position is None else bool(self._pending)
 
     def take_work(self) -> CatchUpWork:
-        """To be called only if `has_work`; `done` is to follow."""
+        """To be called only if `has_work`; `finish_work` is to follow."""
         if self._position is None:
             self._current_work = SnapshotWork(*self._snapshot.take_parts())
         else:
@@ -187,7 +191,7 @@ class CatchUpReceiver:
     def finish_work(self, work: CatchUpWork) -> None:
         """The trainer has carried it out."""
         if work is not self._current_work:
-            return  # it was given by one that this one has replaced
+            return  # of a catch-up that was replaced
         self._current_work = None
         if isinstance(work, SnapshotWork):
             assert self._snapshot.applied is not None
@@ -207,20 +211,22 @@ class CatchUpReceiver:
         self._pending.append((update, history, nbytes))
         self._pending_bytes += nbytes
         if self._pending_bytes > MOST_PENDING_BYTES:
-            self.failure = f"{self._pending_bytes} bytes of updates wait to be replayed"
+            self.failure = (
+                f"{self._pending_bytes} bytes of updates are pending, at most {MOST_PENDING_BYTES} may be"
+            )
         self._check_target()
 
     def _discard_before(self, at: tuple[int, bytes]) -> None:
-        """What came for an earlier image may not lead on from this one: then it is asked for anew."""
+        """Drop updates before the snapshot; if the rest does not continue it, updates are requested again."""
         while self._pending and self._pending[0][0].step <= at[0]:
             self._drop_first()
-        leads_on = self._received == at or (self._pending and self._pending[0][0].step == at[0] + 1)
-        if not leads_on:
+        continues = self._received == at or (self._pending and self._pending[0][0].step == at[0] + 1)
+        if not continues:
             self._drop_all()
             self._received, self._update_source = at, None
 
     def _drop_first(self) -> tuple[int, bytes]:
-        """The next update waits no more; its step, and the history after it."""
+        """Remove the next update; returns its step, and the history after it."""
         update, history, nbytes = self._pending.popleft()
         self._pending_bytes -= nbytes
         return update.step, history
@@ -230,15 +236,15 @@ class CatchUpReceiver:
         self._pending_bytes = 0
 
     def _check_target(self) -> None:
-        """Histories chain: one that is another at the VIEW's step was another from some update on."""
+        """Histories are chained: one that differs at the view's step differs from some update on."""
         if self._target is None or self._received is None:
             return
-        there = self._received[0] == self._target[0]
-        if there and not update_log.matches_history(self._received[1], self._target[1]):
-            self.failure = "the updates that came are not those of the group"
+        is_there = self._received[0] == self._target[0]
+        if is_there and not update_log.matches_history(self._received[1], self._target[1]):
+            self.failure = "the updates that were received are not those of the group"
 
     def _subscribe(self) -> PeerRequests:
-        """Updates come from one donor, from the image's step on; from another one if that one goes."""
+        """Updates come from one source, from the snapshot's step on; from another one if it leaves."""
         if self._snapshot.applied is None or self._update_source is not None or not self._sources:
             return []
         if self._received is None or (self._position is None and self._received[0] < self._snapshot.applied):
@@ -249,30 +255,30 @@ class CatchUpReceiver:
 
 
 class ProgressBar:
-    """Tells people now and then how far a follower is."""
+    """Logs at intervals how far catching up is."""
 
     def __init__(self, every_s: float = 2.0) -> None:
         self._every_s = every_s
         self._next_s = 0.0
-        self._told = ""
+        self._last_text = ""
 
     def show(self, progress: Sequence[int], now_s: float, *, over: bool) -> None:
-        """`progress`: see `Following.progress`."""
+        """`progress`: see `CatchUpReceiver.progress`."""
         if now_s < self._next_s and not over:
             return
         self._next_s = now_s + self._every_s
         text = "joined with the state of the last step" if over else progress_line(progress)
-        if text != self._told:
-            self._told = text
+        if text != self._last_text:
+            self._last_text = text
             log.warning("joining while the others train: %s", text)
 
 
 def progress_line(progress: Sequence[int], width: int = 24) -> str:
-    """How far a follower is, in words and signs."""
+    """Progress as one line of text."""
     here, total, at, latest = progress
     if total == 0:
-        return "waiting for a copy of the state"
+        return "waiting for a snapshot of the state"
     if at < 0:
         filled = width * here // total
         return f"[{'#' * filled}{'.' * (width - filled)}] {here} of {total} blocks of the state"
-    return f"at step {at}, the others at {latest}"
+    return f"at step {at}, the others at step {latest}"

@@ -1,11 +1,11 @@
-"""A member's side of a newcomer that follows: an image when it is asked for, and each update since.
+"""A member's side of catch-up: a snapshot when one is asked for, and each update since.
 
-Decides what a follower gets next, and how fast.  Never captures a state (the trainer's thread does, between
-two steps) and never decides who may have one: the coordinator says so (`Donating`).
+The coordinator decides who may have one (`TakeSnapshot`).  The training thread copies the state between two
+steps; a thread started here computes the digests of its blocks.
 
-    Donating(step, followers) --> wanted: the trainer's copy after `step` --> thread: digests --> ImageOutlet
-    committed round ------------> UpdateLog ----> Update, at once, to those who subscribed
-                                  ImageOutlet --> ImageBlock, at most `rate_Bps`, so that rounds have the line
+    TakeSnapshot(step, receivers) --> CopySnapshot (task) --> trainer --> thread: digests --> SnapshotSender
+    committed round ---------------> UpdateLog -------> UpdateLogEntry, at once, to those who subscribed
+                                     SnapshotSender --> SnapshotBlock, at most `rate_Bps`: rounds go first
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.network.transport.interface import Transport
 from gridtrain.network.wire import codec
+from gridtrain.runtime.mailbox.worker_task import CopySnapshot
 from gridtrain.runtime.state_transfer import update_log
 from gridtrain.runtime.state_transfer.state_snapshot import SnapshotSender, StateSnapshot
 from gridtrain.runtime.state_transfer.update_log import StepUpdate, UpdateLog
@@ -26,65 +28,90 @@ from gridtrain.runtime.state_transfer.update_log import StepUpdate, UpdateLog
 log = logging.getLogger("gridtrain")
 
 MAX_UPDATE_REQUESTS = 32
-"""How often one follower is sent the updates; an honest one asks again when its donor has gone."""
+"""Update requests of one receiver that are served; an honest one repeats its request only when a source has
+left."""
 
 MOST_UPDATE_BYTES = codec.MAX_PAYLOAD_BYTES
-"""Values travel in float32 here, and the sum of many members' entries in one update."""
+"""Values are float32 here, and one update is the sum of many members' entries."""
 
-BACKLOG_BYTES = 2 << 20  # how much is queued in the transport for one follower
+BACKLOG_BYTES = 2 << 20
+"""How much is queued in the transport for one receiver."""
 
 SnapshotParts = tuple[bytes, bytes]
-"""A state's own part and its common one, see `state_sync`."""
+"""A state's private and shared part, see `gridtrain.training.checkpoint.serialization`."""
 
 
 class CatchUpSource:
-    """See the module's text.
+    """Sends the snapshot and the updates to the receivers that the coordinator has named.
 
     Args:
-        rate_Bps: of all blocks together; None: as fast as followers take them.
-        wake: called from a thread of ours when an image is ready.
+        rate_Bps: of all blocks together; None: as fast as receivers take them.
+        submit: has the I/O thread call a function; used from other threads.
+
+    Attributes:
+        disabled_reason: why nobody can catch up from this worker; empty: they can.
     """
 
-    def __init__(self, rate_Bps: float | None, wake: Callable[[], None]) -> None:
+    def __init__(self, rate_Bps: float | None, submit: Callable[[Callable[[], None]], None]) -> None:
         self._rate_Bps = rate_Bps
-        self._wake = wake
+        self._submit = submit
         self._snapshot_sender = SnapshotSender()
         self._log = UpdateLog()
         self._n = 0
-        self._request_counts: dict[m.PeerId, int] = {}
-        self._next_step: dict[m.PeerId, int] = {}  # the next step for each who has subscribed
-        self._followers: tuple[m.PeerId, ...] = ()
+        self._request_counts: Counter[m.PeerId] = Counter()
+        self._next_step: dict[m.PeerId, int] = {}  # of each receiver that has subscribed to updates
+        self._receivers: tuple[m.PeerId, ...] = ()
         self._snapshot_step: int | None = None
+        self._copied_step = -1
         self._is_building = False
-        self._built: list[StateSnapshot] = []  # by the thread
-        self._lock = threading.Lock()
+        self._announcements: list[tuple[m.PeerId, m.Message]] = []  # of a new snapshot
         self._next_send_s = -math.inf
         self.disabled_reason = ""
 
-    @property
-    def snapshot_requested_after(self) -> int | None:
-        """The trainer is to copy its state between two steps, after this one or a later one."""
-        return None if self._is_building else self._snapshot_step
+    # -- training thread -------------------------------------------------------------------------
 
     def disable(self, reason: str) -> None:
-        """What this script does in a step is not told by its update."""
+        """The updates alone do not determine what this script does in a step."""
         self.disabled_reason = reason
 
-    def set_followers(self, donating: io.TakeSnapshot) -> None:
-        self._followers = donating.receivers
-        self._snapshot_sender.set_receivers(donating.receivers)
-        self._next_step = {peer: step for peer, step in self._next_step.items() if peer in donating.receivers}
-        self._request_counts = {
-            peer: asks for peer, asks in self._request_counts.items() if peer in donating.receivers
-        }
-        image = self._snapshot_sender.snapshot
-        fresh = self._is_building or (image is not None and self._log.has_all_after(image.applied))
-        self._snapshot_step = (
-            donating.step if donating.receivers and not fresh and not self.disabled_reason else None
-        )
+    def store_copy(self, applied: int, history: bytes, parts: Callable[[], SnapshotParts]) -> None:
+        """The trainer has copied its state; `parts` converts the copy to bytes, in a thread started here."""
+
+        def start() -> None:
+            self._is_building, self._snapshot_step, self._copied_step = True, None, applied
+            threading.Thread(target=build, name="gridtrain-image", daemon=True).start()
+
+        def build() -> None:
+            snapshot = None
+            try:
+                snapshot = StateSnapshot.build(applied, history, *parts())
+            except Exception:  # the receivers then take the state as members do, while the others wait
+                log.exception("the snapshot of step %d could not be made", applied)
+            self._submit(lambda: self._store_built(snapshot))
+
+        self._submit(start)
+
+    # -- I/O thread ------------------------------------------------------------------------------
+
+    def snapshot_task(self, applied: int) -> CopySnapshot | None:
+        """Whether the trainer, whose last step is `applied`, is to copy its state now."""
+        step = self._snapshot_step
+        is_due = step is not None and not self._is_building and step <= applied != self._copied_step
+        return CopySnapshot(step) if is_due and step is not None else None
+
+    def set_receivers(self, effect: io.TakeSnapshot) -> None:
+        """The workers that may catch up from this one; nobody else gets anything any more."""
+        receivers = self._receivers = effect.receivers
+        self._snapshot_sender.set_receivers(receivers)
+        self._next_step = {peer: step for peer, step in self._next_step.items() if peer in receivers}
+        self._request_counts = Counter({peer: self._request_counts[peer] for peer in receivers})
+        snapshot = self._snapshot_sender.snapshot
+        is_fresh = self._is_building or (snapshot is not None and self._log.has_all_after(snapshot.applied))
+        is_needed = receivers and not is_fresh and not self.disabled_reason
+        self._snapshot_step = effect.step if is_needed else None
 
     def record_step(self, update: StepUpdate, n: int) -> None:
-        """In the order of steps; n: length of the flat gradient."""
+        """A committed step, in the order of steps.  n: length of the flat gradient."""
         if len(update.settings) > update_log.MAX_SETTINGS_BYTES:
             self.disable(
                 f"the optimizer's settings of {len(update.settings)} bytes do not fit into an update"
@@ -93,45 +120,29 @@ class CatchUpSource:
             self._n = n
             self._log.add(update)
 
-    def store_copy(self, applied: int, history: bytes, parts: Callable[[], SnapshotParts]) -> None:
-        """The trainer has copied its state; `parts` turns the copy into bytes, in a thread of its own."""
-        self._is_building, self._snapshot_step = True, None
-
-        def make() -> None:
-            try:
-                image = StateSnapshot.build(applied, history, *parts())
-                with self._lock:
-                    self._built.append(image)
-            except Exception:  # followers then take the state as members do, while the others wait
-                log.exception("no image could be made of step %d", applied)
-            self._is_building = False
-            self._wake()
-
-        threading.Thread(target=make, name="gridtrain-image", daemon=True).start()
-
     def handle_request(self, peer: m.PeerId, message: m.Message) -> list[m.Message]:
-        """From a follower; what is to be answered at once."""
+        """Returns what a receiver's message is answered with at once."""
         if self.disabled_reason:
             return [m.SnapshotUnavailable(self.disabled_reason)]
         match message:
             case m.SnapshotRequest() | m.SnapshotBlocksRequest():
                 return self._snapshot_sender.handle_request(peer, message)
             case m.UpdatesRequest(applied):
-                asks = self._request_counts[peer] = self._request_counts.get(peer, 0) + 1
-                if exceeds_request_limit(asks):
-                    return [m.SnapshotUnavailable(f"the updates were asked for {asks} times")]
+                self._request_counts[peer] += 1
+                if exceeds_request_limit(self._request_counts[peer]):
+                    return [
+                        m.SnapshotUnavailable(
+                            f"the updates were asked for {self._request_counts[peer]} times"
+                        )
+                    ]
                 if not self._log.has_all_after(applied):
                     return [m.SnapshotUnavailable(f"the updates after step {applied} are not here")]
                 self._next_step[peer] = applied + 1
         return []
 
     def send_due(self, transport: Transport, now_s: float) -> list[tuple[m.PeerId, m.Message]]:
-        """Send what is due; returns what is to be sent besides, as control."""
-        with self._lock:
-            made, self._built = self._built, []
-        answers = [
-            answer for image in made if self._followers for answer in self._snapshot_sender.store(image)
-        ]
+        """Send the updates that are due; returns the messages that the caller is to send."""
+        answers, self._announcements = self._announcements, []
         for peer in list(self._next_step):
             self._send_updates(peer, transport)
         for peer in self._snapshot_sender.peers_with_blocks_due():
@@ -142,16 +153,21 @@ class CatchUpSource:
                 self._charge(block, now_s)
                 answers.append((peer, block))
                 if self._rate_Bps is None:
-                    break  # the others have their turn
+                    break  # the other receivers come next
         return answers
 
     def due_s(self, transport: Transport) -> float:
-        """When `turn` has something to send."""
+        """When `send_due` has something to send."""
         ready = any(
             transport.backlog_bytes(peer) < BACKLOG_BYTES
             for peer in self._snapshot_sender.peers_with_blocks_due()
         )
         return self._next_send_s if ready else math.inf
+
+    def _store_built(self, snapshot: StateSnapshot | None) -> None:
+        self._is_building = False
+        if snapshot is not None and self._receivers:
+            self._announcements += self._snapshot_sender.store(snapshot)
 
     def _charge(self, block: m.Message, now_s: float) -> None:
         if self._rate_Bps is not None and isinstance(block, m.SnapshotBlock):
@@ -161,7 +177,7 @@ class CatchUpSource:
         while transport.connected(peer) and transport.backlog_bytes(peer) < BACKLOG_BYTES:
             update = self._log.get(self._next_step[peer])
             if update is None:
-                if self._next_step[peer] <= self._log.latest_step:  # the follower is slower than the group
+                if self._next_step[peer] <= self._log.latest_step:  # the receiver is slower than the group
                     del self._next_step[peer]
                     transport.send(peer, m.SnapshotUnavailable("the next update is not here any more"))
                 return
@@ -176,6 +192,6 @@ class CatchUpSource:
             self._next_step[peer] += 1
 
 
-def exceeds_request_limit(asks: int) -> bool:
-    """The defence: an answer may be as long as a hundred updates, a request is a few bytes."""
-    return asks > MAX_UPDATE_REQUESTS
+def exceeds_request_limit(requests: int) -> bool:
+    """Defence: an answer may be as long as a hundred updates, while a request is a few bytes."""
+    return requests > MAX_UPDATE_REQUESTS

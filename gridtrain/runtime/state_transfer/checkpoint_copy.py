@@ -1,13 +1,12 @@
-"""Checkpoints of a stage on their way to the disk of the next stage, from file to file.
+"""Copies checkpoints of a stage to the disk of the next stage, from file to file.
 
-Decides nothing about which goes where (`protocol.checkpoints` does), and never opens what is in them: the
-disk's owner looks at it when all of it is there.  Neither side holds more than one block in memory.  What the
-group waits for, as the model was cut anew, goes first and as fast as the line takes it.
+`gridtrain.core.member.member_checkpoints` decides which go where.  Neither side holds more than one block in
+memory. Checkpoints for which the group waits, after a repartition, go first and without a rate limit.
 
-    disk.copy_files --> [lengths] [1 MiB] [1 MiB] ..     one block at a time, where nothing else waits for the
-         Outlet           Copy      Copy    Copy         line, and at most `rate_Bps`: rounds go first
-                            |
-         Intake <-----------+--> disk.copy_folder / <the same names> --> disk.adopt_copy
+    disk.files_to_copy --> [lengths] [1 MiB] [1 MiB] ..     one block at a time, when nothing else waits for
+        _OutgoingCopy           CheckpointBlock             the link, at most `rate_Bps`: rounds go first
+                                  |
+        _IncomingCopy <-----------+--> disk.make_copy_folder / <the same names> --> disk.adopt_copy
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.errors import RemoteProtocolError, TransportError
 from gridtrain.network.transport.interface import Transport
-from gridtrain.runtime.state_transfer.blobs import BLOCK_BYTES
+from gridtrain.runtime.state_transfer.blobs import BLOCK_BYTES, count_blocks
 
 log = logging.getLogger("gridtrain")
 
 FILES = ("state.json", "tensors.safetensors")
 RESIDUAL_FILE = "residual.safetensors"
-"""What its worker had not sent.  It goes along where the receiver takes the blocks over from that worker."""
+"""The worker's residual, copied as well where the receiver takes over the worker's layers."""
 
 MOST_WAITING = 4
-"""Checkpoints that wait to be sent; of more the oldest is given up."""
+"""Checkpoints that wait to be sent; of more, the oldest is dropped."""
 
 _REMEDY = "drop that peer; an honest one of the same version never sends this"
 
@@ -42,19 +41,19 @@ class CheckpointDisk(Protocol):
     """Where checkpoints lie; each of its folders has `FILES`."""
 
     def make_copy_folder(self, held: m.CheckpointInfo) -> Path:
-        """An empty folder for a copy that is to come.  Raises `OSError`."""
+        """An empty folder for a copy that is about to arrive.  Raises `OSError`."""
         ...
 
     def files_to_copy(self, held: m.CheckpointInfo) -> Sequence[Path]:
-        """Those of a checkpoint, in the order of `FILES`."""
+        """The files of a checkpoint, in the order of `FILES`."""
         ...
 
     def is_intact(self, held: m.CheckpointInfo) -> bool:
-        """It can be read; one that cannot is not told of any more.  Called from a thread of its own."""
+        """Whether it can be read; one that cannot is no longer reported.  Called in a separate thread."""
         ...
 
     def adopt_copy(self, held: m.CheckpointInfo, folder: Path) -> None:
-        """All of it is there.  Called from a thread of its own."""
+        """The copy is complete.  Called in a separate thread."""
         ...
 
 
@@ -65,11 +64,11 @@ class _OutgoingCopy:
         self.effect = effect
         self._files: list[BinaryIO] = [path.open("rb") for path in files]
         self._lengths = [path.stat().st_size for path in files]
-        self.total = 1 + sum(-(-length // BLOCK_BYTES) for length in self._lengths)
+        self.total = 1 + sum(map(count_blocks, self._lengths))
         self._index = 0
 
     def next_block(self) -> m.CheckpointBlock | None:
-        """None: that was all.  Raises `OSError`."""
+        """None: all blocks were read.  Raises `OSError`."""
         if self._index == self.total:
             return None
         payload = struct.pack(f"<{len(self._lengths)}Q", *self._lengths) if not self._index else b""
@@ -88,29 +87,28 @@ class _OutgoingCopy:
 
 
 class CheckpointCopier:
-    """Both sides of it.  Used from the loop's thread alone.
+    """Both sides.  Used by the I/O thread alone.
 
     Args:
-        rate_Bps: of all blocks together; None: as fast as the line takes them.
-        max_bytes: the largest checkpoint that is taken.
+        rate_Bps: of all blocks together; None: as fast as the link takes them.
+        max_bytes: the largest checkpoint that is accepted.
     """
 
     def __init__(self, disk: CheckpointDisk, rate_Bps: float | None, max_bytes: int) -> None:
         self._disk, self._rate_Bps, self._max_bytes = disk, rate_Bps, max_bytes
         self._waiting: deque[io.SendCheckpoint] = deque()
-        self._awaited_by_member: dict[
-            tuple[m.PeerId, m.CheckpointInfo], io.SendCheckpoint
-        ] = {}  # the group waits for these
+        # Those for which the group waits:
+        self._awaited: dict[tuple[m.PeerId, m.CheckpointInfo], io.SendCheckpoint] = {}
         self._outgoing: _OutgoingCopy | None = None
         self._block: m.CheckpointBlock | None = None
-        self._line_free_s = 0.0
-        self._intake: _IncomingCopy | None = None
+        self._next_send_s = 0.0
+        self._incoming: _IncomingCopy | None = None
 
-    # -- ours to the next stage's disk ---------------------------------------------------------------
+    # -- sending -------------------------------------------------------------------------------------
 
     def send(self, effect: io.SendCheckpoint) -> None:
         if effect.is_awaited:
-            self._awaited_by_member[effect.peer, effect.checkpoint] = effect
+            self._awaited[effect.peer, effect.checkpoint] = effect
             self._yield_to_state()
             return
         self._waiting.append(effect)
@@ -118,26 +116,26 @@ class CheckpointCopier:
             self._waiting.popleft()
 
     def _yield_to_state(self) -> None:
-        """What nobody waits for, and goes at its slow rate, begins again afterwards."""
-        self._line_free_s = 0.0
+        """A copy for which nobody waits is interrupted, and starts over afterwards."""
+        self._next_send_s = 0.0
         if self._outgoing is not None and not self._outgoing.effect.is_awaited:
             self._waiting.appendleft(self._outgoing.effect)
             self._give_up()
 
     @property
     def due_s(self) -> float:
-        """When to `turn` again."""
-        busy = self._waiting or self._awaited_by_member or self._outgoing is not None
-        return self._line_free_s if busy else float("inf")
+        """When to call `send_next`."""
+        busy = self._waiting or self._awaited or self._outgoing is not None
+        return self._next_send_s if busy else float("inf")
 
     def send_next(self, transport: Transport, now_s: float, generation: int) -> int:
-        """Send one block if it is time and nothing else waits for the line; returns how many."""
-        if now_s < self._line_free_s or not self._prepare(generation):
+        """Send one block if it is time and nothing else waits for the link; returns how many were sent."""
+        if now_s < self._next_send_s or not self._prepare(generation):
             return 0
         assert self._outgoing is not None and self._block is not None
         peer, block = self._outgoing.effect.peer, self._block
         if transport.backlog_bytes(peer) > 0:
-            self._line_free_s = now_s + 0.02
+            self._next_send_s = now_s + 0.02
             return 0
         try:
             transport.send(peer, block)
@@ -146,18 +144,18 @@ class CheckpointCopier:
             self._give_up()  # the next checkpoint goes there again
             return 0
         if self._rate_Bps is not None and not self._outgoing.effect.is_awaited:
-            self._line_free_s = now_s + len(block.payload) / self._rate_Bps
+            self._next_send_s = now_s + len(block.payload) / self._rate_Bps
         return 1
 
     def _prepare(self, generation: int) -> bool:
-        """The next block is at hand."""
+        """Read the next block; returns whether there is one."""
         effect = self._outgoing.effect if self._outgoing is not None else None
         try:
             if self._outgoing is not None and self._outgoing.effect.generation != generation:
-                self._give_up()  # another one sits there now, perhaps
-            while self._outgoing is None and (self._waiting or self._awaited_by_member):
-                first = next(iter(self._awaited_by_member), None)
-                effect = self._awaited_by_member.pop(first) if first is not None else self._waiting.popleft()
+                self._give_up()  # the peer may have another stage now
+            while self._outgoing is None and (self._waiting or self._awaited):
+                first = next(iter(self._awaited), None)
+                effect = self._awaited.pop(first) if first is not None else self._waiting.popleft()
                 if effect.generation == generation:
                     files = self._disk.files_to_copy(effect.checkpoint)
                     self._outgoing = _OutgoingCopy(effect, _files_with_residual(files, effect))
@@ -166,9 +164,9 @@ class CheckpointCopier:
                 if self._block is None:
                     self._give_up()
         except OSError as error:  # pruned while it was being sent
-            log.warning("a checkpoint's copy is not sent: %s", error)
+            log.warning("a checkpoint cannot be read to be copied: %s", error)
             if effect is not None and effect.is_awaited:
-                _in_thread(self._disk.is_intact, effect.checkpoint)  # else others would wait for it
+                _in_thread(self._disk.is_intact, effect.checkpoint)  # otherwise others would wait for it
             self._give_up()
         return self._block is not None
 
@@ -177,27 +175,27 @@ class CheckpointCopier:
             self._outgoing.close()
         self._outgoing = self._block = None
 
-    # -- the stage's before us to our disk -----------------------------------------------------------
+    # -- receiving -----------------------------------------------------------------------------------
 
     def receive(self, block: m.CheckpointBlock) -> None:
         """Raises `RemoteProtocolError` for a block that cannot belong to the others."""
         try:
             if block.index == 0:
-                self._close_intake()
+                self._close_incoming()
                 folder = self._disk.make_copy_folder(block.checkpoint)
-                self._intake = _IncomingCopy(block, folder, self._max_bytes)
-            elif self._intake is not None and self._intake.receive(block):
-                held, folder = self._intake.checkpoint, self._intake.folder
-                self._close_intake()
+                self._incoming = _IncomingCopy(block, folder, self._max_bytes)
+            elif self._incoming is not None and self._incoming.receive(block):
+                held, folder = self._incoming.checkpoint, self._incoming.folder
+                self._close_incoming()
                 _in_thread(self._disk.adopt_copy, held, folder)
         except OSError as error:
-            log.warning("a copy of another stage's checkpoint is not kept: %s", error)
-            self._close_intake()
+            log.warning("a copy of another stage's checkpoint cannot be written: %s", error)
+            self._close_incoming()
 
-    def _close_intake(self) -> None:
-        if self._intake is not None:
-            self._intake.close()
-        self._intake = None
+    def _close_incoming(self) -> None:
+        if self._incoming is not None:
+            self._incoming.close()
+        self._incoming = None
 
 
 class _IncomingCopy:
@@ -212,21 +210,21 @@ class _IncomingCopy:
         self._left = 0
 
     def receive(self, block: m.CheckpointBlock) -> bool:
-        """True: that was all.  What comes after a gap, or of another checkpoint, is dropped."""
+        """True: it is complete.  Blocks after a gap, or of another checkpoint, are dropped."""
         if (block.checkpoint, block.total, block.index) != (self.checkpoint, self._total, self._index):
             return False
         while not self._left and self._names:
             name, self._left = self._names.popleft()
             self.close()
             self._file = (self.folder / name).open("wb")
-        due = min(self._left, BLOCK_BYTES)
-        if len(block.payload) != due or self._file is None:
+        expected = min(self._left, BLOCK_BYTES)
+        if len(block.payload) != expected or self._file is None:
             raise RemoteProtocolError(
-                f"block {block.index} of a checkpoint has {len(block.payload)} bytes, due are {due}",
+                f"block {block.index} of a checkpoint has {len(block.payload)} bytes, must have {expected}",
                 remedy=_REMEDY,
             )
         self._file.write(block.payload)
-        self._left -= due
+        self._left -= expected
         self._index += 1
         return self._index == self._total
 
@@ -236,9 +234,9 @@ class _IncomingCopy:
             self._file = None
 
 
-def _in_thread(do: Callable[..., object], *args: object) -> None:
-    """What takes long with a large checkpoint, in a thread of its own."""
-    threading.Thread(target=do, args=args, name="gridtrain-copy", daemon=True).start()
+def _in_thread(function: Callable[..., object], *args: object) -> None:
+    """Call what takes long with a large checkpoint in a separate thread."""
+    threading.Thread(target=function, args=args, name="gridtrain-copy", daemon=True).start()
 
 
 def _files_with_residual(files: Sequence[Path], effect: io.SendCheckpoint) -> list[Path]:
@@ -247,13 +245,13 @@ def _files_with_residual(files: Sequence[Path], effect: io.SendCheckpoint) -> li
 
 
 def _read_sizes(table: bytes, total: int, max_bytes: int) -> tuple[int, ...]:
-    fewest = 8 * len(FILES)
-    if len(table) not in (fewest, fewest + 8):
+    least = 8 * len(FILES)
+    if len(table) not in (least, least + 8):
         raise RemoteProtocolError(
-            f"a checkpoint's table has {len(table)} bytes, must be {fewest} or 8 more", remedy=_REMEDY
+            f"a checkpoint's table has {len(table)} bytes, must have {least} or {least + 8}", remedy=_REMEDY
         )
     sizes = struct.unpack(f"<{len(table) // 8}Q", table)
-    blocks = 1 + sum(-(-size // BLOCK_BYTES) for size in sizes)
+    blocks = 1 + sum(map(count_blocks, sizes))
     if sum(sizes) > max_bytes or min(sizes) < 1 or blocks != total:
         raise RemoteProtocolError(
             f"a checkpoint of {sizes} bytes in {total} blocks; must be at most {max_bytes}, in {blocks}",

@@ -1,10 +1,9 @@
-"""A leaver's residual on its way: which entries go, and what an heir takes.
-
-Decides what fits a budget, and whether what came is what a residual may be.  Never decides who takes it, nor
-when it counts (`protocol.handover`).
+"""The residual of a worker that leaves: which entries are sent, and what the recipient accepts.
 
     residual_N --the largest |v| that fit the budget--> sparse, fp32 --> pieces of 1 MiB -->+
-    heir's residual_N += entries  <--- kept until they count <--- checked <--- joined <-----+
+    recipient's residual_N += entries <-- stored until they count <-- checked <-- joined <--+
+
+`gridtrain.core.member.residual_transfer` decides who the recipient is, and when a residual counts.
 """
 
 from __future__ import annotations
@@ -27,11 +26,12 @@ _REMEDY = "drop that peer; an honest one of the same version never sends this"
 
 @dataclass(frozen=True, slots=True)
 class ResidualSelection:
-    """What of a residual is handed over.
+    """The part of a residual that is transferred.
 
     Attributes:
-        mass, whole_mass: sums of magnitudes of what goes, and of everything.
-        rest_N: what stays; None: nothing.
+        magnitude_sum: of the part.
+        total_magnitude_sum: of the whole residual.
+        remainder_N: what is not transferred; None: nothing.
     """
 
     payload: bytes
@@ -44,9 +44,9 @@ class ResidualSelection:
 def select_entries(
     residual_N: npt.NDArray[np.float32], budget_bytes: int, world_size: int
 ) -> ResidualSelection:
-    """The largest entries that fit; of equal ones the first.  Values travel with all their bits."""
+    """The largest entries that fit; of equal ones the first.  Values are sent with all their bits."""
     magnitudes_N = np.abs(residual_N)
-    whole_mass = float(magnitudes_N.sum(dtype=np.float64))
+    total = float(magnitudes_N.sum(dtype=np.float64))
     candidates_K = np.flatnonzero((magnitudes_N > 0) & (magnitudes_N <= largest_summable(world_size)))
     k = _max_entries(candidates_K.size, residual_N.size, min(budget_bytes, MAX_BUDGET_BYTES))
     if k < candidates_K.size:
@@ -59,7 +59,7 @@ def select_entries(
         encode(candidates_K, values_K, n=residual_N.size, kind=_KIND),
         int(candidates_K.size),
         float(np.abs(values_K).sum(dtype=np.float64)),
-        whole_mass,
+        total,
         rest_N if rest_N.any() else None,
     )
 
@@ -89,10 +89,10 @@ class _IncomingResidual:
 
 
 class IncomingResiduals:
-    """The heir's side: pieces that arrive, residuals that are complete, and those that count.
+    """The recipient's side: pieces that arrive, residuals that are complete, and those that count.
 
     Attributes:
-        counting: residuals that the trainer is to add to its own.
+        confirmed: residuals that count: the trainer is to add them to its own.
     """
 
     def __init__(self) -> None:
@@ -106,35 +106,41 @@ class IncomingResiduals:
         self._n = n
 
     def receive_piece(self, peer: PeerId, piece: ResidualBlock, world_size: int) -> bool:
-        """True when this was the last one.  What comes after a gap, left by a connection, is dropped.
+        """Returns whether it was the last piece.  Pieces after a gap, left by a broken connection, are
+        dropped.
 
         Raises `RemoteProtocolError` for what cannot be a residual of this model.
         """
         _check_total(piece.total, self._n)
         if piece.index == 0:
             self._incoming[peer] = _IncomingResidual(piece.total)
-        arriving = self._incoming.get(peer)
-        if arriving is None or (piece.index, piece.total) != (len(arriving.pieces), arriving.total):
+        incoming = self._incoming.get(peer)
+        if incoming is None or (piece.index, piece.total) != (len(incoming.pieces), incoming.total):
             return False
-        arriving.pieces.append(bytes(piece.payload))
-        if len(arriving.pieces) < arriving.total:
+        incoming.pieces.append(bytes(piece.payload))
+        if len(incoming.pieces) < incoming.total:
             return False
         del self._incoming[peer]
-        payload = b"".join(arriving.pieces)
+        payload = b"".join(incoming.pieces)
         entries = decode(payload, n=self._n, max_entries=self._n, kind=_KIND)
         _check_values(entries.values, world_size)
         self._complete[peer] = entries
         return True
 
     def confirm(self, peer: PeerId) -> None:
-        """It is ours."""
+        """It counts now.  Raises `LocalProtocolError` if it is not complete."""
         if peer not in self._complete:
-            raise LocalProtocolError(f"the residual of {peer.hex()[:8]} counts before it is complete")
+            raise LocalProtocolError(f"the residual of {peer.hex()[:8]} was confirmed before it was complete")
         self.confirmed.append((peer, self._complete.pop(peer)))
+
+    def take_confirmed(self) -> list[tuple[PeerId, SparseVector]]:
+        """The residuals that count, once."""
+        confirmed, self.confirmed = self.confirmed, []
+        return confirmed
 
     @property
     def unconfirmed_magnitude(self) -> float:
-        """Sum of magnitudes of what is complete, but does not count yet."""
+        """Sum of magnitudes of the residuals that are complete, but do not count yet."""
         return magnitude_sum(list(self._complete.values()))
 
     @property
@@ -147,21 +153,21 @@ class IncomingResiduals:
 
 
 def _check_total(total: int, n: int) -> None:
-    """`n` elements fill no more pieces than this, however many of them are entries."""
+    """Raises `RemoteProtocolError` for more pieces than `n` elements can fill."""
     most = -(-encoded_bytes(n, n, _KIND) // MAX_BLOCK_BYTES) if n else 0
     if total > most:
         raise RemoteProtocolError(
-            f"a residual of {total} pieces; {n} elements, as this model has, make {most} at most",
+            f"a residual of {total} pieces; {n} elements, as this model has, make at most {most}",
             remedy=_REMEDY,
         )
 
 
 def _check_values(values_K: npt.NDArray[np.float32], world_size: int) -> None:
-    """As for what travels in a round: larger ones could keep the heir from ever sending again."""
+    """The bound of values in a round: larger ones could keep the recipient from ever sending again."""
     limit = largest_summable(world_size)
     if values_K.size and not (np.abs(values_K) <= limit).all():
         raise RemoteProtocolError(
-            f"a residual with the value {float(np.abs(values_K).max()):.3g}, at most {limit:.3g} may travel",
+            f"a residual with the value {float(np.abs(values_K).max()):.3g}, at most {limit:.3g} is possible",
             remedy=_REMEDY,
         )
 

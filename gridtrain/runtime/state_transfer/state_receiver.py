@@ -1,12 +1,11 @@
-"""The state that this worker lacks: it comes in blocks, is taken by the trainer, and is passed on meanwhile.
+"""The state that this worker lacks: received in blocks, forwarded meanwhile, and taken by the trainer.
 
-Decides what is still asked for, and whether what came is what the donor has.  Never decides whom to ask (the
-core does), and never loads a state: the trainer's thread does.
+The core decides whom to ask.
 
-    StateRequest --> still_lacked --> donor
-    StateBlock, StateDigest --> StateIntake --complete--> trainer: take
-                                    |    \\-- refuted: begin anew, with the donor itself
-                                    +--> PassingOutlet --> the next member that lacks it
+    StateRequest --> remaining_request --> state source
+    StateBlock, StateDigest --> BlobReceiver --complete--> trainer: take_state
+                                    |    \\-- wrong digest: start over, with the state source itself
+                                    +--> StateForwarder --> the next member that lacks it
 """
 
 from __future__ import annotations
@@ -21,43 +20,43 @@ from gridtrain.runtime.state_transfer.state_forwarder import StateForwarder
 
 
 class StateReceiver:
-    """See the module's text.
+    """One state at a time.
 
     Attributes:
-        intake: what has come; guarded by `Meeting.changed` where it is changed.
-        passing: its way to others; the loop's alone.
+        blobs: what has arrived; changed only while the mailbox's condition is held.
+        forwarder: sends it on; used by the I/O thread alone.
     """
 
-    def __init__(self, meeting: Mailbox) -> None:
-        self._mailbox = meeting
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
         self.blobs = BlobReceiver()
         self.forwarder = StateForwarder(self.blobs)
 
-    # -- the trainer's thread --------------------------------------------------------------------
+    # -- training thread -------------------------------------------------------------------------
 
     def set_limit(self, max_bytes: int) -> None:
-        """The largest state that a donor may send."""
+        """The largest state that a state source may send."""
         with self._mailbox.condition:
             self.blobs.set_limit(max_bytes)
 
-    def take_state(self) -> tuple[int, int, list[bytes]] | None:
-        """Term, generation and blobs of the donor's state, complete; `Restored` is to follow.
+    def take_state(self, generation: int) -> tuple[int, int, list[bytes]] | None:
+        """Term, generation and blobs of the state for this generation; `StateLoaded` is to follow.
 
-        None: the one that was offered is gone, as that of the next generation has begun to come.
+        None: it is gone, as the state of the next generation has begun to arrive.
         """
         with self._mailbox.condition:
-            return self.blobs.take_blobs() if self.blobs.is_complete else None
+            return self.blobs.take_blobs() if self.blobs.is_complete_for(generation) else None
 
     def reject_state(self, generation: int, reason: str) -> None:
-        """What was given as this worker's state is not that."""
-        picture = self._mailbox.read()
-        if picture.generation == generation and picture.state_source is not None:
-            self._mailbox.submit(io.ProtocolViolation(picture.state_source, reason))
+        """What the state source sent is not this worker's state."""
+        snapshot = self._mailbox.read()
+        if snapshot.generation == generation and snapshot.state_source is not None:
+            self._mailbox.submit(io.ProtocolViolation(snapshot.state_source, reason))
 
-    # -- the loop's thread -----------------------------------------------------------------------
+    # -- I/O thread ------------------------------------------------------------------------------
 
     def remaining_request(self, ask: m.StateRequest) -> m.StateRequest | None:
-        """For what is not here yet; None: that is nothing."""
+        """The request for what is not here yet; None: nothing is missing."""
         have = self.blobs.received_blocks(ask.generation) if ask.is_whole and not ask.digest_only else 0
         if not have or self.blobs.remaining_bytes(ask.generation):
             return replace(ask, blocks_received=have)
@@ -65,20 +64,19 @@ class StateReceiver:
             return replace(ask, digest_only=True)
         return None
 
-    def receive_block(self, block: m.StateBlock, *, vouched: bool, passes_on: bool) -> None:
-        """`vouched`: it is the donor's.  Raises `RemoteProtocolError` for one that cannot belong here."""
+    def receive_block(self, block: m.StateBlock, *, vouched: bool, is_forwarding: bool) -> None:
+        """`vouched`: it is from the state source.  Raises `RemoteProtocolError` for one that does not fit."""
         with self._mailbox.condition:
-            self._mailbox.progress += 1
-            self.blobs.keeps_blocks = passes_on
-            self.blobs.receive(block, vouched=vouched)
+            self._mailbox.count_progress()
+            self.blobs.receive(block, vouched=vouched, keep_blocks=is_forwarding)
 
     def set_expected_digest(self, generation: int, digest: bytes) -> None:
-        """The donor says what its state's digest is."""
+        """What the state source says of its state's digest."""
         with self._mailbox.condition:
             self.blobs.set_expected_digest(generation, digest)
 
     def drop_if_mismatched(self, generation: int) -> bool:
-        """All of a state has come, and the donor's has another digest: it is forgotten."""
+        """Drop a complete state that has another digest than the state source's; returns whether it had."""
         with self._mailbox.condition:
             if not self.blobs.is_digest_mismatch(generation):
                 return False

@@ -1,122 +1,92 @@
-"""What members of a generation that forms are given by this worker: its state, or a checkpoint on its disk.
+"""What this worker sends to members of a generation that forms: its state, or a checkpoint on its disk.
 
-Decides what the trainer is asked for, and what of that may still be given.  Never decides who gives to whom
-(the core does), and never captures a state: the trainer's thread does.
+The core decides who gives to whom; the training thread captures the state and reads the checkpoint.
 
-    io.GiveState --> ask --> wanted, wanted_kept (in the picture) --> trainer: give, give_kept
-                                                                           |
-    StateOutlet: blocks to whoever asked, as the transport drains <-- fill +
+    io.SendState --> request --> CaptureState, ReadCheckpoint (tasks) --> trainer --> supply_...
+                                                                                          |
+    BlobSender: blocks to those who asked, as the transport drains <----------------------+
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.network.transport.interface import Transport
 from gridtrain.runtime.mailbox.mailbox import Mailbox
+from gridtrain.runtime.mailbox.worker_task import CaptureState, ReadCheckpoint
 from gridtrain.runtime.state_transfer.blobs import BlobSender, state_digest
 
 Blobs = Sequence[bytes | memoryview]
 
 
-@dataclass(slots=True)
-class SuppliedState:
-    """What the trainer has given: its state (generation, blobs, digest), and checkpoints from the disk."""
-
-    captured: tuple[int, Blobs, bytes] | None = None
-    checkpoints: list[tuple[m.CheckpointInfo, int, Blobs | None]] = field(default_factory=list)
-
-
 class StateSender:
-    """See the module's text."""
+    """A `BlobSender` for this worker's state, and one for each checkpoint that was asked for."""
 
-    def __init__(self, meeting: Mailbox) -> None:
-        self._mailbox = meeting
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
         self._state_sender = BlobSender()
-        self._checkpoint_senders: dict[
-            m.CheckpointInfo, BlobSender
-        ] = {}  # of checkpoints, for members of other stages
-        self._generation = 0  # the generation of which all that is asked for in the outlets is
-        self._supplied = SuppliedState()
+        self._checkpoint_senders: dict[m.CheckpointInfo, BlobSender] = {}  # for members of other stages
+        self._generation = 0  # in which all that waits was asked for
 
-    # -- the trainer's thread --------------------------------------------------------------------
+    # -- training thread -------------------------------------------------------------------------
 
-    def supply_state(self, generation: int, blobs: Blobs) -> None:
-        """The trainer captured its state for the joiners of `generation`."""
-        digest = state_digest(blobs) if len(blobs) > 1 else b""
-        with self._mailbox.condition:
-            self._supplied.captured = (generation, blobs, digest)
-        self._mailbox.mark_stale()
+    def supply_state(self, task: CaptureState, blobs: Blobs | None) -> None:
+        """What the trainer captured; None: its state is not in memory, and nobody is given it."""
+        digest = state_digest(blobs) if blobs is not None and len(blobs) > 1 else b""
+        self._mailbox.submit(lambda: self._store(self._state_sender, task, task.is_whole, blobs, digest))
 
-    def supply_checkpoint(self, held: m.CheckpointInfo, generation: int, blobs: Blobs | None) -> None:
-        """A checkpoint on this worker's disk, read for a member that begins from it; None: it cannot be, and
-        nobody is given it."""
-        with self._mailbox.condition:
-            self._supplied.checkpoints.append((held, generation, blobs))
-        self._mailbox.mark_stale()
+    def supply_checkpoint(self, task: ReadCheckpoint, blobs: Blobs | None) -> None:
+        """A checkpoint from this worker's disk; None: it cannot be read, and nobody is given it."""
 
-    # -- the loop's thread -----------------------------------------------------------------------
+        def store() -> None:
+            sender = self._checkpoint_senders.get(task.checkpoint)
+            if sender is not None:
+                self._store(sender, task, True, blobs, b"")
+
+        self._mailbox.submit(store)
+
+    # -- I/O thread ------------------------------------------------------------------------------
 
     def request(self, effect: io.SendState, term: int) -> None:
         """A member lacks it."""
-        outlet = (
-            self._state_sender
-            if effect.checkpoint is None
-            else self._checkpoint_senders.setdefault(effect.checkpoint, BlobSender())
-        )
-        outlet.request(
+        if effect.checkpoint is None:
+            sender = self._state_sender
+        else:
+            sender = self._checkpoint_senders.setdefault(effect.checkpoint, BlobSender())
+        sender.request(
             effect.peer,
             term,
             effect.generation,
             whole=effect.is_whole,
-            have=effect.blocks_received,
-            digest=effect.digest_only,
+            blocks_received=effect.blocks_received,
+            digest_only=effect.digest_only,
         )
 
     @property
-    def requested_state(self) -> tuple[int, bool]:
-        """See `StateOutlet.wanted`."""
-        return self._state_sender.requested
+    def state_task(self) -> CaptureState | None:
+        wanted = self._state_sender.requested
+        return None if wanted is None else CaptureState(*wanted)
 
     @property
-    def requested_checkpoint(self) -> tuple[int, m.CheckpointInfo] | None:
-        """Generation, and the checkpoint that the trainer is to read."""
-        wanted = (
-            (outlet.requested[0], held)
-            for held, outlet in self._checkpoint_senders.items()
-            if outlet.requested[0]
-        )
-        return next(wanted, None)
-
-    def take_supplied(self) -> SuppliedState:
-        """What the trainer has given since; `fill` is to follow, when its commands from before are done."""
-        with self._mailbox.condition:
-            brought, self._supplied = self._supplied, SuppliedState()
-        return brought
-
-    def store_supplied(self, brought: SuppliedState, generation: int) -> None:
-        """What was captured for another generation than this one is nobody's any more."""
-        if brought.captured is not None and brought.captured[0] == generation:
-            self._state_sender.store(*brought.captured)
-        for held, asked_in, blobs in brought.checkpoints:
-            if blobs is None:
-                self._checkpoint_senders.pop(held, None)
-            elif held in self._checkpoint_senders:
-                self._checkpoint_senders[held].store(asked_in, blobs)
+    def checkpoint_task(self) -> ReadCheckpoint | None:
+        for checkpoint, sender in self._checkpoint_senders.items():
+            if (wanted := sender.requested) is not None:
+                return ReadCheckpoint(wanted[0], checkpoint)
+        return None
 
     def drop_other_generations(self, generation: int) -> None:
-        """What was asked for in an earlier generation is of another seat, perhaps, and nobody's any more."""
+        """What was asked for in another generation is no longer needed: this worker may hold another
+        stage."""
         if generation == self._generation:
             return
         self._generation = generation
         self._state_sender.drop_other_generations(generation)
-        for held, outlet in list(self._checkpoint_senders.items()):
-            outlet.drop_other_generations(generation)
-            if not outlet.requested[0]:
-                del self._checkpoint_senders[held]
+        for checkpoint, sender in list(self._checkpoint_senders.items()):
+            sender.drop_other_generations(generation)
+            if sender.requested is None:
+                del self._checkpoint_senders[checkpoint]
 
     def clear(self) -> None:
         """The generation has started: its members hold the state."""
@@ -124,13 +94,27 @@ class StateSender:
         self._checkpoint_senders.clear()
 
     def has_data(self, transport: Transport) -> bool:
-        """There is something to `pump`."""
-        return any(outlet.has_data(transport) for outlet in self._senders)
+        """Whether `send_pending` has something to send."""
+        return any(sender.has_data(transport) for sender in self._senders)
 
     def send_pending(self, transport: Transport) -> int:
-        """Send what the transport takes; returns how many blocks."""
-        return sum(outlet.send_pending(transport) for outlet in self._senders)
+        """Send what the transport accepts; returns the number of blocks."""
+        return sum(sender.send_pending(transport) for sender in self._senders)
 
     @property
     def _senders(self) -> list[BlobSender]:
         return [self._state_sender, *self._checkpoint_senders.values()]
+
+    def _store(
+        self,
+        sender: BlobSender,
+        task: CaptureState | ReadCheckpoint,
+        is_whole: bool,
+        blobs: Blobs | None,
+        digest: bytes,
+    ) -> None:
+        if task.generation != self._generation:
+            return  # captured for another generation than the present one
+        sender.mark_supplied(task.generation, is_whole)
+        if blobs is not None:
+            sender.store(task.generation, blobs, digest)

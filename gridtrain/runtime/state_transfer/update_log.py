@@ -1,15 +1,12 @@
-"""What each committed step did: kept for a while, so that a newcomer can follow while the others train.
+"""The update of each of the last steps, so that a new worker can catch up while the others train.
 
-Decides what a follower needs of a step and whether what came is what the members voted for.  Never opens a
-socket and never applies an update: that is `optim.wrapper`.
-
-    member:    committed round --> UpdateLog (the last few hundred, bounded in bytes) --> Update
-    follower:  Update --> read(...) --> digest of the votes --> history, step by step --> VIEW's history
+    member:    committed round --> UpdateLog (the last few hundred, bounded in bytes) --> UpdateLogEntry
+    receiver:  UpdateLogEntry --> decode_update --> digest of the vote --> history, step by step
 
     payload:   u32 S | S bytes of settings | u8 skip | u8 m | m digests of 32 bytes | sparse update, fp32
 
-The vote's digest is made from all of this (`vote_digest`), and histories chain the votes' digests; so a
-follower whose history is the VIEW's has applied what the members applied, whoever sent it.
+The digest of a vote covers all of this (`vote_digest`), and a history chains these digests.  A receiver whose
+history equals the membership view's has applied what the members applied, from any sender.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from gridtrain.runtime.buffers.collective_buffers import sparse_digest
 
 MOST_UPDATES, MOST_BYTES = 512, 128 << 20
 MAX_SETTINGS_BYTES = 1 << 20
-"""One group of parameters has some 230; there may be one for each parameter."""
+"""One parameter group takes about 230; there may be one for each parameter."""
 _DIGEST_BYTES = 32
 _ENTRY_BYTES = 12  # an int64 index and a float32 value in memory
 _REMEDY = "ask another member"
@@ -39,9 +36,9 @@ class StepUpdate:
     """What one committed step did.
 
     Attributes:
-        settings: of the optimizer, as `state_sync.settings` gives them.
+        settings: of the optimizer, serialized.
         update: None for a skipped step.
-        other_seals: of the round's further workspaces (averages), which a follower does not replay.
+        other_digests: of the round's further buffers (averages), which are not replayed.
     """
 
     step: int
@@ -53,35 +50,37 @@ class StepUpdate:
     @property
     def digest(self) -> bytes:
         """What the members voted for."""
-        seals = [b"" if self.update is None else sparse_digest(self.update), *self.other_digests]
-        return vote_digest(self.settings, self.is_skipped, [b""] * len(seals) if self.is_skipped else seals)
+        digests = [b"" if self.update is None else sparse_digest(self.update), *self.other_digests]
+        return vote_digest(
+            self.settings, self.is_skipped, [b""] * len(digests) if self.is_skipped else digests
+        )
 
 
-def vote_digest(settings: bytes, skip: bool, seals: Sequence[bytes]) -> bytes:
-    """Of a whole round: the optimizer's settings, whether it is skipped, and all its updates."""
+def vote_digest(settings: bytes, skip: bool, digests: Sequence[bytes]) -> bytes:
+    """32 bytes for a whole round: the optimizer's settings, whether it is skipped, and all its updates."""
     salt = hashlib.blake2b(settings, digest_size=_DIGEST_BYTES).digest()
     digest = hashlib.blake2b(salt + bytes([skip]), digest_size=_DIGEST_BYTES)
-    for seal in seals:
-        digest.update(seal)
+    for each in digests:
+        digest.update(each)
     return digest.digest()
 
 
 def matches_history(history: bytes, voted: bytes) -> bool:
-    """The defence: what was replayed is what the members voted for, step by step."""
+    """Defence: what was replayed is what the members voted for, step by step."""
     return history == voted
 
 
 class UpdateLog:
     """The last updates, oldest first, without a gap."""
 
-    def __init__(self, most: int = MOST_UPDATES, most_bytes: int = MOST_BYTES) -> None:
-        self._max_count, self._max_bytes = most, most_bytes
+    def __init__(self, max_count: int = MOST_UPDATES, max_bytes: int = MOST_BYTES) -> None:
+        self._max_count, self._max_bytes = max_count, max_bytes
         self._updates: deque[StepUpdate] = deque()
         self._bytes = 0
 
     def add(self, update: StepUpdate) -> None:
         if self._updates and update.step != self._updates[-1].step + 1:
-            self.clear()  # this member was away: what it has does not lead to here
+            self.clear()  # this member was away: what it has does not continue to this step
         self._updates.append(update)
         self._bytes += _memory_bytes(update)
         while len(self._updates) > self._max_count or (
@@ -95,11 +94,11 @@ class UpdateLog:
 
     @property
     def latest_step(self) -> int:
-        """-1: there is none."""
+        """-1: the log is empty."""
         return self._updates[-1].step if self._updates else -1
 
     def has_all_after(self, applied: int) -> bool:
-        """Whether all steps after `applied` up to the latest are here; also if that is none."""
+        """Whether all steps after `applied` up to the latest are here; also if there are none."""
         return bool(self._updates) and self._updates[0].step <= applied + 1 <= self._updates[-1].step + 1
 
     def get(self, step: int) -> StepUpdate | None:
@@ -109,7 +108,7 @@ class UpdateLog:
 
 
 def encode_update(update: StepUpdate, n: int) -> bytes:
-    """As payload of an Update; n: length of the flat gradient."""
+    """The payload of an `UpdateLogEntry`.  n: length of the flat gradient."""
     parts = [struct.pack("<I", len(update.settings)), update.settings]
     parts += [bytes([update.is_skipped, len(update.other_digests)]), *update.other_digests]
     if update.update is not None:
@@ -118,10 +117,10 @@ def encode_update(update: StepUpdate, n: int) -> bytes:
 
 
 def decode_update(step: int, payload: bytes | memoryview, n: int) -> StepUpdate:
-    """Raises `RemoteProtocolError` if the payload is none of a model of n elements."""
+    """Raises `RemoteProtocolError` if the payload is not an update of a model of n elements."""
     data = memoryview(payload).cast("B")
     if len(data) < 6:
-        raise RemoteProtocolError(f"an update of {len(data)} bytes", remedy=_REMEDY)
+        raise RemoteProtocolError(f"an update of {len(data)} bytes, must be at least 6", remedy=_REMEDY)
     (settings_bytes,) = struct.unpack_from("<I", data)
     if settings_bytes > min(MAX_SETTINGS_BYTES, len(data) - 6):
         raise RemoteProtocolError(
@@ -129,11 +128,11 @@ def decode_update(step: int, payload: bytes | memoryview, n: int) -> StepUpdate:
             remedy=_REMEDY,
         )
     end = 4 + settings_bytes
-    skip, seals = data[end], data[end + 1]
-    start = end + 2 + seals * _DIGEST_BYTES
+    skip, digests = data[end], data[end + 1]
+    start = end + 2 + digests * _DIGEST_BYTES
     if skip > 1 or start > len(data) or (skip and start != len(data)):
         raise RemoteProtocolError(
-            f"an update of {len(data)} bytes with skip {skip} and {seals} digests", remedy=_REMEDY
+            f"an update of {len(data)} bytes with skip {skip} and {digests} digests", remedy=_REMEDY
         )
     others = tuple(bytes(data[i : i + _DIGEST_BYTES]) for i in range(end + 2, start, _DIGEST_BYTES))
     update = None if skip else decode(data[start:], n=n, max_entries=n, kind=ValueKind.FP32)

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gridtrain.errors import ConfigError
+from gridtrain.extras import install_command
 from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.tools.demo import demo_report
 from gridtrain.tools.demo.orchestrator import DemoPlan, run_all
@@ -88,5 +89,5 @@ def _torch_version() -> str:
     except PackageNotFoundError:
         raise ConfigError(
             "the demo trains with PyTorch, and torch is not installed",
-            remedy='pip install "gridtrain[torch]"',
+            remedy=install_command("torch"),
         ) from None

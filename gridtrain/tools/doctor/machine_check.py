@@ -19,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from gridtrain.extras import install_command
 from gridtrain.runtime.client.worker_naming import state_directory
 from gridtrain.tools.doctor.findings import Finding, failure, ok, warning
 
@@ -69,7 +70,7 @@ print(json.dumps(found))
 """What the other process runs: it says how far it is, then what it found, a JSON object a line.  Flops: of a
 float32 product."""
 
-INSTALL_HINT = "pip install 'gridtrain[torch]' (or first the torch build that fits your GPU, see pytorch.org)"
+INSTALL_HINT = f"{install_command('torch')} (or first the torch build that fits your GPU, see pytorch.org)"
 
 
 def check_python() -> Finding:

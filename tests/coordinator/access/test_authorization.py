@@ -1,4 +1,4 @@
-"""Who may come in: transcripts, the attack behind each defence, and a journal that says the same again."""
+"""Access control: transcripts, the attack that each defence prevents, and recovery from the journal."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gridtrain.core import messages as m
+from gridtrain.core.group.invitation import invitation_digest
 from gridtrain_coordinator.access import authorization as module
 from gridtrain_coordinator.access import authorization_rules as rules
 from gridtrain_coordinator.access.authorization import (
@@ -35,7 +36,7 @@ NOT_VALID = "this invitation is not valid (any more)"
 
 
 class House:
-    """A door, its journal, and the time."""
+    """Access control, its journal, and the time."""
 
     def __init__(self, *members: m.PeerId, **more: Any) -> None:
         self.door = Authorization(run="r", operator=OPERATOR, coordinator=US, **more)
@@ -73,7 +74,7 @@ class House:
         return str(self.door.access_role(key, self.now_s))
 
     def accuse(self, line: str) -> str:
-        """ "bert: anna" is what bert says; ": anna" we have seen ourselves."""
+        """ "bert: anna" is bert's accusation; ": anna" the coordinator saw itself."""
         by, _, of = line.partition(": ")
         keys = {name: key for key, name in NAMES.items()}
         return self.outcome(self.door.record_violation(keys[of], "sent rubbish", keys.get(by), self.now_s))
@@ -138,7 +139,7 @@ def test_nobody_enrols_a_key_that_is_something_else() -> None:
     house.invite(uses=9)
     house.invite(OTHER_KEY)
     for key in (KEY, OTHER_KEY, OPERATOR, US):
-        assert house.enrol(peer=key) == "Refused key: this key is another one's"
+        assert house.enrol(peer=key) == "Refused key: this key belongs to somebody else"
     assert house.standing(US) == "stranger"
 
 
@@ -190,7 +191,7 @@ def test_kick_ban_and_unban() -> None:
     assert house.expel(ANNA) == "OperatorReply"
     assert house.standing(ANNA) == "stranger"
     assert house.enrol(OTHER_KEY, ANNA) == (
-        "Refused kicked: this worker was put out of the run: the run's owner decided so"
+        "Refused kicked: this worker was removed from the run: the run's owner decided so"
     ), "it was made before the kick"
     house.invite(KEY, uses=9)
     assert house.enrol(KEY, ANNA) == "Enrolled"
@@ -239,7 +240,7 @@ def test_where_everybody_may_come_in_a_kick_still_shuts_out() -> None:
 
 # -- strikes ---------------------------------------------------------------------------------------
 
-#  who says it: of whom   what follows ("2": strikes that count against the accused)
+# accuser: accused   what follows ("2": violations that count against the accused)
 STORIES = {
     "three strikes are a kick": [
         (": anna", "1"), (": anna", "2"), (": anna", "3, anna out"), (": anna", "3"),
@@ -433,7 +434,7 @@ def attack_without_end() -> bool:
 
 
 def attack_by_lies() -> bool:
-    """bert gets rid of everybody else."""
+    """bert gets all other members removed."""
     house = House(*NAMES)
     for victim in ("anna", "carl", "dora", "emil"):
         for _ in range(3):
@@ -479,7 +480,7 @@ def test_an_attack_fails_and_succeeds_without_its_defence(name: str) -> None:
 
 
 def live(house: House, seed: int) -> Iterator[None]:
-    """Random orders, guests and strikes."""
+    """Random orders, enrolments and violations."""
     rng = random.Random(seed)
     keys = [bytes([number]) * 32 for number in range(1, 7)]
     peers = list(NAMES)
@@ -518,11 +519,13 @@ def test_a_restarted_coordinator_knows_the_same(seeds: Callable[[int], Iterator[
 
 
 def test_restarts_in_between_change_nothing(seeds: Callable[[int], Iterator[int]]) -> None:
-    """Also a coordinator that is restarted after every event gives the same answers from then on."""
+    """A coordinator that restarts after every event gives the same answers."""
     for seed in seeds(30):
         steady, restarting = House(), House()
         for _ in zip(live(steady, seed), live(restarting, seed), strict=True):
-            suspects = restarting.door._violations._suspects  # their grace is in no journal: it begins anew
+            suspects = (
+                restarting.door._violations._suspects
+            )  # their time for confirmation is not in the journal, so it starts again
             restarting.door = restarting.restarted()
             restarting.door._violations._suspects = suspects
             wall_s = steady.now_s
@@ -581,14 +584,14 @@ def test_the_picture_shows_nothing_to_come_in_with() -> None:
     house.accuse(": anna")
     house.expel(BERT, ban=True)
     shown = json.loads(json.dumps(house.door.status(house.now_s)))
-    name = rules.invitation_digest(KEY)
+    name = invitation_digest(KEY)
     assert name not in json.dumps(shown) and KEY.hex() not in json.dumps(shown)
     assert shown == {
         "open_to_all": False,
         "invitations": [{"id": name[:8], "uses": 3, "used": 1, "left_s": DAY_S}],
         "enrolled_total": 2,
         "enrolled": [
-            {"peer": ANNA.hex(), "invitation": rules.invitation_digest(bytes(31) + b"-")[:8], "strikes": 2},
+            {"peer": ANNA.hex(), "invitation": invitation_digest(bytes(31) + b"-")[:8], "strikes": 2},
             {"peer": CARL.hex(), "invitation": name[:8], "strikes": 0},
         ],
         "banned": [{"peer": BERT.hex(), "reason": "the run's owner decided so"}],

@@ -1,4 +1,4 @@
-"""A board that a simulated run has filled, and the application over it."""
+"""A board with the state of a simulated run, and the application over it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def filled(workers: int, seconds: int, shape: str = "butterfly", stages: int = 1
 
 @dataclass
 class Desk:
-    """The application, what was ordered there, and what the daemon answers."""
+    """The application, the orders given there, and the daemon's answers."""
 
     board: Board
     client: TestClient
@@ -79,7 +79,7 @@ def desk() -> Iterator[Desks]:
             return EventStream(lambda: encoded(board.full_state()))
 
         api = Api(board, asyncio.run(stream()), TOKEN, obey, lambda: made.now_s)
-        client = TestClient(create_app(api, named=named), base_url="http://127.0.0.1:7780")
+        client = TestClient(create_app(api, allowed_hosts=named), base_url="http://127.0.0.1:7780")
         made = Desk(board, client, now_s=board.updated_s or 0.0)
         opened.append(client)
         return made

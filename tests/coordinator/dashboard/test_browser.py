@@ -1,4 +1,4 @@
-"""The page in a real Chromium: it lives, can be used with the keyboard, and nothing is cut or overlaps."""
+"""The page in a real Chromium: it works, also with the keyboard, and nothing is cut off or overlaps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ AXE_AT = (
     os.environ.get("GRIDTRAIN_AXE", ""),
     str(Path(__file__).parent / "node_modules" / "axe-core" / "axe.min.js"),
 )
-HOW = "no axe-core: npm install --prefix tests/coordinator/dashboard axe-core@4.14.1, or GRIDTRAIN_AXE=path/to/axe.min.js"
+HOW = (
+    "no axe-core: npm install --prefix tests/coordinator/dashboard axe-core@4.14.1, "
+    "or GRIDTRAIN_AXE=path/to/axe.min.js"
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +62,7 @@ def stage():  # type: ignore[no-untyped-def]
 
 
 def drawn(page: chromium.Page) -> None:
-    """Two frames later everything that was told is on the page."""
+    """Waits two frames, after which all changes are on the page."""
     page.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
@@ -137,8 +140,8 @@ def test_other_topologies_are_drawn_without_overlaps(
     ("state", "size", "phase", "said", "drawn"),
     [
         ("resting", "desktop", "training", "5 workers since step ", 5),
-        ("away", "phone", "paused", "all 6 members are away; they are waited for", 6),
-        ("standstill", "small", "paused", "the coordinator decides nothing more, because the journal ", 6),
+        ("away", "phone", "paused", "all 6 members are away; waiting for them to come back", 6),
+        ("standstill", "small", "paused", "the coordinator makes no decisions, because the journal ", 6),
         ("waiting", "desktop", "waiting", "waiting for 64 workers", 0),
         ("finished", "phone", "finished", "6 workers reached the end of the run", 0),
     ],

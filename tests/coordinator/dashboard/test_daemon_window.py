@@ -1,4 +1,4 @@
-"""The daemon with a dashboard: what the window is shown, and that an order there is an order."""
+"""The daemon with a dashboard: the status that it publishes, and orders from it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 
 from gridtrain.core.messages import OperatorReply, Refused, RemoveWorker, Unban
 from gridtrain.errors import ConfigError
+from gridtrain.extras import install_command
 from gridtrain.network.transport.in_memory import MemoryHub, MemoryTransport
 from gridtrain_coordinator.access.authorization import Authorization
 from gridtrain_coordinator.access_handler import connection_gate
@@ -26,7 +27,7 @@ COORDINATOR, OPERATOR, INVITATION, ANNA = (letter * 32 for letter in (b"c", b"o"
 
 
 class Window:
-    """Gives these orders at the first look."""
+    """Gives these orders when it is first asked."""
 
     def __init__(self, *orders: RemoveWorker | Unban) -> None:
         self.pictures: list[Mapping[str, Any]] = []
@@ -59,7 +60,7 @@ def coordinator(window: Window, store: JournalStore) -> Coordinator:
     door.enrol(INVITATION, ANNA, "", time.time())
     transport = MemoryTransport(COORDINATOR, MemoryHub(), gate=connection_gate(door, time.time))
     transport.listen("memory://c")
-    return Coordinator.for_run(transport, store, door, operator=OPERATOR, window=window)
+    return Coordinator.for_run(transport, store, door, operator=OPERATOR, dashboard=window)
 
 
 def test_the_window_is_shown_what_the_operator_would_be_told() -> None:
@@ -126,7 +127,7 @@ def test_without_the_extra_the_run_goes_on_unless_it_was_asked_for(
     found = startup.open_dashboard(DashboardAddress(), tmp_path, lambda *line: None)
     assert found.service is None
     (line,) = found.startup_lines(is_terminal=True)
-    assert "starlette, uvicorn not installed; pip install 'gridtrain[coordinator]'" in line
+    assert f"starlette, uvicorn not installed; {install_command('coordinator')}" in line
     with pytest.raises(ConfigError, match="not installed"):
         startup.open_dashboard(parse_address("127.0.0.1:0"), tmp_path, lambda *line: None)
     assert startup.open_dashboard(None, tmp_path, lambda *line: None).startup_lines(is_terminal=True) == []

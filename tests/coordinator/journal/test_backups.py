@@ -1,4 +1,4 @@
-"""A backup is whole or not there, is for its owner's eyes, and a standby begins from it."""
+"""A backup is complete or absent, readable only by its owner, and a standby can start from it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_standby_begins_with_all_that_was_written_down(tmp_path: Path) -> None
 
 
 def test_what_lies_beside_a_journal_that_is_gone_does_not_alter_the_backup(tmp_path: Path) -> None:
-    """A damaged journal.sqlite was removed, and not its -wal: SQLite would write that over the backup."""
+    """A damaged journal.sqlite was removed but not its -wal, which SQLite would apply to the backup."""
     store = running(tmp_path / "state")
     path = Backups(tmp_path / "backups", tmp_path / "state").make(store, 0.0)
     before = store.entries()
@@ -60,7 +60,7 @@ def test_what_lies_beside_a_journal_that_is_gone_does_not_alter_the_backup(tmp_p
 
 
 def test_the_latest_is_that_of_the_latest_term(tmp_path: Path) -> None:
-    """A standby that began from an older backup has fewer entries, and knows better."""
+    """A standby that started from an older backup has fewer entries, but a later term."""
     store = running(tmp_path / "state")
     first = Backups(tmp_path / "backups", tmp_path / "state").make(store, 0.0)
     restore(first, tmp_path / "standby")
@@ -135,10 +135,10 @@ def test_a_full_disk_leaves_the_earlier_ones(tmp_path: Path, monkeypatch: pytest
 DIES = """
 import os, signal, sys
 from pathlib import Path
-from gridtrain_coordinator import backups
-from gridtrain_coordinator.journal.store import Store
+from gridtrain_coordinator.journal import backups
+from gridtrain_coordinator.journal.store import JournalStore
 state, folder, left = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-store = Store.open(state / "journal.sqlite")
+store = JournalStore.open(state / "journal.sqlite")
 store.append("state", {"n": left})
 def dies(frame, event, arg):
     global left

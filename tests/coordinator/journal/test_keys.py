@@ -1,4 +1,4 @@
-"""A journal and its key belong together, and neither file tells the other's secret."""
+"""A journal and its key belong together, and neither file reveals the other's secret."""
 
 from __future__ import annotations
 
@@ -131,9 +131,7 @@ def test_another_coordinators_contact_file_stays(tmp_path: Path) -> None:
 )
 def test_a_contact_file_that_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / CONTACT_FILE).write_text(text)
-    with pytest.raises(
-        ConfigError, match=r"does not say how to reach a coordinator.*restart the coordinator"
-    ):
+    with pytest.raises(ConfigError, match=r"is not a valid endpoint file.*restart the coordinator"):
         EndpointFile.read(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The journal survives what kills a coordinator, and says clearly what is wrong with a file."""
+"""The journal survives a killed coordinator, and explains what is wrong with a file."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_the_cores_own_term_entry_does_not_count_twice(path: Path) -> None:
 
 DIES_AFTER_APPEND = """
 import os, signal, sys
-from gridtrain_coordinator.journal.store import Store
-store = Store.open(sys.argv[1])
+from gridtrain_coordinator.journal.store import JournalStore
+store = JournalStore.open(sys.argv[1])
 store.next_term()
 store.append("state", {"state": "training"})
 os.kill(os.getpid(), signal.SIGKILL)
@@ -132,7 +132,7 @@ MORE = "CREATE TABLE links (a, b);"
 
 
 def old_journal(path: Path) -> None:
-    """What gridtrain wrote before there were keys: version 1, with an identity that has no secret."""
+    """As gridtrain wrote it before there were keys: version 1, with an identity without a secret."""
     with sqlite3.connect(path, isolation_level=None) as connection:
         connection.executescript(FIRST)
         connection.execute(f"PRAGMA application_id = {module.APPLICATION_ID}")

@@ -1,9 +1,9 @@
-"""Two workers of one name are told apart, and keep their names.
+"""Two workers of one name get different names, and keep them.
 
-asks     key   there are             is called
+requests key   present               name
 anna     1     -                     anna
 anna     2     anna                  anna-2
-anna     2     - (1 has left)        anna-2    it came back: people know it by that
+anna     2     - (1 has left)        anna-2    it came back: people know it by that name
 anna     3     anna-2                anna
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from gridtrain.core import messages as m
 from gridtrain.core.group.member_events import LogEvent
 from gridtrain.core.member.generation_entry import own_name_events
-from gridtrain_coordinator.run.worker_names import MAX_REMEMBERED, WorkerNames
+from gridtrain_coordinator.run.worker_names import MAX_REMEMBERED, WorkerNames, rename_events
 
 ONE, TWO, THREE = (bytes([number]) * 32 for number in (1, 2, 3))
 
@@ -41,9 +41,8 @@ def test_the_memory_is_bounded() -> None:
 
 
 def test_the_owner_is_told() -> None:
-    names = WorkerNames()
-    assert names.rename_events("anna", "anna") == []
-    (note,) = names.rename_events("anna", "anna-2")
+    assert rename_events("anna", "anna") == []
+    (note,) = rename_events("anna", "anna-2")
     assert (note.event, note.fields["reason"]) == ("renamed", "another worker is called anna")
 
 

@@ -1,4 +1,4 @@
-"""What one worker says of its disk moves no run: checkpoints are borne out, by the journal or by most."""
+"""Checkpoints count only if the journal or most members confirm them, not on one worker's word."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def state_after(step: int) -> m.LedgerState:
 
 
 def kept(step: int, *stages: int, history: bytes = b"", digest: str = "") -> tuple[m.CheckpointInfo, ...]:
-    """`digest`: "x" makes b"x0" of stage 0, b"x1" of stage 1; each stage is one block."""
+    """`digest`: "x" makes b"x0" of stage 0, b"x1" of stage 1; each stage is one layer."""
     name, state = history or b"h%d" % step, state_after(step)
     return tuple(
         m.CheckpointInfo(step, name, state, m.Span(s, s + 1), f"{digest}{s}".encode() if digest else b"")
@@ -33,7 +33,7 @@ def kept(step: int, *stages: int, history: bytes = b"", digest: str = "") -> tup
 
 
 def lost_at(run: StagedRun, step: int, *left: bytes) -> None:
-    """Those who are left report that step."""
+    """The remaining workers report that step."""
     run.report(*left, applied=step, history=b"h%d" % step, ledger=state_after(step))
 
 
@@ -41,7 +41,7 @@ def lost_at(run: StagedRun, step: int, *left: bytes) -> None:
 
 
 def test_a_lone_newcomer_cannot_make_the_run_go_back_to_a_state_of_its_own() -> None:
-    """a and b told of step 9 while they trained; b dies at 23.  d makes up a step 19."""
+    """a and b reported step 9 while they trained; b dies at 23.  d makes up a step 19."""
     run = StagedRun(2, A, B)
     run.receive(A, m.StageCheckpointList(kept(9, 0, 1)))
     run.receive(B, m.StageCheckpointList(kept(9, 1, 0)))
@@ -77,14 +77,14 @@ def test_without_anything_borne_out_the_run_waits_rather_than_believe_one() -> N
     run.checkpoints |= {D: kept(5, 0, 1), E: kept(5, 1)}
     run.join(D)
     assert run.core.phase is RunPhase.PAUSED
-    assert "step 6 is told of, but neither the journal nor most of the workers" in run.core.reason
+    assert "step 6 is reported, but neither the journal nor most of the workers" in run.core.reason
     run.join(E)
     view = run.core.run.view
     assert view is not None and view.applied == 5, "two of three say so"
 
 
 def test_the_journal_bears_out_what_the_dead_have_told() -> None:
-    """All die but a disk: a coordinator that starts again knows from its journal what is true."""
+    """All die but one disk: a restarted coordinator knows from its journal what is true."""
     run = StagedRun(2, A, B)
     run.receive(A, m.StageCheckpointList(kept(9, 0, 1)))
     run.receive(B, m.StageCheckpointList(kept(9, 1, 0)))
@@ -92,9 +92,9 @@ def test_the_journal_bears_out_what_the_dead_have_told() -> None:
     assert [body["checkpoint"]["step"] for _, body in entries if "checkpoint" in body] == [10]
     known = CheckpointQuorum(recover_run(entries).checkpoints)
     liar, survivor = kept(19, 0, 1, history=b"x"), kept(9, 0, 1)
-    found = latest_whole_state(SPEC, {A: survivor, D: liar, E: ()}, 2, before=23, witnesses=known)
+    found = latest_whole_state(SPEC, {A: survivor, D: liar, E: ()}, 2, before=23, quorum=known)
     assert found is not None and found.history == b"h9"
-    assert latest_whole_state(SPEC, {D: liar, E: ()}, 2, before=23, witnesses=known) is None
+    assert latest_whole_state(SPEC, {D: liar, E: ()}, 2, before=23, quorum=known) is None
 
 
 def test_a_rollback_takes_back_what_came_after_also_in_the_journal() -> None:
@@ -113,27 +113,27 @@ def test_a_rollback_takes_back_what_came_after_also_in_the_journal() -> None:
 
 
 def test_the_ledger_is_borne_out_too() -> None:
-    """Whoever tells of a true step with another ledger would let samples be left out."""
+    """A true step with another ledger would let samples be left out."""
     told = kept(9, 0, 1)
     other = tuple(replace(held, ledger=m.LedgerState(10, 400, (), 400)) for held in told)
     known = CheckpointQuorum()
     assert len(known.update(SPEC, 1, {A: BLOCKS[0], B: BLOCKS[1]}, {A: told, B: told})) == 1
-    found = latest_whole_state(SPEC, {A: told, C: other}, 2, before=23, witnesses=known)
+    found = latest_whole_state(SPEC, {A: told, C: other}, 2, before=23, quorum=known)
     assert found is not None and found.ledger == state_after(9)
-    assert latest_whole_state(SPEC, {C: other, D: ()}, 2, before=23, witnesses=known) is None
+    assert latest_whole_state(SPEC, {C: other, D: ()}, 2, before=23, quorum=known) is None
 
 
 def test_stages_of_one_worker_are_one_voice() -> None:
     many = {A: kept(19, 0, 1, 2, history=b"x"), B: kept(9, 0, 1), C: kept(9, 2)}
-    found = latest_whole_state(SPEC, many, 3, before=23, witnesses=CheckpointQuorum())
+    found = latest_whole_state(SPEC, many, 3, before=23, quorum=CheckpointQuorum())
     assert found is not None and found.history == b"h9"
 
 
 def test_a_new_coordinator_believes_those_who_have_anything() -> None:
-    """Its journal is lost, and so nothing can be: one worker brings its disk, others are new."""
+    """Its journal is lost, so nothing can be confirmed: one worker has checkpoints, others are new."""
     disks = {A: kept(9, 0, 1), B: (), C: ()}
     assert latest_whole_state(SPEC, disks, 2, before=None) is not None
-    assert latest_whole_state(SPEC, disks, 2, before=None, witnesses=CheckpointQuorum()) is None
+    assert latest_whole_state(SPEC, disks, 2, before=None, quorum=CheckpointQuorum()) is None
     assert ReporterMajority().confirmed_states(SPEC, {A: kept(9, 0), B: kept(19, 0), C: ()}) == frozenset()
 
 
@@ -148,7 +148,7 @@ def test_what_is_known_is_bounded() -> None:
 
 
 def test_a_checkpoint_with_other_bits_than_were_trained_is_nobodys() -> None:
-    """c told of stage 2 while it trained it; a tells of a copy with another digest, b of a true one."""
+    """c reported stage 2 while it trained it; a reports a copy with another digest, b a true one."""
     run = StagedRun(3, A, B, C)
     run.receive(A, m.StageCheckpointList((*kept(9, 0, digest="t"), *kept(9, 2, digest="false"))))
     run.receive(B, m.StageCheckpointList(kept(9, 1, 0, digest="t")))

@@ -1,7 +1,7 @@
-"""A disk that takes nothing when the model is cut anew costs nobody its place, and no step.
+"""A full disk during a repartition costs no worker its rank, and no step.
 
-a [0 3), c [3 6) train; d comes: [0 2) [2 4) [4 6), put together from what a and c put aside
-a cannot write: back to [0 3) [3 6), both from where they were, and d is spare until a's disk takes something
+a [0 3), c [3 6) train; d joins: [0 2) [2 4) [4 6), assembled from what a and c write to disk
+a cannot write: back to [0 3) [3 6), both in memory, and d stands by until a's disk takes data again
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from gridtrain.core.member.member import MemberCore
 from gridtrain.core.stages.rank_placement import RankPlacement
 from gridtrain.core.stages.repartition import stage_spans
 from gridtrain_coordinator.run.events import RunPhase
-from gridtrain_coordinator.stages.full_disks import depends_on_unwritten, find_partition
+from gridtrain_coordinator.stages.checkpoint_catalog import depends_on_unwritten
+from gridtrain_coordinator.stages.placement import find_partition
 
 COORDINATOR, A, B, C, D, E = (letter * 32 for letter in (b"0", b"a", b"b", b"c", b"d", b"e"))
 AT = m.LedgerState(step=12, cursor=48, consumed=48)
@@ -53,7 +54,7 @@ def tells_of_memory(run: StagedRun, peer: m.PeerId, blocks: m.Span) -> None:
 
 
 def joined_by_d() -> StagedRun:
-    """After step 12: what a and c have in memory is to be put aside."""
+    """After step 12: what a and c have in memory is to be written to disk."""
     run = cut_anew_without_b()
     run.ready()
     joins(run, D)
@@ -66,7 +67,7 @@ def joins(run: StagedRun, peer: m.PeerId) -> None:
     run.join(peer)
     run.now_s += 2.0
     run.core.tick(run.now_s)
-    if run.last_sent(A, m.Freeze) or not run.core._view_change.reports:
+    if run.last_sent(A, m.Freeze) or not run.core.run.view_change.reports:
         tells_of_memory(run, A, A_HAS)
         tells_of_memory(run, C, C_HAS)
 
@@ -79,7 +80,7 @@ def a_cannot_write(run: StagedRun) -> None:
     run.receive(A, m.StageCheckpointList((), generation))
     (freeze,) = run.last_sent(C, m.Freeze)
     assert isinstance(freeze, m.Freeze)
-    assert freeze.reason == "a has no checkpoint of blocks 0 to 2 that it was to give"
+    assert freeze.reason == "a has no checkpoint of blocks 0 to 2, of which it is the source"
     view = run.core.run.view
     assert view is not None
     tells_of_memory(run, A, A_HAS)
@@ -135,7 +136,7 @@ def test_what_a_plan_leans_on() -> None:
 
 
 class Staged:
-    """a in a model of six blocks."""
+    """a, in a model of six layers."""
 
     def __init__(self) -> None:
         self.core = MemberCore(A, COORDINATOR, m.Join("r", "a", ""), Deadlines())
@@ -164,8 +165,8 @@ class Staged:
         self.say(m.MemberListPage(1, generation, 0, 1, members))
         core = self.core
         view = m.MembershipView(
-            1, generation, len(order), m.Verdict.ABORT, None, core.applied, core.history, core.ledger, "why",
-            "", cuts,
+            1, generation, len(order), m.Verdict.ABORT, None, core.applied, core.history,
+            core.replica_state.ledger, "why", "", cuts,
         )  # fmt: skip
         return self.say(view)
 
@@ -173,7 +174,7 @@ class Staged:
 def put_aside() -> tuple[Staged, m.CheckpointInfo]:
     member = Staged()
     member.cut(1, (A, B), (0, 3, 6), {})
-    holding = member.core._replica_state
+    holding = member.core.replica_state
     holding.applied, holding.history, holding.ledger = 0, b"k" * 32, m.LedgerState(step=1)
     pieces = {A: ((A_HAS, 0),), D: ((A_HAS, 0), (C_HAS, 2))}
     effects = member.cut(2, (A, D, B), (0, 2, 4, 6), pieces)
@@ -196,7 +197,7 @@ def test_a_member_that_cannot_write_says_so_and_keeps_what_it_has() -> None:
 
 
 def test_a_member_that_has_written_loads_its_new_stage() -> None:
-    """On the disk it has a digest."""
+    """On disk it has a digest."""
     member, aside = put_aside()
     written = replace(aside, digest=b"d" * 32)
     effects = member.hear(io.StageCheckpointsChanged((written,)))

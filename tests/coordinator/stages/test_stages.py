@@ -1,4 +1,4 @@
-"""A model in stages: who gets which seat, whose share is more than 0, who gives whom which state."""
+"""Pipelines: ranks, shares and state sources."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_of_a_stage_that_is_only_on_a_disk_its_keeper_takes_the_seat() -> None:
 
 
 def test_a_disk_of_another_seat_gives_to_the_newcomer() -> None:
-    """Of three stages the middle one died; who has the next keeps a copy of it."""
+    """Of three stages the middle one died; the worker of the next one has a copy of it."""
     hands = StateLocations(in_memory={A: 0, C: 2}, on_disk={C: {1, 2}})
     seating = place_ranks(3, [A, C, E], hands, name=called)
     assert names(seating.order) == "a e c"
@@ -170,7 +170,7 @@ def test_a_generation_is_a_whole_number_of_pipelines_and_the_rest_is_spare() -> 
     snapshot = run.core.snapshot(run.now_s)
     lines = {line["name"]: line for line in snapshot["members"]}
     assert (lines["a"]["stage"], lines["b"]["stage"], lines["c"]["stage"]) == (0, 1, None)
-    assert lines["c"]["state"] == "spare" and "2 stages x 1 are 2 workers" in lines["c"]["spare"]
+    assert lines["c"]["state"] == "spare" and "2 stages x 1 replicas are 2 workers" in lines["c"]["spare"]
     assert snapshot["stages"] == 2
 
 
@@ -191,7 +191,7 @@ def test_fewer_workers_than_stages_wait() -> None:
     run = StagedRun(3, A, B, start=False)
     snapshot = run.core.snapshot(run.now_s)
     assert (snapshot["phase"], snapshot["generation"]) == ("waiting", 0)
-    assert snapshot["reason"] == "waiting for 3 workers: the model has so many stages; 2 of 3 have joined"
+    assert snapshot["reason"] == "waiting for 3 workers, one for each stage of the model; 2 of 3 have joined"
     run.join(C)
     assert run.roster == "a b c"
 
@@ -200,7 +200,7 @@ def test_fewer_workers_than_stages_wait() -> None:
 
 
 class Member:
-    """A member core of a model in stages, its own key being the letter given."""
+    """A member core in a pipeline; its key is the given letter."""
 
     def __init__(self, me: m.PeerId, stages: int, kept: tuple[m.CheckpointInfo, ...] = ()) -> None:
         self.core = MemberCore(me, COORDINATOR, m.Join("r", called(me), ""), Deadlines())
@@ -248,7 +248,7 @@ def test_edges_are_the_pipeline_the_root_the_donor_and_who_gets_the_state_here()
     for peer in order:
         member = Member(peer, 3)
         member.view(1, order, donors)
-        ranks = member.core._current_generation().required_ranks
+        ranks = member.core.current_generation.required_peers.ranks
         needed[called(peer)] = "".join(called(order[rank]) for rank in sorted(ranks))
     assert needed == {"a": "bcdef", "b": "adf", "c": "adef", "d": "abcf", "e": "ac", "f": "abcd"}
 
@@ -350,7 +350,7 @@ def test_a_donor_gives_a_checkpoint_of_another_stage_from_its_disk() -> None:
 
 
 def test_who_has_not_what_others_are_to_get_from_it_tells_the_coordinator() -> None:
-    """Nobody would ever know why the asker waits."""
+    """Else nobody would know why the receiver waits."""
     held = m.CheckpointInfo(9, b"h", m.LedgerState(step=10), layers=m.Span(1, 2))
     told = io.Send(COORDINATOR, m.StageCheckpointList((held,), 4))
     member = Member(B, 2, (held,))
@@ -404,7 +404,7 @@ def test_a_spare_lets_go_of_the_group_and_comes_back_as_a_joiner() -> None:
     member.view(1, (A, B), {})
     member.hear(io.PeerConnected(A))
     spared = m.StandbyNotice(1, 2, -1, member.core.history, m.LedgerState(), "no seat")
-    member.core._peer_links._dialled_addresses[A] = "tcp://a"
+    member.core._context.peer_links._dialled_addresses[A] = "tcp://a"
     assert io.Disconnect(A) in member.say(spared)
     assert member.core.phase is io.MemberPhase.APART and not member.core.is_synced
     member.view(3, (A, B), {B: 0}, 5, b"x")
@@ -412,14 +412,14 @@ def test_a_spare_lets_go_of_the_group_and_comes_back_as_a_joiner() -> None:
 
 
 def test_a_new_checkpoint_goes_to_the_next_stages_disk_and_the_last_ones_to_the_first() -> None:
-    """2 x 2: a and b hold stage 0, c and d stage 1; a's copies are c's affair, and c's are a's."""
+    """2 x 2: a and b hold stage 0, c and d stage 1; a's copies are sent to c, and c's to a."""
     for me, other, stage in ((A, C, 0), (C, A, 1), (D, B, 1)):
         member = Member(me, 2)
         for peer in (A, B, C, D):
             member.hear(io.PeerConnected(peer))
         member.view(1, (A, B, C, D), {})
         member.say(m.StartGeneration(1, 1))
-        member.core._replica_state.applied, member.core._replica_state.is_synced = 9, True  # ten steps later
+        member.core.replica_state.applied, member.core.replica_state.is_synced = 9, True  # ten steps later
         held = m.CheckpointInfo(9, b"h", m.LedgerState(step=10), m.Span(stage, stage + 1))
         effects = member.hear(io.StageCheckpointsChanged((held,)))
         assert io.SendCheckpoint(other, 1, 1, held) in effects
@@ -445,7 +445,7 @@ def test_a_copy_is_taken_of_the_stage_before_alone() -> None:
 
 @pytest.mark.parametrize("known", [b"d" * 32, b""], ids=["known", "not known yet"])
 def test_a_piece_of_another_content_than_the_coordinator_knows_is_an_offence(known: bytes) -> None:
-    """A puts its stage together from B's checkpoint of blocks 1 and 2 of the old cut."""
+    """A assembles its stage from B's checkpoint of layers 1 and 2 of the old partition."""
     blocks = m.Span(1, 2)
     member = Member(A, 3)
     a = m.Member(A, "a", "", 0, False, pieces=((blocks, 1),), piece_digests=(known,))
@@ -461,7 +461,7 @@ def test_a_piece_of_another_content_than_the_coordinator_knows_is_an_offence(kno
     assert member.say(good, B) == [io.StoreCheckpointBlock(B, good)]
     if known:
         with pytest.raises(
-            RemoteProtocolError, match="rank 1 sent a checkpoint of blocks 1 to 1 with the digest 7878"
+            RemoteProtocolError, match="rank 1 sent a checkpoint of layers 1 to 1 with the digest 7878"
         ):
             member.say(wrong, B)
     else:
@@ -490,7 +490,7 @@ def test_a_newcomer_that_is_spare_keeps_what_it_has_on_its_disk() -> None:
     member = Member(C, 2, (held,))
     effects = member.say(m.StandbyNotice(1, 3, 5, b"g", m.LedgerState(step=6), "no seat"))
     assert not [effect for effect in effects if isinstance(effect, io.DiscardCheckpoints)]
-    assert member.core._checkpoints.stored == (held,)
+    assert member.core._context.checkpoints.stored == (held,)
 
 
 def test_a_tale_of_a_generation_that_cannot_be_ends_no_coordinator() -> None:
@@ -511,7 +511,7 @@ def test_a_tale_of_cuts_that_this_model_cannot_have_is_an_offence(stages: int, c
 
 
 def test_a_tale_from_before_the_run_was_defined_does_not_cut_a_model_in_one_piece() -> None:
-    """The journal is lost, so at first nobody can know better; B tells the truth."""
+    """The journal is lost, so at first nobody can know better; B is right."""
     run = StagedRun(1, start=False)
     run.receive(A, m.Join("r", "a", "memory://a"))
     run.receive(A, m.CurrentGeneration(1, 7, ((A, 4), (C, 4)), (0, 3, 6)))

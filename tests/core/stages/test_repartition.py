@@ -1,4 +1,4 @@
-"""New cuts over the workers that are left, and uneven stages for uneven cards: numbers in, seats out."""
+"""Other partitions over the workers that are left, and uneven stages for uneven cards."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_a_recut_run_comes_back_from_the_journal() -> None:
     run = StagedRun(3, A, B, C, model=setup([1] * 6, 0, 2, 4, 6).model, kept={A: kept, B: kept, C: kept})
     run.lose(B)
     run.report(A, C)
-    assert "cut anew" in run.core.reason
+    assert "repartitioned" in run.core.reason
     run.now_s += run.core.run.limits.recut_s
     run.core.tick(run.now_s)
     assert run.core.run.view is not None and run.core.run.view.stage_bounds == (0, 3, 6)
@@ -266,7 +266,7 @@ def test_a_piece_that_is_not_on_its_disk_any_more_is_not_waited_for() -> None:
     run.receive(C, m.StageCheckpointList(run.checkpoints[C][1:]))
     (freeze,) = run.last_sent(A, m.Freeze)
     assert isinstance(freeze, m.Freeze)
-    assert freeze.reason == "c has no checkpoint of blocks 2 to 3 that it was to give"
+    assert freeze.reason == "c has no checkpoint of blocks 2 to 3, of which it is the source"
     for peer in (A, C):
         view = run.core.run.view
         assert view is not None
@@ -274,7 +274,7 @@ def test_a_piece_that_is_not_on_its_disk_any_more_is_not_waited_for() -> None:
             peer,
             m.FreezeReport(1, view.generation, False, 9, b"h", view.ledger, None, b"", False, m.Span(0, 3)),
         )
-    assert run.core.phase is RunPhase.PAUSED and "nobody here holds" in run.core.reason
+    assert run.core.phase is RunPhase.PAUSED and "no worker here holds" in run.core.reason
 
 
 def test_pieces_come_with_the_digests_that_their_holders_told() -> None:
@@ -290,16 +290,16 @@ def test_pieces_come_with_the_digests_that_their_holders_told() -> None:
 
 def test_a_shortage_that_all_have_left_asks_for_no_further_turns() -> None:
     run = StagedRun(3)
-    run.core._view_change.deadline_s = run.now_s  # as a shortage sets it, before the first generation
+    run.core.run.view_change.deadline_s = run.now_s  # as a shortage sets it, before the first generation
     run.core.tick(run.now_s + 1.0)
     assert run.core.deadline_s > run.now_s + 1.0
 
 
 def short_of_one(run: StagedRun) -> None:
-    """B is gone; A and C, who have all of it on their disks, wait for another before it is cut anew."""
+    """B is gone; A and C, who have all of it on their disks, wait for another before it is repartitioned."""
     run.lose(B)
     run.report(A, C)
-    assert "15 s later over 2 workers, cut anew" in run.core.reason
+    assert "15 s later over 2 workers, repartitioned" in run.core.reason
 
 
 def with_all_on_their_disks() -> tuple[StagedRun, tuple[m.CheckpointInfo, ...]]:
@@ -315,7 +315,7 @@ def test_a_shortage_that_was_over_is_waited_for_anew() -> None:
     short_of_one(run)
     run.receive(A, m.StageCheckpointList(())), run.receive(C, m.StageCheckpointList(()))
     run.join(D)
-    assert run.core.phase is RunPhase.PAUSED and "nobody here holds" in run.core.reason
+    assert run.core.phase is RunPhase.PAUSED and "no worker here holds" in run.core.reason
     run.now_s += run.core.run.limits.recut_s
     run.lose(D)
     run.receive(A, m.StageCheckpointList(kept)), run.receive(C, m.StageCheckpointList(kept))
@@ -352,4 +352,4 @@ def test_newcomers_without_room_for_a_seat_stop_nobody() -> None:
         run.now_s += 10.0
         run.core.tick(run.now_s)
     assert run.core.generation == made and run.core.phase is RunPhase.TRAINING
-    assert run.core._view_change.is_idle
+    assert run.core.run.view_change.is_idle

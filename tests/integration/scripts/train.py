@@ -139,9 +139,9 @@ class Witness:
         self._session, self._optimizer, self._options = grid._session, optimizer, options
         self._run, self._session.run = self._session.run, self.run
         if options.die == "restore":
-            self._session._restore = lambda blobs: die()
+            self._session.tasks._restore = lambda blobs: die()
         elif options.die == "capture":
-            self._session._capture = lambda picture, whole: die()
+            self._session.tasks._capture = lambda picture, whole: die()
 
     def run(self, plan, workspaces, skip, salt):
         round_id = self._session._turn.open_round
@@ -168,7 +168,7 @@ class Witness:
         if self._options.die == "apply":
             workspace.apply = lambda effect: die()
         elif self._options.die == "votes":
-            driver, voters = self._session._io_loop, set()
+            driver, voters = self._session.connection.loop, set()
             handle = driver._handle
 
             def hear(event):

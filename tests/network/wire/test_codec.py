@@ -1,4 +1,4 @@
-"""Every message there and back, drawn from the schema; then the same bytes, damaged."""
+"""Random messages of every type are encoded and decoded; then the same bytes, damaged."""
 
 from __future__ import annotations
 
@@ -157,8 +157,10 @@ SPEC = m.LedgerSpec(100, 0, epochs=1)
             "header of MembershipView takes 77.* at most 65536",
             id="header over 64 KiB",
         ),
-        pytest.param(data("text"), "payload of Data is no contiguous buffer", id="payload is text"),
-        pytest.param(data(np.zeros((4, 4))[:, 0]), "payload of Data is no contiguous", id="payload has gaps"),
+        pytest.param(data("text"), "payload of Data is not a contiguous buffer", id="payload is text"),
+        pytest.param(
+            data(np.zeros((4, 4))[:, 0]), "payload of Data is not a contiguous", id="payload has gaps"
+        ),
         pytest.param(
             data(np.empty(MAX_PAYLOAD_BYTES + 1, np.uint8)), "takes 67108865 bytes", id="payload over 64 MiB"
         ),
@@ -175,7 +177,7 @@ def test_a_whole_number_is_a_float_too() -> None:
 
 
 def test_our_own_reasons_are_made_to_fit() -> None:
-    """A long reason, or one with a traceback's odd characters, is no reason to crash."""
+    """A long reason, or one with control characters from a traceback, must not raise."""
     sent = m.Leave("line 1\nline 2\t\x1b[31m" + "é" * 1000)
     received = decode(encode(sent))
     assert isinstance(received, m.Leave)

@@ -1,4 +1,4 @@
-"""The limits of promise 7, one by one: what came, and the words with which it is refused."""
+"""Each bound of what peers may send: the frames, and the error with which they are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def joins(name: str, address: str) -> list[bytes | memoryview]:
 
 
 def refused(words: str, frames: list[bytes | memoryview], name: str) -> Any:
-    """A row: the words of the refusal, what came, and what it is."""
+    """A parameter set: text of the error, frames, and their name."""
     return pytest.param(frames, words, id=name)
 
 
@@ -45,16 +45,16 @@ FRAMES = [
         [*header(*DATA), memoryview(bytes(MAX_PAYLOAD_BYTES + 1))],
         "long payload",
     ),
-    refused("Data came in 1 frames, must be 2", header(*DATA), "Data without its payload"),
-    refused("Ping came in 2 frames, must be 1", [*header(54, 1), b"x"], "a payload where none belongs"),
+    refused("Data has 1 frames, must be 2", header(*DATA), "Data without its payload"),
+    refused("Ping has 2 frames, must be 1", [*header(54, 1), b"x"], "a payload where none belongs"),
 ]
 
 MSGPACK = [
     refused("incomplete input", [b""], "empty header"),
     refused("incomplete input", [b"\x92\x36"], "truncated"),
     refused("extra data", [b"\x92\x36\x00\x00"], "bytes after the document"),
-    refused("no msgpack", [b"\xc1"], "a byte that msgpack never uses"),
-    refused("no msgpack", [b"\x91" * 65536], "deep nesting"),
+    refused("not msgpack", [b"\xc1"], "a byte that msgpack never uses"),
+    refused("not msgpack", [b"\x91" * 65536], "deep nesting"),
     refused("exceeds max_str_len", header(17, "a" * 513), "string of 513 bytes"),
     refused("exceeds max_bin_len", header(15, 1, 1, bytes(65)), "binary of 65 bytes"),
     refused("exceeds max_array_len", header(16, ROUND, [0] * 4097, ""), "array of 4097"),

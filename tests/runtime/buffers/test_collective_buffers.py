@@ -53,10 +53,10 @@ def gather(rank, world_size, entries):
 
 def test_seven_elements_on_three_ranks_in_slices_of_two():
     """Segments 0 1 | 2 3 | 4 5 6, each in two slices (the longest has 12 bytes): 0, 1, 2, 3, 4, 5 6."""
-    workspace = DenseRingBuffer(floats(0, 1, 2, 3, 4, 5, 6), 3, slice_bytes=8)
-    assert workspace.slices == 2
+    buffer = DenseRingBuffer(floats(0, 1, 2, 3, 4, 5, 6), 3, slice_bytes=8)
+    assert buffer.slices == 2
     sent = [
-        np.frombuffer(workspace.payload(PayloadSlot(CollectivePhase.REDUCE, 0, s, c)), np.float32).tolist()
+        np.frombuffer(buffer.payload(PayloadSlot(CollectivePhase.REDUCE, 0, s, c)), np.float32).tolist()
         for s in range(3)
         for c in range(2)
     ]
@@ -65,43 +65,43 @@ def test_seven_elements_on_three_ranks_in_slices_of_two():
 
 def test_slices_are_added_and_stored_in_place():
     contribution = floats(1, 2, 3, 4)
-    workspace = DenseRingBuffer(contribution, 2)
-    workspace.apply(AddSlice(0, 0, floats(10, 20).tobytes(), FROM_1))
-    workspace.apply(StoreSlice(1, 0, memoryview(floats(7, 8).tobytes()), FROM_1))
-    assert workspace.update_N is contribution
+    buffer = DenseRingBuffer(contribution, 2)
+    buffer.apply(AddSlice(0, 0, floats(10, 20).tobytes(), FROM_1))
+    buffer.apply(StoreSlice(1, 0, memoryview(floats(7, 8).tobytes()), FROM_1))
+    assert buffer.update_N is contribution
     assert contribution.tolist() == [11, 22, 7, 8]
 
 
 def test_payloads_are_views_that_nobody_can_write_to():
-    workspace = DenseRingBuffer(floats(1, 2), 1)
-    view = workspace.payload(PayloadSlot(CollectivePhase.REDUCE))
-    workspace.update_N[0] = 5
+    buffer = DenseRingBuffer(floats(1, 2), 1)
+    view = buffer.payload(PayloadSlot(CollectivePhase.REDUCE))
+    buffer.update_N[0] = 5
     assert np.frombuffer(view, np.float32).tolist() == [5, 2] and view.readonly
 
 
 def test_more_ranks_than_elements_leave_empty_segments():
-    workspace = DenseRingBuffer(floats(1, 2), 5)
-    lengths = [len(workspace.payload(PayloadSlot(CollectivePhase.REDUCE, 0, s))) for s in range(5)]
+    buffer = DenseRingBuffer(floats(1, 2), 5)
+    lengths = [len(buffer.payload(PayloadSlot(CollectivePhase.REDUCE, 0, s))) for s in range(5)]
     assert sorted(lengths) == [0, 0, 0, 4, 4]
-    workspace.apply(AddSlice(lengths.index(0), 0, b"", FROM_1))
-    assert workspace.update_N.tolist() == [1, 2]
+    buffer.apply(AddSlice(lengths.index(0), 0, b"", FROM_1))
+    assert buffer.update_N.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("nbytes", [0, 4, 7, 12])
 def test_a_slice_of_another_length_is_refused(nbytes):
-    workspace = DenseRingBuffer(floats(1, 2, 3, 4), 2)
-    with pytest.raises(RemoteProtocolError, match=f"came with {nbytes} bytes, must be 8"):
-        workspace.apply(AddSlice(0, 0, bytes(nbytes), FROM_1))
+    buffer = DenseRingBuffer(floats(1, 2, 3, 4), 2)
+    with pytest.raises(RemoteProtocolError, match=f"has {nbytes} bytes, must have 8"):
+        buffer.apply(AddSlice(0, 0, bytes(nbytes), FROM_1))
 
 
 @pytest.mark.parametrize("effect", [AddSlice, StoreSlice])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, np.float32(1e38)])
 @pytest.mark.filterwarnings("error")
 def test_what_no_honest_member_sends_is_refused_where_it_arrives(bad, effect):
-    workspace = DenseRingBuffer(floats(1, 2, 3, 4), 2)
-    with pytest.raises(RemoteProtocolError, match=r"slice 0 from rank 1 holds values from .* at most 8\.5"):
-        workspace.apply(effect(0, 0, floats(bad, 0).tobytes(), FROM_1))
-    assert workspace.update_N.tolist() == [1, 2, 3, 4]
+    buffer = DenseRingBuffer(floats(1, 2, 3, 4), 2)
+    with pytest.raises(RemoteProtocolError, match=r"slice 0 from rank 1 has values from .* at most 8\.5"):
+        buffer.apply(effect(0, 0, floats(bad, 0).tobytes(), FROM_1))
+    assert buffer.update_N.tolist() == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 16, 1000])
@@ -111,46 +111,46 @@ def test_the_largest_honest_sum_passes_each_hop_of_a_ring(world_size):
     largest = np.nextafter(np.float32(largest_summable(world_size)), np.float32(np.inf))
     partial = floats(largest)
     for members in range(1, world_size):
-        workspace = DenseRingBuffer(floats(largest), 1)
-        workspace.apply(AddSlice(0, 0, partial.tobytes(), Provenance(0, members, world_size, members)))
-        partial = workspace.update_N.copy()
+        buffer = DenseRingBuffer(floats(largest), 1)
+        buffer.apply(AddSlice(0, 0, partial.tobytes(), Provenance(0, members, world_size, members)))
+        partial = buffer.update_N.copy()
     whole = Provenance(0, world_size, world_size, world_size)
-    workspace.apply(StoreSlice(0, 0, partial.tobytes(), whole))
-    assert len(workspace.compute_digest()) == 32
+    buffer.apply(StoreSlice(0, 0, partial.tobytes(), whole))
+    assert len(buffer.compute_digest()) == 32
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_is_not_sealed(bad):
     """Our own contribution is checked before it gets here: the last line of defence."""
-    workspace = DenseRingBuffer(floats(bad, 2), 1)
+    buffer = DenseRingBuffer(floats(bad, 2), 1)
     with pytest.raises(RemoteProtocolError, match="not finite although no member skips"):
-        workspace.compute_digest()
+        buffer.compute_digest()
 
 
 def test_what_is_hashed_ahead_is_what_the_seal_would_hash():
     ahead, late = (DenseRingBuffer(floats(1, 2, 3, 4, 5, 6), 3, slice_bytes=4) for _ in range(2))
     assert not ahead.hash_ahead(), "nothing is final yet"
-    for workspace in (ahead, late):
-        workspace.apply(AddSlice(0, 0, floats(10).tobytes(), Provenance(1, 1, 3, 1)))
-        assert not workspace.hash_ahead(), "a partial sum is written to again"
-        workspace.apply(AddSlice(1, 0, floats(10).tobytes(), Provenance(1, 2, 3, 2)))
-        workspace.apply(StoreSlice(0, 0, floats(20).tobytes(), Provenance(1, 3, 3, 3)))
+    for buffer in (ahead, late):
+        buffer.apply(AddSlice(0, 0, floats(10).tobytes(), Provenance(1, 1, 3, 1)))
+        assert not buffer.hash_ahead(), "a partial sum is written to again"
+        buffer.apply(AddSlice(1, 0, floats(10).tobytes(), Provenance(1, 2, 3, 2)))
+        buffer.apply(StoreSlice(0, 0, floats(20).tobytes(), Provenance(1, 3, 3, 3)))
     before = ahead.compute_digest()
     assert ahead.hash_ahead() and not ahead.hash_ahead()
     assert ahead.compute_digest() == before == late.compute_digest()
-    for workspace in (ahead, late):
-        workspace.apply(StoreSlice(1, 0, floats(30).tobytes(), Provenance(1, 3, 3, 3)))
+    for buffer in (ahead, late):
+        buffer.apply(StoreSlice(1, 0, floats(30).tobytes(), Provenance(1, 3, 3, 3)))
     assert before != ahead.compute_digest() == late.compute_digest(), "an old hash must not outlive its slice"
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.filterwarnings("error")
 def test_what_is_not_finite_is_told_by_the_seal_and_not_before(bad):
-    workspace = DenseRingBuffer(floats(bad, 1), 2)
-    workspace.apply(AddSlice(0, 0, floats(1).tobytes(), FROM_1))
-    workspace.hash_ahead()
+    buffer = DenseRingBuffer(floats(bad, 1), 2)
+    buffer.apply(AddSlice(0, 0, floats(1).tobytes(), FROM_1))
+    buffer.hash_ahead()
     with pytest.raises(RemoteProtocolError, match="not finite although no member skips"):
-        workspace.compute_digest()
+        buffer.compute_digest()
 
 
 @pytest.mark.parametrize(
@@ -169,9 +169,9 @@ def test_the_seal_is_of_the_slices_in_their_order():
 
 
 def test_one_who_skips_contributes_zeros():
-    workspace = DenseRingBuffer(floats(np.nan, 1), 2)
-    assert isinstance(workspace.make_collective(0, 2, skip=True), RingAllReduce)
-    assert workspace.update_N.tolist() == [0, 0]
+    buffer = DenseRingBuffer(floats(np.nan, 1), 2)
+    assert isinstance(buffer.make_collective(0, 2, skip=True), RingAllReduce)
+    assert buffer.update_N.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("wrong", [np.zeros(3), np.zeros((2, 2), np.float32), np.zeros(8, np.float32)[::2]])
@@ -184,13 +184,13 @@ def test_a_contribution_of_another_form_is_our_bug(wrong):
 
 
 def test_the_update_is_the_sum_over_all_ranks():
-    workspace = gather(1, 3, {0: 1.0, 5: 2.0})
-    workspace.apply(StoreFromRank(2, payload({5: 3.0}), FROM_1))
+    buffer = gather(1, 3, {0: 1.0, 5: 2.0})
+    buffer.apply(StoreFromRank(2, payload({5: 3.0}), FROM_1))
     with pytest.raises(LocalProtocolError, match="payloads of 2 of 3 ranks"):
-        workspace.compute_digest()
-    workspace.apply(StoreFromRank(0, payload({0: -1.0, 7: 4.0}), FROM_1))
-    assert shown(workspace.update) == {5: 5.0, 7: 4.0}
-    assert isinstance(workspace.make_collective(1, 3, skip=False), AllGather)
+        buffer.compute_digest()
+    buffer.apply(StoreFromRank(0, payload({0: -1.0, 7: 4.0}), FROM_1))
+    assert shown(buffer.update) == {5: 5.0, 7: 4.0}
+    assert isinstance(buffer.make_collective(1, 3, skip=False), AllGather)
 
 
 def test_more_entries_than_k_are_refused():
@@ -202,43 +202,39 @@ def test_more_entries_than_k_are_refused():
 
 
 def test_a_merge_goes_on_with_the_largest_and_keeps_its_part_of_the_rest():
-    workspace = butterfly({0: 1.0, 5: 2.0})
-    workspace.apply(
-        MergePayload(payload({1: 9.0, 5: 3.0}), owner_modulus=2, owner_residue=0, provenance=FROM_1)
-    )
-    assert shown(workspace.update) == {1: 9.0, 5: 5.0}
-    assert [(i.tolist(), v.tolist()) for i, v in workspace.truncated] == [([0], [1.0])]
-    assert workspace.payload(PayloadSlot(CollectivePhase.SWAP, 1)) == payload({1: 9.0, 5: 5.0})
+    buffer = butterfly({0: 1.0, 5: 2.0})
+    buffer.apply(MergePayload(payload({1: 9.0, 5: 3.0}), owner_modulus=2, owner_residue=0, provenance=FROM_1))
+    assert shown(buffer.update) == {1: 9.0, 5: 5.0}
+    assert [(i.tolist(), v.tolist()) for i, v in buffer.truncated] == [([0], [1.0])]
+    assert buffer.payload(PayloadSlot(CollectivePhase.SWAP, 1)) == payload({1: 9.0, 5: 5.0})
 
 
 def test_the_other_side_keeps_the_other_part():
-    workspace = butterfly({1: 9.0, 5: 3.0})
-    workspace.apply(
-        MergePayload(payload({0: 1.0, 5: 2.0}), owner_modulus=2, owner_residue=1, provenance=FROM_1)
-    )
-    assert shown(workspace.update) == {1: 9.0, 5: 5.0}
-    assert [(i.tolist(), v.tolist()) for i, v in workspace.truncated] == [([], [])]
+    buffer = butterfly({1: 9.0, 5: 3.0})
+    buffer.apply(MergePayload(payload({0: 1.0, 5: 2.0}), owner_modulus=2, owner_residue=1, provenance=FROM_1))
+    assert shown(buffer.update) == {1: 9.0, 5: 5.0}
+    assert [(i.tolist(), v.tolist()) for i, v in buffer.truncated] == [([], [])]
 
 
 def test_what_is_adopted_is_taken_bit_for_bit():
-    workspace = butterfly({0: 1.0})
-    workspace.apply(ReplacePayload(payload({3: 4.0}), FROM_1))
-    assert shown(workspace.update) == {3: 4.0}
-    assert workspace.payload(PayloadSlot(CollectivePhase.UNFOLD)) == payload({3: 4.0})
-    assert workspace.truncated == []
+    buffer = butterfly({0: 1.0})
+    buffer.apply(ReplacePayload(payload({3: 4.0}), FROM_1))
+    assert shown(buffer.update) == {3: 4.0}
+    assert buffer.payload(PayloadSlot(CollectivePhase.UNFOLD)) == payload({3: 4.0})
+    assert buffer.truncated == []
 
 
 def test_one_who_skips_sends_no_entries():
-    workspace = butterfly({0: 1.0})
-    assert isinstance(workspace.make_collective(0, 4, skip=True), ButterflyExchange)
-    assert workspace.payload(PayloadSlot(CollectivePhase.SWAP)) == payload({})
+    buffer = butterfly({0: 1.0})
+    assert isinstance(buffer.make_collective(0, 4, skip=True), ButterflyExchange)
+    assert buffer.payload(PayloadSlot(CollectivePhase.SWAP)) == payload({})
 
 
 # -- all ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("workspace", "other"),
+    ("buffer", "other"),
     [
         (DenseRingBuffer(floats(1, 2), 1), DenseRingBuffer(floats(1, -2), 1)),
         (gather(0, 1, {0: 1.0}), gather(0, 1, {1: 1.0})),
@@ -246,23 +242,23 @@ def test_one_who_skips_sends_no_entries():
     ],
     ids=["dense", "gather", "butterfly"],
 )
-def test_another_update_has_another_digest(workspace, other):
-    assert len(workspace.compute_digest()) == 32
-    assert workspace.compute_digest() == workspace.compute_digest() != other.compute_digest()
+def test_another_update_has_another_digest(buffer, other):
+    assert len(buffer.compute_digest()) == 32
+    assert buffer.compute_digest() == buffer.compute_digest() != other.compute_digest()
 
 
 @pytest.mark.parametrize("damaged", [b"", b"\xff" * 20, payload({0: 1.0})[:-1], payload({0: 1.0}) + b"\x00"])
 def test_a_damaged_payload_is_the_peers_fault_and_changes_nothing(damaged):
-    workspace = butterfly({2: 1.0})
+    buffer = butterfly({2: 1.0})
     with pytest.raises(RemoteProtocolError):
-        workspace.apply(MergePayload(damaged, 1, 0, FROM_1))
-    assert shown(workspace.update) == {2: 1.0} and workspace.truncated == []
+        buffer.apply(MergePayload(damaged, 1, 0, FROM_1))
+    assert shown(buffer.update) == {2: 1.0} and buffer.truncated == []
     with pytest.raises(RemoteProtocolError):
         gather(1, 3, {}).apply(StoreFromRank(0, damaged, FROM_1))
 
 
 @pytest.mark.parametrize(
-    ("workspace", "foreign"),
+    ("buffer", "foreign"),
     [
         (DenseRingBuffer(floats(1, 2), 1), ReplacePayload(b"", FROM_1)),
         (gather(0, 1, {}), AddSlice(0, 0, b"", FROM_1)),
@@ -270,12 +266,12 @@ def test_a_damaged_payload_is_the_peers_fault_and_changes_nothing(damaged):
     ],
     ids=["dense", "gather", "butterfly"],
 )
-def test_an_effect_of_another_core_is_our_bug(workspace, foreign):
+def test_an_effect_of_another_core_is_our_bug(buffer, foreign):
     with pytest.raises(LocalProtocolError, match="is no effect of"):
-        workspace.apply(foreign)
+        buffer.apply(foreign)
 
 
-@pytest.mark.parametrize("workspace", [DenseRingBuffer(floats(1, 2), 3), gather(0, 3, {})])
-def test_a_workspace_made_for_other_ranks_is_our_bug(workspace):
-    with pytest.raises(LocalProtocolError, match="collective of 4 ranks over a workspace made for 3"):
-        workspace.make_collective(0, 4, skip=False)
+@pytest.mark.parametrize("buffer", [DenseRingBuffer(floats(1, 2), 3), gather(0, 3, {})])
+def test_a_buffer_made_for_other_ranks_is_our_bug(buffer):
+    with pytest.raises(LocalProtocolError, match="collective of 4 ranks over a buffer made for 3"):
+        buffer.make_collective(0, 4, skip=False)

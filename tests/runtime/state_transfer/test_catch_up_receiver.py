@@ -67,11 +67,11 @@ class Wire:
 
 
 class Donor:
-    """A donor with an image of step 4 and the updates up to `latest`."""
+    """A state source with a snapshot of step 4 and the updates up to `latest`."""
 
     def __init__(self, latest: int = 11) -> None:
-        self.donating = CatchUpSource(None, lambda: None)
-        self.donating.set_followers(io.TakeSnapshot(4, (A,)))
+        self.donating = CatchUpSource(None, lambda call: call())
+        self.donating.set_receivers(io.TakeSnapshot(4, (A,)))
         self.donating._snapshot_sender.store(StateSnapshot.build(*START, b"own", COMMON))
         for update in STEPS:
             if update.step <= latest:
@@ -112,7 +112,11 @@ def test_it_loads_the_image_then_replays_what_was_voted_for() -> None:
             done.append(work)
             following.finish_work(work)
     image, *replayed = done
-    assert isinstance(image, SnapshotWork) and bytes(image.common) == COMMON and bytes(image.own) == b"own"
+    assert (
+        isinstance(image, SnapshotWork)
+        and bytes(image.shared_part) == COMMON
+        and bytes(image.private_part) == b"own"
+    )
     steps = [step for work in replayed if isinstance(work, ReplayWork) for step in work.steps]
     assert [step.step for step in steps] == [5, 6, 7, 8, 9, 10, 11]
     for got, expected in zip(steps, STEPS, strict=True):
@@ -153,7 +157,7 @@ def test_only_what_waits_counts_as_waiting(monkeypatch: pytest.MonkeyPatch) -> N
         assert following.has_work and not following.failure
     for step in (60, 61, 62):
         following.handle_message(A, m.UpdateLogEntry(step, step, payload), 0.0)
-    assert f"{4 * len(payload)} bytes of updates wait to be replayed" in following.failure
+    assert f"{4 * len(payload)} bytes of updates are pending" in following.failure
 
 
 def changed(update: StepUpdate) -> StepUpdate:
@@ -197,7 +201,7 @@ def test_a_donor_that_changes_a_block_is_found_out() -> None:
         following.handle_message(A, m.SnapshotBlock(4, 0, bytes(BLOCK_BYTES)), 0.0)
         return following
 
-    with pytest.raises(RemoteProtocolError, match="block 0 of the image of step 4"):
+    with pytest.raises(RemoteProtocolError, match="block 0 of the snapshot of step 4"):
         attack()
     with disable_defences("image-block"):
         assert attack()._snapshot.progress[0] == 1
@@ -216,7 +220,7 @@ def test_updates_are_not_sent_again_and_again() -> None:
 def test_who_is_no_follower_any_more_gets_no_updates() -> None:
     donor = Donor(latest=8)
     donor.answers([(A, m.UpdatesRequest(4))])
-    donor.donating.set_followers(io.TakeSnapshot(-1, ()))
+    donor.donating.set_receivers(io.TakeSnapshot(-1, ()))
     donor.donating.record_step(STEPS[4], N)
     assert donor.answers([]) == []
 
@@ -286,7 +290,7 @@ def test_what_is_no_update_is_refused(payload: bytes) -> None:
 
 
 def test_the_log_is_bounded_and_has_no_gap() -> None:
-    log = UpdateLog(most=3)
+    log = UpdateLog(max_count=3)
     for update in STEPS:
         log.add(update)
     assert [log.get(step) is not None for step in range(5, 13)] == [False] * 4 + [True] * 3 + [False]
@@ -298,13 +302,13 @@ def test_the_log_is_bounded_and_has_no_gap() -> None:
     )
     log.add(step_update(20))
     assert log.latest_step == 20 and not log.has_all_after(11)
-    small = UpdateLog(most_bytes=1)
+    small = UpdateLog(max_bytes=1)
     for update in STEPS:
         small.add(update)
     assert small.has_all_after(10) and not small.has_all_after(9), "the latest is always kept"
 
 
 def test_progress_in_words() -> None:
-    assert progress_line((0, 0, -1, -1)) == "waiting for a copy of the state"
+    assert progress_line((0, 0, -1, -1)) == "waiting for a snapshot of the state"
     assert progress_line((5, 10, -1, 7), width=4) == "[##..] 5 of 10 blocks of the state"
-    assert progress_line((10, 10, 6, 9)) == "at step 6, the others at 9"
+    assert progress_line((10, 10, 6, 9)) == "at step 6, the others at step 9"

@@ -172,7 +172,7 @@ def test_after_a_gap_nothing_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "total", "words"),
     [
-        (b"12345678", 2, "table has 8 bytes, must be 16"),
+        (b"12345678", 2, "table has 8 bytes, must have 16"),
         (struct.pack("<2Q", 10, 2**63), 5, "must be at most 100000000"),
         (struct.pack("<2Q", 0, 10), 2, "a checkpoint of"),
         (struct.pack("<2Q", 10, 10), 7, "in 7 blocks; must be at most 100000000, in 3"),
@@ -189,5 +189,5 @@ def test_a_block_of_another_length_is_refused(tmp_path: Path) -> None:
     blocks = sent_by(CheckpointCopier(disk, None, 10**8), line)
     taker = CheckpointCopier(disk, None, 10**8)
     taker.receive(blocks[0])
-    with pytest.raises(RemoteProtocolError, match="block 1 of a checkpoint has 99 bytes, due are 100"):
+    with pytest.raises(RemoteProtocolError, match="block 1 of a checkpoint has 99 bytes, must have 100"):
         taker.receive(replace(blocks[1], payload=blocks[1].payload[:-1]))

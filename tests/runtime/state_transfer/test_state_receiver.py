@@ -1,85 +1,78 @@
-"""The trainer's thread takes over a state, while the loop's thread may be a generation further on."""
+"""The training thread takes a state, while the I/O thread may be a generation further on."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from gridtrain.config import JoinConfig
+from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
-from gridtrain.runtime.group_session import GroupSession
+from gridtrain.network.transport.access_control import PeerAllowlist
+from gridtrain.network.transport.interface import TrafficCounters
+from gridtrain.runtime.io_loop import IoLoop
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
+from gridtrain.runtime.mailbox.worker_task import AddResiduals, LoadState
+from gridtrain.runtime.state_transfer.blobs import split_blocks
+from gridtrain.runtime.trainer_tasks import TrainerTasks
+
+COORDINATOR = b"c" * 32
 
 
-class Loop:
-    """What the trainer's thread sees of the loop's: a state is offered, whenever it looks."""
+class Scene:
+    """A trainer with an I/O loop that nobody turns."""
 
-    def __init__(self, *states: tuple[int, int, list[bytes]] | None) -> None:
-        self.states = list(states)
-        self.told: list[io.MemberEvent] = []
-        self.taking = self.signs = self
+    def __init__(self) -> None:
+        wire: Any = SimpleNamespace(me=b"w" * 32, traffic=TrafficCounters(), wake=lambda: None)
+        config = JoinConfig("tcp://127.0.0.1:1", COORDINATOR.hex())
+        self.loop = IoLoop(wire, config, PeerAllowlist(COORDINATOR))
+        self.tasks = TrainerTasks(self.loop)
+        self.loaded: list[Any] = []
+        self.tasks.attach_state(lambda snapshot, whole: None, self.loaded.append)
 
-    def look(self) -> WorkerSnapshot:
-        return WorkerSnapshot(is_state_complete=True, generation=2, has_incoming_residuals=True)
+    def receive(self, generation: int, blob: bytes) -> None:
+        blocks = split_blocks([blob])
+        for index, block in enumerate(blocks):
+            message = m.StateBlock(1, generation, index, len(blocks), block)
+            self.loop.state_receiver.receive_block(message, vouched=True, is_forwarding=False)
 
-    def take(self) -> tuple[int, int, list[bytes]] | None:
-        return self.states.pop(0)
-
-    def busy(self, on: bool) -> None:
-        pass
-
-    def command(self, event: io.MemberEvent) -> None:
-        self.told.append(event)
-
-    def wait(
-        self, ready: Callable[[WorkerSnapshot], bool], timeout_s: float = math.inf
-    ) -> WorkerSnapshot | None:
-        if ready(self.look()):
-            return self.look()
-        assert timeout_s < math.inf, "the loop's thread waits for this one"
-        return None
+    def run(self, task: Any) -> list[io.MemberEvent]:
+        """The events that follow."""
+        self.tasks.run(task, WorkerSnapshot(tasks=(task,)), is_pipeline=False)
+        return [command for command in self.loop.mailbox.take_commands() if not callable(command)]
 
 
 @pytest.fixture
-def session_over() -> Callable[[Loop], Any]:
-    def make(loop: Loop) -> Any:
-        loaded: list[list[bytes]] = []
-        session: Any = GroupSession.__new__(GroupSession)
-        session._driver, session._disk, session._is_pipeline = loop, None, False
-        session._restore, session.loaded = loaded.append, loaded
-        return session
-
-    return make
+def scene() -> Scene:
+    return Scene()
 
 
-def test_the_next_generations_state_may_be_there_when_this_ones_is_loaded(session_over: Any) -> None:
+def test_the_next_generations_state_may_be_there_when_this_ones_is_loaded(scene: Scene) -> None:
     """A worker hung until it was dismissed: it waited for the offer to end, the loop for it to be taken."""
-    loop = Loop((1, 1, [b"old"]), (1, 2, [b"new"]))
-    session = session_over(loop)
-    session._restore_state()
-    session._restore_state()
-    assert session.loaded == [[b"old"], [b"new"]]
-    assert loop.told == [io.StateLoaded(1, 1), io.StateLoaded(1, 2)]
+    scene.receive(1, b"old")
+    assert scene.run(LoadState(1)) == [io.StateLoaded(1, 1)]
+    scene.receive(2, b"new")
+    assert scene.run(LoadState(2)) == [io.StateLoaded(1, 2)]
+    assert scene.loaded == [[b"old"], [b"new"]]
 
 
-def test_a_state_that_is_replaced_before_it_is_taken_is_waited_for_again(session_over: Any) -> None:
-    loop = Loop(None, (1, 2, [b"new"]))
-    session = session_over(loop)
-    session._restore_state()
-    assert session.loaded == [] and loop.told == []
-    session._restore_state()
-    assert session.loaded == [[b"new"]]
+def test_a_state_that_is_replaced_before_it_is_taken_is_not_loaded_for_another_generation(
+    scene: Scene,
+) -> None:
+    scene.receive(1, b"old")
+    scene.receive(2, b"new")
+    assert scene.run(LoadState(1)) == [] and scene.loaded == []
+    assert scene.run(LoadState(2)) == [io.StateLoaded(1, 2)] and scene.loaded == [[b"new"]]
 
 
-def test_a_residual_that_comes_while_another_is_added_is_added_too(session_over: Any) -> None:
-    loop: Any = Loop()
-    loop.residuals = SimpleNamespace(take=lambda: [(b"p", "entries")])
-    session = session_over(loop)
+def test_a_residual_that_comes_while_another_is_added_is_added_too(scene: Scene) -> None:
     added: list[Any] = []
-    session._replay, session._has_begun = None, lambda picture: False
-    session._inherit = lambda peer, entries: added.append(entries)
-    picture = SimpleNamespace(offered_work=False, inherited=True)
-    assert session._serve_requests(picture) and added == ["entries"]
+    scene.tasks.attach_residual(4, lambda peer, entries: added.append(entries))
+    confirmed: Any = [(b"p", "entries")]
+    for count in (1, 2):
+        scene.loop.residuals.incoming.confirmed = list(confirmed)
+        assert scene.tasks.next_task(WorkerSnapshot(tasks=(AddResiduals(),))) == AddResiduals()
+        scene.run(AddResiduals())
+        assert added == ["entries"] * count

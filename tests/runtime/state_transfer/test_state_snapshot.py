@@ -167,7 +167,7 @@ def test_a_block_that_is_not_what_the_table_says() -> None:
     exchange.turn()
     exchange.turn()
     index = min(exchange.intake._sources[A].requested)
-    with pytest.raises(RemoteProtocolError, match=f"block {index} of the image of step 5"):
+    with pytest.raises(RemoteProtocolError, match=f"block {index} of the snapshot of step 5"):
         exchange.intake.receive_block(A, m.SnapshotBlock(5, index, bytes(BLOCK_BYTES)))
     exchange.drop(A)  # as the loop does with whoever breaks the protocol
     exchange.finish()
@@ -178,7 +178,10 @@ def test_a_block_that_is_not_what_the_table_says() -> None:
     ("payload", "words"),
     [
         (b"short", "table of 5 bytes"),
-        (StateSnapshot.build(1, b"", b"", bytes(2000)).table, "an image of 2000 bytes; at most 1000"),
+        (
+            StateSnapshot.build(1, b"", b"", bytes(2000)).table,
+            "a snapshot of 2000 bytes; at most 1000",
+        ),
         (StateSnapshot.build(1, b"", b"x", b"y").table + b"z", "for parts of 1 and 1"),
     ],
 )

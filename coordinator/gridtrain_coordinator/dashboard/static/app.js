@@ -1,4 +1,4 @@
-// The page: takes events from the coordinator, keeps what they say, draws once a frame at most.
+// The page: receives events from the coordinator, stores their state, and draws at most once a frame.
 
 import { about, bytes, count, digits, el, put, rate } from "./format.js";
 import { Plots } from "./plots.js";
@@ -25,7 +25,7 @@ function token() {
   return sessionStorage.getItem("token");
 }
 
-// -- what comes in -----------------------------------------------------------------------------------
+// -- events ------------------------------------------------------------------------------------------
 
 function whole(told) {
   Object.assign(state, { run: told.run, columns: told.columns, shape: { ...state.shape, ...told.shape }, stride: told.stride });
@@ -61,7 +61,7 @@ function plan() {
   requestAnimationFrame(() => { planned = false; render(); });
 }
 
-// -- what is drawn -----------------------------------------------------------------------------------
+// -- drawing -----------------------------------------------------------------------------------------
 
 function render() {
   const { run } = state;
@@ -90,7 +90,7 @@ function tiles(run) {
     ["Step", count(run.step), run.steps_per_s === null || run.steps_per_s === undefined ? "no rate yet" : `${digits(run.steps_per_s)} a second`],
     ["Loss", digits(run.loss, 4), run.loss === null ? "no worker reports one" : "mean of all workers"],
     ["Samples/s", digits(run.samples_per_s), "of all workers"],
-    ["Workers", count(active), !all ? "nobody is here" : all === active ? "all active" : `of ${all}: ${others(run.workers)}`],
+    ["Workers", count(active), !all ? "no workers" : all === active ? "all active" : `of ${all}: ${others(run.workers)}`],
     ["Sent", rate(run.sent_Bps), `${bytes(run.exchanged_bytes)} for exchanges`],
     ["Saved", saved === null ? "–" : dense ? "none" : `${digits(saved, 3)} ×`, dense ? "a dense exchange leaves nothing out" : saved === null ? "against a dense ring" : `a dense ring: ${bytes(run.dense_bytes)}`],
     ["Generation", count(run.generation), `term ${count(run.term)}, drifts ${count(run.drifts)}`],
@@ -112,7 +112,7 @@ function facts(told) {
   at("facts").replaceChildren(...Object.entries(told).flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
 }
 
-// -- choices -----------------------------------------------------------------------------------------
+// -- settings -----------------------------------------------------------------------------------------
 
 const THEMES = ["system", "light", "dark"];
 
@@ -136,7 +136,7 @@ for (const radio of document.querySelectorAll("input[type=radio]")) {
 }
 theme(chosen());
 
-// -- the line to the coordinator ---------------------------------------------------------------------
+// -- connection to the coordinator ---------------------------------------------------------------------
 
 function alive(words, kind) {
   put(at("live"), words);

@@ -1,4 +1,4 @@
-// One worker in full, and for who has the token what can be done about it.
+// The details of one worker and, with the token, orders about it.
 
 import { bytes, count, digits, el, rate, seconds } from "./format.js";
 import { SPLIT } from "./table.js";

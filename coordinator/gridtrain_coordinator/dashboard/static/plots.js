@@ -1,4 +1,4 @@
-// Three curves against time, steps or bytes.  uPlot draws; this decides what.
+// Three curves against time, steps or bytes, drawn by uPlot.
 
 import { bytes, clock, count, cssColour, digits, el, put } from "./format.js";
 

@@ -1,4 +1,4 @@
-// One row per worker: sorted, filtered, in pages.  Rows stay, their texts change.
+// One row per worker: sorted, filtered, in pages.  Rows are reused; only their texts change.
 
 import { count, digits, el, put, rate, seconds, svg } from "./format.js";
 
@@ -160,7 +160,7 @@ export class Table {
   }
 }
 
-// How a state is coloured; a worker that its owner has paused is no fault.
+// Colour of a state; a paused worker is no fault.
 const STATES = new Map([...["active", "suspect", "joining", "following", "admitted", "lost", "left"].map((state) => [state, state]), ["paused", "left"]]);
 
 function short(value_s) {

@@ -1,4 +1,4 @@
-// Generations as bands, faults and comings as marks, and the same as a list of sentences.
+// The timeline: generations as bands, faults and joins as marks, and all events as a list of sentences.
 
 import { clock, el, svg } from "./format.js";
 
@@ -50,7 +50,7 @@ export class Timeline {
     const generations = this.events.filter((event) => event.event === "generation");
     const faults = this.events.filter((event) => event.kind === "fault").length;
     const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label":
-      `${generations.length} generations and ${faults} faults since ${clock(from)}; the list below holds the same in words` });
+      `${generations.length} generations and ${faults} faults since ${clock(from)}; the list below has the same as text` });
     picture.append(svg("line", { x1: 6, x2: WIDTH - 6, y1: HEIGHT - 12, y2: HEIGHT - 12, class: "t-axis" }));
     generations.forEach((event, at) => {
       const x1 = x(event.at_s), x2 = at + 1 < generations.length ? x(generations[at + 1].at_s) : x(to);

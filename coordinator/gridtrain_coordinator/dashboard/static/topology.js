@@ -1,10 +1,10 @@
-// Who talks to whom: a drawing of the generation.  Above 40 members each is a dot, without edges.
+// The graph of a generation: which members exchange with each other.  Above 40 members, dots without edges.
 
 import { bits, el, put, seconds, svg } from "./format.js";
 import { total_s } from "./table.js";
 
 const NARROW = 480;
-let WIDTH = 640, HEIGHT = 440, NAMED = 16, LABELLED = 10; // of the drawing; letters keep their size on a phone because these are smaller there
+let WIDTH = 640, HEIGHT = 440, NAMED = 16, LABELLED = 10; // of the drawing; smaller on a phone, so that letters keep their size
 const KEYS = {
   edges: [["edge", "wider: a faster line"], ["edge slow", "slowest line"], ["edge relay", "through a relay"]],
   nodes: [["arc busy", "computing"], ["arc", "waiting and communicating"], ["halo", "the others wait for it"]],
@@ -31,7 +31,7 @@ export class Topology {
     }
     for (const [id, node] of this.nodes) this.colour(node, workers.get(id), waited?.id === id);
     const name = workers.get(waited?.id)?.name;
-    put(document.getElementById("waited"), name ? `The others wait for ${name}: it ${waited.reason}.` : phase === "training" && shape.size > 1 ? "Nobody stands out: no worker holds up the others." : "");
+    put(document.getElementById("waited"), name ? `The others wait for ${name}: it ${waited.reason}.` : phase === "training" && shape.size > 1 ? "Nobody stands out: no worker delays the others." : "");
     put(document.getElementById("shape"), !shape.size ? "" : shape.kind === "stages" && shape.size % shape.stages === 0 ? `${shape.stages} stages × ${shape.size / shape.stages} workers` : `${shape.kind} of ${shape.size}`);
   }
 
@@ -39,7 +39,7 @@ export class Topology {
     this.nodes.clear();
     [WIDTH, HEIGHT, NAMED, LABELLED] = this.narrow ? [390, 400, 8, 0] : [640, 440, 16, 10];
     const many = shape.ids.length > 40;
-    const label = `${shape.kind} of ${shape.ids.length} workers; the tables below hold the same in words`;
+    const label = `${shape.kind} of ${shape.ids.length} workers; the tables below have the same as text`;
     const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label });
     if (many) this.dots(picture, shape, workers);
     else if (shape.ids.length) this.graph(picture, shape, workers);
@@ -86,7 +86,7 @@ export class Topology {
   }
 
   label(shape, x1, y1, x2, y2, words) {
-    // Two workers: beside the only line; a ring: on the edge, moved a little inwards.
+    // Two workers: beside the only edge; a ring: on the edge, moved a little inwards.
     const x = (x1 + x2) / 2 + (WIDTH / 2 - (x1 + x2) / 2) * 0.16, y = (y1 + y2) / 2 + (HEIGHT / 2 - (y1 + y2) / 2) * 0.16;
     return backed(x, y + 4.5, words, "dim");
   }

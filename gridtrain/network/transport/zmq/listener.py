@@ -114,7 +114,7 @@ class Listener:
             self.router,
             routing_id=incoming.routing_id,
             user_id=incoming.user_id,
-            tcp=self._accepted[fd],
+            accepted_tcp=self._accepted[fd],
             state="shut",
         )
         # Both entries stay until the monitor says that it is closed.
@@ -156,7 +156,7 @@ class Listener:
         """The connection of this peer that `silence` has left standing, in use again; None: there is none."""
         lost = [connection for connection, _ in self._lost]
         for connection in self._connections_of(peer):
-            is_admitted = access_control.is_still_admitted(self._policy, peer, guest=False)
+            is_admitted = access_control.is_still_admitted(self._policy, peer, is_pending=False)
             if is_admitted and connection.state == "silent" and connection not in lost:
                 connection.state = "up"
                 return connection

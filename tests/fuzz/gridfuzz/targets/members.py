@@ -1,10 +1,10 @@
-"""A worker's core in its real loop, in a generation of three: what peers, strangers and the coordinator
-may send it.
+"""A worker's core in its real loop, in a generation of three, under messages of peers, strangers and the
+coordinator.
 
-What is not real is the network below the loop and the trainer above it, and both are honest: whatever goes
-wrong is the product's fault.  The schedule decides what comes from outside, and when.
+The network below the loop and the trainer above it are simulated and honest: any failure is a fault of the
+product.  The schedule decides what arrives, and when.
 
-    input:  u8 rank, u8 exchange, then a schedule: one byte of what, and what it takes
+    input:  u8 rank, u8 exchange, then a schedule: one byte for an action, and its arguments
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Rig:
         state: m.LedgerState,
         joining: tuple[m.PeerId, ...] = (),
     ) -> None:
-        """As an honest coordinator makes it; members that lack the state are given it."""
+        """A next generation as an honest coordinator makes it; members without the state receive it."""
         self.generation = max(self.generation, self.core.generation) + 1
         term, generation = self.core.term, self.generation
         roster = tuple(m.Member(p, "n", f"tcp://127.0.0.1:{p[0]}", 4, p in joining) for p in order)
@@ -195,7 +195,7 @@ class Rig:
         self.loop._publish()
 
     def hear(self, peer: m.PeerId, message: m.Message) -> None:
-        """The transport passes on nothing of who is no acquaintance, or is not connected."""
+        """The transport delivers nothing from peers that are not admitted or not connected."""
         if peer not in self.up or self.gate(peer) is not ConnectionRole.MEMBER:
             return
         match message:
@@ -222,7 +222,7 @@ class Rig:
             "peer": (*KEYS, STRANGER),
             "digest": tuple(self.yes.get(here, {}).values()) or (b"", b"d" * 32),
             "LedgerState": (
-                core.ledger,
+                core.replica_state.ledger,
                 m.LedgerState(requeued=spans),
                 m.LedgerState(holders=((KEYS[0], spans),)),
             ),
@@ -236,7 +236,7 @@ class Rig:
         }
 
     def _due_data(self) -> None:
-        """What the exchange waits for, with a good payload or nearly one."""
+        """Data that the exchange waits for, with a valid payload or nearly one."""
         if self.open is None or not self.due or self.core.rank_assignment is None:
             return
         rank, place = self.source.choice(self.due[:1] if self.kind == 0 else self.due)
@@ -282,11 +282,9 @@ class Rig:
 
     def _generation_after_freeze(self) -> None:
         core, source = self.core, self.source
-        applied, history, state = core.applied, core.history, core.ledger
+        applied, history, state = core.applied, core.history, core.replica_state.ledger
         prepared = (
-            core._view_changes.generation.attempts.prepared_attempt
-            if core._view_changes.generation is not None
-            else None
+            core.current_generation.attempts.prepared_attempt if core.current_generation is not None else None
         )
         if prepared is not None and core.is_synced and source.byte() & 1:
             applied, history = prepared.round_id.step, extend_history(history, prepared.digest)
@@ -317,7 +315,10 @@ class Rig:
             or self.source.one_in(6)
         ):
             return
-        must(core.own_id in core.data_assignment(), "this worker has no place in the assignment")
+        must(
+            core.own_id in core.current_generation.data_assignment(),
+            "this worker has no place in the assignment",
+        )
         rank, round_id = core.rank_assignment.rank, core.next_round
         self.due = expected(self.kind, rank, self.world, 1)
         workspace: Any
@@ -333,7 +334,7 @@ class Rig:
 
     def _restore(self) -> None:
         try:
-            taken = self.loop.state_receiver.take_state()
+            taken = self.loop.state_receiver.take_state(self.core.generation)
         except RemoteProtocolError:  # the trainer's affair: a donor that lies costs the joiner its start
             return
         if taken is None:
@@ -346,9 +347,7 @@ class Rig:
     def standing(self) -> Before:
         core = self.core
         prepared = (
-            core._view_changes.generation.attempts.prepared_attempt
-            if core._view_changes.generation is not None
-            else None
+            core.current_generation.attempts.prepared_attempt if core.current_generation is not None else None
         )
         return Before(
             core.term,
@@ -393,12 +392,12 @@ class Rig:
         must(core.generation >= before.generation, "the generation goes back")
         must(core.applied >= before.applied or by_view, "the applied step goes back without a VIEW")
         must(core.deadline_s == core.deadline_s, "the deadline is no number")
-        must(len(core._peer_links._expected_since) <= MAX_EXPECTED, "too many are expected")
+        must(len(core._context.peer_links._expected_since) <= MAX_EXPECTED, "too many are expected")
         for peer in self._members():
             must(core.early_bytes(peer) <= MAX_EARLY_BYTES, "too many bytes are held")
             held = (
-                core._view_changes.generation.attempts._early.get(peer)
-                if core._view_changes.generation is not None
+                core.current_generation.attempts._early.get(peer)
+                if core.current_generation is not None
                 else None
             )
             must(held is None or len(held.messages) <= MAX_EARLY_MESSAGES, "too many messages are held")

@@ -1,6 +1,6 @@
-"""Votes, decisions and data into `protocol.attempts`, at the root and elsewhere; the local side is honest.
+"""Votes, decisions and data into `core.commit.attempts`, at the root and elsewhere; the local side is honest.
 
-input:  u8 ranks, u8 rank, then a schedule: one byte of what, and what it takes
+input:  u8 ranks, u8 rank, then a schedule: one byte for an action, and its arguments
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from gridtrain.core.commit.attempts import (
     MAX_EARLY_MESSAGES,
     AttemptEffect,
     Attempts,
-    RankAssignment,
     StepCommitted,
 )
 from gridtrain.core.commit.two_phase_commit import ROOT, Failed, Prepared, ProgressReceived
 from gridtrain.core.group import member_events as io
+from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.errors import RemoteProtocolError
 
 GOOD, BAD = b"good", b"bad"
@@ -103,7 +103,7 @@ class Play:
         return m.RoundId(here.term, here.generation + source.one_in(8), step, attempt)
 
     def any_rank(self) -> int:
-        """Mostly another one; a peer that is alone has no other."""
+        """Mostly another rank than our own, if there is one."""
         return (self.seat.rank + 1 + self.source.below(self.seat.world_size)) % self.seat.world_size
 
     def progressed(self, rank: int, message: m.RoundProgress) -> None:
@@ -124,7 +124,7 @@ class Play:
             self.offend(peer)
 
     def offend(self, peer: m.PeerId) -> None:
-        """As the member's core treats an offence: the peer is not listened to any more."""
+        """As the member's core treats a violation: the peer is ignored from then on."""
         if self.source.one_in(2):
             self.offended.add(peer)
             self.core.drop_early(peer)
