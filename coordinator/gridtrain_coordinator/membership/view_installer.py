@@ -211,7 +211,9 @@ class ViewInstaller:
             "generation": view.generation,
             "workers": view.world_size,
             "step": view.applied + 1,
-            "verdict": view.verdict.name,
+            **(
+                {"verdict": view.verdict.name} if view.generation > 1 else {}
+            ),  # a first start decides no step
             "reason": view.reason,
             "plan": self._planner.plan_reason,
             **({"exchange": choice.description} if choice.is_auto else {}),
