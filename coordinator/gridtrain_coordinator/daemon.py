@@ -282,24 +282,17 @@ class Coordinator:
             case Received(peer, BundleRequest() as request) if not self._access.is_pending(peer):
                 return self._bundle_server.answer(peer, request, now_s)
             case Received(peer, message):
-                effects = self._access.handle(peer, message, now_s)
-                return (
-                    effects
-                    if effects is not None
-                    else self._membership.handle(io.MessageReceived(peer, message), now_s)
-                )
+                if (effects := self._access.handle(peer, message, now_s)) is not None:
+                    return effects
+                return self._membership.handle(io.MessageReceived(peer, message), now_s)
             case PeerUp(peer, _, host):
-                return (
-                    []
-                    if self._access.on_connected(event)
-                    else self._membership.handle(io.PeerConnected(peer, host), now_s)
-                )
+                if self._access.on_connected(event):
+                    return []
+                return self._membership.handle(io.PeerConnected(peer, host), now_s)
             case PeerDown(peer, reason):
-                return (
-                    []
-                    if self._access.on_disconnected(peer)
-                    else self._membership.handle(io.PeerDisconnected(peer, reason), now_s)
-                )
+                if self._access.on_disconnected(peer):
+                    return []
+                return self._membership.handle(io.PeerDisconnected(peer, reason), now_s)
             case ReachResult(peer, address):
                 if (handled := self._checkups.on_dial_back_result(event)) is not None:
                     return handled
@@ -310,18 +303,15 @@ class Coordinator:
                 return [io.LogEvent("info", "denied", {"peer": peer.hex()[:12], "address": address})]
 
     def _handle_violation(self, peer: PeerId | None, reason: str, now_s: float) -> Sequence[io.Effect]:
-        is_pending = peer is not None and self._access.on_disconnected(peer)
-        name = (
-            "unknown, before the handshake"
-            if peer is None
-            else "a pending member"
-            if is_pending
-            else peer.hex()[:12]
-        )
-        note = io.LogEvent("warning", "violation", {"peer": name, "reason": reason})
-        if peer is None or is_pending:
-            return [note, *([io.Disconnect(peer)] if peer is not None else [])]
-        return [note, *self._membership.handle(io.ProtocolViolation(peer, reason), now_s)]
+        def note(name: str) -> io.LogEvent:
+            return io.LogEvent("warning", "violation", {"peer": name, "reason": reason})
+
+        if peer is None:
+            return [note("unknown, before the handshake")]
+        if self._access.on_disconnected(peer):
+            return [note("a pending member"), io.Disconnect(peer)]
+        effects = self._membership.handle(io.ProtocolViolation(peer, reason), now_s)
+        return [note(peer.hex()[:12]), *effects]
 
     def _perform(self, effects: Sequence[io.Effect], now_s: float) -> None:
         """Carry out effects in order, the journal's first, all in one transaction.

@@ -24,7 +24,7 @@ from gridtrain.config import DEFAULT_PORT, Deadlines
 from gridtrain.core.group.invitation import RUN_NAME
 from gridtrain.core.messages import PeerId
 from gridtrain.errors import ConfigError
-from gridtrain.network.transport.identity import make_private_folder
+from gridtrain.network.transport.identity import Identity, make_private_folder
 from gridtrain.network.transport.interface import Transport
 from gridtrain.network.transport.stack import build_stack
 from gridtrain.runtime.client.endpoint_file import EndpointFile
@@ -120,37 +120,25 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
     Raises:
         JournalError, TransportError, ConfigError: the coordinator cannot start or continue.
     """
-    from gridtrain.network.transport.zmq.zeromq_transport import (
-        ZeroMQTransport,  # not needed by groups within one process
-    )
-
     stop = StopOnSignal()
     folder = settings.state or default_state(settings.run)
     _make(folder)
     backups = _backups(settings, folder)
-    log = own_log = log_to(err, settings.log_format)
-    board = open_dashboard(settings.dashboard, folder, own_log)
-    if board.service is not None:
-        log = to_both(own_log, board.service.note)
-    if settings.from_backup is not None:
-        source = restore(settings.from_backup, folder)
-        own_log("info", "restored", {"from": str(source), "to": str(folder)})
-    store = JournalStore.open(folder / JOURNAL)
-    transport: Transport | None = None
-    try:
-        identity, operator = store.identity(), operator_identity(folder / JOURNAL)
-        authorization = load_authorization(store, settings.run, operator.public, identity.public)
-        sockets = ZeroMQTransport(
-            identity,
-            SOFTWARE,
-            gate=connection_gate(authorization, time.time),
-            encrypted=not settings.unencrypted,
-            plain_anywhere=settings.benchmark,
-            advertise_host=_outward_host(),
-        )
-        transport = build_stack(
-            sockets, identity, may_relay=relay_policy(authorization, operator.public), software=SOFTWARE
-        )
+    with contextlib.ExitStack() as opened:  # closed again if the start fails
+        log = own_log = log_to(err, settings.log_format)
+        board = open_dashboard(settings.dashboard, folder, own_log)
+        opened.callback(board.close)
+        if board.service is not None:
+            log = to_both(own_log, board.service.note)
+        if settings.from_backup is not None:
+            source = restore(settings.from_backup, folder)
+            own_log("info", "restored", {"from": str(source), "to": str(folder)})
+        store = JournalStore.open(folder / JOURNAL)
+        opened.callback(store.close)
+        identity, operator = store.identity(), operator_identity(folder / JOURNAL).public
+        authorization = load_authorization(store, settings.run, operator, identity.public)
+        transport = _open_transport(settings, identity, operator, authorization)
+        opened.callback(transport.close)
         # First the port, then the term: a start that fails leaves no trace.
         bound = transport.listen(settings.listen)
         endpoint = EndpointFile(
@@ -161,7 +149,7 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
             store,
             authorization,
             run=settings.run,
-            operator=operator.public,
+            operator=operator,
             min_workers=settings.min_workers,
             plans=settings.plans,
             deadlines=Deadlines(recut_s=settings.recut_s),
@@ -172,12 +160,7 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
             dashboard=board.service,
             bundle_server=BundleServer(settings.bundle),
         )
-    except BaseException:
-        if transport is not None:
-            transport.close()
-        store.close()
-        board.close()
-        raise
+        opened.pop_all()  # the coordinator closes transport and store
     endpoint.write(folder)
     try:
         board.start()
@@ -188,6 +171,25 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
         endpoint.remove(folder)
         board.close()
     return 128 + stop.signal_number if stop.signal_number else 0
+
+
+def _open_transport(
+    settings: Settings, identity: Identity, operator: PeerId, authorization: Authorization
+) -> Transport:
+    from gridtrain.network.transport.zmq.zeromq_transport import (
+        ZeroMQTransport,  # not needed by groups within one process
+    )
+
+    sockets = ZeroMQTransport(
+        identity,
+        SOFTWARE,
+        gate=connection_gate(authorization, time.time),
+        encrypted=not settings.unencrypted,
+        plain_anywhere=settings.benchmark,
+        advertise_host=_outward_host(),
+    )
+    may_relay = relay_policy(authorization, operator)
+    return build_stack(sockets, identity, may_relay=may_relay, software=SOFTWARE)
 
 
 def load_authorization(store: JournalStore, run: str, operator: PeerId, coordinator: PeerId) -> Authorization:

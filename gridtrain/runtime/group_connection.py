@@ -29,7 +29,7 @@ class GroupConnection:
 
     Attributes:
         loop: the present I/O loop.
-        tasks: what the script has attached; told to each loop.
+        tasks: what the script has attached, and the tasks that are done with it.
     """
 
     def __init__(self, transport: FlowControlTransport, config: JoinConfig, allowlist: PeerAllowlist) -> None:

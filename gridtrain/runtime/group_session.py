@@ -1,8 +1,10 @@
 """What the training thread calls: turns, and the steps in them.
 
-batches:  await_turn -> spans ----> the user's loop computes -----> optimizer.step
-                                                                      begin -> StepPlan
-                                                                      run   -> RoundOutcome
+    batches:  await_turn -> spans ----> the user's loop computes -----> optimizer.step
+                                                                          begin -> StepPlan
+                                                                          run   -> RoundOutcome
+
+While it waits, it does tasks for the group (`trainer_tasks`).
 """
 
 from __future__ import annotations
@@ -195,7 +197,7 @@ class GroupSession:
     def _wait(
         self, interrupts: Callable[[WorkerSnapshot], bool], *, between_batches: bool
     ) -> WorkerSnapshot | None:
-        """Do tasks until a step is open or the run has ended; None: it ended, and this worker was not a member.
+        """Do tasks until a step is open or the run has ended; None: this worker was not a member at its end.
 
         Args:
             between_batches: tasks that replace the model are done; False: the wait ends where one is due.
@@ -228,7 +230,7 @@ class GroupSession:
                 elif is_over(snapshot):
                     return snapshot
         except JoinRefused as refused:
-            # A whole model's worker may have been receiving the state; one that came later is refused.
+            # A whole model's worker may have been receiving the state; one that joins later is refused.
             was_running = self._loop.mailbox.snapshot.run_state[0] in ("waiting", "training", "paused")
             if refused.code != "finished" or not (self._is_pipeline or was_running):
                 raise

@@ -1,8 +1,10 @@
 """Content of this worker's heartbeats: its progress, whether the trainer waits, and figures for people.
 
-trainer: add_figures, set_busy --+
-bytes moved ---------------------+--> io.HeartbeatDue --> RoundProgress to peers, Heartbeat to the coordinator
-Mailbox.progress ----------------+
+    trainer: add_figures, set_busy --+
+    bytes moved ---------------------+--> io.HeartbeatDue --> RoundProgress (peers), Heartbeat (coordinator)
+    Mailbox.progress ----------------+
+
+Whether the progress is enough is decided by those who receive it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The worker's only loop: carries events to the member core, and its effects to the transport and to the
-parts.
+"""The worker's I/O loop: carries events to the member core, and its effects to the transport and the parts
+below.
 
 One thread (this one) owns the transport, the core, and the buffers while a round is open.  The training
 thread submits commands and waits for snapshots.
@@ -8,12 +8,12 @@ thread submits commands and waits for snapshots.
       parts --- commands, in order --> MemberCore.handle --> effects --> parts, Transport.send
       wait <--- WorkerSnapshot <---- SnapshotBuilder <--+    ^--- events <---------- Transport.poll
 
-State lies in parts, each in a module of its own, of which none knows this one:
+State lies in parts, which do not know this module:
 
     mailbox              commands, the snapshot, and the lock of all that both threads touch
     step_rounds          collectives and their buffers, until their round is over
     state_sender         this worker's state, for members of a generation that forms
-    state_receiver       the state that this worker lacks itself, then
+    state_receiver       the state that this worker lacks itself
     catch_up_source      its state and each update, for workers that catch up while rounds go on
     catch_up             catching up, on this worker
     residuals            residuals from and to other workers
@@ -91,7 +91,7 @@ ROUND_MESSAGES = (m.Data, m.Vote)
 
 
 class IoLoop:
-    """Runs a `MemberCore` over a `Transport` in a thread of its own.
+    """Runs a `MemberCore` over a `Transport` in a separate thread.
 
     Args:
         transport: owned by the I/O thread from `start` on.

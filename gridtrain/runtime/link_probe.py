@@ -1,8 +1,9 @@
 """Network measurements of this worker: round trips first, then a burst to each peer, one by one.
 
-io.ProbePeers --> RoundTripProbe --> round trips --> BandwidthProbe: peers reached directly --> LinkRates
-                                         |
-                                         +-- stored until no burst is under way --> io.ProbeResults
+    io.ProbePeers --> RoundTripProbe --> round trips --> BandwidthProbe --> LinkRates, io.ProbeResults
+
+Bursts go to peers that are reached directly.  The round trips are reported when no burst is under way any
+more.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class StepRounds:
     """The open round, and the last one that this worker submitted to.
 
     Args:
-        keep: is given what a sparse step did, and the length of the flat gradient, for followers.
+        record_step: called with the update of each sparse step, and the length of the flat gradient.
 
     Attributes:
         current: the round that is open here.

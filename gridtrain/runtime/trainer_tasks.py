@@ -1,8 +1,10 @@
 """What the training thread does for the group while it waits: capture, load, replay, read and write.
 
-WorkerSnapshot.tasks --> next_task --> run(task) --> the script's model, residual and disk
-                                         |
-                                         +--> supply, finish, io.StateLoaded, ... --> I/O thread
+    WorkerSnapshot.tasks --> next_task --> run(task) --> the script's model, residual and disk
+                                             |
+                                             +--> supply, finish, io.StateLoaded, ... --> I/O thread
+
+Tasks that replace the model are done between two batches only.
 """
 
 from __future__ import annotations

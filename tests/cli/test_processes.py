@@ -278,7 +278,7 @@ def test_the_journal_is_in_use(start_coordinator: StartCoordinator) -> None:
     [
         (lambda journal: journal.write_bytes(journal.read_bytes()[:5000]), 1, "is damaged"),
         (lambda journal: journal.write_bytes(b"notes" * 999), 1, "is not a journal"),
-        (lambda journal: journal.write_bytes(b""), 1, "it is empty, and"),
+        (lambda journal: journal.write_bytes(b""), 1, "it is empty, although"),
         (lambda journal: (journal.parent / "coordinator.key").unlink(), 1, "belongs to the key"),
     ],
     ids=["cut", "other bytes", "empty", "no key"],

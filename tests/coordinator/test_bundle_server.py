@@ -1,4 +1,4 @@
-"""Who asks for the bundle gets its blocks, and not more often than a worker needs."""
+"""Workers receive the bundle's blocks, within the rate limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop carries out what a core says: in order, the journal before everything that follows."""
+"""The loop carries out the effects of a core in order, journal entries before everything that follows."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ JOIN = m.Join("default", "anna", "memory://anna")
 
 
 class FakeCore:
-    """Answers each kind of event with the effects that a test wrote down."""
+    """Answers each kind of event with the effects that a test specifies."""
 
     def __init__(self, answers: Mapping[type[Event], list[Effect]] | None = None) -> None:
         self.answers = dict(answers or {})
@@ -80,7 +80,7 @@ class FakeCore:
 
 
 class ScriptedTransport:
-    """Hands out prepared events, one list for each poll, and writes down what it is told."""
+    """Returns prepared events, one list for each poll, and records what is sent."""
 
     me = COORDINATOR
 
@@ -125,7 +125,7 @@ class WrittenDownStore(JournalStore):
 
 
 class Turns:
-    """A stop that is set after so many turns of the loop."""
+    """A stop flag that is set after a number of turns."""
 
     def __init__(self, count: int) -> None:
         self.left = count
@@ -136,7 +136,7 @@ class Turns:
 
 
 def reception_of(core: FakeCore, *members: m.PeerId) -> AccessHandler:
-    """Over a real door, with an invitation of two uses that so many have used already."""
+    """Access control with an invitation of two uses, of which these members have used theirs."""
     door = Authorization(open_to_all=True, operator=OPERATOR, coordinator=COORDINATOR)
     door.invite(INVITATION, 2, 600.0, 0.0)
     for member in members:
@@ -436,7 +436,7 @@ def test_the_third_strike_is_a_kick() -> None:
     ("members", "ends_after_s"), [([], 1.0), ([{"peer": ANNA.hex(), "figures": {}}], EXIT_DELAY_S)]
 )
 def test_it_exits_some_time_after_the_end(members: list[dict[str, Any]], ends_after_s: float) -> None:
-    """At once when everybody has left, else after a farewell; each look at the clock takes 0.05 s."""
+    """At once when all workers have left, else after a delay; each reading of the clock takes 0.05 s."""
     core = FakeCore()
     core.picture.update(finished=True, members=members)
     now_s = 100.0

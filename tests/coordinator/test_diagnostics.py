@@ -1,4 +1,4 @@
-"""What a look at a machine may cost a coordinator: little, from few, and nobody else's ports."""
+"""Limits of `gridtrain doctor` at a coordinator: few requests, few bytes, and nobody else's ports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One line for each event: for people on a terminal, JSON elsewhere, and never a control character."""
+"""One line for each event: text on a terminal, JSON elsewhere, and never a control character."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counters that only grow become rates."""
+"""Growing counters become rates."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_old_samples_are_forgotten() -> None:
 
 
 def test_before_anybody_has_said_where_the_run_is_there_is_no_speed() -> None:
-    """A coordinator that was restarted begins at step 0 until the workers are back."""
+    """A restarted coordinator is at step 0 until the workers are back."""
     speed = observed((0, snapshot(0)), (1, snapshot(2000, a=1)), (2, snapshot(2003, a=2)))
     assert speed.steps_per_s() == 3.0
 

@@ -1,4 +1,4 @@
-"""`gridfuzz` is no installed package: it lies beside its tests, as `python tests/fuzz` finds it."""
+"""`gridfuzz` is not an installed package: it is imported from beside its tests."""
 
 import sys
 from pathlib import Path

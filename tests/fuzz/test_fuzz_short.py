@@ -1,4 +1,4 @@
-"""A short run of `make fuzz`, over the kept inputs and some new ones; and that it would find what there is.
+"""A short run of `make fuzz` over the corpus and new inputs; and a check that it finds planted faults.
 
 make fuzz MINUTES=10 SEED=1        more of the same
 """
@@ -72,7 +72,7 @@ def test_new_inputs_find_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_honest_ones_do_is_accepted(name: str) -> None:
-    """Else the targets would only ever try the first check of each decoder."""
+    """Otherwise the targets would only reach the first check of each decoder."""
     target, random = registry.find(name), Random(f"{SEED} {name}")
     tried = Trial(target)
     for _ in range(30):
@@ -167,7 +167,7 @@ def run(data):
 
 
 def test_what_reaches_further_leads_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four stairs.  Inputs that reach one are kept and built upon; without that the top is not found."""
+    """Four nested conditions: the last is only found if inputs that reach one are mutated."""
     (tmp_path / "stairs.py").write_text(STAIRS)
     monkeypatch.syspath_prepend(tmp_path)
     target = Target(

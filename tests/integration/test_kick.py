@@ -25,7 +25,7 @@ pytestmark = pytest.mark.integration
 STEP, SAMPLES = 10, 1600
 JOB = {"exchange": "dense", "batch_size": 8, "epochs": 1, "samples": SAMPLES}
 FINE, REFUSED = 0, 4
-KICKED = "ask the run's owner for a new invitation; the one before does not let this worker in again"
+KICKED = "ask the run's owner for a new invitation; an earlier one does not admit this worker again"
 BANNED = "ask the run's owner to lift the ban (gridtrain unban {}), and then for a new invitation"
 
 

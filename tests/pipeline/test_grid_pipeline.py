@@ -311,7 +311,7 @@ def test_a_whole_model_is_refused(tmp_path: Path) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
         grid.pipeline(model, sgd, stages=2, loss_fn=loss_fn)
 
-    with pytest.raises(ConfigError, match="lies on cpu"):
+    with pytest.raises(ConfigError, match="is on cpu"):
         local(train, workers=1, export_dir=str(tmp_path))
 
 

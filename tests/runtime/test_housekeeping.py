@@ -1,0 +1,182 @@
+"""A stream of payloads delays nothing else in the I/O loop by more than `HOUSEKEEPING_INTERVAL_S`."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gridtrain.config import Deadlines, JoinConfig
+from gridtrain.core import messages as m
+from gridtrain.core.group import member_events as io
+from gridtrain.network.transport.access_control import PeerAllowlist
+from gridtrain.network.transport.interface import Received, TrafficCounters
+from gridtrain.runtime import io_loop as loop
+from gridtrain.runtime.mailbox.worker_task import CaptureState
+from gridtrain.runtime.open_round import OpenRound, PipelineRound
+
+COORDINATOR, PEER = b"c" * 32, b"p" * 32
+BETWEEN_S = 0.0007
+"""Payloads come so often: never a moment in which nothing is there."""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+class Line:
+    """A transport over which a payload comes each time that it is asked."""
+
+    me = b"w" * 32
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.traffic, self.woken = clock, TrafficCounters(), 0
+        self.credited: dict[m.PeerId, int] = {}
+        self.waits: list[float] = []
+
+    def poll(self, timeout_s: float) -> list[Received]:
+        self.waits.append(timeout_s)
+        self.clock.now_s += BETWEEN_S
+        place = m.PayloadSlot(m.CollectivePhase.REDUCE)
+        return [Received(PEER, m.Data(m.RoundId(1, 1, 0, 0), m.Channel(), place, False, b"1234"), 50)]
+
+    def wake(self) -> None:
+        self.woken += 1
+
+    def backlog_bytes(self, peer: m.PeerId) -> int:
+        return 0
+
+    def return_credit(self, held_bytes: Callable[[m.PeerId], int]) -> None:
+        self.credited[PEER] = 50 * len(self.waits) - held_bytes(PEER)
+
+
+class Core:
+    """Of a member in the middle of an exchange: when it beat, and how late its deadlines were."""
+
+    phase, term, generation, pause_reason, is_synced = io.MemberPhase.RUNNING, 1, 1, "", True
+    rank_assignment = None
+    known_peers = frozenset((COORDINATOR, PEER))
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.deadline_s = clock, clock.now_s + 0.5
+        self.beats: list[float] = []
+        self.late_s: list[float] = []
+        self.payloads = 0
+
+    def handle(self, event: io.MemberEvent, now_s: float) -> list[io.MemberEffect]:
+        self.beats += [now_s] if isinstance(event, io.HeartbeatDue) else []
+        self.payloads += isinstance(event, io.MessageReceived)
+        return []
+
+    def tick(self, now_s: float) -> list[io.MemberEffect]:
+        self.late_s.append(now_s - self.deadline_s)
+        self.deadline_s = now_s + 0.5
+        return []
+
+    def early_bytes(self, peer: m.PeerId) -> int:
+        return 0
+
+
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A driver, its core and its line, which `play` lets turn for some seconds."""
+    clock = Clock()
+    monkeypatch.setattr(loop, "time", clock)
+    config = JoinConfig("tcp://127.0.0.1:1", COORDINATOR.hex(), deadlines=Deadlines(beat_s=0.25))
+    line, core = Line(clock), Core(clock)
+    driver: Any = loop.IoLoop(line, config, PeerAllowlist(COORDINATOR))  # type: ignore[arg-type]
+    driver._core = core
+
+    def play(for_s: float) -> None:
+        until_s = clock.now_s + for_s
+        while clock.now_s < until_s:
+            driver._run_once()
+
+    return types.SimpleNamespace(driver=driver, core=core, line=line, play=play)
+
+
+def test_beats_and_deadlines_are_kept_while_payloads_come(busy: Any) -> None:
+    most_s = loop.HOUSEKEEPING_INTERVAL_S + 2 * BETWEEN_S
+    busy.play(3.0)
+    gaps_s = [after - before for before, after in zip(busy.core.beats, busy.core.beats[1:], strict=False)]
+    assert len(gaps_s) >= 10 and max(gaps_s) <= 0.25 + most_s
+    assert len(busy.core.late_s) >= 5 and 0 <= min(busy.core.late_s) <= max(busy.core.late_s) <= most_s
+    assert max(busy.line.waits[2:]) <= 0.25, "no turn of its own for chores that no deadline asks for"
+
+
+def test_who_sends_may_send_on_at_once(busy: Any) -> None:
+    """Its credit is no chore: a sender without any would wait."""
+    busy.play(0.05)
+    assert busy.core.payloads > 50
+    assert busy.line.credited == {PEER: 50 * busy.core.payloads}
+
+
+def test_most_turns_do_no_chores(busy: Any) -> None:
+    chores = []
+    busy.driver._link_probe._round_trips.take_results = chores.append
+    busy.play(1.0)
+    assert (
+        1.0 / (loop.HOUSEKEEPING_INTERVAL_S + 2 * BETWEEN_S) - 1
+        <= len(chores)
+        <= 1.0 / loop.HOUSEKEEPING_INTERVAL_S + 1
+    )
+
+
+@pytest.mark.parametrize("what", ["command", "state", "aside", "discarded", "inherited"])
+def test_what_the_trainer_says_counts_in_the_next_turn(busy: Any, what: str) -> None:
+    busy.play(0.02)
+    driver, held = busy.driver, m.CheckpointInfo(1, b"h", m.LedgerState())
+    driver.mailbox.is_stale, woken = False, busy.line.woken
+    match what:
+        case "command":
+            driver.mailbox.submit(io.AbandonRound())
+        case "state":
+            driver.state_sender.supply_state(CaptureState(1, False), [b""])
+        case "aside":
+            driver.checkpoint_requests.finish(io.SaveCheckpoint(held))
+        case "discarded":
+            driver.mailbox.finish_task(io.DiscardCheckpoints(3))
+        case "inherited":
+            driver.residuals.take_confirmed()
+    assert driver.mailbox.is_stale, "the snapshot is looked at again, whatever comes over the line meanwhile"
+    assert busy.line.woken == woken + 1
+
+
+def test_who_waits_for_a_payload_is_woken_for_that_one(busy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, woken = busy.driver, []
+    mine = driver.step_rounds.current = OpenRound(m.RoundId(1, 1, 0, 0), {})
+    sent, awaited = m.Channel(index=1), m.Channel(index=2)
+
+    def arrives(timeout_s: float) -> None:
+        """In place of sleeping: what the loop's thread does meanwhile."""
+        assert timeout_s > 0 and len(woken) < 5
+        for channel in (sent, awaited):
+            driver._execute_one(io.CollectiveCompleted(channel, False))
+
+    monkeypatch.setattr(driver.mailbox.condition, "wait", arrives)
+    monkeypatch.setattr(
+        driver.mailbox.condition, "notify_all", lambda: woken.append(frozenset(mine.completed))
+    )
+    assert PipelineRound(driver.mailbox, mine).wait(awaited)
+    assert woken == [{sent, awaited}]
+    assert PipelineRound(driver.mailbox, mine).wait(sent, awaited), "they are there: nobody waits"
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_bucket_that_is_sent_early_waits_for_no_chore(busy: Any, whole: bool) -> None:
+    """Nor does the backward that goes on beside it; the rest of the round changes the snapshot."""
+    busy.play(0.02)
+    driver = busy.driver
+    driver._housekeeping_s += 1.0  # it is not due
+    driver.mailbox.is_stale = driver._is_snapshot_due = False
+    (driver.mailbox.submit if whole else driver.mailbox.submit_payload)(
+        io.SubmitRound(m.RoundId(1, 1, 0, 0), {}, is_complete=whole)
+    )
+    driver._run_once()
+    assert driver.mailbox.is_stale == whole

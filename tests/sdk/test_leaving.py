@@ -233,7 +233,7 @@ def test_where_the_budget_is_too_small_the_largest_go_and_the_rest_is_told(
         for _ in range(2):
             group.start(training(books, EXCHANGES[0], before_the_step))
         assert group.result(0) == STEPS
-    assert np.array_equal(books.open_sum(), chosen[0].rest_N), "what is missing is what was reported"
+    assert np.array_equal(books.open_sum(), chosen[0].remainder_N), "what is missing is what was reported"
     assert 0 < chosen[0].magnitude_sum < chosen[0].total_magnitude_sum
     assert (
         f"({100 * chosen[0].magnitude_sum / chosen[0].total_magnitude_sum:.1f} %) handed over: "

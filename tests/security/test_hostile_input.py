@@ -319,7 +319,7 @@ def attempts_of(me: m.PeerId, roster: tuple[m.Member, ...] = ROSTER) -> Attempts
 
 
 def begin(mine: Attempts) -> list[Any]:
-    ring = RingAllReduce(mine.rank, mine.rank_assignment.world_size, 1, False)
+    ring = RingAllReduce(mine.rank, mine._rank_assignment.world_size, 1, False)
     return mine.submit(mine.next_round, {m.Channel(): ring}, 5.0, 0.0)
 
 
@@ -336,7 +336,7 @@ REFUSED = [
     pytest.param(B, A, reduce(0, channel=9), "rank 0 sent data for Channel.*1 chan", id="unknown channel"),
     pytest.param(B, A, reduce(0, at=round_id(STEP + 2)), "rank 0 is at step 9", id="two steps ahead"),
     pytest.param(B, A, reduce(0, at=round_id(2**63 - 1)), "at step 9223372036854775807", id="absurd step"),
-    pytest.param(B, A, reduce(0, at=round_id(attempt=2)), "attempt 2; nobody", id="a third attempt"),
+    pytest.param(B, A, reduce(0, at=round_id(attempt=2)), "attempt 2; no member", id="a third attempt"),
     pytest.param(B, C, m.Vote(round_id(), True, b"", ""), "rank 2 voted at rank 1", id="vote at a member"),
     pytest.param(
         B, C, m.Vote(round_id(STEP - 1), True, b"", ""), "rank 2 voted at rank 1", id="old vote at a member"
@@ -597,5 +597,5 @@ def test_a_state_that_lies_about_itself(blocks: list[m.StateBlock], words: str) 
 
 
 def test_a_state_that_is_not_there_is_not_read() -> None:
-    with pytest.raises(LocalProtocolError, match="read before"):
+    with pytest.raises(LocalProtocolError, match="taken before"):
         BlobReceiver().take_blobs()

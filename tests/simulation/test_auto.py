@@ -1,7 +1,8 @@
-"""`exchange="auto"` on the virtual network: the coordinator chooses, and chooses anew; no gradient is lost.
+"""`exchange="auto"` on the virtual network: the coordinator chooses, and later changes the choice; no
+gradient is lost.
 
 The workers' computing is slow and fast in turns, so that dense and sparse exchanges follow each other; all
-promises that `test_world` checks are checked over these histories.
+guarantees that `test_world` checks are checked over these histories.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ EDGES = {
     TOPK: allgather.neighbours,
 }
 KINDS = {DENSE: "dense", DIRECT_DENSE: "direct", GTOPK: "gtopk", TOPK: "topk"}
-ON_DENSE_ROADS = ("dense", "direct")
+DENSE_KINDS = ("dense", "direct")
 RATE_Bps = 12.5e6
 SLOW_s, FAST_s = 3.0, 0.001  # computing of a sample: dense is little beside the one, much beside the other
 
@@ -53,7 +54,7 @@ group = _group()
 
 
 class Trainer(group.ToyTrainer):  # type: ignore[misc,name-defined]
-    """Exchanges as its seat says; a dense step takes the residual along, as `optim.chosen` does."""
+    """Exchanges as its rank assignment says; a dense step sends the residual, as `AutoExchanger` does."""
 
     used: dict[m.RoundId, str]
 
@@ -65,7 +66,7 @@ class Trainer(group.ToyTrainer):  # type: ignore[misc,name-defined]
 
 
 class AutoWorld(World):
-    """Computing changes its pace every `turn_s` seconds; all lines are alike."""
+    """Computing changes its pace every `turn_s` seconds; all links are equal."""
 
     turn_s, slow_first = 1.0, True
 
@@ -124,8 +125,8 @@ def test_a_slow_first_batch_makes_dense_and_faster_ones_sparse() -> None:
     world.run(60.0)
     group.check(world, book)
     first = min(used)
-    assert KINDS[used[first]] in ON_DENSE_ROADS
-    assert any(a in ON_DENSE_ROADS and b not in ON_DENSE_ROADS for a, b in switches(world, used))
+    assert KINDS[used[first]] in DENSE_KINDS
+    assert any(a in DENSE_KINDS and b not in DENSE_KINDS for a, b in switches(world, used))
     picture = world.coordinator.snapshot(world.now_s)
     assert picture["facts"]["exchange"] in EDGES
     assert " computing; " in picture["exchange_reason"]
@@ -154,6 +155,6 @@ def test_promises_hold_while_the_exchange_changes(seeds: Seeds) -> None:
         count += 1
     print(f"\n{count} histories; exchanges that followed each other: {dict(totals)}")
     if count >= 16:
-        assert any(a in ON_DENSE_ROADS and b not in ON_DENSE_ROADS for a, b in totals)
-        assert any(a not in ON_DENSE_ROADS and b in ON_DENSE_ROADS for a, b in totals)
+        assert any(a in DENSE_KINDS and b not in DENSE_KINDS for a, b in totals)
+        assert any(a not in DENSE_KINDS and b in DENSE_KINDS for a, b in totals)
         assert any("direct" in pair for pair in totals)

@@ -1,8 +1,8 @@
-"""S stages x R replicas on the virtual network, with workers that die, come, are cut off and come back.
+"""S stages x R replicas on the virtual network, with workers that die, join, are partitioned and come back.
 
-Every seed is held against the promises: replicas of a stage hold one state, all stages are at one step, every
-sample counts once (after a rollback: in the history that counts), and the run ends, or is paused for a reason
-that is true.  `GRIDTRAIN_SEEDS=500` or `make sweep` for more.
+Every seed is checked against the guarantees: replicas of a stage hold one state, all stages are at one step,
+every sample counts once (after a rollback: in the history that counts), and the run ends, or is paused for a
+reason that is true.  `GRIDTRAIN_SEEDS=500` or `make sweep` for more.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ def history(seed: int) -> tuple[StagedWorld, int]:
 
 
 def starved(seed: int) -> tuple[StagedWorld, int]:
-    """One replica, nobody spare: who dies leaves a stage to nobody; some join later."""
+    """One replica, no standby: after a death a stage has no worker; some join later."""
     random = Random(seed)
     stages = random.randint(2, 4)
     sizes = [random.randint(1, 9) for _ in range(random.randint(stages, 2 * stages + 2))]
@@ -391,7 +391,8 @@ def test_a_calm_run_ends_in_one_generation() -> None:
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("when_s", (0.9, 1.3, 1.7))
 def test_any_stage_dies_and_a_spare_takes_its_seat(stage: int, when_s: float) -> None:
-    """2 x 4 and one spare: the dead one's replica gives its state, nothing is lost, all know within 2 s."""
+    """2 x 4 and one standby: the dead worker's replica sends its state, nothing is lost, all know within 2
+    s."""
     world = build(7, 4, 9)
 
     def die() -> None:
@@ -462,7 +463,7 @@ def test_where_it_does_not_fit_the_run_waits_and_says_why() -> None:
     world.at(1.6, lambda: crash(world, at_stage(world, 1)[0].peer))
     world.run(60.0)
     assert world.coordinator.phase is RunPhase.PAUSED
-    assert "stage 1 of 3 has nobody" in world.coordinator.reason
+    assert "stage 1 of 3 has no worker" in world.coordinator.reason
     assert "no partition of 6 layers into 2 stages fits" in world.coordinator.reason
     world.join()
     world.run(120.0)
@@ -471,7 +472,7 @@ def test_where_it_does_not_fit_the_run_waits_and_says_why() -> None:
 
 
 def test_who_comes_back_while_the_run_is_paused_brings_its_state_and_nothing_is_lost() -> None:
-    """It had lost its lines, not its memory."""
+    """It had lost its connections, not its memory."""
     world = build(10, 3, 3)
 
     def cut() -> None:

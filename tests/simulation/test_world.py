@@ -1,6 +1,6 @@
 """The whole group on the virtual network, with workers that join, leave, crash and lose connections.
 
-Every seed is held against promises 1 (same model), 2 (no gradient lost), 3 (all or none), 4 (every
+Every seed is checked against guarantees 1 (same model), 2 (no gradient lost), 3 (all or none), 4 (every
 sample once) and 5 (never a hang).
 """
 
@@ -67,7 +67,7 @@ def gradient_of(position: int) -> np.ndarray:
 
 
 class ToyTrainer:
-    """Error feedback as DESIGN section 6 writes it, over integers."""
+    """Error feedback as docs/how-it-works.md describes it, over integers."""
 
     def __init__(self, kind: str, book: dict[m.RoundId, list[ToyTrainer.Attempt]]) -> None:
         self.kind = kind
@@ -326,9 +326,9 @@ FAULTS: dict[str, Callable[[Trouble], None]] = {
 
 
 def as_if_nobody_had_died(attempts: list[ToyTrainer.Attempt]) -> list[ToyTrainer.Attempt]:
-    """The same exchange once more among all members: what a dead one would have been left with.
+    """The same exchange again among all members: the residual that a dead one would have had.
 
-    That part, and only that, is what a death may lose (promise 2c).
+    That part, and only that, is what a death may lose (guarantee 2).
     """
     again = []
     for old in sorted(attempts, key=lambda attempt: attempt.rank):
@@ -363,7 +363,7 @@ def with_what_was_there(
 
 
 def exempt(world: World) -> bool:
-    """A rollback: the exception to promises 3 and 4 (rule 13).
+    """A rollback: the exception to guarantees 3 and 4 (rule 13).
 
     It is always shown, unless whoever knew is gone: the coordinator's disk, and all workers, or the backup
     is from before the first generation and somebody new comes before those who hold the model.
@@ -512,7 +512,7 @@ def history(seed: int, kind: str) -> tuple[World, dict[m.RoundId, list[ToyTraine
 def test_promises_hold_under_churn(seeds: Seeds) -> None:
     """750 histories over the three exchanges in `make test`; `make sweep` for more.
 
-    Ends with the table of the rules of DESIGN section 7 that they have reached.
+    Prints a table of the commit rules that they have reached.
     """
     totals: dict[str, int] = defaultdict(int)
     reached = []

@@ -117,7 +117,7 @@ class History:
 class WorkerDisk:
     """What a worker finds on its disk when it restarts."""
 
-    held: m.CheckpointInfo
+    checkpoint: m.CheckpointInfo
     state: Any
 
 
@@ -272,11 +272,11 @@ class SimWorker:
                 self._stop(error)
             case io.StoreResidualBlock(peer, piece):
                 self._pending_residuals[peer] = piece.payload
-                told = self._run_core(io.ResidualReceived(peer))
-                answers = [x.message for x in told if isinstance(x, io.Send)]
+                effects = self._run_core(io.ResidualReceived(peer))
+                answers = [x.message for x in effects if isinstance(x, io.Send)]
                 if any(isinstance(answer, m.ResidualReply) and answer.is_accepted for answer in answers):
                     world.log.acknowledged.append((peer, self.peer))
-                return told
+                return effects
             case io.AddResidual(peer):
                 world.log.added_residuals.append((peer, self.peer))
                 self.trainer.add_residual(self._pending_residuals.pop(peer))
@@ -541,7 +541,7 @@ class World:
     def _begin(self, peer: m.PeerId, disk: WorkerDisk | None, enters_after_s: float = 0.0) -> SimWorker:
         setup, trainer = self._setup, self._make_trainer()
         if disk is not None:
-            setup = replace(setup, checkpoint=disk.held)
+            setup = replace(setup, checkpoint=disk.checkpoint)
             trainer.restore(disk.state)
         worker = self.make_worker(peer, trainer, setup)
         self.workers[peer] = worker
@@ -802,7 +802,7 @@ class World:
         (other,) = pair - {end}
         if pair in self._connections and pair not in self._undetected:
             relay = self._relayed.get(pair)
-            self._disconnect(pair, told=False)
+            self._disconnect(pair, notify=False)
             self._undetected[pair] = other
             self._notify(other, end, _ConnectionChange(False))
             self.connect(end, other, relay)  # as soon as it can
@@ -821,12 +821,12 @@ class World:
         if self._relayed.get(pair, relay) != relay:
             self._disconnect(pair)
 
-    def _disconnect(self, pair: frozenset[m.PeerId], *, told: bool = True) -> None:
+    def _disconnect(self, pair: frozenset[m.PeerId], *, notify: bool = True) -> None:
         """Notify both ends, and break relayed connections that use this one."""
         self._connections.discard(pair)
         self._relayed.pop(pair, None)
         a, b = sorted(pair)
-        if told:
+        if notify:
             self.network.send(a, b, _ConnectionChange(False))
             self.network.send(b, a, _ConnectionChange(False))
         through = [p for p, relay in self._relayed.items() if relay in pair and pair - {relay} <= p]

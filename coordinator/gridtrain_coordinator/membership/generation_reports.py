@@ -50,14 +50,14 @@ class GenerationReports:
         """A worker knows a later generation."""
         return bool(self._reporters)
 
-    def record(self, peer: m.PeerId, seated: m.CurrentGeneration) -> bool:
+    def record(self, peer: m.PeerId, claim: m.CurrentGeneration) -> bool:
         """False: the worker has reported before; only its first report counts."""
         if peer in self._reporters:
             return False
         self._reporters.add(peer)
-        self.highest_generation = max(self.highest_generation, seated.generation)
-        if peer in dict(seated.members):
-            self._reports[peer] = (seated.generation, seated.members, seated.stage_bounds)
+        self.highest_generation = max(self.highest_generation, claim.generation)
+        if peer in dict(claim.members):
+            self._reports[peer] = (claim.generation, claim.members, claim.stage_bounds)
         return True
 
     def most_reported(self, is_valid: Callable[[tuple[int, ...]], bool]) -> GenerationReport | None:
@@ -93,8 +93,8 @@ class TermRaise:
         return self._reported_term
 
 
-def is_credible(seated: m.CurrentGeneration, term: int, generation: int) -> bool:
+def is_credible(claim: m.CurrentGeneration, term: int, generation: int) -> bool:
     """Not implausibly far ahead of the journal, and no stage is empty."""
-    bounds = seated.stage_bounds
+    bounds = claim.stage_bounds
     is_sound = not bounds or (bounds[0] == 0 and len(bounds) > 1 and all(a < b for a, b in pairwise(bounds)))
-    return is_sound and seated.term <= term + MAX_AHEAD and seated.generation <= generation + MAX_AHEAD
+    return is_sound and claim.term <= term + MAX_AHEAD and claim.generation <= generation + MAX_AHEAD

@@ -33,27 +33,27 @@ class MemberRecovery:
         """When the term is to be raised; infinite: it is not."""
         return self._term_raise.deadline_s
 
-    def handle_report(self, worker: Worker, seated: m.CurrentGeneration, now_s: float) -> list[Effect]:
+    def handle_report(self, worker: Worker, claim: m.CurrentGeneration, now_s: float) -> list[Effect]:
         """A worker reports the generation in which it is."""
         run, reports = self._run, self._generation_reports
         has_installed = run.view_change.has_installed  # then this coordinator's own generations bind
         latest = run.generation if has_installed else reports.journaled_generation
-        if seated.term <= run.term and seated.generation <= latest:
+        if claim.term <= run.term and claim.generation <= latest:
             return []
-        if not is_credible(seated, run.term, latest) or not run.partition.is_valid(seated.stage_bounds):
-            reason = f"reported term {seated.term}, generation {seated.generation}, which cannot be"
+        if not is_credible(claim, run.term, latest) or not run.partition.is_valid(claim.stage_bounds):
+            reason = f"reported term {claim.term}, generation {claim.generation}, which cannot be"
             return [RecordViolation(worker.peer, reason)]
         followed_us = worker.peer in run.accepted_workers or (has_installed and not self._has_majority())
-        if followed_us and seated.term > run.term:
+        if followed_us and claim.term > run.term:
             # Not a backup: workers that were here have gone to a later coordinator, which alone decides.
-            return [LogEvent("warning", "superseded", {"name": worker.name, "term": seated.term})]
+            return [LogEvent("warning", "superseded", {"name": worker.name, "term": claim.term})]
         effects: list[Effect] = []
         is_first = not reports.is_journal_behind
-        if not reports.record(worker.peer, seated):
+        if not reports.record(worker.peer, claim):
             return []
-        if is_first or seated.term > run.term:
+        if is_first or claim.term > run.term:
             is_known = worker.peer in reports.journaled_members
-            self._term_raise.record(max(run.term, seated.term), is_known=is_known, now_s=now_s)
+            self._term_raise.record(max(run.term, claim.term), is_known=is_known, now_s=now_s)
             effects = self.raise_term(now_s)
         return effects if has_installed else effects + self._adopt_reported_generation(now_s)
 

@@ -211,9 +211,7 @@ class ViewInstaller:
             "generation": view.generation,
             "workers": view.world_size,
             "step": view.applied + 1,
-            **(
-                {"verdict": view.verdict.name} if view.generation > 1 else {}
-            ),  # a first start decides no step
+            **({"verdict": view.verdict.name} if self._run.has_started else {}),  # else no step was open
             "reason": view.reason,
             "plan": self._planner.plan_reason,
             **({"exchange": choice.description} if choice.is_auto else {}),

@@ -124,9 +124,7 @@ class GenerationPlanner:
         self.plan_reason = "; ".join([*reasons, shares.reason])
         return ranks.order, shares.counts
 
-    def _choose_order(
-        self, peers: Sequence[m.PeerId], holders: Sequence[m.PeerId]
-    ) -> rank_order.RankOrder:
+    def _choose_order(self, peers: Sequence[m.PeerId], holders: Sequence[m.PeerId]) -> rank_order.RankOrder:
         if not self._by_links:
             return rank_order.join_order(peers, holders)
         return rank_order.plan_rank_order(

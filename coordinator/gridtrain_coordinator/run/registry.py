@@ -162,9 +162,8 @@ class Worker:
     @property
     def is_catching_up(self) -> bool:
         """It receives the state while the members train, and may not enter a generation yet."""
-        return (
-            self.is_admitted and not self.has_caught_up and self.setup is not None and self.setup.can_catch_up
-        )
+        can_catch_up = self.setup is not None and self.setup.can_catch_up
+        return self.is_admitted and not self.has_caught_up and can_catch_up
 
     @property
     def is_introduced(self) -> bool:
@@ -179,22 +178,17 @@ class Worker:
     def failure_reason(self, limits: Deadlines, now_s: float) -> str:
         """Why this worker counts as lost; empty: it does not."""
         if self.disconnected_s is not None and now_s >= self._reconnect_deadline_s(limits):
-            return (
-                "its connections to this coordinator and to a member broke"
-                if self._is_link_broken(limits)
-                else "its connection broke and did not come back"
-            )
+            if self._is_link_broken(limits):
+                return "its connections to this coordinator and to a member broke"
+            return "its connection broke and did not come back"
         silence_s = self._heartbeat_timeout_s(limits)
         return f"silent for {silence_s:.1f} s" if now_s >= self.last_heard_s + silence_s else ""
 
     def deadline_s(self, limits: Deadlines) -> float:
         """When `failure_reason` or its admission may change."""
-        measured_by_s = math.inf if self.is_admitted else self.probe_deadline_s
-        return min(
-            self.last_heard_s + self._heartbeat_timeout_s(limits),
-            self._reconnect_deadline_s(limits),
-            measured_by_s,
-        )
+        probe_s = math.inf if self.is_admitted else self.probe_deadline_s
+        silent_s = self.last_heard_s + self._heartbeat_timeout_s(limits)
+        return min(silent_s, self._reconnect_deadline_s(limits), probe_s)
 
     def _heartbeat_timeout_s(self, limits: Deadlines) -> float:
         return max(limits.silence_s, limits.ready_s) if self.is_loading_state else limits.silence_s
@@ -207,15 +201,14 @@ class Worker:
         """
         if self.disconnected_s is None:
             return math.inf
-        return self.disconnected_s + min(
-            limits.regreet_s, limits.ended_s if self._is_link_broken(limits) else math.inf
+        has_ended = self._is_link_broken(limits)
+        return self.disconnected_s + (
+            min(limits.regreet_s, limits.ended_s) if has_ended else limits.regreet_s
         )
 
     def _is_link_broken(self, limits: Deadlines) -> bool:
-        return (
-            self.disconnected_s is not None
-            and abs(self.link_broken_s - self.disconnected_s) <= limits.regreet_s
-        )
+        at_s = self.disconnected_s
+        return at_s is not None and abs(self.link_broken_s - at_s) <= limits.regreet_s
 
     def status_row(self, rank: int | None, roster: Sequence[m.Member], now_s: float) -> dict[str, Any]:
         """For `gridtrain status`; JSON-able."""

@@ -135,7 +135,7 @@ class Attempts:
         self.abort_reason = ""
         self.suspects: tuple[m.PeerId, ...] = ()
         self.silent_s = 0.0
-        self._rank_assignment = assignment
+        self.rank_assignment = assignment
         self._step = step
         self._attempt = 0
         self._aborts = 0
@@ -150,7 +150,7 @@ class Attempts:
 
     @property
     def next_round(self) -> m.RoundId:
-        at = self._rank_assignment
+        at = self.rank_assignment
         return m.RoundId(at.term, at.generation, self._step, self._attempt)
 
     @property
@@ -201,7 +201,7 @@ class Attempts:
             raise LocalProtocolError(
                 f"round {round_id} was submitted while {self.open_attempt.round_id} is open"
             )
-        world_size = self._rank_assignment.world_size
+        world_size = self.rank_assignment.world_size
         self.open_attempt = TwoPhaseCommit(round_id, self.rank, world_size, timeout_s, now_s)
         self._has_more = has_more
         before, self._aborted_collectives = self._aborted_collectives, {}
@@ -286,7 +286,7 @@ class Attempts:
     def peer_connected(self, peer: m.PeerId) -> list[AttemptEffect]:
         """Repeat the vote: it, or the decision, may have been lost with the connection to the root."""
         attempt = self.open_attempt
-        if attempt is None or attempt.vote is None or self._rank_assignment.rank_of(peer) != ROOT:
+        if attempt is None or attempt.vote is None or self.rank_assignment.rank_of(peer) != ROOT:
             return []
         return [Send(peer, m.Vote(attempt.round_id, attempt.vote, attempt.digest, "repeated"))]
 
@@ -315,12 +315,12 @@ class Attempts:
         return self.open_attempt.round_id if self.open_attempt is not None else self.next_round
 
     def _rank(self, peer: m.PeerId) -> int:
-        rank = self._rank_assignment.rank_of(peer)
+        rank = self.rank_assignment.rank_of(peer)
         assert rank is not None, f"{peer.hex()[:8]} is no member"
         return rank
 
     def _peer(self, rank: int) -> m.PeerId:
-        return self._rank_assignment.members[rank].peer
+        return self.rank_assignment.members[rank].peer
 
     def _awaits(self, channel: m.Channel) -> bool:
         """Whether a later collective of the open round may have this channel."""
@@ -428,7 +428,7 @@ class Attempts:
                 case CastVote(yes, digest, reason):
                     out.append(Send(self._peer(ROOT), m.Vote(attempt.round_id, yes, digest, reason)))
                 case AnnounceDecision(verdict, reason):
-                    decision, at = m.Decision(attempt.round_id, verdict, reason), self._rank_assignment
+                    decision, at = m.Decision(attempt.round_id, verdict, reason), self.rank_assignment
                     out += [Send(x.peer, decision) for x in at.members if x.peer != at.own_id]
                 case Decided(m.Verdict.COMMIT, reason):
                     out.append(self._commit(attempt, reason))

@@ -165,14 +165,14 @@ def reassign(
         LocalProtocolError: `assignment` is not one of this state.
     """
     taken = [span for spans in assignment.values() for span in spans]
-    kept = {peer: spans for peer, spans in assignment.items() if peer in survivors and spans}
-    lost = [span for peer, spans in assignment.items() if peer not in kept for span in spans]
+    holders = {peer: spans for peer, spans in assignment.items() if peer in survivors and spans}
+    lost = [span for peer, spans in assignment.items() if peer not in holders for span in spans]
     return _check_balanced(
         replace(
             state,
             cursor=_cursor_after(state, taken),
             requeued=_coalesce(spec, [*_subtract(state.requeued, taken), *lost]),
-            holders=tuple(sorted(kept.items())),
+            holders=tuple(sorted(holders.items())),
         )
     )
 

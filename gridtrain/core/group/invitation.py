@@ -6,8 +6,8 @@
 
 The token is a CURVE secret key that the run's owner generates: the volunteer connects with its key pair, and
 the coordinator only stores a digest of the public key (`invitation_digest`).  The checksum detects accidents;
-it is not keyed, as whoever can alter an invitation on its way has read it.  Whether an invitation is still
-valid is the coordinator's decision (`gridtrain_coordinator.access`).
+it is not keyed, as anybody who can alter an invitation in transit has read it.  Whether an invitation is
+still valid is the coordinator's decision (`gridtrain_coordinator.access`).
 """
 
 from __future__ import annotations

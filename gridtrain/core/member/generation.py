@@ -144,7 +144,7 @@ class Generation:
     @property
     def is_comparison_due(self) -> bool:
         """Whether the replicas are compared after the next step: the first one after members joined, or after
-        a start at which all workers claimed to begin alike."""
+        a start at which all workers reported the same initial state."""
         if self._context.replica_state.step != self.first_step:
             return False
         is_initial = self.first_step == 0 and not self._context.is_pipelined

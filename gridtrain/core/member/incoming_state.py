@@ -110,7 +110,7 @@ class IncomingState:
         return [SendState(peer, at.term, at.generation, whole, stored, received, request.digest_only)]
 
     def serve_pending(self) -> list[MemberEffect]:
-        """Answer requests that came before this member was synced."""
+        """Answer requests that arrived before this member was synced."""
         requests, self._pending_requests = self._pending_requests, {}
         if not self._context.is_pipelined:
             return []

@@ -189,7 +189,7 @@ class MemberCheckpoints:
         return [SendCheckpoint(peer, assignment.term, assignment.generation, stored, is_awaited=True)]
 
     def serve_pending(self, assignment: RankAssignment) -> list[MemberEffect]:
-        """Answer the requests of what was not here when they came."""
+        """Answer the requests that could not be answered on arrival."""
         requests, self._pending_requests = self._pending_requests, {}
         return [effect for peer, x in requests.items() for effect in self.serve(assignment, peer, x)]
 

@@ -58,13 +58,13 @@ class CollectivePhase(IntEnum):
     REDUCE = 0  # ring, reduce-scatter half
     GATHER = 1  # ring, all-gather half
     ALL_GATHER = 2  # all-gather of sparse payloads, segment = origin's rank
-    FOLD = 3  # butterfly, ranks >= Q hand theirs down
+    FOLD = 3  # butterfly, ranks >= Q send theirs down
     SWAP = 4  # butterfly, hop h pairs rank with rank XOR 2**h
     UNFOLD = 5  # butterfly, the result goes back up
     RESUME = 6  # ring, to the left: what a retry need not send again
     TO_ROOT = 7  # tree and star, towards rank 0
     FROM_ROOT = 8  # tree and star, the result from rank 0
-    ACTIVATION = 9  # hand-off, from a stage to its neighbour
+    ACTIVATION = 9  # activation transfer between neighbouring stages
 
 
 class Verdict(IntEnum):

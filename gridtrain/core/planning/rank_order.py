@@ -204,7 +204,8 @@ def plan_rank_order(
         firsts: who may be rank 0; the first of them is where it makes no difference.
         current: the current order; new members come last in the search.
     """
-    joined, count = (firsts[0], *(peer for peer in peers if peer != firsts[0])), len(peers)
+    count, start = len(peers), peers.index(firsts[0])
+    joined = (*peers[start:], *peers[:start])
     if count <= 2:
         return RankOrder(joined, f"{count} workers: there is only one order")
     has_rates = bool(measured.sent_Bps or measured.received_Bps)

@@ -133,10 +133,10 @@ def _assign_replicas(
     fastest_s = min(period_s for period_s, *_ in found)
     good = [each for each in found if each[0] <= fastest_s * (1 + TIME_TOLERANCE)]
     _, _, cuts, rows = min(good, key=lambda each: each[1])
-    seats = {peer: stage for stage, row in enumerate(rows) for peer in row}
-    members = tuple(peer for peer in peers if peer in seats)
+    stage_of = {peer: stage for stage, row in enumerate(rows) for peer in row}
+    members = tuple(peer for peer in peers if peer in stage_of)
     shown = ", ".join(f"{span.stop - span.start}" for span in stage_spans(cuts))
-    return Repartition(cuts, members, seats, f"stages of {shown} blocks by the cards' speed and memory")
+    return Repartition(cuts, members, stage_of, f"stages of {shown} layers by the cards' speed and memory")
 
 
 def _stage_orders(

@@ -79,13 +79,13 @@ def shortage_text(layers: Sequence[Layer], cards: Sequence[Card], running: Execu
 
     worst = max(range(len(cards)), key=lack)
     start, stop = cuts[worst], cuts[worst + 1]
-    held = costs.memory(worst, start, stop)
+    needed = costs.memory(worst, start, stop)
     big = max(range(start, stop), key=lambda at: costs.memory(worst, at, at + 1).total)
     reason = (
         f"no partition of {len(layers)} layers into {len(cards)} stages fits: at best stage {worst} "
-        f"({format_layers(layers, start, stop)}) needs {format_bytes(held.total)} of its card's "
+        f"({format_layers(layers, start, stop)}) needs {format_bytes(needed.total)} of its card's "
         f"{format_bytes(cards[worst].memory_bytes)}, {format_bytes(lack(worst))} too many "
-        f"({format_memory_parts(held.parameters, held.copies, held.activations, held.transit)})"
+        f"({format_memory_parts(needed.parameters, needed.copies, needed.activations, needed.transit)})"
     )
     if stop - start > 1:
         alone = costs.memory(worst, big, big + 1).total

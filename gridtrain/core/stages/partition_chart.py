@@ -75,13 +75,13 @@ def partition_reason(layers: Sequence[Layer], proposal: MicroBatchProposal, *, a
     work_s = sum(each.compute_s * each.card.speed for each in stages)
     even_s = work_s / sum(each.card.speed for each in stages)
     before = ", ".join(layers[each.start].name for each in stages[1:])
-    fullest, held = max(enumerate(stages), key=lambda each: each[1].memory.total)
-    limit = held.card.memory_bytes
+    fullest, largest = max(enumerate(stages), key=lambda each: each[1].memory.total)
+    limit = largest.card.memory_bytes
     return (
         f"{f'Stages begin at {before}' if before else 'One stage'}: stage {slowest} is slowest by {what}, "
         f"{format_seconds(max(stage.compute_s, stage.transfer_s))} a micro-batch; "
         f"{format_seconds(even_s)} would be an exactly even share of the computing; "
-        f"stage {fullest} holds most, {format_bytes(held.memory.total)}"
+        f"stage {fullest} holds most, {format_bytes(largest.memory.total)}"
         f"{f' of {format_bytes(limit)}' if limit < math.inf else ''}. "
         f"{'As asked' if asked else 'Proposed'}: {proposal.reason}."
     )
@@ -169,7 +169,7 @@ def _box(left: float, top: float, width: float, height: float, colour: str) -> s
 def _text(
     x: float,
     y: float,
-    words: str,
+    text: str,
     *,
     colour: str = INK,
     size: float = 13,
@@ -177,5 +177,5 @@ def _text(
 ) -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" font-size="{size:g}" '
-        f'font-weight="{weight}">{escape(words)}</text>'
+        f'font-weight="{weight}">{escape(text)}</text>'
     )

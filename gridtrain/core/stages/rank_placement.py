@@ -207,7 +207,7 @@ def placement_cost_s(placed: Sequence[Sequence[PeerId]], cost_s: PairCost) -> tu
 
     All pipelines run at the same time, and then all groups: of both the slowest one counts.
     """
-    pipelines = [math.fsum(map(cost_s, line, line[1:])) for line in zip(*placed, strict=True)]
+    pipelines = [math.fsum(map(cost_s, ranks, ranks[1:])) for ranks in zip(*placed, strict=True)]
     groups = [math.fsum(map(cost_s, row, (*row[1:], row[0]))) if len(row) > 1 else 0.0 for row in placed]
     return max(pipelines) + max(groups), math.fsum((*pipelines, *groups))
 
@@ -305,9 +305,9 @@ def _reason(
     return f"{text}; standby: {_abbreviate([name(peer) for peer in standbys])}" if standbys else text
 
 
-def _abbreviate(words: Sequence[str]) -> str:
-    more = f" and {len(words) - MAX_NAMED_WORKERS} more" if len(words) > MAX_NAMED_WORKERS else ""
-    return ", ".join(words[:MAX_NAMED_WORKERS]) + more
+def _abbreviate(items: Sequence[str]) -> str:
+    more = f" and {len(items) - MAX_NAMED_WORKERS} more" if len(items) > MAX_NAMED_WORKERS else ""
+    return ", ".join(items[:MAX_NAMED_WORKERS]) + more
 
 
 def _improvement_text(

@@ -416,8 +416,8 @@ def assembler_pieces(
     spans = stage_spans(recut.cuts)
     found: dict[PeerId, Pieces] = {}
     for peer, stage in recut.assemblers.items():
-        held = locations.in_memory.get(peer) == stage or stage in locations.on_disk.get(peer, ())
-        if held or stage in locations.initial_stages:
+        has_stage = locations.in_memory.get(peer) == stage or stage in locations.on_disk.get(peer, ())
+        if has_stage or stage in locations.initial_stages:
             continue
         wanted, mine = spans[stage], order.index(peer)
         taken: list[tuple[Span, int]] = []

@@ -24,10 +24,9 @@ from gridtrain.runtime.buffers.collective_buffers import (
     DenseRingBuffer,
     sparse_digest,
 )
-from gridtrain.runtime.buffers.star_buffers import DenseStarBuffer
 from gridtrain.sparsify.merge import FloatArray
 
-BucketBuffer = DenseRingBuffer | DenseStarBuffer | AllGatherBuffer | ButterflyBuffer
+BucketBuffer = DenseRingBuffer | AllGatherBuffer | ButterflyBuffer
 
 Bounds = tuple[int, ...]
 """Where buckets begin, and last where the vector ends: 0 = bounds[0] < bounds[1] < ... = n."""
@@ -60,9 +59,7 @@ class BucketedBuffer:
     @property
     def update_N(self) -> FloatArray:
         """Of a dense exchange that is complete: a new array of shape (n,)."""
-        return np.concatenate(
-            [part.update_N for part in self.parts if isinstance(part, DenseRingBuffer | DenseStarBuffer)]
-        )
+        return np.concatenate([part.update_N for part in self.parts if isinstance(part, DenseRingBuffer)])
 
     def compute_digest(self) -> bytes:
         """See `CollectiveBuffer.compute_digest`."""

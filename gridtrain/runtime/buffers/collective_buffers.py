@@ -21,7 +21,6 @@ A member that skips contributes zeros, or a payload without entries: see `make_c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
 from hashlib import blake2b, sha256
 from typing import Protocol
 
@@ -95,6 +94,9 @@ class DenseRingBuffer:
         slice_bytes: the largest slice; None: what all members choose for this length and world size.
     """
 
+    is_one_segment = False
+    """The vector has one segment, and not one for each rank."""
+
     is_resumable = True
     """A retry in the same generation takes the same buffer."""
 
@@ -105,7 +107,8 @@ class DenseRingBuffer:
         self.update_N = contribution_N
         self._ring: RingAllReduce | None = None
         self._world_size = world_size
-        longest_segment_bytes = -(-contribution_N.size // world_size) * _FLOAT.itemsize
+        self._segments = 1 if self.is_one_segment else world_size
+        longest_segment_bytes = -(-contribution_N.size // self._segments) * _FLOAT.itemsize
         if slice_bytes is None:
             self.slices = self.slices_of(longest_segment_bytes)
         else:
@@ -156,7 +159,7 @@ class DenseRingBuffer:
 
     def compute_digest(self) -> bytes:
         whole = blake2b(digest_size=32)
-        for segment in range(self._world_size):
+        for segment in range(self._segments):
             for slice_ in range(self.slices):
                 whole.update(self._hashes.get((segment, slice_)) or self._checked_hash(segment, slice_))
         return whole.digest()
@@ -184,7 +187,7 @@ class DenseRingBuffer:
 
     def _slice_view(self, segment: int, slice_: int) -> FloatArray:
         """Segments are near-equal parts of the vector, and slices of a segment; any may be empty."""
-        start, stop = _part_bounds(0, self.update_N.size, segment, self._world_size)
+        start, stop = _part_bounds(0, self.update_N.size, segment, self._segments)
         start, stop = _part_bounds(start, stop, slice_, self.slices)
         return self.update_N[start:stop]
 
@@ -195,7 +198,38 @@ class DenseRingBuffer:
         return _dense_values(payload, self._slice_view(segment, slice_).nbytes, source, what)
 
 
-class AllGatherBuffer:
+class SparseBuffer:
+    """What the buffers of sparse exchanges have in common.
+
+    Args:
+        n: length of the vector.
+        k: most entries of a payload.
+        kind: of the values.
+    """
+
+    def __init__(self, *, n: int, k: int, kind: ValueKind) -> None:
+        self.n, self._k, self._kind = n, k, kind
+
+    def _decode(self, payload: bytes | memoryview) -> SparseVector:
+        return decode(payload, n=self.n, max_entries=self._k, kind=self._kind)
+
+    def _decode_from_peer(self, payload: bytes | memoryview, source: Provenance) -> SparseVector:
+        """Raises `RemoteProtocolError`, which names the rank that sent the payload."""
+        try:
+            decoded = self._decode(payload)
+        except RemoteProtocolError as error:
+            raise RemoteProtocolError(f"rank {source.rank}: {error.reason}", remedy=error.remedy) from None
+        what = f"sparse payload from rank {source.rank}"
+        _check_magnitudes(decoded.values, source, ROUNDING_FACTORS[self._kind], what)
+        return decoded
+
+    def _empty_payload(self) -> tuple[bytes, SparseVector]:
+        """The payload of a member that skips the step, and what it decodes to."""
+        payload = encode(np.empty(0, np.int64), np.empty(0, np.float32), n=self.n, kind=self._kind)
+        return payload, self._decode(payload)
+
+
+class AllGatherBuffer(SparseBuffer):
     """The payloads of all ranks.  `update` is their sum in rank order, its own payload decoded like the
     others."""
 
@@ -210,7 +244,7 @@ class AllGatherBuffer:
         kind: ValueKind,
         decoded: SparseVector | None = None,
     ) -> None:
-        self.n, self._k, self._kind = n, k, kind
+        super().__init__(n=n, k=k, kind=kind)
         self._rank = rank
         self._payloads: list[bytes | memoryview | None] = [None] * world_size
         self._parts: list[SparseVector | None] = [None] * world_size
@@ -231,14 +265,13 @@ class AllGatherBuffer:
     def make_collective(self, rank: int, world_size: int, skip: bool) -> AllGather:
         _check_world_size(world_size, len(self._payloads))
         if skip:
-            nothing = _empty_sparse(self.n, self._kind)
-            self._store(self._rank, nothing, self._decode(nothing))
+            self._store(self._rank, *self._empty_payload())
         return AllGather(rank, world_size, skip)
 
     def apply(self, effect: BufferEffect) -> None:
         match effect:
             case StoreFromRank(rank, payload, source):
-                self._store(rank, payload, _decode_from_peer(payload, source, self._kind, self._decode))
+                self._store(rank, payload, self._decode_from_peer(payload, source))
             case _:
                 raise _unexpected_effect("AllGather", effect)
 
@@ -254,11 +287,8 @@ class AllGatherBuffer:
     def _store(self, rank: int, payload: bytes | memoryview, decoded: SparseVector) -> None:
         self._parts[rank], self._payloads[rank] = decoded, payload
 
-    def _decode(self, payload: bytes | memoryview) -> SparseVector:
-        return decode(payload, n=self.n, max_entries=self._k, kind=self._kind)
 
-
-class ButterflyBuffer:
+class ButterflyBuffer(SparseBuffer):
     """One payload, merged hop by hop.
 
     Args:
@@ -272,7 +302,7 @@ class ButterflyBuffer:
     def __init__(
         self, payload: bytes, *, n: int, k: int, kind: ValueKind, decoded: SparseVector | None = None
     ) -> None:
-        self.n, self._k, self._kind = n, k, kind
+        super().__init__(n=n, k=k, kind=kind)
         self._payload: bytes | memoryview = payload
         self.update = self._decode(payload) if decoded is None else decoded
         self.truncated: list[TruncatedEntries] = []
@@ -283,18 +313,17 @@ class ButterflyBuffer:
 
     def _clear_if_skipped(self, skip: bool) -> None:
         if skip:
-            nothing = _empty_sparse(self.n, self._kind)
-            self._payload, self.update = nothing, self._decode(nothing)
+            self._payload, self.update = self._empty_payload()
 
     def apply(self, effect: BufferEffect) -> None:
         match effect:
             case MergePayload(payload, owner_modulus, owner_residue, source):
-                theirs = _decode_from_peer(payload, source, self._kind, self._decode)
+                theirs = self._decode_from_peer(payload, source)
                 merged = merge(self.update, theirs, n=self.n, k=self._k, kind=self._kind)
                 self._payload, self.update = merged.payload, merged.sparse
                 self.truncated.append(merged.truncated_of_owner(owner_modulus, owner_residue))
             case ReplacePayload(payload, source):
-                self.update = _decode_from_peer(payload, source, self._kind, self._decode)
+                self.update = self._decode_from_peer(payload, source)
                 self._payload = payload
             case _:
                 raise _unexpected_effect("ButterflyExchange", effect)
@@ -304,9 +333,6 @@ class ButterflyBuffer:
 
     def compute_digest(self) -> bytes:
         return sparse_digest(self.update)
-
-    def _decode(self, payload: bytes | memoryview) -> SparseVector:
-        return decode(payload, n=self.n, max_entries=self._k, kind=self._kind)
 
 
 def _part_bounds(start: int, stop: int, index: int, parts: int) -> tuple[int, int]:
@@ -339,19 +365,6 @@ def _dense_values(
     return values
 
 
-def _dense_digest(slices: Iterable[FloatArray]) -> bytes:
-    """32-byte digest of a dense sum.  Raises `RemoteProtocolError` if it is not finite."""
-    whole = blake2b(digest_size=32)
-    for values in slices:
-        if not _is_finite(values):
-            raise RemoteProtocolError(
-                "the dense sum is not finite although no member skips",
-                remedy="abort: a member whose values are that large, or not finite, has to skip the step",
-            )
-        whole.update(sha256(values.data).digest())
-    return whole.digest()
-
-
 def _check_magnitudes(values: FloatArray, source: Provenance, rounding: float, what: str) -> None:
     """Check that the values are finite, and no larger than honest members can make them."""
     limit = source.contributors * largest_summable(source.world_size) * rounding**source.roundings
@@ -363,26 +376,6 @@ def _check_magnitudes(values: FloatArray, source: Provenance, rounding: float, w
             f"{source.contributors} of {source.world_size} members",
             remedy="drop the peer: a member with values that large, or not finite, has to skip the step",
         )
-
-
-def _decode_from_peer(
-    payload: bytes | memoryview,
-    source: Provenance,
-    kind: ValueKind,
-    decoded: Callable[[bytes | memoryview], SparseVector],
-) -> SparseVector:
-    """A peer's sparse payload.  Errors name the rank that sent it."""
-    what = f"sparse payload from rank {source.rank}"
-    try:
-        theirs = decoded(payload)
-    except RemoteProtocolError as error:
-        raise RemoteProtocolError(f"rank {source.rank}: {error.reason}", remedy=error.remedy) from None
-    _check_magnitudes(theirs.values, source, ROUNDING_FACTORS[kind], what)
-    return theirs
-
-
-def _empty_sparse(n: int, kind: ValueKind) -> bytes:
-    return encode(np.empty(0, np.int64), np.empty(0, np.float32), n=n, kind=kind)
 
 
 def sparse_digest(update: SparseVector) -> bytes:

@@ -14,7 +14,6 @@ from gridtrain.core.collectives.collective import (
     BufferEffect,
     Collective,
     StoreFromRank,
-    StoreSlice,
 )
 from gridtrain.core.collectives.ring import count_slices
 from gridtrain.core.collectives.star import DenseStar, SparseStar
@@ -52,7 +51,7 @@ class SparseStarBuffer(ButterflyBuffer):
     def apply(self, effect: BufferEffect) -> None:
         match effect:
             case StoreFromRank(rank, payload, source):
-                theirs = collective_buffers._decode_from_peer(payload, source, self._kind, self._decode)
+                theirs = self._decode_from_peer(payload, source)
                 self._parts[rank] = theirs
                 if len(self._parts) == self._world_size:
                     self._merge()
@@ -68,30 +67,19 @@ class SparseStarBuffer(ButterflyBuffer):
         self._parts.clear()
 
 
-class DenseStarBuffer:
+class DenseStarBuffer(DenseRingBuffer):
     """The slices of one flat vector; the root adds to its own, the others store its sums.
 
-    Takes ownership of `contribution_N` ((n,) float32).  `update_N` is the whole sum once the collective is
-    complete.  A retry takes a new buffer.
+    A retry takes a new buffer.
 
     Payloads are views of the vector, which the transport may still be sending while the collective continues.
     A member writes to a slice only when its sum arrives, and that exists only after the root has read the
     view; the root writes to a slice only before it sends it.
-
-    Slices and digest are the ring's, of a vector that is one segment.
-
-    Args:
-        slice_bytes: the largest slice; None: what all members choose for this length.
     """
 
-    def __init__(self, contribution_N: FloatArray, world_size: int, slice_bytes: int | None = None) -> None:
-        collective_buffers._check_contribution(contribution_N)
-        self.update_N = contribution_N
-        self._world_size = world_size
-        if slice_bytes is None:
-            self.slices = count_slices(contribution_N.nbytes)
-        else:
-            self.slices = max(1, -(-contribution_N.nbytes // slice_bytes))
+    is_one_segment = True
+    is_resumable = False
+    slices_of = staticmethod(count_slices)
 
     def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
         collective_buffers._check_world_size(world_size, self._world_size)
@@ -101,40 +89,26 @@ class DenseStarBuffer:
 
     def apply(self, effect: BufferEffect) -> None:
         match effect:
-            case AddSlice(_, index, payload, source):
-                what = f"slice {index} from rank {source.rank}"
-                self._view(index)[:] += collective_buffers._dense_values(
-                    payload, self._view(index).nbytes, source, what
+            case AddSlice(segment, slice_, payload, source):
+                self._slice_view(segment, slice_)[:] += self._received_values(
+                    segment, slice_, payload, source
                 )
-            case StoreSlice(_, index, payload, source):
-                what = f"slice {index} from rank {source.rank}"
-                self._view(index)[:] = collective_buffers._dense_values(
-                    payload, self._view(index).nbytes, source, what
-                )
+                self._mark_written(segment, slice_, final=False, checked=False)  # others may follow
             case _:
-                raise collective_buffers._unexpected_effect("DenseStar", effect)
+                super().apply(effect)
 
     def payload(self, slot: PayloadSlot) -> bytes | memoryview:
-        return self._view(slot.slice).view(np.uint8).data.toreadonly()
-
-    def compute_digest(self) -> bytes:
-        return collective_buffers._dense_digest(self._view(index) for index in range(self.slices))
-
-    def _view(self, index: int) -> FloatArray:
-        start, stop = collective_buffers._part_bounds(0, self.update_N.size, index, self.slices)
-        return self.update_N[start:stop]
+        return self._slice_view(0, slot.slice).view(np.uint8).data.toreadonly()
 
 
-DENSE_BUFFERS: dict[str, type[DenseRingBuffer] | type[DenseStarBuffer]] = {
+DENSE_BUFFERS: dict[str, type[DenseRingBuffer]] = {
     "ring": DenseRingBuffer,
     "direct": DirectBuffer,
     "star": DenseStarBuffer,
 }
 
 
-def make_dense_buffer(
-    topology: str, contribution_N: FloatArray, world_size: int
-) -> DenseRingBuffer | DenseStarBuffer:
+def make_dense_buffer(topology: str, contribution_N: FloatArray, world_size: int) -> DenseRingBuffer:
     """The buffer for `Dense(topology=...)`."""
     return DENSE_BUFFERS[topology](contribution_N, world_size)
 

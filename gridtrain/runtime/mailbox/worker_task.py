@@ -1,9 +1,8 @@
 """Tasks that the training thread does for the group while it waits, in a `WorkerSnapshot`.
 
-A task is a value: equal tasks are the same task.  The I/O thread computes the tasks that are due anew for
-each snapshot, in the order of priority of `snapshot_builder`; there is no queue that could hold an outdated
-one. Three effects of the core (`DiscardCheckpoints`, `SaveCheckpoint`, `LoadCheckpoints`) are tasks as they
-are.
+A task is a value: equal tasks are the same task.  The I/O thread recomputes the tasks that are due for each
+snapshot, in the order of priority of `snapshot_builder`; there is no queue that could hold an outdated task.
+Three effects of the core (`DiscardCheckpoints`, `SaveCheckpoint`, `LoadCheckpoints`) are tasks as they are.
 """
 
 from __future__ import annotations

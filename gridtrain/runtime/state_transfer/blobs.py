@@ -186,9 +186,6 @@ class BlobReceiver:
 
     Args:
         max_bytes: the largest state that this worker's model can have; `set_limit` changes it.
-
-    Attributes:
-        keeps_blocks: blocks stay after `take_blobs`, until `stop_forwarding`, as they are forwarded.
     """
 
     def __init__(self, max_bytes: int = MAX_STATE_BYTES) -> None:
@@ -202,7 +199,7 @@ class BlobReceiver:
         self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
         self._is_verified = True  # all blocks are from the state source itself
         self._expected_digest: tuple[int, bytes] = (0, b"")  # generation, digest of its state
-        self.keeps_blocks = False
+        self._keep_blocks = False
 
     def set_limit(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -251,11 +248,14 @@ class BlobReceiver:
         """Bytes of this generation's state that have not arrived yet; 0: none of it has."""
         return sum(self._sizes[len(self._blocks) :]) if generation == self._id[1] else 0
 
-    def receive(self, block: StateBlock, *, vouched: bool = True) -> None:
+    def receive(self, block: StateBlock, *, vouched: bool = True, keep_blocks: bool = False) -> None:
         """Raises `RemoteProtocolError` for a block that cannot belong to the others.
 
-        `vouched`: it is from the state source itself, not forwarded.
+        Args:
+            vouched: it is from the state source itself, not forwarded.
+            keep_blocks: blocks stay after `take_blobs`, until `stop_forwarding`, as they are forwarded.
         """
+        self._keep_blocks = keep_blocks
         here = (block.term, block.generation)
         if here == self._id and (self._taken_blocks or 0 < len(self._sizes) == len(self._blocks)):
             return  # asked for twice; complete already
@@ -297,7 +297,7 @@ class BlobReceiver:
         if not self.is_complete:
             raise LocalProtocolError(f"a state of {len(self._sizes)} blocks was taken before they arrived")
         whole = b"".join(self._blocks[1:])
-        self._forwarded, self._taken_blocks = self._blocks if self.keeps_blocks else [], len(self._blocks)
+        self._forwarded, self._taken_blocks = self._blocks if self._keep_blocks else [], len(self._blocks)
         self._sizes = []  # first: the I/O thread may ask between the two what is lacking, and nothing is
         self._blocks = []
         blobs, offset = [], 0

@@ -122,6 +122,10 @@ class CatchUpReceiver:
             else (self.progress, self._received)
         )
 
+    def fail(self, reason: str) -> None:
+        """It cannot catch up; the first reason stands."""
+        self.failure = self.failure or reason
+
     # -- I/O thread --------------------------------------------------------------------------------
 
     def source_up(self, peer: m.PeerId) -> PeerRequests:

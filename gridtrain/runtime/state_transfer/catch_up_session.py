@@ -73,7 +73,7 @@ class CatchUpSession:
         """What a source sent cannot be loaded or replayed: this worker takes the whole state instead."""
         with self._mailbox.condition:
             if self._receiver is not None:
-                self._receiver.failure = self._receiver.failure or reason
+                self._receiver.fail(reason)
         self._mailbox.mark_stale()
 
     def finish_work(self, work: CatchUpWork) -> None:
@@ -134,9 +134,7 @@ class CatchUpSession:
             if not is_member or receiver.idle_key is None or receiver.idle_key != self._last_progress[0]:
                 self._last_progress = (receiver.idle_key, now_s)
             elif now_s - self._last_progress[1] >= self._idle_s:
-                receiver.failure = (
-                    receiver.failure or "the updates that the membership view names did not arrive"
-                )
+                receiver.fail("the updates that the membership view names did not arrive")
             if receiver.failure:
                 self._receiver = None
                 self._blobs.clear()

@@ -1,7 +1,9 @@
-"""What the core asks of this worker's disk, on which stage checkpoints lie.
+"""Requests of the core to this worker's disk, where stage checkpoints lie.
 
-io.SaveCheckpoint, io.LoadCheckpoints, io.DiscardCheckpoints --> task --> trainer --> finish
-io.SendCheckpoint, io.StoreCheckpointBlock --> CheckpointCopier --> the next stage's disk, and ours
+    io.SaveCheckpoint, io.LoadCheckpoints, io.DiscardCheckpoints --> task --> trainer --> finish
+    io.SendCheckpoint, io.StoreCheckpointBlock --> CheckpointCopier --> the next stage's disk, this disk
+
+The training thread reads and writes checkpoints; copies go from file to file.
 """
 
 from __future__ import annotations
@@ -18,8 +20,6 @@ DiskTask = io.SaveCheckpoint | io.LoadCheckpoints | io.DiscardCheckpoints
 
 class CheckpointRequests:
     """The latest request of each kind, until it is done; and the copier.
-
-    The training thread reads and writes checkpoints; copies go from file to file.
 
     Args:
         rate_Bps: see `CheckpointCopier`.

@@ -1,7 +1,9 @@
 """The residual of a worker that leaves: which entries are sent, and what the recipient accepts.
 
-residual_N --the largest |v| that fit the budget--> sparse, fp32 --> pieces of 1 MiB -->+
-recipient's residual_N += entries <-- stored until they count <-- checked <-- joined <--+
+    residual_N --the largest |v| that fit the budget--> sparse, fp32 --> pieces of 1 MiB -->+
+    recipient's residual_N += entries <-- stored until they count <-- checked <-- joined <--+
+
+`gridtrain.core.member.residual_transfer` decides who the recipient is, and when a residual counts.
 """
 
 from __future__ import annotations
@@ -130,6 +132,11 @@ class IncomingResiduals:
         if peer not in self._complete:
             raise LocalProtocolError(f"the residual of {peer.hex()[:8]} was confirmed before it was complete")
         self.confirmed.append((peer, self._complete.pop(peer)))
+
+    def take_confirmed(self) -> list[tuple[PeerId, SparseVector]]:
+        """The residuals that count, once."""
+        confirmed, self.confirmed = self.confirmed, []
+        return confirmed
 
     @property
     def unconfirmed_magnitude(self) -> float:

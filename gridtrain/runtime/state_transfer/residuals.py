@@ -37,7 +37,7 @@ class ResidualExchange:
     def take_confirmed(self) -> list[tuple[m.PeerId, SparseVector]]:
         """Residuals of members that have left, to be added to this worker's now."""
         with self._mailbox.condition:
-            confirmed, self.incoming.confirmed = self.incoming.confirmed, []
+            confirmed = self.incoming.take_confirmed()
         self._mailbox.mark_stale()
         return confirmed
 

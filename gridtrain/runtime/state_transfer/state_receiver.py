@@ -68,8 +68,7 @@ class StateReceiver:
         """`vouched`: it is from the state source.  Raises `RemoteProtocolError` for one that does not fit."""
         with self._mailbox.condition:
             self._mailbox.count_progress()
-            self.blobs.keeps_blocks = is_forwarding
-            self.blobs.receive(block, vouched=vouched)
+            self.blobs.receive(block, vouched=vouched, keep_blocks=is_forwarding)
 
     def set_expected_digest(self, generation: int, digest: bytes) -> None:
         """What the state source says of its state's digest."""

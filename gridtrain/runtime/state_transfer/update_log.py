@@ -6,7 +6,7 @@
     payload:   u32 S | S bytes of settings | u8 skip | u8 m | m digests of 32 bytes | sparse update, fp32
 
 The digest of a vote covers all of this (`vote_digest`), and a history chains these digests.  A receiver whose
-history equals the membership view's has applied what the members applied, whoever sent it.
+history equals the membership view's has applied what the members applied, from any sender.
 """
 
 from __future__ import annotations

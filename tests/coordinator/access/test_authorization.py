@@ -1,4 +1,4 @@
-"""Who may come in: transcripts, the attack behind each defence, and a journal that says the same again."""
+"""Access control: transcripts, the attack that each defence prevents, and recovery from the journal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NOT_VALID = "this invitation is not valid (any more)"
 
 
 class House:
-    """A door, its journal, and the time."""
+    """Access control, its journal, and the time."""
 
     def __init__(self, *members: m.PeerId, **more: Any) -> None:
         self.door = Authorization(run="r", operator=OPERATOR, coordinator=US, **more)
@@ -74,7 +74,7 @@ class House:
         return str(self.door.access_role(key, self.now_s))
 
     def accuse(self, line: str) -> str:
-        """ "bert: anna" is what bert says; ": anna" we have seen ourselves."""
+        """ "bert: anna" is bert's accusation; ": anna" the coordinator saw itself."""
         by, _, of = line.partition(": ")
         keys = {name: key for key, name in NAMES.items()}
         return self.outcome(self.door.record_violation(keys[of], "sent rubbish", keys.get(by), self.now_s))
@@ -240,7 +240,7 @@ def test_where_everybody_may_come_in_a_kick_still_shuts_out() -> None:
 
 # -- strikes ---------------------------------------------------------------------------------------
 
-#  who says it: of whom   what follows ("2": strikes that count against the accused)
+# accuser: accused   what follows ("2": violations that count against the accused)
 STORIES = {
     "three strikes are a kick": [
         (": anna", "1"), (": anna", "2"), (": anna", "3, anna out"), (": anna", "3"),
@@ -434,7 +434,7 @@ def attack_without_end() -> bool:
 
 
 def attack_by_lies() -> bool:
-    """bert gets rid of everybody else."""
+    """bert gets all other members removed."""
     house = House(*NAMES)
     for victim in ("anna", "carl", "dora", "emil"):
         for _ in range(3):
@@ -480,7 +480,7 @@ def test_an_attack_fails_and_succeeds_without_its_defence(name: str) -> None:
 
 
 def live(house: House, seed: int) -> Iterator[None]:
-    """Random orders, guests and strikes."""
+    """Random orders, enrolments and violations."""
     rng = random.Random(seed)
     keys = [bytes([number]) * 32 for number in range(1, 7)]
     peers = list(NAMES)
@@ -519,11 +519,13 @@ def test_a_restarted_coordinator_knows_the_same(seeds: Callable[[int], Iterator[
 
 
 def test_restarts_in_between_change_nothing(seeds: Callable[[int], Iterator[int]]) -> None:
-    """Also a coordinator that is restarted after every event gives the same answers from then on."""
+    """A coordinator that restarts after every event gives the same answers."""
     for seed in seeds(30):
         steady, restarting = House(), House()
         for _ in zip(live(steady, seed), live(restarting, seed), strict=True):
-            suspects = restarting.door._violations._suspects  # their grace is in no journal: it begins anew
+            suspects = (
+                restarting.door._violations._suspects
+            )  # their time for confirmation is not in the journal, so it starts again
             restarting.door = restarting.restarted()
             restarting.door._violations._suspects = suspects
             wall_s = steady.now_s

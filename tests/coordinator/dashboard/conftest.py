@@ -1,4 +1,4 @@
-"""A board that a simulated run has filled, and the application over it."""
+"""A board with the state of a simulated run, and the application over it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def filled(workers: int, seconds: int, shape: str = "butterfly", stages: int = 1
 
 @dataclass
 class Desk:
-    """The application, what was ordered there, and what the daemon answers."""
+    """The application, the orders given there, and the daemon's answers."""
 
     board: Board
     client: TestClient

@@ -1,4 +1,4 @@
-"""What the JSON API answers is what its OpenAPI document says, for every address in it."""
+"""The JSON API answers what its OpenAPI document says, at every address in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is on the board after a run's pictures: curves, bytes, topology, who is gone, what changed."""
+"""The board after a run's status updates: curves, bytes, topology, departed workers, changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FACTS = {"model": "1000 parameters", "exchange": "GTopK(density=0.01, values=fp1
 def test_bytes_saved_against_a_dense_ring() -> None:
     """3 workers, 10 steps of 1000 float32: a dense ring sends 10 x 2 x 2 x 4000 bytes in all."""
     board = Board()
-    for step, sent in ((100, 5000.0), (110, 7000.0)):  # what was before the first picture does not count
+    for step, sent in ((100, 5000.0), (110, 7000.0)):  # what precedes the first status does not count
         members = [member(name, rank, exchanged_bytes=sent) for rank, name in enumerate(("a", "b", "c"))]
         board.update(picture(step, tuple(members), facts=FACTS), float(step))
     assert (board.exchanged_bytes, board.dense_bytes) == (3 * 2000.0, 10 * 2 * 2 * 4000.0)
@@ -125,7 +125,7 @@ def test_nobody_is_waited_for_while_nobody_trains() -> None:
 
 
 def applied(whole: dict[str, Any], tick: dict[str, Any]) -> dict[str, Any]:
-    """What the page does with a tick."""
+    """Applies a tick as the page does."""
     run = whole["run"] | tick.get("run", {})
     who = {each["id"]: each for each in (*whole["who"], *tick.get("who", ()))}
     rows = {each[0]: each for each in (*whole["rows"], *tick.get("rows", ()))}

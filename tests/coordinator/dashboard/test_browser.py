@@ -1,4 +1,4 @@
-"""The page in a real Chromium: it lives, can be used with the keyboard, and nothing is cut or overlaps."""
+"""The page in a real Chromium: it works, also with the keyboard, and nothing is cut off or overlaps."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def stage():  # type: ignore[no-untyped-def]
 
 
 def drawn(page: chromium.Page) -> None:
-    """Two frames later everything that was told is on the page."""
+    """Waits two frames, after which all changes are on the page."""
     page.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 

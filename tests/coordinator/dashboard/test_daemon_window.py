@@ -1,4 +1,4 @@
-"""The daemon with a dashboard: what the window is shown, and that an order there is an order."""
+"""The daemon with a dashboard: the status that it publishes, and orders from it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COORDINATOR, OPERATOR, INVITATION, ANNA = (letter * 32 for letter in (b"c", b"o"
 
 
 class Window:
-    """Gives these orders at the first look."""
+    """Gives these orders when it is first asked."""
 
     def __init__(self, *orders: RemoveWorker | Unban) -> None:
         self.pictures: list[Mapping[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Nobody else's page, name or byte gets in: hosts, tokens, headers, sizes, hostile workers."""
+"""The dashboard against other pages, names and bytes: hosts, tokens, headers, sizes, hostile workers."""
 
 from __future__ import annotations
 

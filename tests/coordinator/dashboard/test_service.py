@@ -1,4 +1,4 @@
-"""The dashboard's own thread over real sockets: it never holds the daemon up, and serves a bounded number."""
+"""The dashboard's thread over real sockets: it never blocks the daemon, and its clients are bounded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WITHIN_S = 60.0
 
 
 class Running:
-    """A service that runs, and what it logged."""
+    """A running service, and its log."""
 
     def __init__(self) -> None:
         self.logged: list[tuple[str, str, Mapping[str, Any]]] = []
@@ -146,7 +146,7 @@ def test_a_page_that_does_not_read_holds_nobody_up(running: Running, monkeypatch
 
     def given_up() -> bool:
         running.service.publish(next(pictures)[1])
-        next(events)  # the other page goes on hearing
+        next(events)  # the other page still receives events
         return bool(stream.page_count == 1)
 
     until(given_up, "the stuck page is cut off", 60.0)
@@ -155,7 +155,7 @@ def test_a_page_that_does_not_read_holds_nobody_up(running: Running, monkeypatch
 
 
 def test_the_daemon_never_waits(running: Running) -> None:
-    """Showing is putting down: it does not take longer with a loop that stands still."""
+    """Publishing takes no longer with a loop that is blocked."""
     running.shown()
     _, picture, _ = next(Run(300).pictures(1))
     stands, go_on = threading.Event(), threading.Event()
@@ -236,7 +236,7 @@ def test_slow_senders_of_headers_are_bounded(running: Running) -> None:
 
 
 def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of them than there are places, in three ways; an open page beside them is left alone."""
+    """More silent clients than connections, in three ways; an open page beside them is left alone."""
     monkeypatch.setattr(
         connection_timeouts, "REQUEST_S", 2.0
     )  # this process itself may have to wait for a core
@@ -288,7 +288,7 @@ def test_an_answer_that_nobody_takes_is_given_up() -> None:
 
 
 def test_a_slow_line_is_no_silent_client() -> None:
-    """The answer is written; a phone takes it bit by bit, and then for too long nothing of it."""
+    """The answer is written; a phone takes it in small parts, and then nothing for too long."""
     taken, unsent = connection_timeouts.ConnectionTimeouts(()), [50_000]
     transport = SimpleNamespace(get_write_buffer_size=lambda: unsent[0])
     slow = Connection(cycle=SimpleNamespace(response_complete=True, scope={"path": "/"}), transport=transport)

@@ -1,4 +1,4 @@
-"""A backup is whole or not there, is for its owner's eyes, and a standby begins from it."""
+"""A backup is complete or absent, readable only by its owner, and a standby can start from it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_standby_begins_with_all_that_was_written_down(tmp_path: Path) -> None
 
 
 def test_what_lies_beside_a_journal_that_is_gone_does_not_alter_the_backup(tmp_path: Path) -> None:
-    """A damaged journal.sqlite was removed, and not its -wal: SQLite would write that over the backup."""
+    """A damaged journal.sqlite was removed but not its -wal, which SQLite would apply to the backup."""
     store = running(tmp_path / "state")
     path = Backups(tmp_path / "backups", tmp_path / "state").make(store, 0.0)
     before = store.entries()
@@ -60,7 +60,7 @@ def test_what_lies_beside_a_journal_that_is_gone_does_not_alter_the_backup(tmp_p
 
 
 def test_the_latest_is_that_of_the_latest_term(tmp_path: Path) -> None:
-    """A standby that began from an older backup has fewer entries, and knows better."""
+    """A standby that started from an older backup has fewer entries, but a later term."""
     store = running(tmp_path / "state")
     first = Backups(tmp_path / "backups", tmp_path / "state").make(store, 0.0)
     restore(first, tmp_path / "standby")

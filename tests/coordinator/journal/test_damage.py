@@ -1,4 +1,4 @@
-"""A journal that was damaged is never believed, never overwritten, and what can be done is said."""
+"""A damaged journal is never used and never overwritten, and the error says what to do."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def digest(path: Path) -> bytes:
 
 
 def test_no_flipped_bit_becomes_an_entry(path: Path, seeds: Seeds) -> None:
-    """Wherever it is: all is as it was (the bit meant nothing), or it is said what to do."""
+    """Wherever it is: either nothing has changed (the bit meant nothing), or the error says what to do."""
     entries = written(path)
     whole = path.read_bytes()
     told = 0
@@ -95,7 +95,7 @@ def test_an_empty_file_is_no_new_run_where_there_was_one(path: Path) -> None:
 
 
 def test_a_number_in_an_entry_was_changed(path: Path) -> None:
-    """Valid as SQLite and as JSON: only the digests tell."""
+    """Valid as SQLite and as JSON: only the digests reveal it."""
     written(path)
     content = path.read_bytes()
     assert content.count(b'"generation":17,') == 1
@@ -107,7 +107,7 @@ def test_a_number_in_an_entry_was_changed(path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["a page", "the WAL"])
 def test_after_sigkill_a_torn_wal_costs_its_end_and_no_more(path: Path, place: str) -> None:
-    """What SQLite cannot read of a WAL was never written: entries end earlier, none differs."""
+    """What SQLite cannot read of a WAL was never written: entries end earlier, and none differs."""
     script = (
         "import os, signal, sys; from gridtrain_coordinator.journal.store import JournalStore\n"
         "s = JournalStore.open(sys.argv[1])\n"

@@ -1,4 +1,4 @@
-"""With a full disk the coordinator decides nothing, says so, and goes on where it was when there is room."""
+"""With a full disk the coordinator makes no decisions, says so, and continues when there is room."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BIG = "x" * 60_000
 
 
 class Scene:
-    """A real journal that can be filled; a core and a transport that write down what they hear and send."""
+    """A real journal that can be filled; a core and a transport that record events and messages."""
 
     def __init__(self, folder: Path, *, backups: Backups | None = None) -> None:
         self.now_s = 100.0

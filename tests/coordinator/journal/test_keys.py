@@ -1,4 +1,4 @@
-"""A journal and its key belong together, and neither file tells the other's secret."""
+"""A journal and its key belong together, and neither file reveals the other's secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journal survives what kills a coordinator, and says clearly what is wrong with a file."""
+"""The journal survives a killed coordinator, and explains what is wrong with a file."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ MORE = "CREATE TABLE links (a, b);"
 
 
 def old_journal(path: Path) -> None:
-    """What gridtrain wrote before there were keys: version 1, with an identity that has no secret."""
+    """As gridtrain wrote it before there were keys: version 1, with an identity without a secret."""
     with sqlite3.connect(path, isolation_level=None) as connection:
         connection.executescript(FIRST)
         connection.execute(f"PRAGMA application_id = {module.APPLICATION_ID}")

@@ -1,4 +1,4 @@
-"""Rule 11: a coordinator started from a backup takes the maximum of its journal and what members tell."""
+"""Commit rule 11: a coordinator started from a backup takes the maximum of journal and reports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIMITS = Deadlines(silence_s=1e9, settle_s=0.0, probe_s=0.0, report_s=100.0)
 
 
 class Coordinator:
-    """A membership, its journal, and what it sent; workers are `MemberCore`s or words put into mouths."""
+    """A membership, its journal and its messages; workers are `MemberCore`s or scripted messages."""
 
     def __init__(self, journal: Sequence[JournalEntry] = (), term: int = 1, min_workers: int = 1) -> None:
         entries = [(entry.kind, entry.body) for entry in journal]
@@ -133,7 +133,7 @@ def test_a_later_generation_of_its_members_is_taken_over() -> None:
 
 
 def test_terms_alone_are_raised_too() -> None:
-    """The old coordinator restarted after the backup, and made nothing since."""
+    """The old coordinator restarted after the backup, and has made no generation since."""
     standby = Coordinator(backup(), term=2)
     standby.join(A, m.CurrentGeneration(7, 1, ((A, 4), (B, 4))))
     standby.join(B)
@@ -198,7 +198,7 @@ def test_who_told_of_a_higher_term_too_early_gets_its_view_later() -> None:
 
 
 def test_what_a_coordinator_made_itself_binds() -> None:
-    """A member of a lost generation comes when the others have gone on without it."""
+    """A member of a lost generation comes back when the others have continued without it."""
     standby = Coordinator(backup(), term=2)
     for peer in (A, B):
         standby.join(peer)

@@ -1,6 +1,6 @@
-"""How long the coordinator waits for a member that is gone, and for members that come back to it.
+"""How long the coordinator waits for a lost member, and for members that come back after its own restart.
 
-Each is a stall of the others, so each has a picture: who says what, at which second.
+The other members are stalled meanwhile; each test lists the events by second.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LIMITS = Deadlines()
 
 
 class Told:
-    """A coordinator, what it did, and its journal; the time is said with each event."""
+    """A coordinator, its effects and its journal; each event has a time."""
 
     def __init__(self, journal: list[tuple[str, dict[str, Any]]] | None = None, term: int = 1) -> None:
         self.journal = journal if journal is not None else []
@@ -49,7 +49,7 @@ class Told:
         return effects
 
     def join(self, peer: m.PeerId, now_s: float, *, setup: bool = True, anew: bool = False) -> None:
-        """`anew`: another process, with the same key."""
+        """`anew`: another process with the same key."""
         self._keep(self.core.handle(PeerConnected(peer, "host"), now_s))
         generation, address = 0 if anew else self.core.generation, "memory://" + peer[:1].decode()
         self.say(peer, m.Join("r", peer[:1].decode(), address, True, generation > 0, generation), now_s)
@@ -64,7 +64,7 @@ class Told:
         self._keep(self.core.handle(PeerDisconnected(peer, "reset"), now_s))
 
     def pass_to(self, now_s: float, *alive: m.PeerId) -> None:
-        """The time goes on; those who live beat."""
+        """Time passes; the members in `alive` send heartbeats."""
         for peer in alive:
             self.say(peer, m.Heartbeat(1, 0, round(now_s), ()), min(now_s, self.core.deadline_s))
         for _ in range(1000):
@@ -111,7 +111,7 @@ class Told:
 
 
 def test_two_connections_that_break_together_are_the_end_of_a_process() -> None:
-    """10.00  C's connection to the coordinator is reset;  10.02  A's to C as well;  10.10  C is out."""
+    """10.00  C's connection to the coordinator is reset;  10.02  A's to C as well;  10.10  C is lost."""
     told = Told()
     told.train()
     told.pass_to(9.9, A, B, C)
@@ -125,7 +125,7 @@ def test_two_connections_that_break_together_are_the_end_of_a_process() -> None:
 
 
 def test_one_broken_connection_may_come_back() -> None:
-    """10.0  C's connection breaks;  10.9  it is back;  20.0  it breaks again;  21.0  C is out."""
+    """10.0  C's connection breaks;  10.9  it is restored;  20.0  it breaks again;  21.0  C is lost."""
     told = Told()
     told.train()
     told.pass_to(9.9, A, B, C)
@@ -157,7 +157,7 @@ def restarted() -> Told:
 
 
 def test_members_train_on_until_all_are_back_at_a_restarted_coordinator() -> None:
-    """One FREEZE for all at second 3, and not at the first one's return."""
+    """One `Freeze` for all at second 3, not at the return of the first."""
     told = restarted()
     told.join(A, 1.0)
     told.join(B, 2.0)
@@ -170,7 +170,7 @@ def test_members_train_on_until_all_are_back_at_a_restarted_coordinator() -> Non
 
 
 def test_who_died_with_the_coordinator_is_not_waited_for_until_regather_s() -> None:
-    """Was 60 s of standing still.  1.0  A and B are back;  4.0  FREEZE, and the next generation."""
+    """It used to take 60 s.  1.0  A and B are back;  4.0  Freeze, and the next generation."""
     told = restarted()
     told.join(A, 1.0)
     told.join(B, 1.2)
@@ -193,7 +193,7 @@ def test_a_stall_that_is_told_of_ends_the_wait_sooner() -> None:
 
 
 def test_a_fresh_process_alone_does_not_begin_anew_while_the_holders_may_return() -> None:
-    """C's machine restarted it without a state.  A, who has it, comes after 30 s: nothing is lost."""
+    """C's machine restarted it without a state.  A, which has it, comes after 30 s: nothing is lost."""
     told = restarted()
     told.join(C, 1.0, anew=True)
     told.pass_to(4.0, C)
@@ -209,7 +209,7 @@ def test_a_fresh_process_alone_does_not_begin_anew_while_the_holders_may_return(
 
 
 def test_a_process_that_was_started_anew_is_not_waited_for_while_it_builds_its_model() -> None:
-    """Was 1.0 s of the others' time: C's new process has joined, and is still at its imports."""
+    """It used to cost 1.0 s: C's new process has joined, and is still importing."""
     told = restarted()
     told.join(A, 1.0)
     told.join(B, 1.0)

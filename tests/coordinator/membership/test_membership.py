@@ -1,4 +1,4 @@
-"""The coordinator's core by itself: what the whole-group simulation reaches only by luck."""
+"""The coordinator's core alone: cases that the simulation of whole groups reaches only by chance."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
 
 
 class Run:
-    """A coordinator and workers that do as they are told, one virtual second after the other."""
+    """A coordinator and cooperating workers, one virtual second after the other."""
 
     def __init__(self, *peers: m.PeerId) -> None:
         limits = Deadlines(silence_s=1e9, settle_s=0.0, report_s=100.0)
@@ -126,7 +126,7 @@ REFUSED_FIRST = {
 
 @pytest.mark.parametrize("wrong", REFUSED_FIRST.values(), ids=REFUSED_FIRST)
 def test_who_is_refused_does_not_define_the_run(wrong: m.Setup) -> None:
-    """Was: honest workers were told of a "different-run" that no journal knew, until a restart."""
+    """Honest workers used to get "different-run" for a run that no journal knew, until a restart."""
     core = Membership(me=ME, run="r", term=1, deadlines=Deadlines(), software="")
 
     def sets_up(peer: m.PeerId, setup: m.Setup) -> list[Effect]:
@@ -164,7 +164,7 @@ def test_who_waits_is_told_how_many_there_are() -> None:
 
 
 def test_a_worker_that_rests_is_still_known_by_its_name() -> None:
-    """So that it can be banned, and the ban lifted, by that."""
+    """So that it can be banned by name, and the ban lifted."""
     run = Run(A, B)
     assert run.core.worker_name(B) == "b" and run.core.worker_name(C) == ""
     run.say(B, m.TemporaryLeave("a game"))
@@ -211,7 +211,7 @@ def test_what_a_tick_has_done_is_not_due_any_more() -> None:
 
 
 def told(run: Run, viewer: m.PeerId) -> dict[m.PeerId, str]:
-    """The addresses in the Roster that `viewer` was sent last."""
+    """The addresses in the member list that `viewer` received last."""
     rosters = [
         e.message
         for e in run.effects
@@ -282,7 +282,7 @@ def test_a_report_about_an_earlier_generation_blocks_nothing() -> None:
 
 
 def test_a_member_that_came_back_is_planned_for_only_when_its_place_is_known() -> None:
-    """As after a restart of the coordinator, when all report before the first callback is through."""
+    """As after a restart of the coordinator, when all report before the first dial-back result."""
     run = Run(A, B)
     run.now_s += 10.0
     run.core.handle(PeerDisconnected(B, "line"), run.now_s)
@@ -344,7 +344,7 @@ def test_only_members_report_a_stall_and_their_word_for_the_step_is_not_needed()
 
 
 def flap(run: Run, pairs: list[tuple[m.PeerId, m.PeerId]]) -> list[Effect]:
-    """The first of each pair says that its connection to the second broke; what followed."""
+    """The first of each pair reports that its connection to the second broke; returns the effects."""
     effects: list[Effect] = []
     for reporter, peer in pairs:
         effects += run.say(reporter, m.ConnectionLost(1, run.core.generation, peer))
@@ -375,7 +375,7 @@ def neighbours(run: Run, peer: m.PeerId) -> set[m.PeerId]:
 
 
 def accused_by_two() -> Run:
-    """D is the neighbour of A and of C, who say that its connections break."""
+    """D is the neighbour of A and of C, which report that its connections break."""
     run = Run(A, B, C, D)
     assert neighbours(run, D) == {A, C}
     assert dismissed(flap(run, [(A, D), (C, D)] * 4)) == []
@@ -417,7 +417,7 @@ def test_one_pairs_bad_line_and_old_breaks_are_nobodys_fault() -> None:
 
 
 def stall(run: Run, members: tuple[m.PeerId, ...], *suspects: m.PeerId) -> list[m.PeerId]:
-    """The first member tells of a stalled round, and those who stay begin anew; who was dismissed."""
+    """The first member reports a stalled round, and the rest form a group; returns who was dismissed."""
     generation = run.core.generation
     effects = run.say(members[0], m.RoundStalled(m.RoundId(1, generation, 0, 0), suspects, 0.0, "voted NO"))
     dismissed = [e.peer for e in effects if isinstance(e, Disconnect)]
@@ -445,7 +445,7 @@ def test_who_votes_no_in_three_generations_goes_and_who_does_so_once_stays() -> 
 
 
 class Sharers(Run):
-    """Workers of a run with a global batch, that compute what the roster says, at a speed of their own."""
+    """Workers of a run with a global batch size, which compute their shares at their own speeds."""
 
     def __init__(self, speeds: dict[m.PeerId, float], whole: int, most: dict[m.PeerId, int]) -> None:
         self.speeds, self.whole, self.most = speeds, whole, most
@@ -465,7 +465,7 @@ class Sharers(Run):
         return {member.peer: member.share for member in self.core.run.member_list}
 
     def compute(self, beats: int) -> list[Effect]:
-        """All effects of so many beats of each."""
+        """The effects of that many heartbeats of each worker."""
         effects = []
         for number in range(beats):
             for peer, share in self.shares.items():
@@ -525,7 +525,7 @@ FOLLOWS = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None,
 
 
 def newcomer(run: Run, peer: m.PeerId) -> list[Effect]:
-    """One that can follow joins; everything that is sent."""
+    """A worker that can catch up joins; returns all effects."""
     effects = run.say(peer, m.Join("r", peer[:1].decode(), "memory://new"))
     effects += run.hear(DialBackResult(peer, "memory://new"))
     return effects + run.say(peer, FOLLOWS) + run.say(peer, m.LinkLatencies(()))
@@ -550,7 +550,7 @@ def test_a_follower_is_served_until_it_is_a_member() -> None:
 
 
 def ways_of(effects: list[Effect], peer: m.PeerId) -> dict[str, list[tuple[str, str]]]:
-    """By the message that tells it."""
+    """By message type, the addresses that `peer` is told."""
     lists = {
         type(e.message).__name__: e.message.sources
         if isinstance(e.message, m.CatchUpFrom)
@@ -562,7 +562,7 @@ def ways_of(effects: list[Effect], peer: m.PeerId) -> dict[str, list[tuple[str, 
 
 
 def test_a_follower_that_reaches_no_donor_goes_other_ways_and_at_last_over_a_relay() -> None:
-    """Was: for a minute nobody knew; what it said of that counts from members alone."""
+    """It used to go unnoticed for a minute, as such reports counted from members only."""
     run = Run(A, B)
     run.now_s += 10.0
     effects = newcomer(run, C)
@@ -585,7 +585,7 @@ def test_a_follower_that_reaches_no_donor_goes_other_ways_and_at_last_over_a_rel
 
 
 def test_a_followers_relay_is_a_member_that_it_has_reached() -> None:
-    """Of four members the eldest three are donors; C reaches the fourth, which may not know it any more."""
+    """Three of four members are sources; C reaches the fourth, which may not know it any more."""
     run = Run(A, B, E, D)
     run.now_s += 10.0
     newcomer(run, C)
@@ -609,7 +609,7 @@ def test_a_step_that_a_member_makes_up_delays_no_image() -> None:
 
 
 def test_a_group_that_becomes_slower_delays_no_image() -> None:
-    """A step was named from a quick beginning; the group is not near it after some seconds: a nearer one."""
+    """A step was chosen at a quick beginning; the group becomes slower, so a nearer one is chosen."""
     run = Run(A, B)
     for peer in (A, B):
         run.say(peer, m.Heartbeat(1, 1000, 1, ()))  # some ninety steps a second
@@ -625,7 +625,7 @@ def test_a_group_that_becomes_slower_delays_no_image() -> None:
 
 
 def test_few_quick_steps_after_a_generation_say_little_of_the_rate() -> None:
-    """150 in a second, for a tenth of one: no more are assumed for the next second and a half."""
+    """150 steps a second, but only for 0.1 s: no more steps are assumed for the next 1.5 s."""
     assert choose_snapshot_step(latest=15, made=15, running_s=0.1) == 30
     assert choose_snapshot_step(latest=1500, made=1500, running_s=10.0) == 1725
 
@@ -644,7 +644,7 @@ def test_states_are_compared_by_the_coordinator_and_a_liar_moves_only_itself() -
 
 
 def test_who_has_drifted_is_told_again_until_it_has_the_state_anew() -> None:
-    """Drifted and FREEZE are lost with B's line.  B's history is the others': it would report it."""
+    """ReplicaDiverged and Freeze are lost.  B's history equals the others', so it would report its state."""
     run = Run(A, B, C)
     run.now_s += 10.0
     for peer, digest in ((A, b"same"), (C, b"same"), (B, b"other")):
@@ -681,7 +681,7 @@ def test_who_has_drifted_is_told_again_until_it_has_the_state_anew() -> None:
 
 
 def test_beats_of_a_settled_group_look_at_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A coordinator of N workers hears 2 N beats a second: each that looked at all would be N looks."""
+    """N workers send 2 N heartbeats a second, so none of them may cost a check of all workers."""
     looks: list[m.PeerId] = []
     deadline_s = Worker.deadline_s
     monkeypatch.setattr(
@@ -700,7 +700,7 @@ def test_beats_of_a_settled_group_look_at_nobody_else(monkeypatch: pytest.Monkey
 
 
 def test_shares_are_looked_at_once_in_a_beats_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a global batch size: each look is at all of them."""
+    """With a global batch size, as each check is over all workers."""
     looks: list[float] = []
     run = Run(A, B, C)
     monkeypatch.setattr(run.core.run, "definition", replace(SETUP, global_batch_size=12))
@@ -715,7 +715,7 @@ def test_shares_are_looked_at_once_in_a_beats_time(monkeypatch: pytest.MonkeyPat
 
 
 def test_whom_it_follows_may_be_back_in_a_moment() -> None:
-    """Was: at the second of two lines that broke together C was taken for caught up, and all stood still."""
+    """C used to count as caught up when the second of two connections broke, and all workers waited."""
     run = Run(A, B)
     run.now_s += 10.0
     newcomer(run, C)

@@ -1,9 +1,9 @@
-"""The coordinator's core against whatever order of events hypothesis thinks of.
+"""The coordinator's core with random sequences of events from hypothesis.
 
-Workers here are honest and small: they do what VIEW, FREEZE and START say, when hypothesis lets them.  What
-they commit is a digest, so that a fork shows as two histories of one step.
+Workers here are honest and small: they do what MembershipView, Freeze and StartGeneration say, when
+hypothesis lets them.  What they commit is a digest, so that a fork shows as two histories of one step.
 
-    joins, leaves, losses, stalls, clock jumps --> Membership --> Views, Starts --> workers
+    joins, leaves, losses, stalls, clock jumps --> Membership --> views, starts --> workers
     restarts from the journal                          |
                                                        +--> invariants after every event
 """
@@ -83,11 +83,11 @@ class Worker:
 
 
 class MembershipMachine(RuleBasedStateMachine):
-    """See the module's text."""
+    """Random operations on a coordinator and its workers."""
 
     @initialize(min_workers=st.integers(1, 3), workers=st.integers(0, 4))
     def begin(self, min_workers: int, workers: int) -> None:
-        """With a group that runs, if there are `workers` enough."""
+        """Starts with a running group, if there are enough workers."""
         self.now_s = 0.0
         self.min_workers = min_workers
         self.journal: list[tuple[str, dict[str, Any]]] = []
@@ -196,7 +196,7 @@ class MembershipMachine(RuleBasedStateMachine):
         )
 
     def note(self, worker: Worker) -> None:
-        """All who have applied a step have one history of it, until a rollback is journalled."""
+        """All workers that applied a step have the same history, until a rollback is in the journal."""
         if not worker.synced or worker.applied < 0:
             return
         if self.rolled_back:
@@ -265,7 +265,7 @@ class MembershipMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.workers)
     @rule(number=picks, noticed=st.booleans())
     def start_anew(self, number: int, noticed: bool) -> None:
-        """A process ends, and another one comes with its key at once: it knows nothing and holds nothing."""
+        """A process ends, and another one joins with its key at once: it knows nothing and holds nothing."""
         old = self.pick(number)
         self.workers[self.workers.index(old)] = worker = Worker(old.peer)
         if noticed and old.connected:
@@ -302,7 +302,7 @@ class MembershipMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.workers)
     @rule(number=picks)
     def get_ready(self, number: int) -> None:
-        """With the state, which a donor gives."""
+        """With the state that a source sends."""
         worker = self.pick(number)
         if worker.view is None or worker.frozen is not None:
             return
@@ -320,13 +320,13 @@ class MembershipMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.workers)
     @rule(number=picks)
     def lie_about_readiness(self, number: int) -> None:
-        """READY with a history that is not the VIEW's must start nothing."""
+        """A `Ready` with another history than the view's must start nothing."""
         worker = self.pick(number)
         if worker.view is not None and worker.frozen is None:
             self.say(worker, m.Ready(worker.term, worker.generation, b"\xff" * 32))
 
     def group(self) -> list[Worker]:
-        """The members that run, if all of a generation do; else nobody can commit."""
+        """The members that run, if all members of a generation do; else nobody can commit."""
         latest = max((worker.generation for worker in self.workers), default=0)
         members = [worker for worker in self.workers if worker.generation == latest and worker.running]
         return members if members and len(members) == len(members[0].roster) else []
@@ -334,20 +334,20 @@ class MembershipMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.group())
     @rule(number=st.integers(0, 99), prepared=st.integers(0, 5), applied=st.integers(0, 5))
     def step(self, number: int, prepared: int, applied: int) -> None:
-        """A round: `prepared` members vote YES (5: all), and if all did, `applied` hear COMMIT."""
+        """A round: `prepared` members vote YES (5: all), and if all did, `applied` of them hear COMMIT."""
         self.round(bytes([number]) * 32, prepared, applied)
 
     @precondition(lambda self: self.group())
     @rule(numbers=st.lists(st.integers(0, 99), min_size=1, max_size=4))
     def steps(self, numbers: list[int]) -> None:
-        """Calm ones."""
+        """Steps without faults."""
         for number in numbers:
             self.round(bytes([number]) * 32, 5, 5)
 
     @precondition(lambda self: self.group())
     @rule(number=st.integers(0, 99), applied=st.integers(0, 3), lost=picks, all_stay=st.booleans())
     def tear(self, number: int, applied: int, lost: int, all_stay: bool) -> None:
-        """All are prepared, some have applied, one of those is lost or none; and the group is frozen."""
+        """All are prepared, some have applied, at most one of those is lost, and the group is frozen."""
         members = self.group()
         self.round(bytes([number]) * 32, 5, applied)
         if not all_stay and len(members) > 1:
@@ -395,7 +395,7 @@ class MembershipMachine(RuleBasedStateMachine):
 
     @rule(jump_s=st.sampled_from((0.05, 0.4, 1.1, 2.5, 6.0, 30.0, 1000.0)))
     def time_passes(self, jump_s: float) -> None:
-        """The loop ticks on time on the way, or, after a jump, late."""
+        """The loop ticks on time meanwhile or, after a jump, late."""
         until_s = self.now_s + jump_s
         for _ in range(200):
             if self.core.deadline_s > until_s:
@@ -408,7 +408,7 @@ class MembershipMachine(RuleBasedStateMachine):
 
     @rule(jump_s=st.sampled_from((0.7, 3.0, 60.0)))
     def sleep(self, jump_s: float) -> None:
-        """The coordinator itself stands still."""
+        """The coordinator itself stalls."""
         self.now_s += jump_s
         gone = {worker.peer for worker in self.workers if worker.connected} & self.admissible
         known = {line["peer"] for line in self.core.snapshot(self.now_s)["members"]}
@@ -427,7 +427,7 @@ class MembershipMachine(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """All who can do what they were told to."""
+        """All workers do what they were asked to do."""
         for worker in list(self.workers):
             if not worker.connected:
                 self.greet(worker)
@@ -438,7 +438,7 @@ class MembershipMachine(RuleBasedStateMachine):
 
     @rule(really=st.integers(0, 4))
     def restart(self, really: int) -> None:
-        """Killed, and started again from the journal; workers greet it later."""
+        """Killed, and restarted from the journal; workers connect later."""
         if really:
             return
         for worker in self.workers:

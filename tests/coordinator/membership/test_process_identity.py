@@ -1,7 +1,7 @@
-"""A worker's process ends, and another one comes with its key before anybody could notice.
+"""A worker's process ends, and another one joins with its key before the coordinator has noticed.
 
-It has the key and the disk of the dead one, and nothing of what the coordinator knows of that key: no state,
-no seat, no set-up.  How it comes to that: an agent that restarts its script, a container, a copied identity.
+It has the key and the disk of the dead one, and nothing else that the coordinator knows of that key: no
+state, no rank, no setup.  Causes: an agent that restarts its script, a container, a copied identity.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LIMITS = Deadlines()
 
 
 class Run:
-    """A coordinator, and workers that say what this text lets them say."""
+    """A coordinator, and workers with scripted messages."""
 
     def __init__(self, least: int = 1, journal: list[tuple[str, dict[str, Any]]] | None = None) -> None:
         self.journal = journal if journal is not None else []
@@ -62,7 +62,7 @@ class Run:
         return [effect for message in messages for effect in self.hear(MessageReceived(peer, message))]
 
     def join(self, peer: m.PeerId, *, again: bool = False, generation: int = 0) -> list[str]:
-        """What it is told for it."""
+        """Types of the messages that it receives."""
         name, address = peer[:1].decode(), "memory://" + peer[:1].decode()
         self.hear(PeerConnected(peer, "host"))
         told = self.say(peer, m.Join("r", name, address, True, again, generation))
@@ -73,7 +73,7 @@ class Run:
         self.say(peer, setup, m.LinkLatencies(()))
 
     def form(self) -> None:
-        """A generation is made."""
+        """Form a generation."""
         before = self.core.generation
         while self.core.generation == before:
             self.now_s = max(self.now_s, self.core.deadline_s)
@@ -125,7 +125,7 @@ def report(run: Run, peer: m.PeerId, step: int) -> None:
 
 @pytest.mark.parametrize("noticed", [True, False], ids=["its line broke", "its line was replaced"])
 def test_it_has_no_seat_and_the_others_go_on_from_what_they_hold(noticed: bool) -> None:
-    """A and B are at step 7.  A' is told of no VIEW and no START; B goes on, and A' joins as anybody does."""
+    """A and B are at step 7.  A' receives no view and no start; B goes on, and A' joins like others."""
     run = Run(least=2)
     run.train(A, B)
     run.steps(7, A, B)
@@ -144,7 +144,7 @@ def test_it_has_no_seat_and_the_others_go_on_from_what_they_hold(noticed: bool) 
 
 
 def test_alone_it_begins_from_its_checkpoint_and_the_loss_is_told() -> None:
-    """Was: the run went on from the step at which the generation had begun, and never ended."""
+    """The run used to continue from the step at which the generation had begun, and never ended."""
     run = Run()
     run.train(A)
     run.steps(9, A)
@@ -170,7 +170,7 @@ def test_what_the_dead_one_said_of_being_ready_does_not_count() -> None:
 
 
 def test_a_worker_that_is_no_member_yet_is_named_only_when_its_new_process_is_set_up() -> None:
-    """Else the others would stand still while its script builds its model."""
+    """Else the others would wait while its script builds its model."""
     run = Run()
     run.train(A)
     run.join(B), run.enter(B)
@@ -193,7 +193,7 @@ def restarted() -> tuple[Run, Run]:
 
 
 def test_a_restarted_coordinator_asks_it_for_nothing_either() -> None:
-    """The journal names A; A' could only say that it holds what all began with."""
+    """The journal names A; A' could only report the initial state."""
     _, again = restarted()
     assert "MembershipView" not in again.join(A)
     again.enter(A)
@@ -222,7 +222,7 @@ def test_who_only_lost_its_line_keeps_its_seat() -> None:
 
 
 def test_its_report_is_no_word_of_the_dead_one() -> None:
-    """It may have a checkpoint, and take that for the state that it holds."""
+    """It may have a checkpoint, and report it as its state."""
     run = Run(least=3)
     run.train(A, B, C)
     run.steps(9, A, B, C)
@@ -277,7 +277,7 @@ def test_a_join_says_whether_the_process_is_known_and_where_it_is() -> None:
     "held", [None, m.CheckpointInfo(14, b"x" * 32, m.LedgerState(step=15, cursor=60, consumed=60))]
 )
 def test_a_start_for_which_this_process_was_not_ready_begins_nothing(held: m.CheckpointInfo | None) -> None:
-    """It was another process that had said READY with this key."""
+    """Another process had sent `Ready` with this key."""
     core = member(held=held)
     begins(core, joining=False)
     effects = core.handle(heard(m.StartGeneration(1, 3)), 0.0)

@@ -1,4 +1,4 @@
-"""A generation that forms while a state is on its way, and one whose members have all built the same."""
+"""A generation that forms while a state is being received, and one whose members built the same state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HELD = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=
 
 
 class Group:
-    """A coordinator, and workers that join one virtual tenth of a second after the other."""
+    """A coordinator, and workers that join 0.1 virtual seconds after each other."""
 
     def __init__(self, min_workers: int) -> None:
         limits = Deadlines(silence_s=1e9, settle_s=0.0)
@@ -55,7 +55,7 @@ class Group:
         self.say(peer, setup, m.LinkLatencies(()))
 
     def way(self, viewer: m.PeerId, other: m.PeerId) -> str:
-        """As the latest Roster tells the one of the other."""
+        """The address of `other` in the latest member list of `viewer`."""
         sent = [x.message for x in self.sent if isinstance(x, Send) and x.peer == viewer]
         rosters = [message for message in sent if isinstance(message, m.MemberListPage)]
         return next(member.address for member in rosters[-1].members if member.peer == other)
@@ -66,7 +66,7 @@ class Group:
             self.say(peer, m.Ready(1, self.core.generation, self.core.run.view.history))
 
     def beats(self, seconds: float, **came_Bps: float) -> None:
-        """All live on; to those that are named so much of their state comes in a second."""
+        """All workers send heartbeats; the named ones receive that much of their state each second."""
         for _ in range(round(seconds)):
             for peer in self.left:
                 self.left[peer] = max(0.0, self.left[peer] - came_Bps.get(peer[:1].decode(), 0.0))
@@ -76,7 +76,7 @@ class Group:
 
     @property
     def roster(self) -> str:
-        """ "a b C": c is to be sent the state."""
+        """ "a b C": c receives the state."""
         letters = {x.peer: x.peer[:1].decode() for x in self.core.run.member_list}
         return " ".join(sorted(letters[x.peer].upper() if x.joining else letters[x.peer]
                                for x in self.core.run.member_list))  # fmt: skip
@@ -87,7 +87,7 @@ class Group:
 
 
 def test_who_has_built_the_same_is_sent_nothing() -> None:
-    """16 newcomers with 100 MB each over the eldest's one line of 100 Mbit/s would be two minutes."""
+    """16 newcomers with 100 MB each over the source's link of 100 Mbit/s would take two minutes."""
     group = Group(4)
     same = replace(SETUP, initial_state_digest=b"3f" * 16)
     for peer, setup in (
@@ -101,7 +101,7 @@ def test_who_has_built_the_same_is_sent_nothing() -> None:
 
 
 def test_who_only_says_that_it_holds_the_state_gives_it_to_nobody() -> None:
-    """Else a newcomer that tells the eldest's digest could give its own state to most of the others."""
+    """Else a newcomer that reports the same digest could send its own state to most of the others."""
     group = Group(4)
     same = replace(SETUP, initial_state_digest=b"3f" * 16)
     for peer, setup in ((A, same), (B, same), (C, SETUP), (D, SETUP)):
@@ -174,7 +174,7 @@ def one_pair_without_a_way() -> Group:
 
 
 def test_no_generation_is_remade_while_a_state_is_on_its_way() -> None:
-    """With the next generation all 100 MB would come again."""
+    """In the next generation all 100 MB would be sent again."""
     group = one_pair_without_a_way()
     group.beats(29, d=2e6)
     assert group.frozen == 0 and group.core.generation == 1
@@ -199,7 +199,7 @@ def test_a_pair_that_finds_its_way_after_all_needs_no_other_generation() -> None
 
 
 def test_only_a_way_that_was_told_is_given_up() -> None:
-    """Both ends report a relay that does not work, and one of them twice: the other relay was not tried."""
+    """Both ends report a relay that does not work, one of them twice: the other relay was not tried."""
     group = Group(4)
     for peer in (A, B, C, D):
         group.join(peer, SETUP, reachable=peer in (A, B))
@@ -256,7 +256,7 @@ def told(effects: list[io.MemberEffect], kind: type[m.Message]) -> list[m.Messag
 
 
 def test_a_connection_that_breaks_late_has_its_time_to_come_back() -> None:
-    """It was up, so there is a way.  Counted from the View, as an edge that never came up, it had none."""
+    """It was connected, so there is a route.  Counted from the view it would have had no time."""
     core = member()
     core.handle(io.PeerConnected(B), 1.0)
     core.handle(io.PeerDisconnected(B, "the line is full"), 40.0)

@@ -1,4 +1,4 @@
-"""Whose line it is, told from broken connections alone."""
+"""Which member is to blame for broken connections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_three_voices_put_a_member_out() -> None:
 
 
 def test_the_centre_of_a_star_is_not_to_blame_for_three_bad_lines() -> None:
-    """All connections of a star lead to it, so every bad line names it: it takes more than half of them."""
+    """All connections of a star lead to it, so every bad link names it: more than half of them are needed."""
     breaks = LinkFailures()
     for member in MEMBERS[:3]:
         broken(breaks, ROOT, member, 1.0)

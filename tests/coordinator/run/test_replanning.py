@@ -1,4 +1,4 @@
-"""A run whose links change gets another order, when it is worth it, and not at once."""
+"""A run whose links change gets another rank order if it is worth it, and not at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAST_Bps, SLOW_Bps = 1.25e8, 5e5
 
 
 class Run:
-    """A coordinator and four workers that do as they are told, one virtual second after the other."""
+    """A coordinator and four cooperating workers, one virtual second after the other."""
 
     def __init__(self) -> None:
         limits = Deadlines(silence_s=1e9, settle_s=0.0, report_s=100.0)
@@ -54,7 +54,7 @@ class Run:
         return effects
 
     def beat_until_frozen(self, limit_s: float) -> str:
-        """The reason of the FREEZE; empty: there was none for so long."""
+        """The reason of the `Freeze`; empty: there was none within `limit_s`."""
         until_s = self.now_s + limit_s
         while self.now_s < until_s:
             for effect in self.say(A, m.Heartbeat(0, 0, 0, ())):
@@ -102,7 +102,7 @@ def test_a_small_change_is_not_worth_a_generation() -> None:
 
 
 def test_links_are_compared_with_the_pairs_that_the_ring_avoids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else what was planned round a broken pair looks slow, and a generation undoes it."""
+    """Else what was planned around a broken pair looks slow, and a generation undoes it."""
     run, seen = Run(), []
     for _ in range(FAILURES_BEFORE_AVOIDING):
         run.core._planner.link_failures.record(A, B, run.now_s)
@@ -128,7 +128,7 @@ def test_a_word_counts_once_for_each_introduction() -> None:
 
 
 def test_who_brings_orders_about_has_to_wait_ever_longer() -> None:
-    """What is told at once leads to an order at 0, 30, 90, 210 s."""
+    """Changes reported at once lead to another order at 0, 30, 90, 210 s."""
     tellers, found_s = LinkReports(pause_s=30.0), []
     for now_s in range(400):
         tellers.mark_changed(A)

@@ -1,4 +1,4 @@
-"""How each pair of workers connects, as pictures: who is told what about whom."""
+"""How each pair of workers connects: which address each is told."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_name_is_nobodys_proof_and_is_looked_up_by_nobody() -> None:
 
 
 def test_both_sides_are_told_what_fits_together() -> None:
-    """Exactly one dials, or both go through the same relay: for every mix of places and failures."""
+    """Exactly one dials, or both use the same relay, for every mix of locations and failures."""
     kinds = (open_place("x"), behind("r1", "x"), behind("r2", "x"))
     for i, a in enumerate(kinds):
         for b in kinds:
@@ -153,7 +153,7 @@ def test_the_coordinator_calls_back_where_a_worker_says_and_where_it_came_from(
 
 
 def test_of_each_member_two_lines_are_kept_however_many_read_them() -> None:
-    """A way over a relay is another one for nearly each pair: of 1,000 members that would be a million."""
+    """Routes over relays differ for nearly each pair: for 1,000 members that would be a million entries."""
     where, peers = AddressBook(COORDINATOR), [bytes([number]) * 32 for number in range(1, 41)]
     for number, peer in enumerate(peers):
         worker = Worker(peer, "", f"tcp://10.0.0.{number}:1", 0.0, 0.0)

@@ -1,9 +1,9 @@
-"""Two workers of one name are told apart, and keep their names.
+"""Two workers of one name get different names, and keep them.
 
-asks     key   there are             is called
+requests key   present               name
 anna     1     -                     anna
 anna     2     anna                  anna-2
-anna     2     - (1 has left)        anna-2    it came back: people know it by that
+anna     2     - (1 has left)        anna-2    it came back: people know it by that name
 anna     3     anna-2                anna
 """
 

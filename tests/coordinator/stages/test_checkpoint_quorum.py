@@ -1,4 +1,4 @@
-"""What one worker says of its disk moves no run: checkpoints are borne out, by the journal or by most."""
+"""Checkpoints count only if the journal or most members confirm them, not on one worker's word."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def state_after(step: int) -> m.LedgerState:
 
 
 def kept(step: int, *stages: int, history: bytes = b"", digest: str = "") -> tuple[m.CheckpointInfo, ...]:
-    """`digest`: "x" makes b"x0" of stage 0, b"x1" of stage 1; each stage is one block."""
+    """`digest`: "x" makes b"x0" of stage 0, b"x1" of stage 1; each stage is one layer."""
     name, state = history or b"h%d" % step, state_after(step)
     return tuple(
         m.CheckpointInfo(step, name, state, m.Span(s, s + 1), f"{digest}{s}".encode() if digest else b"")
@@ -33,7 +33,7 @@ def kept(step: int, *stages: int, history: bytes = b"", digest: str = "") -> tup
 
 
 def lost_at(run: StagedRun, step: int, *left: bytes) -> None:
-    """Those who are left report that step."""
+    """The remaining workers report that step."""
     run.report(*left, applied=step, history=b"h%d" % step, ledger=state_after(step))
 
 
@@ -41,7 +41,7 @@ def lost_at(run: StagedRun, step: int, *left: bytes) -> None:
 
 
 def test_a_lone_newcomer_cannot_make_the_run_go_back_to_a_state_of_its_own() -> None:
-    """a and b told of step 9 while they trained; b dies at 23.  d makes up a step 19."""
+    """a and b reported step 9 while they trained; b dies at 23.  d makes up a step 19."""
     run = StagedRun(2, A, B)
     run.receive(A, m.StageCheckpointList(kept(9, 0, 1)))
     run.receive(B, m.StageCheckpointList(kept(9, 1, 0)))
@@ -84,7 +84,7 @@ def test_without_anything_borne_out_the_run_waits_rather_than_believe_one() -> N
 
 
 def test_the_journal_bears_out_what_the_dead_have_told() -> None:
-    """All die but a disk: a coordinator that starts again knows from its journal what is true."""
+    """All die but one disk: a restarted coordinator knows from its journal what is true."""
     run = StagedRun(2, A, B)
     run.receive(A, m.StageCheckpointList(kept(9, 0, 1)))
     run.receive(B, m.StageCheckpointList(kept(9, 1, 0)))
@@ -113,7 +113,7 @@ def test_a_rollback_takes_back_what_came_after_also_in_the_journal() -> None:
 
 
 def test_the_ledger_is_borne_out_too() -> None:
-    """Whoever tells of a true step with another ledger would let samples be left out."""
+    """A true step with another ledger would let samples be left out."""
     told = kept(9, 0, 1)
     other = tuple(replace(held, ledger=m.LedgerState(10, 400, (), 400)) for held in told)
     known = CheckpointQuorum()
@@ -130,7 +130,7 @@ def test_stages_of_one_worker_are_one_voice() -> None:
 
 
 def test_a_new_coordinator_believes_those_who_have_anything() -> None:
-    """Its journal is lost, and so nothing can be: one worker brings its disk, others are new."""
+    """Its journal is lost, so nothing can be confirmed: one worker has checkpoints, others are new."""
     disks = {A: kept(9, 0, 1), B: (), C: ()}
     assert latest_whole_state(SPEC, disks, 2, before=None) is not None
     assert latest_whole_state(SPEC, disks, 2, before=None, quorum=CheckpointQuorum()) is None
@@ -148,7 +148,7 @@ def test_what_is_known_is_bounded() -> None:
 
 
 def test_a_checkpoint_with_other_bits_than_were_trained_is_nobodys() -> None:
-    """c told of stage 2 while it trained it; a tells of a copy with another digest, b of a true one."""
+    """c reported stage 2 while it trained it; a reports a copy with another digest, b a true one."""
     run = StagedRun(3, A, B, C)
     run.receive(A, m.StageCheckpointList((*kept(9, 0, digest="t"), *kept(9, 2, digest="false"))))
     run.receive(B, m.StageCheckpointList(kept(9, 1, 0, digest="t")))

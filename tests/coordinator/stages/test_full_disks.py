@@ -1,7 +1,7 @@
-"""A disk that takes nothing when the model is cut anew costs nobody its place, and no step.
+"""A full disk during a repartition costs no worker its rank, and no step.
 
-a [0 3), c [3 6) train; d comes: [0 2) [2 4) [4 6), put together from what a and c put aside
-a cannot write: back to [0 3) [3 6), both from where they were, and d is spare until a's disk takes something
+a [0 3), c [3 6) train; d joins: [0 2) [2 4) [4 6), assembled from what a and c write to disk
+a cannot write: back to [0 3) [3 6), both in memory, and d stands by until a's disk takes data again
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def tells_of_memory(run: StagedRun, peer: m.PeerId, blocks: m.Span) -> None:
 
 
 def joined_by_d() -> StagedRun:
-    """After step 12: what a and c have in memory is to be put aside."""
+    """After step 12: what a and c have in memory is to be written to disk."""
     run = cut_anew_without_b()
     run.ready()
     joins(run, D)
@@ -136,7 +136,7 @@ def test_what_a_plan_leans_on() -> None:
 
 
 class Staged:
-    """a in a model of six blocks."""
+    """a, in a model of six layers."""
 
     def __init__(self) -> None:
         self.core = MemberCore(A, COORDINATOR, m.Join("r", "a", ""), Deadlines())
@@ -197,7 +197,7 @@ def test_a_member_that_cannot_write_says_so_and_keeps_what_it_has() -> None:
 
 
 def test_a_member_that_has_written_loads_its_new_stage() -> None:
-    """On the disk it has a digest."""
+    """On disk it has a digest."""
     member, aside = put_aside()
     written = replace(aside, digest=b"d" * 32)
     effects = member.hear(io.StageCheckpointsChanged((written,)))

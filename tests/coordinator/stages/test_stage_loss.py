@@ -1,4 +1,4 @@
-"""A model in stages loses workers: who takes over, what is handed out anew, when the run goes back."""
+"""A pipeline loses workers: who takes over, which samples are reassigned, when the run rolls back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def kept(step: int, *stages: int, history: bytes = b"") -> tuple[m.CheckpointInf
 
 
 def test_an_aborted_step_is_handed_out_anew_as_a_whole() -> None:
-    """With one stage survivors keep their positions; a pipeline's gradient is of all its members."""
+    """With one stage survivors keep their positions; a pipeline's gradient is that of all its members."""
     shares = [(A, 4), (B, 4), (C, 0), (D, 0)]
     state = m.LedgerState()
     reports = {
@@ -129,15 +129,15 @@ def test_at_step_0_a_newcomer_begins_the_lost_stage_anew() -> None:
 
 
 def trained(run: StagedRun, step: int) -> None:
-    """As if all had committed so many steps: the next REPORTs say so."""
+    """As if all had committed that many steps: the next reports say so."""
     for peer in [member.peer for member in run.core.run.member_list]:
         run.receive(peer, m.Heartbeat(1, step + 1, 1, ()))
 
 
 def test_a_stage_that_nobody_holds_brings_the_run_back_to_a_whole_step() -> None:
-    """a keeps 0, b keeps 1 and a copy of 0, c (dead) kept 2, and a a copy of 2: of step 9 all are here.
+    """a has 0, b has 1 and a copy of 0, c (dead) had 2, and a a copy of 2: of step 9 all stages are here.
 
-    Of step 19 c alone had stage 2.
+    Of step 19 only c had stage 2.
     """
     run = StagedRun(3, A, B, C)
     trained(run, 23)
@@ -201,7 +201,7 @@ def test_who_was_away_and_still_has_its_memory_ends_the_pause_without_loss() -> 
 
 
 def test_a_generation_waits_until_it_is_known_where_a_member_is_now() -> None:
-    """B is back from a pause with its stage on its disk; its set-up may come before the call back."""
+    """B is back from a pause with its stage on disk; its setup may arrive before the dial-back result."""
     run = StagedRun(2, A, B)
     for peer in (A, B):
         run.receive(peer, m.StageCheckpointList(kept(9, 0) if peer == A else ()))
@@ -219,7 +219,7 @@ def test_a_generation_waits_until_it_is_known_where_a_member_is_now() -> None:
 
 
 def test_who_comes_back_after_a_pause_is_told_nothing_of_the_generation_that_it_left() -> None:
-    """Its VIEW says where that generation began: steps before what is on this worker's disk."""
+    """Its view says where that generation began: steps before what is on this worker's disk."""
     run = StagedRun(2, A, B)
     run.receive(B, m.TemporaryLeave("its owner said so"))
     told = run.receive(B, m.Join("r", "b", "memory://elsewhere"))
@@ -227,7 +227,7 @@ def test_who_comes_back_after_a_pause_is_told_nothing_of_the_generation_that_it_
 
 
 def test_what_a_member_was_to_load_and_has_not_any_more_is_not_waited_for() -> None:
-    """B, back from a pause, is to go on from its disk; then its checkpoint turns out to be gone."""
+    """B, back from a pause, is to continue from its disk; then its checkpoint turns out to be missing."""
     run = StagedRun(2, A, B)
     run.receive(A, m.StageCheckpointList(kept(9, 0, 1)))
     run.receive(B, m.TemporaryLeave("its owner said so"))
@@ -313,7 +313,7 @@ def test_who_is_no_member_has_finished_no_step_that_others_had_to_hold() -> None
 
 
 def test_a_tale_of_another_last_step_than_the_members_have_counts_for_nothing() -> None:
-    """Whoever tells of all stages after the last step would else give them all, whatever they are."""
+    """A worker that reports all stages after the last step would else supply them all, whatever they are."""
     outcome = Outcome(m.Verdict.ABORT, None, 19, b"h19", state_after(19), frozenset({A}))
     disks = {A: kept(9, 0), B: kept(9, 1), C: kept(19, 0, 1, history=b"told")}
     begin = find_restart_point(SPEC, outcome, 19, {A: m.Span(0, 1)}, disks, (0, 1, 2))

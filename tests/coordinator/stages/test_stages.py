@@ -1,4 +1,4 @@
-"""A model in stages: who gets which seat, whose share is more than 0, who gives whom which state."""
+"""Pipelines: ranks, shares and state sources."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_of_a_stage_that_is_only_on_a_disk_its_keeper_takes_the_seat() -> None:
 
 
 def test_a_disk_of_another_seat_gives_to_the_newcomer() -> None:
-    """Of three stages the middle one died; who has the next keeps a copy of it."""
+    """Of three stages the middle one died; the worker of the next one has a copy of it."""
     hands = StateLocations(in_memory={A: 0, C: 2}, on_disk={C: {1, 2}})
     seating = place_ranks(3, [A, C, E], hands, name=called)
     assert names(seating.order) == "a e c"
@@ -200,7 +200,7 @@ def test_fewer_workers_than_stages_wait() -> None:
 
 
 class Member:
-    """A member core of a model in stages, its own key being the letter given."""
+    """A member core in a pipeline; its key is the given letter."""
 
     def __init__(self, me: m.PeerId, stages: int, kept: tuple[m.CheckpointInfo, ...] = ()) -> None:
         self.core = MemberCore(me, COORDINATOR, m.Join("r", called(me), ""), Deadlines())
@@ -350,7 +350,7 @@ def test_a_donor_gives_a_checkpoint_of_another_stage_from_its_disk() -> None:
 
 
 def test_who_has_not_what_others_are_to_get_from_it_tells_the_coordinator() -> None:
-    """Nobody would ever know why the asker waits."""
+    """Else nobody would know why the receiver waits."""
     held = m.CheckpointInfo(9, b"h", m.LedgerState(step=10), layers=m.Span(1, 2))
     told = io.Send(COORDINATOR, m.StageCheckpointList((held,), 4))
     member = Member(B, 2, (held,))
@@ -412,7 +412,7 @@ def test_a_spare_lets_go_of_the_group_and_comes_back_as_a_joiner() -> None:
 
 
 def test_a_new_checkpoint_goes_to_the_next_stages_disk_and_the_last_ones_to_the_first() -> None:
-    """2 x 2: a and b hold stage 0, c and d stage 1; a's copies are c's affair, and c's are a's."""
+    """2 x 2: a and b hold stage 0, c and d stage 1; a's copies are sent to c, and c's to a."""
     for me, other, stage in ((A, C, 0), (C, A, 1), (D, B, 1)):
         member = Member(me, 2)
         for peer in (A, B, C, D):
@@ -445,7 +445,7 @@ def test_a_copy_is_taken_of_the_stage_before_alone() -> None:
 
 @pytest.mark.parametrize("known", [b"d" * 32, b""], ids=["known", "not known yet"])
 def test_a_piece_of_another_content_than_the_coordinator_knows_is_an_offence(known: bytes) -> None:
-    """A puts its stage together from B's checkpoint of blocks 1 and 2 of the old cut."""
+    """A assembles its stage from B's checkpoint of layers 1 and 2 of the old partition."""
     blocks = m.Span(1, 2)
     member = Member(A, 3)
     a = m.Member(A, "a", "", 0, False, pieces=((blocks, 1),), piece_digests=(known,))
@@ -511,7 +511,7 @@ def test_a_tale_of_cuts_that_this_model_cannot_have_is_an_offence(stages: int, c
 
 
 def test_a_tale_from_before_the_run_was_defined_does_not_cut_a_model_in_one_piece() -> None:
-    """The journal is lost, so at first nobody can know better; B tells the truth."""
+    """The journal is lost, so at first nobody can know better; B is right."""
     run = StagedRun(1, start=False)
     run.receive(A, m.Join("r", "a", "memory://a"))
     run.receive(A, m.CurrentGeneration(1, 7, ((A, 4), (C, 4)), (0, 3, 6)))

@@ -1,4 +1,4 @@
-"""What a stage hands to its neighbour, collectives among some ranks, and rounds that are open meanwhile."""
+"""Activation transfers, collectives in subgroups, and rounds that stay open for further collectives."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from gridtrain.runtime.activation_buffers import (
 
 
 def carry(buffers: list[bytes], limit_bytes: int = 1 << 30, seed: int = 0) -> list[bytes]:
-    """From one workspace to the other, the pieces in any order."""
+    """Send the slices from one buffer to another, in any order."""
     out, back = ActivationSendBuffer([memoryview(b) for b in buffers]), ActivationReceiveBuffer(limit_bytes)
     taking = back.make_receive(1, 0, 2)
     sends = [e for e in out.make_send(0, 1).start(0.0) if isinstance(e, SendTo)]
@@ -66,8 +66,8 @@ def test_buffers_arrive_as_they_were_sent(lengths: list[int]) -> None:
         assert carry(buffers, seed=seed) == buffers
 
 
-def test_what_is_handed_over_may_be_written_over_at_once() -> None:
-    """Of a small one: a module may give the same buffer for the next micro-batch."""
+def test_a_sent_buffer_may_be_overwritten_at_once() -> None:
+    """A module may reuse a small buffer for the next micro-batch."""
     own = bytearray(b"now")
     workspace = ActivationSendBuffer([memoryview(own)])
     own[:] = b"own"
@@ -89,11 +89,11 @@ def test_a_payload_over_the_limit_is_refused() -> None:
         (b"", [b"x"]),
     ],
 )
-def test_pieces_that_their_table_does_not_tell_are_refused(table: bytes, pieces: list[bytes]) -> None:
+def test_slices_that_do_not_match_the_header_are_refused(table: bytes, pieces: list[bytes]) -> None:
     workspace = ActivationReceiveBuffer(1 << 20)
     taking = workspace.make_receive(1, 0, 2)
     payloads = [table, *pieces]
-    with pytest.raises(RemoteProtocolError, match="rank 0 handed over"):
+    with pytest.raises(RemoteProtocolError, match="rank 0 sent"):
         for i, payload in enumerate(payloads):
             place = PayloadSlot(CollectivePhase.ACTIVATION, hop=len(payloads), slice=i)
             for effect in taking.handle(PayloadReceived(0, place, False, payload), 0.0):
@@ -114,12 +114,12 @@ def test_pieces_that_their_table_does_not_tell_are_refused(table: bytes, pieces:
         np.array([5000, *[0] * 5000], "<u8").tobytes(),
     ],
 )
-def test_one_piece_that_is_not_what_it_says_is_refused(piece: bytes) -> None:
+def test_a_single_slice_with_a_wrong_header_is_refused(piece: bytes) -> None:
     workspace = ActivationReceiveBuffer(1 << 20)
     effects = workspace.make_receive(1, 0, 2).handle(
         PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=1), False, piece), 0.0
     )
-    with pytest.raises(RemoteProtocolError, match="rank 0 handed over"):
+    with pytest.raises(RemoteProtocolError, match="rank 0 sent"):
         for effect in effects:
             if isinstance(effect, StoreSlice):
                 workspace.apply(effect)
@@ -129,7 +129,7 @@ def test_one_piece_that_is_not_what_it_says_is_refused(piece: bytes) -> None:
     ("lengths", "messages"),
     [([], 1), ([125_000], 1), ([MAX_JOINED_BYTES - 24, 8], 1), ([MAX_JOINED_BYTES], 2)],
 )
-def test_what_is_small_is_one_message(lengths: list[int], messages: int) -> None:
+def test_small_buffers_are_one_message(lengths: list[int], messages: int) -> None:
     sends = ActivationSendBuffer([memoryview(bytes(n)) for n in lengths]).make_send(0, 1).start(0.0)
     assert len([effect for effect in sends if isinstance(effect, SendTo)]) == messages
 
@@ -153,7 +153,7 @@ def test_what_is_small_is_one_message(lengths: list[int], messages: int) -> None
         ),  # a hand-off never skips
     ],
 )
-def test_a_piece_that_is_not_due_is_refused(arrived: PayloadReceived) -> None:
+def test_a_slice_that_is_not_due_is_refused(arrived: PayloadReceived) -> None:
     taking = ActivationReceiver(1, 0, 3)
     taking.handle(
         PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=0), False, b""), 0.0
@@ -163,7 +163,7 @@ def test_a_piece_that_is_not_due_is_refused(arrived: PayloadReceived) -> None:
     assert not taking.complete and taking.waiting_for() == {0}
 
 
-def test_nothing_comes_at_a_sender_and_no_number_of_pieces_makes_one_wait_without_end() -> None:
+def test_a_sender_receives_nothing_and_the_number_of_slices_is_bounded() -> None:
     with pytest.raises(RemoteProtocolError):
         ActivationSender(0, 1, 1).handle(
             PayloadReceived(1, PayloadSlot(CollectivePhase.ACTIVATION, hop=1), False, b""), 0.0
@@ -193,7 +193,7 @@ def test_two_pairs_of_stages_never_use_one_channel() -> None:
 @pytest.mark.parametrize(
     "make", [lambda r, n: RingAllReduce(r, n, 1, False), lambda r, n: AllGather(r, n, False)]
 )
-def test_a_subgroup_talks_to_its_own_ranks_alone(make: Any) -> None:
+def test_a_subgroup_sends_only_to_its_own_ranks(make: Any) -> None:
     ranks = (3, 5, 8)
     cores = {rank: Subgroup(make(i, len(ranks)), ranks) for i, rank in enumerate(ranks)}
     wire = [(rank, effect) for rank, core in cores.items() for effect in core.start(0.0)]
@@ -214,7 +214,7 @@ def test_a_stranger_to_a_subgroup_is_refused() -> None:
         core.handle(PayloadReceived(1, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 1), False, b""), 0.0)
 
 
-def test_edges_within_a_subgroup() -> None:
+def test_neighbours_within_a_subgroup() -> None:
     assert neighbours_within(ring.neighbours, (2, 3), 3) == {2}
     assert neighbours_within(ring.neighbours, (2,), 2) == frozenset()
 
@@ -229,7 +229,7 @@ def sealed(rows: dict[int, StageSummary], seats: RankLayout) -> dict[int, bytes]
     return {rank: workspace.compute_digest() for rank, workspace in workspaces.items()}
 
 
-def test_whoever_holds_another_update_than_its_replicas_votes_for_another_digest() -> None:
+def test_a_member_whose_update_differs_from_its_replicas_votes_for_another_digest() -> None:
     seats = RankLayout(2, 3)
     rows = {rank: StageSummary(bytes([rank // 3]) * 32, bytes(32), 1.0, 2.0) for rank in range(6)}
     assert len(set(sealed(rows, seats).values())) == 1
@@ -238,16 +238,16 @@ def test_whoever_holds_another_update_than_its_replicas_votes_for_another_digest
     assert len({digests[rank] for rank in (0, 1, 2, 3, 5)}) == 1 and digests[4] != digests[0]
 
 
-def test_a_row_of_another_length_is_refused() -> None:
+def test_a_stage_summary_of_another_length_is_refused() -> None:
     from gridtrain.core.collectives.collective import Provenance, StoreFromRank
 
     workspace = StageSummaryBuffer(RankLayout(2, 1), 0, StageSummary(bytes(32), bytes(32), 0.0, 0.0))
-    with pytest.raises(RemoteProtocolError, match="with 3 bytes, must be 120"):
+    with pytest.raises(RemoteProtocolError, match="has 3 bytes, must have 120"):
         workspace.apply(StoreFromRank(1, b"abc", Provenance(1, 1, 2, 1)))
 
 
-def test_a_row_whose_norm_has_no_root_is_refused() -> None:
-    """After the commit everybody takes that root, in which all of them would end."""
+def test_a_stage_summary_with_a_negative_squared_norm_is_refused() -> None:
+    """After the commit every member takes that root, and all would fail."""
     from gridtrain.core.collectives.collective import Provenance, StoreFromRank
 
     workspace = StageSummaryBuffer(RankLayout(2, 1), 0, StageSummary(bytes(32), bytes(32), 0.0, 0.0))
@@ -273,7 +273,7 @@ def data(channel: m.Channel, place: PayloadSlot) -> m.Data:
     return m.Data(HERE, channel, place, False, b"")
 
 
-def test_a_round_with_more_to_come_seals_after_its_last_collective() -> None:
+def test_a_round_with_further_collectives_is_sealed_after_the_last_one() -> None:
     mine = member(1)
     opened = mine.submit(HERE, {ACTIVATION: ActivationReceiver(1, 0, 2)}, 10.0, 0.0, has_more=True)
     assert not any(isinstance(effect, ComputeDigest) for effect in opened)
@@ -298,7 +298,7 @@ def test_a_round_with_more_to_come_seals_after_its_last_collective() -> None:
         )
 
 
-def test_a_no_ends_the_round_of_who_still_waits_for_an_activation() -> None:
+def test_a_no_ends_the_round_of_a_member_that_awaits_an_activation() -> None:
     root = member(0)
     root.submit(
         HERE, {stage_channel(1, 0, m.Channel(kind=2)): ActivationReceiver(0, 1, 2)}, 10.0, 0.0, has_more=True
@@ -319,7 +319,7 @@ def test_a_member_that_cannot_go_on_votes_no_at_once() -> None:
     assert mine.advance(Failed("once more"), 0.0) == []
 
 
-def test_patience_with_a_silent_pipeline_ends() -> None:
+def test_a_silent_pipeline_times_out() -> None:
     root = member(0)
     root.submit(HERE, {ACTIVATION: ActivationSender(0, 1, 1)}, 10.0, 0.0, has_more=True)
     assert root.tick(9.0) == []

@@ -1,4 +1,4 @@
-"""The all-gather: its trees as a picture, and promises 1 and 2 of TopK on a network that reorders."""
+"""The all-gather: its trees as a picture, and guarantees 1 and 2 of TopK on a network that reorders."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ WORLD_SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 31, 32]
 
 
 def way_of(origin, world_size):
-    """Whom the origin's payload reaches at which hop, from whom."""
+    """Sender and receiver of the origin's payload at each hop."""
     cores = [AllGather(rank, world_size, False) for rank in range(world_size)]
     pending = [(origin, send) for send in cores[origin].start(0.0) if isinstance(send, SendTo)]
     steps = []
@@ -43,7 +43,7 @@ def way_of(origin, world_size):
     )
 
 
-def test_the_way_of_one_payload_among_six():
+def test_the_tree_of_one_payload_among_six():
     assert way_of(origin=5, world_size=6) == (
         "hop 0   5 -> 4\n"
         "hop 1   4 -> 2   5 -> 3\n"
@@ -51,7 +51,7 @@ def test_the_way_of_one_payload_among_six():
     )  # fmt: skip
 
 
-def test_the_way_of_one_payload_among_eight():
+def test_the_tree_of_one_payload_among_eight():
     assert way_of(origin=0, world_size=8) == (
         "hop 0   0 -> 7\n"
         "hop 1   0 -> 6   7 -> 5\n"
@@ -99,7 +99,7 @@ def test_a_transcript_of_rank_1_of_four():
         (2, PayloadSlot(CollectivePhase.SWAP, 0, 2)),  # another exchange
     ],
 )
-def test_what_cannot_be_is_refused(from_rank, place):
+def test_impossible_payloads_are_refused(from_rank, place):
     core = AllGather(1, 4, skip=False)
     core.start(0.0)
     with pytest.raises(RemoteProtocolError, match=f"rank {from_rank} sent"):
@@ -116,7 +116,7 @@ def test_the_same_origin_twice_is_refused():
 
 
 def prepared(rng, world_size):
-    """One step's inputs and what each rank makes of them."""
+    """The inputs of one step, and the payload of each rank."""
     inputs = random_inputs(rng, world_size)
     return inputs, *inputs.select()
 
@@ -147,7 +147,7 @@ def test_all_ranks_end_with_the_same_bits_and_nothing_is_lost(seeds):
             assert sum(src == rank for src, _, _ in group.sent) == world_size - 1, f"seed {seed}"
 
 
-def test_one_who_skips_is_known_to_all_and_adds_nothing(seeds):
+def test_a_skip_reaches_all_ranks_and_adds_nothing(seeds):
     for seed in seeds(50):
         rng = np.random.default_rng(seed)
         world_size = int(rng.integers(2, 10))
@@ -159,7 +159,7 @@ def test_one_who_skips_is_known_to_all_and_adds_nothing(seeds):
         assert len({w.compute_digest() for w in group.buffers}) == 1, f"seed {seed}: the ranks differ"
 
 
-def test_when_a_rank_dies_nobody_completes_wrongly_and_all_blame_it(seeds):
+def test_when_a_rank_dies_no_other_completes_and_all_wait_for_it(seeds):
     for seed in seeds(100):
         rng = np.random.default_rng(seed)
         world_size = int(rng.integers(2, 17))
@@ -167,7 +167,7 @@ def test_when_a_rank_dies_nobody_completes_wrongly_and_all_blame_it(seeds):
         assert_crash_is_blamed(group_of(inputs, payloads, seed), group_of(inputs, payloads, seed), seed)
 
 
-def test_forwarding_hands_on_the_very_same_bytes():
+def test_forwarding_sends_the_same_bytes():
     payload = select_locally(np.zeros(4, np.float32), np.ones(4, np.float32), 2, ValueKind.FP16)[0]
     workspace = AllGatherBuffer(0, 3, payload, n=4, k=2, kind=ValueKind.FP16)
     theirs = bytes(payload)

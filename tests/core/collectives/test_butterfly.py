@@ -1,4 +1,4 @@
-"""The butterfly: its schedule as a picture, and promises 1 and 2 of GTopK on a network that reorders."""
+"""The butterfly: its schedule as a picture, and guarantees 1 and 2 of GTopK on a network that reorders."""
 
 import numpy as np
 import pytest
@@ -60,7 +60,7 @@ def test_the_schedule_of_three_ranks():
     ("world_size", "hops"), [(1, 0), (2, 1), (3, 3), (4, 2), (6, 4), (7, 4), (8, 3), (31, 6), (32, 5)]
 )
 def test_the_time_is_at_most_that_of_the_design(world_size, hops):
-    """floor(log2 P) hops, and two more if P is not a power of two (save where ways overlap: P = 3)."""
+    """floor(log2 P) hops, and two more if P is not a power of two (fewer where hops overlap: P = 3)."""
     ticks = run_lockstep([ButterflyExchange(rank, world_size, False) for rank in range(world_size)])
     assert len(ticks) <= hops
 
@@ -116,7 +116,7 @@ def test_one_rank_is_complete_at_once():
         (1, PayloadSlot(CollectivePhase.ALL_GATHER)),  # another exchange
     ],
 )
-def test_what_cannot_be_is_refused(from_rank, place):
+def test_impossible_payloads_are_refused(from_rank, place):
     core = ButterflyExchange(0, 6, skip=False)
     core.start(0.0)
     with pytest.raises(RemoteProtocolError, match=f"rank {from_rank} sent"):
@@ -124,7 +124,7 @@ def test_what_cannot_be_is_refused(from_rank, place):
 
 
 @pytest.mark.parametrize("hop", [0, 1])
-def test_the_same_place_twice_is_refused_used_or_held(hop):
+def test_the_same_slot_twice_is_refused_used_or_held(hop):
     core = ButterflyExchange(0, 4, skip=False)
     event = PayloadReceived(1 << hop, PayloadSlot(CollectivePhase.SWAP, hop), False, "x")
     core.start(0.0)
@@ -139,7 +139,7 @@ def group_of(inputs, payloads, seed, skipping=()):
 
 
 def test_all_ranks_end_with_the_same_bits_and_nothing_is_lost(seeds):
-    """Three rounds each: what a round leaves in the residuals goes into the next."""
+    """Three rounds each: the residuals of a round are inputs of the next."""
     for seed in seeds(300):
         rng = np.random.default_rng(seed)
         world_size = WORLD_SIZES[seed % len(WORLD_SIZES)]
@@ -176,7 +176,7 @@ def test_with_k_equal_n_the_update_is_the_whole_sum(seeds):
         assert (update == whole).all(), f"seed {seed}"
 
 
-def test_what_is_kept_is_spread_over_the_ranks_and_the_fold_is_not_forgotten():
+def test_dropped_values_are_spread_over_the_ranks_and_the_fold_drops_none():
     """Rank r of 6 sends the value r + 1 at index 9 + r; k = 1.  The largest, 6 at 14, comes through.
 
     fold     0: 1, 5 -> 5 at 13 (rank 0 alone keeps 1 at 9)  1: 2, 6 -> 6 at 14 (rank 1 alone keeps 2 at 10)
@@ -196,7 +196,7 @@ def test_what_is_kept_is_spread_over_the_ranks_and_the_fold_is_not_forgotten():
     assert [w.update.indices.tolist() for w in workspaces] == [[14]] * 6
 
 
-def test_one_who_skips_is_known_to_all(seeds):
+def test_a_skip_reaches_all_ranks(seeds):
     for seed in seeds(100):
         rng = np.random.default_rng(seed)
         world_size = int(rng.integers(1, 17))
@@ -208,7 +208,7 @@ def test_one_who_skips_is_known_to_all(seeds):
         assert len({w.compute_digest() for w in group.buffers}) == 1, f"seed {seed}: the ranks differ"
 
 
-def test_when_a_rank_dies_nobody_completes_wrongly_and_all_blame_it(seeds):
+def test_when_a_rank_dies_no_other_completes_and_all_wait_for_it(seeds):
     for seed in seeds(200):
         rng = np.random.default_rng(seed)
         world_size = int(rng.integers(2, 17))

@@ -1,4 +1,4 @@
-"""The direct exchange: its schedule as a picture, and promises 1 and 2 on a virtual network that reorders."""
+"""The direct exchange: its schedule, and guarantees 1 and 2 on a virtual network that reorders."""
 
 from random import Random
 
@@ -43,7 +43,7 @@ def total(owner, slice_=0):
 
 
 def test_the_schedule_of_three_ranks():
-    """R2: somebody's part of segment 2; G2: its sum."""
+    """R2: a part of segment 2; G2: its sum."""
     ticks = run_lockstep([DirectAllReduce(rank, 3, slices=1, skip=False) for rank in range(3)])
     picture = "\n".join(
         f"tick {tick}  "
@@ -60,7 +60,7 @@ def test_the_schedule_of_three_ranks():
 
 
 def test_a_transcript_of_rank_1_of_four():
-    """Whose part comes before its turn waits: after my own come those of 2, 3 and 0."""
+    """A part that arrives before its turn is held: after the own part come those of 2, 3 and 0."""
     core = DirectAllReduce(1, 4, slices=1, skip=False)
     whole = {rank: Provenance(rank, contributors=4, world_size=4, roundings=4) for rank in range(4)}
 
@@ -96,7 +96,7 @@ def test_one_rank_is_complete_at_once():
     assert core.complete and neighbours(0, 1) == frozenset()
 
 
-def test_everybody_has_an_edge_to_everybody():
+def test_each_rank_is_connected_to_all_others():
     assert [set(neighbours(rank, 3)) for rank in range(3)] == [{1, 2}, {0, 2}, {0, 1}]
 
 
@@ -116,7 +116,7 @@ def test_everybody_has_an_edge_to_everybody():
         (2, PayloadSlot(CollectivePhase.SWAP, 0, 0)),
     ],
 )
-def test_what_cannot_be_is_refused(from_rank, place):
+def test_impossible_payloads_are_refused(from_rank, place):
     core = DirectAllReduce(0, 3, slices=1, skip=False)
     core.start(0.0)
     with pytest.raises(RemoteProtocolError, match=f"rank {from_rank} sent"):
@@ -124,7 +124,7 @@ def test_what_cannot_be_is_refused(from_rank, place):
 
 
 @pytest.mark.parametrize("place", [part(0), total(2)])
-def test_the_same_place_twice_is_refused(place):
+def test_the_same_slot_twice_is_refused(place):
     core = DirectAllReduce(0, 3, slices=1, skip=False)
     core.start(0.0)
     core.handle(PayloadReceived(2, place, False, "x"), 0.0)
@@ -132,8 +132,8 @@ def test_the_same_place_twice_is_refused(place):
         core.handle(PayloadReceived(2, place, False, "x"), 0.0)
 
 
-def test_what_is_held_for_its_turn_is_no_longer_than_it_can_be():
-    """Nobody looks into what comes early, so many payloads of 64 MiB could wait there."""
+def test_a_held_payload_is_no_longer_than_its_slice():
+    """Early payloads are not decoded, so many of 64 MiB could be held."""
     core = DirectBuffer(np.ones(8, np.float32), 3).make_collective(0, 3, skip=False)
     core.start(0.0)
     with pytest.raises(RemoteProtocolError, match=r"rank 2 sent 12 bytes .* at most 8"):
@@ -164,8 +164,8 @@ def test_all_ranks_end_with_the_rings_bits(seeds):
             assert len(sent) == ring_message_count(world_size, workspaces[0].slices), f"seed {seed}"
 
 
-def test_a_retry_begins_anew_and_ends_with_the_same_bits(seeds):
-    """From the same gradients, as many messages as it likes after which the first attempt was torn."""
+def test_a_retry_starts_from_the_beginning_and_ends_with_the_same_bits(seeds):
+    """With the same gradients, whenever the first attempt was interrupted."""
     for seed in seeds(100):
         rng, random = np.random.default_rng(seed), Random(seed)
         world_size = random.randint(2, 9)
@@ -203,7 +203,7 @@ def test_a_slice_is_hashed_ahead_only_when_it_is_final():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, np.float32(1e38)])
-def test_what_no_honest_member_sends_is_refused_where_it_arrives(bad):
+def test_invalid_payloads_are_refused_on_arrival(bad):
     workspace = DirectBuffer(np.ones(6, np.float32), 3)
     workspace.make_collective(0, 3, skip=False)
     payload = np.array([bad, 0], np.float32).tobytes()
@@ -212,7 +212,7 @@ def test_what_no_honest_member_sends_is_refused_where_it_arrives(bad):
     assert workspace.update_N.tolist() == [1] * 6
 
 
-def test_when_a_rank_dies_nobody_completes_wrongly_and_all_blame_it(seeds):
+def test_when_a_rank_dies_no_other_completes_and_all_wait_for_it(seeds):
     for seed in seeds(200):
         rng = np.random.default_rng(seed)
         world_size = int(rng.integers(2, 10))

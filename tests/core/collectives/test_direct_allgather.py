@@ -1,4 +1,4 @@
-"""Rows of a pipeline: one hop for a few members, an all-gather for many, whoever is last."""
+"""Stage summaries: one hop for few members, a tree for many, whichever rank is last."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from gridtrain.errors import RemoteProtocolError
 
 
 def hops_after(last: int, world_size: int) -> int:
-    """`last` begins at time 100, all others at 0; a message takes 1: when everybody has everything."""
+    """`last` starts at time 100, all others at 0, a message takes 1: the time until all are complete."""
     cores = [make_allgather(rank, world_size, rank == last) for rank in range(world_size)]
     held: list[PayloadReceived] = []
     done: dict[int, int] = {}
@@ -48,11 +48,11 @@ def hops_after(last: int, world_size: int) -> int:
 
 
 @pytest.mark.parametrize(("world_size", "hops"), [(2, 1), (3, 1), (4, 1), (8, 1), (9, 3), (16, 4)])
-def test_what_the_last_one_says_is_with_all_after_so_many_hops(world_size: int, hops: int) -> None:
+def test_number_of_hops_after_the_last_rank_has_started(world_size: int, hops: int) -> None:
     assert hops_after(0, world_size) == hops
 
 
-def test_a_few_need_all_edges_and_many_the_all_gather_s() -> None:
+def test_few_ranks_are_fully_connected_and_many_use_the_tree() -> None:
     assert neighbours(1, 4) == {0, 2, 3} == gathered(1, 4)
     assert len(neighbours(0, MAX_DIRECT_MEMBERS)) == MAX_DIRECT_MEMBERS - 1
     assert neighbours(5, MAX_DIRECT_MEMBERS + 1) == gathered(5, MAX_DIRECT_MEMBERS + 1)
@@ -73,7 +73,7 @@ def test_a_transcript_of_rank_1_of_three() -> None:
     assert core.complete
 
 
-def test_nobody_speaks_for_another_one() -> None:
+def test_no_rank_sends_for_another_one() -> None:
     core = make_allgather(1, 3, skip=False)
     core.start(0.0)
     with pytest.raises(RemoteProtocolError, match="rank 2"):

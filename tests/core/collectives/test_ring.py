@@ -1,4 +1,4 @@
-"""The ring: its schedule as a picture, and promises 1 and 2 on a virtual network that reorders."""
+"""The ring: its schedule as a picture, and guarantees 1 and 2 on a virtual network that reorders."""
 
 from random import Random
 
@@ -28,7 +28,7 @@ WORLD_SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 31, 32]
 
 
 def test_the_schedule_of_three_ranks():
-    """R2: a partial sum of segment 2; G2: its whole sum."""
+    """R2: a partial sum of segment 2; G2: its total."""
     ticks = run_lockstep([RingAllReduce(rank, 3, slices=1, skip=False) for rank in range(3)])
     picture = "\n".join(
         f"tick {tick}  "
@@ -84,7 +84,7 @@ def test_slices_do_not_wait_for_each_other():
         assert effects[1] == SendTo(1, PayloadSlot(CollectivePhase.GATHER, 0, 1, slice_), False)
 
 
-def test_one_who_skips_marks_all_that_it_passes_on():
+def test_a_skipping_rank_marks_all_that_it_sends_on():
     ring = RingAllReduce(0, 3, slices=1, skip=True)
     assert ring.start(0.0) == [SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 0, 0), True)]
     effects = ring.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 0, 2), False, "x"), 0.0)
@@ -112,14 +112,14 @@ def test_one_rank_is_complete_at_once():
         (2, PayloadSlot(CollectivePhase.SWAP, 0, 2)),  # another exchange
     ],
 )
-def test_what_cannot_be_is_refused(from_rank, place):
+def test_impossible_payloads_are_refused(from_rank, place):
     ring = RingAllReduce(0, 3, slices=1, skip=False)
     ring.start(0.0)
     with pytest.raises(RemoteProtocolError, match=f"rank {from_rank} sent"):
         ring.handle(PayloadReceived(from_rank, place, False, "x"), 0.0)
 
 
-def test_the_same_place_twice_is_refused():
+def test_the_same_slot_twice_is_refused():
     ring = RingAllReduce(0, 3, slices=1, skip=False)
     event = PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 0, 2), False, "x")
     ring.start(0.0)
@@ -150,7 +150,7 @@ def test_all_ranks_end_with_the_same_bits_and_the_sum(seeds):
 
 
 def sent_bytes(sent, workspaces):
-    """Bytes of all payloads that were sent, RESUME's apart."""
+    """Bytes of all payloads that were sent, without RESUME."""
     resume = sum(
         len(workspaces[src].payload(place)) for src, _, place in sent if place.phase is CollectivePhase.RESUME
     )
@@ -165,7 +165,7 @@ def sent_bytes(sent, workspaces):
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8])
 @pytest.mark.parametrize("part", [0.0, 0.25, 0.5, 0.9, 1.0])
 def test_a_retry_sends_only_what_is_missing(world_size, part):
-    """A connection dropped after `part` of all payloads had come; what was in flight is lost."""
+    """A connection broke after `part` of all payloads had arrived; those in flight are lost."""
     vectors = np.random.default_rng(7).standard_normal((world_size, 4000)).astype(np.float32)
 
     def fresh():
@@ -190,7 +190,7 @@ def test_a_retry_sends_only_what_is_missing(world_size, part):
     assert resume_bytes == world_size * slices <= 0.02 * whole_bytes + slices * world_size
 
 
-def test_retries_hold_the_skip_and_end_with_the_same_bits_however_often_they_are_torn(seeds):
+def test_interrupted_retries_hold_the_skip_and_end_with_the_same_bits(seeds):
     for seed in seeds(150):
         rng, random = np.random.default_rng(seed), Random(seed)
         world_size = random.randint(2, 9)
@@ -214,8 +214,8 @@ def test_retries_hold_the_skip_and_end_with_the_same_bits_however_often_they_are
         assert {w.compute_digest() for w in workspaces} == {calm.buffers[0].compute_digest()}, f"seed {seed}"
 
 
-def test_a_neighbour_that_asks_for_what_it_must_have_is_dropped():
-    """Rank 0 of 3 holds the total of segment 2, rank 1 gave its part: so it had the partial sum of rank 0."""
+def test_a_resume_that_lacks_what_the_neighbour_must_have_is_refused():
+    """Rank 0 of 3 has the total of segment 2, so rank 1 has had the partial sum of rank 0."""
     ring = RingAllReduce(0, 3, slices=1, skip=False)
     ring.start(0.0)
     ring.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 0, 2), False, "partial"), 0.0)
@@ -245,7 +245,7 @@ def test_a_neighbour_that_asks_for_what_it_must_have_is_dropped():
         ring.handle(resume, 0.0)  # the first attempt has nothing to resume
 
 
-def test_when_a_rank_dies_nobody_completes_wrongly_and_all_blame_it(seeds):
+def test_when_a_rank_dies_no_other_completes_and_all_wait_for_it(seeds):
     for seed in seeds(200):
         rng = np.random.default_rng(seed)
         world_size = int(rng.integers(2, 10))

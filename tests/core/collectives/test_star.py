@@ -1,4 +1,4 @@
-"""The star, sparse and dense: transcripts, and promises 1 and 2 on a network that reorders."""
+"""The star, sparse and dense: transcripts, and guarantees 1 and 2 on a network that reorders."""
 
 from hashlib import blake2b, sha256
 from random import Random
@@ -65,7 +65,7 @@ def test_a_sparse_star_at_a_member():
     ]
 
 
-def test_a_dense_star_adds_what_comes_and_sends_a_slice_on_when_it_is_whole():
+def test_a_dense_star_adds_parts_on_arrival_and_sends_complete_slices():
     core = DenseStar(0, 3, slices=2, skip=False)
     assert core.start(0.0) == []
     assert core.handle(PayloadReceived(2, raised(2, 0), False, "2a"), 0.0) == [
@@ -101,7 +101,7 @@ def test_one_rank_is_complete_at_once(core):
     assert neighbours(0, 1) == frozenset()
 
 
-def test_only_the_root_has_more_than_one_edge():
+def test_only_the_root_has_more_than_one_neighbour():
     assert [set(neighbours(rank, 4)) for rank in range(4)] == [{1, 2, 3}, {0}, {0}, {0}]
 
 
@@ -120,7 +120,7 @@ def test_only_the_root_has_more_than_one_edge():
     ],
 )
 @pytest.mark.parametrize("dense", [False, True])
-def test_what_cannot_be_is_refused(dense, rank, from_rank, place):
+def test_impossible_payloads_are_refused(dense, rank, from_rank, place):
     core = DenseStar(rank, 3, 2, False) if dense else SparseStar(rank, 3, False)
     core.start(0.0)
     with pytest.raises(RemoteProtocolError, match=f"star, rank {rank} of 3: rank {from_rank} sent"):
@@ -128,7 +128,7 @@ def test_what_cannot_be_is_refused(dense, rank, from_rank, place):
 
 
 @pytest.mark.parametrize("core", [SparseStar(0, 3, False), DenseStar(0, 3, 2, False)])
-def test_the_same_place_twice_is_refused(core):
+def test_the_same_slot_twice_is_refused(core):
     event = PayloadReceived(2, raised(2), False, "x")
     core.start(0.0)
     core.handle(event, 0.0)
@@ -165,7 +165,7 @@ def test_all_ranks_end_with_the_same_bits_and_nothing_is_lost(seeds):
 
 
 def test_the_update_is_the_k_largest_of_the_sum_of_all_that_was_selected(seeds):
-    """No early merge can drop what the whole sum would have kept, as a tree's or a butterfly's may."""
+    """A tree or butterfly may drop in an early merge what the whole sum would keep; a star does not."""
     for seed in seeds(50):
         rng = np.random.default_rng(seed)
         inputs = random_inputs(rng, int(rng.integers(2, 9)), integers=True)
@@ -179,7 +179,7 @@ def test_the_update_is_the_k_largest_of_the_sum_of_all_that_was_selected(seeds):
         assert group.buffers[0].update.indices.tolist() == chosen, f"seed {seed}"
 
 
-def test_one_who_skips_is_known_to_all(seeds):
+def test_a_skip_reaches_all_ranks(seeds):
     for seed in seeds(50):
         rng = np.random.default_rng(seed)
         world_size = int(rng.integers(1, 17))
@@ -191,7 +191,7 @@ def test_one_who_skips_is_known_to_all(seeds):
         assert len({w.compute_digest() for w in group.buffers}) == 1, f"seed {seed}: the ranks differ"
 
 
-def test_when_a_rank_dies_nobody_completes_wrongly_and_all_blame_it(seeds):
+def test_when_a_rank_dies_no_other_completes_and_all_wait_for_it(seeds):
     for seed in seeds(60):
         rng = np.random.default_rng(seed)
         world_size = int(rng.integers(2, 17))
@@ -200,7 +200,7 @@ def test_when_a_rank_dies_nobody_completes_wrongly_and_all_blame_it(seeds):
         assert_crash_is_blamed(group_of(inputs, payloads, seed), group_of(inputs, payloads, seed), seed)
 
 
-def test_a_star_takes_no_effect_of_another_core():
+def test_a_star_refuses_effects_of_other_collectives():
     payload = select_locally(np.zeros(4, np.float32), np.ones(4, np.float32), 2, ValueKind.FP16)[0]
     workspace = SparseStarBuffer(payload, n=4, k=2, kind=ValueKind.FP16)
     workspace.make_collective(0, 2, skip=False)
@@ -234,8 +234,8 @@ def test_the_dense_sum_has_the_same_bits_on_all_ranks(seeds):
 
 
 @pytest.mark.parametrize("n", [1, 17_000, 100_001, 1_000_000, 5_000_000])
-def test_slices_and_digest_are_those_of_the_protocol(n):
-    """PROTOCOL.md, 5.1, written down again: one segment of b = 4 n bytes."""
+def test_slices_and_digest_are_as_in_the_protocol(n):
+    """As PROTOCOL.md 5.1 says: one segment of b = 4 n bytes."""
     workspace = DenseStarBuffer(np.arange(n, dtype=np.float32), 4)
     longest = min(2**20, max(2**17, -(-4 * n // 8)))
     slices = max(1, -(-4 * n // longest))
@@ -248,14 +248,14 @@ def test_slices_and_digest_are_those_of_the_protocol(n):
     assert workspace.compute_digest() == digest.digest()
 
 
-def test_a_dense_sum_that_is_not_finite_has_no_seal():
+def test_a_dense_sum_that_is_not_finite_has_no_digest():
     values = np.ones(100_000, np.float32)
     values[-1] = np.nan
     with pytest.raises(RemoteProtocolError, match="not finite although no member skips"):
         DenseStarBuffer(values, 2).compute_digest()
 
 
-def test_a_dense_member_who_skips_is_known_to_all_and_adds_nothing(seeds):
+def test_a_skip_in_a_dense_star_reaches_all_ranks_and_adds_nothing(seeds):
     for seed in seeds(30):
         world_size = Random(seed).randint(1, 9)
         skipping = Random(seed).randrange(world_size)
@@ -268,13 +268,13 @@ def test_a_dense_member_who_skips_is_known_to_all_and_adds_nothing(seeds):
 
 
 @pytest.mark.parametrize("wrong", [np.zeros(3), np.zeros((2, 2), np.float32), np.zeros(8, np.float32)[::2]])
-def test_a_contribution_of_another_form_is_our_bug(wrong):
+def test_a_contribution_of_another_shape_is_a_local_error(wrong):
     with pytest.raises(LocalProtocolError, match="must be float32"):
         DenseStarBuffer(wrong, 2)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, np.float32(1e38)])
-def test_what_no_honest_member_sends_is_refused_where_it_arrives(bad):
+def test_invalid_payloads_are_refused_on_arrival(bad):
     workspace = DenseStarBuffer(np.ones(2, np.float32), 3)
     workspace.make_collective(0, 3, skip=False)
     with pytest.raises(RemoteProtocolError, match=r"slice 0 from rank 1 has values from .* at most"):

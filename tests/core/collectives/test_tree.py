@@ -1,4 +1,4 @@
-"""The paper's tree: its schedule as a picture, and promises 1 and 2 of GTopK on a network that reorders."""
+"""The paper's tree: its schedule as a picture, and guarantees 1 and 2 of GTopK on a network that reorders."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ def test_the_schedule_of_six_ranks():
 
 
 @pytest.mark.parametrize("world_size", range(1, 40))
-def test_each_edge_carries_one_payload_each_way_and_the_edges_are_a_tree(world_size):
+def test_each_link_carries_one_payload_each_way_and_the_links_are_a_tree(world_size):
     sent = [
         (rank, hop.partner, hop.slot)
         for rank in range(world_size)
@@ -102,7 +102,7 @@ def test_one_rank_is_complete_at_once():
         (1, PayloadSlot(CollectivePhase.SWAP)),  # another exchange
     ],
 )
-def test_what_cannot_be_is_refused(from_rank, place):
+def test_impossible_payloads_are_refused(from_rank, place):
     core = TreeExchange(0, 6, skip=False)
     core.start(0.0)
     with pytest.raises(RemoteProtocolError, match=f"tree, rank 0 of 6: rank {from_rank} sent"):
@@ -148,7 +148,7 @@ def test_with_k_equal_n_the_update_is_the_whole_sum(seeds):
         assert (update == whole).all(), f"seed {seed}"
 
 
-def test_the_receiver_of_a_merge_keeps_what_it_drops():
+def test_the_receiver_of_a_merge_adds_what_it_drops_to_its_residual():
     """Rank r of 6 sends the value r + 1 at index 9 + r; k = 1.  The largest, 6 at 14, comes through.
 
     raise 0   0: 1, 2 -> 2 (keeps 1 at 9)   2: 3, 4 -> 4 (keeps 3 at 11)   4: 5, 6 -> 6 (keeps 5 at 13)
@@ -168,7 +168,7 @@ def test_the_receiver_of_a_merge_keeps_what_it_drops():
     assert [w.update.indices.tolist() for w in workspaces] == [[14]] * 6
 
 
-def test_one_who_skips_is_known_to_all(seeds):
+def test_a_skip_reaches_all_ranks(seeds):
     for seed in seeds(50):
         rng = np.random.default_rng(seed)
         world_size = int(rng.integers(1, 17))
@@ -180,7 +180,7 @@ def test_one_who_skips_is_known_to_all(seeds):
         assert len({w.compute_digest() for w in group.buffers}) == 1, f"seed {seed}: the ranks differ"
 
 
-def test_when_a_rank_dies_nobody_completes_wrongly_and_all_blame_it(seeds):
+def test_when_a_rank_dies_no_other_completes_and_all_wait_for_it(seeds):
     for seed in seeds(100):
         rng = np.random.default_rng(seed)
         world_size = int(rng.integers(2, 17))

@@ -28,7 +28,7 @@ Network = dict[tuple[int, int], deque[Any]]
 
 
 class Worker:
-    """One member: its core, the numbers of its buckets, and what its trainer has not submitted yet."""
+    """One member: its core, its buffers, and the buckets that its trainer has not submitted yet."""
 
     def __init__(self, rank: int, roster: tuple[m.Member, ...], network: Network, rng: random.Random) -> None:
         self.rank, self.rng, self.network = rank, rng, network
@@ -60,7 +60,7 @@ class Worker:
         return channel, workspace.make_collective(self.rank, len(self.peers), False)
 
     def move(self) -> None:
-        """Begin another bucket, or submit what is left."""
+        """Begin another bucket, or submit the rest."""
         if self.core.next_round.attempt == 0 and self.left and self.rng.random() < 0.7:
             bucket = self.left.pop(self.rng.randrange(len(self.left)))
             channel, collective = self.prepare(bucket)
@@ -135,7 +135,7 @@ def world(seed: int, breaks: bool) -> list[Worker]:
 
 
 def check(seed: int, breaks: bool) -> int:
-    """Returns how many members had to try again."""
+    """Return the number of members that had to retry."""
     workers = world(seed, breaks)
     assert not any(worker.offences for worker in workers), seed
     for bucket in range(len(workers[0].gradients)):
@@ -151,6 +151,6 @@ def test_buckets_in_any_order(seeds: Callable[[int], Iterator[int]]) -> None:
     assert sum(check(seed, breaks=False) for seed in seeds(300)) == 0
 
 
-def test_a_round_that_breaks_while_buckets_are_on_their_way(seeds: Callable[[int], Iterator[int]]) -> None:
+def test_a_connection_that_breaks_while_buckets_are_in_flight(seeds: Callable[[int], Iterator[int]]) -> None:
     tried = [check(seed, breaks=True) for seed in seeds(300)]
     assert len(tried) < 100 or sum(map(bool, tried)) > len(tried) / 2  # it does break something

@@ -1,4 +1,4 @@
-"""The ledger: every position of every pass exactly once, whatever happens to the members."""
+"""The ledger: every position of every pass exactly once, under joins, leaves and crashes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
 
 
 def spans(text: str) -> tuple[Span, ...]:
-    """`spans("8-9 20-22")`: both ends included, as a person writes them."""
+    """`spans("8-9 20-22")`: both ends included."""
     pairs = (part.split("-") for part in text.split())
     return tuple(Span(int(pair[0]), int(pair[-1]) + 1) for pair in pairs)
 
@@ -32,8 +32,8 @@ def row(assignment: Assignment) -> str:
     return "  ".join(f"{peer[:1].decode()}: {show(spans) or '.'}" for peer, spans in assignment.items())
 
 
-def test_a_run_reads_like_this() -> None:
-    """Ten samples, two passes; b dies in step 1, c comes, and the lost positions go out first."""
+def test_the_transcript_of_a_run() -> None:
+    """Ten samples, two passes; b crashes in step 1, c joins, and the lost positions are assigned first."""
     spec = LedgerSpec(size=10, seed=0, epochs=2)
     state = LedgerState()
     transcript = []
@@ -119,7 +119,7 @@ def test_a_chain_of_failures_before_the_step_commits() -> None:
     assert row(data_ledger.assign(spec, state, [(B, 2), (D, 2)])) == "b: 0-1  d: 2-3"
 
 
-def test_when_nobody_is_left_who_holds_samples_the_step_commits_without_any() -> None:
+def test_if_no_survivor_holds_samples_the_step_commits_without_any() -> None:
     spec = LedgerSpec(size=100, seed=0, epochs=1)
     assignment = data_ledger.assign(spec, LedgerState(), [(A, 3), (B, 0)])
     state = data_ledger.reassign(spec, LedgerState(), assignment, survivors=[B])
@@ -130,7 +130,7 @@ def test_when_nobody_is_left_who_holds_samples_the_step_commits_without_any() ->
     assert row(data_ledger.assign(spec, state, [(B, 1), (C, 4)])) == "b: 0  c: 1-2 3-4"
 
 
-def test_requeued_spans_join_their_neighbours_but_not_over_the_end_of_a_pass() -> None:
+def test_requeued_spans_are_joined_but_not_across_the_end_of_a_pass() -> None:
     spec = LedgerSpec(size=10, seed=0, epochs=2)
     state = LedgerState(cursor=14, consumed=10, requeued=spans("8-9 12-13"))
     state = replace(state, holders=((A, spans("10")), (B, spans("11"))), consumed=8)
@@ -230,7 +230,7 @@ def test_the_split_is_exact_fair_and_never_above_a_share(total: int, shares: lis
     assert all(count <= share for count, share in zip(counts, shares, strict=True))
 
 
-def test_an_assignment_of_another_state_is_our_own_bug() -> None:
+def test_an_assignment_of_another_state_is_a_local_error() -> None:
     spec = LedgerSpec(size=100, seed=0, epochs=1)
     old = data_ledger.assign(spec, LedgerState(), [(A, 2), (B, 2)])
     state = data_ledger.commit(spec, LedgerState(), old, skipped=False)
@@ -244,12 +244,12 @@ def test_an_assignment_of_another_state_is_our_own_bug() -> None:
 
 
 @pytest.mark.parametrize("shares", [[], [(A, 0)], [(A, -1), (B, 3)], [(A, 1), (A, 1)]])
-def test_shares_that_cannot_make_a_step_are_our_own_bug(shares: list[tuple[PeerId, int]]) -> None:
+def test_invalid_shares_are_a_local_error(shares: list[tuple[PeerId, int]]) -> None:
     with pytest.raises(LocalProtocolError, match="shares of step 0"):
         data_ledger.assign(LedgerSpec(size=10, seed=0, epochs=1), LedgerState(), shares)
 
 
-def test_a_holder_that_is_no_member_is_our_own_bug() -> None:
+def test_a_holder_that_is_no_member_is_a_local_error() -> None:
     state = LedgerState(cursor=2, holders=((A, spans("0-1")),))
     with pytest.raises(LocalProtocolError, match=r"no members: .*61616161"):
         data_ledger.assign(LedgerSpec(size=10, seed=0, epochs=1), state, [(B, 2)])
@@ -267,7 +267,7 @@ def test_a_holder_that_is_no_member_is_our_own_bug() -> None:
         (LedgerSpec(size=5, seed=0, steps=0), "steps=0"),
     ],
 )
-def test_a_spec_that_cannot_work_says_why(spec: LedgerSpec, text: str) -> None:
+def test_an_invalid_spec_is_refused_with_the_reason(spec: LedgerSpec, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         data_ledger.validate(spec)
     data_ledger.validate(LedgerSpec(size=5, seed=0, epochs=1))

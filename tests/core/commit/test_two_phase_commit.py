@@ -47,7 +47,7 @@ def test_the_root_commits_when_all_have_voted_for_one_update() -> None:
     assert root.handle(yes(1), 1.2) == [AnnounceDecision(COMMIT, reason), Decided(COMMIT, reason)]
 
 
-def test_alone_a_prepared_update_is_committed() -> None:
+def test_a_lone_member_commits_a_prepared_update() -> None:
     assert outcome(round_of(0, world_size=1).handle(Prepared(b"u"), 1.0)) == (COMMIT, ())
 
 
@@ -66,7 +66,7 @@ def test_one_no_aborts_at_once() -> None:
         ({0: b"u", 1: b"v", 2: b"w"}, (1, 2)),  # a tie goes to the lowest rank
     ],
 )
-def test_updates_that_differ_abort_and_the_smaller_party_is_suspected(
+def test_updates_that_differ_abort_and_the_minority_is_suspected(
     digests: dict[int, bytes], suspects: tuple[int, ...]
 ) -> None:
     root = round_of(0)
@@ -92,7 +92,7 @@ def test_a_message_of_the_next_step_proves_the_commit() -> None:
     assert outcome(member.handle(LaterStepSeen(), 2.0)) == (COMMIT, ())
 
 
-def test_nobody_is_committed_without_a_yes() -> None:
+def test_no_member_commits_without_a_yes() -> None:
     with pytest.raises(RemoteProtocolError, match="without the YES of rank 1"):
         round_of(1).handle(DecisionReceived(0, COMMIT, ""), 1.0)
 
@@ -105,7 +105,9 @@ def test_nobody_is_committed_without_a_yes() -> None:
         (0, DecisionReceived(1, ABORT, ""), "only rank 0 decides"),
     ],
 )
-def test_roles_are_kept(rank: int, event: VoteReceived | DecisionReceived, says: str) -> None:
+def test_only_the_root_counts_votes_and_decides(
+    rank: int, event: VoteReceived | DecisionReceived, says: str
+) -> None:
     with pytest.raises(RemoteProtocolError, match=says):
         round_of(rank).handle(event, 1.0)
 
@@ -118,7 +120,7 @@ def test_two_different_votes_of_one_member_are_refused() -> None:
         root.handle(yes(1, b"v"), 1.2)
 
 
-def test_the_root_gives_up_on_who_is_silent_but_not_on_who_waits() -> None:
+def test_the_root_times_out_silent_members_but_not_waiting_ones() -> None:
     root = round_of(0)
     root.handle(Prepared(b"u"), 0.0)
     root.handle(ProgressReceived(1, has_moved=True), 4.0)
@@ -130,8 +132,8 @@ def test_the_root_gives_up_on_who_is_silent_but_not_on_who_waits() -> None:
     assert root.deadline_s == math.inf
 
 
-def test_the_root_gives_up_when_all_live_and_nothing_moves() -> None:
-    """A payload was lost with a connection: everybody waits for it, nobody is to blame."""
+def test_the_root_aborts_when_all_are_alive_and_nothing_moves() -> None:
+    """A payload was lost with a connection: all members wait for it, none is suspected."""
     root = round_of(0)
     for now_s in (1.0, 2.0, 3.0, 4.0):
         for rank in (0, 1, 2):

@@ -1,4 +1,4 @@
-"""What the coordinator believes of what frozen members say of themselves."""
+"""The verdict on an interrupted step, from the reports of the members."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def report(applied: int, history: bytes = TRUE) -> m.FreezeReport:
 
 
 def judged(*reports: m.FreezeReport) -> Outcome:
-    """The longest-serving member first: a, b, c ..."""
+    """The outcome of these reports, of members a, b, c ..., the longest-serving first."""
     told = {bytes([97 + i]) * 32: one for i, one in enumerate(reports)}
     return decide_outcome(told, SPEC, [(peer, 4) for peer in told])
 
@@ -37,17 +37,17 @@ def test_a_claim_far_ahead_of_the_others_is_not_believed() -> None:
     assert (outcome.applied, holders(outcome)) == (10, "c")
 
 
-def test_the_history_that_most_members_tell_is_the_runs() -> None:
+def test_the_majority_history_is_the_runs() -> None:
     outcome = judged(report(9, FALSE), report(9), report(9))
     assert (outcome.history, holders(outcome)) == (TRUE, "bc")
 
 
-def test_of_two_the_longer_serving_one_is_believed() -> None:
+def test_of_two_members_the_longer_serving_one_is_believed() -> None:
     assert judged(report(9), report(50, FALSE)).applied == 9
     assert judged(report(50), report(9)).applied == 50  # the other one was away
     assert judged(report(9), report(9, FALSE)).history == TRUE
 
 
-def test_who_was_away_for_long_is_sent_the_state() -> None:
+def test_a_member_that_was_away_for_long_does_not_hold_the_state() -> None:
     outcome = judged(report(100), report(3), report(100))
     assert (outcome.applied, holders(outcome)) == (100, "ac")

@@ -1,4 +1,4 @@
-"""One line that survives mail programs, and that nobody takes for another one."""
+"""Invitations: decoration by mail programs is ignored, altered ones are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def complaint(text: str) -> str:
     return caught.value.reason
 
 
-def test_how_one_looks() -> None:
+def test_the_text_of_an_invitation() -> None:
     assert (
         "gridtrain1:AQABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4fZGVmZ2hpamtsbW5vcHFyc3R1dnd4eXp7fH1-f4CBgoMH"
         "ZGVmYXVsdHRjcDovLzE5Mi4wLjIuNzo3NzAw" + TEXT[-11:]
@@ -45,7 +45,7 @@ def test_how_one_looks() -> None:
 
 @given(invitations)
 @example(Invitation("tcp://" + "x" * 122, KEY, TOKEN, "r" * 64))
-def test_it_comes_back_as_it_was_made(invitation: Invitation) -> None:
+def test_an_invitation_survives_the_round_trip(invitation: Invitation) -> None:
     text = invitation.text()
     assert parse(text) == invitation and len(text) <= MAX_TEXT_LENGTH
     assert set(text) <= set(string.ascii_letters + string.digits + "-_:"), "no shell needs it quoted"
@@ -69,12 +69,12 @@ def test_the_token_is_not_shown() -> None:
     ],
     ids=["spaces", "quotes", "typographic", "backquotes", "angles", "wrapped", "invisible"],
 )
-def test_what_mail_programs_do_does_not_matter(pasted: str) -> None:
+def test_decoration_of_mail_programs_is_ignored(pasted: str) -> None:
     assert parse(pasted) == ONE
 
 
 def test_every_change_of_one_letter_is_refused() -> None:
-    """All 93 other printable letters at all places: 0 of about 14,000 are taken."""
+    """All 93 other printable characters at all positions: none of about 14,000 is accepted."""
     printable = [chr(code) for code in range(33, 127)]
     taken = []
     for place, letter in enumerate(TEXT):
@@ -107,35 +107,35 @@ def test_a_changed_a_lost_and_a_doubled_letter_are_refused(
     assert not reads(doubled)
 
 
-def test_any_part_of_it_is_refused() -> None:
+def test_a_truncated_invitation_is_refused() -> None:
     for length in range(len(PREFIX), len(TEXT)):
         assert complaint(TEXT[:length]) == "this invitation was cut short or changed on its way"
 
 
-def test_without_the_checksum_an_altered_one_is_taken() -> None:
-    """The attack: a letter of the address is mistyped, and the volunteer connects somewhere else."""
+def test_without_the_checksum_an_altered_invitation_is_accepted() -> None:
+    """A character of the address is mistyped, and the volunteer would connect somewhere else."""
     altered = TEXT.replace("NzAw", "NzAx")  # port 7700 -> 7701
     assert complaint(altered) == "this invitation was cut short or changed on its way"
     with disable_defences("invite-checksum"):
         assert parse(altered).address == "tcp://192.0.2.7:7701"
 
 
-def test_a_newer_gridtrain_made_it() -> None:
+def test_an_invitation_of_a_newer_gridtrain_is_refused() -> None:
     assert "made by a newer gridtrain" in complaint(TEXT.replace("gridtrain1:", "gridtrain2:"))
     assert "newer" not in complaint(TEXT.replace("gridtrain1:", "gridtrain0:"))
 
 
 @pytest.mark.parametrize("text", ["", "tcp://192.0.2.7:7700", "hello", "Gridtrain1:AQAB", "x" * 100_000])
-def test_something_else(text: str) -> None:
+def test_text_that_is_no_invitation_is_refused(text: str) -> None:
     assert "is not an invitation, which begins with gridtrain1:" in complaint(text)
     assert not looks_like(text)
 
 
-def test_it_can_be_told_from_an_address() -> None:
+def test_an_invitation_is_not_taken_for_an_address() -> None:
     assert looks_like(f' "{TEXT}"') and looks_like("gridtrain7:") and not looks_like("gridtrain")
 
 
-def test_too_long() -> None:
+def test_an_invitation_that_is_too_long_is_refused() -> None:
     assert "changed on its way" in complaint(PREFIX + "A" * 10_000_000)
 
 

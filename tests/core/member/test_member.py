@@ -1,4 +1,4 @@
-"""A worker's core by itself: whom it deals with, and what it does about who breaks the protocol."""
+"""A worker's state machine: known peers, dialling, violations, and messages that are repeated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
 
 
 class Worker:
-    """A member core that is welcomed, and says what it does."""
+    """A member core that is welcomed, and the effects of its events."""
 
     def __init__(self, setup: m.Setup = SETUP) -> None:
         self.core = MemberCore(ME, COORDINATOR, m.Join("r", "me", "tcp://me:1"), LIMITS)
@@ -35,7 +35,7 @@ class Worker:
         return self.hear(io.MessageReceived(peer, message))
 
     def view(self, generation: int, **addresses: str) -> list[io.MemberEffect]:
-        """A generation of this worker and others, by letter; it is the last in rank."""
+        """A generation of this worker, at the last rank, and others by letter."""
         peers = [*(name.encode() * 32 for name in addresses), ME]
         ways = [*addresses.values(), ""]
         members = tuple(
@@ -51,7 +51,7 @@ def dials(effects: list[io.MemberEffect]) -> dict[m.PeerId, str]:
     return {effect.peer: effect.address for effect in effects if isinstance(effect, io.Dial)}
 
 
-def test_only_the_coordinator_is_known_at_first_then_the_roster() -> None:
+def test_known_peers_are_the_coordinator_and_then_the_members() -> None:
     worker = Worker()
     assert worker.core.known_peers == {COORDINATOR}
     worker.view(1, a="tcp://a:1", b="tcp://b:1")
@@ -62,7 +62,7 @@ def test_only_the_coordinator_is_known_at_first_then_the_roster() -> None:
     assert io.Disconnect(A) in effects and io.Disconnect(B) not in effects
 
 
-def test_it_dials_whom_it_is_told_to_and_the_relays_on_the_way() -> None:
+def test_it_dials_members_with_an_address_and_the_relays_to_them() -> None:
     worker = Worker()
     relayed = "relay:" + B.hex()
     assert dials(worker.view(1, a=relayed, b="tcp://b:1")) == {A: relayed, B: "tcp://b:1"}
@@ -70,7 +70,7 @@ def test_it_dials_whom_it_is_told_to_and_the_relays_on_the_way() -> None:
     assert dials(worker.view(2, a=through_the_coordinator, b="")) == {A: through_the_coordinator}
 
 
-def test_a_newcomer_that_was_announced_may_measure_until_the_generation_after_the_next() -> None:
+def test_an_announced_peer_is_known_until_the_generation_after_the_next() -> None:
     worker = Worker()
     worker.view(1, a="")
     assert dials(worker.say(m.ExpectProbes(((J, "tcp://j:1"), (B, ""))))) == {J: "tcp://j:1"}
@@ -89,7 +89,7 @@ def test_only_the_coordinator_announces() -> None:
     assert J not in worker.core.known_peers
 
 
-def test_an_edge_that_does_not_come_up_is_reported_once_by_whoever_was_to_dial() -> None:
+def test_the_dialling_member_reports_an_unreachable_peer_once() -> None:
     worker = Worker()
     worker.view(1, a="tcp://a:1", b="")
     assert worker.core.deadline_s == LIMITS.route_s
@@ -99,7 +99,7 @@ def test_an_edge_that_does_not_come_up_is_reported_once_by_whoever_was_to_dial()
     assert worker.core.deadline_s == float("inf")
 
 
-def test_a_follower_that_reaches_no_donor_says_so_once_for_each_way_that_it_is_told() -> None:
+def test_unreachable_sources_are_reported_once_for_each_list_of_addresses() -> None:
     worker = Worker()
     worker.say(m.Admitted(((A, "tcp://a:1"), (B, ""), (J, "tcp://j:1"))))
     worker.say(m.CatchUpFrom(1, ((A, "tcp://a:1"), (B, ""))))
@@ -120,7 +120,7 @@ def test_a_follower_that_reaches_no_donor_says_so_once_for_each_way_that_it_is_t
     assert worker.core.tick(worker.now_s + 2 * LIMITS.route_s) == []
 
 
-def test_an_offender_is_dropped_accused_once_and_let_in_again_by_the_next_generation() -> None:
+def test_a_violator_is_excluded_and_reported_once_until_the_next_generation() -> None:
     worker = Worker()
     worker.view(1, a="tcp://a:1", b="")
     worker.hear(io.PeerConnected(A)), worker.hear(io.PeerConnected(B))
@@ -134,7 +134,7 @@ def test_an_offender_is_dropped_accused_once_and_let_in_again_by_the_next_genera
     assert A in worker.core.known_peers
 
 
-def test_who_is_no_member_is_dropped_without_a_word_to_the_coordinator() -> None:
+def test_a_violator_outside_of_the_generation_is_not_reported() -> None:
     worker = Worker()
     worker.view(1, a="")
     worker.say(m.ExpectProbes(((J, ""),)))
@@ -150,7 +150,7 @@ def test_a_worker_that_never_reached_its_coordinator_is_not_paused() -> None:
     assert "needs the coordinator" in worker.core.pause_reason
 
 
-def test_a_freeze_names_who_is_cut_off_before_the_next_view() -> None:
+def test_members_that_a_freeze_removes_are_disconnected_at_once() -> None:
     worker = Worker()
     worker.view(1, a="tcp://a:1", b="")
     worker.hear(io.PeerConnected(A)), worker.hear(io.PeerConnected(B))
@@ -159,8 +159,8 @@ def test_a_freeze_names_who_is_cut_off_before_the_next_view() -> None:
     assert worker.core.known_peers == {COORDINATOR, ME, B}
 
 
-def test_many_rejoins_are_answered_by_one_join() -> None:
-    """As when all that was said during a silence of the line arrives at once."""
+def test_several_rejoins_lead_to_one_join() -> None:
+    """As when all messages of an interrupted connection arrive at once."""
     worker = Worker()
     joins = [e for _ in range(24) for e in worker.say(m.Rejoin("you are not on the roll"))]
     assert [e.message for e in joins if isinstance(e, io.Send)] == [
@@ -172,8 +172,8 @@ def posts(effects: list[io.MemberEffect]) -> list[m.Message]:
     return [effect.message for effect in effects if isinstance(effect, io.Send)]
 
 
-def test_an_average_is_asked_for_again_when_the_root_is_back() -> None:
-    """No round is open between two steps, so nothing else would end the wait."""
+def test_a_mean_is_requested_again_when_the_root_is_back() -> None:
+    """Between two steps no round is open that would end the wait."""
     worker = Worker()
     worker.hear(io.PeerConnected(A))
     worker.view(1, a="tcp://a:1")
@@ -185,7 +185,7 @@ def test_an_average_is_asked_for_again_when_the_root_is_back() -> None:
     assert asked not in posts(worker.hear(io.PeerConnected(A)))
 
 
-def test_a_way_that_is_missing_is_told_again_to_a_coordinator_that_was_away() -> None:
+def test_unreachable_peers_are_reported_again_to_a_coordinator_that_was_away() -> None:
     worker = Worker()
     worker.view(1, a="tcp://a:1", b="tcp://b:1")
     worker.hear(io.PeerConnected(A))
@@ -201,7 +201,7 @@ def test_a_way_that_is_missing_is_told_again_to_a_coordinator_that_was_away() ->
 def lone_view(
     worker: Worker, generation: int, applied: int, history: bytes, *joining: m.PeerId
 ) -> list[io.MemberEffect]:
-    """This worker is the only member or, where somebody joins, A the second."""
+    """This worker is the only member or, where A joins, the first of two."""
     peers = (ME, A) if joining else (ME,)
     roster = tuple(m.Member(p, p[:1].decode(), "", 4, p in joining) for p in peers)
     worker.say(m.MemberListPage(1, generation, 0, 1, roster))
@@ -211,8 +211,8 @@ def lone_view(
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["it has loaded", "it may still be loading"])
-def test_a_model_that_took_a_state_for_another_generation_is_none_to_begin_with(told: bool) -> None:
-    """The state of step 501 comes; a FREEZE and a VIEW; then all who held it are gone, and step 0 is due."""
+def test_a_model_overwritten_by_another_state_cannot_start_the_run(told: bool) -> None:
+    """The state of step 501 arrives; after a FREEZE no member holds it, and the VIEW starts at step 0."""
     worker = Worker()
     worker.hear(io.PeerConnected(A))
     lone_view(worker, 1, 500, b"h" * 32, ME)
@@ -228,8 +228,8 @@ def test_a_model_that_took_a_state_for_another_generation_is_none_to_begin_with(
 @pytest.mark.parametrize(
     "event", [io.SnapshotLoading(), io.CaughtUp(140, b"k" * 32)], ids=["loads", "has loaded"]
 )
-def test_a_checkpoint_is_no_state_any_more_once_a_followed_one_is_loaded(event: io.MemberEvent) -> None:
-    """Back from a pause at step 100 it follows to step 140; paused again, it would call that step 100."""
+def test_catch_up_replaces_the_state_of_a_checkpoint(event: io.MemberEvent) -> None:
+    """Back from a pause at step 100 it catches up to step 140; its checkpoint of step 100 is no state."""
     held = m.CheckpointInfo(99, b"h" * 32, m.LedgerState(step=100, cursor=400, consumed=400))
     worker = Worker(replace(SETUP, checkpoint=held, can_catch_up=True))
     assert worker.core.is_synced and worker.core.applied == 99 and not worker.core.replica_state.is_modified

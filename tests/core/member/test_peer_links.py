@@ -1,4 +1,4 @@
-"""Whom a worker's loop is told to dial and to let go, as generations come and go."""
+"""Which peers a worker dials and disconnects from generation to generation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
 
 
 class Worker:
-    """A member core in a full mesh, and what it does about its edges."""
+    """A member core in a full mesh, and the effects on its connections."""
 
     def __init__(self) -> None:
         self.core = MemberCore(ME, COORDINATOR, m.Join("r", "me", "tcp://me:1"), Deadlines())
@@ -35,7 +35,7 @@ class Worker:
         return done
 
     def view(self, generation: int, **addresses: str) -> list[str]:
-        """A generation of others, by letter and by the way to them, and of this worker."""
+        """A generation of this worker and others, by letter and address."""
         ways = {name.encode() * 32: way for name, way in addresses.items()} | {ME: ""}
         members = tuple(m.Member(p, p[:1].decode(), way, 4, False) for p, way in ways.items())
         self.hear(io.MessageReceived(COORDINATOR, m.MemberListPage(1, generation, 0, 1, members)))
@@ -46,8 +46,8 @@ class Worker:
         return self.hear(io.MessageReceived(COORDINATOR, abort))
 
 
-def test_who_was_let_go_is_dialled_again_when_it_is_back() -> None:
-    """With it counted as connected, this worker would be READY without its edge, and all would wait."""
+def test_a_disconnected_peer_is_dialled_again_when_it_is_back() -> None:
+    """If it counted as connected, this worker would be READY without the connection, and all would wait."""
     worker = Worker()
     assert worker.view(1, a="a:1", b="b:1") == ["dial a at a:1", "dial b at b:1"]
     assert worker.hear(io.PeerConnected(A)) + worker.hear(io.PeerConnected(B)) == ["ready"]
@@ -56,8 +56,8 @@ def test_who_was_let_go_is_dialled_again_when_it_is_back() -> None:
     assert worker.hear(io.PeerConnected(A)) == ["ready"]
 
 
-def test_who_dialled_us_decides_itself_how_long_its_connection_stands() -> None:
-    """Closed from here alone, a would believe in it, and not dial again when it is a member again."""
+def test_an_accepted_connection_is_not_closed_from_this_side() -> None:
+    """Closed from this side, a would not notice, and not dial again when it is a member again."""
     worker = Worker()
     assert worker.view(1, a="", b="b:1") == ["dial b at b:1"]
     worker.hear(io.PeerConnected(A)), worker.hear(io.PeerConnected(B))
@@ -70,7 +70,7 @@ def test_who_dialled_us_decides_itself_how_long_its_connection_stands() -> None:
     assert worker.hear(io.PeerConnected(A)) == ["ready"]
 
 
-def test_who_has_gone_is_not_dialled_for_ever() -> None:
+def test_a_peer_that_has_left_is_not_dialled_forever() -> None:
     worker = Worker()
     worker.view(1, a="a:1", b="b:1")
     worker.hear(io.PeerConnected(A)), worker.hear(io.PeerConnected(B))
@@ -78,8 +78,8 @@ def test_who_has_gone_is_not_dialled_for_ever() -> None:
     assert worker.view(2, b="b:1") == ["let go of a", "ready"]
 
 
-def test_a_connection_that_breaks_on_the_way_into_a_generation_is_made_anew() -> None:
-    """It was there when the VIEW came, so that nobody was told to dial."""
+def test_a_connection_that_breaks_while_forming_is_dialled_again() -> None:
+    """It was connected at the VIEW, so that it had not been dialled."""
     worker = Worker()
     worker.hear(io.PeerConnected(A))
     assert worker.view(1, a="a:1", b="") == []
@@ -87,8 +87,8 @@ def test_a_connection_that_breaks_on_the_way_into_a_generation_is_made_anew() ->
     assert worker.hear(io.PeerConnected(B)) + worker.hear(io.PeerConnected(A)) == ["ready"]
 
 
-def test_a_better_relay_replaces_the_one_that_was_measured_through() -> None:
-    """A newcomer may be measured through the coordinator alone; in a generation members relay."""
+def test_a_member_relay_replaces_the_coordinator_as_relay() -> None:
+    """A pending member is measured through the coordinator; in a generation members relay."""
     worker, by_coordinator, by_b = Worker(), f"relay:{COORDINATOR.hex()}", f"relay:{B.hex()}"
     announced = m.ExpectProbes(((A, by_coordinator),))
     assert worker.hear(io.MessageReceived(COORDINATOR, announced)) == [f"dial a at {by_coordinator}"]
@@ -101,7 +101,7 @@ def test_a_better_relay_replaces_the_one_that_was_measured_through() -> None:
     assert worker.view(2, a=by_b, b="") == ["ready"], "the same way as before"
 
 
-def test_a_direct_connection_is_not_given_up_for_another_address() -> None:
+def test_a_direct_connection_is_not_replaced_for_another_address() -> None:
     worker = Worker()
     worker.view(1, a="a:1")
     worker.hear(io.PeerConnected(A))

@@ -1,4 +1,4 @@
-"""When a leaver's residual counts: once, or not at all."""
+"""A leaving member's residual is added once, or not at all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def piece(
 
 
 def heir_with_all() -> ResidualTransfer:
-    """C, who has what B handed over after step 5."""
+    """C, which has received B's residual after step 5."""
     heir = ResidualTransfer()
     assert heir.receive_block(seat(C), B, piece(), 5, True) == [StoreResidualBlock(B, piece(), 4)]
     assert heir.mark_complete(seat(C), B) == [Send(B, m.ResidualReply(1, 2, True, ""))]
@@ -46,14 +46,16 @@ def kinds(effects: list[MemberEffect]) -> list[type]:
 @pytest.mark.parametrize(
     ("rank", "world_size", "asked"), [(0, 1, ()), (0, 2, (1,)), (1, 2, (0,)), (2, 4, (3, 1)), (3, 4, (0, 2))]
 )
-def test_heirs_are_the_neighbours_in_the_ring(rank: int, world_size: int, asked: tuple[int, ...]) -> None:
+def test_recipients_are_the_neighbours_in_the_ring(
+    rank: int, world_size: int, asked: tuple[int, ...]
+) -> None:
     assert residual_recipients(rank, world_size) == asked
 
 
 # -- the leaver ----------------------------------------------------------------------------------------
 
 
-def test_the_next_one_is_asked_only_where_the_first_has_declined() -> None:
+def test_the_second_recipient_is_asked_only_if_the_first_has_declined() -> None:
     leaver = ResidualTransfer()
     sent = leaver.begin(("p", "q"), seat(B), {A, C, D}, 5, H5)
     assert sent == [Send(C, m.ResidualBlock(1, 2, 5, H5, i, 2, p)) for i, p in enumerate("pq")]
@@ -69,7 +71,7 @@ def test_the_next_one_is_asked_only_where_the_first_has_declined() -> None:
     assert ended == [ResidualTransferEnded(False, f"{A.hex()[:8]} declined: so do I")]
 
 
-def test_an_heir_that_vanishes_may_have_it_so_nobody_else_is_asked() -> None:
+def test_a_recipient_that_is_lost_may_have_it_so_no_other_is_asked() -> None:
     leaver = ResidualTransfer()
     leaver.begin(("p",), seat(B), {A, C, D}, 5, H5)
     assert leaver.recipient_lost(A) == []
@@ -79,7 +81,7 @@ def test_an_heir_that_vanishes_may_have_it_so_nobody_else_is_asked() -> None:
     assert leaver.receive_reply(C, m.ResidualReply(1, 2, False, "late"), seat(B), {A, C}, (5, H5)) == []
 
 
-def test_nobody_is_asked_where_there_is_nobody() -> None:
+def test_without_a_connected_neighbour_no_recipient_is_asked() -> None:
     assert ResidualTransfer().begin(("p",), seat(B), set(), 5, H5) == [
         ResidualTransferEnded(False, "no neighbour is connected")
     ]
@@ -88,7 +90,7 @@ def test_nobody_is_asked_where_there_is_nobody() -> None:
     ]
 
 
-def test_who_is_about_to_leave_takes_nothing_over_any_more() -> None:
+def test_a_member_about_to_leave_accepts_no_residual() -> None:
     heir = ResidualTransfer()
     heir.receive_block(seat(C), B, piece(), 5, True)
     heir.is_refusing = True
@@ -100,27 +102,27 @@ def test_who_is_about_to_leave_takes_nothing_over_any_more() -> None:
 # -- the heir ------------------------------------------------------------------------------------------
 
 
-def test_it_counts_when_the_group_goes_on_without_the_leaver() -> None:
+def test_the_residual_is_added_when_the_sender_is_no_member_any_more() -> None:
     heir = heir_with_all()
     assert kinds(heir.begin_generation(seat(C, 3, (A, C, D)), 5, H5, True)) == [AddResidual]
     assert heir.begin_generation(seat(C, 4, (A, C, D)), 5, H5, True) == [], "once"
 
 
-def test_it_waits_through_a_generation_in_which_the_leaver_still_is() -> None:
-    """Somebody joined in that moment."""
+def test_the_residual_is_held_while_the_sender_is_still_a_member() -> None:
+    """Another member joined at that moment."""
     heir = heir_with_all()
     assert heir.begin_generation(seat(C, 3), 5, H5, True) == []
     assert kinds(heir.begin_generation(seat(C, 4, (A, C, D)), 5, H5, True)) == [AddResidual]
 
 
-def test_it_is_void_when_the_leaver_votes_after_all() -> None:
+def test_the_residual_is_dropped_when_the_sender_votes_again() -> None:
     heir = heir_with_all()
     assert kinds(heir.step_committed(6)) == [DropResidual]
     assert heir.begin_generation(seat(C, 3, (A, C, D)), 6, H6, True) == []
 
 
-def test_the_commit_of_the_step_after_which_it_stopped_changes_nothing() -> None:
-    """The heir hears of step 5's commit after the leaver did."""
+def test_the_commit_of_the_senders_last_step_changes_nothing() -> None:
+    """The recipient receives step 5's commit after the sender did."""
     heir = ResidualTransfer()
     heir.receive_block(seat(C), B, piece(), 4, True)
     heir.mark_complete(seat(C), B)
@@ -131,14 +133,14 @@ def test_the_commit_of_the_step_after_which_it_stopped_changes_nothing() -> None
 @pytest.mark.parametrize(
     ("applied", "history", "synced"), [(6, H6, True), (5, H6, True), (4, H5, True), (5, H5, False)]
 )
-def test_it_is_void_where_the_group_goes_on_from_anything_else(
+def test_the_residual_is_dropped_when_the_group_continues_from_another_state(
     applied: int, history: bytes, synced: bool
 ) -> None:
     heir = heir_with_all()
     assert kinds(heir.begin_generation(seat(C, 3, (A, C, D)), applied, history, synced)) == [DropResidual]
 
 
-def test_a_part_of_it_is_nothing() -> None:
+def test_an_incomplete_residual_is_dropped() -> None:
     heir = ResidualTransfer()
     heir.receive_block(seat(C), B, piece(0, 2), 5, True)
     assert kinds(heir.begin_generation(seat(C, 3, (A, C, D)), 5, H5, True)) == [DropResidual]
@@ -147,7 +149,7 @@ def test_a_part_of_it_is_nothing() -> None:
     assert heir.mark_complete(seat(C, 3, (A, C, D)), B) == [DropResidual(B)]
 
 
-def test_who_leaves_declines_and_so_does_who_is_elsewhere() -> None:
+def test_a_leaving_member_and_one_at_another_step_decline() -> None:
     heir = ResidualTransfer()
     heir.begin((), seat(C), set(), 5, H5)
     (answer,) = heir.receive_block(seat(C), B, piece(), 5, True)
@@ -160,7 +162,7 @@ def test_who_leaves_declines_and_so_does_who_is_elsewhere() -> None:
     )
 
 
-def test_only_a_neighbour_hands_over_and_only_once() -> None:
+def test_only_a_neighbour_may_send_its_residual_and_only_once() -> None:
     with pytest.raises(RemoteProtocolError, match="rank 0 sends its residual to rank 2 of 4"):
         ResidualTransfer().receive_block(seat(C), A, piece(), 5, True)
     heir = heir_with_all()

@@ -1,4 +1,4 @@
-"""`grid.mean`: who asks, who answers, and when it is given up."""
+"""`grid.mean`: requests, replies, repetition, and cancellation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ask(value: float, *, step: int = 7, generation: int = 5) -> m.MeanRequest:
     return m.MeanRequest(1, generation, step, 0, value)
 
 
-def test_the_root_tells_all_once_all_have_asked() -> None:
+def test_the_root_replies_to_all_once_all_have_asked() -> None:
     root, tell = means(A), m.MeanReply(1, 5, 7, 0, 2.0)
     assert root.receive(B, ask(3.0)) == []
     assert root.request((7, 0), 1.0) == []
@@ -41,8 +41,8 @@ def test_a_member_asks_the_root_and_waits_for_its_answer() -> None:
     assert member.receive(A, m.MeanReply(1, 5, 7, 0, 2.0)) == []  # told twice
 
 
-def test_what_was_lost_with_the_connection_to_the_root_is_asked_again() -> None:
-    """The question: the root has heard nothing.  The answer: it knows it, and says it once more."""
+def test_a_request_lost_with_the_connection_to_the_root_is_repeated() -> None:
+    """If the request was lost, the root has nothing; if the reply was lost, it repeats the result."""
     member, root, tell = means(B), means(A), m.MeanReply(1, 5, 7, 0, 2.0)
     assert member.peer_connected(A) == [], "nothing is waited for"
     member.request((7, 0), 3.0)
@@ -56,14 +56,14 @@ def test_what_was_lost_with_the_connection_to_the_root_is_asked_again() -> None:
     assert member.peer_connected(A) == []
 
 
-def test_the_end_of_a_generation_gives_it_up() -> None:
+def test_the_end_of_a_generation_cancels_the_average() -> None:
     member = means(B)
     assert member.cancel() == []
     member.request((7, 0), 3.0)
     assert member.cancel() == [DeliverMean(None)]
 
 
-def test_what_is_open_at_the_root_is_bounded() -> None:
+def test_the_open_averages_at_the_root_are_bounded() -> None:
     root = means(A)
     for step in range(10 * MAX_OPEN_MEANS):
         root.receive(B, ask(1.0, step=step))
@@ -71,7 +71,7 @@ def test_what_is_open_at_the_root_is_bounded() -> None:
     assert root.receive(B, ask(1.0, generation=4)) == []
 
 
-def test_a_flood_of_one_member_crowds_out_nobody() -> None:
+def test_a_flood_of_one_member_crowds_out_no_other() -> None:
     root = means(A)
     root.request((7, 0), 1.0)
     root.receive(C, ask(2.0))
@@ -91,7 +91,7 @@ def test_a_flood_of_one_member_crowds_out_nobody() -> None:
     ],
     ids=["asked of a member", "told by a member", "told to the root"],
 )
-def test_only_the_root_makes_averages(me: m.PeerId, peer: m.PeerId, message: Any, words: str) -> None:
+def test_only_the_root_computes_averages(me: m.PeerId, peer: m.PeerId, message: Any, words: str) -> None:
     mine = means(me)
     mine.request((7, 0), 3.0)
     with pytest.raises(RemoteProtocolError, match=words):

@@ -1,4 +1,4 @@
-"""Several newcomers, one state: each gets it from the newcomer before it, and what it is from the donor.
+"""Several joining members, one state: blocks from the member before, the digest from the source.
 
 rank   0  donor    1  c    2  a (this worker)    3  d
 """
@@ -22,7 +22,7 @@ SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
 
 
 class Newcomer:
-    """A member core in a generation of four that forms, and what it sends of states."""
+    """A member core in a forming generation of four, and its effects on the state transfer."""
 
     def __init__(
         self, setup: m.Setup = SETUP, joining: str = "cad", applied: int = 4, donor: int = -1
@@ -76,7 +76,7 @@ def block(index: int = 0) -> m.StateBlock:
     return m.StateBlock(1, 1, index, 9, b"")
 
 
-def test_blocks_come_from_the_one_before_and_the_digest_from_the_donor() -> None:
+def test_blocks_come_from_upstream_and_the_digest_from_the_source() -> None:
     a = Newcomer()
     assert sorted(a.dialled) == ["dial c", "dial d", "dial donor"]
     assert a.hear(io.PeerConnected(B)) == ["ask donor for the digest"]
@@ -89,15 +89,15 @@ def test_blocks_come_from_the_one_before_and_the_digest_from_the_donor() -> None
     assert a.say(D, block()) == [], "nobody has asked d"
 
 
-def test_the_first_newcomer_gets_all_from_the_donor() -> None:
+def test_the_first_joining_member_gets_all_from_the_source() -> None:
     a = Newcomer(joining="ad")
     assert a.hear(io.PeerConnected(B)) == ["ask donor for blocks"]
     assert a.hear(io.PeerConnected(C)) == []
     assert a.say(B, block()) == ["take a block of donor's"]
 
 
-def test_the_state_is_that_of_the_member_which_the_roster_names() -> None:
-    """The lowest rank only says that it holds it."""
+def test_the_source_is_the_one_that_the_member_list_names() -> None:
+    """The lowest rank only claims to hold the state."""
     a = Newcomer(joining="a", applied=-1, donor=3)
     assert a.hear(io.PeerConnected(B)) == []
     assert a.hear(io.PeerConnected(D)) == ["ask d for blocks"]
@@ -105,7 +105,7 @@ def test_the_state_is_that_of_the_member_which_the_roster_names() -> None:
     assert a.say(D, block()) == ["take a block of d's"]
 
 
-def test_of_whom_nothing_comes_the_donor_takes_the_place() -> None:
+def test_a_silent_upstream_member_is_replaced_by_the_source() -> None:
     a = Newcomer()
     a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C)), a.hear(io.PeerConnected(D))
     assert a.tick(50.0) == [], "the donor may take long for its copy"
@@ -120,8 +120,8 @@ def test_of_whom_nothing_comes_the_donor_takes_the_place() -> None:
     assert a.say(B, block(1)) == ["take a block of donor's"]
 
 
-def test_blocks_that_were_here_already_hold_up_nobody() -> None:
-    """c sends its first block again and again: for a liar that would be the whole time for forming."""
+def test_repeated_blocks_are_no_progress() -> None:
+    """c sends its first block repeatedly, which would delay the generation until its deadline."""
     a = Newcomer()
     a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C)), a.hear(io.PeerConnected(D))
     a.say(B, m.StateDigest(1, 1, b"77"))
@@ -133,7 +133,7 @@ def test_blocks_that_were_here_already_hold_up_nobody() -> None:
     assert asked == ["ask donor for blocks"]
 
 
-def test_blocks_that_go_on_are_waited_for() -> None:
+def test_a_slow_but_steady_upstream_member_is_not_bypassed() -> None:
     a = Newcomer()
     a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C))
     for index in range(5):
@@ -141,8 +141,8 @@ def test_blocks_that_go_on_are_waited_for() -> None:
         assert a.say(C, block(index)) == ["take a block of c's"]
 
 
-def test_the_first_block_has_time_for_each_newcomer_that_it_passes() -> None:
-    """At 10 Mbit/s the 15th of 15 has it after 12 s; were it late, all at the end would ask the donor."""
+def test_the_timeout_of_the_first_block_grows_with_the_position_in_the_chain() -> None:
+    """At 10 Mbit/s the 15th of 15 has it after 12 s; a fixed timeout would send the last to the source."""
     peers = [bytes([number]) * 32 for number in range(16)]
     roster = tuple(m.Member(peer, "", "", 1, joining=peer != peers[0]) for peer in peers)
     last = {
@@ -159,8 +159,8 @@ def test_the_first_block_has_time_for_each_newcomer_that_it_passes() -> None:
     assert last[15].accept_block(peers[14], 0, 112.0) and last[15].deadline_s == 112 + BLOCK_TIMEOUT_S
 
 
-def test_who_slept_itself_does_not_go_round_the_one_before() -> None:
-    """What c has sent meanwhile lies unread."""
+def test_after_a_stall_of_its_own_a_member_does_not_bypass_upstream() -> None:
+    """What c has sent meanwhile is unread."""
     a = Newcomer()
     a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C)), a.hear(io.PeerConnected(D))
     a.say(B, m.StateDigest(1, 1, b"77"))
@@ -168,33 +168,33 @@ def test_who_slept_itself_does_not_go_round_the_one_before() -> None:
     assert a.tick(31.0) == ["ask donor for blocks"]
 
 
-def test_who_breaks_the_protocol_is_gone_round_at_once() -> None:
+def test_an_upstream_member_that_violates_the_protocol_is_bypassed_at_once() -> None:
     a = Newcomer()
     a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C))
     assert a.hear(io.ProtocolViolation(C, "a block of another size")) == ["ask donor for blocks"]
 
 
-def test_a_state_with_another_digest_is_asked_of_the_donor_anew() -> None:
+def test_a_state_with_another_digest_is_requested_from_the_source() -> None:
     a = Newcomer()
     a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C))
     assert a.hear(io.StateDigestMismatch(7)) == [], "of another generation"
     assert a.hear(io.StateDigestMismatch(1)) == ["ask donor for blocks"]
 
 
-def test_a_member_that_holds_the_state_waits_for_nobody() -> None:
+def test_a_member_that_holds_the_state_waits_for_no_block() -> None:
     a = Newcomer(joining="cd")
     assert a.core.deadline_s == 8.0, "only for its edges"
     generation = a.core.current_generation
     assert generation is not None and generation.incoming_state.forwarding.downstream is None
 
 
-def test_who_has_followed_asks_only_for_what_updates_do_not_tell() -> None:
-    """And that of the donor: the one before may have nothing but that itself."""
+def test_after_catch_up_only_the_rest_of_the_state_is_requested() -> None:
+    """And from the source: the member before may lack everything else itself."""
     a = Newcomer(replace(SETUP, can_catch_up=True))
     assert a.hear(io.PeerConnected(B)) == ["ask donor for blocks"]
     assert a.hear(io.PeerConnected(C)) == []
 
 
-def test_at_the_start_nobody_has_followed() -> None:
+def test_before_the_first_step_there_is_no_catch_up() -> None:
     a = Newcomer(replace(SETUP, can_catch_up=True), applied=-1)
     assert a.hear(io.PeerConnected(B)) == ["ask donor for the digest"]

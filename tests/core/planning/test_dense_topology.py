@@ -55,7 +55,7 @@ def two_sites(thin_Bps: float) -> NetworkModel:
     return NetworkModel(link, [1000 * Mbit] * 4, [1000 * Mbit] * 4)
 
 
-def test_a_thin_link_may_be_one_that_others_share() -> None:
+def test_a_slow_link_may_be_one_that_others_share() -> None:
     """A ring crosses from one site to the other once each way, the direct exchange four times."""
     assert choose_dense_topology(SMALL, 4, two_sites(800 * Mbit), True).is_direct
     thin = choose_dense_topology(SMALL, 4, two_sites(100 * Mbit), True)
@@ -63,8 +63,8 @@ def test_a_thin_link_may_be_one_that_others_share() -> None:
     assert not thin.is_direct
 
 
-def test_a_home_line_is_no_thin_link() -> None:
-    """It carries all that its member can send or take, which is the same on both roads."""
+def test_a_slow_home_connection_is_no_slow_link() -> None:
+    """It has the full rate of its member, which is the same in both topologies."""
     rates = [20 * Mbit, *[1000 * Mbit] * 3]
     network = NetworkModel(lambda a, b: LinkModel(0.005, min(rates[a], rates[b])), rates, rates)
     assert choose_dense_topology(SMALL, 4, network, True).is_direct

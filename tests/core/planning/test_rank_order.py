@@ -62,8 +62,8 @@ def test_facts_that_say_nothing_are_no_load() -> None:
     assert workload_of(setup("Dense()", model="0 parameters")) is None
 
 
-def everybody(slow: tuple[PeerId, ...] = (), rtt_s: float = 0.001) -> LinkMeasurements:
-    """All pairs, by both ends' word; `slow` ones have a line of 20 Mbit/s."""
+def all_pairs(slow: tuple[PeerId, ...] = (), rtt_s: float = 0.001) -> LinkMeasurements:
+    """All pairs, as both ends report them; `slow` members have 20 Mbit/s."""
     measured = LinkMeasurements({(a, b): rtt_s for a in PEERS for b in PEERS if a != b})
     for a in PEERS:
         rates = [(b, SLOW if a in slow or b in slow else FAST) for b in PEERS if b != a]
@@ -72,7 +72,7 @@ def everybody(slow: tuple[PeerId, ...] = (), rtt_s: float = 0.001) -> LinkMeasur
 
 
 def test_the_more_modest_end_is_believed() -> None:
-    measured = everybody(slow=(B,))
+    measured = all_pairs(slow=(B,))
     measured.record(B, [(peer, 1e12, 1e12) for peer in PEERS])  # B says that its line is the fastest of all
     assert measured.rate_Bps(A, B) == measured.rate_Bps(B, A) == SLOW
     measured.record(B, [(A, 1.0, 0.0)])
@@ -81,7 +81,7 @@ def test_the_more_modest_end_is_believed() -> None:
 
 
 def test_who_left_is_forgotten() -> None:
-    measured = everybody()
+    measured = all_pairs()
     measured.forget(B)
     assert measured.rate_Bps(A, B) is None and measured.rate_Bps(B, A) is None
     assert measured.rate_Bps(A, C) == FAST
@@ -143,7 +143,7 @@ def test_without_rates_a_ring_goes_by_round_trips_and_a_butterfly_says_what_it_a
 
 def test_an_order_is_given_up_for_one_that_is_noticeably_faster() -> None:
     """Ranks meet as AB CD, then AC BD; A-B and B-D get thin, so B should meet C, and one of them only."""
-    measured = everybody()
+    measured = all_pairs()
     assert reorder_reason(LOAD, measured, PEERS) == "", "all alike"
     for a, b in ((A, B), (B, A), (B, D), (D, B)):
         measured.record(a, [(b, SLOW / 4, SLOW / 4)])
@@ -226,7 +226,7 @@ def test_the_order_that_was_worth_it_is_found_again() -> None:
 
 
 def test_a_star_meets_at_the_best_line_of_those_who_hold_the_state() -> None:
-    measured, load = everybody(slow=(A,)), Workload(ExchangeKind.STAR, 1_000_000)
+    measured, load = all_pairs(slow=(A,)), Workload(ExchangeKind.STAR, 1_000_000)
     assert plan_rank_order(load, measured, PEERS, [A, C]).order[0] == C
     assert plan_rank_order(load, measured, PEERS, [A]).order[0] == A
     assert reorder_reason(load, measured, PEERS, PEERS).startswith("links have changed")
@@ -257,9 +257,9 @@ def counted(
 
 
 def test_too_little_is_known_or_to_be_gained() -> None:
-    assert reorder_reason(None, everybody(), PEERS) == ""
+    assert reorder_reason(None, all_pairs(), PEERS) == ""
     assert reorder_reason(LOAD, LinkMeasurements({(A, B): 0.1}), PEERS) == ""
-    assert reorder_reason(LOAD, everybody(), [A, B]) == ""
+    assert reorder_reason(LOAD, all_pairs(), [A, B]) == ""
 
 
 # -- a ring by round trips alone -------------------------------------------------------------------
@@ -315,7 +315,7 @@ def test_measurements_that_are_no_numbers_count_as_missing() -> None:
     broken = {(peer("a"), peer("b")): float("nan"), (peer("b"), peer("c")): -1.0, (peer("a"), peer("a")): 1.0}
     made = plan_rank_order(None, LinkMeasurements(broken), [peer("c"), peer("a"), peer("b")], [peer("a")])
     assert made == RankOrder(
-        (peer("a"), peer("c"), peer("b")), "3 workers in join order: no round trip is measured"
+        (peer("a"), peer("b"), peer("c")), "3 workers in join order: no round trip is measured"
     )
 
 
@@ -324,7 +324,7 @@ def test_measurements_that_are_no_numbers_count_as_missing() -> None:
     [
         ("a", "a", "a", "1 workers: there is only one order"),
         ("ab", "b", "ba", "2 workers: there is only one order"),
-        ("abc", "b", "bac", "3 workers in join order: no round trip is measured"),
+        ("abc", "b", "bca", "3 workers in join order: no round trip is measured"),
     ],
 )
 def test_where_there_is_nothing_to_order(joined: str, first: str, order: str, reason: str) -> None:

@@ -86,7 +86,7 @@ def with_rates(up_Mbit: list[float], alpha_s: float = 0.001) -> NetworkModel:
     return NetworkModel(lambda a, b: link, rates, rates)
 
 
-def test_one_home_line_among_lan_peers_is_where_a_butterfly_uses_it_least() -> None:
+def test_one_home_connection_among_lan_peers_is_where_a_butterfly_uses_it_least() -> None:
     """6 ranks: 4 and 5 fold into 0 and 1, which thereby send three payloads; the others send two, or one."""
     network = with_rates([1000, 20, 1000, 1000, 1000, 1000])  # the second to join is at home
     found = best_order(Workload(ExchangeKind.GTOPK, 25_600_000), network, CpuCosts(), [0])
@@ -95,9 +95,9 @@ def test_one_home_line_among_lan_peers_is_where_a_butterfly_uses_it_least() -> N
 
 
 def two_sites(size: int, thin_Mbit: float, known: bool = True) -> NetworkModel:
-    """Members join alternately at one and at the other site, between which there is one thin line.
+    """Members join alternately at one and at the other site, between which there is one slow link.
 
-    `known`: that it is one line is known, as from a description; probes see each pair's link alone.
+    `known`: it is known that all pairs share it, as from a description; probes measure each pair alone.
     """
     thin_Bps = thin_Mbit * MBIT_Bps
     near = LinkModel(0.0002)
@@ -136,7 +136,7 @@ def test_a_ring_crosses_between_two_sites_twice(size: int, known: bool) -> None:
         assert found.join_order_s / found.exchange_s == pytest.approx(size / 2, rel=0.1)
 
 
-def test_a_star_meets_at_the_best_line() -> None:
+def test_a_star_meets_at_the_fastest_member() -> None:
     network = with_rates([50, 100, 1000, 100])
     found = best_order(Workload(ExchangeKind.STAR_GTOPK, 25_600_000), network, CpuCosts(), range(4))
     assert found.order[0] == 2
@@ -201,8 +201,8 @@ def test_a_planned_outlook_is_no_slower_than_the_order_of_joining() -> None:
 
 
 @pytest.mark.parametrize("kind", [ExchangeKind.GTOPK, ExchangeKind.TREE])
-def test_who_joined_first_over_a_thin_line_is_not_rank_0_where_others_may_be(kind: ExchangeKind) -> None:
-    """At rank 0 of five, four hops of a butterfly go over that line; at rank 3 only two."""
+def test_who_joined_first_over_a_slow_link_is_not_rank_0_where_others_may_be(kind: ExchangeKind) -> None:
+    """At rank 0 of five, four hops of a butterfly use that link; at rank 3 only two."""
     rates_Bps = [2.5e6] + 4 * [125e6]
     network = NetworkModel(
         lambda a, b: LinkModel(0.02 if 0 in (a, b) else 0.0002, min(rates_Bps[a], rates_Bps[b])),

@@ -65,8 +65,9 @@ def test_a_small_card_gets_what_fits() -> None:
     assert [stage.memory.total for stage in found.stages] == [16, 8, 16]
 
 
-def test_a_thin_line_moves_the_cut_to_where_little_crosses() -> None:
-    """Outputs of 100, 100, 1, 100 bytes: on a line of 1 kB/s only the cut behind layer 2 keeps pace."""
+def test_a_slow_link_moves_the_boundary_to_where_little_is_sent() -> None:
+    """Outputs of 100, 100, 1, 100 bytes: over a link of 1 kB/s only a boundary after layer 2 is fast
+    enough."""
     layers = [layer(0.01, output=output) for output in (100, 100, 1, 100)]
     assert best_partition(layers, [Card()] * 2, running=BARE).cuts == (0, 2, 4)
     found = best_partition(layers, [Card()] * 2, uniform_network(2, 0.0, 1000.0), BARE)
@@ -138,7 +139,7 @@ def test_a_second_forward_costs_time_where_it_happens() -> None:
 
 
 def anything(rng: random.Random) -> tuple[list[Layer], list[Card], NetworkModel, ExecutionSettings]:
-    """A model, cards, lines and ways to run it; small whole numbers, so that ties are frequent."""
+    """A model, cards, links and settings; small integers, so that ties are frequent."""
     count = rng.randint(1, 9)
     stages = rng.randint(1, min(count, 5))
     layers = [

@@ -1,4 +1,4 @@
-"""New cuts over the workers that are left, and uneven stages for uneven cards: numbers in, seats out."""
+"""Other partitions over the workers that are left, and uneven stages for uneven cards."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ def test_a_shortage_that_all_have_left_asks_for_no_further_turns() -> None:
 
 
 def short_of_one(run: StagedRun) -> None:
-    """B is gone; A and C, who have all of it on their disks, wait for another before it is cut anew."""
+    """B is gone; A and C, who have all of it on their disks, wait for another before it is repartitioned."""
     run.lose(B)
     run.report(A, C)
     assert "15 s later over 2 workers, repartitioned" in run.core.reason

@@ -48,10 +48,10 @@ def test_even_stages_take_what_gpipe_says(order: ScheduleKind, number: int) -> N
 
 @pytest.mark.parametrize("order", list(ScheduleKind))
 @pytest.mark.parametrize(("alpha_s", "bandwidth_Bps"), [(0.0, math.inf), (0.005, 1e6), (0.02, 2e5)])
-def test_the_walk_is_the_timetable_of_the_schedule(
+def test_the_simulation_is_the_timetable_of_the_schedule(
     order: ScheduleKind, alpha_s: float, bandwidth_Bps: float
 ) -> None:
-    """`schedule.timetable` has a line of its own for each direction; so have two stages here."""
+    """`schedule.timetable` has a separate link for each direction; so have two stages here."""
     running = replace(RUNNING, order=order, micro_batches=6)
     found = look(layers(2, output=1000), uniform_network(2, alpha_s, bandwidth_Bps), running, 6)
     table = schedule.timetable(

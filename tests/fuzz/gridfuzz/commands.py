@@ -1,10 +1,10 @@
-"""`make fuzz`: targets in turn, or beside one another on several cores; figures; findings.
+"""`make fuzz`: runs targets in turn or on several cores, and prints figures and findings.
 
     make fuzz MINUTES=5                        all targets, five minutes in all
     make fuzz MINUTES=1 TARGET=codec SEED=7    one of them; the same seed gives the same inputs
     python tests/fuzz --replay FILE            one input, its traceback
-    python tests/fuzz --grow --minutes 5       fuzz, and keep what reached something new in the corpus
-    python tests/fuzz --minimise               drop from the corpus what reaches nothing more
+    python tests/fuzz --grow --minutes 5       fuzz, and add what reached something new to the corpus
+    python tests/fuzz --minimise               drop from the corpus what reaches nothing additional
 
 Exits with 0, or with 1 if something was found: the inputs are then in tests/fuzz/findings/.
 """
@@ -117,7 +117,7 @@ def _run(job: Job) -> dict[str, Any]:
 
 
 def _child(kind: str, job: Job) -> str:
-    """Runs to its end; returns the end of what it said."""
+    """Runs it to its end; returns the end of its output."""
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     command = [sys.executable, str(corpus.HERE), kind, job.argument()]
     limit_s = 300 + 4 * job.seconds if job.inputs is None else None

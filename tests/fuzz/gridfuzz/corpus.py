@@ -1,7 +1,7 @@
-"""The inputs that are kept: corpus/<target>/<name>, in the repository.
+"""The corpus: inputs in the repository, corpus/<target>/<name>.
 
-Decides which are worth keeping.  A file is named after its content (12 digits of a digest).  One that
-shows a fault that was mended is `regression-<words>-<digest>`; that is never removed.
+A file is named after its content (12 digits of a digest).  One that shows a fault that was fixed is
+`regression-<words>-<digest>`, and is never removed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def store(name: str, inputs: Iterable[bytes], words: str = "") -> list[Path]:
 
 
 def minimised(target: Target, inputs: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Regressions, and of the others the fewest bytes (greedily) that reach what all of them reach."""
+    """Regressions, and a greedy selection of the others that reaches everything with few bytes."""
     reach, trial = Reach(target.watched), Trial(target)
     steps: dict[str, set[Step]] = {
         name: reach.trace(lambda data=data: trial.one(data))  # type: ignore[misc]

@@ -1,7 +1,7 @@
-"""A value for every field of the schema, from the choices that bytes make.
+"""A value for every field type, from the choices that bytes make.
 
-Decides which values are likely: what fits the moment (`Hints`), the bounds, and anything between.
-Whatever is drawn is within the schema's bounds; what lies outside of them is the codec's target.
+Likely values are those of the current state (`Hints`), the bounds, and anything between.  All values are
+within the declared bounds; the target `codec` covers values outside of them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def message(source: Source, classes: Sequence[type], hints: Hints) -> m.Message:
 
 
 def nbytes(message: m.Message) -> int | None:
-    """Of its frames; None: it is within each field's bounds, and larger than a header may be all the same."""
+    """Size of its frames; None: its header is too large although each field is within its bounds."""
     try:
         return sum(map(len, encode(message)))
     except LocalProtocolError:
@@ -102,7 +102,7 @@ def _real(source: Source, low: float, high: float) -> float:
 
 
 def _put_right(drawn: Any) -> Any:
-    """A drawn value that breaks its record's rule is put right."""
+    """The value, repaired if it breaks a rule about several fields."""
     match drawn:
         case m.Span(start, stop):
             return m.Span(min(start, stop), max(start, stop))

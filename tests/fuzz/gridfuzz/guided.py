@@ -1,7 +1,7 @@
-"""The road with atheris (libFuzzer): the same targets and mutators, guided by edges and comparisons.
+"""Fuzzing with atheris (libFuzzer): the same targets and mutators, guided by edges and comparisons.
 
-Decides nothing of its own.  The product has to be imported under atheris' eyes, so this module asks for
-it before anything else does, and runs in a process of its own, which libFuzzer ends as it likes.
+The product must be imported with atheris' instrumentation, so this module imports it first, in a separate
+process, which libFuzzer ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def available() -> bool:
 
 
 def find(name: str) -> Target:
-    """The target, with the product that it feeds imported under atheris' eyes."""
+    """The target, with the product imported under atheris' instrumentation."""
     import atheris
 
     with redirect_stderr(io.StringIO()), atheris.instrument_imports(include=["gridtrain"]):
@@ -38,7 +38,7 @@ def find(name: str) -> Target:
 def fuzz(
     trial: Trial, folders: list[Path], seed: int, over: Callable[[], bool], end: Callable[[], None]
 ) -> None:
-    """Until `over`, then `end`; does not return.  What reached something new is in folders[0]."""
+    """Fuzz until `over`, then call `end`; does not return.  New inputs are in folders[0]."""
     import atheris
 
     from gridfuzz.mutate import damage

@@ -1,7 +1,7 @@
-"""One input from others.
+"""Mutation of inputs.
 
-Decides how bytes are damaged; never what they mean.  `tree` damages a msgpack document as a document,
-so that what comes out is a document again: a field out of bounds, one too many, one of another type.
+`damage` changes bytes.  `tree` changes a msgpack document so that the result is a document again: a field out
+of bounds, one too many, one of another type.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The road without atheris: this package's mutator, guided by lines reached.
+"""Fuzzing without atheris: this package's mutator, guided by lines reached.
 
-Decides which input comes next, from one seeded generator: a seed is a history.  Every `TRACED_EVERY`-th
-input is traced, which costs about five times as much as running it; one that takes a step between two
-lines which none has taken before joins the pool.
+Inputs come from one seeded generator, so a seed is reproducible.  Every `TRACED_EVERY`-th input is traced,
+which costs about five times as much as running it; one that takes a new step between two lines is added to
+the pool.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def mutated(target: Target, random: Random, pool: Sequence[bytes]) -> bytes:
 def fuzz(
     trial: Trial, reach: Reach, corpus: Sequence[bytes], seed: int, over: Callable[[], bool]
 ) -> list[bytes]:
-    """Until `over`; returns the pool: the corpus, and whatever reached something new."""
+    """Fuzz until `over`; returns the pool: the corpus, and inputs that reached something new."""
     target, random = trial.target, Random(f"{seed} {trial.target.name}")
     pool = list(corpus)
     for data in [*corpus, *(target.valid(random) for _ in range(FRESH))]:

@@ -1,6 +1,6 @@
-"""Which lines of the product an input reaches, and in which order: Python's own tracing, no extra package.
+"""Which lines of the product an input reaches, and in which order, by Python's own tracing.
 
-Reach(modules).trace(action) -> steps from line to line that nothing has reached before
+Reach(modules).trace(action) -> steps from line to line that were not reached before
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Step = tuple[str, int, int]  # file, from line, to line
 
 
 class Reach:
-    """Of the modules named; `steps` and `lines` grow with each `trace`."""
+    """Reach in the named modules; `steps` and `lines` grow with each `trace`."""
 
     def __init__(self, modules: Iterable[str]) -> None:
         self._lines_of = {_file_of(name): _lines(name) for name in modules}
@@ -23,7 +23,7 @@ class Reach:
         self._fresh: set[Step] = set()
 
     def trace(self, action: Callable[[], Any]) -> set[Step]:
-        """The steps of this action, new ones or not."""
+        """All steps of this action."""
         self._fresh = set()
         before = sys.gettrace()
         sys.settrace(self._on_call)
@@ -34,7 +34,7 @@ class Reach:
         return self._fresh
 
     def add(self, steps: set[Step]) -> bool:
-        """Is there any new one among them?"""
+        """Add steps; returns whether any of them is new."""
         known = len(self.steps)
         self.steps |= steps
         return len(self.steps) > known
@@ -70,7 +70,7 @@ def _file_of(module: str) -> str:
 
 
 def _lines(module: str) -> set[int]:
-    """Lines of functions' bodies: what runs at import is nothing that an input reaches."""
+    """Lines of functions' bodies, without those that run at import."""
     file = _file_of(module)
     with open(file, encoding="utf-8") as source:
         whole = compile(source.read(), file, "exec")

@@ -1,4 +1,4 @@
-"""All targets by name.  A target's module, and the product with it, is imported when it is asked for."""
+"""All targets by name.  A target's module, and the product with it, is imported when it is requested."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES = tuple(_MODULES)
 
 
 def missing(name: str) -> str:
-    """What the target needs and is not there; empty: it can run."""
+    """Requirement of the target that is not installed; empty: it can run."""
     need = _NEEDS.get(name, "gridtrain")
     return "" if importlib.util.find_spec(need) is not None else need
 

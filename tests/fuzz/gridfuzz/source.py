@@ -1,7 +1,7 @@
-"""Bytes as a row of choices, so that any bytes are a message or a schedule, and a small change of the
+"""Bytes as a sequence of choices, so that any bytes are a message or a schedule, and a small change of the
 bytes is a small change of it.
 
-Decides nothing: targets ask.  When the bytes are used up every answer is the first, plainest one.
+When the bytes are used up every choice is the first, simplest one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Source:
         return self._data[at] if at < len(self._data) else 0
 
     def bytes(self, count: int) -> bytes:
-        """Exactly `count`; zeros where there are no more."""
+        """Exactly `count` bytes, padded with zeros."""
         at, self._at = self._at, self._at + count
         return self._data[at : at + count].ljust(count, b"\0")
 
@@ -35,14 +35,14 @@ class Source:
         return self._data[at:]
 
     def below(self, bound: int) -> int:
-        """0 <= the answer < bound."""
+        """0 <= result < bound."""
         if bound <= 1:
             return 0
         width = (bound - 1).bit_length() + 7 >> 3
         return int.from_bytes(self.bytes(width), "little") % bound
 
     def one_in(self, chances: int) -> bool:
-        """Seldom true; never when the bytes are used up."""
+        """True for one in `n` values; False when the bytes are used up."""
         return self.byte() % chances == chances - 1
 
     def choice(self, options: Sequence[T]) -> T:

@@ -1,8 +1,7 @@
-"""One input, watched.
+"""Runs one input and checks it.
 
-Decides what is a finding: an exception that is not allowed, too much CPU time, too much memory, no end.
-CPU time, not the clock on the wall: the machine has other things to do.  What takes too long is tried
-again twice before it counts, because a garbage collection may fall into any input.
+A finding is an exception that is not allowed, too much CPU time, too much memory, or no end.  An input that
+takes too long is run twice more before it counts, because a garbage collection may happen during any input.
 
     run(data) -> accepted, refused, or Finding
 """
@@ -32,7 +31,7 @@ PRODUCT = ("/gridtrain/", "/gridtrain_coordinator/", "/gridtrain_worker/")
 
 
 class Hang(BaseException):
-    """No `except Exception` of the product may swallow it."""
+    """The input did not end in time.  A BaseException, so that the product does not catch it."""
 
 
 @dataclass(frozen=True)
@@ -129,14 +128,14 @@ class Trial:
 
 
 def interrupted(slot: Path) -> bytes:
-    """The input that was under way when a process died."""
+    """The input during which a process died."""
     raw = slot.read_bytes()
     size = int.from_bytes(raw[:8], "little")
     return raw[8 : 8 + size]
 
 
 def minimised(target: Target, finding: Finding, tries: int = 4000) -> Finding:
-    """A shorter input with the same signature, by leaving pieces out and then by plainer bytes."""
+    """A shorter input with the same signature, by omitting pieces and then by simpler bytes."""
     trial, best = Trial(target, measured_every=1), finding
 
     def shows(data: bytes) -> bool:

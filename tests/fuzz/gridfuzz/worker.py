@@ -1,8 +1,8 @@
 """One target in one process, until its time or its inputs are used up.
 
-worker   fuzzes; leaves `result.json`, and in pool/ what reached something new
-keep     puts into the corpus what reaches more than it did
-measure  runs pool/ and the corpus under our own tracing, the same for both roads: the lines reached
+worker   fuzzes; writes `result.json`, and to pool/ what reached something new
+keep     adds to the corpus what reaches more than the corpus does
+measure  traces pool/ and the corpus in the same way for both fuzzers: the lines reached
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MEMORY_BYTES = 8 << 30
 
 @dataclass(frozen=True)
 class Job:
-    """`inputs` None: by time.  `folder`: for what the job leaves."""
+    """`inputs` None: limited by time.  `folder`: for the results of the job."""
 
     name: str
     seed: int
@@ -103,7 +103,7 @@ def _seed(folder: Path, target: Any, seed: int, kept: dict[str, bytes]) -> None:
 
 
 def grown(job: Job) -> list[Path]:
-    """What the job began with and what it found worth keeping; libFuzzer does not copy the former."""
+    """The initial inputs and those that the job added; libFuzzer does not copy the former."""
     folders = [job.folder / "pool", job.folder / "seeds"]
     return [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
 
@@ -129,7 +129,7 @@ def measure(job: Job) -> int:
 
 
 def keep(job: Job) -> int:
-    """Into the corpus with what reaches more than the corpus does."""
+    """Add to the corpus what reaches more than the corpus does."""
     from gridfuzz import corpus, registry
     from gridfuzz.trial import Trial
 

@@ -1,4 +1,4 @@
-"""Endpoints to poll by hand: one thread drives all of them, so a test reads from top to bottom."""
+"""Endpoints that a test polls itself: one thread drives all of them, so a test reads from top to bottom."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def key(name: str) -> PeerId:
     return identity(name).public
 
 
-class Door:
-    """A gate that a test can open and close; it starts open for everybody."""
+class ChangeablePolicy:
+    """An access policy that a test can change; at first it admits everybody."""
 
     def __init__(self) -> None:
         self.standings: dict[PeerId, ConnectionRole] = {}
@@ -53,7 +53,7 @@ class Door:
         return self.standings.get(peer, self.otherwise)
 
     def only(self, **standings: ConnectionRole) -> None:
-        """By name; everybody else is a stranger from now on."""
+        """Admit these by name; everybody else is a stranger from now on."""
         self.otherwise = ConnectionRole.STRANGER
         self.standings = {key(name): standing for name, standing in standings.items()}
 
@@ -61,11 +61,11 @@ class Door:
 class Endpoint:
     """A transport and everything it has reported."""
 
-    def __init__(self, name: str, transport: Transport, door: Door) -> None:
+    def __init__(self, name: str, transport: Transport, policy: ChangeablePolicy) -> None:
         self.name = name
         self.key = key(name)
         self.transport = transport
-        self.door = door
+        self.policy = policy
         self.events: list[TransportEvent] = []
 
     def got(self, kind: type[Message] | None = None) -> list[Message]:
@@ -76,7 +76,7 @@ class Endpoint:
         return [event for event in self.events if isinstance(event, kind)]
 
     def story(self) -> list[str]:
-        """What happened, in words: "up bert", "down bert", "Ping 3 from bert", "violation"."""
+        """The events as text: "up bert", "down bert", "Ping 3 from bert", "violation"."""
         lines = []
         guests = {event.peer: _NAMES[event.pending_key] for event in self.of(PeerUp) if event.pending_key}
         for event in self.events:
@@ -111,13 +111,13 @@ class Net:
 
     def add(self, name: str, **options: Any) -> Endpoint:
         transport: Transport
-        door = Door()
+        policy = ChangeablePolicy()
         if self.kind == "memory":
-            transport = MemoryTransport(key(name), self.hub, gate=door, **options)
+            transport = MemoryTransport(key(name), self.hub, gate=policy, **options)
         else:
             options = {"encrypted": self.kind == "zeromq", **options}
-            transport = ZeroMQTransport(identity(name), "gridtrain test", gate=door, **options)
-        endpoint = Endpoint(name, transport, door)
+            transport = ZeroMQTransport(identity(name), "gridtrain test", gate=policy, **options)
+        endpoint = Endpoint(name, transport, policy)
         self.endpoints.append(endpoint)
         return endpoint
 
@@ -154,7 +154,7 @@ def net(request: pytest.FixtureRequest) -> Iterator[Net]:
 
 @pytest.fixture(params=["memory", "zeromq"])
 def proving_net(request: pytest.FixtureRequest) -> Iterator[Net]:
-    """A network where a peer is told that it is not let in."""
+    """A network in which a peer is told that it is not admitted."""
     made = Net(request.param)
     yield made
     made.close()
@@ -182,7 +182,7 @@ def identity_of() -> Callable[[str], Identity]:
 
 @pytest.fixture
 def raw() -> Iterator[Callable[..., Any]]:
-    """Makes ZeroMQ sockets that say whatever a test wants: `raw(kind, me="mallory", server=key("bert"))`."""
+    """Makes ZeroMQ sockets that send what a test wants: `raw(kind, me="mallory", server=key("bert"))`."""
     context = zmq.Context()
 
     def make(kind: int, me: str = "", server: PeerId = b"") -> Any:

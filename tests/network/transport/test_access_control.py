@@ -1,6 +1,6 @@
-"""A stranger's key gets nothing, and a member's key is good for that member alone.
+"""Strangers get no access, and a member's key works for that member alone.
 
-Each defence is tried twice: with it the attack fails; with that one function taken away it succeeds.
+Each defence is tested twice: with it the attack fails; with that one function replaced it succeeds.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def besieger(raw, identity_of):
 
 
 def next_event(net, monitor, wanted: set[int], *endpoints) -> int:
-    """The first of the wanted events that the socket tells."""
+    """The first of the wanted events of the socket."""
     seen: list[int] = []
 
     def told() -> bool:
@@ -75,7 +75,7 @@ HANDSHAKE = {
 
 def test_a_stranger_gets_nothing(zeromq_net, besieger):
     bert = zeromq_net.add("bert")
-    bert.door.only(anna=ConnectionRole.MEMBER)
+    bert.policy.only(anna=ConnectionRole.MEMBER)
     dealer, monitor = besieger(bert, "stranger")
     dealer.send_multipart(hello(b"s" * 32))
     assert next_event(zeromq_net, monitor, HANDSHAKE, bert) == zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -85,15 +85,17 @@ def test_a_stranger_gets_nothing(zeromq_net, besieger):
 
 @pytest.fixture
 def away():
-    """Takes defences away until the end of the test."""
+    """Replaces defences until the end of the test."""
     with ExitStack() as stack:
         yield lambda name: stack.enter_context(disable_defences(name))
 
 
-def test_without_the_doorman_every_key_gets_through_the_handshake(zeromq_net, besieger, identity_of, away):
+def test_without_the_zap_handler_every_key_gets_through_the_handshake(
+    zeromq_net, besieger, identity_of, away
+):
     away("zap")
     bert = zeromq_net.add("bert")
-    bert.door.only(anna=ConnectionRole.MEMBER)
+    bert.policy.only(anna=ConnectionRole.MEMBER)
     dealer, monitor = besieger(bert, "stranger")
     assert next_event(zeromq_net, monitor, HANDSHAKE, bert) == zmq.EVENT_HANDSHAKE_SUCCEEDED
     # Still no word to it: the gate is asked again, for its Hello.
@@ -118,7 +120,7 @@ def test_without_the_doorman_every_key_gets_through_the_handshake(zeromq_net, be
         (b"gridtrain", b"CURVE", []),
     ],
 )
-def test_the_doorman_answers_for_curve_in_our_domain_alone(domain, mechanism, credentials):
+def test_the_zap_handler_answers_for_curve_in_our_domain_alone(domain, mechanism, credentials):
     def everybody(key):
         return ConnectionRole.MEMBER
 
@@ -137,7 +139,7 @@ def test_without_encryption_nobody_is_spoken_to(zeromq_net, raw):
 
 
 def test_who_takes_us_for_somebody_else_learns_nothing(zeromq_net, besieger, identity_of):
-    """Without our key, nobody can even tell whether we are here."""
+    """Without our key a dialler cannot even tell whether we are there."""
     bert = zeromq_net.add("bert")
     dealer, monitor = besieger(bert, "anna", server=identity_of("carl").public)
     dealer.send_multipart(hello(identity_of("anna").public))
@@ -179,7 +181,7 @@ def test_without_the_comparison_a_member_is_taken_for_another(zeromq_net, besieg
 
 
 def squat(net, besieger, identity_of):
-    """mallory takes the routing id of a connection of anna's that has just ended; returns bert."""
+    """mallory takes the routing id of a connection of anna that has just ended; returns bert."""
     bert = net.add("bert")
     dealer, _ = besieger(bert, "anna", routing_id=b"anna's place")
     dealer.send_multipart(hello(identity_of("anna").public))
@@ -198,7 +200,7 @@ def test_a_routing_id_that_is_in_use_cannot_be_taken(zeromq_net, besieger, ident
 
 
 def test_a_message_under_anothers_routing_id_is_nobodys(zeromq_net, besieger, identity_of):
-    """Should libzmq ever give one connection's routing id to another, the key on the frames tells."""
+    """If libzmq ever gave one connection's routing id to another, the key on the frames would show it."""
     anna, bert = zeromq_net.pair()
     dealer, _ = besieger(bert, "mallory")
     dealer.send_multipart(hello(identity_of("mallory").public))
@@ -216,10 +218,10 @@ def test_a_message_under_anothers_routing_id_is_nobodys(zeromq_net, besieger, id
 
 
 def test_without_asking_again_a_removed_member_goes_on(zeromq_net, away):
-    """What asking for every message is for: libzmq asks at the handshake and never again."""
+    """Why every message is checked: libzmq asks at the handshake alone."""
     anna, bert = zeromq_net.pair()
     away("revocation")
-    bert.door.only()
+    bert.policy.only()
     for nonce in range(3):
         anna.transport.send(bert.key, Ping(nonce))
     zeromq_net.until(lambda: len(bert.got()) == 3, bert, anna)
@@ -227,11 +229,11 @@ def test_without_asking_again_a_removed_member_goes_on(zeromq_net, away):
 
 
 def test_a_removed_member_that_floods_is_cut_for_good(zeromq_net):
-    """After its next message nothing of it is read, and it cannot come back."""
+    """After its next message nothing more of it is read, and it cannot reconnect."""
     anna, bert = zeromq_net.pair()
     for nonce in range(1000):
         anna.transport.send(bert.key, Ping(nonce))
-    bert.door.only()
+    bert.policy.only()
     end_s = time.monotonic() + 0.3
     zeromq_net.until(lambda: anna.of(PeerDown) and time.monotonic() > end_s, anna, bert)
     assert bert.story() == ["up anna", "down anna"]
@@ -251,7 +253,7 @@ def test_the_gate_is_asked_for_each_message_and_not_more(zeromq_net, monkeypatch
 
 
 def babble(net, besieger, identity_of, monkeypatch):
-    """300 pings where 200 are a flood; what bert makes of it."""
+    """Send bert 300 pings where 200 are a flood."""
     monkeypatch.setattr(rate_limiter, "FLOOD_MESSAGES", 200)
     monkeypatch.setattr(rate_limiter, "FLOOD_MESSAGES_per_s", 0.0)
     bert = net.add("bert")
@@ -316,7 +318,7 @@ READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
 
 
 def endless(net, mallory: bytes, monkeypatch, seconds):
-    """8 MiB of one message that never ends, in ZMTP by hand, where 2 may be unread."""
+    """Send 8 MiB of one message that never ends, in raw ZMTP, where 2 MiB may be unread."""
     monkeypatch.setattr(dialer, "MAX_UNREAD_BYTES", 2 * 2**20)
     monkeypatch.setattr(zeromq_transport, "CHECK_INTERVAL_S", 0.02)
     bert = net.add("bert")

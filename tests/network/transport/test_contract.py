@@ -1,4 +1,4 @@
-"""One contract: every test here runs over memory, over ZeroMQ, and over ZeroMQ without encryption."""
+"""The contract of `Transport`: every test runs in memory, over ZeroMQ, and over ZeroMQ without encryption."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_both_dial_each_other_at_once_and_nothing_is_doubled(net):
 
 
 def test_what_is_out_of_bounds_fails_where_it_is_sent(net):
-    """Over memory as over sockets: a group in one process shows what would break between machines."""
+    """In memory as over sockets: a group in one process shows what would fail between machines."""
     anna, bert = net.pair()
     with pytest.raises(
         LocalProtocolError, match=r"^cannot send: Heartbeat\.metrics\[0\] is float nan, must be a"
@@ -199,20 +199,20 @@ def test_where_a_connection_comes_from(net):
 
 def test_a_stranger_is_denied_until_it_is_let_in(proving_net):
     anna, bert = proving_net.add("anna"), proving_net.add("bert")
-    bert.door.only(carl=ConnectionRole.MEMBER)
+    bert.policy.only(carl=ConnectionRole.MEMBER)
     address = bert.transport.listen(proving_net.address("bert"))
     anna.transport.dial(bert.key, address)
     proving_net.until(lambda: len(anna.of(ConnectionDenied)) >= 2, anna, bert)
     assert set(anna.of(ConnectionDenied)) == {ConnectionDenied(bert.key, address)}
     assert anna.of(PeerUp) == bert.events == []
-    bert.door.only(anna=ConnectionRole.MEMBER)
+    bert.policy.only(anna=ConnectionRole.MEMBER)
     proving_net.until(lambda: anna.of(PeerUp) and bert.of(PeerUp), anna, bert)
     assert bert.story() == ["up anna"]
 
 
 def test_a_stranger_gets_nothing_where_it_cannot_be_told(plain_net):
     anna, bert, carl = (plain_net.add(name) for name in ("anna", "bert", "carl"))
-    bert.door.only(carl=ConnectionRole.MEMBER)
+    bert.policy.only(carl=ConnectionRole.MEMBER)
     address = bert.transport.listen(plain_net.address("bert"))
     anna.transport.dial(bert.key, address)
     anna.events += anna.transport.poll(0.05)
@@ -229,7 +229,7 @@ def test_who_is_removed_is_cut_within_one_message(net, who_is_removed):
     removed, other = (anna, bert) if who_is_removed == "dialler" else (bert, anna)
     removed.transport.send(other.key, Ping(1))
     net.until(lambda: other.got(), other, removed)
-    other.door.only()
+    other.policy.only()
     for nonce in (2, 3, 4):
         removed.transport.send(other.key, Ping(nonce))
     net.until(lambda: removed.of(PeerDown), other, removed)
@@ -239,11 +239,11 @@ def test_who_is_removed_is_cut_within_one_message(net, who_is_removed):
 
 
 def test_who_is_removed_is_not_heard_although_it_has_left(net):
-    """What lies unread when the gate closes is not read."""
+    """Messages that are unread when a key is removed are not delivered."""
     anna, bert = net.pair()
     anna.transport.send(bert.key, Ping(1))
     anna.transport.close()
-    bert.door.only()
+    bert.policy.only()
     net.until(lambda: bert.of(PeerDown), bert)
     assert bert.story() == ["up anna", "down anna"]
 
@@ -251,7 +251,7 @@ def test_who_is_removed_is_not_heard_although_it_has_left(net):
 def test_who_is_removed_after_hanging_up_is_cut_by_its_next_message(net):
     anna, bert = net.pair()  # anna dialled
     bert.transport.hang_up(anna.key)
-    bert.door.only()
+    bert.policy.only()
     anna.transport.send(bert.key, Ping(1))
     net.until(lambda: anna.of(PeerDown), anna, bert)
     assert bert.story() == ["up anna"]  # who hangs up knows
@@ -261,9 +261,9 @@ def test_who_is_removed_after_hanging_up_is_cut_by_its_next_message(net):
 
 
 def reception(net, guests: int):
-    """A coordinator, and `guests` who all hold the same invitation."""
+    """A coordinator, and `guests` that hold the same invitation."""
     host = net.add("coordinator")
-    host.door.only(invitation=ConnectionRole.PENDING_MEMBER)
+    host.policy.only(invitation=ConnectionRole.PENDING_MEMBER)
     address = host.transport.listen(net.address("coordinator"))
     made = [net.add("invitation") for _ in range(guests)]
     for guest in made:
@@ -289,7 +289,7 @@ def test_many_hold_one_invitation_and_each_gets_its_own_answer(net):
 def test_a_guest_gets_its_answer_and_is_cut(net):
     host, (guest,) = reception(net, 1)
     (up,) = host.of(PeerUp)
-    host.door.only()  # the invitation is used up
+    host.policy.only()  # the invitation is used up
     host.transport.send(up.peer, Enrolled("run"))
     host.transport.hang_up(up.peer)
     net.until(lambda: guest.of(PeerDown), guest, host)
@@ -299,7 +299,7 @@ def test_a_guest_gets_its_answer_and_is_cut(net):
 
 def test_a_guest_whose_invitation_has_ended_is_not_heard(net):
     host, (guest,) = reception(net, 1)
-    host.door.only()
+    host.policy.only()
     guest.transport.send(host.key, Enrol(b"k" * 32))
     net.until(lambda: guest.of(PeerDown), guest, host)
     assert host.story() == ["up guest invitation", "down guest invitation"]
@@ -307,7 +307,7 @@ def test_a_guest_whose_invitation_has_ended_is_not_heard(net):
 
 def test_a_guest_is_never_taken_for_a_peer(net):
     host, (guest,) = reception(net, 1)
-    host.door.only(invitation=ConnectionRole.MEMBER)
+    host.policy.only(invitation=ConnectionRole.MEMBER)
     guest.transport.send(host.key, Enrol(b"k" * 32))
     net.until(lambda: len(host.of(PeerUp)) == 2, guest, host)  # it has come again, as a peer
     assert host.story() == ["up guest invitation", "down guest invitation", "up invitation"]
@@ -353,7 +353,7 @@ def test_nobody_can_be_reached_at_the_wrong_addresses(net):
 
 def test_who_does_not_let_us_in_is_not_reached(net):
     anna, bert = net.add("anna"), net.add("bert")
-    bert.door.only()
+    bert.policy.only()
     anna.transport.reach(bert.key, [bert.transport.listen(net.address("bert"))], 1.0)
     net.until(lambda: anna.of(ReachResult), anna, bert)
     assert anna.events == [ReachResult(bert.key, "")] and bert.events == []

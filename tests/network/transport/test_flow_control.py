@@ -1,4 +1,4 @@
-"""Byte credits: who may send how much, and what becomes of those who send more."""
+"""Flow control: how much a peer may send, and what happens to one that sends more."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Side:
         self.undone += [e for e in events if isinstance(e, Received) and isinstance(e.message, Data)]
 
     def finish(self, count: int | None = None) -> None:
-        """The loop deals with the oldest `count` messages (all)."""
+        """The loop processes the oldest `count` messages (default: all)."""
         assert isinstance(self.transport, FlowControlTransport)
         for event in self.undone[:count]:
             self.transport.mark_processed(event.peer, event.nbytes)
@@ -72,7 +72,7 @@ class Side:
 
 
 class Pair:
-    """anna has dialled bert.  `raw` ones keep no rule."""
+    """anna has dialled bert.  `raw` ones have no flow control."""
 
     def __init__(self, **options: object) -> None:
         self.hub = MemoryHub()
@@ -95,7 +95,7 @@ class Pair:
         return anna, bert
 
     def settle(self) -> None:
-        """Until nothing moves any more."""
+        """Poll until nothing happens any more."""
         quiet = 0
         while quiet < 3:
             before = [len(side.events) for side in self.sides], self.messages()
@@ -255,7 +255,7 @@ def test_a_new_connection_begins_with_a_full_window(pair):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_an_edge_that_comes_up_anew_on_one_side_alone_goes_on(pair, seed):
-    """bert hangs up on what anna dialled, and dials back: anna may not notice."""
+    """bert hangs up on the connection that anna dialled, and dials back: anna may not notice."""
     rng = random.Random(seed)
     print("seed", seed)
     anna, bert = pair.join(pair.add("anna"), pair.add("bert"))
@@ -310,7 +310,7 @@ def test_credit_is_no_event_and_a_guest_gets_none(pair):
 
 
 def test_a_poll_ends_when_credit_lets_something_leave(pair):
-    """So that whoever fills the queue in portions hears of it."""
+    """So that a caller which fills the queue in portions can continue."""
     anna, bert = pair.join(pair.add("anna"), pair.add("bert"))
     for index in range(2 * FULL):
         anna.transport.send(bert.key, data(index))
@@ -327,7 +327,7 @@ def test_a_poll_ends_when_credit_lets_something_leave(pair):
 
 
 def flood(pair: Pair) -> tuple[Side, Side]:
-    """anna sends 20 windows at a receiver that deals with nothing, and does not wait for credit."""
+    """anna sends 20 windows to a receiver that processes nothing, without waiting for credit."""
     anna, bert = pair.join(pair.add("anna", raw=True), pair.add("bert"))
     for index in range(20 * FULL):
         anna.transport.send(bert.key, data(index))

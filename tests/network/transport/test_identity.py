@@ -1,4 +1,4 @@
-"""Keys in files, what libzmq must be able to do, and what somebody on the way sees."""
+"""Key files, requirements on libzmq, and what an observer of the network sees."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.p
 
 
 def in_processes(count: int, script: str, *arguments: object) -> list[subprocess.Popen]:
-    """The script, started so often at once; each waits for a line before it goes on to its second part."""
+    """Runs the script in several processes; each waits for a line before its second part."""
     command = [sys.executable, "-c", script, *map(str, arguments)]
     return [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
@@ -208,7 +208,7 @@ def test_benchmarks_may_go_anywhere(plain_net):
 
 
 class Wiretap:
-    """Passes a TCP connection on, and keeps what goes each way."""
+    """Forwards a TCP connection, and records both directions."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.removeprefix("tcp://").rpartition(":")
@@ -238,7 +238,7 @@ class Wiretap:
 
 
 def tapped(net):
-    """anna dials bert over a wire that somebody listens to, and sends a payload that is easy to spot."""
+    """anna dials bert through a wiretap, and sends a payload that is easy to find."""
     bert, anna = net.add("bert"), net.add("anna")
     tap = Wiretap(bert.transport.listen("tcp://127.0.0.1:0"))
     anna.transport.dial(bert.key, tap.address)
@@ -270,7 +270,7 @@ def test_without_encryption_everything_can_be_read(plain_net, identity_of):
 
 @pytest.mark.parametrize("kind", ["zeromq_net", "plain_net"])
 def test_traffic_counts_what_is_on_the_wire(request, kind):
-    """All but the handshake and libzmq's own pings: a few hundred bytes."""
+    """All except the handshake and libzmq's own pings: a few hundred bytes."""
     tap, payload, sent = tapped(request.getfixturevalue(kind))
     handshake_bytes = len(tap.seen["to"]) - sent
     assert sent > len(payload)

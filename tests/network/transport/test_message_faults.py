@@ -1,4 +1,4 @@
-"""The memory network goes wrong exactly as planned, and the same way for the same seed."""
+"""Faults of the in-memory network happen exactly as planned, and equally for equal seeds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pair(memory_net):
 
 
 def exchange(net, anna, bert, count: int) -> None:
-    """anna sends `count` pings; bert's answer, that nothing delays, ends it."""
+    """anna sends `count` pings; bert's answer, which is not delayed, ends it."""
     for nonce in range(count):
         anna.transport.send(bert.key, Ping(nonce))
     bert.transport.send(anna.key, Ping(100))

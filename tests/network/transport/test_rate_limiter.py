@@ -1,4 +1,4 @@
-"""Rate caps and the outbox: pure, so every time here is exact."""
+"""Rate caps and the send queue: pure, so every time is exact."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_message_is_delivered_then_its_time_is_waited_for():
 # -- the outbox ----------------------------------------------------------------------------------
 
 
-def parcel(
+def packet(
     peer: str, name: str, nbytes: int = 100, *, bulk: bool = True, queued_s: float = 0.0
 ) -> QueuedMessage[str]:
     return QueuedMessage(peer.encode() * 32, "Data", name, nbytes, bulk, queued_s)
@@ -112,37 +112,37 @@ def test_only_data_and_state_wait_for_the_line():
 def test_peers_take_turns_and_control_goes_first():
     outbox: SendQueue[str] = SendQueue(UploadLimiter(None))
     for item in (
-        parcel("a", "a1"),
-        parcel("a", "a2"),
-        parcel("a", "a3"),
-        parcel("b", "b1"),
-        parcel("b", "b2"),
+        packet("a", "a1"),
+        packet("a", "a2"),
+        packet("a", "a3"),
+        packet("b", "b1"),
+        packet("b", "b2"),
     ):
         outbox.put(item)
-    outbox.put(parcel("b", "vote", bulk=False))
+    outbox.put(packet("b", "vote", bulk=False))
     assert drain(outbox) == ["vote", "a1", "b1", "a2", "b2", "a3"]
     assert outbox.is_empty()
 
 
 def test_the_cap_is_shared_and_tells_when_the_next_one_leaves():
     outbox: SendQueue[str] = SendQueue(UploadLimiter(1000.0))
-    outbox.put(parcel("a", "a1", 500))
-    outbox.put(parcel("b", "b1", 500))
+    outbox.put(packet("a", "a1", 500))
+    outbox.put(packet("b", "b1", 500))
     assert drain(outbox, 0.0) == [] and outbox.due_s() == 0.5
     assert drain(outbox, 0.5) == ["a1"] and outbox.due_s() == 1.0
-    outbox.put(parcel("b", "vote", 10, bulk=False))
+    outbox.put(packet("b", "vote", 10, bulk=False))
     assert drain(outbox, 0.6) == ["vote"]
     assert drain(outbox, 1.0) == ["b1"] and outbox.due_s() == float("inf")
 
 
 def test_what_a_socket_refuses_stays_first_and_holds_up_nobody_else():
     outbox: SendQueue[str] = SendQueue(UploadLimiter(None))
-    for item in (parcel("a", "a1"), parcel("a", "a2"), parcel("b", "b1")):
+    for item in (packet("a", "a1"), packet("a", "a2"), packet("b", "b1")):
         outbox.put(item)
     refused = outbox.take(0.0)
     assert refused is not None and refused.body == "a1"
     outbox.put_back(refused)
-    outbox.put(parcel("a", "vote", bulk=False))
+    outbox.put(packet("a", "vote", bulk=False))
     assert drain(outbox) == ["b1"]
     assert outbox.blocked_peers() == [b"a" * 32]
     assert outbox.backlog_bytes(b"a" * 32) == 300
@@ -153,17 +153,17 @@ def test_what_a_socket_refuses_stays_first_and_holds_up_nobody_else():
 
 def test_the_bound_is_per_peer_and_says_what_is_queued():
     outbox: SendQueue[str] = SendQueue(UploadLimiter(1.0), limit_bytes=250)
-    outbox.put(parcel("a", "a1"))
-    outbox.put(parcel("a", "a2"))
+    outbox.put(packet("a", "a1"))
+    outbox.put(packet("a", "a2"))
     with pytest.raises(TransportError, match="200 bytes wait, 100 more would exceed 250"):
-        outbox.put(parcel("a", "a3"))
-    outbox.put(parcel("b", "b1"))
+        outbox.put(packet("a", "a3"))
+    outbox.put(packet("b", "b1"))
 
 
 def test_a_dropped_peer_leaves_nothing_even_on_the_line():
     outbox: SendQueue[str] = SendQueue(UploadLimiter(1000.0))
-    outbox.put(parcel("a", "a1"))
-    outbox.put(parcel("b", "b1"))
+    outbox.put(packet("a", "a1"))
+    outbox.put(packet("b", "b1"))
     assert drain(outbox, 0.0) == []  # a1 is on the line
     outbox.clear_peer(b"a" * 32)
     assert drain(outbox, 0.0) == [] and drain(outbox, 0.2) == ["b1"]

@@ -1,4 +1,4 @@
-"""The download cap: everything is read, and handed on at the cap's rate, fairly between senders."""
+"""The download cap: everything is read, and delivered at the rate of the cap, fairly between senders."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_was_handed_on_at_once_is_paid_for_later():
 
 
 def test_nobody_waits_for_another_ones_giant():
-    """Alone, the rest of the giant's debt would be served first: 60 s.  They share the line instead."""
+    """One after the other, the rest of the large debt would come first: 60 s.  Both share the rate."""
     arrivals: ReceiveQueue[str, str] = ReceiveQueue(1000.0)
     arrivals.put("mallory", "giant", 60_000, 0.0)
     arrivals.put("mallory", "another", 60_000, 0.0)

@@ -1,4 +1,4 @@
-"""Two peers that nobody can dial, and a third between them: an honest relay, then hostile ones."""
+"""Two peers that cannot be dialled, and a relay between them, first honest, then hostile."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_two_that_cannot_be_dialled_talk_through_a_third(world):
 
 
 def test_the_relay_sees_no_plain_text(world):
-    """Everything that the relay is given, searched for what was said."""
+    """Searches everything that the relay receives for what was sent."""
     anna, bert = world.relaying("anna"), world.relaying("bert")
     carl, spy = hostile(world)
     spy.behave = spy.honest
@@ -236,7 +236,7 @@ def test_the_relay_dies_and_comes_back(world):
 
 
 def test_the_other_end_dies(world):
-    """Without the relay's word only a deadline would tell: see `SOON_S`."""
+    """Without the relay's message only a deadline would show it: see `SOON_S`."""
     anna, bert, _carl = three(world)
     world.hub.kill(bert.key)
     world.parties.remove(bert)
@@ -245,7 +245,7 @@ def test_the_other_end_dies(world):
 
 
 def test_one_side_starts_again_at_once(world):
-    """bert's new process has the same key; its relay hardly noticed."""
+    """bert's new process has the same key."""
     anna, bert, carl = three(world)
     bert.transport.close()
     world.parties.remove(bert)
@@ -328,7 +328,7 @@ def test_the_keys_must_fit(world):
 
 
 def raw(world: World, name: str, carl: Party) -> Party:
-    """A peer of carl's that writes what it likes."""
+    """A peer of carl that sends arbitrary messages."""
     party = world.add(name, lambda inner, identity: inner)
     party.transport.dial(carl.key, "memory://carl")
     world.until(lambda: party.transport.connected(carl.key))
@@ -401,17 +401,17 @@ Parcel = tuple[bytes, bytes, bytes]  # origin, to, payload
 
 
 class Spy:
-    """A relay's mind: `behave` turns each parcel into those that it sends."""
+    """A hostile relay: `behave` turns each packet into those that it sends."""
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
         self.me, self.traffic = inner.me, inner.traffic
         self.seen: list[bytes] = []
-        self.parcels: list[Parcel] = []
+        self.packets: list[Parcel] = []
         self.behave: Callable[[Parcel], list[Parcel]] = self.honest
 
-    def honest(self, parcel: Parcel) -> list[Parcel]:
-        return [parcel]
+    def honest(self, packet: Parcel) -> list[Parcel]:
+        return [packet]
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
@@ -421,12 +421,12 @@ class Spy:
             if isinstance(event, Received) and isinstance(event.message, RelayRequest):
                 payload = bytes(event.message.payload)
                 self.seen.append(payload)
-                self.parcels.append((event.peer, event.message.to, payload))
-                self.deliver(self.behave(self.parcels[-1]))
+                self.packets.append((event.peer, event.message.to, payload))
+                self.deliver(self.behave(self.packets[-1]))
         return []
 
-    def deliver(self, parcels: list[Parcel]) -> None:
-        for origin, to, payload in parcels:
+    def deliver(self, packets: list[Parcel]) -> None:
+        for origin, to, payload in packets:
             self.inner.send(to, RelayedMessage(origin, payload))
 
 
@@ -438,7 +438,7 @@ def hostile(world: World, name: str = "carl") -> tuple[Party, Spy]:
 
 @pytest.fixture
 def mean(world: World) -> tuple[Party, Party, Party, Spy]:
-    """anna and bert, up, through carl's spy, who has been honest so far."""
+    """anna and bert are connected through carl's spy, which has been honest so far."""
     anna, bert = world.relaying("anna"), world.relaying("bert")
     carl, spy = hostile(world)
     meet(world, anna, bert, carl)
@@ -447,7 +447,7 @@ def mean(world: World) -> tuple[Party, Party, Party, Spy]:
 
 def test_silence(world, mean):
     anna, bert, _carl, spy = mean
-    spy.behave = lambda parcel: []
+    spy.behave = lambda packet: []
     anna.transport.send(bert.key, Ping(1))
     spy_saw = len(spy.seen)
     world.until(lambda: len(spy.seen) > spy_saw)
@@ -462,12 +462,12 @@ def test_silence(world, mean):
 
 def test_copies_are_dropped_and_the_edge_stays(world, mean):
     anna, bert, _carl, spy = mean
-    spy.behave = lambda parcel: [parcel] * 3
+    spy.behave = lambda packet: [packet] * 3
     for n in range(50):
         anna.transport.send(bert.key, Ping(n))
         bert.transport.send(anna.key, data(n))
     world.until(lambda: len(bert.got(Ping)) == 50 and len(anna.got(Data)) == 50)
-    spy.deliver(spy.parcels)  # everything since the beginning, the openings too
+    spy.deliver(spy.packets)  # everything since the beginning, the openings too
     world.turn()
     world.turn()
     assert bert.about(anna) == ["up anna"] + [f"Ping {n} from anna" for n in range(50)]
@@ -478,8 +478,8 @@ def test_copies_are_dropped_and_the_edge_stays(world, mean):
 def test_altered_bytes_take_the_edge_down_and_blame_nobody(world, mean):
     anna, bert, _carl, spy = mean
 
-    def flip(parcel: Parcel) -> list[Parcel]:
-        origin, to, payload = parcel
+    def flip(packet: Parcel) -> list[Parcel]:
+        origin, to, payload = packet
         return [(origin, to, payload[:-1] + bytes([payload[-1] ^ 1]))]
 
     spy.behave = flip
@@ -493,7 +493,7 @@ def test_altered_bytes_take_the_edge_down_and_blame_nobody(world, mean):
 
 
 def test_reflection_and_other_origins(world, mean):
-    """carl gives anna her own bytes back, gives bert's to anna as dora's, and claims to be a friend."""
+    """carl sends anna her own bytes back, sends bert's to anna as dora's, and invents packets."""
     anna, bert, carl, spy = mean
     dora = world.relaying("dora")
     dora.transport.dial(carl.key, "memory://carl")
@@ -502,8 +502,8 @@ def test_reflection_and_other_origins(world, mean):
     world.until(lambda: all(p.transport.connected(dora.key) for p in (anna, bert)))
     world.until(lambda: all(dora.transport.connected(p.key) for p in (anna, bert)))
 
-    def confuse(parcel: Parcel) -> list[Parcel]:
-        origin, to, payload = parcel
+    def confuse(packet: Parcel) -> list[Parcel]:
+        origin, to, payload = packet
         stranger = Identity.generate().public
         others = [p.key for p in (anna, bert, dora)]
         return [
@@ -511,7 +511,7 @@ def test_reflection_and_other_origins(world, mean):
             (stranger, to, payload),
             (carl.key, to, payload),
             *((o, t, payload) for o in others for t in others if (o, t) not in ((origin, to), (o, o))),
-            parcel,
+            packet,
         ]
 
     spy.behave = confuse
@@ -546,25 +546,25 @@ def test_nothing_false_is_delivered_whatever_the_relay_does(world, mean, seed, m
     print("seed", seed)
     held: list[Parcel] = []
 
-    def mischief(parcel: Parcel) -> list[Parcel]:
-        out = [parcel] if rng.random() < 0.9 else []
+    def mischief(packet: Parcel) -> list[Parcel]:
+        out = [packet] if rng.random() < 0.9 else []
         match rng.randrange(8):
             case 0:
-                held.append(parcel)
+                held.append(packet)
                 out = []
             case 1 if held:
                 out.append(held.pop(rng.randrange(len(held))))
             case 2:
-                out.append(rng.choice(spy.parcels))
+                out.append(rng.choice(spy.packets))
             case 3:
-                origin, to, payload = rng.choice(spy.parcels)
+                origin, to, payload = rng.choice(spy.packets)
                 out.append((to, origin, payload))
             case 4:
-                altered = bytearray(parcel[2])
+                altered = bytearray(packet[2])
                 altered[rng.randrange(len(altered))] ^= 1 << rng.randrange(8)
-                out.insert(0, (parcel[0], parcel[1], bytes(altered)))
+                out.insert(0, (packet[0], packet[1], bytes(altered)))
             case 5:
-                out.append((parcel[0], parcel[1], rng.randbytes(rng.randrange(200))))
+                out.append((packet[0], packet[1], rng.randbytes(rng.randrange(200))))
         return out
 
     spy.behave = mischief
@@ -642,7 +642,7 @@ def stacked(inner: Transport, identity: Identity) -> Transport:
 
 
 def move(world: World, anna: Party, bert: Party, count: int, payload: bytes) -> None:
-    """`count` messages in both directions at once; the loops deal with each when they get it."""
+    """`count` messages in both directions at once; the loops process each at once."""
     for index in range(count):
         anna.transport.send(bert.key, data(index, payload))
         bert.transport.send(anna.key, data(index, payload))
@@ -669,7 +669,7 @@ def test_the_stack_moves_megabytes_through_a_relay_with_credit(world):
 
 
 def test_the_stack_over_tcp(world):
-    """Encrypted sockets; then the relay loses one of the two and gets it back."""
+    """Encrypted sockets; then the relay loses one of the two, which returns."""
     parties = []
     for name in ("anna", "bert", "carl"):
         identity = Identity.generate()

@@ -1,4 +1,4 @@
-"""The sealed road, packet by packet: what a relay may try with what it sees, and what comes of it."""
+"""End-to-end encryption, packet by packet: attacks of a relay, and their results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Packet = bytes
 
 
 class End:
-    """A channel, and all that came out of it."""
+    """A channel, and all messages that it has decrypted."""
 
     def __init__(self, mine: Identity, theirs: Identity, name: str) -> None:
         self.channel = SecureChannel(mine, theirs.public, name.encode())
@@ -47,8 +47,8 @@ class End:
         return self.channel.session.encrypt(list(frames), bulk=bulk)
 
 
-class Road:
-    """anna and bert, and every packet that passed between them."""
+class PacketPath:
+    """anna and bert, and every packet between them."""
 
     def __init__(self) -> None:
         a, b = Identity.generate(), Identity.generate()
@@ -60,7 +60,7 @@ class Road:
         return self.bert if end is self.anna else self.anna
 
     def carry(self, to: End, *packets: Packet) -> None:
-        """Deliver, and all that is answered, until nobody says any more."""
+        """Deliver packets and the answers to them, until there are none."""
         queue = [(to, packet) for packet in packets]
         while queue:
             to, packet = queue.pop(0)
@@ -71,66 +71,66 @@ class Road:
         sessions = self.anna.channel.session, self.bert.channel.session
         return all(session is not None and session.is_confirmed for session in sessions)
 
-    def open(self) -> Road:
+    def open(self) -> PacketPath:
         self.carry(self.bert, self.anna.channel.make_call())
         assert self.standing()
         return self
 
 
 @pytest.fixture
-def road() -> Road:
-    return Road().open()
+def path() -> PacketPath:
+    return PacketPath().open()
 
 
 # -- without an attacker -----------------------------------------------------------------------------
 
 
-def test_one_call_opens_a_session_and_carries_both_greetings(road):
-    assert road.anna.greetings == [b"bert"] and road.bert.greetings == [b"anna"]
-    road.carry(road.bert, *road.anna.seal(b"h1", b"payload"))
-    road.carry(road.anna, *road.bert.seal(b"h2"))
-    assert road.bert.got == [[b"h1", b"payload"]]
-    assert road.anna.got == [[b"h2"]]
-    assert road.anna.refused == road.bert.refused == []
+def test_one_call_opens_a_session_and_carries_both_greetings(path):
+    assert path.anna.greetings == [b"bert"] and path.bert.greetings == [b"anna"]
+    path.carry(path.bert, *path.anna.seal(b"h1", b"payload"))
+    path.carry(path.anna, *path.bert.seal(b"h2"))
+    assert path.bert.got == [[b"h1", b"payload"]]
+    assert path.anna.got == [[b"h2"]]
+    assert path.anna.refused == path.bert.refused == []
 
 
 def test_both_call_at_once():
-    road = Road()
-    to_bert, to_anna = road.anna.channel.make_call(), road.bert.channel.make_call()
-    road.carry(road.anna, to_anna)
-    road.carry(road.bert, to_bert)
-    assert road.standing()
-    assert len(road.anna.greetings) == len(road.bert.greetings) == 1
+    path = PacketPath()
+    to_bert, to_anna = path.anna.channel.make_call(), path.bert.channel.make_call()
+    path.carry(path.anna, to_anna)
+    path.carry(path.bert, to_bert)
+    assert path.standing()
+    assert len(path.anna.greetings) == len(path.bert.greetings) == 1
 
 
-def test_calling_again_before_an_answer_is_the_same_call(road):
-    road = Road()
-    calls = [road.anna.channel.make_call() for _ in range(3)]
-    road.carry(road.bert, *calls)
-    assert road.standing() and len(road.bert.greetings) == 1
+def test_calling_again_before_an_answer_is_the_same_call(path):
+    path = PacketPath()
+    calls = [path.anna.channel.make_call() for _ in range(3)]
+    path.carry(path.bert, *calls)
+    assert path.standing() and len(path.bert.greetings) == 1
 
 
 def test_an_answer_that_was_lost_is_given_again():
-    road = Road()
-    road.seen.clear()
-    (from_bert,) = road.bert.take(road.anna.channel.make_call())
-    opening = road.anna.take(from_bert)  # lost
-    assert len(opening) == 2 and not road.standing()
-    road.carry(road.anna, road.bert.channel.make_call())
-    assert road.standing() and road.anna.greetings == [b"bert"]
-    road.carry(road.bert, *road.anna.seal(b"after"), *opening)
-    assert road.bert.got == [[b"after"]] and road.bert.refused == [RejectReason.REPLAYED]
+    path = PacketPath()
+    path.seen.clear()
+    (from_bert,) = path.bert.take(path.anna.channel.make_call())
+    opening = path.anna.take(from_bert)  # lost
+    assert len(opening) == 2 and not path.standing()
+    path.carry(path.anna, path.bert.channel.make_call())
+    assert path.standing() and path.anna.greetings == [b"bert"]
+    path.carry(path.bert, *path.anna.seal(b"after"), *opening)
+    assert path.bert.got == [[b"after"]] and path.bert.refused == [RejectReason.REPLAYED]
 
 
 @pytest.mark.parametrize("who", ["anna", "bert"])
-def test_a_side_that_lost_its_session_gets_a_new_one(road, who):
-    end = getattr(road, who)
+def test_a_side_that_lost_its_session_gets_a_new_one(path, who):
+    end = getattr(path, who)
     end.channel.reset()
-    road.carry(road.other(end), end.channel.make_call())
-    assert road.standing()
-    assert len(road.anna.greetings) == len(road.bert.greetings) == 2
-    road.carry(road.bert, *road.anna.seal(b"after"))
-    assert road.bert.got == [[b"after"]]
+    path.carry(path.other(end), end.channel.make_call())
+    assert path.standing()
+    assert len(path.anna.greetings) == len(path.bert.greetings) == 2
+    path.carry(path.bert, *path.anna.seal(b"after"))
+    assert path.bert.got == [[b"after"]]
 
 
 @pytest.mark.parametrize(
@@ -148,58 +148,58 @@ def test_a_side_that_lost_its_session_gets_a_new_one(road, who):
     ids=lambda frames: "+".join(str(len(frame)) for frame in frames) or "none",
 )
 @pytest.mark.parametrize("bulk", [False, True])
-def test_frames_come_out_as_they_went_in(road, frames, bulk):
-    packets = road.anna.seal(*frames, bulk=bulk)
-    opened = [road.bert.channel.decrypt(memoryview(packet)) for packet in packets]
+def test_frames_come_out_as_they_went_in(path, frames, bulk):
+    packets = path.anna.seal(*frames, bulk=bulk)
+    opened = [path.bert.channel.decrypt(memoryview(packet)) for packet in packets]
     assert opened[:-1] == [None] * (len(packets) - 1)
     assert [bytes(frame) for frame in opened[-1]] == frames
     assert max(map(len, packets)) < secure_channel.PIECE_BYTES + 64
 
 
-def test_the_largest_message_of_the_protocol_goes_through(road):
+def test_the_largest_message_of_the_protocol_goes_through(path):
     frames = [b"h" * codec.MAX_HEADER_BYTES, bytes(codec.MAX_PAYLOAD_BYTES)]
-    for packet in road.anna.seal(*frames, bulk=True):
-        opened = road.bert.channel.decrypt(packet)
+    for packet in path.anna.seal(*frames, bulk=True):
+        opened = path.bert.channel.decrypt(packet)
     assert [len(frame) for frame in opened] == [len(frame) for frame in frames]
 
 
-def test_control_fits_what_a_relay_lets_go_first(road):
-    (packet,) = road.anna.seal(b"h" * (codec.MAX_HEADER_BYTES - 5))
+def test_control_fits_what_a_relay_lets_go_first(path):
+    (packet,) = path.anna.seal(b"h" * (codec.MAX_HEADER_BYTES - 5))
     assert packet[0] == secure_channel.PacketClass.CONTROL and len(packet) <= MAX_ENCRYPTED_CONTROL_BYTES
 
 
-def test_control_may_overtake_bulk(road):
-    bulk = road.anna.seal(b"bulk", bytes(600_000), bulk=True)
-    control = road.anna.seal(b"vote")
-    road.carry(road.bert, bulk[0], *control, *bulk[1:])
-    assert [frames[0] for frames in road.bert.got] == [b"vote", b"bulk"]
-    assert road.bert.refused == []
+def test_control_may_overtake_bulk(path):
+    bulk = path.anna.seal(b"bulk", bytes(600_000), bulk=True)
+    control = path.anna.seal(b"vote")
+    path.carry(path.bert, bulk[0], *control, *bulk[1:])
+    assert [frames[0] for frames in path.bert.got] == [b"vote", b"bulk"]
+    assert path.bert.refused == []
 
 
 # -- what a relay may try ----------------------------------------------------------------------------
 
 
-def test_it_reads_nothing(road):
+def test_it_reads_nothing(path):
     secret = b"gradient of anna" * 4
-    packets = [*road.anna.seal(b"header", secret), *road.anna.seal(b"header", secret, bulk=True)]
-    everything = b"".join([packet for _, packet in road.seen] + packets)
+    packets = [*path.anna.seal(b"header", secret), *path.anna.seal(b"header", secret, bulk=True)]
+    everything = b"".join([packet for _, packet in path.seen] + packets)
     for plain in (secret[:16], b"header", b"anna", b"bert"):
         assert plain not in everything
     assert packets[0][17:] != packets[1][17:]
 
 
-def test_one_flipped_bit_anywhere_is_noticed(road):
-    offer = road.anna.channel.make_call()
-    road = Road().open()
-    (packet,) = road.anna.seal(b"header", b"payload")
+def test_one_flipped_bit_anywhere_is_noticed(path):
+    offer = path.anna.channel.make_call()
+    path = PacketPath().open()
+    (packet,) = path.anna.seal(b"header", b"payload")
     for kind, whole in (("sealed", packet), ("offer", offer)):
         for bit in range(8 * len(whole)):
             altered = bytearray(whole)
             altered[bit // 8] ^= 1 << bit % 8
-            answers = road.bert.take(bytes(altered))
-            assert (road.bert.got, answers) == ([], []), f"bit {bit} of the {kind} packet"
-    road.carry(road.bert, packet)
-    assert road.bert.got == [[b"header", b"payload"]] and road.standing()
+            answers = path.bert.take(bytes(altered))
+            assert (path.bert.got, answers) == ([], []), f"bit {bit} of the {kind} packet"
+    path.carry(path.bert, packet)
+    assert path.bert.got == [[b"header", b"payload"]] and path.standing()
 
 
 @pytest.mark.parametrize(
@@ -220,76 +220,76 @@ def test_one_flipped_bit_anywhere_is_noticed(road):
     ],
     ids=["repeat", "skip", "reorder", "cut", "append", "empty", "other-lane", "no-lane", "other-counter"],
 )
-def test_within_a_session(road, attack, why):
-    packets = [packet for n in range(2) for packet in road.anna.seal(b"%d" % n)]
+def test_within_a_session(path, attack, why):
+    packets = [packet for n in range(2) for packet in path.anna.seal(b"%d" % n)]
     for packet in attack(packets):
-        road.bert.take(packet)
-    assert road.bert.refused[: len(why)] == why
-    assert road.bert.got in ([], [[b"0"]])
+        path.bert.take(packet)
+    assert path.bert.refused[: len(why)] == why
+    assert path.bert.got in ([], [[b"0"]])
 
 
-def test_reflecting(road):
-    offer = road.anna.channel.make_call()
-    assert road.anna.take(offer) == []
-    road.open()
-    for packet in road.anna.seal(b"mine"):
-        road.anna.take(packet)
-    assert road.anna.got == [] and road.anna.refused == [RejectReason.FORGED, RejectReason.FORGED]
+def test_reflecting(path):
+    offer = path.anna.channel.make_call()
+    assert path.anna.take(offer) == []
+    path.open()
+    for packet in path.anna.seal(b"mine"):
+        path.anna.take(packet)
+    assert path.anna.got == [] and path.anna.refused == [RejectReason.FORGED, RejectReason.FORGED]
 
 
-def test_a_recorded_session_means_nothing_to_the_next(road):
-    road.carry(road.bert, *road.anna.seal(b"pay 5"))
-    recorded = list(road.seen)
-    road.anna.channel.reset()
-    road.carry(road.bert, road.anna.channel.make_call())
-    road.bert.got.clear()
+def test_a_recorded_session_means_nothing_to_the_next(path):
+    path.carry(path.bert, *path.anna.seal(b"pay 5"))
+    recorded = list(path.seen)
+    path.anna.channel.reset()
+    path.carry(path.bert, path.anna.channel.make_call())
+    path.bert.got.clear()
     for to, packet in recorded:
-        road.carry(to, packet)
-    assert road.bert.got == [] and road.standing()
-    assert len(road.bert.greetings) == 2, "a recorded handshake has opened a session"
+        path.carry(to, packet)
+    assert path.bert.got == [] and path.standing()
+    assert len(path.bert.greetings) == 2, "a recorded handshake has opened a session"
 
 
-def test_splicing_two_pairs(road):
-    """carl and dora's bytes, given to bert as anna's, and anna's to dora."""
-    other = Road().open()
+def test_splicing_two_pairs(path):
+    """Packets of carl and dora, sent to bert as anna's, and anna's sent to dora."""
+    other = PacketPath().open()
     for packet in (*other.anna.seal(b"for dora"), other.anna.channel.make_call()):
-        assert road.bert.take(packet) == []
-    assert road.bert.got == [] and road.standing()
+        assert path.bert.take(packet) == []
+    assert path.bert.got == [] and path.standing()
 
 
-def test_an_old_call_does_not_end_a_session_that_stands(road):
-    old_calls = [(road.bert, road.anna.channel.make_call())]
-    road.carry(*old_calls[0])
-    old_calls.append((road.anna, road.bert.channel.make_call()))
-    road.carry(*old_calls[1])
-    assert road.standing()
-    sessions = road.anna.channel.session, road.bert.channel.session
+def test_an_old_call_does_not_end_a_session_that_stands(path):
+    old_calls = [(path.bert, path.anna.channel.make_call())]
+    path.carry(*old_calls[0])
+    old_calls.append((path.anna, path.bert.channel.make_call()))
+    path.carry(*old_calls[1])
+    assert path.standing()
+    sessions = path.anna.channel.session, path.bert.channel.session
     for to, call in old_calls * 3:
-        road.carry(to, call)
-    assert (road.anna.channel.session, road.bert.channel.session) == sessions
+        path.carry(to, call)
+    assert (path.anna.channel.session, path.bert.channel.session) == sessions
 
 
 def test_an_answer_that_was_held_back_does_not_end_a_session_that_stands():
-    """bert answered one call twice, with a restart in between; the relay brings the older answer last."""
-    road = Road()
-    call = road.anna.channel.make_call()
-    (held,) = road.bert.take(call)
-    road.bert.channel.reset()
-    road.carry(road.bert, call)
-    assert road.standing()
-    session = road.anna.channel.session
-    road.carry(road.anna, held)
-    assert road.anna.channel.session is session
+    """bert answers one call twice, with a restart in between; the relay delivers the older answer last."""
+    path = PacketPath()
+    call = path.anna.channel.make_call()
+    (held,) = path.bert.take(call)
+    path.bert.channel.reset()
+    path.carry(path.bert, call)
+    assert path.standing()
+    session = path.anna.channel.session
+    path.carry(path.anna, held)
+    assert path.anna.channel.session is session
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_copies_of_everything_at_any_time_change_nothing(seed):
-    """The relay carries what is sent, in order, and puts in copies of whatever it has ever seen."""
+    """The relay forwards everything in order, and adds copies of what it has seen."""
     rng = random.Random(seed)
     print("seed", seed)
-    road = Road()
+    path = PacketPath()
     wires: dict[str, list[Packet]] = {"anna": [], "bert": [], "copies": []}
-    ends = {"anna": road.anna, "bert": road.bert}
+    ends = {"anna": path.anna, "bert": path.bert}
     recorded: list[tuple[str, Packet]] = []
     sent: dict[str, list[list[bytes]]] = {"anna": [], "bert": []}
     genuine = {"anna": 0, "bert": 0}  # sessions that somebody asked for
@@ -313,8 +313,8 @@ def test_copies_of_everything_at_any_time_change_nothing(seed):
         caller = rng.choice(["anna", "bert"])
         put(other(caller), [ends[caller].channel.make_call()])
         deliver_all(0)
-        assert road.standing()
-        sessions = road.anna.channel.session, road.bert.channel.session
+        assert path.standing()
+        sessions = path.anna.channel.session, path.bert.channel.session
         for name in genuine:
             genuine[name] += 1
         for n in range(20):
@@ -323,21 +323,21 @@ def test_copies_of_everything_at_any_time_change_nothing(seed):
             sent[name].append(frames)
             put(other(name), ends[name].seal(*frames, bulk=True))
             deliver_all(2)
-        assert (road.anna.channel.session, road.bert.channel.session) == sessions
+        assert (path.anna.channel.session, path.bert.channel.session) == sessions
     assert {name: len(end.greetings) for name, end in ends.items()} == genuine
-    assert road.bert.got == sent["anna"] and road.anna.got == sent["bert"]
+    assert path.bert.got == sent["anna"] and path.anna.got == sent["bert"]
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_a_relay_does_only_a_beginning_of_what_was_sent_comes_out(seed):
-    """Drops, copies, any order, altered bits, packets to the wrong end: all at once."""
+    """Loss, copies, reordering, altered bits and packets to the wrong end, all together."""
     rng = random.Random(seed)
     print("seed", seed)
-    road = Road()
+    path = PacketPath()
     pool: list[Packet] = []
-    said: dict[End, set[bytes]] = {road.anna: set(), road.bert: set()}
+    said: dict[End, set[bytes]] = {path.anna: set(), path.bert: set()}
     for n in range(400):
-        end = rng.choice([road.anna, road.bert])
+        end = rng.choice([path.anna, path.bert])
         choice = rng.random()
         session = end.channel.session
         if choice < 0.05:
@@ -353,10 +353,10 @@ def test_whatever_a_relay_does_only_a_beginning_of_what_was_sent_comes_out(seed)
                 altered[rng.randrange(len(packet))] ^= 1 << rng.randrange(8)
                 packet = bytes(altered)
             pool += end.take(packet)
-    for end in (road.anna, road.bert):
+    for end in (path.anna, path.bert):
         heard = [frames[0] for frames in end.got]
         assert len(set(heard)) == len(heard), "something came twice"
-        assert set(heard) <= said[road.other(end)], "something was made up"
+        assert set(heard) <= said[path.other(end)], "something was made up"
 
 
 # -- a peer that breaks the rules inside its own seal ------------------------------------------------
@@ -376,18 +376,18 @@ def test_whatever_a_relay_does_only_a_beginning_of_what_was_sent_comes_out(seed)
     ],
     ids=lambda plain: plain.hex() or "nothing",
 )
-def test_nonsense_inside_is_the_peers_fault(road, plain):
-    packet = road.anna.channel.session._encrypt_packet(plain, bulk=True)
+def test_nonsense_inside_is_the_peers_fault(path, plain):
+    packet = path.anna.channel.session._encrypt_packet(plain, bulk=True)
     with pytest.raises(RemoteProtocolError) as raised:
-        road.bert.channel.decrypt(packet)
+        path.bert.channel.decrypt(packet)
     assert not isinstance(raised.value, PacketRejected)
 
 
-def test_pieces_without_end_are_refused(road):
+def test_pieces_without_end_are_refused(path):
     piece = b"\1" + bytes(8 * 2**20)
     with pytest.raises(RemoteProtocolError, match="exceeds"):
         for _ in range(10):
-            road.bert.channel.decrypt(road.anna.channel.session._encrypt_packet(piece, bulk=True))
+            path.bert.channel.decrypt(path.anna.channel.session._encrypt_packet(piece, bulk=True))
 
 
 def test_a_key_that_is_nobodys_is_refused():
@@ -399,14 +399,14 @@ def test_a_key_that_is_nobodys_is_refused():
 # -- the defences can be switched off ----------------------------------------------------------------
 
 
-def tamper(road: Road) -> None:
-    (packet,) = road.anna.seal(b"header", b"pay 5")
-    road.bert.take(packet[:-1] + bytes([packet[-1] ^ 3]))
+def tamper(path: PacketPath) -> None:
+    (packet,) = path.anna.seal(b"header", b"pay 5")
+    path.bert.take(packet[:-1] + bytes([packet[-1] ^ 3]))
 
 
-def repeat(road: Road) -> None:
-    for packet in road.anna.seal(b"pay 5") * 2:
-        road.bert.take(packet)
+def repeat(path: PacketPath) -> None:
+    for packet in path.anna.seal(b"pay 5") * 2:
+        path.bert.take(packet)
 
 
 @pytest.mark.parametrize(
@@ -417,12 +417,15 @@ def repeat(road: Road) -> None:
     ],
 )
 def test_the_attack_succeeds_only_without_the_defence(
-    name: str, attack: Callable[[Road], None], defended: list[list[bytes]], undefended: list[list[bytes]]
+    name: str,
+    attack: Callable[[PacketPath], None],
+    defended: list[list[bytes]],
+    undefended: list[list[bytes]],
 ) -> None:
-    road = Road().open()
-    attack(road)
-    assert road.bert.got == defended
+    path = PacketPath().open()
+    attack(path)
+    assert path.bert.got == defended
     with disable_defences(name):
-        road = Road().open()
-        attack(road)
-    assert road.bert.got == undefended
+        path = PacketPath().open()
+        attack(path)
+    assert path.bert.got == undefended

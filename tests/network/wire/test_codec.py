@@ -1,4 +1,4 @@
-"""Every message there and back, drawn from the schema; then the same bytes, damaged."""
+"""Random messages of every type are encoded and decoded; then the same bytes, damaged."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_whole_number_is_a_float_too() -> None:
 
 
 def test_our_own_reasons_are_made_to_fit() -> None:
-    """A long reason, or one with a traceback's odd characters, is no reason to crash."""
+    """A long reason, or one with control characters from a traceback, must not raise."""
     sent = m.Leave("line 1\nline 2\t\x1b[31m" + "é" * 1000)
     received = decode(encode(sent))
     assert isinstance(received, m.Leave)

@@ -1,4 +1,4 @@
-"""The limits of promise 7, one by one: what came, and the words with which it is refused."""
+"""Each bound of what peers may send: the frames, and the error with which they are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def joins(name: str, address: str) -> list[bytes | memoryview]:
 
 
 def refused(words: str, frames: list[bytes | memoryview], name: str) -> Any:
-    """A row: the words of the refusal, what came, and what it is."""
+    """A parameter set: text of the error, frames, and their name."""
     return pytest.param(frames, words, id=name)
 
 

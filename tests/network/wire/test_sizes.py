@@ -1,4 +1,4 @@
-"""Sizes worked out without encoding, and what is remembered from message to message: as the codec says."""
+"""Sizes that are computed without encoding, and repeated records that are remembered, equal the codec's."""
 
 from __future__ import annotations
 

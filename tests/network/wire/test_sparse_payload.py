@@ -1,4 +1,4 @@
-"""The sparse payload: exact bytes, exact conservation, one form only, and nothing else accepted."""
+"""The sparse payload: exact bytes, no loss of mass, a canonical form, and nothing else accepted."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_fp16_rounds_to_nearest_of_eleven_bits(vector: tuple[int, np.ndarray, np
 
 @given(st.lists(st.floats(-65000, 65000, width=32), max_size=40), st.integers(-30, 0))
 def test_fp16_by_shifts_is_numpys(drawn: list[float], exponent: int) -> None:
-    """Also of values that are all normal in fp16, of which some are a tie, and of the smallest ones."""
+    """For values that are normal in fp16, some of them ties, and for the smallest ones."""
     exact = np.array([1 + 2.0**-11, 1 + 3 * 2.0**-11, 2 - 2.0**-12, 2.0**-14], np.float32)
     with np.errstate(under="ignore"):
         scaled = np.ldexp(np.array(drawn, np.float32), exponent).astype(np.float32)

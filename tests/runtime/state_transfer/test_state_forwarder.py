@@ -47,8 +47,7 @@ class Chain:
         self.outlets = [StateForwarder(intake) for intake in self.intakes]
         self.lines = [Line() for _ in range(newcomers + 1)]
         self.ticks = 0
-        for number, intake in enumerate(self.intakes):
-            intake.keeps_blocks = True
+        for number in range(newcomers):
             self.donor.request(PEERS[number], 1, 5, digest_only=chained and number > 0)
             if chained and number:
                 self.outlets[number - 1].request(PEERS[number], 1, 5, 0)
@@ -65,7 +64,7 @@ class Chain:
             if isinstance(message, m.StateDigest):
                 intake.set_expected_digest(message.generation, message.digest)
             else:
-                intake.receive(message, vouched=of_donor)
+                intake.receive(message, vouched=of_donor, keep_blocks=True)
 
     def run(self) -> int:
         while not all(intake.is_complete_for(5) for intake in self.intakes):
@@ -110,7 +109,7 @@ def test_without_the_donors_word_nothing_that_was_passed_on_counts() -> None:
         outlet.send_pending(line)  # type: ignore[arg-type]
         came.append(line.queued.pop(0)[1])
         if isinstance(came[-1], m.StateBlock):
-            intake.receive(came[-1], vouched=False)
+            intake.receive(came[-1], vouched=False, keep_blocks=True)
     digest = came[0]
     assert not intake.is_complete_for(5) and not intake.is_digest_mismatch(5) and intake.is_unverified(5)
     intake.set_expected_digest(4, digest.digest)

@@ -45,7 +45,7 @@ class Connection:
         key: the key that the other side has proven (without encryption: claimed).
         socket: what to write to, with the routing id of an accepted connection.
         user_id: of an accepted encrypted connection: the key as its frames carry it; else empty.
-        tcp: None: not known.
+        accepted_tcp: of an accepted connection; None: not known.
         state: of an accepted connection, assigned by `Listener` alone: "silent" after `hang_up`; "replaced"
             when the peer greeted over a newer connection; "shut" when it was closed, so that whatever is
             still read from it is dropped.
@@ -60,12 +60,16 @@ class Connection:
     outgoing: OutgoingConnection | None = None
     routing_id: bytes = b""
     user_id: str = ""
-    tcp: TcpConnection | None = None
+    accepted_tcp: TcpConnection | None = None
     host: str = ""
     is_pending: bool = False
     state: Literal["up", "silent", "replaced", "shut"] = "up"
     read_bytes: int = 0
     flood_detector: FloodDetector = field(default_factory=FloodDetector)
+
+    @property
+    def tcp(self) -> TcpConnection | None:
+        return self.accepted_tcp if self.outgoing is None else self.outgoing.tcp
 
     def is_hoarding(self) -> bool:
         """Whether the peer has sent far more than was read."""
@@ -116,6 +120,8 @@ class OutgoingConnection:
                 self.tcp = TcpConnection.identify(number)
                 if self.tcp is not None:
                     self.tcp.enlarge_buffers()
+                    if self.connection is not None:  # the answer to our Hello was read before this event
+                        self.tcp.choose_congestion_control()
             if event in sockets.LOST_EVENTS:
                 return event
         return None
@@ -124,7 +130,9 @@ class OutgoingConnection:
         """The peer has answered our Hello."""
         assert self.socket is not None
         self.due_s, self.attempt = math.inf, 0
-        self.connection = Connection(self.peer, self.peer, software, self.socket, outgoing=self, tcp=self.tcp)
+        if self.tcp is not None:
+            self.tcp.choose_congestion_control()
+        self.connection = Connection(self.peer, self.peer, software, self.socket, outgoing=self)
         return self.connection
 
     def close(self) -> None:

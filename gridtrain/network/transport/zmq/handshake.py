@@ -128,7 +128,7 @@ def make_connection(
         router,
         routing_id=incoming.routing_id,
         user_id=incoming.user_id,
-        tcp=tcp,
+        accepted_tcp=tcp,
         host=incoming.host,
         is_pending=is_pending,
     )

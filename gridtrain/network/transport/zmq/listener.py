@@ -114,7 +114,7 @@ class Listener:
             self.router,
             routing_id=incoming.routing_id,
             user_id=incoming.user_id,
-            tcp=self._accepted[fd],
+            accepted_tcp=self._accepted[fd],
             state="shut",
         )
         # Both entries stay until the monitor says that it is closed.

@@ -449,10 +449,7 @@ class ZeroMQTransport:
         elif not access_control.is_still_admitted(self._access_policy, dial.peer, is_pending=False):
             self._redial(dial, "its key is not admitted")
         else:
-            connection = dial.establish(hello.software)
-            if connection.tcp is not None:
-                connection.tcp.choose_congestion_control()
-            self._connection_up(connection)
+            self._connection_up(dial.establish(hello.software))
 
     def _handle_hello(self, incoming: sockets.IncomingMessage) -> None:
         """The first message over an accepted connection."""

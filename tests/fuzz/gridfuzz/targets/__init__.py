@@ -1,1 +1,1 @@
-"""What is fuzzed: one `Target` each, looked up by name in `registry`."""
+"""The targets: one `Target` each, looked up by name in `registry`."""

@@ -1,7 +1,7 @@
-"""What a target is.
+"""Interface of a target.
 
-`run(data)` feeds one input.  It returns True if the product accepted it, False if it refused it in the
-one way that is allowed, and raises for everything else: that is a finding.
+`run(data)` runs one input.  It returns True if the product accepted it, False if it refused it in the one
+way that is allowed; any exception is a finding.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from random import Random
 
 
 class Broken(AssertionError):
-    """Something that must always hold does not."""
+    """An invariant is violated."""
 
 
 def must(holds: bool, says: str) -> None:
@@ -22,13 +22,13 @@ def must(holds: bool, says: str) -> None:
 
 @dataclass(frozen=True)
 class Target:
-    """See the module's text.
+    """What is fuzzed, and its bounds.
 
     Attributes:
-        valid: an input such as an honest peer causes, or a schedule that gets somewhere.
-        change: damages an input in a way that keeps its structure; None: only bytes are damaged.
-        watched: modules whose lines count as its reach.
-        cpu_s, memory_bytes: the most that one input may take.
+        valid: makes an input as an honest peer would cause it, or a schedule that advances.
+        change: damages an input but keeps its structure; None: only bytes are damaged.
+        watched: modules whose lines count as reached.
+        cpu_s, memory_bytes: bounds for one input.
     """
 
     name: str

@@ -1,9 +1,9 @@
-"""The coordinator's core, among five workers: what members, newcomers and the operator's decisions do to it.
+"""The coordinator's core with five workers, under messages of members, joining workers and the operator.
 
-The rig plays the daemon and honest workers as far as the schedule asks for it; in between anybody says
-anything.  Its journal is read back after every generation.
+The rig plays the daemon and honest workers as the schedule says; in between any peer sends anything.  The
+journal is read back after every generation.
 
-    input:  u8 least workers, u8 how many come at first, then a schedule: one byte of what, and what it takes
+    input:  u8 min_workers, u8 workers at the start, then a schedule: a byte for an action, and its arguments
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Office:
     # -- what honest workers do ----------------------------------------------------------------------
 
     def come(self, peer: m.PeerId) -> None:
-        """Once with a seat, it is the same process with it; before, each time another one."""
+        """A worker joins: the same process if it has a placement, else another one each time."""
         self.event(io.PeerConnected(peer, "10.0.0.1"))
         seat = self.views[peer].generation if peer in self.views else 0
         address = f"tcp://10.0.0.1:{peer[0]}"
@@ -98,12 +98,12 @@ class Office:
         self.say(peer, m.LinkLatencies(tuple((other, 0.01) for other in KEYS if other != peer)))
 
     def ready(self) -> None:
-        """All members of the latest generation are ready, as far as they know of it."""
+        """All members of the latest generation that have received it send Ready."""
         for peer, view in list(self.views.items()):
             self.say(peer, m.Ready(view.term, view.generation, view.history))
 
     def report(self, peer: m.PeerId, ahead: int, prepared: bool) -> None:
-        """As a worker that has committed `ahead` steps in its generation, and may be prepared for another."""
+        """Report of a worker that has committed `ahead` steps, and may be prepared for another."""
         view = self.views.get(peer)
         if view is None:
             return
@@ -193,7 +193,7 @@ class Office:
         }
 
     def tick(self) -> None:
-        """The daemon calls `tick` when its time has come; it must not want to be called for ever."""
+        """Call `tick` when it is due, as the daemon does; that must come to an end."""
         for _ in range(20):
             if self.core.deadline_s > self.now_s:
                 return

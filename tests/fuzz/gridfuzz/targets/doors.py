@@ -1,8 +1,8 @@
-"""The coordinator's door: enrolments, orders, strikes and joins by anybody, in any order.
+"""The coordinator's access control: enrolments, orders, violations and joins by any peer, in any order.
 
-Beside it runs a model of a few lines that knows who may be in; and the journal is read back all the time.
+A model of a few lines says who may be admitted; and the journal is read back each time.
 
-    input:  a schedule: one byte of what, and what it takes
+    input:  a schedule: one byte for an action, and its arguments
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One collective of one round, as one rank sees it: what is due in any order, and what is not due.
+"""One collective of one round at one rank: expected messages in any order, and unexpected ones.
 
-input:  u8 kind, u8 ranks, u8 rank, u8 slices, then for each arrival one byte of what, and what it takes
+input:  u8 kind, u8 ranks, u8 rank, u8 slices, then for each arrival one byte for its kind, and its arguments
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SCHEDULES = {2: butterfly.schedule, 3: tree.schedule}
 
 
 def expected(kind: int, rank: int, world_size: int, slices: int) -> Due:
-    """(sender, place) of all that this rank is to be sent, from the exchanges' definitions."""
+    """(sender, slot) of all messages that this rank receives, from the exchanges' definitions."""
     ranks = range(world_size)
     match kind:
         case 0:
@@ -143,7 +143,7 @@ def _wrong(source: Source, world_size: int, due: Due) -> PayloadReceived:
 
 
 def _check(effects: Sequence[CollectiveEffect], rank: int, world_size: int, completes: bool) -> int:
-    """What was sent; it goes to other ranks of the group, and `Complete` comes once, last."""
+    """Check what was sent: it goes to other ranks of the group, and `Complete` comes once, last."""
     sends = [effect for effect in effects if isinstance(effect, SendTo)]
     must(all(0 <= s.to_rank < world_size and s.to_rank != rank for s in sends), "sent to no other rank")
     done = [isinstance(effect, CollectiveComplete) for effect in effects]

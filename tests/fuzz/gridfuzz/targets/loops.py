@@ -1,4 +1,4 @@
-"""What lies around a worker's core: below its loop a network that checks what leaves, and a clock.
+"""The surroundings of a worker's core: a network below its loop that checks what is sent, and a clock.
 
 schedule --Received, PeerUp ..--> Driver --> Watched core --> Driver --> Wire
                                                 |
@@ -26,7 +26,7 @@ from gridtrain.runtime import io_loop as loop
 
 @dataclass(frozen=True)
 class Before:
-    """How the core stood before an event."""
+    """State of the core before an event."""
 
     term: int
     generation: int
@@ -60,7 +60,7 @@ class Watched(MemberCore):
 
 
 class Wire:
-    """Below the loop: nothing leaves that has no connection or is no message."""
+    """Below the loop: checks that only messages are sent, and only to connected peers."""
 
     def __init__(self, me: m.PeerId, up: set[m.PeerId]) -> None:
         self.me, self.up, self.traffic = me, up, TrafficCounters()
@@ -91,7 +91,7 @@ class Wire:
 
 @contextmanager
 def loop_by(clock: Callable[[], float]) -> Iterator[None]:
-    """The loop goes by this clock, and logs nothing."""
+    """The loop uses this clock, and logs nothing."""
     real, level = loop.time, loop.log.level
     loop.time = SimpleNamespace(monotonic=clock)  # type: ignore[assignment]
     loop.log.setLevel(logging.CRITICAL + 1)

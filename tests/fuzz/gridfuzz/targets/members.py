@@ -1,10 +1,10 @@
-"""A worker's core in its real loop, in a generation of three: what peers, strangers and the coordinator
-may send it.
+"""A worker's core in its real loop, in a generation of three, under messages of peers, strangers and the
+coordinator.
 
-What is not real is the network below the loop and the trainer above it, and both are honest: whatever goes
-wrong is the product's fault.  The schedule decides what comes from outside, and when.
+The network below the loop and the trainer above it are simulated and honest: any failure is a fault of the
+product.  The schedule decides what arrives, and when.
 
-    input:  u8 rank, u8 exchange, then a schedule: one byte of what, and what it takes
+    input:  u8 rank, u8 exchange, then a schedule: one byte for an action, and its arguments
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Rig:
         state: m.LedgerState,
         joining: tuple[m.PeerId, ...] = (),
     ) -> None:
-        """As an honest coordinator makes it; members that lack the state are given it."""
+        """A next generation as an honest coordinator makes it; members without the state receive it."""
         self.generation = max(self.generation, self.core.generation) + 1
         term, generation = self.core.term, self.generation
         roster = tuple(m.Member(p, "n", f"tcp://127.0.0.1:{p[0]}", 4, p in joining) for p in order)
@@ -195,7 +195,7 @@ class Rig:
         self.loop._publish()
 
     def hear(self, peer: m.PeerId, message: m.Message) -> None:
-        """The transport passes on nothing of who is no acquaintance, or is not connected."""
+        """The transport delivers nothing from peers that are not admitted or not connected."""
         if peer not in self.up or self.gate(peer) is not ConnectionRole.MEMBER:
             return
         match message:
@@ -236,7 +236,7 @@ class Rig:
         }
 
     def _due_data(self) -> None:
-        """What the exchange waits for, with a good payload or nearly one."""
+        """Data that the exchange waits for, with a valid payload or nearly one."""
         if self.open is None or not self.due or self.core.rank_assignment is None:
             return
         rank, place = self.source.choice(self.due[:1] if self.kind == 0 else self.due)

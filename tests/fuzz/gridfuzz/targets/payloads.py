@@ -27,7 +27,7 @@ def _format(source: Source) -> tuple[int, int, ValueKind]:
 
 
 def _checked(payload: bytes, n: int, most: int, kind: ValueKind) -> SparseVector:
-    """Raises `RemoteProtocolError`; whatever comes out is as promised."""
+    """Decode, and check the result.  Raises `RemoteProtocolError`."""
     sparse = decode(payload, n=n, max_entries=most, kind=kind)
     indices, values = sparse.indices, sparse.values
     must(indices.dtype == np.int64 and values.dtype == np.float32, "another dtype came out")
@@ -110,7 +110,7 @@ def valid_merge(random: Random) -> bytes:
 
 
 def change(data: bytes, random: Random) -> bytes:
-    """One field of the first payload's header, or of the format, becomes another."""
+    """Change one field of the first payload's header, or of the format."""
     out = bytearray(data)
     at = 3 if random.random() < 0.8 else random.randrange(3)
     if len(out) < at + 8:
@@ -132,7 +132,7 @@ def change(data: bytes, random: Random) -> bytes:
 
 
 def change_merge(data: bytes, random: Random) -> bytes:
-    """As `change`, of either of the two payloads."""
+    """As `change`, in either of the two payloads."""
     size = 5 + int.from_bytes(data[3:5], "little")
     first, second = data[5:size], data[size:]
     if random.random() < 0.5:

@@ -1,6 +1,6 @@
-"""Votes, decisions and data into `protocol.attempts`, at the root and elsewhere; the local side is honest.
+"""Votes, decisions and data into `core.commit.attempts`, at the root and elsewhere; the local side is honest.
 
-input:  u8 ranks, u8 rank, then a schedule: one byte of what, and what it takes
+input:  u8 ranks, u8 rank, then a schedule: one byte for an action, and its arguments
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Play:
         return m.RoundId(here.term, here.generation + source.one_in(8), step, attempt)
 
     def any_rank(self) -> int:
-        """Mostly another one; a peer that is alone has no other."""
+        """Mostly another rank than our own, if there is one."""
         return (self.seat.rank + 1 + self.source.below(self.seat.world_size)) % self.seat.world_size
 
     def progressed(self, rank: int, message: m.RoundProgress) -> None:
@@ -124,7 +124,7 @@ class Play:
             self.offend(peer)
 
     def offend(self, peer: m.PeerId) -> None:
-        """As the member's core treats an offence: the peer is not listened to any more."""
+        """As the member's core treats a violation: the peer is ignored from then on."""
         if self.source.one_in(2):
             self.offended.add(peer)
             self.core.drop_early(peer)

@@ -1,9 +1,9 @@
-"""Two peers and the relay between them, which reorders, repeats, alters and makes up packets.
+"""Two peers and the relay between them, which reorders, repeats, alters and forges packets.
 
-    input:  a schedule: one byte of what, and what it takes
+    input:  a schedule: one byte for an action, and its arguments
 
-What opens must be what the other side sealed, each message once and in its order.  Keys come from a seeded
-generator here, so that an input does the same each time.
+What is decrypted must be what the other side encrypted, each message once and in order.  Keys come from a
+seeded generator, so that an input is reproducible.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def run(data: bytes) -> bool:
 
 
 def valid(random: Random) -> bytes:
-    """One calls, they agree, and talk; with what the relay does in between."""
+    """One side calls, they establish a session and exchange messages, with the relay's actions in between."""
     talk = bytearray((random.randrange(256), *CALL, *ANSWER, *CONFIRM, *STAND))
     for _ in range(random.randrange(12)):
         side = random.randrange(2)

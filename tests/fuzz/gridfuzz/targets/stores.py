@@ -1,8 +1,8 @@
-"""What is read back, or taken over as a whole: the journal, blocks of a donor's state, the state itself.
+"""Data that is read as a whole: the journal, blocks of a state from a source, the state itself.
 
 journal      input is JSON, a list of [kind, body]
-stateblocks  a schedule: blocks of an honest state, in any order, and others
-state        input is what the blocks make: u64, JSON, safetensors
+stateblocks  a schedule: blocks of an honest state, in any order, and other ones
+state        input is the assembled state: u64, JSON, safetensors
 """
 
 from __future__ import annotations
@@ -118,10 +118,10 @@ def valid_stateblocks(random: Random) -> bytes:
 
 
 def run_state(data: bytes) -> bool:
-    """A refusal that comes in time leaves the worker as it was; a state that was taken can be given on.
+    """A refused state leaves the worker unchanged; an accepted one can be sent on.
 
-    Not asked for: that the optimizer can step with it.  What a torch optimizer needs in its state is known
-    to nobody but itself, so a donor that lies there costs the joiner its start, and nobody else anything.
+    It is not checked that the optimizer can step with it, because only a torch optimizer knows what it needs:
+    a dishonest source can prevent the start of the joining worker, and of no other.
     """
     import torch
 
@@ -175,7 +175,7 @@ def valid_state(random: Random) -> bytes:
 
 
 def change_state(data: bytes, random: Random) -> bytes:
-    """A value in one of the two JSON documents becomes another, and the lengths are put right."""
+    """Change a value in one of the two JSON documents, and correct the lengths."""
     try:
         (size,) = struct.unpack_from("<Q", data)
         text, tail = data[8 : 8 + size], data[8 + size :]

@@ -62,7 +62,7 @@ def valid_status(random: Random) -> bytes:
 
 
 def change_json(data: bytes, random: Random) -> bytes:
-    """One value somewhere becomes another one."""
+    """Change one value somewhere."""
     odd = (
         None,
         True,
@@ -139,7 +139,7 @@ def run_addresses(data: bytes) -> bool:
 
 
 def _check_ways(source: Source) -> None:
-    """Whatever workers claim, and whatever was tried in vain: both sides of a pair are told what fits."""
+    """For any claims and failed attempts of workers, both sides of a pair are given matching addresses."""
     coordinator, peers = b"C" * 32, [bytes([letter]) * 32 for letter in b"abcd"]
     known, addresses = (
         route_table.RouteTable(coordinator),
@@ -206,7 +206,7 @@ def valid_invitation(random: Random) -> bytes:
 
 
 def change_invitation(data: bytes, random: Random) -> bytes:
-    """What lies under the checksum is damaged, and the checksum put right."""
+    """Damage what the checksum covers, and correct the checksum."""
     import base64
 
     text = data.decode(errors="replace").strip()

@@ -1,4 +1,4 @@
-"""Which congestion control a connection gets, and when it gets the kernel's own back."""
+"""Which congestion control a connection gets, and when it gets bbr back."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_a_short_line_is_not_left_to_bbr(control, round_trip_s, asked):
 
 
 def looks(text: str) -> list[bool]:
-    """One answer for each letter: "." nothing was lost, "x" a frame was, "X" with a large window, "-" hardly
-    anything was sent."""
+    """One result for each letter: "." nothing was lost, "x" a packet was, "X" the same with a large window,
+    "-" hardly anything was sent."""
     losses, answers, segments, lost = LossMonitor(), [], 0, 0
     for letter in text:
         segments += 1 if letter == "-" else 1000

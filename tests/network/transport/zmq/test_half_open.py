@@ -1,4 +1,4 @@
-"""Who waits in the doorway for how long, with how many others; and that silent crowds delay nobody."""
+"""How long and how many half-open connections may wait; and that silent crowds delay no honest peer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def crowd(made: HalfOpenConnections, host: str, fds: range, now_s: float = 0.0) 
     ("host", "name"),
     [
         ("198.51.100.7", "198.51.100.0/24"),
-        ("::ffff:198.51.100.7", "198.51.100.0/24"),  # the same party, by another door
+        ("::ffff:198.51.100.7", "198.51.100.0/24"),  # the same party, by another policy
         ("2001:db8:1:2:3::4", "2001:db8:1::/48"),
         ("fe80::1%eth0", "fe80::/48"),
         ("", ""),
@@ -75,7 +75,7 @@ def test_who_greets_or_goes_does_not_wait_any_more():
 
 
 def test_while_nothing_is_read_nobody_is_too_late():
-    """Under a download cap a greeting may lie unread for long: only what was heard until then counts."""
+    """Under a download cap a Hello may be unread for long: only what was read counts."""
     made = HalfOpenConnections()
     made.add(1, HOME, 10.0)
     assert overstayers(made, heard_s=9.0) == []  # it is much later, but nothing was read since 9.0
@@ -90,7 +90,7 @@ def test_a_household_may_come_all_at_once_and_no_more():
     assert overstayers(made, 0.0) == [0]  # the oldest of that range
 
 
-def test_when_the_doorway_is_full_the_largest_crowd_loses_its_oldest():
+def test_when_too_many_are_half_open_the_largest_crowd_loses_its_oldest():
     made = HalfOpenConnections()
     groups = MAX_HALF_OPEN // 50
     for group in range(groups):
@@ -192,13 +192,13 @@ SILENT = 400
 
 @pytest.fixture
 def patient(monkeypatch):
-    """A silent connection is not cut for its age: who waited behind all of them would wait for minutes."""
+    """Silent connections are not closed for their age: a peer behind all of them would wait for minutes."""
     monkeypatch.setattr(half_open, "HALF_OPEN_S", 600.0)
 
 
 @pytest.fixture
 def besieged(zeromq_net):
-    """`besieged(count)`: an endpoint at whose door so many connections stand and say nothing."""
+    """`besieged(count)`: an endpoint with this many connections that send nothing."""
     opened = []
 
     def make(count):
@@ -223,7 +223,7 @@ def besieged(zeromq_net):
 
 
 def closed(silent: socket.socket) -> bool:
-    """Reads past libzmq's own greeting, which comes first."""
+    """Reads past libzmq's own greeting, which is sent first."""
     try:
         while silent.recv(4096):
             pass
@@ -299,7 +299,7 @@ def test_silent_connections_are_cut_and_a_greeted_one_stays(zeromq_net, besieged
 
 
 def test_without_the_limits_a_silent_crowd_stays(zeromq_net, besieged, monkeypatch):
-    """What the limits are for: each of these holds a descriptor for as long as libzmq lets it."""
+    """Why there are limits: each connection holds a descriptor for as long as libzmq permits."""
     monkeypatch.setattr(half_open, "HALF_OPEN_S", 0.1)
     with disable_defences("half-open"):
         bert, _ = besieged(SILENT)

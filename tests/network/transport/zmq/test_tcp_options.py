@@ -1,4 +1,4 @@
-"""What a connection's kernel buffers may hold, on this system and on others."""
+"""The kernel buffers of a connection, on this system and on others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_fixed_buffer_is_asked_for_where_it_is_larger_than_a_growing_one(wmem_
 
 
 def waiting_bytes(fd: int) -> int:
-    """The option of the connection with that descriptor; 0: it is none."""
+    """TCP_NOTSENT_LOWAT of the connection with this descriptor; 0: it is not a connection."""
     try:
         with socket.socket(fileno=os.dup(fd)) as connection:
             connection.getpeername()
