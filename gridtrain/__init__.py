@@ -5,7 +5,14 @@
     for batch in grid.batches(dataset, batch_size=32, epochs=3):
         loss = ...; loss.backward(); optimizer.step(); optimizer.zero_grad()
 
-This module is a lazy facade: importing it, or `gridtrain.network.wire`, never loads torch.
+The packages, from the script down to the bytes:
+
+    sdk          `Grid`, and a whole group in one process       training   optimizers, data, checkpoints
+    pipeline     models in stages                               sparsify   top-k selection, error feedback
+    runtime      the I/O thread and what it drives              core       decisions, without I/O
+    network      messages as bytes, transports                  cli, tools the command line
+
+This module is lazy: importing it, or `gridtrain.network.wire`, never loads torch.
 """
 
 from __future__ import annotations

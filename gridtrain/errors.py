@@ -27,11 +27,11 @@ class GridtrainError(Exception):
 
 
 class RemoteProtocolError(GridtrainError):
-    """A peer broke the protocol.  The peer is dropped; we go on."""
+    """A peer violated the protocol.  It is disconnected; this process goes on."""
 
 
 class LocalProtocolError(GridtrainError):
-    """We broke our own protocol: a bug in gridtrain.  Crashes loudly."""
+    """This process violated the protocol: a bug in gridtrain.  It is never caught."""
 
 
 class ConfigError(GridtrainError):
@@ -41,7 +41,7 @@ class ConfigError(GridtrainError):
 
 
 class LineBroken(GridtrainError):
-    """A pipeline cannot go on: a stage failed, left, or sent what cannot be used; `peer`: which, if known."""
+    """A pipeline's attempt cannot go on: stage `peer`, if known, has failed, left, or sent invalid data."""
 
     def __init__(self, reason: str, peer: int | None = None, *, remedy: str = "") -> None:
         self.peer = peer
@@ -59,7 +59,10 @@ class CoordinatorUnreachable(GridtrainError):
 
 
 class JoinRefused(GridtrainError):
-    """The coordinator refused this worker; `code` is stable, the text is for people."""
+    """The coordinator refused this worker; `code` is stable, the text is for people.
+
+    A script that does not catch it ends with `exit_code`, as `gridtrain worker` does.
+    """
 
     exit_code = 4
 
@@ -69,7 +72,7 @@ class JoinRefused(GridtrainError):
 
 
 class NotAccepted(GridtrainError):
-    """The person at this machine has not agreed to run the bundle that the run's owner serves."""
+    """The volunteer has not consented to run the bundle that the run's owner serves."""
 
     exit_code = 5
 
@@ -79,7 +82,7 @@ class RunPaused(GridtrainError):
 
 
 class BudgetSpent(GridtrainError):
-    """What the volunteer lets this machine send and receive in a day is used up."""
+    """The bytes that this machine may send and receive in a day are used up."""
 
 
 class JournalError(GridtrainError):

@@ -1,9 +1,14 @@
-"""A model cut into stages that different workers hold (GPipe): activations go down, gradients come back.
+"""A model partitioned into stages on different workers (GPipe): activations go forward, gradients come back.
 
-    partition(model, 4, example=x)       where to cut, how long a step takes, and why
+    partition(model, 4, example=x)       where to partition, how long a step takes, and why
     Blueprint(make_model, seed=0)        the model without memory; `build` makes one stage of it
     Sequence(embed, lambda x: ..., head) a chain of modules and functions
     profile(model, x)                    what each block costs here
+
+In a run: `pipeline` takes the steps, `executor` executes a stage's schedule over a `stage_link`, `stage`
+computes, `held_stage` has the stage in memory, `stage_model_state` saves and exports it.  Before:
+`model_blocks` finds the blocks, `profiler` measures them, `model_partition` and `model_stages` divide them,
+`blueprint` builds them.
 
 Importing this loads no torch: names are looked up when they are used.
 """

@@ -76,9 +76,9 @@ class StageModelState(ModelState):
             self._facts,
             every=self._options.every,
             keep=self._options.keep,
-            told=self._session.tasks.report_checkpoints,
-            loaded=held.load_checkpoints,
-            packed=lambda info: held.pack_replaced(info, self._facts),
+            report=self._session.tasks.report_checkpoints,
+            load_state=held.load_checkpoints,
+            pack_state=lambda info: held.pack_replaced(info, self._facts),
         )
         self._store.claim()
         self._session.tasks.attach_stage_checkpoints(self._store)

@@ -1,15 +1,14 @@
-"""A whole group in one process: the real coordinator and real workers, in threads, over memory.
+"""A whole group in one process: a real coordinator and real workers in threads, over memory.
 
-Decides nothing new.  For tests, notebooks and first steps; threads share one interpreter and one set
-of random numbers, so nothing here is fast.  The one module of `runtime` that looks upwards (to the
-coordinator and to `Grid`), because it puts all of them together.
+For tests, notebooks and first steps.  Threads share one interpreter and one set of random numbers, so it is
+not fast.
 
     local(train, workers=4)      coordinator thread
                                  4 x thread: train(grid)  --> [result of each]
                                              raises       --> the others are ended; raised again here
 
-What the coordinator knows changes in its thread at any time, so it is looked at in that thread, between two
-of its turns: `LocalGroup.snapshot` asks, and waits for the answer.
+The coordinator's state changes in its thread at any time, so `LocalGroup.snapshot` asks that thread, which
+answers between two of its turns.
 """
 
 from __future__ import annotations
@@ -43,20 +42,20 @@ from gridtrain_coordinator.log import Log, silent
 Result = TypeVar("Result")
 
 SHUTDOWN_TIMEOUT_S = 10.0
-"""How long threads that were told to end are waited for; one inside the user's code may not notice."""
+"""How long to wait for threads that were told to end; one inside the user's code may not notice."""
 
 
 class LocalGroup:
-    """A coordinator in a thread, and as many workers as are asked for.  A context manager.
+    """A coordinator in a thread, and workers that call `join`.  A context manager.
 
-    At its end the coordinator stops, and so does every worker that has not left by itself: what waits in a
-    `Grid`, in whichever thread, raises `EndpointKilled`.
+    At its end the coordinator stops, and so does every worker that has not left: a call that waits in a
+    `Grid` raises `EndpointKilled`.
 
     Args:
-        min_workers: the run starts with so many.
-        hub: the network; give one with a `FaultPlan` to see what happens.
+        min_workers: number of workers with which the run starts.
+        hub: the network; give one with a `FaultPlan` to inject faults.
         faults: of the workers, at chosen steps: see `gridtrain.testing.Faults`.
-        log: gets one call for each event, in the coordinator's thread: level, event, fields.
+        log: called for each event, in the coordinator's thread: level, event, fields.
 
     Attributes:
         keys: of the workers by name, for `FaultPlan`, `hub.kill` and the like.
@@ -78,19 +77,19 @@ class LocalGroup:
         self._deadlines = deadlines or Deadlines()
         identity = Identity.generate()
         self.key = identity.public
-        # Whoever can call `join` is in this process already: the door is open, everything else is as usual.
-        door = Authorization(open_to_all=True, coordinator=identity.public)
-        memory = MemoryTransport(identity.public, self.hub, gate=connection_gate(door, time.time))
+        # Whatever calls `join` is in this process already, so every worker is admitted.
+        authorization = Authorization(open_to_all=True, coordinator=identity.public)
+        memory = MemoryTransport(identity.public, self.hub, gate=connection_gate(authorization, time.time))
         self._transport = build_stack(memory, identity, may_relay=lambda origin, to: True)
         self._transport.listen(self.ADDRESS)
         self._stop = threading.Event()
         self.keys: dict[str, PeerId] = {}
-        self._joining = threading.Lock()  # guards `keys`, and that nobody joins behind `__exit__`'s back
+        self._joining = threading.Lock()  # guards `keys`, and keeps workers from joining during `__exit__`
         store, self._window = JournalStore.open(":memory:"), _CoordinatorWindow()
         self.coordinator = Coordinator.for_run(
             self._transport,
             store,
-            door,
+            authorization,
             run="local",
             min_workers=min_workers,
             deadlines=self._deadlines,
@@ -115,7 +114,7 @@ class LocalGroup:
         self._thread.join(SHUTDOWN_TIMEOUT_S)
 
     def snapshot(self) -> dict[str, Any]:
-        """What the coordinator knows now: its phase, members, latest events.  From any thread."""
+        """The coordinator's state: its phase, members, latest events.  From any thread."""
         answer = self._window.ask()
         if answer is None:
             return self.coordinator.snapshot()
@@ -132,10 +131,10 @@ class LocalGroup:
         state_dir: str = "",
         owner: AgentControl | None = None,
     ) -> Grid:
-        """One more worker; to be used from one thread.  Raises `EndpointKilled` after the group's end.
+        """Add a worker, to be used from one thread.  Raises `EndpointKilled` after the group's end.
 
-        `hidden`: nobody can dial it, as behind NAT.  Checkpoints as in `gridtrain.join`, but none by default.
-        `owner`: may pause it.
+        `hidden`: no worker can dial it, as behind NAT.  Checkpoints as in `gridtrain.join`, but none by
+        default. `owner`: an agent that may pause it.
         """
         with self._joining:
             name = name or f"worker-{len(self.keys) + 1}"
@@ -143,7 +142,7 @@ class LocalGroup:
                 raise ConfigError(f"there is a worker {name!r} in the group", remedy="choose another name")
             identity = Identity.generate()
             self.keys[name] = identity.public
-            transport, acquaintances = self._make_transport(identity, name, hidden)
+            transport, allowlist = self._make_transport(identity, name, hidden)
         config = JoinConfig(
             coordinator=self.ADDRESS,
             coordinator_key=self.key.hex(),
@@ -155,7 +154,7 @@ class LocalGroup:
             state_dir=state_dir,
             deadlines=self._deadlines,
         )
-        grid = Grid(transport, config, acquaintances)
+        grid = Grid(transport, config, allowlist)
         if owner is not None:
             grid.led_by(owner, partial(self._make_transport, identity, name, hidden), _ignore_limits)
         return grid
@@ -169,29 +168,28 @@ class LocalGroup:
     def _make_transport(
         self, identity: Identity, name: str, hidden: bool
     ) -> tuple[FlowControlTransport, PeerAllowlist]:
-        acquaintances = PeerAllowlist(self.key)
-        host = name if hidden else "memory"  # a router of its own: nobody else is behind the same one
-        memory = MemoryTransport(identity.public, self.hub, gate=acquaintances, host=host)
+        allowlist = PeerAllowlist(self.key)
+        host = name if hidden else "memory"  # a hidden worker is behind its own router
+        memory = MemoryTransport(identity.public, self.hub, gate=allowlist, host=host)
         if self._stop.is_set():
             self.hub.kill(identity.public)
         if hidden:
             self.hub.hide(identity.public)
         faulty = partial(self._faults.over, name=name, die=partial(self.hub.kill, identity.public))
-        return build_stack(
-            memory, identity, may_relay=acquaintances.may_relay, with_faults=faulty
-        ), acquaintances
+        transport = build_stack(memory, identity, may_relay=allowlist.may_relay, with_faults=faulty)
+        return transport, allowlist
 
 
 def _ignore_limits(upload_Bps: float | None, download_Bps: float | None) -> None:
-    """Memory has no line."""
+    """Memory has no rate limits."""
 
 
 class _CoordinatorWindow:
-    """Through which the group's own process looks in; see `gridtrain_coordinator.daemon.Window`."""
+    """Answers questions of the group's process; see `gridtrain_coordinator.daemon.Window`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._coordinator: Coordinator | None = None  # its thread runs
+        self._coordinator: Coordinator | None = None  # while its thread runs
         self._pending: list[Future[dict[str, Any]]] = []
 
     def attach(self, coordinator: Coordinator) -> None:
@@ -206,24 +204,24 @@ class _CoordinatorWindow:
                 self._coordinator = None
 
     def ask(self) -> Future[dict[str, Any]] | None:
-        """None: no thread changes anything, whoever asks may look by itself."""
+        """None if the coordinator's thread does not run: then the caller may read its state itself."""
         with self._lock:
             if self._coordinator is None:
                 return None
             self._pending.append(Future())
             return self._pending[-1]
 
-    def publish(self, picture: Mapping[str, Any]) -> None:
-        """Nobody is there who would look at it."""
+    def publish(self, snapshot: Mapping[str, Any]) -> None:
+        """Nothing reads it."""
 
     def take_orders(self) -> Iterator[NoReturn]:
-        """None ever; between two turns is the moment to answer."""
+        """There are none; this is called between two turns, the time to answer."""
         with self._lock:
             self._answer()
         return iter(())
 
     def _answer(self) -> None:
-        """Locked, in the coordinator's thread."""
+        """Lock held, in the coordinator's thread."""
         while self._pending and self._coordinator is not None:
             asked = self._pending.pop()
             try:
@@ -241,9 +239,10 @@ def local(train: Callable[[Grid], Result], workers: int = 4, *, export_dir: str 
     """Run `train(grid)` on `workers` workers at once and return what each returned.
 
     Raises the first exception that a worker raised, after it has ended the others: the next call to their
-    grid, or the one that they wait in, raises.  One that does not call its grid for `END_S` seconds is left
-    behind in its thread.
+    grid, or the one that waits, raises.  A worker that does not call its grid for `SHUTDOWN_TIMEOUT_S`
+    seconds is left behind in its thread.
     """
+
     ended: queue.SimpleQueue[tuple[int, Result | _Failure]] = queue.SimpleQueue()
 
     def one(number: int) -> None:

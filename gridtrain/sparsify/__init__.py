@@ -1,1 +1,6 @@
-"""Which gradient elements travel, and what becomes of those that do not."""
+"""Selection of the entries that are sent, error feedback, and sums of sparse payloads.
+
+gradient --error_feedback--> accumulated vector --selection--> k entries --> payload
+                             cpu_selection, cuda_selection with triton_kernels: the same set of entries
+payloads of two members --merge--> payload of their sum, and truncated entries for the residual
+"""

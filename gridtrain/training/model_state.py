@@ -157,7 +157,7 @@ class ModelState(ABC):
     def _keep_for_pause(self) -> CheckpointInfo | None:
         """What becomes of the state during a pause; returns it if it stays in memory."""
 
-    def _keep_for_others(self) -> None:
+    def _keep_for_others(self) -> None:  # noqa: B027, a policy that most states do not need
         """What becomes of a state that no other worker has, when this one leaves."""
 
     @abstractmethod

@@ -167,7 +167,7 @@ class GridOptimizer(WrappingOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ConfigError(
-            "a parameter group was added after the optimizer was wrapped, when the flat gradient's layout is fixed",
+            "a parameter group was added after the optimizer was wrapped, when the flat layout is fixed",
             remedy="add all groups to the inner optimizer before grid.optimizer(...)",
         )
 

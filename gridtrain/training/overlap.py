@@ -101,7 +101,7 @@ class Overlapper:
             self._began_s = time.perf_counter()
         if bucket in self._sent:
             raise ConfigError(
-                f"more than {self.backwards} backward passes before one step(): their gradients were sent already",
+                f"more than {self.backwards} backward passes before one step(); their gradients are sent",
                 remedy="use grid.batches(..., accumulate=a) for a backward passes a step, or overlap=None",
             )
         self._backward_counts[index] += 1

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import gridtrain_coordinator.__main__
 import gridtrain_coordinator.serving
 import gridtrain_worker.agent
-from gridtrain.cli.main import COMMANDS, cli, exit_code
+from gridtrain.cli.main import COMMANDS, cli
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused, TransportError
 from gridtrain.runtime.client.worker_naming import state_directory
@@ -189,7 +189,7 @@ def test_a_dashboard_cannot_be_named_and_left_out() -> None:
     ],
 )
 def test_exit_codes(error: GridtrainError, code: int) -> None:
-    assert exit_code(error) == code
+    assert error.exit_code == code
 
 
 def test_journal_and_keys_lie_in_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

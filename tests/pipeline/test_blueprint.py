@@ -266,10 +266,10 @@ def test_values_of_a_constructor_are_not_lost_in_silence() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Blueprint([nn.Linear(2, 2)]), "lies on cpu"),
+        (lambda: Blueprint([nn.Linear(2, 2)]), "is on cpu"),
         (lambda: Blueprint(lambda: [nn.LazyLinear(2)]), "is lazy"),
         (lambda: Blueprint(lambda: []), "no blocks"),
-        (lambda: Blueprint(lambda: nn.Linear(2, 2)), "has a forward of its own"),
+        (lambda: Blueprint(lambda: nn.Linear(2, 2)), "has its own forward"),
         (lambda: Blueprint(lambda: [nn.Linear(2, 2)]).build(0, 2), "blocks 0 to 1 of 1"),
         (lambda: Blueprint(lambda: [nn.Linear(2, 2)]).build(1, 1), "blocks 1 to 0 of 1"),
     ],

@@ -76,7 +76,7 @@ def test_a_function_that_holds_parameters_is_refused(kind: str) -> None:
         "method": embed.forward,
         "default": lambda x, weight=embed.weight: x @ weight.T,
     }
-    with pytest.raises(ConfigError, match="from outside, which no stage would build"):
+    with pytest.raises(ConfigError, match="from outside, which no stage would have"):
         Sequence(functions[kind])
 
 
@@ -92,7 +92,7 @@ def test_a_module_is_cut_at_the_parts_that_are_named() -> None:
 @pytest.mark.parametrize(
     ("model", "names", "says"),
     [
-        (Net(), (), "has a forward of its own"),
+        (Net(), (), "has its own forward"),
         (Net(), ("embed", "tail"), r"split_at names \['tail'\]"),
         (Net(), ("embed", "embed"), "split_at names"),
         (Net(), ("embed", "body.a", "head"), "names no part that holds body.b.weight, body.b.bias"),

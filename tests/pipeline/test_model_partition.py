@@ -128,7 +128,7 @@ def linears_of(width: int, count: int) -> list[nn.Module]:
         ({"schedule": "zigzag"}, "fill-drain"),
         ({"micro_batches": "many"}, "micro_batches='many'"),
         ({"micro_batches": 0}, "micro_batches=0"),
-        ({"optimizer": "lbfgs"}, "how much state lbfgs keeps is not known"),
+        ({"optimizer": "lbfgs"}, "how much state lbfgs has is unknown"),
         ({"stages": 9}, "8 layers cannot be divided into 9 stages"),
         ({"memory_bytes": 1e6}, "no partition of 8 layers into 4 stages fits"),
     ],

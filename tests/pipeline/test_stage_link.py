@@ -186,9 +186,9 @@ def test_a_memory_line_says_one_thing_once_and_in_any_order() -> None:
 
 def test_stages_made_for_another_place_are_refused() -> None:
     stages = stages_of(layers_of(), 3)
-    with pytest.raises(ConfigError, match="the first stage alone has no `input`"):
+    with pytest.raises(ConfigError, match="only the first stage has no `input`"):
         StageExecutor(stages[1], 0, 3)
-    with pytest.raises(ConfigError, match="the last one alone no `output`"):
+    with pytest.raises(ConfigError, match="only the last one no `output`"):
         StageExecutor(stages[2], 1, 3)
     with pytest.raises(ConfigError, match=r"exactly one of loss= and output="):
         Stage([nn.Linear(2, 2)])

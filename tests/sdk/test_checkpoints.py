@@ -127,7 +127,7 @@ def test_a_checkpoint_of_another_training_is_left_alone(
     run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=8))
     (seen,) = run(tmp_path, 1, lambda grid: train(grid, gridtrain.TopK(density=0.5), until=4))
     assert seen["steps"][0] == 0
-    assert "is of another training" in caplog.text
+    assert "belongs to another training" in caplog.text
 
 
 def test_a_full_disk_costs_the_checkpoint_and_not_the_training(

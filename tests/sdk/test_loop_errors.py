@@ -155,10 +155,10 @@ ERRORS = {
     exchanged_twice: "exchange() was called twice for one step -> call optimizer.step() after each",
     a_closure: "step() was called with a closure; a gradient is exchanged once and cannot be re-evaluated ->",
     a_group_added_later: "a parameter group was added after the optimizer was wrapped, when the flat layout",
-    sparse_embedding: "parameter 'weight' has sparse gradients, which have no place in the flat vector -> ",
-    momentum_twice: "SGD has momentum 0.9, and GTopK(density=0.01, momentum=0.9, values=fp16) corrects for "
+    sparse_embedding: "parameter 'weight' has sparse gradients, which the flat vector cannot hold -> ",
+    momentum_twice: "SGD has momentum 0.9, and GTopK(density=0.01, momentum=0.9, values=fp16) applies "
     "momentum, too -> keep the exchange's and build SGD with momentum=0",
-    another_models_optimizer: "the optimizer holds 2 parameters that the model does not have -> build the",
+    another_models_optimizer: "the optimizer has 2 parameters that the model does not have -> build the",
 }
 
 
@@ -185,7 +185,7 @@ def test_adam_after_a_sparse_exchange(together: Any) -> None:
         together(train, 1)
     (warning,) = caught
     assert str(warning.message) == (
-        "AdamW after a sparse exchange learns badly, most elements of an update being zero -> "
+        "AdamW learns badly with a sparse exchange, because most elements of an update are zero -> "
         "use exchange=Dense(), SGD with GTopK(momentum=0.9), or LocalSteps(every=32, exchange=GTopK())"
     )
     assert warning.filename == __file__

@@ -148,7 +148,7 @@ def test_a_script_without_an_agent_and_without_an_invitation() -> None:
 
 def test_a_coordinators_key_that_is_none() -> None:
     place = {"coordinator": "tcp://10.0.0.5:7700", "identity": "worker-0.key"}
-    with pytest.raises(ConfigError, match="the coordinator's key is '0a1b', and not 64 hexadecimal digits"):
+    with pytest.raises(ConfigError, match="the coordinator's key is '0a1b'; it must be 64 hex digits"):
         JoinConfig.from_environment({}, coordinator_key="0a1b", **place)
 
 

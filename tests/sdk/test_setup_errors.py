@@ -180,9 +180,9 @@ def test_numbers_of_numpy_are_numbers(outcomes: Any) -> None:
     [
         (
             Script(sizes=(("batch_size", 2), ("global_batch_size", 4))),
-            "batch_size=2, global_batch_size=4; exactly one must be given -> batch_size=32 for",
+            "batch_size=2, global_batch_size=4; give exactly one -> batch_size=32 for",
         ),
-        (Script(sizes=()), "batch_size=None, global_batch_size=None; exactly one must be given -> "),
+        (Script(sizes=()), "batch_size=None, global_batch_size=None; give exactly one -> "),
         (Script(sizes=(("batch_size", 0),)), "batch_size is 0; it must be >= 1 -> try batch_size=32"),
         (
             Script(sizes=(("batch_size", 2), ("accumulate", 0))),

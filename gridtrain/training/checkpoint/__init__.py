@@ -1,1 +1,8 @@
-"""Replicated state as bytes: serialization, checkpoint stores, merging of stages, export."""
+"""The state of a model as bytes, on disk, and as a file for other programs.
+
+flat_gradient        the gradients of a model as one vector, in a fixed order
+serialization        the replicated state for joining workers, digests to compare replicas
+checkpoint_store     checkpoints on a worker's disk; stage_checkpoint_store: those of pipeline stages
+checkpoint_merge     a stage from checkpoints of another partition
+model_export         the model as .safetensors or .pt
+"""

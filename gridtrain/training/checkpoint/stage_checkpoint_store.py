@@ -34,9 +34,9 @@ class StageCheckpointStore:
     Args:
         folder, every, keep: as in `CheckpointStore`.
         facts: of the training; checkpoints of another one are ignored.
-        told: called with the checkpoints on disk when they have changed, from a thread.
-        loaded: called with the checkpoints that are to become this worker's state, and with its layers.
-        packed: called for a copy of these layers if they are in memory; None if they are not.
+        report: called with the checkpoints on disk when they have changed, from a thread.
+        load_state: called with the checkpoints that are to become this worker's state, and with its layers.
+        pack_state: called for a copy of these layers if they are in memory; None if they are not.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class StageCheckpointStore:
         *,
         every: int,
         keep: int,
-        told: Callable[[tuple[CheckpointInfo, ...]], None],
-        loaded: Callable[[Sequence[Checkpoint], Span], None],
-        packed: Callable[[CheckpointInfo], CheckpointContent | None] = lambda held: None,
+        report: Callable[[tuple[CheckpointInfo, ...]], None],
+        load_state: Callable[[Sequence[Checkpoint], Span], None],
+        pack_state: Callable[[CheckpointInfo], CheckpointContent | None] = lambda held: None,
     ) -> None:
-        self.folder, self._facts, self._report, self._load_state = folder, facts, told, loaded
-        self._pack_state = packed
+        self.folder, self._facts, self._report, self._load_state = folder, facts, report, load_state
+        self._pack_state = pack_state
         self._every, self._keep = every, keep
         self._lock = CheckpointStore(folder, every=every, keep=keep)
         self._stores: dict[Span, CheckpointStore] = {}

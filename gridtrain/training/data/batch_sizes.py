@@ -53,8 +53,8 @@ class BatchSizes:
             )
         if self.max_per_worker is not None and self.per_step is None:
             raise ConfigError(
-                f"max_batch_size={self.max_per_worker} without global_batch_size: this worker's batch size is "
-                "fixed",
+                f"max_batch_size={self.max_per_worker} without global_batch_size: "
+                "this worker's batch size is fixed",
                 remedy="leave max_batch_size out",
             )
         named = {
@@ -71,7 +71,7 @@ class BatchSizes:
 
 def unsupported_scaler_error() -> ConfigError:
     return ConfigError(
-        "grid.scaler() with a pipeline, whose backward pass is inside of pipe.step, where no scale can be applied",
+        "grid.scaler() with a pipeline, whose backward pass runs in pipe.step, without a scale",
         remedy="train in float32 or bfloat16, which need no scale; wire='fp16' or 'bf16' for activations",
     )
 

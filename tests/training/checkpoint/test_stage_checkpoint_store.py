@@ -21,7 +21,9 @@ BLOCKS = Span(1, 2)
 
 
 def store_in(folder: Path) -> StageCheckpointStore:
-    return StageCheckpointStore(folder, (), every=10, keep=3, told=lambda _: None, loaded=lambda *_: None)
+    return StageCheckpointStore(
+        folder, (), every=10, keep=3, report=lambda _: None, load_state=lambda *_: None
+    )
 
 
 def write(store: StageCheckpointStore, blocks: Span, step: int) -> None:
@@ -103,7 +105,7 @@ def test_a_checkpoint_whose_tensors_are_others_is_not_loaded_nor_given(tmp_path:
 
 def test_a_checkpoint_that_fails_is_not_told_of_any_more(tmp_path: Path) -> None:
     told: list[tuple[CheckpointInfo, ...]] = []
-    store = StageCheckpointStore(tmp_path, (), every=10, keep=3, told=told.append, loaded=does_not_fit)
+    store = StageCheckpointStore(tmp_path, (), every=10, keep=3, report=told.append, load_state=does_not_fit)
     for step in (10, 20):
         store.write(BLOCKS, snapshot(step))
     store.wait()

@@ -1,0 +1,104 @@
+"""What a worker says at the beginning and at the end of a run, and with which code a refused script ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gridtrain
+from gridtrain.errors import JoinRefused
+from gridtrain.runtime.group_session import GroupSession
+from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
+
+DATA = [torch.full((2,), float(i)) for i in range(8)]
+
+
+def train_steps(grid: gridtrain.Grid, start: float, steps: int = 4) -> None:
+    model = nn.Linear(2, 1)
+    with torch.no_grad():
+        model.weight.fill_(start)
+        model.bias.zero_()
+    optimizer = grid.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, exchange=gridtrain.Dense())
+    for batch in grid.batches(DATA, batch_size=2, steps=steps):
+        model(batch).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_a_worker_is_told_that_its_initial_weights_were_replaced(
+    together: Any, caplog: pytest.LogCaptureFixture, differs: bool
+) -> None:
+    together(lambda grid, number: train_steps(grid, float(number) if differs else 1.0), 2)
+    lines = [message for message in caplog.messages if "initial weights were replaced" in message]
+    assert len(lines) == int(differs), caplog.text
+
+
+def test_a_finished_worker_waits_for_nobody(new_group: Any, caplog: pytest.LogCaptureFixture) -> None:
+    finished, ended = threading.Barrier(3), threading.Event()
+
+    def train(grid: gridtrain.Grid, number: int) -> bool:
+        train_steps(grid, 1.0)
+        finished.wait(60.0)
+        assert ended.wait(60.0)
+        return grid.finished
+
+    with new_group(workers=2) as group:
+        for _ in range(2):
+            group.start(train)
+        finished.wait(60.0)
+        for key in group.keys.values():
+            group.hub.disconnect(key, group.key)
+        for _ in range(200):
+            if caplog.text.count("this worker waits for nobody") == 2:
+                break
+            threading.Event().wait(0.05)
+        ended.set()
+        assert [group.result(number) for number in range(2)] == [True, True]
+    assert caplog.text.count("the run is finished, and this worker waits for nobody") == 2
+    assert "tries to reach it again" not in caplog.text and "paused:" not in caplog.text
+
+
+@pytest.mark.parametrize("state", ["waiting", "training", "paused", "", "finished"])
+def test_a_worker_that_was_receiving_the_model_when_the_run_ended_is_not_refused(state: str) -> None:
+    def refuse(ready: Any) -> None:
+        raise JoinRefused(
+            "finished", 'the run "demo" is finished', remedy="ask the run's owner for the result"
+        )
+
+    session: Any = GroupSession.__new__(GroupSession)
+    session._is_standby_at_end, session._joined = False, None
+    mailbox = SimpleNamespace(snapshot=WorkerSnapshot(run_state=(state, "")))
+    session.connection = SimpleNamespace(wait=refuse, loop=SimpleNamespace(mailbox=mailbox))
+    if state in ("", "finished"):
+        with pytest.raises(JoinRefused, match="is finished"):
+            session._wait(lambda _: False, between_batches=True)
+    else:
+        assert session._wait(lambda _: False, between_batches=True) is None
+        assert session.is_standby_at_end
+
+
+def test_a_refused_script_ends_with_the_documented_code() -> None:
+    script = (
+        "from gridtrain.errors import ConfigError, JoinRefused\n"
+        "from gridtrain.runtime.process_hooks import install_error_hook\n"
+        "install_error_hook()\n"
+        "raise {}"
+    )
+    ends = {
+        'JoinRefused("banned", "this worker is banned", remedy="ask the owner")': 4,
+        'ConfigError("wrong")': 2,
+    }
+    for raised, code in ends.items():
+        done = subprocess.run(
+            [sys.executable, "-c", script.format(raised)], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == code
+        assert done.stderr.startswith("gridtrain: ") and done.stderr.count("\n") == 1
