@@ -7,8 +7,6 @@ import math
 
 import click
 
-from gridtrain.cli.main import EXIT_CODES
-
 MAX_WORKERS = 32
 
 
@@ -32,7 +30,7 @@ def _share(context: click.Context, option: click.Parameter, value: float) -> flo
     return value
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command()
 @click.option(
     "--parameters", type=click.IntRange(min=1000), default=10_000_000, show_default=True, help="Of the model."
 )

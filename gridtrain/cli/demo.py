@@ -9,13 +9,12 @@ from types import FrameType
 
 import click
 
-from gridtrain.cli.main import EXIT_CODES
 from gridtrain.tools.demo.recipe import DENSITY, MEASURE_EVERY, RECIPES, SIZES
 
 _MODELS = ", ".join(f"{name}: {size.parameters:,}" for name, size in SIZES.items())
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command()
 @click.option("--workers", type=click.IntRange(1, 32), default=4, show_default=True, help="Worker processes.")
 @click.option("--cap", default="20Mbit", show_default=True, help="Upload and download limit of each worker.")
 @click.option(

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import click
 
-from gridtrain.cli.main import EXIT_CODES
 from gridtrain.errors import ConfigError
 from gridtrain.extras import install_command
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path), metavar="CHECKPOINT_OR_STATE_DIR")
 @click.argument("out", type=click.Path(path_type=Path, dir_okay=False), metavar="OUT.pt|OUT.safetensors")
 @click.option("--step", type=click.IntRange(min=0), help="Of this step.  [default: the latest]")

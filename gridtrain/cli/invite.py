@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gridtrain.cli.main import EXIT_CODES
 from gridtrain.cli.operator_arguments import format_duration, operator_for, parse_duration
 from gridtrain.cli.option_flags import run_options
 
@@ -39,7 +38,7 @@ def _patience(context: click.Context, parameter: click.Parameter, text: str) -> 
     return parse_duration(context, parameter, text) if text else 0.0
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command()
 @run_options
 @click.option(
     "--uses", type=click.IntRange(1, 10_000), default=1, show_default=True, metavar="N",

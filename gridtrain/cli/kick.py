@@ -6,12 +6,11 @@ from pathlib import Path
 
 import click
 
-from gridtrain.cli.main import EXIT_CODES
 from gridtrain.cli.operator_arguments import known_keys, operator_for, resolve_member, with_member_name
 from gridtrain.cli.option_flags import run_options
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command()
 @click.argument("who")
 @click.option("--reason", default="", metavar="TEXT", help="Told to the worker, and kept in the journal.")
 @run_options

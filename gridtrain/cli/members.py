@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gridtrain.cli.main import EXIT_CODES
 from gridtrain.cli.operator_arguments import (
     NO_NAME,
     SHOWN_KEY_DIGITS,
@@ -33,7 +32,7 @@ COLUMNS = ("name", "key", "state", "strikes", "reach")
 MAX_LINES = 50  # of each kind, below the table
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command()
 @run_options
 @click.option("--json", "as_json", is_flag=True, help="Print members and door as one JSON object.")
 def members(run: str, state: Path | None, as_json: bool) -> None:

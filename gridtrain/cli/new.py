@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gridtrain.cli.main import EXIT_CODES
 from gridtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 RUN_FILE, PLACEHOLDER = "run.toml", "NAME"
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--name", default="", help="The run's name.  [default: the folder's]")
 def new(folder: Path, name: str) -> None:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gridtrain.cli.main import EXIT_CODES
 from gridtrain.cli.option_flags import run_options
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ NAME_WIDTH = 16
 SECONDS = ("computing_s", "selecting_s", "communicating_s", "waiting_s")
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command()
 @click.argument("invitation", required=False)
 @run_options
 @click.option("--watch", is_flag=True, help="Refresh once a second until Ctrl-C or the end of the run.")

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import click
 
-from gridtrain.cli.main import EXIT_CODES
 from gridtrain.cli.operator_arguments import known_keys, operator_for, resolve_member, with_member_name
 from gridtrain.cli.option_flags import run_options
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command()
 @click.argument("who")
 @run_options
 def unban(who: str, run: str, state: Path | None) -> None:

@@ -98,6 +98,8 @@ def one_sentence(done: subprocess.CompletedProcess[str], code: int) -> str:
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     line = done.stderr.splitlines()[-1]
+    if line.startswith("{"):
+        line = "gridtrain: " + json.loads(line)["fields"]["text"]
     assert line.startswith("gridtrain: ") and " -> " in line, done.stderr
     return line
 

@@ -94,8 +94,11 @@ def start_process(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> sub
 
 @dataclass(frozen=True, slots=True)
 class BenchSetting:
-    """What a group exchanges.  `exchange`: as in `gridtrain.tools.bench.exchange_names`; n: elements of the vector; `order`:
-    of ranks, as `gridtrain coordinator --order` takes it."""
+    """What a group exchanges.
+
+    `exchange`: as in `exchange_names`; n: elements of the vector; `order` of ranks: as `gridtrain coordinator
+    --order`.
+    """
 
     exchange: str
     workers: int
