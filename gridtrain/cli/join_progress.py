@@ -1,9 +1,8 @@
-"""`gridtrain invite --until-joined`: who comes in with an invitation, until they are members.
+"""`gridtrain invite --until-joined`: reports who joins with an invitation, until all are members.
 
-Decides what is said of it, and when it is over.  Asks the coordinator twice a second; a coordinator that is
-restarted meanwhile is waited for.
+Asks the coordinator twice a second, and waits for a coordinator that restarts.
 
-    invited --Enrol--> let in --Join, set-up, measured--> a member: admitted, spare, following or active
+    invited --Enrol--> admitted --Join, set-up, measured--> a member
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ EventPrinter = Callable[[str, str, dict[str, Any]], None]
 
 
 class JoinTimeout(GridtrainError):
-    """Fewer workers than were waited for are members."""
+    """Fewer workers than expected have become members."""
 
 
 @dataclass
 class JoinProgress:
-    """What is known of those who came with one invitation.  `look` says what is new of it."""
+    """The workers that joined with one invitation; `update` reports changes."""
 
     id: str
     wanted: int
@@ -71,7 +70,7 @@ class JoinProgress:
                 self.print_event("member", f"{name} is a member ({place}); {of}", fields)
 
     def text(self) -> str:
-        """How far it has come, for people."""
+        """The progress in words."""
         here = f"{len(self.members)} of {self.wanted} workers are members"
         coming = len(self.admitted) - len(self.members)
         return here + (f", {coming} more were let in" if coming else "")
@@ -87,11 +86,11 @@ def await_members(
     pause: Callable[[float], None] = time.sleep,
     say: EventPrinter | None = None,
 ) -> None:
-    """Return when `uses` workers that came with the invitation are members.
+    """Return when `uses` workers that joined with the invitation are members.
 
     Raises:
-        NotInTime: they are not within `patience_s`, or the run is over.
-        CoordinatorUnreachable: nobody answered at the end of it.
+        JoinTimeout: they are not within `patience_s`, or the run has finished.
+        CoordinatorUnreachable: the coordinator did not answer at the end.
     """
     from gridtrain.core.group.invitation import invitation_digest
     from gridtrain.network.transport.identity import Identity
@@ -130,7 +129,7 @@ def await_members(
 
 
 def print_event_on_stderr(event: str, text: str, fields: dict[str, Any]) -> None:
-    """A sentence on a terminal, else a JSON object as the worker's and the coordinator's logs have them."""
+    """A sentence on a terminal, else a JSON line as in the logs of worker and coordinator."""
     if sys.stderr.isatty():
         click.echo(text, err=True)
         return

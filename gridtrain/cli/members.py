@@ -1,7 +1,7 @@
-"""`gridtrain members`: who is in, who may come in, who must not, and what was held against whom.
+"""`gridtrain members`: members, open invitations, bans and violations.
 
-Decides how it looks.  Names and reasons come from workers: they are never read as markup, and the client has
-cleaned them of control characters.
+Names and reasons come from workers: they are never read as markup, and the client has removed control
+characters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_LINES = 50  # of each kind, below the table
 def members(run: str, state: Path | None, as_json: bool) -> None:
     """List the members of the run that is coordinated on this machine, its invitations and its bans.
 
-    A member is a key that was let in; "away" is one whose worker is not running now.
+    A member is an admitted key; "away": its worker is not running now.
     """
     with operator_for(run, state) as operator:
         picture = operator.status()
@@ -51,7 +51,7 @@ def members(run: str, state: Path | None, as_json: bool) -> None:
 
 
 def render(picture: Mapping[str, Any]) -> Group:
-    """The table, then the open invitations, the banned keys and the strikes."""
+    """The table, then open invitations, banned keys and violations."""
     from rich.console import Group
     from rich.text import Text
 
@@ -61,7 +61,7 @@ def render(picture: Mapping[str, Any]) -> Group:
 
 
 def members_table(picture: Mapping[str, Any]) -> Table:
-    """First who has joined, by rank, then the members that are away."""
+    """Workers that have joined, by rank, then members that are away."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,7 +1,7 @@
-"""`gridtrain status`: the coordinator's picture of the run as a table.
+"""`gridtrain status`: the status of a run as a table or as JSON.
 
-Decides how it looks.  What comes from workers (names, facts, events) is never read as markup; the
-client has cleaned it of control characters.
+Names, facts and events come from workers: they are never read as markup, and the client has removed control
+characters.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def status(invitation: str | None, run: str, state: Path | None, watch: bool, as
 
     \b
       gridtrain status                       the run that is coordinated on this machine
-      gridtrain status gridtrain1:AbC...     any other; asks with one of this machine's keys
-      gridtrain status @FILE                 the same, the invitation in a file; - reads it from stdin
+      gridtrain status gridtrain1:AbC...     another run, with one of this machine's keys
+      gridtrain status @FILE                 the same, the invitation in a file; -: from stdin
 
-    A table on a terminal; elsewhere what the coordinator said, a JSON object a line.
+    A table on a terminal; elsewhere the coordinator's answer, a JSON object a line.
     """
     as_json = not sys.stdout.isatty() if as_json is None else as_json
     with client_for(invitation, run, state) as client:
@@ -76,7 +76,7 @@ def status(invitation: str | None, run: str, state: Path | None, watch: bool, as
 def client_for(
     invitation: str | None, run: str, state: Path | None
 ) -> Iterator[CoordinatorClient | OperatorClient]:
-    """A connection as the operator of this machine's coordinator, or as somebody who was invited."""
+    """A connection as the operator of this machine's coordinator, or with an invitation."""
     from gridtrain.cli.worker import _read
     from gridtrain.core.group.invitation import parse
     from gridtrain.network.transport.identity import Identity
@@ -127,7 +127,7 @@ def _watch(ask: Any) -> None:
 
 
 def render(picture: Mapping[str, Any]) -> Group:
-    """The whole picture: a line about the run, the members, the latest events."""
+    """A line about the run, the members, the latest events."""
     from rich.console import Group
     from rich.text import Text
 
@@ -157,7 +157,7 @@ def render(picture: Mapping[str, Any]) -> Group:
 
 
 class MembersTable:
-    """The table with as many columns as there is room for."""
+    """The table of members, with as many columns as fit."""
 
     def __init__(self, picture: Mapping[str, Any]) -> None:
         self._picture = picture
@@ -177,9 +177,9 @@ class MembersTable:
 def members_table(
     picture: Mapping[str, Any], without: Sequence[str] = (), name_width: int | None = None
 ) -> Table:
-    """One line for each member: whether others can dial it, bytes per second, then the times of its
-    latest step (computing, selecting, communicating, waiting), then how long ago it was heard.  Strikes
-    (see `gridtrain members`) have a column if anybody has one, and stages where the model has some."""
+    """One line a member: whether others can connect to it, bytes per second, times of its latest step
+    (computing, selecting, communicating, waiting), and time since its last message.  Violations (see
+    `gridtrain members`) and stages have a column if there are any."""
     from rich.table import Table
     from rich.text import Text
 
@@ -223,7 +223,7 @@ def members_table(
 
 
 def paused_lines(picture: Mapping[str, Any]) -> list[str]:
-    """Workers that their owners have paused: they are no members now."""
+    """Workers that their owners have paused: they are not members now."""
     lines = _listed(picture.get("resting"))
     return [f"{line.get('name', '?')} is {line.get('reason', 'paused')}, for {_age(line)}" for line in lines]
 

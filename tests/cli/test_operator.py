@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 
 from gridtrain.cli import operator_arguments
 from gridtrain.cli.invite import explanation
-from gridtrain.cli.main import cli, exit_code
+from gridtrain.cli.main import cli
 from gridtrain.cli.members import member_rows
 from gridtrain.core import messages as m
 from gridtrain.core.group.invitation import Invitation, parse
@@ -111,7 +111,7 @@ def fine(desk: Desk, line: str) -> str:
 
 def complaint(result: Result, code: int) -> str:
     assert isinstance(result.exception, GridtrainError), result.output
-    assert exit_code(result.exception) == code and result.exception.remedy
+    assert result.exception.exit_code == code and result.exception.remedy
     assert result.stdout == ""
     return result.exception.reason
 

@@ -101,7 +101,7 @@ def test_it_is_run_once_it_is_accepted_and_a_changed_one_is_asked_for_anew(
 
     (owner.folder / "helper.py").write_text("WORD = 'two'\n")
     second = owner.serve()
-    with pytest.raises(NotAccepted, match=f"nobody has accepted the run's bundle {second}") as caught:
+    with pytest.raises(NotAccepted, match=f"bundle {second} has not been accepted on this machine") as caught:
         supervise(job)
     assert f"--accept {second}" in caught.value.remedy and owner.ran() == ""
     assert supervise(job, ask=person) == 0
@@ -113,7 +113,7 @@ def test_a_digest_that_was_accepted_beforehand_is_the_only_one_that_is_run(
 ) -> None:
     digest = owner.serve()
     for given in (digest[:-1] + ("0" if digest[-1] != "0" else "1"), digest[:20]):
-        with pytest.raises(NotAccepted, match="what was accepted beforehand is"):
+        with pytest.raises(NotAccepted, match="but --accept names"):
             supervise(Job((), invitation, accept=given))
     assert owner.ran() == ""
     assert supervise(Job((), invitation, accept=digest.removeprefix("sha256:"))) == 0
@@ -277,7 +277,7 @@ def test_a_disk_that_takes_nothing(owner: Owner, invitation: Invitation, state: 
     owner.serve()
     (state / "gridtrain" / "default").mkdir(parents=True)
     (state / "gridtrain" / "default" / "bundles").write_text("in the way")
-    with pytest.raises(ConfigError, match="cannot be kept in") as caught:
+    with pytest.raises(ConfigError, match="cannot be written to") as caught:
         supervise(Job((), invitation), ask=lambda offer: True)
     assert "make room" in caught.value.remedy
 
