@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 ANSWER_TIMEOUT_S = 5.0
 MEMBER_STATES = ("admitted", "spare", "following", "active")
-"""States of `gridtrain status` in which a worker has said what it trains, and that fitted the run."""
+"""States of `gridtrain status` in which a worker's setup was accepted."""
 
 StatusQuery = Callable[[float], dict[str, Any]]
 EventPrinter = Callable[[str, str, dict[str, Any]], None]
@@ -50,16 +50,16 @@ class JoinProgress:
     def is_complete(self) -> bool:
         return len(self.members) >= self.wanted
 
-    def update(self, picture: Mapping[str, Any]) -> None:
-        door = picture.get("door")
-        enrolled = door.get("enrolled") if isinstance(door, dict) else None
+    def update(self, status: Mapping[str, Any]) -> None:
+        access = status.get("door")
+        enrolled = access.get("enrolled") if isinstance(access, dict) else None
         for line in enrolled if isinstance(enrolled, list) else ():
             peer = str(line.get("peer"))
             if line.get("invitation") == self.id and peer not in self.admitted:
                 self.admitted.add(peer)
                 key = peer[:SHOWN_KEY_DIGITS]
-                self.print_event("let_in", f"key {key} was let in; its script starts", {"peer": key})
-        for line in picture.get("members") or ():
+                self.print_event("let_in", f"key {key} was admitted; its script starts", {"peer": key})
+        for line in status.get("members") or ():
             peer, state = str(line.get("peer")), str(line.get("state"))
             if peer in self.admitted and peer not in self.members and state in MEMBER_STATES:
                 name, rank = str(line.get("name")), line.get("rank")
@@ -73,7 +73,7 @@ class JoinProgress:
         """The progress in words."""
         here = f"{len(self.members)} of {self.wanted} workers are members"
         coming = len(self.admitted) - len(self.members)
-        return here + (f", {coming} more were let in" if coming else "")
+        return here + (f", {coming} more were admitted" if coming else "")
 
 
 def await_members(
@@ -106,18 +106,18 @@ def await_members(
     )
     while True:
         try:
-            picture = ask(min(ANSWER_TIMEOUT_S, max(POLL_S, until_s - clock())))
+            status = ask(min(ANSWER_TIMEOUT_S, max(POLL_S, until_s - clock())))
             away = False
         except CoordinatorUnreachable as error:
             if clock() >= until_s:
                 raise
             if not away:
                 arrivals.print_event("away", f"the coordinator does not answer: {error.reason}", {})
-            away, picture = True, {}
-        arrivals.update(picture)
+            away, status = True, {}
+        arrivals.update(status)
         if arrivals.is_complete:
             return
-        if picture.get("finished"):
+        if status.get("finished"):
             raise JoinTimeout(f"{arrivals.text()}, and the run is finished", remedy="begin another run")
         if clock() >= until_s:
             raise JoinTimeout(

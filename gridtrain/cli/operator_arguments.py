@@ -32,7 +32,7 @@ def parse_duration(context: click.Context, parameter: click.Parameter, text: str
     """Callback of an option: seconds from "90s", "15m", "12h" or "7d"."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
-        raise click.BadParameter(f"{text!r} is no duration; write for instance 90s, 15m, 12h or 7d")
+        raise click.BadParameter(f"{text!r} is not a duration; write for instance 90s, 15m, 12h or 7d")
     return float(match[1]) * _UNITS_S[match[2]]
 
 
@@ -62,10 +62,10 @@ def with_member_name(peer: bytes, known: Mapping[str, str], told: str) -> str:
 # -- whom a word means -------------------------------------------------------------------------------
 
 
-def known_keys(picture: Mapping[str, Any], *, banned: bool = False) -> dict[str, str]:
+def known_keys(status: Mapping[str, Any], *, banned: bool = False) -> dict[str, str]:
     """Key (64 digits) -> name of all known members, or of the banned ones."""
-    door = picture.get("door")
-    lines = _lines(door, "banned") if banned else [*_lines(door, "enrolled"), *_lines(picture, "members")]
+    access = status.get("door")
+    lines = _lines(access, "banned") if banned else [*_lines(access, "enrolled"), *_lines(status, "members")]
     known: dict[str, str] = {}
     for line in lines:
         key = line.get("peer")
@@ -93,9 +93,11 @@ def resolve_member(who: str, known: Mapping[str, str], *, any_key: bool = False)
         return bytes.fromhex(meant.pop())
     candidates = ", ".join(_candidates(known, meant or set(known)))
     if meant:
-        raise ConfigError(f"{who!r} means {len(meant)}: {candidates}", remedy="give more digits of the key")
+        raise ConfigError(
+            f"{who!r} matches {len(meant)} members: {candidates}", remedy="give more digits of the key"
+        )
     raise ConfigError(
-        f"{who!r} means nobody; there is {candidates or 'nobody'}",
+        f"{who!r} matches no member; there is {candidates or 'none'}",
         remedy=f"give a name, or at least {MIN_KEY_DIGITS} digits of a key; `gridtrain members` lists them",
     )
 

@@ -117,7 +117,7 @@ def test_what_cannot_be(tmp_path: Path) -> None:
     assert "there is no checkpoint in" in complaint(tmp_path, tmp_path / "m.pt").reason
     assert "cannot be read" in complaint(tmp_path / "none", tmp_path / "m.pt").reason
     write(tmp_path / "w", 5, seed=5)
-    assert "does not say which format" in complaint(tmp_path / "w", tmp_path / "m.bin").reason
+    assert "names no format" in complaint(tmp_path / "w", tmp_path / "m.bin").reason
     for name in ("m.pt", "m.safetensors"):
         error = complaint(tmp_path / "w", tmp_path / "missing" / name)
         assert "cannot be written" in error.reason and error.remedy

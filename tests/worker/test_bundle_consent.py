@@ -185,7 +185,7 @@ def test_a_coordinator_that_sends_something_else(
     with pytest.raises(RemoteProtocolError, match="were announced"):
         supervise(Job((), invitation), ask=lambda offer: True)
     shelf._blocks = [honest, b""]
-    with pytest.raises(RemoteProtocolError, match="another bundle came"):
+    with pytest.raises(RemoteProtocolError, match="with a block of another bundle"):
         supervise(Job((), invitation), ask=lambda offer: True)
     assert owner.ran() == "" and not list(state.rglob("train.py"))
 
@@ -196,7 +196,7 @@ def test_a_coordinator_that_sends_something_else(
      {"digest": f"sha256:{64 * 'a'}", "bytes": True}, {"digest": 7, "bytes": 1}],
 )  # fmt: skip
 def test_an_announcement_that_cannot_be(said: object) -> None:
-    with pytest.raises(RemoteProtocolError, match="that cannot be"):
+    with pytest.raises(RemoteProtocolError, match="announces an impossible bundle"):
         bundle_fetch.AnnouncedBundle.from_status({"bundle": said})
 
 
