@@ -81,7 +81,8 @@ docker-lint: ## docker/: hadolint, compose files, systemd units; what is not ins
 
 DOCS := .venv/.docs-ready
 .PHONY: docs
-docs: $(DOCS) ## the documentation as HTML in build/docs; a warning is an error
+docs: $(DOCS) ## the documentation as HTML in build/docs, with the figures of benchmarks/results; a warning is an error
+	@$(BIN)/python docs/figures.py
 	@$(BIN)/python -m sphinx -b html -q -W --keep-going -d build/doctrees docs build/docs
 	@echo "documentation: build/docs/index.html"
 

@@ -24,7 +24,10 @@ ROOT = DOCS.parent
 
 SECTIONS = {
     "Begin": ("quickstart/owner", "quickstart/volunteer", "quickstart/sdk"),
-    "Understand": ("how-it-works", "exchanges", "local-steps", "overlap", "pipeline", "pipeline-partition"),
+    "Understand": (
+        *("how-it-works", "exchanges", "local-steps", "overlap", "pipeline", "pipeline-partition"),
+        *("architecture", "glossary"),
+    ),
     "Train": ("planning", "adapters", "site", "selection"),
     "Run": ("cli", "configuration", "operations", "dashboard", "docker", "volunteering"),
     "Trust": ("reliability", "security", "benchmarks", "comparison"),

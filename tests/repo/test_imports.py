@@ -269,7 +269,7 @@ def test_importing_stays_light(code: str, unloaded: set[str]) -> None:
     assert not unloaded & set(done.stdout.split())
 
 
-# -- nothing from the network is executed (promise 7) ----------------------------------------------
+# -- nothing from the network is executed (guarantee 7) ----------------------------------------------
 
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 

@@ -1,0 +1,367 @@
+"""Fills the measured figures of README.md and docs/ in from the files in benchmarks/results.
+
+In Markdown a figure is `<!--=NAME-->1.06<!--/-->`; `FIGURES` maps NAME to the result file and the expression.
+
+    python docs/figures.py            writes the values into the pages
+    python docs/figures.py --check    exits with 1 where a page and a result file differ
+    python docs/figures.py --list     prints all names and values
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md"))]
+MARK = re.compile(r"<!--=(?P<name>[\w.-]+)-->(?P<value>[^<]*)<!--/-->")
+
+Figure = Callable[[], str]
+
+
+@cache
+def result(name: str) -> Any:
+    """The result file `name`.json."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def cell(file: str, words: str) -> dict[str, Any]:
+    """The one cell of a bench file whose name has exactly these words, apart from n, density and 0.001."""
+    ignored = ("n=", "density=")
+
+    def reduced(text: str) -> set[str]:
+        return {word for word in text.split() if not word.startswith(ignored)}
+
+    found = [each for each in result(file)["cells"] if reduced(each["cell"]) == reduced(words)]
+    if len(found) != 1:
+        raise KeyError(f"{file}.json has {len(found)} cells {words!r}")
+    return dict(found[0])
+
+
+def seconds(file: str, words: str) -> float:
+    """Median duration of an exchange."""
+    return statistics.median(sample["seconds"] for sample in cell(file, words)["samples"])
+
+
+def ms(file: str, words: str) -> Figure:
+    return lambda: f"{seconds(file, words) * 1e3:.3g}"
+
+
+def took(file: str, words: str) -> Figure:
+    return lambda: f"{seconds(file, words):.2f}"
+
+
+def bound(file: str, words: str) -> Figure:
+    """Duration over the lower bound of a ring."""
+    return lambda: f"{seconds(file, words) / cell(file, words)['bound_s']:.3f}"
+
+
+def cpu_ms(file: str, words: str) -> Figure:
+    """CPU time of one process."""
+    return lambda: f"{statistics.median(s['cpu_s'] for s in cell(file, words)['samples']) * 1e3:.2g}"
+
+
+def ratio(file: str, slower: str, faster: str) -> Figure:
+    return lambda: f"{seconds(file, slower) / seconds(file, faster):.1f}"
+
+
+def run(file: str, workload: str, contender: str) -> dict[str, Any]:
+    """The fastest run of a contender in a file of `python -m accuracy`."""
+    runs = [
+        each
+        for each in result(file)["runs"]
+        if (each["workload"], each["contender"]) == (workload, contender) and each["seconds"] is not None
+    ]
+    return dict(min(runs, key=lambda each: each["seconds"]))
+
+
+def loss_s(file: str, workload: str, contender: str) -> Figure:
+    """Seconds until the held-out loss of the workload."""
+    return lambda: f"{run(file, workload, contender)['seconds']:.1f}"
+
+
+def sooner(file: str, workload: str, contender: str, reference: str) -> Figure:
+    def value() -> str:
+        ours, theirs = run(file, workload, contender), run(file, workload, reference)
+        return f"{theirs['seconds'] / ours['seconds']:.1f}"
+
+    return value
+
+
+def per_entry(words: str) -> Figure:
+    """Bytes of an entry: of 25,600 in each hop."""
+    return lambda: f"{statistics.median(s['payload_bytes'] for s in cell('goals', words)['samples']) / 25_600:.2f}"
+
+
+def efficiency(model: str, workers: int, contender: str) -> Figure:
+    """Share of computing in a step of `python paper_lab.py`, per cent."""
+
+    def value() -> str:
+        rows = [*result("paper_lab")["rows"], *result("paper_lab_p8")["rows"]]
+        found = [
+            row
+            for row in rows
+            if (row["model"], row["workers"], row["contender"]) == (model, workers, contender)
+        ]
+        return f"{found[-1]['efficiency'] * 100:.1f}"
+
+    return value
+
+
+def published(model: str, workers: int, contender: str) -> Figure:
+    def value() -> str:
+        rows = [*result("paper_lab")["rows"], *result("paper_lab_p8")["rows"]]
+        found = [
+            row
+            for row in rows
+            if (row["model"], row["workers"], row["contender"]) == (model, workers, contender)
+        ]
+        return f"{found[-1]['paper'] * 100:.1f}"
+
+    return value
+
+
+def order_gain(file: str, case: str, exchange: str) -> Figure:
+    """Duration in the order of joining over the duration in the planned order."""
+
+    def value() -> str:
+        took_s = {
+            outcome["order"]: statistics.median(outcome["seconds"])
+            for outcome in result(file)["outcomes"]
+            if (outcome["case"]["name"], outcome["case"]["exchange"]) == (case, exchange)
+        }
+        return f"{took_s['joined'] / took_s['planned']:.2f}"
+
+    return value
+
+
+def storm(file: str, kind: str, field: str) -> Figure:
+    return lambda: f"{result(file)['chaos']['by_kind'][kind][field]:.2f}"
+
+
+def kept(file: str) -> Figure:
+    return lambda: f"{result(file)['kept'] * 100:.1f}"
+
+
+def faults(file: str) -> Figure:
+    return lambda: str(sum(result(file)["chaos"]["faults"].values()))
+
+
+def peak_mib(schedule: str, rematerialise: bool) -> Figure:
+    def value() -> str:
+        (row,) = (
+            row
+            for row in result("pipeline")["memory"]["rows"]
+            if (row["schedule"], row["rematerialise"]) == (schedule, rematerialise)
+        )
+        return f"{row['peak_bytes'] / 2**20:.0f}"
+
+    return value
+
+
+def step_ms(part: str, key: str) -> Figure:
+    """Median step of a pipeline."""
+
+    def value() -> str:
+        (row,) = (row for row in result("pipeline")[part]["rows"] if key in (row.get("case"), row["key"]))
+        return f"{statistics.median(row['times_s']) * 1e3:.1f}"
+
+    return value
+
+
+def ideal_share(part: str, key: str) -> Figure:
+    """The ideal step, in which only the bubble is lost, over the measured one, per cent."""
+
+    def value() -> str:
+        (row,) = (row for row in result("pipeline")[part]["rows"] if key in (row.get("case"), row["key"]))
+        return f"{row['ideal_s'] / statistics.median(row['times_s']) * 100:.1f}"
+
+    return value
+
+
+def median_s(part: str, *keys: str) -> float:
+    """The shortest of the median steps of these rows."""
+    rows = [row for row in result("pipeline")[part]["rows"] if row.get("case") in keys or row["key"] in keys]
+    return min(statistics.median(row["times_s"]) for row in rows)
+
+
+def step_ratio(part: str, above: tuple[str, ...], below: str, factor: float = 1.0, digits: int = 2) -> Figure:
+    return lambda: f"{median_s(part, *above) / median_s(part, below) * factor:.{digits}f}"
+
+
+def crowd(workers: int, field: str, at: int, factor: float) -> Figure:
+    def value() -> str:
+        (row,) = (row for row in result("crowd")["results"] if row["workers"] == workers)
+        number = row[field][at] if isinstance(row[field], list) else row[field]
+        return f"{number * factor:.2g}" if number * factor < 10 else f"{number * factor:.1f}"
+
+    return value
+
+
+LAN, FAST = "rate=1Gbit", "rate=100Mbit"
+
+
+def gpt_sgd() -> dict[str, Any]:
+    return run("accuracy_20Mbit", "gpt", "local-topk-sgd")
+
+
+FIGURES: dict[str, Figure] = {
+    "select-ns": lambda: f"{result('goals')['local']['select_ns']:.2f}",
+    "copy-ns": lambda: f"{result('goals')['local']['copy_ns']:.2f}",
+    "entry-fp16": per_entry("gtopk P=4 rate=100Mbit"),
+    "entry-int8": per_entry("gtopk:values=int8 P=4 rate=100Mbit"),
+    "gpt-20-sgd-s": loss_s("accuracy_20Mbit", "gpt", "local-topk-sgd"),
+    "gpt-20-sgd-gloo-s": loss_s("accuracy_gpt_20Mbit", "gpt", "gloo"),
+    "gpt-20-sgd-sooner": lambda: (
+        f"{run('accuracy_gpt_20Mbit', 'gpt', 'gloo')['seconds'] / gpt_sgd()['seconds']:.1f}"
+    ),
+    "home-gtopk": order_gain("sites_home", "home", "gtopk:density=0.01"),
+    "home-star": order_gain("sites_home", "home", "gtopk:topology=star,density=0.01"),
+    "sites-gtopk": order_gain("sites_sparse", "sites", "gtopk:density=0.01"),
+    "crowd-heartbeat-ms": crowd(1000, "calm_beat_s", 1, 1e3),
+    "crowd-storm-s": crowd(1000, "storm_s", 0, 1.0),
+    "crowd-300-heartbeat-ms": crowd(300, "calm_beat_s", 1, 1e3),
+    "crowd-300-status-ms": crowd(300, "status_s", 1, 1e3),
+    "crowd-300-storm-s": crowd(300, "storm_s", 0, 1.0),
+}
+for _P in (4, 8):
+    _at = f"P={_P} {FAST}"
+    FIGURES |= {
+        f"gtopk-p{_P}-ms": ms("goals", f"gtopk {_at}"),
+        f"gtopk-p{_P}-cpu-ms": cpu_ms("goals", f"gtopk {_at}"),
+        f"gloo-gather-p{_P}-ms": ms("goals", f"gloo/all_gather {_at}"),
+        f"gloo-gather-p{_P}-cpu-ms": cpu_ms("goals", f"gloo/all_gather {_at}"),
+        f"mpi-gtopk-p{_P}-ms": ms("goals", f"mpi/gtopk {_at}"),
+        f"mpi-gather-p{_P}-ms": ms("goals", f"mpi/all_gather {_at}"),
+        f"gtopk-p{_P}-over-gloo": ratio("goals", f"gloo/all_gather {_at}", f"gtopk {_at}"),
+        f"gtopk-p{_P}-over-mpi-gtopk": ratio("goals", f"mpi/gtopk {_at}", f"gtopk {_at}"),
+        f"gtopk-p{_P}-over-mpi": ratio("goals", f"mpi/all_gather {_at}", f"gtopk {_at}"),
+        f"gtopk-p{_P}-again-ms": ms("gtopk_again", f"gtopk {_at}"),
+        f"gloo-gather-p{_P}-again-ms": ms("gtopk_again", f"gloo/all_gather {_at}"),
+    }
+for _name, _file, _cell in (
+    ("100-p4", "dense_as_it_comes", f"P=4 {FAST}"),
+    ("1g-p4", "dense_as_it_comes", f"P=4 {LAN}"),
+    ("100-p8", "dense_p8", f"P=8 {FAST}"),
+    ("20ms", "goals", f"P=4 {LAN} delay=0.02s"),
+    ("20ms-again", "dense_20ms_again", f"P=4 {LAN} delay=0.02s"),
+    ("1g-cubic", "congestion_1Gbit", f"P=4 {LAN} cc=cubic"),
+):
+    FIGURES |= {
+        f"dense-{_name}": bound(_file, f"dense {_cell}"),
+        f"dense-{_name}-s": took(_file, f"dense {_cell}"),
+        f"gloo-{_name}": bound(_file, f"gloo/all_reduce {_cell}"),
+        f"gloo-{_name}-s": took(_file, f"gloo/all_reduce {_cell}"),
+        f"dense-{_name}-over-gloo": ratio(_file, f"gloo/all_reduce {_cell}", f"dense {_cell}"),
+    }
+FIGURES |= {
+    "mpi-100-p4": bound("goals", f"mpi/all_reduce P=4 {FAST}"),
+    "mpi-100-p8": bound("goals", f"mpi/all_reduce P=8 {FAST}"),
+    "mpi-1g-p4": bound("goals", f"mpi/all_reduce P=4 {LAN}"),
+    "mpi-20ms": bound("goals", f"mpi/all_reduce P=4 {LAN} delay=0.02s"),
+    "dense-1g-curve": bound("goals", f"dense P=4 {LAN} curve"),
+}
+for _name, _file, _load, _ours, _theirs in (
+    ("gpt-20-adamw", "accuracy_gpt_20Mbit_again", "gpt", "local-topk", "gloo-adamw"),
+    ("gpt-20-gtopk", "accuracy_gpt_20Mbit_again", "gpt", "gtopk", "gloo-adamw"),
+    ("gpt-100-adamw", "accuracy_gpt_100Mbit", "gpt", "local-topk", "gloo-adamw"),
+    ("gpt-100-sgd", "accuracy_gpt_100Mbit", "gpt", "gtopk", "gloo"),
+    ("gpt-1g-adamw", "accuracy_gpt_1000Mbit_third", "gpt", "local-topk", "gloo-adamw"),
+    ("gpt-1g-dense-adamw", "accuracy_gpt_1000Mbit_third", "gpt", "dense-adamw", "gloo-adamw"),
+    ("gpt-1g-dense-sgd", "accuracy_gpt_1000Mbit_again", "gpt", "dense", "gloo"),
+    ("gpt-p8-adamw", "accuracy_gpt_p8_20Mbit", "gpt", "local-topk", "gloo-adamw"),
+    ("lstm-20-adamw", "accuracy_20Mbit", "lstm", "local-topk", "gloo-adamw"),
+    ("lstm-20-sgd", "accuracy_20Mbit", "lstm", "local-topk-sgd", "gloo"),
+    ("resnet-20-adamw", "accuracy_20Mbit", "resnet", "local-topk", "gloo-adamw"),
+    ("resnet-20-sgd", "accuracy_20Mbit", "resnet", "local-topk-sgd", "gloo"),
+    ("lstm-100-adamw", "accuracy_small_100Mbit", "lstm", "local-topk", "gloo-adamw"),
+    ("resnet-100-adamw", "accuracy_small_100Mbit", "resnet", "local-topk", "gloo-adamw"),
+    ("lstm-1g-adamw", "accuracy_small_1000Mbit", "lstm", "local-topk", "gloo-adamw"),
+    ("resnet-1g-adamw", "accuracy_small_1000Mbit", "resnet", "local-topk", "gloo-adamw"),
+    ("lstm-1g-dense", "accuracy_small_1000Mbit", "lstm", "dense-adamw", "gloo-adamw"),
+    ("resnet-1g-dense", "accuracy_small_1000Mbit", "resnet", "dense-adamw", "gloo-adamw"),
+):
+    FIGURES |= {
+        f"{_name}-s": loss_s(_file, _load, _ours),
+        f"{_name}-gloo-s": loss_s(_file, _load, _theirs),
+        f"{_name}-sooner": sooner(_file, _load, _ours, _theirs),
+    }
+for _model in ("vgg16", "resnet20", "alexnet", "resnet50", "lstm_ptb"):
+    for _P in (4, 8):
+        FIGURES[f"paper-{_model}-p{_P}"] = efficiency(_model, _P, "gtopk")
+        FIGURES[f"paper-{_model}-p{_P}-gloo"] = efficiency(_model, _P, "gloo")
+        FIGURES[f"paper-{_model}-p{_P}-published"] = published(_model, _P, "gtopk")
+for _every in (5, 30):
+    _file = f"chaos_every{_every}"
+    FIGURES[f"chaos-{_every}-kept"] = kept(_file)
+    FIGURES[f"chaos-{_every}-faults"] = faults(_file)
+    for _kind in ("kill", "stop", "cut"):
+        FIGURES[f"chaos-{_every}-{_kind}"] = storm(_file, _kind, "stall_median_s")
+        FIGURES[f"chaos-{_every}-{_kind}-worst"] = storm(_file, _kind, "stall_worst_s")
+for _name, _schedule in (("fill", "fill-drain"), ("1f1b", "1F1B")):
+    FIGURES[f"memory-{_name}"] = peak_mib(_schedule, False)
+    FIGURES[f"memory-{_name}-again"] = peak_mib(_schedule, True)
+_EMULATED = "4 stages, 1F1B, ahead, M = 8, 1 Gbit/s, 0.2 ms"
+FIGURES["pipeline-emulated-m8"] = ideal_share("emulated", _EMULATED)
+FIGURES["pipeline-emulated-m8-ms"] = step_ms("emulated", _EMULATED)
+_MORE = "4 stages, 1F1B, ahead, M = {}, 1 Gbit/s, 0.2 ms"
+_TORCH = "4 stages, torch's {}, M = {}, gloo on loopback"
+for _M in (8, 24):
+    FIGURES[f"torch-emulated-m{_M}"] = step_ratio(
+        "emulated", (_TORCH.format("GPipe", _M), _TORCH.format("1F1B", _M)), _MORE.format(_M), digits=3
+    )
+for _M in (24, 48):
+    FIGURES[f"speedup-emulated-m{_M}"] = step_ratio(
+        "emulated", (f"1 stages, one stage, M = {_M}, 1 Gbit/s, 0.2 ms",), _MORE.format(_M)
+    )
+FIGURES["wan-emulated"] = step_ratio(
+    "emulated", (_MORE.format(16),), "4 stages, 1F1B, ahead, M = 16, 100 Mbit/s, 5 ms", 100, 1
+)
+for _name, _case, _ours in (
+    ("m8", "1 Gbit/s-8", "lan8"),
+    ("m24", "1 Gbit/s-24", "lan24"),
+    ("fast16", "100 Mbit/s, 5 ms-16", "fast16"),
+):
+    FIGURES[f"torch-{_name}"] = step_ratio("runtime", (f"torch-{_case}",), _ours)
+FIGURES["speedup-m24"] = step_ratio("runtime", ("alone",), "lan24")
+for _case in ("lan8", "lan8-encrypted", "fast16", "fast16-encrypted"):
+    FIGURES[f"pipeline-{_case}"] = ideal_share("runtime", _case)
+    FIGURES[f"pipeline-{_case}-ms"] = step_ms("runtime", _case)
+for _M in (16, 24, 48):
+    FIGURES[f"pipeline-m{_M}"] = ideal_share("runtime", f"lan{_M}")
+    FIGURES[f"pipeline-m{_M}-ms"] = step_ms("runtime", f"lan{_M}")
+
+
+def filled(text: str) -> str:
+    """`text` with the value of each figure from its result file."""
+    return MARK.sub(lambda mark: f"<!--={mark['name']}-->{FIGURES[mark['name']]()}<!--/-->", text)
+
+
+def main(arguments: list[str]) -> int:
+    if "--list" in arguments:
+        for name, figure in FIGURES.items():
+            print(f"{name:32} {figure()}")
+        return 0
+    differing = 0
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        new = filled(text)
+        if new == text:
+            continue
+        differing += 1
+        if "--check" in arguments:
+            print(f"{page.relative_to(ROOT)} differs from benchmarks/results: run `python docs/figures.py`")
+        else:
+            page.write_text(new, encoding="utf-8")
+    return 1 if differing and "--check" in arguments else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
