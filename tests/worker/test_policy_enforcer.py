@@ -137,7 +137,7 @@ def test_two_of_one_name_are_told_apart(folder: Path, sensors: FakeSensors) -> N
         line = AgentLink(first.path, lambda: 0)
         line.report(state="training", name="anna-2")
         until(lambda: "has the name" in said[-1])
-        assert said[-1:] == ["anna has the name anna-2 in this run: gridtrain worker show --worker anna-2"]
+        assert said[-1:] == ["anna is called anna-2 in this run: gridtrain worker show --worker anna-2"]
         assert find_worker("anna-2") == folder / SOCKET and find_worker("anna") == other / SOCKET
 
 
