@@ -15,7 +15,7 @@ copyright = "the gridtrain authors, Apache-2.0"
 version = release = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "repository"]
-exclude_patterns = ["_build", "_ext"]
+exclude_patterns = ["_build", "_ext", "decisions"]
 source_suffix = {".md": "markdown"}
 myst_heading_anchors = 3
 highlight_language = "none"  # a block that does not name its language is a terminal's, or a drawing

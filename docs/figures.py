@@ -20,7 +20,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "decisions"),
+]
 MARK = re.compile(r"<!--=(?P<name>[\w.-]+)-->(?P<value>[^<]*)<!--/-->")
 
 Figure = Callable[[], str]

@@ -1,12 +1,11 @@
-"""Makes a book of the repository's Markdown: which page stands where, and where links between files lead.
+"""Sphinx extension that makes a book of the repository's Markdown: table of contents, and links between files.
 
-Decides the table of contents, and rewrites pages as they are read; never touches a file.  A page that is not
-named here stands in the last section, and a name without a page is left out: whoever adds a page need not
-come here, and nothing breaks where one is missing.
+Pages are changed as they are read, not on disk.  A page that SECTIONS does not name is put into the last
+section, and a name without a page is left out.
 
     docs/*.md                     pages as they are
     docs/project/*.md    <--      SECURITY.md, CHANGELOG.md ... of the repository's root
-    links out of docs/   -->      a page, if the file is one; a download; for a folder its name
+    links out of docs/   -->      a page, if the file is one; a download; for a folder or decision its path
 """
 
 from __future__ import annotations
@@ -23,18 +22,39 @@ DOCS = Path(__file__).resolve().parents[1]
 ROOT = DOCS.parent
 
 SECTIONS = {
-    "Begin": ("quickstart/owner", "quickstart/volunteer", "quickstart/sdk"),
-    "Understand": (
-        *("how-it-works", "exchanges", "local-steps", "overlap", "pipeline", "pipeline-partition"),
-        *("architecture", "glossary"),
+    "Tutorials": ("quickstart/owner", "quickstart/volunteer", "quickstart/sdk"),
+    "How-to guides": ("volunteering", "docker", "operations", "dashboard", "planning", "adapters", "site"),
+    "Reference": (
+        "cli",
+        "configuration",
+        "api",
+        "exchanges",
+        "benchmarks",
+        "project/protocol",
+        "project/security-policy",
+        "glossary",
     ),
-    "Train": ("planning", "adapters", "site", "selection"),
-    "Run": ("cli", "configuration", "operations", "dashboard", "docker", "volunteering"),
-    "Trust": ("reliability", "security", "benchmarks", "comparison"),
-    "Reference": ("api", "project/protocol", "project/security-policy", "project/contributing"),
-    "More": ("decisions/README", "project/changelog"),  # and whatever is not named above
+    "Explanation": (
+        "how-it-works",
+        "architecture",
+        "local-steps",
+        "overlap",
+        "selection",
+        "pipeline",
+        "pipeline-partition",
+        "reliability",
+        "security",
+        "comparison",
+    ),
+    "Project": ("project/contributing", "project/changelog"),  # and whatever is not named above
 }
-"""Caption -> pages, in the order in which somebody new would want them."""
+"""Caption -> pages: the four kinds of Diataxis (https://diataxis.fr), and the project's own pages."""
+
+LAST = "Project"
+"""The section of pages that are not named."""
+
+RECORDS = DOCS / "decisions"
+"""Decision records: for those who change the code, so not in the book; links to them become their path."""
 
 BORROWED = {
     "project/changelog": "CHANGELOG.md",
@@ -52,12 +72,11 @@ _BLOCK = re.compile(r"(^```.*?^```)", flags=re.DOTALL | re.MULTILINE)
 def contents(found: set[str]) -> str:
     """The table of contents of the pages that are there."""
     named = {page for pages in SECTIONS.values() for page in pages}
-    children = {page for page in found if page.startswith("decisions/")}
-    others = sorted(found - named - children - {"index"})
+    others = sorted(found - named - {"index"})
     parts = []
     for caption, pages in SECTIONS.items():
         there = [page for page in pages if page in found]
-        there += others if caption == "More" else []
+        there += others if caption == LAST else []
         if there:
             parts.append(_toctree(there, f":caption: {caption}", ":maxdepth: 1"))
     return "\n\n".join(parts)
@@ -96,7 +115,7 @@ def _page_of(path: Path) -> str | None:
             return page
     if path == ROOT / "README.md":
         return "index"
-    if path.suffix == ".md" and path.is_relative_to(DOCS):
+    if path.suffix == ".md" and path.is_relative_to(DOCS) and not path.is_relative_to(RECORDS):
         return path.relative_to(DOCS).with_suffix("").as_posix()
     return None
 
@@ -110,15 +129,12 @@ def read(app: Sphinx, page: str, source: list[str]) -> None:
         text = relinked(source[0], DOCS / f"{page}.md", page)
     if page == "index":
         text = text.replace(CONTENTS, contents(set(app.env.found_docs)))
-    if page == "decisions/README":
-        records = sorted(found for found in app.env.found_docs if found.startswith("decisions/0"))
-        text += "\n\n" + _toctree([record.removeprefix("decisions/") for record in records], ":hidden:")
     source[0] = text
 
 
 def outdated(app: Sphinx, env: object, added: set[str], changed: set[str], removed: set[str]) -> list[str]:
     """Pages whose own file does not tell when they change: they are read at each build."""
-    return ["index", "decisions/README", *BORROWED]
+    return ["index", *BORROWED]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -15,24 +15,26 @@ _SPEC.loader.exec_module(repository)
 
 
 def test_named_pages_that_are_missing_are_left_out_and_others_stand_at_the_end() -> None:
-    found = {"index", "cli", "quickstart/sdk", "something-new", "decisions/README", "decisions/0001-x"}
+    found = {"index", "cli", "quickstart/sdk", "something-new", "project/changelog"}
     assert repository.contents(found) == "\n\n".join(
         f"```{{toctree}}\n:caption: {caption}\n:maxdepth: 1\n\n{pages}\n```"
         for caption, pages in (
-            ("Begin", "quickstart/sdk"),
-            ("Run", "cli"),
-            ("More", "decisions/README\nsomething-new"),
+            ("Tutorials", "quickstart/sdk"),
+            ("Reference", "cli"),
+            ("Project", "project/changelog\nsomething-new"),
         )
     )
 
 
 def test_links_out_of_docs_lead_to_a_page_a_file_or_a_name() -> None:
     text = (
-        "[a](../SECURITY.md#who-is-who) [b](cli.md) [c](../docker) [`d`](../LICENSE) [e](https://x.y/z.md)\n"
+        "[a](../SECURITY.md#trust) [b](cli.md) [c](../docker) [`d`](../LICENSE) [e](https://x.y/z.md)\n"
+        "[decisions](decisions/README.md)\n"
         "```\n[kept](../SECURITY.md)\n```\n"
     )
     assert repository.relinked(text, ROOT / "docs" / "operations.md", "operations") == (
-        "[a](project/security-policy.md#who-is-who) [b](cli.md) c (`docker`) [`d`](../LICENSE) [e](https://x.y/z.md)\n"
+        "[a](project/security-policy.md#trust) [b](cli.md) c (`docker`) [`d`](../LICENSE) [e](https://x.y/z.md)\n"
+        "decisions (`docs/decisions/README.md`)\n"
         "```\n[kept](../SECURITY.md)\n```\n"
     )
 
