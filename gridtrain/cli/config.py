@@ -1,6 +1,6 @@
-"""`gridtrain config show`: each option's value, and who said so.
+"""`gridtrain config show`: the value of each option and where it comes from.
 
-Decides how that looks: a table on a terminal, a JSON line for each option elsewhere.
+A table on a terminal, elsewhere a JSON line for each option.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _print(found: list[OptionValues]) -> None:
 
 
 def json_lines(settings: OptionValues) -> list[dict[str, Any]]:
-    """For programs; what is secret is not in them."""
+    """JSON lines, without secret values."""
     return [
         {
             "program": settings.program,
@@ -80,7 +80,7 @@ def json_lines(settings: OptionValues) -> list[dict[str, Any]]:
 
 
 def settings_table(settings: OptionValues) -> Any:
-    """For people."""
+    """The table for a terminal."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""`gridtrain demo`: dense and gTop-k training behind a home line, on this machine, compared."""
+"""`gridtrain demo`: dense and gTop-k training behind a home connection, compared on this machine."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def demo(
     quick: bool,
 ) -> None:
     """Train a small byte GPT on real text with a coordinator and workers on this machine, each worker
-    behind a bandwidth cap: first with a dense ring, then with gTop-k. Needs no download; about two
-    minutes on two CPU cores. Ends with a table and a picture of the loss against time and bytes.
+    behind a bandwidth cap: first with a dense ring, then with gTop-k. Needs no download; takes about two
+    minutes on two CPU cores. Ends with a table and a chart of the loss against time and bytes.
     """
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""`gridtrain export`: options only; the work is `gridtrain.training.checkpoint.model_export.export`."""
+"""`gridtrain export`: options of `gridtrain.training.checkpoint.model_export.export_model`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def export(checkpoint: Path, out: Path, step: int | None) -> None:
       gridtrain export ~/.local/state/gridtrain/default model.safetensors
       gridtrain export checkpoints/step-00000500 model.pt
 
-    CHECKPOINT_OR_STATE_DIR is one checkpoint, or a folder above some: a worker's --state-dir, or the run's
-    state directory.  A .pt file loads with torch.load(path, weights_only=True).
+    CHECKPOINT_OR_STATE_DIR is one checkpoint, or a folder that contains some: a worker's --state-dir, or the
+    run's state directory.  A .pt file is loaded with torch.load(path, weights_only=True).
     """
     try:
         from gridtrain.training.checkpoint.model_export import export_model as export_model

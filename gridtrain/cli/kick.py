@@ -1,4 +1,4 @@
-"""`gridtrain kick`: options only; what it does is `protocol.door`."""
+"""`gridtrain kick`: remove a member until it has a new invitation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from gridtrain.cli.option_flags import run_options
 def kick(who: str, reason: str, run: str, state: Path | None) -> None:
     """Remove a member from the run: WHO is its name, or at least 6 digits of its key.
 
-    It is cut off at once, and needs a new invitation to come back.  An open invitation with uses left
-    lets the same person in with another key: see `gridtrain invite --withdraw`.
+    It is disconnected at once, and needs a new invitation to come back.  An open invitation with uses left
+    admits the same person with another key: see `gridtrain invite --withdraw`.
     """
     from gridtrain.core.messages import RemoveWorker
     from gridtrain_coordinator.access.authorization_rules import clean_reason

@@ -88,7 +88,7 @@ def end_of(group, name: str) -> str:
     assert worker.code == REFUSED and "Traceback" not in worker.said()
     script, last = worker.text[-2:]
     *_, agent = (line["fields"]["text"] for line in worker.lines if line.get("event") == "says")
-    assert agent.startswith("the script ended with exit code 1")
+    assert agent.startswith("the script ended with exit code 4")
     assert last.startswith("gridtrain: this worker, key ") and "ask the run's owner " in last
     return script[script.index("JoinRefused") :]
 
