@@ -321,7 +321,7 @@ def test_no_coordinator_has_run_here(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "no coordinator is running" in complaint(result, 2)
     assert "gridtrain coordinator --run mine" in str(result.exception)
     for run in ("../other", ""):
-        with pytest.raises(ConfigError, match="not a valid name of a run"):
+        with pytest.raises(ConfigError, match="cannot be a run"):
             CoordinatorEndpoint.find(run)
 
 

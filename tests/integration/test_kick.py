@@ -86,10 +86,10 @@ def end_of(group, name: str) -> str:
     worker = group.workers[name]
     group.wait(f"the end of {name}", lambda: worker.code is not None)
     assert worker.code == REFUSED and "Traceback" not in worker.said()
-    script, last = worker.text[-2:]
-    *_, agent = (line["fields"]["text"] for line in worker.lines if line.get("event") == "says")
+    script = worker.text[-1]
+    *_, agent, last = (line["fields"]["text"] for line in worker.lines if "text" in line.get("fields", {}))
     assert agent.startswith("the script ended with exit code 4")
-    assert last.startswith("gridtrain: this worker, key ") and "ask the run's owner " in last
+    assert "this worker, key " in last and "ask the run's owner " in last
     return script[script.index("JoinRefused") :]
 
 
@@ -98,15 +98,16 @@ def told(reason: str, remedy: str) -> str:
 
 
 def refused(refusal: Refused) -> str:
-    return f"gridtrain: {refusal.reason} -> {refusal.remedy}"
+    return f"{refusal.reason} -> {refusal.remedy}"
 
 
 def refusal(group, name: str, **options: str) -> str:
     """The last word to a worker that is not let in; its script was not started."""
     worker = group.add(name, **JOB, **options)
     group.wait(f"the end of {name}", lambda: worker.code is not None)
-    assert worker.code == REFUSED and not worker.lines
-    return worker.text[-1]
+    assert worker.code == REFUSED and not worker.text
+    (line,) = worker.lines
+    return line["fields"]["text"]
 
 
 def assert_nothing_secret_was_said(group, *invitations: str) -> None:
