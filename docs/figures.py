@@ -100,7 +100,9 @@ def sooner(file: str, workload: str, contender: str, reference: str) -> Figure:
 
 def per_entry(words: str) -> Figure:
     """Bytes of an entry: of 25,600 in each hop."""
-    return lambda: f"{statistics.median(s['payload_bytes'] for s in cell('goals', words)['samples']) / 25_600:.2f}"
+    return lambda: (
+        f"{statistics.median(s['payload_bytes'] for s in cell('goals', words)['samples']) / 25_600:.2f}"
+    )
 
 
 def efficiency(model: str, workers: int, contender: str) -> Figure:

@@ -54,9 +54,7 @@ def test_a_kick_and_a_ban_while_the_run_trains(new_group) -> None:
         dora = next(line["peer"] for line in group.events("joined") if line["name"] == "dora")
         assert end_of(group, "dora") == told("spam", BANNED.format(dora))
         told_dora = refusal(group, "dora, again", shows=new)
-        assert told_dora.startswith(
-            f"gridtrain: the run's owner has banned this worker's key {dora}: spam -> "
-        )
+        assert told_dora.startswith(f"the run's owner has banned this worker's key {dora}: spam -> ")
         gate.open()
         ends = group.finish()
 
