@@ -24,7 +24,7 @@ SEED = pytest.StashKey[int]()
 FULL = os.environ.get("GRIDTRAIN_TESTS") == "all"
 FEWEST_SEEDS = 25
 SLOW = tuple(
-    line.split()[0]
+    line.strip()
     for line in (Path(__file__).parent / "slow.txt").read_text().splitlines()
     if line.strip() and not line.startswith("#")
 )
