@@ -50,7 +50,7 @@ def cell(file: str, words: str) -> dict[str, Any]:
 
 def seconds(file: str, words: str) -> float:
     """Median duration of an exchange."""
-    return statistics.median(sample["seconds"] for sample in cell(file, words)["samples"])
+    return statistics.median(float(sample["seconds"]) for sample in cell(file, words)["samples"])
 
 
 def ms(file: str, words: str) -> Figure:
@@ -194,7 +194,7 @@ def ideal_share(part: str, key: str) -> Figure:
 def median_s(part: str, *keys: str) -> float:
     """The shortest of the median steps of these rows."""
     rows = [row for row in result("pipeline")[part]["rows"] if row.get("case") in keys or row["key"] in keys]
-    return min(statistics.median(row["times_s"]) for row in rows)
+    return min(float(statistics.median(row["times_s"])) for row in rows)
 
 
 def step_ratio(part: str, above: tuple[str, ...], below: str, factor: float = 1.0, digits: int = 2) -> Figure:

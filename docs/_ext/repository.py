@@ -1,4 +1,4 @@
-"""Sphinx extension that makes a book of the repository's Markdown: contents, and links between files.
+"""Sphinx extension for the repository's Markdown: table of contents, and links between files.
 
 Pages are changed as they are read, not on disk.  A page that SECTIONS does not name is put into the last
 section, and a name without a page is left out.
