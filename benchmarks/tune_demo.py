@@ -78,7 +78,7 @@ class Lesson:
 
 
 class Butterfly:
-    """gTop-k among WORKERS members without a network (DESIGN.md, section 6)."""
+    """gTop-k among WORKERS members without a network (see docs/exchanges.md)."""
 
     def __init__(self, n: int, density: float) -> None:
         self.n, self.k = n, max(1, round(density * n))

@@ -1,8 +1,7 @@
 """Draws the pictures of how-it-works.md: `python docs/pictures.py` writes docs/images/*.svg.
 
-Decides where boxes and lines stand; what is drawn comes from the code where it can: the butterfly's partners
-from `protocol.gtopk`, the pipeline's work from `protocol.schedule`.  Each picture has a ground of its own and
-follows the reader's light or dark, so that it can be read on any page.
+The butterfly's partners come from `core.collectives.butterfly`, the pipeline's work from
+`core.stages.schedule`.  Each picture has a background of its own and follows the reader's theme.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def architecture() -> str:
 
 
 def gtopk(world_size: int = 8) -> str:
-    """The hops of a butterfly, as `protocol.gtopk` makes them."""
+    """The hops of a butterfly, as `core.collectives.butterfly` makes them."""
     hops = [butterfly(rank, world_size) for rank in range(world_size)]
     count = len(hops[0])
     wide, high, left, top = 215, 38, 100, 58
@@ -153,7 +152,7 @@ def commit() -> str:
 
 
 def pipeline(stages: int = 4, micro_batches: int = 8) -> str:
-    """1F1B, backward twice as long as forward, as `protocol.schedule` makes it."""
+    """1F1B, backward twice as long as forward, as `core.stages.schedule` makes it."""
     table = timetable(one_forward_one_backward(stages, micro_batches), 1.0, 2.0)
     scale, high, left, top = 22.0, 40, 80, 50
     width = int(left + scale * table.makespan_s + 20)

@@ -28,7 +28,7 @@ def require_torch(who: str) -> None:
     """Raise `ConfigError` unless the packages of the extra `torch` can be imported.
 
     Args:
-        who: needs them, such as "gridtrain.join".
+        who: what needs them, such as "gridtrain.join".
     """
     missing = [name for name in TORCH if importlib.util.find_spec(name) is None]
     if missing:
@@ -39,6 +39,6 @@ def require_torch(who: str) -> None:
 
 
 def require(package: str, who: str) -> None:
-    """Raise `ConfigError` unless the optional `package`, which `who` needs, can be imported."""
+    """Raise `ConfigError` unless `package` can be imported: it is optional, and `who` needs it."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"{who} needs {package}, not installed here", remedy=f"pip install {package}")

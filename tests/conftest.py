@@ -4,8 +4,8 @@ GRIDTRAIN_TESTS=all     nothing is left out: slow tests, and all seeds of each t
 GRIDTRAIN_SEEDS=10000   every test over seeds runs seeds 0 to 9999 (`make sweep SEEDS=10000`)
 GRIDTRAIN_SEED=123      every test over seeds runs seed 123 alone (replays a failure)
 
-Without any of them, as in `make test`, a test over seeds runs a fifth of its seeds, and the tests that slow.txt
-names are left out unless the command line names their file or the test itself.
+Without any of them, as in `make test`, a test over seeds runs a fifth of its seeds, and the tests that
+slow.txt names are left out unless the command line names their file or the test itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SEED = pytest.StashKey[int]()
 FULL = os.environ.get("GRIDTRAIN_TESTS") == "all"
 FEWEST_SEEDS = 25
 SLOW = tuple(
-    line.split()[0]
+    line.strip()
     for line in (Path(__file__).parent / "slow.txt").read_text().splitlines()
     if line.strip() and not line.startswith("#")
 )

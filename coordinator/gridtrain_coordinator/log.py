@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, TextIO
 
 from gridtrain_coordinator.run.events import Log as Log
@@ -35,9 +36,12 @@ def to_both(one: Log, other: Log) -> Log:
     return log
 
 
-def log_to(stream: TextIO) -> Log:
-    """Text if `stream` is a terminal, else JSON lines."""
-    format_event = _for_people if stream.isatty() else _for_machines
+def log_to(stream: TextIO, log_format: str = "") -> Log:
+    """Log to `stream`.  `log_format`: "text" or "json"; "": text if `stream` is a terminal, else JSON."""
+    is_terminal = stream.isatty()
+    format_event = _as_json
+    if log_format == "text" or (not log_format and is_terminal):
+        format_event = partial(_as_text, coloured=is_terminal and "NO_COLOR" not in os.environ)
 
     def log(level: str, event: str, fields: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):  # if the disk is full the line is lost, and the run goes on
@@ -47,15 +51,15 @@ def log_to(stream: TextIO) -> Log:
     return log
 
 
-def _for_machines(level: str, event: str, fields: Mapping[str, Any]) -> str:
+def _as_json(level: str, event: str, fields: Mapping[str, Any]) -> str:
     ts = datetime.now(UTC).isoformat(timespec="milliseconds")
     return json.dumps({"ts": ts, "level": level, "event": event, "fields": dict(fields)}, default=str)
 
 
-def _for_people(level: str, event: str, fields: Mapping[str, Any]) -> str:
+def _as_text(level: str, event: str, fields: Mapping[str, Any], *, coloured: bool) -> str:
     values = " ".join(f"{name}={_value(value)}" for name, value in fields.items())
     word = f"{event:<15}"
-    if "NO_COLOR" not in os.environ:
+    if coloured:
         word = f"\x1b[{_COLOURS.get(level, '0')}m{word}\x1b[0m"
     return f"{datetime.now():%H:%M:%S}  {word} {values}".rstrip()
 

@@ -54,6 +54,7 @@ class Settings:
         from_backup: start from this backup, in a state folder without a journal.
         dashboard: where people watch the run in a browser; None: there is no dashboard.
         bundle: the script and its files for volunteers; None: workers bring their own.
+        log_format: "text" or "json"; "": text on a terminal, JSON elsewhere.
     """
 
     run: str = "default"
@@ -72,6 +73,7 @@ class Settings:
     from_backup: Path | None = None
     dashboard: DashboardAddress | None = None
     bundle: Bundle | None = None
+    log_format: str = ""
 
     def __post_init__(self) -> None:
         if not RUN_NAME.fullmatch(self.run):
@@ -123,12 +125,14 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
     _make(folder)
     backups = _backups(settings, folder)
     with contextlib.ExitStack() as opened:  # closed again if the start fails
-        board = open_dashboard(settings.dashboard, folder, log_to(err))
+        log = own_log = log_to(err, settings.log_format)
+        board = open_dashboard(settings.dashboard, folder, own_log)
         opened.callback(board.close)
-        log = log_to(err) if board.service is None else to_both(log_to(err), board.service.note)
+        if board.service is not None:
+            log = to_both(own_log, board.service.note)
         if settings.from_backup is not None:
             source = restore(settings.from_backup, folder)
-            log_to(err)("info", "restored", {"from": str(source), "to": str(folder)})
+            own_log("info", "restored", {"from": str(source), "to": str(folder)})
         store = JournalStore.open(folder / JOURNAL)
         opened.callback(store.close)
         identity, operator = store.identity(), operator_identity(folder / JOURNAL).public

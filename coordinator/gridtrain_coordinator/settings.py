@@ -35,6 +35,7 @@ def settings_from(options: OptionValues) -> Settings:
         plans=options.text("order") == "planned",
         recut_s=float(recut_s),
         dashboard=_dashboard(options),
+        log_format=options.text("log_format"),
         bundle=Bundle.from_run_file(options.runfile) if options.switch("bundle") else None,
     )
 

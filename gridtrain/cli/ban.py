@@ -1,4 +1,4 @@
-"""`gridtrain ban`: options only; what it does is `protocol.door`."""
+"""`gridtrain ban`: remove a member and refuse its key."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from pathlib import Path
 
 import click
 
-from gridtrain.cli.main import EXIT_CODES
 from gridtrain.cli.operator_arguments import known_keys, operator_for, resolve_member, with_member_name
 from gridtrain.cli.option_flags import run_options
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command()
 @click.argument("who")
 @click.option("--reason", default="", metavar="TEXT", help="Told to the worker, and kept in the journal.")
 @run_options
 def ban(who: str, reason: str, run: str, state: Path | None) -> None:
-    """Remove a member, and refuse its key even if it shows an invitation.
+    """Remove a member, and refuse its key even with an invitation.
 
-    WHO is its name, at least 6 digits of its key, or the whole key of somebody who is not there.
+    WHO is its name, at least 6 digits of its key, or the whole key of a worker that is not present.
     """
     from gridtrain.core.messages import RemoveWorker
     from gridtrain_coordinator.access.authorization_rules import clean_reason

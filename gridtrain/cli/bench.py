@@ -1,4 +1,4 @@
-"""`gridtrain bench`: options only; the work is `gridtrain.tools.bench.main`."""
+"""`gridtrain bench`: options of `gridtrain.tools.bench.main`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import math
 
 import click
 
-from gridtrain.cli.main import EXIT_CODES
-
 MAX_WORKERS = 32
 
 
 def _sizes(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
-    """ "2,4" as numbers; "" is none."""
+    """Numbers from "2,4"; "": none."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isdecimal() and 2 <= int(word) <= MAX_WORKERS for word in words):
         raise click.BadParameter(f'"{text}": name numbers from 2 to {MAX_WORKERS}, such as 2,4')
@@ -26,13 +24,13 @@ def _sizes(context: click.Context, option: click.Parameter, text: str) -> tuple[
 
 
 def _share(context: click.Context, option: click.Parameter, value: float) -> float:
-    """Of a range that NaN passes, as it is neither below nor above anything."""
+    """A share between 0 and 1.  Refuses NaN, which a range check accepts."""
     if math.isnan(value):
         raise click.BadParameter("nan is no number: name a share above 0 and at most 1, such as 0.01")
     return value
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command()
 @click.option(
     "--parameters", type=click.IntRange(min=1000), default=10_000_000, show_default=True, help="Of the model."
 )
@@ -72,8 +70,8 @@ def bench(
     unencrypted: bool,
     as_json: bool,
 ) -> None:
-    """Measure what this machine can do: selecting and encoding a gradient on CPU and GPU, and exchanging it
-    among a few workers on this machine. Needs no other machine and no run; about a minute.
+    """Measure what this machine can do: select and encode a gradient on CPU and GPU, and exchange it
+    among a few workers on this machine. Needs no other machine and no run; takes about a minute.
     """
     from rich.console import Console
 

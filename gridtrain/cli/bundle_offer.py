@@ -1,7 +1,6 @@
 """What a volunteer is shown before a bundle is run, and the question.
 
-Decides the words.  Texts from the owner are printable already (`gridtrain.tools.options.runfile`), and never
-read as markup.
+Texts from the owner are printable (`gridtrain.tools.options.runfile` checks that), and never read as markup.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def ask_consent(settings: OptionValues, job: Job, offer: BundleOffer) -> bool:
 
 
 def show_offer(settings: OptionValues, job: Job, offer: BundleOffer | None) -> None:
-    """Of a dry run."""
+    """Show the result of a dry run."""
     from gridtrain_worker.bundle_consent import is_accepted
 
     if not sys.stdout.isatty():
@@ -53,7 +52,7 @@ def show_offer(settings: OptionValues, job: Job, offer: BundleOffer | None) -> N
 
 
 def offer_facts(settings: OptionValues, job: Job, offer: BundleOffer | None) -> dict[str, object]:
-    """For programs."""
+    """The offer as a JSON object."""
     from gridtrain_worker.bundle_consent import is_accepted
 
     limits = {name: settings[name].shown for name in SHOWN_LIMITS}
@@ -78,7 +77,7 @@ def offer_facts(settings: OptionValues, job: Job, offer: BundleOffer | None) -> 
 
 
 def offer_lines(settings: OptionValues, job: Job, offer: BundleOffer) -> list[str]:
-    """For people."""
+    """The offer as lines of text."""
     run, entry = offer.bundle.run, offer.entry
     size = sum(len(content) for content in offer.bundle.files.values())
     needs = ", ".join(f"{name} {least} or newer" if least else name for name, least in run.requires)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
-from gridtrain.cli.main import EXIT_CODES, cli
+from gridtrain.cli.main import cli
 
 PROGRAM, VARIABLE = "gridtrain", "_GRIDTRAIN_COMPLETE"
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
     """Print a script that completes gridtrain's commands and options in your shell.

@@ -1,6 +1,6 @@
-"""`gridtrain config show`: each option's value, and who said so.
+"""`gridtrain config show`: the value of each option and where it comes from.
 
-Decides how that looks: a table on a terminal, a JSON line for each option elsewhere.
+A table on a terminal, elsewhere a JSON line for each option.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from typing import Any
 
 import click
 
-from gridtrain.cli.main import EXIT_CODES
 from gridtrain.cli.option_flags import add_options, resolve_settings
 from gridtrain.tools.options import PROGRAMS, OptionValues
 
 STYLES = {"flag": "magenta", "environment": "cyan", "run.toml": "green", "default": "dim"}
 
 
-@click.group(epilog=EXIT_CODES)
+@click.group()
 def config() -> None:
     """Show what is configured, and where each value comes from."""
 
 
-@config.group(invoke_without_command=True, epilog=EXIT_CODES)
+@config.group(invoke_without_command=True)
 @click.pass_context
 def show(context: click.Context) -> None:
     """Show each option's value and where it comes from: flag, environment, run.toml or default.
@@ -49,7 +48,7 @@ def _of(program: str) -> Callable[..., None]:
 
 
 for _program in PROGRAMS:
-    show.command(_program, epilog=EXIT_CODES)(_of(_program))
+    show.command(_program)(_of(_program))
 
 
 def _print(found: list[OptionValues]) -> None:
@@ -66,7 +65,7 @@ def _print(found: list[OptionValues]) -> None:
 
 
 def json_lines(settings: OptionValues) -> list[dict[str, Any]]:
-    """For programs; what is secret is not in them."""
+    """JSON lines, without secret values."""
     return [
         {
             "program": settings.program,
@@ -81,7 +80,7 @@ def json_lines(settings: OptionValues) -> list[dict[str, Any]]:
 
 
 def settings_table(settings: OptionValues) -> Any:
-    """For people."""
+    """The table for a terminal."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""`gridtrain demo`: dense and gTop-k training behind a home line, on this machine, compared."""
+"""`gridtrain demo`: dense and gTop-k training behind a home connection, compared on this machine."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from types import FrameType
 
 import click
 
-from gridtrain.cli.main import EXIT_CODES
 from gridtrain.tools.demo.recipe import DENSITY, MEASURE_EVERY, RECIPES, SIZES
 
 _MODELS = ", ".join(f"{name}: {size.parameters:,}" for name, size in SIZES.items())
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command()
 @click.option("--workers", type=click.IntRange(1, 32), default=4, show_default=True, help="Worker processes.")
 @click.option("--cap", default="20Mbit", show_default=True, help="Upload and download limit of each worker.")
 @click.option(
@@ -71,8 +70,8 @@ def demo(
     quick: bool,
 ) -> None:
     """Train a small byte GPT on real text with a coordinator and workers on this machine, each worker
-    behind a bandwidth cap: first with a dense ring, then with gTop-k. Needs no download; about two
-    minutes on two CPU cores. Ends with a table and a picture of the loss against time and bytes.
+    behind a bandwidth cap: first with a dense ring, then with gTop-k. Needs no download; takes about two
+    minutes on two CPU cores. Ends with a table and a chart of the loss against time and bytes.
     """
     from rich.console import Console
 

@@ -1,14 +1,7 @@
-"""`gridtrain doctor INVITATION`: can this machine join, and what would that bring?
+"""`gridtrain doctor INVITATION`: whether this machine can join, and what it would contribute.
 
-Decides how findings are shown.  What is looked at is `gridtrain.tools.doctor`'s.
-
-    exit code 0   everything is fine
-              1   it can join; there are warnings
-              2   it cannot join like this, or the invitation is none
-            130   stopped by Ctrl-C
-
-Piped, or with --json: one JSON object a line, {"check", "level", "text", "fix", ...}; the last one is
-{"check": "doctor", "level": the worst of all, "took_s": seconds}.
+The checks are in `gridtrain.tools.doctor`.  Piped, or with --json: one JSON object a line, {"check", "level",
+"text", "fix", ...}; the last one is {"check": "doctor", "level": the worst of all, "took_s": seconds}.
 """
 
 from __future__ import annotations
@@ -41,10 +34,10 @@ Exit codes:
 @click.argument("invitation")
 @click.option("--json", "as_json", is_flag=True, help="A JSON object a line, as where the output is piped.")
 def doctor(invitation: str, as_json: bool) -> None:
-    """Look whether this machine can join the run that INVITATION is for.  Takes less than 20 seconds.
+    """Check whether this machine can join the run that INVITATION is for.  Takes less than 20 seconds.
 
-    Nothing is joined and no use of the invitation is spent; at most 256 KiB go to, and come from, the
-    coordinator and three members each.  INVITATION may be @FILE or -, as for `gridtrain worker`.
+    It does not join, and spends no use of the invitation.  At most 256 KiB are exchanged in each direction
+    with the coordinator and three members each.  INVITATION may be @FILE or -, as for `gridtrain worker`.
     """
     from gridtrain.cli.worker import _read
     from gridtrain.core.group.invitation import parse
@@ -83,7 +76,7 @@ def _show(finding: Finding, plain: bool) -> None:
 
 
 def parse_run_status(picture: Mapping[str, Any]) -> RunStatus:
-    """What the prediction needs of a status.  Raises `ConfigError`."""
+    """Figures of a status that the prediction needs.  Raises `ConfigError`."""
     from gridtrain.cli.live_network import network_from_status
     from gridtrain.core.messages import LedgerSpec, Setup
     from gridtrain.core.planning.exchange_facts import workload_of

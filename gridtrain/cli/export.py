@@ -1,4 +1,4 @@
-"""`gridtrain export`: options only; the work is `gridtrain.training.checkpoint.model_export.export`."""
+"""`gridtrain export`: options of `gridtrain.training.checkpoint.model_export.export_model`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from pathlib import Path
 
 import click
 
-from gridtrain.cli.main import EXIT_CODES
 from gridtrain.errors import ConfigError
 from gridtrain.extras import install_command
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path), metavar="CHECKPOINT_OR_STATE_DIR")
 @click.argument("out", type=click.Path(path_type=Path, dir_okay=False), metavar="OUT.pt|OUT.safetensors")
 @click.option("--step", type=click.IntRange(min=0), help="Of this step.  [default: the latest]")
@@ -22,8 +21,8 @@ def export(checkpoint: Path, out: Path, step: int | None) -> None:
       gridtrain export ~/.local/state/gridtrain/default model.safetensors
       gridtrain export checkpoints/step-00000500 model.pt
 
-    CHECKPOINT_OR_STATE_DIR is one checkpoint, or a folder above some: a worker's --state-dir, or the run's
-    state directory.  A .pt file loads with torch.load(path, weights_only=True).
+    CHECKPOINT_OR_STATE_DIR is one checkpoint, or a folder that contains some: a worker's --state-dir, or the
+    run's state directory.  A .pt file is loaded with torch.load(path, weights_only=True).
     """
     try:
         from gridtrain.training.checkpoint.model_export import export_model as export_model

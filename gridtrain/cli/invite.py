@@ -1,6 +1,6 @@
-"""`gridtrain invite`: a new invitation on stdout, what it is good for on stderr.
+"""`gridtrain invite`: a new invitation on stdout, and how to use it on stderr.
 
-Decides how that is told.  The token is made in this process; the coordinator is only told its public half.
+The secret token is made in this process; the coordinator learns only its public half.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gridtrain.cli.main import EXIT_CODES
 from gridtrain.cli.operator_arguments import format_duration, operator_for, parse_duration
 from gridtrain.cli.option_flags import run_options
 
@@ -24,7 +23,7 @@ _LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):\d+")
 
 
 def _validity(context: click.Context, parameter: click.Parameter, text: str) -> float:
-    """As `seconds`; an invitation for no time at all would be a withdrawal."""
+    """Validity in seconds; refuses 0, which would withdraw the invitation."""
     from gridtrain_coordinator.access.authorization_rules import MAX_EXPIRES_S
 
     value_s = parse_duration(context, parameter, text)
@@ -35,11 +34,11 @@ def _validity(context: click.Context, parameter: click.Parameter, text: str) -> 
 
 
 def _patience(context: click.Context, parameter: click.Parameter, text: str) -> float:
-    """0: it was not asked for."""
+    """Seconds to wait; 0: not asked for."""
     return parse_duration(context, parameter, text) if text else 0.0
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command()
 @run_options
 @click.option(
     "--uses", type=click.IntRange(1, 10_000), default=1, show_default=True, metavar="N",
@@ -80,13 +79,13 @@ def invite(
     \b
       gridtrain invite                         for one worker, for a week
       gridtrain invite --uses 20 --expires 2d  for a class
-      gridtrain invite --until-joined 10m      and see its worker come in
+      gridtrain invite --until-joined 10m      and wait until its worker is a member
 
-    Prints one line: give it to the volunteer over a channel that you trust, as whoever reads it first
-    may come in.  A worker that came in stays in until you kick it.
+    Prints one line: give it to the volunteer over a channel that you trust, as whoever reads it first can
+    join.  A worker that was admitted stays admitted until you kick it.
 
-    --until-joined says on stderr who comes, and ends with 0 as soon as --uses workers are members; with 1
-    if they are not in time, which the invitation does not mind: it stays valid.
+    --until-joined reports on stderr who joins.  Exit code 0: --uses workers are members; 1: they are not in
+    time, and the invitation stays valid.
     """
     from gridtrain.cli.join_progress import await_members
     from gridtrain.core.group.invitation import parse
@@ -107,7 +106,7 @@ def invite(
 
 
 def explanation(invitation: Invitation, uses: int, expires_s: float, wall_s: float, has_bundle: bool) -> str:
-    """For the person who has just made it; the token is not in it."""
+    """What to do with a new invitation; without its token."""
     workers = "one worker" if uses == 1 else f"{uses} workers"
     until = time.strftime("%Y-%m-%d %H:%M", time.localtime(wall_s + expires_s))
     clear = "" if invitation.encrypted else " --unencrypted"

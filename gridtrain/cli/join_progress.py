@@ -1,9 +1,8 @@
-"""`gridtrain invite --until-joined`: who comes in with an invitation, until they are members.
+"""`gridtrain invite --until-joined`: reports who joins with an invitation, until all are members.
 
-Decides what is said of it, and when it is over.  Asks the coordinator twice a second; a coordinator that is
-restarted meanwhile is waited for.
+Asks the coordinator twice a second, and waits for a coordinator that restarts.
 
-    invited --Enrol--> let in --Join, set-up, measured--> a member: admitted, spare, following or active
+    invited --Enrol--> admitted --Join, set-up, measured--> a member
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 ANSWER_TIMEOUT_S = 5.0
 MEMBER_STATES = ("admitted", "spare", "following", "active")
-"""States of `gridtrain status` in which a worker has said what it trains, and that fitted the run."""
+"""States of `gridtrain status` in which a worker's setup was accepted."""
 
 StatusQuery = Callable[[float], dict[str, Any]]
 EventPrinter = Callable[[str, str, dict[str, Any]], None]
 
 
 class JoinTimeout(GridtrainError):
-    """Fewer workers than were waited for are members."""
+    """Fewer workers than expected have become members."""
 
 
 @dataclass
 class JoinProgress:
-    """What is known of those who came with one invitation.  `look` says what is new of it."""
+    """The workers that joined with one invitation; `update` reports changes."""
 
     id: str
     wanted: int
@@ -51,16 +50,16 @@ class JoinProgress:
     def is_complete(self) -> bool:
         return len(self.members) >= self.wanted
 
-    def update(self, picture: Mapping[str, Any]) -> None:
-        door = picture.get("door")
-        enrolled = door.get("enrolled") if isinstance(door, dict) else None
+    def update(self, status: Mapping[str, Any]) -> None:
+        access = status.get("door")
+        enrolled = access.get("enrolled") if isinstance(access, dict) else None
         for line in enrolled if isinstance(enrolled, list) else ():
             peer = str(line.get("peer"))
             if line.get("invitation") == self.id and peer not in self.admitted:
                 self.admitted.add(peer)
                 key = peer[:SHOWN_KEY_DIGITS]
-                self.print_event("let_in", f"key {key} was let in; its script starts", {"peer": key})
-        for line in picture.get("members") or ():
+                self.print_event("let_in", f"key {key} was admitted; its script starts", {"peer": key})
+        for line in status.get("members") or ():
             peer, state = str(line.get("peer")), str(line.get("state"))
             if peer in self.admitted and peer not in self.members and state in MEMBER_STATES:
                 name, rank = str(line.get("name")), line.get("rank")
@@ -71,10 +70,10 @@ class JoinProgress:
                 self.print_event("member", f"{name} is a member ({place}); {of}", fields)
 
     def text(self) -> str:
-        """How far it has come, for people."""
+        """The progress in words."""
         here = f"{len(self.members)} of {self.wanted} workers are members"
         coming = len(self.admitted) - len(self.members)
-        return here + (f", {coming} more were let in" if coming else "")
+        return here + (f", {coming} more were admitted" if coming else "")
 
 
 def await_members(
@@ -87,11 +86,11 @@ def await_members(
     pause: Callable[[float], None] = time.sleep,
     say: EventPrinter | None = None,
 ) -> None:
-    """Return when `uses` workers that came with the invitation are members.
+    """Return when `uses` workers that joined with the invitation are members.
 
     Raises:
-        NotInTime: they are not within `patience_s`, or the run is over.
-        CoordinatorUnreachable: nobody answered at the end of it.
+        JoinTimeout: they are not within `patience_s`, or the run has finished.
+        CoordinatorUnreachable: the coordinator did not answer at the end.
     """
     from gridtrain.core.group.invitation import invitation_digest
     from gridtrain.network.transport.identity import Identity
@@ -107,18 +106,18 @@ def await_members(
     )
     while True:
         try:
-            picture = ask(min(ANSWER_TIMEOUT_S, max(POLL_S, until_s - clock())))
+            status = ask(min(ANSWER_TIMEOUT_S, max(POLL_S, until_s - clock())))
             away = False
         except CoordinatorUnreachable as error:
             if clock() >= until_s:
                 raise
             if not away:
                 arrivals.print_event("away", f"the coordinator does not answer: {error.reason}", {})
-            away, picture = True, {}
-        arrivals.update(picture)
+            away, status = True, {}
+        arrivals.update(status)
         if arrivals.is_complete:
             return
-        if picture.get("finished"):
+        if status.get("finished"):
             raise JoinTimeout(f"{arrivals.text()}, and the run is finished", remedy="begin another run")
         if clock() >= until_s:
             raise JoinTimeout(
@@ -130,7 +129,7 @@ def await_members(
 
 
 def print_event_on_stderr(event: str, text: str, fields: dict[str, Any]) -> None:
-    """A sentence on a terminal, else a JSON object as the worker's and the coordinator's logs have them."""
+    """A sentence on a terminal, else a JSON line as in the logs of worker and coordinator."""
     if sys.stderr.isatty():
         click.echo(text, err=True)
         return

@@ -1,4 +1,4 @@
-"""`gridtrain kick`: options only; what it does is `protocol.door`."""
+"""`gridtrain kick`: remove a member until it has a new invitation."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from pathlib import Path
 
 import click
 
-from gridtrain.cli.main import EXIT_CODES
 from gridtrain.cli.operator_arguments import known_keys, operator_for, resolve_member, with_member_name
 from gridtrain.cli.option_flags import run_options
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command()
 @click.argument("who")
 @click.option("--reason", default="", metavar="TEXT", help="Told to the worker, and kept in the journal.")
 @run_options
 def kick(who: str, reason: str, run: str, state: Path | None) -> None:
     """Remove a member from the run: WHO is its name, or at least 6 digits of its key.
 
-    It is cut off at once, and needs a new invitation to come back.  An open invitation with uses left
-    lets the same person in with another key: see `gridtrain invite --withdraw`.
+    It is disconnected at once, and needs a new invitation to come back.  An open invitation with uses left
+    admits the same person with another key: see `gridtrain invite --withdraw`.
     """
     from gridtrain.core.messages import RemoveWorker
     from gridtrain_coordinator.access.authorization_rules import clean_reason

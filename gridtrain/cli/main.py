@@ -1,7 +1,4 @@
-"""The root of the command line: which commands there are, and how an error looks.
-
-Decides exit codes and that a user never sees a traceback for an error that we raise on purpose.
-"""
+"""The root of the command line: the list of commands, the exit codes, and errors without tracebacks."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ from gridtrain.errors import GridtrainError
 # name -> one line for `gridtrain --help`; the command is `gridtrain.cli.<name>.<name>`.
 COMMANDS = {
     "coordinator": "Start a run's coordinator; workers join it.",
-    "worker": "Join a run and train in it: supervise a training script.",
-    "doctor": "See whether this machine can join a run, and what it would bring.",
+    "worker": "Join a run; set, show, pause, resume, stop a worker.",
+    "doctor": "Check whether this machine can join a run.",
     "status": "Show a run's members, steps and rates.",
     "invite": "Let volunteers into a run: print an invitation.",
     "members": "List a run's members, open invitations and bans.",
@@ -29,19 +26,19 @@ COMMANDS = {
     "ban": "Remove a member and refuse its key.",
     "unban": "Lift a ban.",
     "export": "Write a checkpoint's model as a plain file.",
-    "bench": "Measure what this machine can do: selection, codec, local exchanges.",
+    "bench": "Measure selection, codec and local exchanges here.",
     "plan": "Predict step times on a network before anybody joins.",
-    "new": "Begin a run of your own: a folder with a script that trains.",
+    "new": "Create a folder with a script that trains.",
     "config": "Show what is configured, and where each value comes from.",
     "completion": "Print a script that completes commands in your shell.",
     "demo": "Train a small model with four workers on this machine.",
 }
 
 EXIT_CODES = """\b
-Exit codes:
-  0    fine
+Exit codes of all commands but doctor:
+  0    success
   1    the training script failed (its own code is passed on), or another error
-  2    the options or the configuration cannot work
+  2    the options or the configuration are invalid
   3    the coordinator cannot be reached
   4    the coordinator refused
   5    the run's bundle was not accepted on this machine
@@ -66,7 +63,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, context: click.Context, arguments: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click; a word that is no command is answered with the nearest ones."""
+        """As click does; an unknown command is answered with the nearest ones."""
         try:
             return super().resolve_command(context, arguments)
         except click.UsageError as error:
@@ -81,14 +78,18 @@ class LazyGroup(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
-@click.group(cls=LazyGroup, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=LazyGroup,
+    epilog=EXIT_CODES,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(__version__, prog_name="gridtrain")
 def cli() -> None:
-    """Train one PyTorch model together, over ordinary computers and links."""
+    """Train one PyTorch model together on ordinary computers and connections."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The program `gridtrain`.  Always ends by `SystemExit`."""
+    """The program `gridtrain`.  Always raises `SystemExit`."""
     try:
         result = cli.main(args=arguments, prog_name="gridtrain", standalone_mode=False)
     except click.ClickException as error:

@@ -1,7 +1,7 @@
-"""`gridtrain members`: who is in, who may come in, who must not, and what was held against whom.
+"""`gridtrain members`: members, open invitations, bans and violations.
 
-Decides how it looks.  Names and reasons come from workers: they are never read as markup, and the client has
-cleaned them of control characters.
+Names and reasons come from workers: they are never read as markup, and the client has removed control
+characters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gridtrain.cli.main import EXIT_CODES
 from gridtrain.cli.operator_arguments import (
     NO_NAME,
     SHOWN_KEY_DIGITS,
@@ -29,56 +28,58 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PLAIN_WIDTH = 120
-COLUMNS = ("name", "key", "state", "strikes", "reach")
+COLUMNS = ("name", "key", "state", "violations", "reach")
 MAX_LINES = 50  # of each kind, below the table
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command()
 @run_options
-@click.option("--json", "as_json", is_flag=True, help="Print members and door as one JSON object.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print members, invitations and bans as one JSON object."
+)
 def members(run: str, state: Path | None, as_json: bool) -> None:
     """List the members of the run that is coordinated on this machine, its invitations and its bans.
 
-    A member is a key that was let in; "away" is one whose worker is not running now.
+    A member is an admitted key; "away": its worker is not running now.
     """
     with operator_for(run, state) as operator:
-        picture = operator.status()
+        status = operator.status()
     if as_json:
-        click.echo(json.dumps({name: picture.get(name) for name in ("run", "members", "door")}))
+        click.echo(json.dumps({name: status.get(name) for name in ("run", "members", "door")}))
     else:
         from rich.console import Console
 
-        Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(render(picture))
+        Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(render(status))
 
 
-def render(picture: Mapping[str, Any]) -> Group:
-    """The table, then the open invitations, the banned keys and the strikes."""
+def render(status: Mapping[str, Any]) -> Group:
+    """The table, then open invitations, banned keys and violations."""
     from rich.console import Group
     from rich.text import Text
 
-    door = picture.get("door")
-    below = [*_invitations(door), *_banned(door), *_strikes(door, known_keys(picture))]
-    return Group(members_table(picture), *(Text(line, no_wrap=True, overflow="ellipsis") for line in below))
+    access = status.get("door")
+    below = [*_invitations(access), *_banned(access), *_violations(access, known_keys(status))]
+    return Group(members_table(status), *(Text(line, no_wrap=True, overflow="ellipsis") for line in below))
 
 
-def members_table(picture: Mapping[str, Any]) -> Table:
-    """First who has joined, by rank, then the members that are away."""
+def members_table(status: Mapping[str, Any]) -> Table:
+    """Workers that have joined, by rank, then members that are away."""
     from rich.table import Table
     from rich.text import Text
 
     drawn = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     drawn.add_column("rank", justify="right", no_wrap=True)
     for heading in COLUMNS:
-        drawn.add_column(heading, justify="right" if heading == "strikes" else "left", no_wrap=True)
-    for cells in member_rows(picture):
+        drawn.add_column(heading, justify="right" if heading == "violations" else "left", no_wrap=True)
+    for cells in member_rows(status):
         drawn.add_row(*(Text(cell) for cell in cells))
     if not drawn.row_count:
-        drawn.add_row("-", Text("nobody was let in yet: gridtrain invite", style="dim"))
+        drawn.add_row("-", Text("nobody has been admitted yet: gridtrain invite", style="dim"))
     return drawn
 
 
-def member_rows(picture: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    joined = _lines(picture, "members")
+def member_rows(status: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    joined = _lines(status, "members")
     here = {line.get("peer") for line in joined if isinstance(line.get("peer"), str)}
     for line in sorted(joined, key=_rank):
         rank = line.get("rank")
@@ -90,7 +91,7 @@ def member_rows(picture: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
             _count(line.get("strikes")),
             str(line.get("reach") or "-"),
         )
-    for line in _lines(picture.get("door"), "enrolled"):
+    for line in _lines(status.get("door"), "enrolled"):
         if _key(line) and line.get("peer") not in here:
             yield ("-", NO_NAME, _key(line), "away", _count(line.get("strikes")), "-")
 
@@ -100,25 +101,26 @@ def _rank(line: Mapping[str, Any]) -> tuple[bool, int]:
     return (False, rank) if isinstance(rank, int) else (True, 0)
 
 
-def _invitations(door: Any) -> Iterator[str]:
-    for line in _lines(door, "invitations")[:MAX_LINES]:
+def _invitations(access: Any) -> Iterator[str]:
+    for line in _lines(access, "invitations")[:MAX_LINES]:
         left_s = line.get("left_s")
         left = format_duration(left_s) if isinstance(left_s, int | float) else "?"
         used = f"{_count(line.get('used'))} of {_count(line.get('uses'))} uses"
         yield f"invitation {line.get('id', '?')!s}: {used}, {left} left"
 
 
-def _banned(door: Any) -> Iterator[str]:
-    for line in _lines(door, "banned")[:MAX_LINES]:
+def _banned(access: Any) -> Iterator[str]:
+    for line in _lines(access, "banned")[:MAX_LINES]:
         name = f"{line['name']!s} " if line.get("name") else ""
         yield f"banned {name}{_key(line)}: {line.get('reason', '')!s}"
 
 
-def _strikes(door: Any, known: Mapping[str, str]) -> Iterator[str]:
-    for line in _lines(door, "strikes")[:MAX_LINES]:
+def _violations(access: Any, known: Mapping[str, str]) -> Iterator[str]:
+    for line in _lines(access, "strikes")[:MAX_LINES]:
         who = known.get(str(line.get("peer")), NO_NAME)
         for one in _lines(line, "said"):
-            yield f"strike against {who} {_key(line)}, by {one.get('by', '?')!s}: {one.get('reason', '')!s}"
+            by, reason = one.get("by", "?"), one.get("reason", "")
+            yield f"violation of {who} {_key(line)}, reported by {by!s}: {reason!s}"
 
 
 def _key(line: Mapping[str, Any]) -> str:

@@ -1,7 +1,6 @@
-"""`gridtrain new FOLDER`: a run of one's own that trains at once.
+"""`gridtrain new FOLDER`: create a run that trains at once.
 
-Decides what is in the folder and what is said about it.  The files are in gridtrain/templates; nothing
-that is there already is replaced.
+The files are in gridtrain/tools/templates; existing files are not replaced.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gridtrain.cli.main import EXIT_CODES
 from gridtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,11 +21,11 @@ if TYPE_CHECKING:
 RUN_FILE, PLACEHOLDER = "run.toml", "NAME"
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--name", default="", help="The run's name.  [default: the folder's]")
 def new(folder: Path, name: str) -> None:
-    """Begin a run of your own: write a folder with a script that trains, and what belongs to it.
+    """Create a folder with a script that trains, and the files that belong to it.
 
     \b
       gridtrain new my-run
@@ -61,7 +59,7 @@ def _texts(folder: Traversable, before: str) -> list[tuple[str, str]]:
 
 
 def _write(folder: Path, texts: dict[str, str]) -> list[str]:
-    """All of them or, if one is there already, none."""
+    """Write all files; none if one of them exists."""
     there = [name for name in texts if (folder / name).exists()]
     if there:
         raise ConfigError(

@@ -1,9 +1,7 @@
-"""What the operator's commands share: where the coordinator is, whom a word means, how long "7d" is.
+"""Shared by the operator's commands: the coordinator to use, members by name or key, durations.
 
-Decides which of several members is meant, and says so if that is not clear.  Gives no order itself.
-
-    kick WHO     a member's name, or the first 6 or more digits of its key
-    unban WHO    the name that a banned one had, or the first 6 or more digits of its key
+kick WHO     a member's name, or the first 6 or more digits of its key
+unban WHO    a banned member's name, or the first 6 or more digits of its key
 """
 
 from __future__ import annotations
@@ -31,15 +29,15 @@ _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)([smhd])")
 
 
 def parse_duration(context: click.Context, parameter: click.Parameter, text: str) -> float:
-    """An option's callback: from "90s", "15m", "12h" or "7d"."""
+    """Callback of an option: seconds from "90s", "15m", "12h" or "7d"."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
-        raise click.BadParameter(f"{text!r} is no duration; write for instance 90s, 15m, 12h or 7d")
+        raise click.BadParameter(f"{text!r} is not a duration; write for instance 90s, 15m, 12h or 7d")
     return float(match[1]) * _UNITS_S[match[2]]
 
 
 def format_duration(seconds: float) -> str:
-    """In its two largest units: "6 d 23 h"."""
+    """The two largest units: "6 d 23 h"."""
     minutes, left_s = divmod(round(max(seconds, 0.0)), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -49,14 +47,14 @@ def format_duration(seconds: float) -> str:
 
 
 def operator_for(run: str, state: Path | None, wait_s: float = 0.0) -> OperatorClient:
-    """Raises `ConfigError` if no coordinator runs on this machine for this user."""
+    """A client of the coordinator on this machine.  Raises `ConfigError` if this user runs none."""
     from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient
 
     return OperatorClient(CoordinatorEndpoint.find(run, state, wait_s=wait_s))
 
 
 def with_member_name(peer: bytes, known: Mapping[str, str], told: str) -> str:
-    """The coordinator's answer about a key, with the name that people know."""
+    """The coordinator's answer, with the member's name in front."""
     name = known.get(peer.hex(), NO_NAME)
     return told if name == NO_NAME else f"{name}: {told}"
 
@@ -64,10 +62,10 @@ def with_member_name(peer: bytes, known: Mapping[str, str], told: str) -> str:
 # -- whom a word means -------------------------------------------------------------------------------
 
 
-def known_keys(picture: Mapping[str, Any], *, banned: bool = False) -> dict[str, str]:
-    """Key (64 digits) -> name, of whom the coordinator knows: who has joined, and who may; or the banned."""
-    door = picture.get("door")
-    lines = _lines(door, "banned") if banned else [*_lines(door, "enrolled"), *_lines(picture, "members")]
+def known_keys(status: Mapping[str, Any], *, banned: bool = False) -> dict[str, str]:
+    """Key (64 digits) -> name of all known members, or of the banned ones."""
+    access = status.get("door")
+    lines = _lines(access, "banned") if banned else [*_lines(access, "enrolled"), *_lines(status, "members")]
     known: dict[str, str] = {}
     for line in lines:
         key = line.get("peer")
@@ -77,13 +75,13 @@ def known_keys(picture: Mapping[str, Any], *, banned: bool = False) -> dict[str,
 
 
 def resolve_member(who: str, known: Mapping[str, str], *, any_key: bool = False) -> bytes:
-    """The key that `who` means: a name, or the beginning of a key.
+    """The key of the member that `who` names, by its name or the beginning of its key.
 
     Args:
-        any_key: a whole key that nobody knows is fine as well.
+        any_key: accept a whole key that is not known.
 
     Raises:
-        ConfigError: nobody is meant, or more than one.
+        ConfigError: `who` matches no member, or several.
     """
     digits = who.lower()
     is_key = not set(digits) - set(string.hexdigits) and MIN_KEY_DIGITS <= len(digits) <= KEY_DIGITS
@@ -95,9 +93,11 @@ def resolve_member(who: str, known: Mapping[str, str], *, any_key: bool = False)
         return bytes.fromhex(meant.pop())
     candidates = ", ".join(_candidates(known, meant or set(known)))
     if meant:
-        raise ConfigError(f"{who!r} means {len(meant)}: {candidates}", remedy="give more digits of the key")
+        raise ConfigError(
+            f"{who!r} matches {len(meant)} members: {candidates}", remedy="give more digits of the key"
+        )
     raise ConfigError(
-        f"{who!r} means nobody; there is {candidates or 'nobody'}",
+        f"{who!r} matches no member; there is {candidates or 'none'}",
         remedy=f"give a name, or at least {MIN_KEY_DIGITS} digits of a key; `gridtrain members` lists them",
     )
 

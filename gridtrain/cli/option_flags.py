@@ -13,6 +13,9 @@ import click
 from gridtrain.tools.options import PROGRAMS, Option, OptionKind, OptionValues, RunFile, resolve
 from gridtrain.tools.options.option_table import find_option
 
+ALSO_IN_ENVIRONMENT = """Defaults are in brackets.  Environment and run.toml: docs/configuration.md;
+`gridtrain config show` prints what applies.  Exit codes: gridtrain --help."""
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -30,10 +33,8 @@ def add_options(program: str) -> Callable[[Command], Command]:
 
 def make_flag(one: Option) -> Callable[[Command], Command]:
     """A decorator that adds the flag of one option."""
-    text = one.help
-    notes = [] if one.is_command_line_only else [f"env: {one.variable}"]
-    notes += [f"default: {one.default_text}"] if one.default_text else []
-    text += f"  [{'; '.join(notes)}]" if notes else ""
+    shows_default = one.default_text and one.kind is not OptionKind.SWITCH
+    text = one.help + (f"  [{one.default_text}]" if shows_default else "")
     names = [one.flag + (f"/{one.off_flag}" if one.default is True else "")]
     if one.kind is OptionKind.SWITCH:
         return click.option(*names, one.name, is_flag=True, default=None, hidden=one.is_hidden, help=text)
@@ -53,12 +54,19 @@ def make_flag(one: Option) -> Callable[[Command], Command]:
     return lambda command: value(off(command))
 
 
+class _AtLeast(click.IntRange):
+    """Does not add its range to the help: that costs a line."""
+
+    def _describe_range(self) -> str:
+        return ""
+
+
 def _type(one: Option) -> click.ParamType[Any]:
     if one.choices:
         return click.Choice(one.choices)
     match one.kind:
         case OptionKind.COUNT:
-            return click.IntRange(min=int(one.minimum or 0))
+            return _AtLeast(min=int(one.minimum or 0))
         case OptionKind.NUMBER:
             return click.FloatRange(min=one.minimum or 0.0)
         case OptionKind.FOLDER:

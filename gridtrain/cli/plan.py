@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gridtrain.cli.main import EXIT_CODES
 from gridtrain.cli.plan_stages import OPTION_NAMES, pipeline_options, show_plan
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ _COUNT = re.compile(r"\d+(?:\.\d+)?(?:[eE]\d+)?[kMGB]?")
 _MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command()
 @click.option("--parameters", metavar="N", help="Of the model: 25600000, 25.6e6, 25.6M or 7B.")
 @click.option(
     "--workers",

@@ -1,7 +1,7 @@
-"""`gridtrain status`: the coordinator's picture of the run as a table.
+"""`gridtrain status`: the status of a run as a table or as JSON.
 
-Decides how it looks.  What comes from workers (names, facts, events) is never read as markup; the
-client has cleaned it of control characters.
+Names, facts and events come from workers: they are never read as markup, and the client has removed control
+characters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gridtrain.cli.main import EXIT_CODES
 from gridtrain.cli.option_flags import run_options
 
 if TYPE_CHECKING:
@@ -29,20 +28,20 @@ if TYPE_CHECKING:
 ANSWER_TIMEOUT_S = 4.0
 REFRESH_S = 1.0
 RECONNECT_TIMEOUT_S = 30.0
-"""While watching, a coordinator may be away for so long (a restart) before we give up."""
+"""With --watch: time for a coordinator to restart before the command fails."""
 
 RECENT_EVENTS = 5
 PLAIN_WIDTH = 120  # of a line in a file or a pipe
 PHASE_STYLES = {"waiting": "yellow", "training": "green", "paused": "red", "finished": "cyan"}
 COLUMNS = ("share", "step", "up/s", "down/s", "comp.", "select", "comm.", "wait", "heard")
 DROP_ORDER = ("select", "wait", "reach", "comm.", "comp.", "heard", "down/s")
-"""What a narrow terminal does without, the first first, so that names can be read: orders want them."""
+"""Columns that a narrow terminal drops, in this order, to keep names readable: commands need them."""
 
 NAME_WIDTH = 16
 SECONDS = ("computing_s", "selecting_s", "communicating_s", "waiting_s")
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command()
 @click.argument("invitation", required=False)
 @run_options
 @click.option("--watch", is_flag=True, help="Refresh once a second until Ctrl-C or the end of the run.")
@@ -57,16 +56,16 @@ def status(invitation: str | None, run: str, state: Path | None, watch: bool, as
 
     \b
       gridtrain status                       the run that is coordinated on this machine
-      gridtrain status gridtrain1:AbC...     any other; asks with one of this machine's keys
-      gridtrain status @FILE                 the same, the invitation in a file; - reads it from stdin
+      gridtrain status gridtrain1:AbC...     another run, with one of this machine's keys
+      gridtrain status @FILE                 the same, the invitation in a file; -: from stdin
 
-    A table on a terminal; elsewhere what the coordinator said, a JSON object a line.
+    A table on a terminal; elsewhere the coordinator's answer, a JSON object a line.
     """
     as_json = not sys.stdout.isatty() if as_json is None else as_json
     with client_for(invitation, run, state) as client:
         if not watch:
-            picture = client.status(ANSWER_TIMEOUT_S)
-            click.echo(json.dumps(picture)) if as_json else _print(picture)
+            snapshot = client.status(ANSWER_TIMEOUT_S)
+            click.echo(json.dumps(snapshot)) if as_json else _print(snapshot)
         elif as_json:
             _follow(client.status)
         else:
@@ -77,7 +76,7 @@ def status(invitation: str | None, run: str, state: Path | None, watch: bool, as
 def client_for(
     invitation: str | None, run: str, state: Path | None
 ) -> Iterator[CoordinatorClient | OperatorClient]:
-    """A connection as the operator of this machine's coordinator, or as somebody who was invited."""
+    """A connection as the operator of this machine's coordinator, or with an invitation."""
     from gridtrain.cli.worker import _read
     from gridtrain.core.group.invitation import parse
     from gridtrain.network.transport.identity import Identity
@@ -102,17 +101,17 @@ def client_for(
         yield client
 
 
-def _print(picture: Mapping[str, Any]) -> None:
+def _print(snapshot: Mapping[str, Any]) -> None:
     from rich.console import Console
 
-    Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(render(picture))
+    Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(render(snapshot))
 
 
 def _follow(ask: Any) -> None:
-    while not (picture := ask(RECONNECT_TIMEOUT_S)).get("finished"):
-        click.echo(json.dumps(picture))
+    while not (snapshot := ask(RECONNECT_TIMEOUT_S)).get("finished"):
+        click.echo(json.dumps(snapshot))
         time.sleep(REFRESH_S)
-    click.echo(json.dumps(picture))
+    click.echo(json.dumps(snapshot))
 
 
 def _watch(ask: Any) -> None:
@@ -121,47 +120,47 @@ def _watch(ask: Any) -> None:
     with Live(render(ask(ANSWER_TIMEOUT_S)), auto_refresh=False) as live:
         while True:
             time.sleep(REFRESH_S)
-            picture = ask(RECONNECT_TIMEOUT_S)
-            live.update(render(picture), refresh=True)
-            if picture.get("finished"):
+            snapshot = ask(RECONNECT_TIMEOUT_S)
+            live.update(render(snapshot), refresh=True)
+            if snapshot.get("finished"):
                 return
 
 
-def render(picture: Mapping[str, Any]) -> Group:
-    """The whole picture: a line about the run, the members, the latest events."""
+def render(snapshot: Mapping[str, Any]) -> Group:
+    """A line about the run, the members, the latest events."""
     from rich.console import Group
     from rich.text import Text
 
-    phase = str(picture.get("phase", "?"))
+    phase = str(snapshot.get("phase", "?"))
     head = Text.assemble(
-        ("run ", "dim"), (str(picture.get("run", "?")), "bold"), "  ",
-        (phase, PHASE_STYLES.get(phase, "")), f"  {picture.get('reason', '')!s}",
+        ("run ", "dim"), (str(snapshot.get("run", "?")), "bold"), "  ",
+        (phase, PHASE_STYLES.get(phase, "")), f"  {snapshot.get('reason', '')!s}",
     )  # fmt: skip
     figures = Text(
-        f"term {_count(picture.get('term'))}  generation {_count(picture.get('generation'))}  "
-        f"step {_count(picture.get('step'))}  {_rate(picture.get('steps_per_s'))} steps/s"
+        f"term {_count(snapshot.get('term'))}  generation {_count(snapshot.get('generation'))}  "
+        f"step {_count(snapshot.get('step'))}  {_rate(snapshot.get('steps_per_s'))} steps/s"
     )
-    facts = [f"{name}: {value}" for name, value in _mapping(picture.get("facts")).items()]
-    if why := str(picture.get("exchange_reason") or ""):
+    facts = [f"{name}: {value}" for name, value in _mapping(snapshot.get("facts")).items()]
+    if why := str(snapshot.get("exchange_reason") or ""):
         facts.append(f"exchange chosen: {why}")
-    now_s = picture.get("now_s")
-    spare = next((str(m["spare"]) for m in _listed(picture.get("members")) if m.get("spare")), "")
+    now_s = snapshot.get("now_s")
+    spare = next((str(m["spare"]) for m in _listed(snapshot.get("members")) if m.get("spare")), "")
     facts += [spare] if spare else []
-    recent = _listed(picture.get("events"))[-RECENT_EVENTS:]
+    recent = _listed(snapshot.get("events"))[-RECENT_EVENTS:]
     events = [_event(event, now_s) for event in recent]
 
     def dim(lines: list[str]) -> list[Text]:
         return [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in lines]
 
-    resting = [Text(line, no_wrap=True, overflow="ellipsis") for line in paused_lines(picture)]
-    return Group(head, figures, *dim(facts), MembersTable(picture), *resting, *dim(events))
+    paused = [Text(line, no_wrap=True, overflow="ellipsis") for line in paused_lines(snapshot)]
+    return Group(head, figures, *dim(facts), MembersTable(snapshot), *paused, *dim(events))
 
 
 class MembersTable:
-    """The table with as many columns as there is room for."""
+    """The table of members, with as many columns as fit."""
 
-    def __init__(self, picture: Mapping[str, Any]) -> None:
-        self._picture = picture
+    def __init__(self, snapshot: Mapping[str, Any]) -> None:
+        self._picture = snapshot
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
         from rich.measure import Measurement
@@ -176,21 +175,21 @@ class MembersTable:
 
 
 def members_table(
-    picture: Mapping[str, Any], without: Sequence[str] = (), name_width: int | None = None
+    snapshot: Mapping[str, Any], without: Sequence[str] = (), name_width: int | None = None
 ) -> Table:
-    """One line for each member: whether others can dial it, bytes per second, then the times of its
-    latest step (computing, selecting, communicating, waiting), then how long ago it was heard.  Strikes
-    (see `gridtrain members`) have a column if anybody has one, and stages where the model has some."""
+    """One line a member: whether others can connect to it, bytes per second, times of its latest step
+    (computing, selecting, communicating, waiting), and time since its last message.  Violations (see
+    `gridtrain members`) and stages have a column if there are any."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    members = _listed(picture.get("members"))
-    in_stages = isinstance(picture.get("stages"), int) and picture["stages"] > 1
-    struck = any(member.get("strikes") for member in members)
+    members = _listed(snapshot.get("members"))
+    in_stages = isinstance(snapshot.get("stages"), int) and snapshot["stages"] > 1
+    has_violations = any(member.get("strikes") for member in members)
     headings = (
         *("rank", *(("stage",) if in_stages else ()), "name", "state", "reach"),
-        *(*(("strikes",) if struck else ()), *COLUMNS),
+        *(*(("violations",) if has_violations else ()), *COLUMNS),
     )
     for heading in headings:
         if heading == "name":  # the one that gets narrower where there is not room for all
@@ -207,7 +206,7 @@ def members_table(
             str(member.get("name", "?")),
             str(member.get("state", "?")),
             str(member.get("reach") or "-"),
-            *([_count(member.get("strikes"))] if struck else []),
+            *([_count(member.get("strikes"))] if has_violations else []),
             _count(member.get("share")),
             _count(member.get("step")),
             _bytes(member.get("sent_Bps")),
@@ -218,14 +217,14 @@ def members_table(
         kept = [cell for heading, cell in zip(headings, cells, strict=True) if heading not in without]
         table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in kept))
     if not table.row_count:
-        nobody = "nobody any more" if picture.get("finished") else "no worker yet"
+        nobody = "nobody any more" if snapshot.get("finished") else "no worker yet"
         table.add_row("-", *([""] if in_stages else []), Text(nobody, style="dim"))
     return table
 
 
-def paused_lines(picture: Mapping[str, Any]) -> list[str]:
-    """Workers that their owners have paused: they are no members now."""
-    lines = _listed(picture.get("resting"))
+def paused_lines(snapshot: Mapping[str, Any]) -> list[str]:
+    """Workers that their owners have paused: they are not members now."""
+    lines = _listed(snapshot.get("resting"))
     return [f"{line.get('name', '?')} is {line.get('reason', 'paused')}, for {_age(line)}" for line in lines]
 
 

@@ -1,4 +1,4 @@
-"""`gridtrain unban`: options only; what it does is `protocol.door`."""
+"""`gridtrain unban`: lift a ban."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from pathlib import Path
 
 import click
 
-from gridtrain.cli.main import EXIT_CODES
 from gridtrain.cli.operator_arguments import known_keys, operator_for, resolve_member, with_member_name
 from gridtrain.cli.option_flags import run_options
 
 
-@click.command(epilog=EXIT_CODES)
+@click.command()
 @click.argument("who")
 @run_options
 def unban(who: str, run: str, state: Path | None) -> None:
-    """Lift a ban: with a new invitation its worker may come back.
+    """Lift a ban: with a new invitation the worker may come back.
 
-    WHO is the name that it had when it was banned, or at least 6 digits of its key.
+    WHO is its name when it was banned, or at least 6 digits of its key.
     """
     from gridtrain.core.messages import Unban
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from gridtrain.cli.main import EXIT_CODES
-from gridtrain.cli.option_flags import add_options, resolve_settings
-from gridtrain.errors import ConfigError
+from gridtrain.cli.option_flags import ALSO_IN_ENVIRONMENT, add_options, resolve_settings
+from gridtrain.errors import ConfigError, GridtrainError
 
 if TYPE_CHECKING:
     from gridtrain.tools.options import OptionValues
@@ -41,7 +41,7 @@ def _complete_command(context: click.Context, parameter: click.Parameter, incomp
     return [word for word in CONTROL_COMMANDS if incomplete and word.startswith(incomplete)]
 
 
-@click.command(cls=WorkerCommand, epilog=EXIT_CODES)
+@click.command(cls=WorkerCommand, epilog=ALSO_IN_ENVIRONMENT)
 @click.argument("invitation", required=False, shell_complete=_complete_command)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND...")
 @add_options("worker")
@@ -59,16 +59,22 @@ def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> No
     """
     from gridtrain.cli import bundle_offer
     from gridtrain_worker.agent import supervise
-    from gridtrain_worker.console import console_for
+    from gridtrain_worker.console import JsonConsole, console_for
 
     words = (invitation, *command) if invitation is not None else command
     chosen = resolve_settings("worker", given)
-    job, console = make_job(words, chosen), console_for(sys.stderr)
+    job, console = make_job(words, chosen), console_for(sys.stderr, chosen.text("log_format"))
     ask = (
         partial(bundle_offer.ask_consent, chosen, job) if sys.stdin.isatty() and sys.stderr.isatty() else None
     )
     show = partial(bundle_offer.show_offer, chosen)
-    sys.exit(supervise(job, console.say, console=console, ask=ask, show=show))
+    try:
+        sys.exit(supervise(job, console.say, console=console, ask=ask, show=show))
+    except GridtrainError as error:
+        if not isinstance(console, JsonConsole) or os.environ.get("GRIDTRAIN_DEBUG"):
+            raise
+        console.report_error(str(error), error.exit_code)
+        sys.exit(error.exit_code)
 
 
 def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:

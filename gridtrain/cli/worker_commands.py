@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 import click
 
-from gridtrain.cli.main import EXIT_CODES
-
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -28,7 +26,7 @@ def _options(command: Command) -> Command:
     return command
 
 
-@click.group(epilog=EXIT_CODES)
+@click.group()
 def worker_commands() -> None:
     """Commands to a worker that runs on this machine."""
 

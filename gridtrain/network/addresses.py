@@ -37,8 +37,15 @@ def parse_explicit_address(option: str, text: str, *, any_port: bool = False) ->
     if plain.removeprefix(":").isdigit():
         port = plain.removeprefix(":")
         raise ConfigError(
-            f"{option} {text} does not say on which interface",
+            f"{option} {text} has no host",
             remedy=f"write tcp://0.0.0.0:{port} for all, or tcp://127.0.0.1:{port} for this machine only",
+        )
+    if match is not None and match[2] is None:
+        raise ConfigError(f"{option} {text} has no port", remedy=f"write tcp://{match[1]}:{DEFAULT_PORT}")
+    if plain.removeprefix("tcp://").count(":") > 1 and "[" not in plain:
+        raise ConfigError(
+            f"{option} {text} is not tcp://host:port",
+            remedy=f"write an IPv6 address in brackets: tcp://[2001:db8::1]:{DEFAULT_PORT}",
         )
     if match is None or match[2] is None or not (0 if any_port else 1) <= int(match[2]) <= 65535:
         raise ConfigError(

@@ -118,6 +118,11 @@ class Pipeline:
         return self.held.stage_at(snapshot) if snapshot.world_size else None
 
     @property
+    def stages(self) -> int:
+        """Number of stages, as the run is defined; a repartitioned model may have fewer."""
+        return self._options.stages
+
+    @property
     def skipped_steps(self) -> int:
         """Committed steps that were skipped because a gradient was not finite."""
         return self._skips.total

@@ -223,6 +223,7 @@ class IoLoop:
         for command in commands:
             if callable(command):
                 command()
+                self._is_payload_only = False  # what follows from it is sent by housekeeping
             else:
                 self._handle(command)
         return bool(commands)

@@ -28,8 +28,7 @@ def install_sigterm_handler() -> None:
 def install_error_hook() -> None:
     """A `GridtrainError` ends the script with one sentence and its exit code; Ctrl-C with one sentence.
 
-    `JoinRefused` ends it with the exit code of `gridtrain worker`.  Bugs keep their traceback, as does
-    everything with GRIDTRAIN_DEBUG=1.
+    Bugs keep their traceback, as does everything with GRIDTRAIN_DEBUG=1.
     """
     if sys.excepthook is sys.__excepthook__ and not os.environ.get("GRIDTRAIN_DEBUG"):
         sys.excepthook = _format_error

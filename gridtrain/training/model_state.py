@@ -16,7 +16,7 @@ import os
 import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -104,20 +104,19 @@ class ModelState(ABC):
 
     def rest(self, budget_bytes: int) -> CheckpointInfo | None:
         """Before a pause: the state that stays in memory, None if none does."""
-        if self._left is None:  # else no step was taken since the last pause
-            self._left = self._transfer_residual(budget_bytes)
+        self._leave_residual(budget_bytes)
         return self._keep_for_pause()
 
     def leave(self, budget_bytes: int, *, between_steps: bool) -> None:
         """This worker leaves a run that goes on."""
         try:
-            left = self._left or self._transfer_residual(budget_bytes)
+            self._leave_residual(budget_bytes)
             if between_steps:
                 self._keep_for_others()
-            if left is not None and self._has_checkpoints:
-                save_left_residual(self._left_folder(left), self._facts, left)
         except GridtrainError as error:
             log.debug("the residual is not transferred: %s", error)  # this worker is no member (any more)
+        if self._left is not None and self._has_checkpoints:
+            save_left_residual(self._left_folder(self._left), self._facts, self._left)
 
     @abstractmethod
     def close(self, timeout_s: float) -> None:
@@ -184,6 +183,18 @@ class ModelState(ABC):
         if self._has_initial_weights:
             self._has_initial_weights = False
             log.warning("this worker's initial weights were replaced by the group's: all train one model")
+
+    def _leave_residual(self, budget_bytes: int) -> None:
+        """Transfer the residual.  What nobody takes is left, beside what was left before the last pause, if
+        no step was taken since."""
+        older, left = self._left, self._transfer_residual(budget_bytes)
+        if older is None or left is None:
+            self._left = left or older
+        elif (older.applied, older.history, older.layers) == (left.applied, left.history, left.layers):
+            self._left = replace(left, residual_N=older.residual_N + left.residual_N)
+        else:
+            self._left, lost = (older, left) if older.applied > left.applied else (left, older)
+            log.warning("the residual of %sstep %d is lost", lost.text, lost.applied + 1)
 
     def _transfer_residual(self, budget_bytes: int) -> LeftResidual | None:
         residual = self._residual

@@ -122,7 +122,7 @@ def test_lightning_with_a_plain_optimizer_is_refused(tmp_path) -> None:
         trainer = L.Trainer(
             max_epochs=1, strategy=GridStrategy(grid, loader), enable_model_summary=False, **quiet
         )
-        with pytest.raises(ConfigError, match="SGD, which belongs to no group"):
+        with pytest.raises(ConfigError, match="SGD, which takes part in no group"):
             trainer.fit(Plain(), loader)
 
     gridtrain.local(train, workers=1, export_dir=str(tmp_path))

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import gridtrain_coordinator.__main__
 import gridtrain_coordinator.serving
 import gridtrain_worker.agent
-from gridtrain.cli.main import COMMANDS, cli, exit_code
+from gridtrain.cli.main import COMMANDS, cli
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, GridtrainError, JoinRefused, TransportError
 from gridtrain.runtime.client.worker_naming import state_directory
@@ -189,7 +189,7 @@ def test_a_dashboard_cannot_be_named_and_left_out() -> None:
     ],
 )
 def test_exit_codes(error: GridtrainError, code: int) -> None:
-    assert exit_code(error) == code
+    assert error.exit_code == code
 
 
 def test_journal_and_keys_lie_in_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,11 +202,19 @@ def test_journal_and_keys_lie_in_the_state_directory(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_with_the_exit_codes(name: str) -> None:
-    result = CliRunner().invoke(cli, [name, "--help"])
+def test_the_help_of_every_command_fits_one_screen(name: str) -> None:
+    result = CliRunner().invoke(cli, [name, "--help"], env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
-    assert "Exit codes:" in result.output
+    assert len(result.output.splitlines()) <= (60 if name == "plan" else 48), result.output
     assert isinstance(cli.get_command(click.Context(cli), name), click.Command)
+
+
+def test_the_general_help_has_the_exit_codes_and_every_command_in_one_line() -> None:
+    output = CliRunner().invoke(cli, ["--help"], env={"COLUMNS": "80"}).output
+    assert len(output.splitlines()) <= 40 and "Exit codes of all commands" in output
+    assert all(f"  {name:<11}  {text}" in output for name, text in COMMANDS.items())
+    for word in ("set", "show", "pause", "resume", "stop"):
+        assert word in COMMANDS["worker"]
 
 
 def test_help_imports_no_command() -> None:

@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner, Result
 from torch import nn
 
-from gridtrain.cli.main import cli, exit_code
+from gridtrain.cli.main import cli
 from gridtrain.core.messages import CheckpointInfo, LedgerState
 from gridtrain.errors import ConfigError
 from gridtrain.training.checkpoint import checkpoint_store, serialization
@@ -49,7 +49,7 @@ def export(*arguments: object) -> Result:
 
 def complaint(*arguments: object) -> ConfigError:
     error = export(*arguments).exception
-    assert isinstance(error, ConfigError) and exit_code(error) == 2
+    assert isinstance(error, ConfigError) and error.exit_code == 2
     return error
 
 
@@ -115,9 +115,9 @@ def test_a_disk_that_fills_up_is_named_and_nothing_is_left(
 
 def test_what_cannot_be(tmp_path: Path) -> None:
     assert "there is no checkpoint in" in complaint(tmp_path, tmp_path / "m.pt").reason
-    assert "cannot be looked into" in complaint(tmp_path / "none", tmp_path / "m.pt").reason
+    assert "cannot be read" in complaint(tmp_path / "none", tmp_path / "m.pt").reason
     write(tmp_path / "w", 5, seed=5)
-    assert "does not say which format" in complaint(tmp_path / "w", tmp_path / "m.bin").reason
+    assert "names no format" in complaint(tmp_path / "w", tmp_path / "m.bin").reason
     for name in ("m.pt", "m.safetensors"):
         error = complaint(tmp_path / "w", tmp_path / "missing" / name)
         assert "cannot be written" in error.reason and error.remedy

@@ -1,7 +1,7 @@
 """`gridtrain invite --until-joined`: what its owner sees.
 
 0 s  nobody          waiting
-1 s  let in          key 010101010101 was let in
+1 s  let in          key 010101010101 was admitted
 2 s  joining         (it is measured)
 3 s  active, rank 0  anna is a member (rank 0); 1 of 1
 """
@@ -68,7 +68,7 @@ def test_a_worker_that_comes_in() -> None:
     )
     assert run.waits() == [
         ("waiting", "waiting 10 s for them (Ctrl-C ends that)"),
-        ("let_in", "key 010101010101 was let in; its script starts"),
+        ("let_in", "key 010101010101 was admitted; its script starts"),
         ("member", "w1 is a member (rank 0); 1 of 1"),
     ]
 
@@ -76,7 +76,7 @@ def test_a_worker_that_comes_in() -> None:
 def test_not_in_time() -> None:
     run = Run(*[picture((ANNA, "admitted", None), let_in=(ANNA, BO))] * 5)
     with pytest.raises(
-        JoinTimeout, match=r"^1 of 3 workers are members, 1 more were let in after 4 s -> "
+        JoinTimeout, match=r"^1 of 3 workers are members, 1 more were admitted after 4 s -> "
     ) as caught:
         run.waits(uses=3, patience_s=4.0)
     assert caught.value.exit_code == 1

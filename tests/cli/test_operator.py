@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 
 from gridtrain.cli import operator_arguments
 from gridtrain.cli.invite import explanation
-from gridtrain.cli.main import cli, exit_code
+from gridtrain.cli.main import cli
 from gridtrain.cli.members import member_rows
 from gridtrain.core import messages as m
 from gridtrain.core.group.invitation import Invitation, parse
@@ -111,7 +111,7 @@ def fine(desk: Desk, line: str) -> str:
 
 def complaint(result: Result, code: int) -> str:
     assert isinstance(result.exception, GridtrainError), result.output
-    assert exit_code(result.exception) == code and result.exception.remedy
+    assert result.exception.exit_code == code and result.exception.remedy
     assert result.stdout == ""
     return result.exception.reason
 
@@ -200,13 +200,13 @@ def test_durations_as_they_are_shown(seconds: float, shown: str) -> None:
 # -- members ---------------------------------------------------------------------------------------
 
 DRAWN = """\
-rank name      key          state  strikes reach
-   0 [red]bert b2b2b2b2b2b2 active       1 relayed
-   1 anna      a1a1a1a1a1a1 active       0 direct
-   - (away)    a1a1a1c3c3c3 away         0 -
+rank name      key          state  violations reach
+   0 [red]bert b2b2b2b2b2b2 active          1 relayed
+   1 anna      a1a1a1a1a1a1 active          0 direct
+   - (away)    a1a1a1c3c3c3 away            0 -
 invitation {id}: 2 of 5 uses, 59 min 59 s left
 banned d4d4d4d4d4d4: spam  [2J
-strike against [red]bert b2b2b2b2b2b2, by coordinator: no msgpack
+violation of [red]bert b2b2b2b2b2b2, reported by coordinator: no msgpack
 """
 
 
@@ -235,7 +235,7 @@ def test_the_same_as_json(desk: Desk) -> None:
 
 
 def test_nobody_yet(desk: Desk) -> None:
-    assert "nobody was let in yet: gridtrain invite" in fine(desk, "members")
+    assert "nobody has been admitted yet: gridtrain invite" in fine(desk, "members")
 
 
 @pytest.mark.parametrize(
@@ -275,12 +275,12 @@ def test_a_ban_is_lifted_by_the_name_that_it_was_given_by(desk: Desk) -> None:
     assert "banned anna a1a1a1a1a1a1: spam" in fine(desk, "members")
     lifted = "anna: a1a1a1a1a1a1 is not banned any more; with a new invitation it can come back\n"
     assert fine(desk, "unban anna") == lifted
-    assert "means nobody" in complaint(gridtrain(desk, "unban anna"), 2)
+    assert "matches no member" in complaint(gridtrain(desk, "unban anna"), 2)
 
 
 def test_a_key_that_never_came_can_be_banned(desk: Desk) -> None:
     assert "is banned" in fine(desk, f"ban {CARL}")
-    assert "means nobody" in complaint(gridtrain(desk, f"kick {CARL}"), 2)
+    assert "matches no member" in complaint(gridtrain(desk, f"kick {CARL}"), 2)
     assert "is not banned" in complaint(gridtrain(desk, f"unban {ANNA}"), 4)
 
 
@@ -288,20 +288,20 @@ def test_who_is_meant_must_be_clear(desk: Desk) -> None:
     desk.members = MEMBERS
     desk.enrol(ANNA, BERT, CARL)
     both = complaint(gridtrain(desk, "kick a1a1a1"), 2)
-    assert both == "'a1a1a1' means 2: anna a1a1a1a1a1a1, (away) a1a1a1c3c3c3"
+    assert both == "'a1a1a1' matches 2 members: anna a1a1a1a1a1a1, (away) a1a1a1c3c3c3"
     nobody = complaint(gridtrain(desk, "kick dora"), 2)
     assert nobody == (
-        "'dora' means nobody; there is anna a1a1a1a1a1a1, (away) a1a1a1c3c3c3, [red]bert b2b2b2b2b2b2"
+        "'dora' matches no member; there is anna a1a1a1a1a1a1, (away) a1a1a1c3c3c3, [red]bert b2b2b2b2b2b2"
     )
-    assert "means nobody" in complaint(gridtrain(desk, "kick a1a1a"), 2), "5 digits are too few"
-    assert "means nobody" in complaint(gridtrain(desk, "kick (away)"), 2)
+    assert "matches no member" in complaint(gridtrain(desk, "kick a1a1a"), 2), "5 digits are too few"
+    assert "matches no member" in complaint(gridtrain(desk, "kick (away)"), 2)
     assert all(desk.standing(peer) == "peer" for peer in (ANNA, BERT, CARL))
 
 
 def test_two_of_one_name_and_a_name_like_a_key() -> None:
     known = {ANNA: "anna", BERT: "anna", CARL: "b2b2b2"}
     for who in ("anna", "b2b2b2"):
-        with pytest.raises(ConfigError, match=r"means 2: .*give more digits"):
+        with pytest.raises(ConfigError, match=r"matches 2 members: .*give more digits"):
             operator_arguments.resolve_member(who, known)
     assert operator_arguments.resolve_member(CARL, known) == bytes.fromhex(CARL)
 
@@ -321,7 +321,7 @@ def test_no_coordinator_has_run_here(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "no coordinator is running" in complaint(result, 2)
     assert "gridtrain coordinator --run mine" in str(result.exception)
     for run in ("../other", ""):
-        with pytest.raises(ConfigError, match="not a valid name of a run"):
+        with pytest.raises(ConfigError, match="cannot be a run"):
             CoordinatorEndpoint.find(run)
 
 

@@ -35,9 +35,9 @@ rank name      state   reach      share step   up/s down/s comp. select comm. wa
 """
 
 STRUCK = """\
-rank name      state   reach      strikes share step   up/s down/s comp. select comm. wait  heard
-   0 anna      active  direct           0     8   41 2.5 MB  950 B 21 ms   1 ms 1.2 s 0 ms 200 ms
-   - [red]bert joining behind NAT       2     0    0      -      -     -      -     -    -   0 ms
+rank name      state   reach      violations share step   up/s down/s comp. select comm. wait  heard
+   0 anna      active  direct              0     8   41 2.5 MB  950 B 21 ms   1 ms 1.2 s 0 ms 200 ms
+   - [red]bert joining behind NAT          2     0    0      -      -     -      -     -    -   0 ms
 """
 
 
@@ -66,7 +66,7 @@ def test_it_fits_into_a_pipe() -> None:
     }  # fmt: skip
     lines = drawn({"members": [worst]}).splitlines()
     assert max(map(len, lines)) <= module.PLAIN_WIDTH and len(lines) == 4
-    assert "n\u2026 admitted behind NAT       2 99999 9999999 999.9 MB 999.9 MB 999.9 s" in lines[3]
+    assert "n\u2026 admitted behind NAT          2 99999 9999999 999.9 MB 999.9 MB 999.9 s" in lines[3]
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])

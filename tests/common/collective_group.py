@@ -178,7 +178,7 @@ class SparseInputs:
         return [payload for payload, _ in selected], [residual_N for _, residual_N in selected]
 
     def assert_conserved(self, residuals: Sequence[FloatArray], update: SparseVector, says: str) -> None:
-        """Promise 2a, element by element: residuals after + update == residuals before + contributions."""
+        """Guarantee 2a, element by element: residuals after + update == residuals before + contributions."""
         terms = np.array([vector for member in self.members for vector in member], np.float64)
         after = np.array(residuals, np.float64).sum(axis=0)
         after[update.indices] += update.values

@@ -47,3 +47,9 @@ def test_a_workers_name_cannot_move_the_cursor(monkeypatch: pytest.MonkeyPatch) 
     log_to(out)("info", "joined", {"name": "\x1b[2Janna\n\r"})
     assert out.getvalue().rstrip("\n").isprintable()
     assert "\\u001b[2Janna" in out.getvalue()
+
+
+def test_the_format_can_be_chosen() -> None:
+    out = io.StringIO()
+    log_to(out, "text")("info", "joined", {"name": "anna"})
+    assert out.getvalue().endswith("  joined          name=anna\n") and "\x1b" not in out.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 from pathlib import Path
@@ -59,3 +60,18 @@ def test_every_public_name_is_in_the_reference() -> None:
     names = (set(gridtrain.__all__) - errors - {"__version__"}) | set(gridtrain.pipeline.__all__)
     assert "automodule:: gridtrain.errors" in text
     assert sorted(name for name in names if not re.search(rf"\.{name}\b", text)) == []
+
+
+def test_every_member_that_the_reference_lists_exists() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    listed = re.findall(
+        r"^\.\. autoclass:: ([\w.]+)\.(\w+)(?:\(\))?\n +:members: (\w.*)$", text, flags=re.MULTILINE
+    )
+    assert listed
+    missing = [
+        f"{module}.{name}.{member}"
+        for module, name, members in listed
+        for member in members.split(", ")
+        if not hasattr(getattr(importlib.import_module(module), name), member)
+    ]
+    assert missing == []

@@ -54,9 +54,7 @@ def test_a_kick_and_a_ban_while_the_run_trains(new_group) -> None:
         dora = next(line["peer"] for line in group.events("joined") if line["name"] == "dora")
         assert end_of(group, "dora") == told("spam", BANNED.format(dora))
         told_dora = refusal(group, "dora, again", shows=new)
-        assert told_dora.startswith(
-            f"gridtrain: the run's owner has banned this worker's key {dora}: spam -> "
-        )
+        assert told_dora.startswith(f"the run's owner has banned this worker's key {dora}: spam -> ")
         gate.open()
         ends = group.finish()
 
@@ -86,10 +84,10 @@ def end_of(group, name: str) -> str:
     worker = group.workers[name]
     group.wait(f"the end of {name}", lambda: worker.code is not None)
     assert worker.code == REFUSED and "Traceback" not in worker.said()
-    script, last = worker.text[-2:]
-    *_, agent = (line["fields"]["text"] for line in worker.lines if line.get("event") == "says")
-    assert agent.startswith("the script ended with exit code 1")
-    assert last.startswith("gridtrain: this worker, key ") and "ask the run's owner " in last
+    script = worker.text[-1]
+    *_, agent, last = (line["fields"]["text"] for line in worker.lines if "text" in line.get("fields", {}))
+    assert agent.startswith("the script ended with exit code 4")
+    assert "this worker, key " in last and "ask the run's owner " in last
     return script[script.index("JoinRefused") :]
 
 
@@ -98,15 +96,16 @@ def told(reason: str, remedy: str) -> str:
 
 
 def refused(refusal: Refused) -> str:
-    return f"gridtrain: {refusal.reason} -> {refusal.remedy}"
+    return f"{refusal.reason} -> {refusal.remedy}"
 
 
 def refusal(group, name: str, **options: str) -> str:
     """The last word to a worker that is not let in; its script was not started."""
     worker = group.add(name, **JOB, **options)
     group.wait(f"the end of {name}", lambda: worker.code is not None)
-    assert worker.code == REFUSED and not worker.lines
-    return worker.text[-1]
+    assert worker.code == REFUSED and not worker.text
+    (line,) = worker.lines
+    return line["fields"]["text"]
 
 
 def assert_nothing_secret_was_said(group, *invitations: str) -> None:

@@ -29,7 +29,9 @@ ASKED, ANOTHER, SPARE = (
 
 def asked() -> tuple[Any, Pipeline]:
     session: Any = SimpleNamespace(
-        snapshot=ASKED, resize_residual=lambda n: None, report_figures=lambda figures: None
+        snapshot=ASKED,
+        tasks=SimpleNamespace(resize_residual=lambda n: None),
+        report_figures=lambda figures: None,
     )
     blocks = Blueprint(lambda: [nn.Linear(2, 2, bias=False) for _ in range(2)])
     staging = ModelStages(blocks, 2, cuts=None, device=torch.device("cpu"))
@@ -76,7 +78,7 @@ def test_where_the_run_stands_a_replica_may_be_gone_as_well(stage: MemberPhase) 
     )
     store: Any = SimpleNamespace(write_now=lambda blocks, snapshot: written.append(blocks) or True)
     session: Any = SimpleNamespace(
-        snapshot=picture, attach_state=lambda *_: None, attach_residual=lambda *_: None
+        snapshot=picture, tasks=SimpleNamespace(attach_state=lambda *_: None, attach_residual=lambda *_: None)
     )
     state = StageModelState(session, held, CheckpointOptions(Path(), every=10, keep=2), 0)
     state._store = store

@@ -227,7 +227,9 @@ def test_clipping_is_by_the_norm_of_the_whole_model(tmp_path: Path) -> None:
 def test_what_is_written_is_the_turn_s_stage_though_the_group_has_moved_on() -> None:
     """Else a checkpoint of another stage would have the values with which that stage begins."""
     options = PipelineOptions(stages=2, micro_batches=1, exchange=gridtrain.Dense(), loss=loss_fn)
-    session = SimpleNamespace(snapshot=WorkerSnapshot(rank=0, world_size=2), resize_residual=lambda n: None)
+    session = SimpleNamespace(
+        snapshot=WorkerSnapshot(rank=0, world_size=2), tasks=SimpleNamespace(resize_residual=lambda n: None)
+    )
     staging = ModelStages(Blueprint(layers), 2, cuts=None, device=torch.device("cpu"))
     pipe = Pipeline(staging, sgd, options, session)  # type: ignore[arg-type]
     turn, trained = session.snapshot, pipe.module

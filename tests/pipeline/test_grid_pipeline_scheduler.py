@@ -103,7 +103,9 @@ def test_a_run_that_begins_anew_has_the_rate_and_the_scheduler_of_its_beginning(
     from gridtrain.pipeline.model_stages import ModelStages
 
     options = PipelineOptions(stages=2, micro_batches=1, exchange=gridtrain.Dense(), loss=loss_fn)
-    session = SimpleNamespace(snapshot=WorkerSnapshot(rank=0, world_size=2), resize_residual=lambda n: None)
+    session = SimpleNamespace(
+        snapshot=WorkerSnapshot(rank=0, world_size=2), tasks=SimpleNamespace(resize_residual=lambda n: None)
+    )
     staging = ModelStages(Blueprint(layers), 2, cuts=None, device=torch.device("cpu"))
     pipe = Pipeline(staging, lambda p: torch.optim.SGD(p, lr=RATE), options, session)  # type: ignore[arg-type]
     scheduler = LambdaLR(pipe.optimizer, lambda step: DECAY**step)

@@ -1,7 +1,7 @@
 """Who may import whom (docs/architecture.md), read from the source with `ast`, function-level imports too.
 
 Every file of the three packages is held against the longest row of `TABLE` that fits its name.  A
-row always allows: the standard library, `gridtrain.errors`, `gridtrain.config`, `gridtrain._version`
+row always allows: the standard library, `gridtrain.{errors,config,extras,_version}`
 and what lies below the row's own name.
 """
 
@@ -77,7 +77,7 @@ EXCEPTIONS = {
     ("gridtrain.sdk.local_group", "gridtrain_coordinator"),
 }
 
-ALWAYS = ("gridtrain.errors", "gridtrain.config", "gridtrain._version")
+ALWAYS = ("gridtrain.errors", "gridtrain.config", "gridtrain.extras", "gridtrain._version")
 
 PURE = (
     "gridtrain.core",
@@ -269,7 +269,7 @@ def test_importing_stays_light(code: str, unloaded: set[str]) -> None:
     assert not unloaded & set(done.stdout.split())
 
 
-# -- nothing from the network is executed (promise 7) ----------------------------------------------
+# -- nothing from the network is executed (guarantee 7) ----------------------------------------------
 
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 

@@ -14,7 +14,8 @@ from gridtrain.core.group import member_events as io
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.interface import Received, TrafficCounters
 from gridtrain.runtime import io_loop as loop
-from gridtrain.runtime.mailbox.worker_task import CaptureState
+from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
+from gridtrain.runtime.mailbox.worker_task import AddResiduals, CaptureState
 from gridtrain.runtime.open_round import OpenRound, PipelineRound
 
 COORDINATOR, PEER = b"c" * 32, b"p" * 32
@@ -180,3 +181,30 @@ def test_a_bucket_that_is_sent_early_waits_for_no_chore(busy: Any, whole: bool) 
     )
     driver._run_once()
     assert driver.mailbox.is_stale == whole
+
+
+def test_what_the_trainer_has_made_is_sent_in_the_turn_in_which_it_is_taken(busy: Any) -> None:
+    """Those who wait for a snapshot are answered by housekeeping; the next event may be long in coming."""
+    busy.play(0.02)
+    driver = busy.driver
+    driver._housekeeping_s += 1.0  # it is not due
+    driver._is_snapshot_due = False
+    driver.mailbox.submit(lambda: None)
+    driver._run_once()
+    assert driver._is_snapshot_due
+
+
+def test_a_finished_task_that_is_due_again_is_shown_without_a_chore(busy: Any) -> None:
+    """It was withdrawn from a snapshot that was published before the loop had taken the commands."""
+    mailbox, again = busy.driver.mailbox, WorkerSnapshot(tasks=(AddResiduals(),))
+    mailbox.publish(again)
+    mailbox.finish_task(AddResiduals())
+    assert mailbox.take_stale()
+    mailbox.publish(again)
+    assert mailbox.read().tasks == ()
+    mailbox.take_commands()
+    assert mailbox.take_stale()
+    mailbox.publish(again)
+    assert mailbox.read().tasks == (AddResiduals(),)
+    mailbox.take_commands()
+    assert not mailbox.take_stale(), "no snapshot for nothing"

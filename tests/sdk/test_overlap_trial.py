@@ -98,7 +98,7 @@ def all_alike(seen: list[Attempted]) -> None:
 def test_nothing_is_lost_when_the_way_changes(
     together: Any, monkeypatch: pytest.MonkeyPatch, seen: list[Any], exchange: Any, early_s: float
 ) -> None:
-    """Promise 2 over whole and cut steps, and over attempts that break in the middle of either."""
+    """Guarantee 2 over whole and cut steps, and over attempts that break in the middle of either."""
     early_takes(monkeypatch, early_s)
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")

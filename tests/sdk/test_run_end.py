@@ -74,13 +74,14 @@ def test_a_worker_that_was_receiving_the_model_when_the_run_ended_is_not_refused
         )
 
     session: Any = GroupSession.__new__(GroupSession)
-    session._is_pipeline = session._is_standby_at_end = False
-    session._io_loop = SimpleNamespace(wait=refuse, last_snapshot=WorkerSnapshot(run_state=(state, "")))
+    session._is_standby_at_end, session._joined = False, None
+    mailbox = SimpleNamespace(snapshot=WorkerSnapshot(run_state=(state, "")))
+    session.connection = SimpleNamespace(wait=refuse, loop=SimpleNamespace(mailbox=mailbox))
     if state in ("", "finished"):
         with pytest.raises(JoinRefused, match="is finished"):
-            session._wait_unless_standby(lambda _: False)
+            session._wait(lambda _: False, between_batches=True)
     else:
-        assert session._wait_unless_standby(lambda _: False) is None
+        assert session._wait(lambda _: False, between_batches=True) is None
         assert session.is_standby_at_end
 
 
@@ -93,7 +94,7 @@ def test_a_refused_script_ends_with_the_documented_code() -> None:
     )
     ends = {
         'JoinRefused("banned", "this worker is banned", remedy="ask the owner")': 4,
-        'ConfigError("wrong")': 1,
+        'ConfigError("wrong")': 2,
     }
     for raised, code in ends.items():
         done = subprocess.run(

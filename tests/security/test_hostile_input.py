@@ -319,7 +319,7 @@ def attempts_of(me: m.PeerId, roster: tuple[m.Member, ...] = ROSTER) -> Attempts
 
 
 def begin(mine: Attempts) -> list[Any]:
-    ring = RingAllReduce(mine.rank, mine._rank_assignment.world_size, 1, False)
+    ring = RingAllReduce(mine.rank, mine.rank_assignment.world_size, 1, False)
     return mine.submit(mine.next_round, {m.Channel(): ring}, 5.0, 0.0)
 
 

@@ -2,10 +2,10 @@
 minute.
 
     virtual_clock, virtual_network   time and messages, all drawn from one seed
-    world                            coordinator, workers and their trainers on it; staged_world: a model in
-    stages process_restarts                 processes that end and come back with their key commit_coverage
-    which commit rules a history has reached virtual_exchange                 the real collectives over the
-    links of a network, for the cost model
+    world, staged_world              coordinator, workers and their trainers on it; the same in stages
+    process_restarts                 processes that end and come back with their key
+    commit_coverage                  which commit rules a history has reached
+    virtual_exchange                 the real collectives over the links of a network, for the cost model
 
 A seed is a history.  The tests beside them check every guarantee over many of them.
 """

@@ -140,7 +140,7 @@ def test_only_rules_that_exist_are_counted() -> None:
 
 
 def test_a_group_cut_off_from_its_coordinator_goes_on_while_nobody_fails() -> None:
-    """Promise 6."""
+    """Guarantee 6."""
     world, book = running(3)
     world.partition({COORDINATOR}, 60.0)
     world.run(40.0)

@@ -66,7 +66,7 @@ def equal(one, other):
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-# -- promise 1 --------------------------------------------------------------------------------------
+# -- guarantee 1 ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -176,7 +176,7 @@ def test_a_turn_with_few_samples_trains_less(network):
     assert not torch.equal(flat(model), before)
 
 
-# -- promise 2 -----------------------------------------------------------------------------------------
+# -- guarantee 2 ---------------------------------------------------------------------------------------
 
 
 def integers(step, rank, n):

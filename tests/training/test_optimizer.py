@@ -314,7 +314,7 @@ def test_a_stand_in_batch_counts_for_nothing(network, exchange):
     assert with_stand_in == alone * 2
 
 
-# -- promise 2 -------------------------------------------------------------------------------------
+# -- guarantee 2 -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES[2:], ids=NAMES[2:])

@@ -14,14 +14,14 @@ def test_what_is_not_finite_is_left_out_and_said_once(caplog):
     assert figures.filter_valid({"loss": 0.5, "steps": 3}) == {"loss": 0.5, "steps": 3.0}
     assert figures.filter_valid({"loss": math.nan, "norm": 2.0, "rate": math.inf}) == {"norm": 2.0}
     assert figures.filter_valid({"loss": -math.inf}) == {}
-    assert caplog.messages == ["loss=nan is left out of what others see, as every figure that is not finite"]
+    assert caplog.messages == ["loss=nan is not reported to the group, because it is not finite"]
 
 
 def test_as_many_names_as_are_shown():
     figures = ReportedFigures()
     for step in range(3):
         assert len(figures.filter_valid({f"figure {i}": step for i in range(MAX_FIGURES)})) == MAX_FIGURES
-    with pytest.raises(ConfigError, match=r"^49 different figures were reported, at most 48 are shown -> "):
+    with pytest.raises(ConfigError, match=r"^49 different figures were reported; at most 48 are shown -> "):
         figures.filter_valid({"one more": 1.0})
     assert figures.filter_valid({"figure 0": 1.0}) == {"figure 0": 1.0}
 

@@ -90,7 +90,7 @@ def stage_of_two() -> Pipeline:
     )
     session: Any = SimpleNamespace(
         snapshot=WorkerSnapshot(rank=0, world_size=2),
-        resize_residual=lambda n: None,
+        tasks=SimpleNamespace(resize_residual=lambda n: None),
         report_figures=lambda figures: None,
     )
     blocks = Blueprint(lambda: [nn.Linear(2, 2, bias=False) for _ in range(2)])

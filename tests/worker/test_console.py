@@ -14,7 +14,15 @@ import pytest
 from brisk import WITHIN_S
 
 from gridtrain.runtime.contribution import REPORT_INTERVAL_S, Contribution, ContributionReporter
-from gridtrain_worker.console import CLEAR, Console, JsonConsole, SilentConsole, TerminalConsole
+from gridtrain_worker.console import (
+    CLEAR,
+    Console,
+    JsonConsole,
+    SilentConsole,
+    TerminalConsole,
+    TextConsole,
+    console_for,
+)
 from gridtrain_worker.contribution_stats import LOOK_EVERY_S, ContributionStats
 
 GIVEN = Contribution(
@@ -188,3 +196,45 @@ def test_scripts_of_one_stay_and_earlier_stays_add_up(tmp_path: Path) -> None:
     *_, end = stay([Contribution(step=12, steps=1, samples=30, run_samples=400, world_size=1)])
     fields = json.loads(end)["fields"]
     assert (fields["samples"], fields["total"]["samples"], fields["total"]["share"]) == (30, 100, 0.25)
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_format_of_the_log_can_be_chosen() -> None:
+    kinds = {
+        (type(console_for(stream(), log_format)), stream, log_format)
+        for stream in (io.StringIO, FakeTerminal)
+        for log_format in ("", "text", "json")
+    }
+    assert kinds == {
+        (JsonConsole, io.StringIO, ""),
+        (TextConsole, io.StringIO, "text"),
+        (JsonConsole, io.StringIO, "json"),
+        (TerminalConsole, FakeTerminal, ""),
+        (TerminalConsole, FakeTerminal, "text"),
+        (JsonConsole, FakeTerminal, "json"),
+    }
+
+
+def test_a_text_log_has_whole_lines_and_few_figures() -> None:
+    out = io.StringIO()
+    console = TextConsole(out)
+    console.say("hello")
+    for now_s in (0.0, 1.0, 2.0, 10.0):
+        console.show_progress(Contribution(step=int(now_s), steps=1, samples=1, run_samples=4), now_s)
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "gridtrain worker: hello"
+    assert [line.split(",")[0] for line in lines[1:]] == [
+        "gridtrain worker: step 0",
+        "gridtrain worker: step 10",
+    ]
+
+
+def test_the_error_that_ends_the_process_is_json_too() -> None:
+    out = io.StringIO()
+    JsonConsole(out).report_error("no", 4)
+    line = json.loads(out.getvalue())
+    assert (line["level"], line["fields"]) == ("error", {"text": "no", "exit_code": 4})

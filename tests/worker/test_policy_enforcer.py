@@ -136,8 +136,8 @@ def test_two_of_one_name_are_told_apart(folder: Path, sensors: FakeSensors) -> N
             find_worker("0a1b2")
         line = AgentLink(first.path, lambda: 0)
         line.report(state="training", name="anna-2")
-        until(lambda: "has the name" in said[-1])
-        assert said[-1:] == ["anna has the name anna-2 in this run: gridtrain worker show --worker anna-2"]
+        until(lambda: "is called" in said[-1])
+        assert said[-1:] == ["anna is called anna-2 in this run: gridtrain worker show --worker anna-2"]
         assert find_worker("anna-2") == folder / SOCKET and find_worker("anna") == other / SOCKET
 
 
@@ -246,7 +246,7 @@ def test_a_rule_without_its_sensor_is_refused_by_name(
 ) -> None:
     key, _, value = rule.partition("=")
     sensors.say(on_battery=None, temperature_C=None, gpu_used=None, idle_s=None)
-    with pytest.raises(ConfigError, match=f"the sensor of {key} cannot be read: the fake says nothing of it"):
+    with pytest.raises(ConfigError, match=f"the sensor of {key} cannot be read: the fake sensors"):
         make(**{key: value})
     make()
     with pytest.raises(ConfigError, match=f"the sensor of {key} cannot be read"):

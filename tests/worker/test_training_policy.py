@@ -228,7 +228,8 @@ def test_a_file_that_says_nothing_is_no_empty_budget(tmp_path: Path, text: str) 
 def test_fakes_say_what_they_are_told(tmp_path: Path) -> None:
     fake = FakeSensors(on_battery=False)
     assert fake.read(()) == SensorReadings(
-        on_battery=False, absent=dict.fromkeys(("gpu", "idle", "temperature"), "the fake says nothing of it")
+        on_battery=False,
+        absent=dict.fromkeys(("gpu", "idle", "temperature"), "the fake sensors have no such reading"),
     )
     fake.say(on_battery=True, idle_s=3)
     assert (fake.read(()).on_battery, fake.read(()).idle_s) == (True, 3.0)

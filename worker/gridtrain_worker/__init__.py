@@ -1,6 +1,12 @@
-"""The worker agent: supervises a training process on a volunteer's machine.
+"""The worker agent: supervises a training script on a volunteer's machine.
 
-agent.py starts, stops and watches the script; session.py is what the agent knows of its machine.
-controls.py decides what the volunteer's rules allow, sensors.py and budget.py say what it decides from,
-warden.py tells the script, and control.py is the socket between them and the volunteer.
+agent              starts, stops and restarts the script
+bundle_consent     fetches the run's script, and asks the volunteer to accept it
+training_policy    decides whether the volunteer's rules allow training (pure)
+sensors, budget    readings and the day's traffic, from which it decides
+policy_enforcer    applies the decision to the running script
+control_socket     connects the agent with its script and its owner's commands
+saved_settings     rules and pauses that outlast a restart
+console, contribution_stats    what the volunteer is shown
+machine_info       name and CPU cores of this machine
 """

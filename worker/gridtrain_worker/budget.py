@@ -1,13 +1,9 @@
-"""How many bytes were moved today, over restarts of everything: one small file.
-
-Decides what counts as today, and what is believed of a file.  Never decides what follows: that is
-`controls.Controls`.
+"""Counts the bytes moved each day, in one small file that outlasts restarts.
 
     {"day": "2026-11-21", "bytes": 1234567, "others": {"1970-01-01": 890}}
-                     replaced as a whole, and on the disk before `add` returns
+                     replaced as a whole, and on disk before `add` returns
 
-`others` are days before, or after: a machine whose clock is wrong until somebody has told it the time does
-not lose what it has counted.
+`others` are other days: a machine whose clock was wrong for a while does not lose what it has counted.
 """
 
 from __future__ import annotations
@@ -25,8 +21,11 @@ MAX_DAYS = 8
 
 
 class Budget:
-    """The file `FILE` in a worker's folder.  Raises `ConfigError` if it cannot be written or understood: a
-    budget that nobody can keep must not look as if it were."""
+    """The file `FILE` in a worker's folder.
+
+    Raises `ConfigError` if the file cannot be written or understood: a budget that cannot be enforced must
+    not
+    look as if it were."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
@@ -37,8 +36,9 @@ class Budget:
         return self._days.get(today.isoformat(), 0)
 
     def add(self, nbytes: int, today: date, *, sure: bool = True) -> None:
-        """More was moved.  Bytes count when they are told of: some of yesterday's last ones count as today's,
-        which is the careful side.  `sure`: it is on the disk when this returns."""
+        """Count bytes at the time of the report: some of yesterday's last bytes count as today's.
+
+        `sure`: they are on disk when this returns."""
         if nbytes:
             total = self._days.pop(today.isoformat(), 0) + nbytes
             self._days[today.isoformat()] = total
@@ -48,7 +48,7 @@ class Budget:
         self.keep(sure=sure)
 
     def keep(self, *, sure: bool = True) -> None:
-        """What could not be written before, if there is room again."""
+        """Write what could not be written before."""
         if self._kept:
             return
         *others, (day, nbytes) = self._days.items()

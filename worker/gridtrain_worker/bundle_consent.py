@@ -1,11 +1,11 @@
-"""From the bundle that a coordinator serves to a command that this machine's owner has agreed to.
-
-Decides whether there is agreement: a digest that was accepted before, or is given, or that a person accepts
-now.  Runs nothing; writes only below this machine's state folder of the run.
+"""Fetches the bundle that a coordinator serves, and runs it only with the consent of this machine's owner.
 
     status.bundle --fetch--> archive --digest, form--> Bundle --> bundles/COORDINATOR/DIGEST/
                                  |                                    |
-                           kept: not fetched again        Offer --ask--> accepted.json --> command, cwd
+                        cached for later           BundleOffer --ask--> accepted.json --> command, folder
+
+Consent is a digest that was accepted before, that is given in advance, or that a person accepts now.  Nothing
+is executed here; files are written only below this machine's state folder of the run.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ MAX_CONSENTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class BundleOffer:
-    """What a volunteer is asked to run.
+    """A script that a volunteer is asked to run.
 
     Attributes:
-        folder: where its files lie already, for reading.
-        before: the digest that was accepted last; "": none.
+        folder: its files, for reading.
+        previous_digest: the digest that was accepted last; "": none.
         data: the data set's file, found and checked; None: the run names none.
     """
 
@@ -59,21 +59,21 @@ class BundleOffer:
 
     @property
     def coordinator_digest(self) -> str:
-        """Of the coordinator's key, for people to compare: eight groups of four digits."""
+        """Digest of the coordinator's key, for people to compare: eight groups of four digits."""
         digits = self.entry.coordinator_key.hex()[:32]
         return " ".join(digits[i : i + 4] for i in range(0, len(digits), 4))
 
 
 Ask = Callable[[BundleOffer], bool]
-"""Shows the offer to a person; True: they accept it."""
+"""Shows the offer to a person; True: accepted."""
 
 
 def fetch_offer(entry: Enrollment, data_dir: str, timeout_s: float) -> BundleOffer:
-    """Fetch and unpack what the coordinator serves; nothing of it is run.
+    """Fetch and unpack the coordinator's bundle; nothing of it is executed.
 
     Raises:
-        ConfigError: the run has no bundle; what it needs is not here.
-        CoordinatorUnreachable, JoinRefused, RemoteProtocolError: see `fetch` and `Bundle.opened`.
+        ConfigError: the run has no bundle, or a package or the data set is missing. CoordinatorUnreachable,
+        JoinRefused, RemoteProtocolError: see `fetch_bundle` and `Bundle.from_archive`.
     """
     announced = AnnouncedBundle.from_status(entry.status)
     if announced is None:
@@ -96,26 +96,26 @@ def fetch_offer(entry: Enrollment, data_dir: str, timeout_s: float) -> BundleOff
 
 
 def require_consent(offer: BundleOffer, given: str, ask: Ask | None) -> None:
-    """Return once there is agreement to this very bundle, and remember it.
+    """Return if this very bundle is accepted, and remember that.
 
     Args:
-        given: a digest that was accepted beforehand; "": none.
-        ask: None: there is nobody to ask.
+        given: a digest that was accepted in advance; "": none.
+        ask: None: nobody can be asked.
 
     Raises:
-        NotAccepted: there is no agreement.
+        NotAccepted: the bundle is not accepted.
     """
     digest, home = offer.bundle.digest, offer.folder.parent.parent
     accepted = _read_consents(home)
     if given and _plain(given) != digest:
         raise NotAccepted(
-            f"the run's bundle is {digest}, and what was accepted beforehand is {given}",
+            f"the run's bundle is {digest}, but --accept names {given}",
             remedy="look at the new one with --dry-run, then give its digest to --accept",
         )
     if digest not in accepted:
         if not given and ask is None:
             raise NotAccepted(
-                f"nobody has accepted the run's bundle {digest} on this machine",
+                f"the run's bundle {digest} has not been accepted on this machine",
                 remedy=f"look at it with --dry-run, then add --accept {digest}, or start this in a terminal",
             )
         if not given and ask is not None and not ask(offer):
@@ -130,13 +130,13 @@ def is_accepted(offer: BundleOffer) -> bool:
 
 
 def _plain(digest: str) -> str:
-    """With or without its name in front."""
+    """The digest with its prefix "sha256:"."""
     text = digest.strip().lower()
     return text if text.startswith("sha256:") else f"sha256:{text}"
 
 
 def _read_consents(home: Path) -> list[str]:
-    """The latest last.  A file that cannot be read is an agreement that nobody has given."""
+    """Accepted digests, the latest last; none if the file cannot be read."""
     try:
         found = json.loads((home / ACCEPTED).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -148,7 +148,7 @@ def _read_consents(home: Path) -> list[str]:
 
 
 def check_packages(run: RunDescription) -> None:
-    """Raises `ConfigError` for packages that are not here, or too old."""
+    """Raise `ConfigError` for packages that are missing or too old."""
     missing = []
     for name, least in run.requires:
         try:
@@ -168,7 +168,7 @@ def check_packages(run: RunDescription) -> None:
 
 
 def _number(text: str) -> tuple[int, ...]:
-    """The release: (2, 10, 0) of "2.10.0+cpu"."""
+    """The release number: (2, 10) of "2.10.0+cpu"."""
     match = re.match(r"\d+(?:\.\d+)*", text)
     numbers = [int(part) for part in match[0].split(".")] if match else [0]
     while numbers and numbers[-1] == 0:
@@ -177,7 +177,7 @@ def _number(text: str) -> tuple[int, ...]:
 
 
 def find_data_file(run: RunDescription, data_dir: Path, files: Path) -> Path | None:
-    """The data set's file, whose digest is right.  Raises `ConfigError`."""
+    """The data set's file, with its digest checked.  Raises `ConfigError`."""
     if run.data is None:
         return None
     for path in (data_dir / run.data.file, files / run.data.file):
@@ -201,7 +201,7 @@ def find_data_file(run: RunDescription, data_dir: Path, files: Path) -> Path | N
 
 
 def _cached_archive(path: Path, announced: AnnouncedBundle) -> Bundle | None:
-    """What was fetched before, if it is still that."""
+    """The bundle fetched before, if it is still the announced one."""
     with contextlib.suppress(OSError, RemoteProtocolError), path.open("rb") as file:
         return Bundle.from_archive(file.read(MAX_BUNDLE_BYTES + 1), announced.digest)
     return None
@@ -215,7 +215,7 @@ def _fetch_archive(entry: Enrollment, announced: AnnouncedBundle, timeout_s: flo
 
 
 def _put(path: Path, content: bytes) -> None:
-    """Make the file hold exactly that, for its owner alone; another worker may do the same just now."""
+    """Write the file for its owner alone, unless it has this content; other workers may do the same."""
     if not path.is_symlink() and path.is_file() and path.read_bytes() == content:
         return
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -235,6 +235,6 @@ def _disk(home: Path) -> Any:
         yield
     except OSError as error:
         raise ConfigError(
-            f"the run's bundle cannot be kept in {error.filename or home}: {error.strerror}",
+            f"the run's bundle cannot be written to {error.filename or home}: {error.strerror}",
             remedy="make room there, or set XDG_STATE_HOME to another folder",
         ) from None

@@ -1,11 +1,10 @@
-"""How the agent speaks to the person in front of it, or to the program that reads it.
+"""How the agent's messages and figures are written, on a terminal, in a text log or as JSON.
 
-Decides how sentences and figures look.  Never decides what is said, and reads no clock.
-
-    terminal    the script's output, and below it one live line:
-                step 410, 4 workers | this machine: 380 steps, 12160 samples (24 % of the run), 9.1 MB up
-    elsewhere   {"ts": ..., "level": "info", "event": "contribution", "fields": {"step": 410, ...}}
-                a JSON object a line, as the coordinator's log
+terminal    the script's output, and below it one live line:
+            step 410, 4 workers | this machine: 380 steps, 12160 samples (24 % of the run), 9.1 MB up
+text        the same as ordinary lines, for files and pipes with --log-format text
+JSON        {"ts": ..., "level": "info", "event": "contribution", "fields": {"step": 410, ...}}
+            one object a line, as the coordinator's log
 """
 
 from __future__ import annotations
@@ -21,29 +20,29 @@ from gridtrain.runtime.contribution import Contribution
 
 CLEAR = "\r\x1b[K"
 LINES_EVERY_S = 10.0
-"""Where nobody looks at a live line, figures come so often at most."""
+"""Least time between two lines of figures in a log."""
 
 
 class Console(Protocol):
     def say(self, text: str) -> None:
-        """A sentence."""
+        """Write a sentence."""
         ...
 
     def show_progress(self, given: Contribution, now_s: float) -> None:
-        """How far it is."""
+        """Show the present figures."""
         ...
 
     def show_summary(self, given: Contribution, total: Contribution) -> None:
-        """What was given this time, and on this machine altogether."""
+        """Show what this start has contributed, and this machine in all."""
         ...
 
     def write_output(self, text: str, stream: TextIO) -> None:
-        """A piece of the script's output."""
+        """Write a piece of the script's output."""
         ...
 
 
 class SilentConsole:
-    """For agents inside a program; sentences go to `tell`."""
+    """Writes the script's output only; for agents inside a program."""
 
     def say(self, text: str) -> None: ...
 
@@ -67,6 +66,10 @@ class JsonConsole:
     def say(self, text: str) -> None:
         self._line("says", {"text": text})
 
+    def report_error(self, text: str, exit_code: int) -> None:
+        """Write the error that ends this process."""
+        self._line("error", {"text": text, "exit_code": exit_code}, "error")
+
     def show_progress(self, given: Contribution, now_s: float) -> None:
         if now_s >= self._next_s and given != self._shown:
             self._next_s, self._shown = now_s + LINES_EVERY_S, given
@@ -78,21 +81,44 @@ class JsonConsole:
     def write_output(self, text: str, stream: TextIO) -> None:
         _put(stream, text)
 
-    def _line(self, event: str, fields: dict[str, object]) -> None:
+    def _line(self, event: str, fields: dict[str, object], level: str = "info") -> None:
         ts = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line = json.dumps({"ts": ts, "level": "info", "event": event, "fields": fields})
+        line = json.dumps({"ts": ts, "level": level, "event": event, "fields": fields})
         with self._lock:
             _put(self._stream, line + "\n")
 
 
+class TextConsole:
+    """Sentences and figures as lines of text, for files and pipes."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._next_s = float("-inf")
+        self._shown: Contribution | None = None
+
+    def say(self, text: str) -> None:
+        _put(self._stream, f"gridtrain worker: {text}\n")
+
+    def show_progress(self, given: Contribution, now_s: float) -> None:
+        if now_s >= self._next_s and given != self._shown:
+            self._next_s, self._shown = now_s + LINES_EVERY_S, given
+            self.say(live_line(given))
+
+    def show_summary(self, given: Contribution, total: Contribution) -> None:
+        self.say(summary(given, total))
+
+    def write_output(self, text: str, stream: TextIO) -> None:
+        _put(stream, text)
+
+
 class TerminalConsole:
-    """For people.  The live line is the last one, and is taken away before anything else is written."""
+    """For a terminal.  The live line is the last one, and is erased before anything else is written."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._live = ""
         self._drawn = False
-        self._mid_line = False  # the script has not ended its line yet: nothing may be put behind it
+        self._mid_line = False  # the script has not ended its line yet: do not append to it
         self._lock = threading.Lock()
 
     def say(self, text: str) -> None:
@@ -136,8 +162,7 @@ class TerminalConsole:
 
 
 def _put(stream: TextIO, text: str) -> None:
-    """What cannot be written (a full disk, a terminal that was closed) costs the line, not the worker.  A
-    reader that has gone ends it, as with any program in a pipe."""
+    """Write; drop what cannot be written (full disk, closed terminal).  Raises `BrokenPipeError`."""
     try:
         stream.write(text)
         stream.flush()
@@ -147,12 +172,15 @@ def _put(stream: TextIO, text: str) -> None:
         pass
 
 
-def console_for(stream: TextIO) -> TerminalConsole | JsonConsole:
-    return TerminalConsole(stream) if stream.isatty() else JsonConsole(stream)
+def console_for(stream: TextIO, log_format: str = "") -> TerminalConsole | TextConsole | JsonConsole:
+    """`log_format`: "text" or "json"; "": text on a terminal, JSON elsewhere."""
+    if log_format == "json" or (not log_format and not stream.isatty()):
+        return JsonConsole(stream)
+    return TerminalConsole(stream) if stream.isatty() else TextConsole(stream)
 
 
 def live_line(given: Contribution) -> str:
-    """In one line."""
+    """The figures in one line."""
     workers = f"{given.world_size} worker{'' if given.world_size == 1 else 's'}"
     return (
         f"step {given.step:,}, {workers} | this machine: {given.steps:,} steps, {given.samples:,} samples "
@@ -161,13 +189,13 @@ def live_line(given: Contribution) -> str:
 
 
 def summary(given: Contribution, total: Contribution) -> str:
-    """At the end."""
+    """The figures at the end."""
     text = (
         f"thank you: {given.steps:,} steps, {given.samples:,} samples ({_share(given)} of the run), "
         f"{_bytes(given.sent_bytes)} sent, {_bytes(given.received_bytes)} received"
     )
     if total.steps > given.steps:
-        text += f"; with earlier times {total.samples:,} samples ({_share(total)})"
+        text += f"; with earlier starts {total.samples:,} samples ({_share(total)})"
     return text
 
 

@@ -1,7 +1,7 @@
-"""What this machine has contributed: while the script runs, at its end, and over all the times.
+"""Adds up what this machine has contributed: while the script runs, at its end, and over all starts.
 
-Decides how earlier times are added.  The figures come from the script's own process, through a file that only
-this agent and its script use; they are for the volunteer's eyes, and nobody else is told.
+The figures come from the script's process, through a file that only this agent and its script use.  They are
+shown to the volunteer, and sent to nobody.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ LOOK_EVERY_S = 1.0
 
 
 class ContributionStats:
-    """One stay of one worker in the run.
+    """The contribution of one worker since the agent started.
 
     Args:
-        identity: the file with the worker's key; what it has given is kept beside it.
+        identity: the file with the worker's key; the total is stored beside it.
     """
 
     def __init__(self, identity: Path, voice: Console) -> None:
@@ -33,7 +33,7 @@ class ContributionStats:
         self.path.unlink(missing_ok=True)
 
     def update(self, now_s: float) -> None:
-        """To be called often; looks once a second."""
+        """Read and show the figures, at most once a second."""
         if now_s < self._next_read_s:
             return
         self._next_read_s = now_s + LOOK_EVERY_S
@@ -43,14 +43,14 @@ class ContributionStats:
             self._console.show_progress(add_contributions(self._finished, found), now_s)
 
     def script_ended(self) -> None:
-        """Its last word counts; the next one begins at 0."""
+        """Add the script's last figures to the total; the next script starts at 0."""
         found = Contribution.read(self.path) or self._current
         self.path.unlink(missing_ok=True)
         self._finished = add_contributions(self._finished, found) if found is not None else self._finished
         self._current = None
 
     def finish(self) -> None:
-        """The stay is over: told if there was anything, and kept.  Idempotent."""
+        """Show and store the total, if there is any.  Idempotent."""
         if self._is_reported or self._finished.steps == 0:
             return
         self._is_reported = True
@@ -61,7 +61,7 @@ class ContributionStats:
 
 
 def add_contributions(before: Contribution, now: Contribution) -> Contribution:
-    """Both together; the run stands where the later one says."""
+    """The sum of both; step, run and world size are those of `now`."""
     return replace(
         now,
         steps=before.steps + now.steps,

@@ -1,7 +1,6 @@
-"""What the agent knows of its own machine.
+"""Name and CPU cores of this machine.
 
-Decides what a worker is called if nobody says.  Never reads the host's or the user's name: they are
-personal.
+A default name is random: host and user names are personal, and never read.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from gridtrain.runtime.client.worker_naming import random_name
 
 @dataclass(frozen=True, slots=True)
 class MachineInfo:
-    """This machine, under the name it goes by in the run.  `cpus`: those this process may use."""
+    """This machine and its name in the run.  `cpus`: number of cores that this process may use."""
 
     name: str
     cpus: int

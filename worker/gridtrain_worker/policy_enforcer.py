@@ -283,7 +283,7 @@ class PolicyEnforcer:
 
     def _update_name(self, name: str) -> None:
         if name != self._name:
-            self._tell(f"{self._name} has the name {name} in this run: gridtrain worker show --worker {name}")
+            self._tell(f"{self._name} is called {name} in this run: gridtrain worker show --worker {name}")
             self._name = name
 
     # -- the background thread -------------------------------------------------------------------

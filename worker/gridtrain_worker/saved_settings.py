@@ -1,12 +1,10 @@
-"""What a worker's owner has said, kept for the next start: the rules that were set, and a pause.
-
-Decides whose word is the later one.  Never what follows from it: that is `controls.Controls`.
+"""What a worker's owner has set, stored for the next start: rules and a pause.
 
     controls.json   {"upload": "5Mbit"}                                          gridtrain worker set
     word.json       {"paused": true, "until": null, "over": {"upload": "20Mbit"}}
 
-`over` is what the start had said of a rule that was set then.  Where the next start says the same, as a
-service does that is started again, `set` was later; where it says something else, that is the later word.
+`over` is the value of the command line when a rule was set.  If the next start has the same value, as a
+restarted service does, the rule set later applies; if it has another one, the command line applies.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ MAX_FILE_BYTES = 16_384
 
 
 class SavedSettings:
-    """The two files in a worker's folder.  Everything raises `ConfigError` where they cannot be used."""
+    """The two files in a worker's folder.  All methods raise `ConfigError` if they cannot be used."""
 
     def __init__(self, folder: Path) -> None:
         self._rules_file, self._owner_file = folder / RULES_FILE, folder / OWNER_FILE
@@ -36,11 +34,11 @@ class SavedSettings:
         self.until = _time(self._owner_file, word.get("until")) if self.is_paused else None
 
     def effective_rules(self, given: Mapping[str, str]) -> dict[str, str]:
-        """All that hold, by key; `given`: at this start."""
+        """All rules that apply, by key; `given`: of this start."""
         return dict(given) | self.later_rules(given)
 
     def later_rules(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Those that were set, and that this start says nothing newer of."""
+        """Rules that were set, and that this start does not replace."""
         return {
             key: text
             for key, text in self._rules.items()
@@ -48,7 +46,7 @@ class SavedSettings:
         }
 
     def save_rules(self, settings: Mapping[str, str], given: Mapping[str, str]) -> None:
-        """Rules were set while those of `given` held from the start."""
+        """Save rules that were set during a start with the rules `given`."""
         rules = {**self._rules, **settings}
         over = {key: text for key, text in self._overridden.items() if key not in settings}
         over |= {key: given[key] for key in settings if key in given}

@@ -1,14 +1,12 @@
-"""What this machine says of itself: battery, GPU, whether somebody is there, heat.
+"""Reads this machine's battery, GPU use, idle time and temperature.
 
-Decides which source is asked, and what is said where there is none.  Never decides what follows
-(`controls`).  The fake beside it, for tests and for users: `gridtrain.testing.FakeSensors`.
-
-    battery      psutil                                     the mains are assumed where there is no battery
-    gpu          nvidia-ml-py: processes that are not ours; not where those of others are hidden (containers)
-    idle         logind (Linux desktop), terminals, HIDIdleTime (macOS): whatever was touched last
+    battery      psutil; a machine without a battery counts as plugged in
+    gpu          nvidia-ml-py: processes of others; absent where these are hidden (containers)
+    idle         logind (Linux desktop), terminals, HIDIdleTime (macOS): the latest use counts
     temperature  nvidia-ml-py: GPUs; psutil: the rest
 
-Each source is asked at most every `EVERY_S`, and only where a rule needs it; a program has `ASK_S` to answer.
+Each source is read at most every `EVERY_S`, and only if a rule needs it; a program has `ASK_S` to answer.
+For tests and for users there is `gridtrain.testing.FakeSensors`.
 """
 
 from __future__ import annotations
@@ -30,16 +28,16 @@ EVERY_S = 2.0
 ASK_S = 1.0
 GPU_BUSY_PERCENT = 5
 GPU_DRAWN_PERCENT = 10
-"""Of a GPU on which we compute ourselves: so much for one other program is a game, less the desktop."""
+"""On a GPU that we use ourselves: drawing above this is a game, below it the desktop."""
 
 _SYSTEM_SESSION_CLASSES = ("manager", "background")
-"""Classes of sessions that systemd opens by itself, for a user's services and timers."""
+"""Classes of sessions that systemd opens for services and timers, without a login."""
 
 UTMP = Path("/var/run/utmp")
-"""Who is logged in, on Linux; a container has none, and some systems have none any more."""
+"""The list of logins on Linux; containers and some newer systems have none."""
 
 PID_NAMESPACE, OF_THE_HOST = Path("/proc/self/ns/pid"), 0xEFFFFFFC
-"""The kernel's own number of the first one, in which every process is seen."""
+"""Inode of the host's PID namespace, in which all processes are visible."""
 
 NO_PSUTIL = "psutil is not installed: pip install psutil"
 NO_NVML = "nvidia-ml-py is not installed: pip install nvidia-ml-py"
@@ -48,16 +46,17 @@ _HID_IDLE = re.compile(r'"HIDIdleTime"\s*=\s*(\d+)')
 
 
 class Sensors(Protocol):
-    """What is asked every few seconds; `FakeSensors` is another one."""
+    """Read every few seconds; `FakeSensors` is another implementation."""
 
     def read(self, ours: Collection[int], names: Collection[str] = SENSORS) -> SensorReadings:
-        """`ours`: ids of our own processes, whose use of the GPU does not count; `names`: those to ask.  Must
-        not block for long."""
+        """`ours`: ids of our processes, whose GPU use does not count; `names`: sensors to read.
+
+        Must not block for long."""
         ...
 
 
 class MachineSensors:
-    """The real ones.  Whatever cannot be read is named in `Readings.absent`, with the reason."""
+    """This machine's sensors.  What cannot be read is in `SensorReadings.absent`, with the reason."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -111,7 +110,7 @@ class MachineSensors:
         return [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())]
 
     def _gpu_used(self, ours: Collection[int]) -> bool:
-        """Another program computes on a GPU or draws, which is all that most games do."""
+        """Whether another program computes or draws on a GPU, as most games do."""
         gpus = self._gpus()
         if not _sees_all_processes():
             raise _SensorUnavailable("in a container nobody can tell who else uses the GPU")
@@ -155,7 +154,7 @@ class MachineSensors:
     # -- is somebody there? ----------------------------------------------------------------------
 
     def _idle_s(self) -> float:
-        """Whatever was touched last counts."""
+        """Time since the latest use of any kind."""
         desktops = [idle_s for ask in (_logind_idle_s, _hid_idle_s) if (idle_s := ask()) is not None]
         terminals_s = self._terminals_idle_s(desktop_told=bool(desktops))
         found = [*desktops, *([] if terminals_s is None else [terminals_s])]
@@ -166,8 +165,9 @@ class MachineSensors:
         return min(found)
 
     def _terminals_idle_s(self, *, desktop_told: bool) -> float | None:
-        """A terminal's file is touched by each key.  Nobody logged in: nobody there.  None: nobody can tell,
-        as there is no list of who is, or somebody is at a desktop that says nothing."""
+        """Time since the last key press at a terminal; very long if nobody is logged in.
+
+        None: unknown, as there is no list of logins, or somebody is at a desktop that does not report."""
         if self._psutil is None or (sys.platform == "linux" and not UTMP.exists()):
             return None
         idle_s = NOBODY_IDLE_S
@@ -181,15 +181,15 @@ class MachineSensors:
 
 
 NOBODY_IDLE_S = 1e6
-"""Idle for so long is a machine at which nobody has logged in."""
+"""Idle time of a machine at which nobody is logged in."""
 
 
 class _SensorUnavailable(Exception):
-    """Why there is no such sensor."""
+    """Why a sensor cannot be read."""
 
 
 def _psutil() -> Any:
-    """The library; None where it is not installed."""
+    """The module; None: not installed."""
     try:
         import psutil
     except ImportError:
@@ -198,7 +198,7 @@ def _psutil() -> Any:
 
 
 def _nvml() -> tuple[Any, str]:
-    """The library, ready; or None and why."""
+    """The initialized library, or None and the reason."""
     try:
         import pynvml
     except ImportError:
@@ -212,7 +212,7 @@ def _nvml() -> tuple[Any, str]:
 
 
 def _family(psutil: Any, ours: Collection[int]) -> set[int]:
-    """Our processes and what they have started; data loaders use no GPU, but a launcher's children do."""
+    """Our processes and their descendants: a launcher's children use the GPU."""
     known = {os.getpid(), *ours}
     if psutil is not None:
         for pid in tuple(known):
@@ -222,8 +222,9 @@ def _family(psutil: Any, ours: Collection[int]) -> set[int]:
 
 
 def _logind_idle_s() -> float | None:
-    """Of the sessions that systemd knows; where these are nobody's, and no list of logins may know of others,
-    very long.  None: they do not tell, or there is no systemd."""
+    """Idle time of the sessions that systemd knows; None: unknown, or there is no systemd.
+
+    Very long if these sessions are nobody's, and no list of logins may have others."""
     listed = _command_output("loginctl", "list-sessions", "--no-legend")
     if listed is None:
         return None
@@ -252,7 +253,7 @@ def _logind_idle_s() -> float | None:
 
 
 def _hid_idle_s() -> float | None:
-    """macOS: since a key or the mouse was touched."""
+    """macOS: time since the last key or mouse event."""
     if sys.platform != "darwin":
         return None
     match = _HID_IDLE.search(_command_output("ioreg", "-c", "IOHIDSystem", "-d", "4") or "")
@@ -260,7 +261,7 @@ def _hid_idle_s() -> float | None:
 
 
 def _terminal_touched_s(terminal: str | None) -> float | None:
-    """When a key was last pressed there, by the wall clock; None: it is none."""
+    """Wall-clock time of the last key press at a terminal; None: it is not a terminal."""
     try:
         return os.stat(f"/dev/{terminal}").st_atime if terminal else None
     except OSError:
@@ -268,7 +269,7 @@ def _terminal_touched_s(terminal: str | None) -> float | None:
 
 
 def _sees_all_processes() -> bool:
-    """Whether this process sees those of others: it is in no container, nor in WSL."""
+    """Whether this process sees other users' processes: not in a container, nor in WSL."""
     if sys.platform != "linux":
         return True
     try:
@@ -278,7 +279,7 @@ def _sees_all_processes() -> bool:
 
 
 def _command_output(*command: str) -> str | None:
-    """What a program prints; None: it is not there, fails, or takes too long."""
+    """Output of a program; None: not installed, failed, or too slow."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -174,8 +174,9 @@ class GenerationPlanner:
     def _check_exchange(self, now_s: float) -> None:
         """Make the first choice of an exchange, or another one that is faster now."""
         run, choice = self._run, self.exchange_choice
-        is_complete = len(run.present_members) == len(run.member_order)
-        if not (choice.is_auto and self._is_training_undisturbed and is_complete):
+        if not (choice.is_auto and self._is_training_undisturbed):
+            return
+        if len(run.present_members) < len(run.member_order):
             return
         reason = ""
         if choice.is_open:

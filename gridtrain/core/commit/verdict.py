@@ -48,9 +48,9 @@ def decide_outcome(
     Args:
         reports: of the members that hold a state, at least one; the longest-serving member first.  Where
             histories differ, that of most members is the run's, and the others receive the state.
-        shares: of the frozen generation, in rank order.  in_stages: the model has stages, so that all members
-        of a pipeline share a gradient: an aborted step is
-            assigned and computed again as a whole.
+        shares: of the frozen generation, in rank order.
+        in_stages: the members of a pipeline share a gradient, so that an aborted step is assigned and
+            computed again as a whole.
     """
     applied = _highest_credible_step([report.applied for report in reports.values()])
     reports = {peer: report for peer, report in reports.items() if report.applied <= applied}

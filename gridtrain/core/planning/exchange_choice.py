@@ -100,6 +100,7 @@ class ExchangeChoice:
     rate_timeout_s: float = 2.0
     report_timeout_s: float = Deadlines().first_step_s
     _setup: Setup | None = None
+    _named: Exchange | Auto | None = None  # by the script; parsed once, as every heartbeat asks for it
     _alternative_text: str = ""  # another exchange that is faster, but not enough to change
     _first_report_s: float | None = None  # since when one member has computed
     _all_reported_s: float | None = None  # since when all have
@@ -114,18 +115,13 @@ class ExchangeChoice:
         """
         is_direct = chosen == DIRECT_DENSE
         self.dense_topology = DenseTopology(True, "direct, as in the journal") if is_direct else RING_TOPOLOGY
-        self._setup = setup
+        self._setup, self._named = setup, exchange_of(setup)
         text = OPEN_DENSE if is_direct else chosen
         self.chosen = next((each for each in self._candidates() if each.describe() == text), None)
         self.reason = f"{text}, as in the journal" if self.chosen else ""
         self._is_chosen_alone = alone and self.chosen is not None
 
     # -- what is known -----------------------------------------------------------------------------
-
-    @property
-    def _named(self) -> Exchange | Auto | None:
-        """What the script says; None: unknown."""
-        return exchange_of(self._setup)
 
     @property
     def is_auto(self) -> bool:

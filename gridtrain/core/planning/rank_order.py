@@ -207,12 +207,12 @@ def plan_rank_order(
     count, start = len(peers), peers.index(firsts[0])
     joined = (*peers[start:], *peers[:start])
     if count <= 2:
-        return RankOrder(joined, f"ring of {count}: there is only one order")
+        return RankOrder(joined, f"{count} workers: there is only one order")
     has_rates = bool(measured.sent_Bps or measured.received_Bps)
     by_latency = load is None or (load.kind is ExchangeKind.DENSE and not has_rates)
     network = measured.build_network(peers)
     if network is None or (by_latency and not measured.rtt_s):
-        return RankOrder(joined, f"ring of {count} in join order: no round trip is measured")
+        return RankOrder(joined, f"{count} workers in join order: no round trip is measured")
     searched = _LATENCY_ONLY if load is None or by_latency else load
     found = _search_best_order(searched, network, peers, firsts, current)
     order = tuple(peers[member] for member in found.order)

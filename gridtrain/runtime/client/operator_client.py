@@ -70,7 +70,7 @@ class CoordinatorEndpoint:
         """
         if not RUN_NAME.fullmatch(run):
             raise ConfigError(
-                f"{run!r} is not a valid name of a run", remedy="use the name given to the coordinator"
+                f"{run!r} cannot be a run's name", remedy="use the name given to the coordinator"
             )
         folder = state if state is not None else state_directory(run)
         deadline_s = time.monotonic() + wait_s

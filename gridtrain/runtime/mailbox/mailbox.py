@@ -141,7 +141,9 @@ class Mailbox:
         """What was submitted since the last call, in order."""
         with self.condition:
             commands, self._commands = self._commands, deque()
-            self._finished.clear()  # what they led to is in these commands
+            if self._finished:
+                self._finished.clear()  # the commands tell the loop of what followed from them
+                self.is_stale = True  # one of them may be due again
         return commands
 
     def publish(self, snapshot: WorkerSnapshot, *, wake: bool = False) -> None:

@@ -1,13 +1,11 @@
-"""A coordinator and its members as processes, that exchange when they are told to.
+"""Starts a coordinator and its members as processes, which exchange on command.
 
-Decides what is started and in which order; never what is exchanged nor how long that may take.
+    host.run("hub",      gridtrain coordinator ... )      host: this machine's loopback, or namespaces
+    host.run("hub",      gridtrain invite ... )
+    host.run("worker-1", python -m gridtrain.tools.bench.bench_member INVITATION ...)   x P
+    group.repeat() -> ExchangeSample        all start together, the last one's end counts
 
-    ground.run("hub",      gridtrain coordinator ... )      ground: this machine's loopback, or namespaces
-    ground.run("hub",      gridtrain invite ... )
-    ground.run("worker-1", python -m gridtrain.tools.bench.bench_member INVITATION ...)   x P
-    group.repeat() -> Repeat        all start together, the last one's end counts
-
-Whatever was started is ended when the `with` is left, by its process id.
+All processes are ended, by their ids, when the `with` block is left.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ class ProcessHost(Protocol):
 
 
 class LocalHost:
-    """This machine itself; rates are the members' own limits."""
+    """This machine; rates are limited by the members themselves."""
 
     interface = ""
 
@@ -85,7 +83,7 @@ class LocalHost:
 
 
 def start_process(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """A process with its two logs."""
+    """Start a process with its two logs."""
     with Path(f"{log}.out").open("wb") as out, Path(f"{log}.err").open("wb") as err:
         return subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=dict(env), start_new_session=True
@@ -94,8 +92,11 @@ def start_process(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> sub
 
 @dataclass(frozen=True, slots=True)
 class BenchSetting:
-    """What a group exchanges.  `exchange`: as in `gridtrain.tools.bench.exchange_names`; n: elements of the vector; `order`:
-    of ranks, as `gridtrain coordinator --order` takes it."""
+    """What a group exchanges.
+
+    `exchange`: as in `exchange_names`; n: elements of the vector; `order` of ranks: as `gridtrain coordinator
+    --order`.
+    """
 
     exchange: str
     workers: int
@@ -147,7 +148,7 @@ class ExchangeSample:
 
 
 class BenchGroup:
-    """Started members that are at the barrier.  See the module's text."""
+    """Started members that wait at the barrier."""
 
     def __init__(self, setting: BenchSetting, referee: BarrierServer) -> None:
         self.setting = setting
@@ -155,7 +156,7 @@ class BenchGroup:
         self._waiting = False
 
     def wait(self, timeout_s: float = REPEAT_TIMEOUT_S) -> None:
-        """Until everybody is ready for the next repeat."""
+        """Wait until all members are ready for the next repeat."""
         if self._waiting:
             return
         for report in self._referee.wait_for_all("ready", timeout_s):
@@ -165,7 +166,7 @@ class BenchGroup:
         self._waiting = True
 
     def repeat(self) -> ExchangeSample:
-        """One exchange.  Raises `GridtrainError` with the ends of the logs if a member fails."""
+        """Run one exchange.  Raises `GridtrainError` with the ends of the logs if a member fails."""
         self.wait()
         self._waiting = False
         self._referee.release("go")
@@ -254,15 +255,14 @@ def _member(
 
 
 def process_environment(folder: Path) -> dict[str, str]:
-    """Ours without the settings of another run; one thread for each member, as they share the cores."""
+    """This process's environment without settings of another run, and with one thread a member."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
     ours = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return {**inherited, **ours, "XDG_STATE_HOME": str(folder / "state")}
 
 
 def unwind_on_sigterm() -> None:
-    """So that `with` blocks are left in order, and end what they have started; unless somebody has asked for
-    the signal already.  Only the main thread may."""
+    """Make SIGTERM leave `with` blocks in order, unless a handler is installed.  Main thread only."""
     main = threading.current_thread() is threading.main_thread()
     if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _leave)
@@ -280,7 +280,7 @@ def log_tail(log: Path) -> str:
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Gracefully, then not; each with its children."""
+    """End processes and their children, first with SIGTERM."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             if process.poll() is None:

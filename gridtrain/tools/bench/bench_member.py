@@ -8,7 +8,7 @@ of every run; what is left out is the model: forward, backward, and applying the
                                                                 collective, vote, decision
                                                                 workspace_s: decode, merge, seal in it
 
-    python -m gridtrain.tools.bench.bench_member --invitation ... --name worker-1 --exchange gtopk --n 25600000
+    python -m gridtrain.tools.bench.bench_member --invitation ... --name worker-1 --exchange gtopk --n 256000
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How fast this machine multiplies: one figure, so that a newcomer can be compared with the members.
+"""Float32 multiplications per second of the model's device, to compare a newcomer with the members.
 
-Decides nothing.  The same product as `gridtrain.tools.doctor.machine_check.TORCH_PROBE` times, on the model's device.
+Times the same product as `gridtrain.tools.doctor.machine_check.TORCH_PROBE`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Exchanges by name, as they are typed on a command line and stored with figures.
-
-Decides how a text becomes one of `gridtrain.config`'s exchanges: its fields are the options, so that a new
-field is an option at once.
+"""Exchanges by name, as typed on a command line and stored with results.
 
     "dense"                           Dense()
     "gtopk:density=0.001,values=fp32" GTopK(density=0.001, values="fp32")
+
+The options are the fields of the exchange's class in `gridtrain.config`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""`gridtrain bench`: what this machine does with a gradient, in a table and plain sentences.
+"""`gridtrain bench`: measures what this machine does with a gradient; prints tables and sentences.
 
-Decides what is shown.  How figures are taken: `speed.local` and `speed.group`.
-
-    processor    copy, selection, codec, merge          ns and ms for a model of n parameters
-    exchange     2 .. P local workers, dense and gTop-k     ms, CPU, bytes, and what a line makes of the bytes
+processor    copy, selection, codec, merge          ns and ms for a model of n parameters
+exchange     2 .. P local workers, dense and gTop-k     ms, CPU, bytes, and their time on a link
 """
 
 from __future__ import annotations
@@ -43,13 +41,13 @@ BYTES_PER_PARAMETER = 16
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """What `gridtrain bench` was asked for.
+    """What `gridtrain bench` measures.
 
     Attributes:
-        parameters: of the model that is imagined.
+        parameters: of the imagined model.
         workers: sizes of the groups; (): no exchange is measured.
-        rate: what each local worker limits itself to; "": nothing.
-        line: for which the bytes are converted into seconds.
+        rate: limit of each local worker; "": none.
+        line: link rate for which bytes are converted into seconds.
     """
 
     parameters: int
@@ -200,7 +198,7 @@ def _exchange_table(found: BenchResult) -> Table:
 
 
 def summary_sentences(found: BenchResult) -> list[str]:
-    """What the tables mean for a user."""
+    """What the tables mean, in sentences."""
     plan, said = found.plan, []
     select_ms = 1e-6 * found.local["select_ns"] * plan.parameters
     times = found.local["select_ns"] / found.local["copy_ns"]

@@ -1,11 +1,11 @@
-"""A barrier for the processes of one machine, whichever network namespaces they are in, and what they report.
+"""A barrier for processes of one machine in any network namespaces, and their reports.
 
-Decides when everybody goes on.  A path of the file system is seen from every namespace, and so is the
-machine's monotonic clock: moments of different processes can be compared.
+A path of the file system is visible in every namespace, and the monotonic clock is the same: times of
+different processes can be compared.
 
-    member   --{"at": "ready", ...}-->   referee    waits until all are there
-    member   <------- "go" -----------   referee    all at once, over sockets that nothing shapes
-    member   --{"at": "done", ...}-->    referee
+    member   --{"at": "ready", ...}-->   server    waits until all are there
+    member   <------- "go" -----------   server    all at once, over sockets that nothing shapes
+    member   --{"at": "done", ...}-->    server
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _READ_BYTES = 65536
 
 
 class BarrierServer:
-    """The side that waits for all.  A context manager.
+    """The server of the barrier.  A context manager.
 
     Args:
-        path: of its socket; at most 100 bytes, as the kernel demands.
-        members: how many have to be at a place.
-        check: raises what there is to say if a process has ended; asked while we wait.
+        path: of its socket; at most 100 bytes.
+        members: how many must arrive.
+        check: called while waiting; raises if a process has ended.
     """
 
     def __init__(self, path: Path, members: int, check: Callable[[], None] = lambda: None) -> None:
@@ -77,7 +77,7 @@ class BarrierServer:
         return reports
 
     def release(self, word: str) -> float:
-        """Let everybody go on; returns the moment, of the monotonic clock."""
+        """Let everybody continue; returns the time, of the monotonic clock."""
         now_s = time.monotonic()
         for handle in self._lines:
             with contextlib.suppress(BrokenPipeError):  # its end is noticed by whoever waits for it next
@@ -99,7 +99,7 @@ class BarrierServer:
 
 
 class BarrierClient:
-    """A member's side."""
+    """A member's side of the barrier."""
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -107,7 +107,7 @@ class BarrierClient:
         self._lines = self._socket.makefile("r")
 
     def wait_at(self, place: str, **figures: object) -> str:
-        """Report, and wait for the referee's word; "end" if it is gone."""
+        """Report, and wait for the server; "end" if it is gone."""
         try:
             self._socket.sendall(json.dumps({"at": place, **figures}).encode() + b"\n")
             return self._lines.readline().strip() or "end"

@@ -1,9 +1,9 @@
-"""What a volunteer runs: a run's script and its description, as one archive that is known by its digest.
+"""Bundles: a run's script and description as one archive, identified by its digest.
 
-Decides what is in it, and refuses everything else.  Executes nothing, and asks nobody.
+    run.toml [run] + train.py + files --Bundle.from_run_file--> tar --sha256--> digest
+    tar, digest --Bundle.from_archive--> run, files      (else: refused, and nothing is written)
 
-    run.toml [run] + train.py + files --Bundle.made--> tar --sha256--> digest
-    tar, digest --Bundle.opened--> run, files      (else: refused, and nothing was written)
+Nothing is executed here.
 """
 
 from gridtrain.tools.bundle.bundle import Bundle, digest_of

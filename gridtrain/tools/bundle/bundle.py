@@ -1,8 +1,7 @@
-"""One bundle: made from a run.toml and the files that it names, or opened from what a coordinator sent.
+"""One bundle: made from a run.toml and the files it names, or read from a coordinator's archive.
 
-Decides what belongs together: the description in a bundle names its script by digest, and exactly the files
-that are there.  Of the owner's run.toml only [run] travels: where a coordinator listens, and what limits a
-worker obeys, is everybody's own affair.
+The description names the script by digest, and exactly the files in the bundle.  Of the owner's run.toml only
+[run] is included: the coordinator's address and a worker's limits are not part of it.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ _TOO_LARGE_REMEDY = "name large data in [run.data] instead, which volunteers get
 class Bundle:
     """Attributes:
     digest: "sha256:..." of `archive`: what a volunteer accepts.
-    run: what is to be run; its `digest` is the script's.
-    files: content by name, run.toml among them.
+    run: the description of the run; its `digest` is the script's.
+    files: content by name, run.toml included.
     """
 
     digest: str
@@ -38,7 +37,8 @@ class Bundle:
         """The bundle of the owner's run.toml; None: it names no script.
 
         Raises:
-            ConfigError: a file is missing, the script is not the one whose digest run.toml has, or all is too
+            ConfigError: a file is missing, the script has another digest than run.toml says, or the bundle is
+            too
                 large.
         """
         run = runfile.run
@@ -66,7 +66,7 @@ class Bundle:
 
     @classmethod
     def from_archive(cls, archive: bytes, digest: str) -> Bundle:
-        """What a coordinator sent under this digest.  Raises `RemoteProtocolError` if it is anything else."""
+        """The bundle that a coordinator sent.  Raises `RemoteProtocolError` if digest or form differ."""
         if digest_of(archive) != digest:
             raise _wrong(f"it has the digest {digest_of(archive)}, and {digest} was asked for")
         files = unpack(archive)
@@ -86,12 +86,12 @@ class Bundle:
 
 
 def digest_of(content: bytes) -> str:
-    """As `sha256sum` prints it, with its name in front."""
+    """The digest as `sha256sum` prints it, after "sha256:"."""
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 def run_to_toml(run: RunDescription) -> str:
-    """The one form of [run] in a bundle; `RunFile.parse` reads it back."""
+    """The canonical form of [run] in a bundle; `RunFile.parse` reads it."""
     pairs: list[tuple[str, str | list[str]]] = [
         ("name", run.name),
         ("about", run.about),
@@ -110,7 +110,7 @@ def run_to_toml(run: RunDescription) -> str:
 
 
 def _quoted(value: str | list[str]) -> str:
-    """TOML's strings are JSON's for what is printable, and nothing else is let in."""
+    """A TOML string: JSON's form, as only printable text is accepted."""
     return json.dumps(value, ensure_ascii=False)
 
 

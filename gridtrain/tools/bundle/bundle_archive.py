@@ -1,12 +1,11 @@
-"""Files as one archive, byte for byte the same wherever it is made: POSIX ustar, which any `tar` lists.
-
-Decides which archives there are: exactly those that `pack` makes.  What `unpack` reads it packs again, and
-refuses it unless the bytes are equal; so there are no links, devices, modes, owners, times, extensions or
-gaps that somebody could hide in one.  Never touches a disk.
+"""Files as one archive with the same bytes wherever it is made: POSIX ustar, which any `tar` can list.
 
     header, 512 bytes: name, mode 0644, size, checksum     |  one for each file, sorted by name
-    content, filled up to a multiple of 512                |
+    content, padded to a multiple of 512                   |
     1024 bytes of zero
+
+`unpack` packs again what it has read, and refuses the archive unless the bytes are equal: so there are no
+links, devices, modes, owners, times, extensions or gaps in which something could hide.  Touches no disk.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ _SIZE_FIELD = slice(124, 136)
 
 
 class ArchiveError(ValueError):
-    """These files cannot be one archive; for people."""
+    """These files cannot be one archive."""
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
-    """The archive of `files`, by their names.  Raises `Unfit`."""
+    """The archive of `files` by name.  Raises `ArchiveError`."""
     if not 1 <= len(files) <= MAX_FILES:
         raise ArchiveError(f"{len(files)} files; there may be 1 to {MAX_FILES}")
     folded = {name.casefold() for name in files}
@@ -49,7 +48,7 @@ def pack(files: Mapping[str, bytes]) -> bytes:
 
 
 def unpack(archive: bytes) -> dict[str, bytes]:
-    """The files in what somebody sent.  Raises `RemoteProtocolError` unless `pack` made it."""
+    """The files of an archive.  Raises `RemoteProtocolError` unless `pack` could have made it."""
     if len(archive) > MAX_BUNDLE_BYTES:
         raise _no_bundle(f"{len(archive)} bytes, at most {MAX_BUNDLE_BYTES} are allowed")
     files: dict[str, bytes] = {}

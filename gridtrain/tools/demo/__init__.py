@@ -1,14 +1,13 @@
-"""`gridtrain demo`: a byte GPT trained by four workers behind a home line's cap, dense and gTop-k.
+"""`gridtrain demo`: four workers train a byte GPT behind capped connections, with dense and gTop-k exchanges.
 
-Decides nothing: the parts are (only model and train import torch)
-
-    recipe       sizes, learning rates, densities: the tuned settings
-    text         the standard library's own source as training and held-out bytes
-    model        the byte GPT and its windows of text
-    train        the script that every worker runs, an ordinary user of the SDK
-    metrics      the file that the first worker writes and the demo follows
-    orchestrate  coordinator and workers as processes: started, followed, always cleaned up
-    live         progress on a terminal or in a log
-    report       the table and the sentences;  picture: the SVG
-    main         all of it in order
+recipe            sizes, learning rates, densities: the tuned settings
+text_corpus       the standard library's source as training and held-out bytes
+byte_gpt          the model and its windows of text (imports torch)
+demo_worker       the script of every worker, an ordinary user of the SDK (imports torch)
+step_records      the file that the first worker writes and the demo reads
+orchestrator      starts coordinator and workers as processes, and always ends them
+progress_view     progress on a terminal or in a log
+demo_report       the table and the sentences;  svg_chart: the chart
+main              all of it in order
+pipeline_*        the same for a model in stages
 """

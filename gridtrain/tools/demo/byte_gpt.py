@@ -1,11 +1,9 @@
 """The demo's model: a GPT over bytes, small enough to learn within a minute on two CPU cores.
 
-Decides shapes and initial values, nothing about how gradients travel.
-
     bytes (B, T) -> token + position embedding -> [norm, attention; norm, MLP] x layers -> norm
                  -> logits (B, T, 256), with the head tied to the token embedding
 
-The architecture is GPT-2's (Radford et al., 2019): pre-norm, GELU, learnt positions.
+The architecture is GPT-2's (Radford et al., 2019): pre-norm, GELU, learned positions.
 """
 
 from __future__ import annotations

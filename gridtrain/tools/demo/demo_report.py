@@ -1,12 +1,11 @@
-"""What the demo found: a table, a picture, and what it does not show.
+"""Compares the runs of the demo: a table, a chart, and what they do not show.
 
-Decides how the runs are compared: the first one is the baseline, its final held-out loss is the
-target, and another run has reached it at the first of its own measurements that is at or below it
-(no smoothing, no interpolation).  Never measures anything itself.
+    LossCurve (one per run) --+--> table rows --> report.md, terminal
+                              +--> two panels --> loss.svg
+                              +--> metrics.json
 
-    Curve (one per run) --+--> table rows --> report.md, terminal
-                          +--> two panels --> loss.svg
-                          +--> metrics.json
+The first run is the baseline, and its final held-out loss the target.  Another run has reached it at the
+first of its measurements that is at or below it, without smoothing or interpolation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The demo from its plan to its last sentence.
-
-Decides the order of what a person reads; the work is orchestrate's and report's.
-"""
+"""Runs the demo and prints its progress, tables and summary."""
 
 from __future__ import annotations
 
@@ -22,9 +19,12 @@ from gridtrain.tools.demo.progress_view import view_for
 from gridtrain.tools.demo.recipe import SIZES
 from gridtrain.tools.demo.text_corpus import load_corpus
 
+BUSY_LOAD = 0.3
+"""Load average per core from which the demo says that the machine is busy."""
+
 
 def run_demo(plan: DemoPlan, console: Console) -> list[demo_report.LossCurve]:
-    """Run, show and write everything.
+    """Run the demo, print its results, and write the report.
 
     Raises:
         ConfigError: torch or the standard library's source is missing, the cap is no rate, or the
@@ -51,12 +51,14 @@ def run_demo(plan: DemoPlan, console: Console) -> list[demo_report.LossCurve]:
         f"on {len(corpus.train) / 1e6:.1f} MB of Python's own source ({corpus.files} files).",
         highlight=False,
     )
+    if note := load_note(os.getloadavg()[0], os.cpu_count() or 1):
+        console.print(note, style="yellow", highlight=False)
     began_s = time.monotonic()
     curves = run_all(plan, view_for(console))
     paths = demo_report.write_report(curves, setting, plan.out)
     console.print()
-    console.print(_table(demo_report.HEADINGS, demo_report.comparison_rows(curves)))
-    console.print(_table(demo_report.TIME_HEADINGS, demo_report.time_rows(curves)))
+    console.print(transposed_table(demo_report.HEADINGS, demo_report.comparison_rows(curves)))
+    console.print(transposed_table(demo_report.TIME_HEADINGS, demo_report.time_rows(curves)))
     for sentence in demo_report.summary_sentences(curves):
         console.print(sentence, style="bold", highlight=False)
     console.print(demo_report.CLOCK_NOTE, highlight=False)
@@ -67,23 +69,29 @@ def run_demo(plan: DemoPlan, console: Console) -> list[demo_report.LossCurve]:
     return curves
 
 
-def _table(headings: demo_report.Row, rows: list[demo_report.Row]) -> Table:
-    """Headings on two lines, more on a narrow terminal; numbers are never cut."""
+def load_note(load: float, cores: int) -> str:
+    """A warning if other programs keep this machine busy; "": they do not.  `load`: average of a minute."""
+    if load < BUSY_LOAD * cores:
+        return ""
+    return (
+        f"Other programs keep this machine busy (load {load:.1f} on {cores} cores): that slows computing "
+        "more than the capped network, so the sparse exchange gains less than on an idle machine."
+    )
+
+
+def transposed_table(headings: demo_report.Row, rows: list[demo_report.Row]) -> Table:
+    """One line a figure, one column a run: fits 80 columns with up to four runs."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for position, heading in enumerate(headings):
-        words = [*heading.split(), *(row[position] for row in rows if position)]
-        table.add_column(
-            "\n".join(heading.rsplit(maxsplit=1)) if position else heading,
-            justify="right" if position else "left",
-            min_width=max(len(word) for word in words),
-        )
+    table.add_column(headings[0], no_wrap=True)
     for row in rows:
-        table.add_row(*row)
+        table.add_column(row[0].replace(", ", ",\n"), justify="right", no_wrap=True)
+    for position, heading in enumerate(headings[1:], 1):
+        table.add_row(heading, *(row[position] for row in rows))
     return table
 
 
 def _torch_version() -> str:
-    """Without importing it: that costs more than a second, and the workers will."""
+    """The installed version; an import would take more than a second."""
     try:
         return version("torch")
     except PackageNotFoundError:

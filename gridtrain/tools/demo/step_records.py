@@ -1,9 +1,7 @@
-"""What the workers tell the demo: one JSON line per step, written by the first worker.
+"""The records that workers write for the demo: one JSON line a step, from the first worker.
 
-Decides the file format; the training script writes it, the orchestrator follows it while it grows.
-
-    <folder>/steps.jsonl       StepRecord, StepRecord, ...      the first worker
-    <folder>/sent-<id>.json    Sent                             every worker, at its end
+<folder>/steps.jsonl       StepRecord, StepRecord, ...      the first worker
+<folder>/sent-<id>.json    SentBytes                        every worker, at its end
 """
 
 from __future__ import annotations

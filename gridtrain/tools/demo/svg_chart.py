@@ -1,7 +1,6 @@
-"""Lines on panels as an SVG, written by hand so that the demo needs no plotting library.
+"""Line charts as SVG, without a plotting library.
 
-Decides where axes, ticks and labels go.  Knows nothing about training: a `Panel` is lines of (x, y),
-notes at points of them, and at most one horizontal mark.
+A `ChartPanel` has lines of (x, y), notes at points, and at most one horizontal mark.
 
     +--------------------------------+   lines are labelled at their ends, not in a legend;
     |  panel 1        panel 2        |   a label takes the first of several places where it
@@ -121,7 +120,7 @@ def draw_chart(title: str, subtitle: str, panels: Sequence[ChartPanel]) -> str:
 
 @dataclass(slots=True)
 class _PanelRenderer:
-    """Draws one panel; remembers what is taken, so that labels keep clear."""
+    """Draws one panel, and records used space so that labels do not overlap."""
 
     panel: ChartPanel
     left: float

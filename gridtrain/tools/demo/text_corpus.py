@@ -1,10 +1,9 @@
-"""Real text that every machine has: the source of Python's own standard library.
-
-Decides which bytes are trained on and which are held out.  Never touches the network, never
-writes a file, and reads only top-level modules (no tests, no site-packages).
+"""Real text that every machine has: the source of Python's standard library.
 
     stdlib/*.py, sorted -> first 24 KiB of each -> every 10th file -> held out
                                                 -> the others      -> training
+
+Only top-level modules are read (no tests, no site-packages).
 """
 
 from __future__ import annotations

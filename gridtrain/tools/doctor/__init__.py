@@ -1,6 +1,9 @@
-"""`gridtrain doctor`: can this machine join a run, and what would that bring?
+"""The checks of `gridtrain doctor`: whether this machine can join a run, and what it would contribute.
 
-findings.py  what is found, and how it is said        machine.py     Python, torch, GPU, memory, disk, clock
-line.py      name, port, handshake, check-up, bursts  prediction.py  a step with and without this machine
-examine.py   all of it within a fixed time
+examination           all checks, in order, with deadlines
+connection_check      host name, port, key pair of the invitation
+doctor_probe          handshake, checkup, bursts
+machine_check         Python, torch, GPU, memory, disk, clock
+speedup_prediction    a step with and without this machine
+findings              results and their wording
 """

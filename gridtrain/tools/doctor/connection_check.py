@@ -1,12 +1,11 @@
-"""The way to a run: name, port, handshake, invitation, and the line's figures.
-
-Decides what each failure on the way means, and what to do about it.  Enrols nobody, so no use of the
-invitation is spent: the handshake alone tells whether it is valid.
+"""Checks the connection to a run: host name, port, and the key pair of the invitation.
 
     host name --> addresses --> TCP --> CURVE handshake with the invitation's key --> Checkup
-      nobody       nobody        |        refused: not valid (any more)                 |
-                    refused, silence      silence: another program, another key         v
+      unknown       refused, no answer    refused: invitation not valid                 |
+                                          no answer: another program or key             v
                                                                         round trip, bursts, call-back
+
+Nothing is enrolled, so no use of the invitation is spent: the handshake alone shows whether it is valid.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ _UNREACHABLE_ERRNOS = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAI
 
 @dataclass(slots=True)
 class ConnectionState:
-    """How far one gets.
+    """What the checks have found so far.
 
     Attributes:
-        places: what the name stands for, as `socket.connect` takes it.
-        tcp_s: the quickest connection; None: there is none.
+        addresses: of the host name, as `socket.connect` takes them.
+        tcp_s: time to connect; None: not connected.
     """
 
     addresses: list[tuple[socket.AddressFamily, tuple[object, ...]]] = field(default_factory=list)
@@ -47,9 +46,9 @@ class ConnectionState:
 
 
 def run_with_timeout(work: Callable[[], object], limit_s: float) -> object:
-    """The result of a call that cannot be told to stop, or its exception; `TimeoutError` after `limit_s`.
+    """The result of a call that cannot be cancelled, or its exception; `TimeoutError` after `limit_s`.
 
-    The thread of one that hangs (a name server that is silent) is left behind; it keeps no process alive.
+    A call that hangs (a silent name server) leaves a daemon thread behind.
     """
     answers: queue.SimpleQueue[object] = queue.SimpleQueue()
 
@@ -67,7 +66,7 @@ def run_with_timeout(work: Callable[[], object], limit_s: float) -> object:
 
 
 def check_name(invitation: Invitation, way: ConnectionState, limit_s: float) -> Finding:
-    """The coordinator's host name."""
+    """Resolve the coordinator's host name."""
     parts = urlsplit(invitation.address)
     host, port = parts.hostname or "", parts.port or 0
     limit_s = min(RESOLVE_TIMEOUT_S, limit_s)
@@ -85,7 +84,7 @@ def check_name(invitation: Invitation, way: ConnectionState, limit_s: float) -> 
 
 
 def check_tcp(invitation: Invitation, way: ConnectionState, limit_s: float) -> Finding:
-    """A TCP connection to one of its addresses; each has its part of the time."""
+    """Connect to one of the addresses, with a part of the time for each."""
     errors: list[OSError] = []
     limit_s = min(CONNECT_TIMEOUT_S, limit_s)
     until_s = time.monotonic() + limit_s
@@ -118,5 +117,5 @@ def check_tcp(invitation: Invitation, way: ConnectionState, limit_s: float) -> F
 
 
 def invitation_identity(invitation: Invitation) -> Identity:
-    """The key pair that the invitation lends."""
+    """The key pair of the invitation."""
     return Identity.from_secret(invitation.token)

@@ -1,10 +1,10 @@
-"""The doctor's talk with a coordinator, and with a few members: one thread, every wait with a deadline.
-
-Decides what is asked in which order.  Sends at most a burst (256 KiB) to each of four, and takes as much.
+"""Connects to the coordinator and a few members and measures the links, in one thread with deadlines.
 
     coordinator  <-- the invitation's key: handshake -- Checkup, Ping, Burst, BurstAsk
-    members      <-- a key made for the occasion ------ Ping, Burst, BurstAsk
-    call-back    --> the same key, where we listen
+    members      <-- a new key ------------------------ Ping, Burst, BurstAsk
+    call-back    --> the same key, at our listening address
+
+Sends at most one burst (256 KiB) to each of four processes, and receives as much.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ POLL_S = 0.02
 
 @dataclass(slots=True)
 class LinkMeasurement:
-    """One other's line; None: not measured.
+    """One measured link; None: not measured.
 
     Attributes:
-        up_Bps, down_Bps: of a burst of 256 KiB: a long fast line is told slower than it is.
+        up_Bps, down_Bps: from a burst of 256 KiB, which underestimates a fast link with high latency.
     """
 
     rtt_s: float | None = None
@@ -57,7 +57,7 @@ class LinkMeasurement:
 
 @dataclass(slots=True)
 class ProbeResponses:
-    """What came so far."""
+    """Messages received so far."""
 
     connected: set[m.PeerId] = field(default_factory=set)
     is_denied: bool = False
@@ -72,10 +72,10 @@ class ProbeResponses:
 
 
 class DoctorProbe:
-    """A context manager over two transports: `front` to the coordinator, `back` for everybody else.
+    """A context manager over two transports: to the coordinator, and to members.
 
     Args:
-        identity: to connect with: the invitation's, or this machine's own.
+        identity: the key pair of the invitation, or this machine's own.
     """
 
     def __init__(self, invitation: Invitation, identity: Identity, rng: SystemRandom | None = None) -> None:
@@ -111,7 +111,7 @@ class DoctorProbe:
     # -- questions -------------------------------------------------------------------------------
 
     def connect(self, until_s: float) -> bool:
-        """Greeted by the coordinator: the invitation is valid."""
+        """Whether the coordinator has accepted the handshake: the invitation is valid."""
         self._coordinator_transport.dial(self._invitation.coordinator, self._invitation.address)
         here = self._invitation.coordinator
         self._poll_until(
@@ -123,7 +123,7 @@ class DoctorProbe:
         return here in self.responses.connected
 
     def request_checkup(self, until_s: float) -> dict[str, Any] | None:
-        """The run's picture; None: the coordinator does not answer, or refuses (`heard.refused`)."""
+        """The run's status; None: the coordinator does not answer, or refuses (`responses.refused`)."""
         try:
             self.address = self._peer_transport.listen(default_listen_address(self._invitation.address))
         except TransportError:
@@ -146,7 +146,7 @@ class DoctorProbe:
         return picture if isinstance(picture, dict) else None
 
     def wait_for_callback(self, until_s: float) -> str | None:
-        """The address at which the coordinator got through; "": at none; None: it did not say."""
+        """The address at which the coordinator reached us; "": none; None: it did not say."""
         self._poll_until(lambda: self.responses.reached_address is not None, until_s)
         return self.responses.reached_address
 
@@ -154,7 +154,7 @@ class DoctorProbe:
         return self._measure(self._coordinator_transport, self._invitation.coordinator, until_s)
 
     def measure_members(self, until_s: float) -> list[tuple[m.PeerId, LinkMeasurement]]:
-        """Those that expect us, one after the other, so that they do not share our line."""
+        """Measure the links to members that expect us, one after the other: they would share our link."""
         probe = self.responses.reply.probe_targets if self.responses.reply is not None else ()
         for peer, address in probe:
             try:
@@ -208,7 +208,7 @@ class DoctorProbe:
         return True
 
     def _poll_until(self, true: Callable[[], bool], until_s: float) -> bool:
-        """Both transports are looked at in turns; False: time is over."""
+        """Poll both transports in turn; False: the time is up."""
         while not true():
             left_s = until_s - time.monotonic()
             if left_s <= 0:
@@ -255,7 +255,9 @@ class DoctorProbe:
 
 
 def download_rate_Bps(asked_s: float, times_s: Sequence[float], rtt_s: float) -> float:
-    """Of a burst that was asked for, read at these times: what waited in a buffer is read in no time, so it
-    counts as no faster than from the asking on."""
+    """The rate of a requested burst whose messages were read at these times.
+
+    Messages that waited in a buffer are read at once: the time counts from the request.
+    """
     read_Bps = (m.BURST_MESSAGES - 1) * m.BURST_MESSAGE_BYTES / max(MIN_BURST_S, times_s[-1] - times_s[0])
     return min(read_Bps, estimate_rate_Bps(times_s[-1] - asked_s, rtt_s))

@@ -1,11 +1,9 @@
-"""Everything that `gridtrain doctor` looks at, one finding after the other, in `TOTAL_S` at most.
+"""The checks of `gridtrain doctor`, in order, within `TOTAL_TIMEOUT_S`.
 
-Decides the order, and how much of the time each look may have.  Never prints.
-
-    0 s   torch, in another process ..............................................+
-          name -> port -> invitation -> status, call-back -> line to coordinator, members
-          Python, memory, disk, clock                                             |
-    18 s                                                     torch's answer <-----+--> prediction
+0 s   torch, in another process ..............................................+
+      name -> port -> invitation -> status, call-back -> link to coordinator, members
+      Python, memory, disk, clock                                             |
+18 s                                                     torch's answer <-----+--> prediction
 """
 
 from __future__ import annotations
@@ -33,12 +31,12 @@ RunStatusParser = Callable[[Mapping[str, Any]], RunStatus]
 
 
 class Examination:
-    """One look at one machine.  `findings` yields them as they come.
+    """Examines this machine once; `findings` yields each result as it is found.
 
     Args:
-        read_run: what of a status the prediction needs; raises `ConfigError`: it says too little.
-        total_s: all of it ends by then.
-        wall: seconds of the wall clock.
+        read_run: reads what the prediction needs from a status; raises `ConfigError` if that is missing.
+        total_s: time limit of the whole examination.
+        wall: wall clock in seconds.
     """
 
     def __init__(
@@ -64,7 +62,7 @@ class Examination:
         return max(0.0, self._until_s - time.monotonic())
 
     def findings(self) -> Iterator[Finding]:
-        """Raises nothing on purpose; `KeyboardInterrupt` leaves nothing behind."""
+        """All findings.  Ends its subprocess also after `KeyboardInterrupt`."""
         torch = self._probe()
         try:
             yield machine_check.check_python()
@@ -77,49 +75,49 @@ class Examination:
         finally:
             torch.end()
 
-    # -- the road ----------------------------------------------------------------------------------
+    # -- connections -------------------------------------------------------------------------------
 
     def _connection_findings(self) -> Iterator[Finding]:
-        """Each look needs the one before it."""
-        way = connection_check.ConnectionState()
-        for look in (connection_check.check_name, connection_check.check_tcp):
-            finding = look(self._invitation, way, self._left_s())
+        """Each check needs the one before it."""
+        connection = connection_check.ConnectionState()
+        for check in (connection_check.check_name, connection_check.check_tcp):
+            finding = check(self._invitation, connection, self._left_s())
             yield finding
             if finding.level is FindingLevel.FAILURE:
                 return
         try:
             with DoctorProbe(
                 self._invitation, connection_check.invitation_identity(self._invitation)
-            ) as talk:
-                finding = self._greeting_finding(talk)
+            ) as probe:
+                finding = self._greeting_finding(probe)
                 if finding.level is not FindingLevel.FAILURE:
                     yield finding
-                    yield from self._run_findings(talk)
+                    yield from self._run_findings(probe)
                     return
-            yield from self._retry_as_known(finding) if talk.responses.is_denied else [finding]
+            yield from self._retry_as_known(finding) if probe.responses.is_denied else [finding]
         except GridtrainError as error:
             yield failure(
                 "invitation", error.reason, error.remedy or "ask the run's owner for a new invitation"
             )
 
-    def _greeting_finding(self, talk: DoctorProbe) -> Finding:
+    def _greeting_finding(self, probe: DoctorProbe) -> Finding:
         run = f'run "{self._invitation.run}"'
-        if talk.connect(self._deadline_s(GREETING_TIMEOUT_S)):
+        if probe.connect(self._deadline_s(GREETING_TIMEOUT_S)):
             return ok("invitation", f"valid for {run}; no use of it was spent", run=self._invitation.run)
-        if talk.responses.is_denied:
+        if probe.responses.is_denied:
             text = "it is not valid: used up, expired, withdrawn, or it never was"
             return failure("invitation", text, "ask the run's owner for a new one: gridtrain invite")
-        if talk.responses.violation:
+        if probe.responses.violation:
             fix = "see that both sides run a gridtrain of the same version"
             return failure(
-                "invitation", f"the coordinator cannot be talked with: {talk.responses.violation}", fix
+                "invitation", f"the coordinator broke the protocol: {probe.responses.violation}", fix
             )
-        text = "something else answers there, or a coordinator with another key, or the line is too slow"
+        text = "another program or a coordinator with another key answers there, or the link is too slow"
         fix = "ask the run's owner whether the coordinator was set up anew; then a new invitation is needed"
         return failure("invitation", text, fix)
 
     def _retry_as_known(self, refused: Finding) -> Iterator[Finding]:
-        """A used-up invitation still finds the run, for a machine that came in with it."""
+        """A machine that was admitted with a used-up invitation still finds the run with it."""
         folder = (
             state_directory(self._invitation.run) / "identities" / self._invitation.coordinator.hex()[:16]
         )
@@ -130,59 +128,59 @@ class Examination:
         with claim_identity(folder) as (identity, path):
             if path not in known:
                 yield warning(
-                    "invitation", "in use by a worker of this machine", "nothing: it trains already"
+                    "invitation", "in use by a worker of this machine", "nothing to do: it already trains"
                 )
                 return
-            with DoctorProbe(self._invitation, identity) as talk:
-                if not talk.connect(self._deadline_s(GREETING_TIMEOUT_S)):
+            with DoctorProbe(self._invitation, identity) as probe:
+                if not probe.connect(self._deadline_s(GREETING_TIMEOUT_S)):
                     yield refused
                     return
-                yield ok("invitation", "used up or over, but this machine is let in already", known=True)
-                yield from self._run_findings(talk)
+                yield ok("invitation", "used up or expired, but this machine is already admitted", known=True)
+                yield from self._run_findings(probe)
 
-    def _run_findings(self, talk: DoctorProbe) -> Iterator[Finding]:
+    def _run_findings(self, probe: DoctorProbe) -> Iterator[Finding]:
         asked_wall_s = self._wall()
-        picture = talk.request_checkup(self._deadline_s(ANSWER_TIMEOUT_S))
-        if picture is None:
-            refused = talk.responses.refused
+        status = probe.request_checkup(self._deadline_s(ANSWER_TIMEOUT_S))
+        if status is None:
+            refused = probe.responses.refused
             why = refused.reason if refused is not None else f"no answer within {ANSWER_TIMEOUT_S:g} s"
             fix = refused.remedy if refused is not None else "try again, or join all the same"
-            yield warning("run", f"how the run stands is not known: {why}", fix)
+            yield warning("run", f"the status of the run is not known: {why}", fix)
             return
-        self._status = picture
+        self._status = status
         yield self._state_finding()
-        yield machine_check.check_clock(_wall_of(picture), asked_wall_s)
-        yield _reachable(talk, talk.wait_for_callback(self._deadline_s(CALLBACK_TIMEOUT_S)))
-        self._coordinator = talk.measure_coordinator(self._deadline_s(COORDINATOR_TIMEOUT_S))
+        yield machine_check.check_clock(_wall_of(status), asked_wall_s)
+        yield _reachable(probe, probe.wait_for_callback(self._deadline_s(CALLBACK_TIMEOUT_S)))
+        self._coordinator = probe.measure_coordinator(self._deadline_s(COORDINATOR_TIMEOUT_S))
         yield from _line("coordinator", self._coordinator)
-        yield from self._member_findings(talk)
+        yield from self._member_findings(probe)
 
     def _state_finding(self) -> Finding:
-        picture = self._status
-        size, phase = picture.get("world_size"), picture.get("phase")
-        text = f"{phase}, {size} workers, step {picture.get('step')}: {_plain(picture.get('reason'))}"
-        if picture.get("finished"):
+        status = self._status
+        size, phase = status.get("world_size"), status.get("phase")
+        text = f"{phase}, {size} workers, step {status.get('step')}: {_plain(status.get('reason'))}"
+        if status.get("finished"):
             return failure(
                 "run", text, "the run is finished: ask its owner for the result, or for another run"
             )
-        return ok("run", text, phase=phase, world_size=size, step=picture.get("step"))
+        return ok("run", text, phase=phase, world_size=size, step=status.get("step"))
 
-    def _member_findings(self, talk: DoctorProbe) -> Iterator[Finding]:
+    def _member_findings(self, probe: DoctorProbe) -> Iterator[Finding]:
         ranks = {
             str(member.get("peer")): member.get("rank")
             for member in self._status.get("members", [])
             if isinstance(member, dict)
         }
-        found = talk.measure_members(self._deadline_s(MEMBERS_TIMEOUT_S))
+        found = probe.measure_members(self._deadline_s(MEMBERS_TIMEOUT_S))
         if not found:
-            yield ok("members", "there is no member that could be dialled for a measurement")
+            yield ok("members", "there is no member that can be reached for a measurement")
         for number, (peer, measured) in enumerate(found):
             rank = ranks.get(peer.hex())
             if isinstance(rank, int):
                 self._members[rank] = measured
             yield from _line(f"member {number + 1}", measured)
 
-    # -- what it would bring -----------------------------------------------------------------------
+    # -- prediction --------------------------------------------------------------------------------
 
     def _prediction_finding(self, flops: float | None) -> Iterator[Finding]:
         if not self._status or self._status.get("finished"):
@@ -191,7 +189,10 @@ class Examination:
             run = self._read_run(self._status)
             said = predict_speedup(run, self._members, self._coordinator, flops)
         except ConfigError as error:
-            yield warning("prediction", f"none: {error.reason}", "ask again when the run trains")
+            if self._status.get("phase") == "waiting":
+                yield ok("prediction", f"none yet: {error.reason}")
+            else:
+                yield warning("prediction", f"none: {error.reason}", "ask again when the run trains")
             return
         verdict = "speed this run up" if said.gain >= 0 else "slow this run down"
         text = (
@@ -209,20 +210,20 @@ class Examination:
         if said.gain < -NEGLIGIBLE_GAIN:
             if said.exchange_s > said.compute_s:
                 fix = (
-                    "its line is what holds the others up: a faster upload, or a run with a sparser exchange"
+                    "its link would hold the others up: use a faster upload, or a run with a sparser exchange"
                 )
             else:
-                fix = "its computing is what holds the others up: its owner may set global_batch_size, which "
-                fix += "gives slow machines less"
+                fix = "its computing would hold the others up: the run's owner may set global_batch_size, "
+                fix += "which gives slow machines less work"
             yield warning("prediction", text, fix, **figures)
         else:
             yield ok("prediction", text, **figures)
 
 
 def _line(name: str, measured: LinkMeasurement) -> list[Finding]:
-    """Round trip and rates to one other."""
+    """Round trip and rates of the link to one other process."""
     if measured.rtt_s is None:
-        fix = "nothing: members that cannot reach each other are relayed; only it is not known how fast"
+        fix = "nothing to do: members that cannot reach each other are relayed"
         return [warning(name, "not measured: it was not reached from here", fix)]
     up, down = _rate(measured.up_Bps), _rate(measured.down_Bps)
     text = f"round trip {measured.rtt_s * 1e3:.1f} ms, {up} up, {down} down"
@@ -230,14 +231,17 @@ def _line(name: str, measured: LinkMeasurement) -> list[Finding]:
     if measured.rtt_s > connection_check.SLOW_ROUND_TRIP_s:
         return [
             warning(
-                name, text, "a line with less delay, such as a cable, makes every exchange quicker", **figures
+                name,
+                text,
+                "a link with less latency, such as a cable, makes every exchange faster",
+                **figures,
             )
         ]
     if measured.up_Bps is None or measured.down_Bps is None:
-        fix = "256 KiB did not pass in time: the line is slow, or in use by something else"
+        fix = "256 KiB did not pass in time: the link is slow, or in use by another program"
         return [warning(name, text, fix, **figures)]
     if measured.up_Bps < SLOW_UP_Bps:
-        return [warning(name, text, "end other uploads; a run on such lines wants LocalSteps", **figures)]
+        return [warning(name, text, "end other uploads; a run on such links needs LocalSteps", **figures)]
     return [ok(name, text, **figures)]
 
 
@@ -245,7 +249,7 @@ def _rate(rate_Bps: float | None) -> str:
     return "not measured" if rate_Bps is None else f"{rate_Bps * 8 / 1e6:,.1f} Mbit/s"
 
 
-def _reachable(talk: DoctorProbe, address: str | None) -> Finding:
+def _reachable(probe: DoctorProbe, address: str | None) -> Finding:
     if address:
         return ok("reachable", f"others can connect to this machine, as {address}", address=address)
     if address is None:
@@ -254,11 +258,11 @@ def _reachable(talk: DoctorProbe, address: str | None) -> Finding:
         )
     text = "others cannot connect to this machine: it dials them, or is relayed, and can train all the same"
     fix = "to be dialled, forward a port to it and join with --listen and --advertise, or open its firewall"
-    return warning("reachable", text, fix, listened=talk.address)
+    return warning("reachable", text, fix, listened=probe.address)
 
 
-def _wall_of(picture: Mapping[str, Any]) -> float | None:
-    value = picture.get("wall_s")
+def _wall_of(status: Mapping[str, Any]) -> float | None:
+    value = status.get("wall_s")
     return float(value) if isinstance(value, int | float) and 0 < value < 1e11 else None
 
 

@@ -1,7 +1,4 @@
-"""What a look at a machine has found: one line each, with its fix.
-
-Decides nothing but how a finding is written down.  Never prints.
-"""
+"""Findings of `gridtrain doctor`: one line each, with what to do about it."""
 
 from __future__ import annotations
 
@@ -19,13 +16,13 @@ class FindingLevel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line.
+    """One finding.
 
     Attributes:
-        name: what was looked at; stable, for programs.
-        text: what was found, with the figures.
-        fix: the next thing to do; empty where nothing is to be done.
-        figures: numbers and short texts, for programs; units are in their names.
+        name: the check; stable, for programs.
+        text: the result, with its figures.
+        fix: what to do next; "": nothing.
+        figures: numbers and short texts for programs; names contain the units.
     """
 
     name: str
@@ -35,7 +32,7 @@ class Finding:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
-        """For a JSON line."""
+        """The finding as a JSON object."""
         return {
             "check": self.name,
             "level": str(self.level),

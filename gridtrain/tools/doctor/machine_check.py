@@ -1,7 +1,6 @@
-"""What this machine is: Python, torch, GPU, memory, disk, clock.
+"""Checks of this machine: Python, torch, GPU, memory, disk, clock.
 
-Decides what is enough to train with.  Never imports torch here: another process does, with a deadline, since
-an import can take long, and a driver can hang for ever.
+torch is imported in another process with a deadline: an import can be slow, and a driver can hang.
 """
 
 from __future__ import annotations
@@ -88,10 +87,10 @@ def _cores() -> int:
 
 
 class TorchProbe:
-    """The other process; begun early, as it takes longest.
+    """A process that imports torch and measures it; started early, as it takes longest.
 
     Args:
-        command: of the interpreter; another one for tests.
+        command: replaced by tests.
     """
 
     def __init__(self, command: tuple[str, ...] = (sys.executable, "-c", TORCH_PROBE)) -> None:
@@ -101,13 +100,13 @@ class TorchProbe:
         )
 
     def end(self) -> None:
-        """Nothing of it is left."""
+        """End the process."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.communicate()
 
     def findings(self, until_s: float) -> tuple[list[Finding], float | None]:
-        """What it said by then (`time.monotonic`), and the floating-point operations in a second."""
+        """Findings by then (`time.monotonic`), and floating-point operations per second."""
         try:
             out, err = self._process.communicate(timeout=max(0.0, until_s - time.monotonic()))
         except subprocess.TimeoutExpired as late:
@@ -122,9 +121,9 @@ class TorchProbe:
 
 
 def _late(said: bytes | str | None, took_s: float) -> Finding:
-    """It had not come to its end: a busy machine imports torch slowly, and that is no reason not to join.
+    """The finding if the process has not finished: a warning, as a busy machine imports torch slowly.
 
-    A driver that does not answer is one: training would wait for it as well.
+    A driver that does not answer is a failure: training would hang as well.
     """
     text = said.decode(errors="replace") if isinstance(said, bytes) else said or ""
     at = ""
@@ -149,7 +148,7 @@ def _late(said: bytes | str | None, took_s: float) -> Finding:
 
 
 def _installed() -> str:
-    """As its package says, without an import; "": there is none."""
+    """Version of the installed torch, without an import; "": none."""
     try:
         return f"torch {version('torch')}"
     except PackageNotFoundError:
@@ -197,7 +196,7 @@ def _torch_findings(found: dict[str, Any]) -> tuple[list[Finding], float | None]
 
 
 def check_memory(available_bytes: Callable[[], int | None] | None = None) -> Finding:
-    """`available_bytes`: another source, for tests."""
+    """`available_bytes`: replaced by tests."""
     free = (available_bytes or _available_bytes)()
     if free is None:
         return warning("memory", "this system does not say how much memory is free", "look yourself")
@@ -223,7 +222,7 @@ def _available_bytes() -> int | None:
 
 
 def _container_left_bytes() -> int | None:
-    """Of a container with a limit of its own (cgroup v2)."""
+    """Memory left in a container with a limit (cgroup v2)."""
     try:
         folder = Path("/sys/fs/cgroup")
         most, used = (folder / "memory.max").read_text(), (folder / "memory.current").read_text()
@@ -233,7 +232,7 @@ def _container_left_bytes() -> int | None:
 
 
 def check_disk(run: str) -> Finding:
-    """Where checkpoints and the final model go."""
+    """Free space for checkpoints and the final model."""
     folder = state_directory(run)
     there = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(there).free
@@ -249,7 +248,7 @@ def check_disk(run: str) -> Finding:
 
 
 def check_clock(theirs_s: float | None, ours_s: float) -> Finding:
-    """Compared with the coordinator's wall clock; None: it did not say."""
+    """Compare with the coordinator's wall clock; None: it did not say."""
     if theirs_s is None:
         return ok("clock", "not compared: the coordinator did not say what time it is")
     skew_s = ours_s - theirs_s

@@ -1,9 +1,9 @@
-"""Would this machine speed a run up?  A step with and without it, by the planner's own model.
+"""Predicts a step with and without this machine, with the planner's cost model.
 
-Decides which figures stand for what was not measured, and says so.  Never measures.
+    the run's network, exchange, shares, computing  --> P members      --> samples per second
+    the same, and this machine's link and speed     --> P + 1 members  --> samples per second --> gain
 
-    the run's network, exchange, shares, computing  --> outlook(P members)      samples a second
-    the same and this machine's line and speed      --> outlook(P + 1 members)  samples a second --> N %
+Assumes figures for what was not measured, and says so.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ LEAST_Bps = 1e3
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """A run as it is.
+    """The run as it is.
 
     Attributes:
-        network: between its members; None: fewer than two train.
-        compute_s: of each member's step, in rank order; of those that say it.
-        shares: samples of a step, in rank order.
+        network: between members; None: fewer than two train.
+        compute_s: computing time of a step, by rank; of members that report it.
+        shares: samples of a step, by rank.
         global_batch_size: None: each worker brings its own samples.
-        flops: what members say of their speed, as of `machine.TORCH_PROBE`.
+        flops: speeds that members report, measured as in `machine_check.TORCH_PROBE`.
     """
 
     network: NetworkModel | None
@@ -49,9 +49,9 @@ class RunStatus:
 @dataclass(frozen=True, slots=True)
 class SpeedupPrediction:
     """Attributes:
-    step_s, with_s: a step now, and with this machine.
-    gain: of samples in a second; 0.2: 20 % more.
-    assumed: what was not measured, and what was taken for it.
+    step_s, joined_step_s: a step now, and with this machine.
+    gain: of samples per second; 0.2: 20 % more.
+    assumptions: what was not measured, and the value assumed.
     """
 
     step_s: float
@@ -65,7 +65,7 @@ class SpeedupPrediction:
 def predict_speedup(
     run: RunStatus, mine: Mapping[int, LinkMeasurement], coordinator: LinkMeasurement, flops: float | None
 ) -> SpeedupPrediction:
-    """`mine`: this machine's lines to members, by rank.  `flops`: of this machine; None: not known."""
+    """`mine`: this machine's links to members, by rank.  `flops`: of this machine; None: unknown."""
     assumed: list[str] = []
     usual_s = median(run.compute_s)
     compute_s = usual_s
@@ -87,7 +87,7 @@ def predict_speedup(
 
 
 def _shares(run: RunStatus, usual_s: float, compute_s: float) -> tuple[list[float], int]:
-    """Samples of each, this machine last; and how many more a step has."""
+    """Samples of each worker, this machine last; and the additional samples of a step."""
     if run.global_batch_size is None:
         mine = round(median(run.shares))
         return [*map(float, run.shares), float(mine)], mine
@@ -97,7 +97,7 @@ def _shares(run: RunStatus, usual_s: float, compute_s: float) -> tuple[list[floa
 
 
 def _slowest(run: RunStatus, shares: Sequence[float], usual_s: float, compute_s: float) -> float:
-    """Of the step with this machine: each one's seconds grow with its samples."""
+    """Computing time of the step with this machine: each worker's time grows with its samples."""
     known = [*run.compute_s, *[usual_s] * (len(run.shares) - len(run.compute_s))]
     times = [known[rank] * shares[rank] / max(1, run.shares[rank]) for rank in range(len(run.shares))]
     mine = compute_s * shares[-1] / max(1.0, median(run.shares))
@@ -136,13 +136,13 @@ def _joined(
 
 
 def _best(rates_Bps: Sequence[float | None]) -> float:
-    """Of a line the fastest that was seen; what was not measured counts as 100 Mbit/s."""
+    """The fastest rate that was seen on a link; 100 Mbit/s where none was measured."""
     known = [rate for rate in rates_Bps if rate]
     return max(LEAST_Bps, max(known, default=12.5e6))
 
 
 def member_figures(picture: Mapping[str, Any], figure: str) -> list[float]:
-    """A figure of the members that train, of those that say it; never believed where it cannot be."""
+    """A figure of training members that report a plausible value."""
     members = picture.get("members", [])
     found: list[float] = []
     for member in members if isinstance(members, list) else []:

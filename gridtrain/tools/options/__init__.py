@@ -1,14 +1,15 @@
-"""What a person can choose for a coordinator or a worker, and where each choice comes from.
+"""Options of coordinator and worker, and where their values come from.
 
-Decides names, bounds and defaults of options, once, in `table`; flags, `GRIDTRAIN_*` variables, the keys of
-run.toml, `gridtrain config show` and docs/configuration.md are made from it.  Never opens a socket, and knows
-no command-line library.
+`option_table` has names, bounds and defaults; flags, `GRIDTRAIN_*` variables, keys of run.toml, `gridtrain
+config show` and docs/configuration.md are made from it.  `resolve` finds the value that applies, `runfile`
+reads run.toml.
+The first of these that has a value wins:
 
     --upload-limit 20Mbit            the command line
-    GRIDTRAIN_UPLOAD_LIMIT=20Mbit    else the environment
-    [worker]                         else run.toml, in the folder where the command is typed,
+    GRIDTRAIN_UPLOAD_LIMIT=20Mbit    the environment
+    [worker]                         run.toml in the working folder,
     upload_limit = "20Mbit"            or the file that GRIDTRAIN_CONFIG names
-                                     else the default
+                                     the default
 """
 
 from gridtrain.tools.options.option_table import PROGRAMS, Option, OptionKind

@@ -1,8 +1,6 @@
-"""The one table of options: every other list of them is derived from it.
+"""The table of options, from which flags, variables, run.toml keys and the documentation are derived.
 
-Decides what an option is called, what it may hold and what it is by default.  Reads nothing.
-
-    upload_limit  ->  --upload-limit    GRIDTRAIN_UPLOAD_LIMIT    [worker] upload_limit    join(upload_limit=)
+upload_limit  ->  --upload-limit    GRIDTRAIN_UPLOAD_LIMIT    [worker] upload_limit    join(upload_limit=)
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ _YES, _NO = ("yes", "true", "on", "1"), ("no", "false", "off", "0")
 
 
 class OptionKind(StrEnum):
-    """What an option holds; in Python: str, int, float, bool, and a tuple of str for texts."""
+    """Type of an option's value; in Python str, int, float, bool, or a tuple of str for texts."""
 
     TEXT = "text"
     FOLDER = "folder"
@@ -29,27 +27,27 @@ class OptionKind(StrEnum):
 
 
 OptionValue = str | int | float | bool | tuple[str, ...] | None
-"""None: nobody has chosen, and what happens then is in `Option.otherwise`."""
+"""None: not set; `Option.default_description` says what happens then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One choice.
+    """One option.
 
     Attributes:
         name: with underscores, as in run.toml.
-        default: None where the default is found out at run time; `otherwise` says how.
-        choices: of a TEXT; (): any.
-        least: of a COUNT or NUMBER.
-        each: flag for one of TEXTS, which may be given often, where it is not called as all of them.
-        commas: TEXTS in the environment may have commas between them, not only blanks.
-        off: the value of a TEXT that `--no-...` stands for.
-        place: "table.key" in run.toml where that is not the program's own table.
-        line_only: good for one command, so that neither the environment nor run.toml may hold it.
-        no_line: not on the command line.
-        join: `gridtrain.join` takes it as well.
-        secret: not shown.
-        hidden: not listed; for our own tools.
+        default: None if it is determined at run time, see `default_description`.
+        choices: allowed values of a TEXT; (): any.
+        minimum: of a COUNT or NUMBER.
+        each: the repeatable flag for one of TEXTS, if it differs from the name.
+        is_comma_separated: TEXTS in the environment may be separated by commas as well as blanks.
+        off_word: the value of a TEXT that `--no-...` stands for.
+        toml_key: "table.key" in run.toml, if not in the program's own table.
+        is_command_line_only: neither the environment nor run.toml may set it.
+        has_no_flag: not on the command line.
+        is_join_option: `gridtrain.join` takes it as well.
+        is_secret: its value is never shown.
+        is_hidden: not listed; for tools of this repository.
     """
 
     name: str
@@ -76,7 +74,7 @@ class Option:
 
     @property
     def off_flag(self) -> str:
-        """ "" where there is none."""
+        """The flag that turns the option off; "": there is none."""
         return f"--no-{self.flag[2:]}" if self.off_word or self.default is True else ""
 
     @property
@@ -85,7 +83,7 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """For people; "" where nothing is."""
+        """The default in words; "": there is none."""
         if self.default in (None, "", ()):
             return self.default_description
         return format_value(self.default)
@@ -96,7 +94,7 @@ class Option:
         return table, key
 
     def from_text(self, text: str, where: str) -> OptionValue:
-        """From the environment.  Raises `ConfigError` that names `where`."""
+        """The value of an environment variable.  Raises `ConfigError` that names `where`."""
         plain = text.strip()
         match self.kind:
             case OptionKind.SWITCH:
@@ -118,7 +116,7 @@ class Option:
                 return self._parse(text, where)
 
     def from_toml(self, value: object, where: str) -> OptionValue:
-        """As TOML has read it.  Raises `ConfigError` that names `where`."""
+        """The value of a TOML key.  Raises `ConfigError` that names `where`."""
         if isinstance(value, bool):
             if self.kind is OptionKind.SWITCH:
                 return value
@@ -158,7 +156,7 @@ class Option:
 
 
 def format_value(value: OptionValue) -> str:
-    """As it would be typed."""
+    """The value as it is typed."""
     match value:
         case bool():
             return "yes" if value else "no"
@@ -180,15 +178,15 @@ COORDINATOR: tuple[Option, ...] = (
         kind=OptionKind.TEXT,
         default=f"tcp://127.0.0.1:{DEFAULT_PORT}",
         metavar="ADDRESS",
-        help="Where to accept workers; tcp://0.0.0.0:7700 for all interfaces, port 0 for any free one.",
+        help="Address for workers; tcp://0.0.0.0:7700: all interfaces.",
     ),
     Option(
         name="advertise",
         kind=OptionKind.TEXT,
         default="",
-        default_description="the address listened at",
+        default_description="--listen",
         metavar="ADDRESS",
-        help="The address that workers should use instead.",
+        help="Address that workers use instead.",
     ),
     Option(
         name="run",
@@ -203,7 +201,7 @@ COORDINATOR: tuple[Option, ...] = (
         kind=OptionKind.FOLDER,
         default_description="~/.local/state/gridtrain/RUN",
         metavar="FOLDER",
-        help="Journal and keys of the run.",
+        help="Folder of the run's journal and keys.",
     ),
     Option(
         name="min_workers",
@@ -211,33 +209,33 @@ COORDINATOR: tuple[Option, ...] = (
         default=1,
         minimum=1,
         metavar="N",
-        help="Start only with so many workers.",
+        help="Start with at least this many workers.",
     ),
     Option(
         name="order",
         kind=OptionKind.TEXT,
         default="planned",
         choices=("planned", "joined"),
-        help="Ranks by a plan from measured links, or in the order of joining (to compare).",
+        help="Rank order: from measured links, or as joined.",
     ),
     Option(
         name="recut_after",
         kind=OptionKind.NUMBER,
         default=15,
         metavar="SECONDS",
-        help="With fewer workers than the model has stages, wait so long before it is cut anew.",
+        help="With fewer workers than stages, repartition after this time.",
     ),
     Option(
         name="bundle",
         kind=OptionKind.SWITCH,
         default=True,
-        help="Give volunteers the script that run.toml names, for them to accept and run.",
+        help="Serve the script of run.toml to volunteers.",
     ),
     Option(
         name="unencrypted",
         kind=OptionKind.SWITCH,
         default=False,
-        help="Talk in the clear, for benchmarks; on this machine only, unless --benchmark is given too.",
+        help="No encryption, for benchmarks on this machine.",
     ),
     Option(
         name="benchmark",
@@ -245,20 +243,20 @@ COORDINATOR: tuple[Option, ...] = (
         default=False,
         is_hidden=True,
         is_command_line_only=True,
-        help="See above.",
+        help="With --unencrypted: allow other machines.",
     ),
     Option(
         name="exit_when_finished",
         kind=OptionKind.SWITCH,
         default=False,
-        help="Exit once the run is finished and its workers have left.",
+        help="Exit when the run has finished and its workers have left.",
     ),
     Option(
         name="backup_to",
         kind=OptionKind.FOLDER,
         default_description="no backups",
         metavar="FOLDER",
-        help="Keep backups of journal and keys there, on another disk, for a standby.",
+        help="Folder on another disk for backups of journal and keys.",
     ),
     Option(
         name="backup_every",
@@ -266,7 +264,7 @@ COORDINATOR: tuple[Option, ...] = (
         default=5.0,
         minimum=0.1,
         metavar="SECONDS",
-        help="At most one backup in this time.",
+        help="Least time between two backups.",
     ),
     Option(
         name="backup_keep",
@@ -274,14 +272,14 @@ COORDINATOR: tuple[Option, ...] = (
         default=3,
         minimum=1,
         metavar="N",
-        help="So many backups stay.",
+        help="Number of backups to keep.",
     ),
     Option(
         name="from_backup",
         kind=OptionKind.FOLDER,
         metavar="FOLDER",
         is_command_line_only=True,
-        help="Take a run over: begin a new --state from the latest backup there.",
+        help="Start a new --state from the latest backup there.",
     ),
     Option(
         name="dashboard",
@@ -290,13 +288,13 @@ COORDINATOR: tuple[Option, ...] = (
         default_description="127.0.0.1:7780, or the next free port",
         metavar="HOST:PORT",
         off_word="off",
-        help='Where a browser shows the run; "off": no page and no /metrics.',
+        help='Address of the dashboard and /metrics; "off": none.',
     ),
     Option(
         name="dashboard_open",
         kind=OptionKind.SWITCH,
         default=False,
-        help="--dashboard may be reached from other machines.",
+        help="Allow --dashboard on an address of the network.",
     ),
     Option(
         name="dashboard_hosts",
@@ -305,7 +303,15 @@ COORDINATOR: tuple[Option, ...] = (
         metavar="NAME",
         each="--dashboard-host",
         is_comma_separated=True,
-        help="A host name by which the dashboard may be opened; addresses and localhost always may.",
+        help="Host name of the dashboard, beside addresses and localhost.",
+    ),
+    Option(
+        name="log_format",
+        kind=OptionKind.TEXT,
+        default="",
+        default_description="json in a pipe or file",
+        choices=("text", "json"),
+        help="Format of log lines.",
     ),
 )
 
@@ -316,14 +322,13 @@ WORKER: tuple[Option, ...] = (
         metavar="INVITATION",
         has_no_flag=True,
         is_secret=True,
-        help="What the run's owner got from `gridtrain invite`; @FILE reads it from a file.  On the command "
-        "line it is the first word.",
+        help="The invitation of the run's owner, or @FILE; on the command line the first argument.",
     ),
     Option(
         name="name",
         kind=OptionKind.TEXT,
         default="",
-        default_description="a random one",
+        default_description="random",
         metavar="NAME",
         is_join_option=True,
         help="This worker's name.",
@@ -335,7 +340,7 @@ WORKER: tuple[Option, ...] = (
         default_description="none",
         metavar="RATE",
         is_join_option=True,
-        help="Such as 20Mbit.",
+        help="Limit of sending, such as 20Mbit.",
     ),
     Option(
         name="download_limit",
@@ -344,7 +349,7 @@ WORKER: tuple[Option, ...] = (
         default_description="none",
         metavar="RATE",
         is_join_option=True,
-        help="Such as 100Mbit.",
+        help="Limit of receiving, such as 100Mbit.",
     ),
     Option(
         name="donate_limit",
@@ -352,25 +357,25 @@ WORKER: tuple[Option, ...] = (
         default="",
         default_description=_JOIN["donate_limit"],
         metavar="RATE",
-        help="At most so much goes into states for newcomers while this worker trains.",
+        help="Limit of sending the model to newcomers.",
     ),
     Option(
         name="listen",
         kind=OptionKind.TEXT,
         default="",
-        default_description="a free port towards the coordinator",
+        default_description="any free port",
         metavar="ADDRESS",
         is_join_option=True,
-        help="Where to wait for other workers.",
+        help="Address for other workers.",
     ),
     Option(
         name="advertise",
         kind=OptionKind.TEXT,
         default="",
-        default_description="the address listened at",
+        default_description="--listen",
         metavar="ADDRESS",
         is_join_option=True,
-        help="The address that other workers should dial instead.",
+        help="Address that other workers use instead.",
     ),
     Option(
         name="export_dir",
@@ -379,24 +384,24 @@ WORKER: tuple[Option, ...] = (
         default_description="~/.local/state/gridtrain/RUN",
         metavar="FOLDER",
         is_join_option=True,
-        help="Where the final model goes.",
+        help="Folder for the final model.",
     ),
     Option(
         name="state_dir",
         kind=OptionKind.FOLDER,
         default="",
-        default_description="under ~/.local/state/gridtrain",
+        default_description="~/.local/state/gridtrain/...",
         metavar="FOLDER",
         is_join_option=True,
-        help="Where this worker's own checkpoints go.",
+        help="Folder for this worker's checkpoints.",
     ),
     Option(
         name="data_dir",
         kind=OptionKind.FOLDER,
         default="",
-        default_description="the run's folder",
+        default_description="the bundle's",
         metavar="FOLDER",
-        help="Where the data set lies that the run's owner names.",
+        help="Folder of the run's data set.",
     ),
     Option(
         name="checkpoint_every",
@@ -404,7 +409,7 @@ WORKER: tuple[Option, ...] = (
         default_description=_JOIN["checkpoint_every"],
         metavar="STEPS",
         is_join_option=True,
-        help="Steps between two checkpoints; 0: none.",
+        help="Steps between checkpoints; 0: none.",
     ),
     Option(
         name="checkpoint_keep",
@@ -413,7 +418,7 @@ WORKER: tuple[Option, ...] = (
         minimum=1,
         metavar="N",
         is_join_option=True,
-        help="So many checkpoints stay.",
+        help="Number of checkpoints to keep.",
     ),
     Option(
         name="handover_mib",
@@ -421,42 +426,50 @@ WORKER: tuple[Option, ...] = (
         default_description=_JOIN["handover_mib"],
         metavar="MIB",
         is_join_option=True,
-        help="When this worker leaves, it hands over at most so much of what it has not sent; 0: nothing.",
+        help="Limit of the residual sent on leaving.",
     ),
     Option(
         name="relay",
         kind=OptionKind.SWITCH,
         default=True,
         is_join_option=True,
-        help="Pass on, sealed, what members that cannot reach each other send one another.",
+        help="Forward (sealed) messages between other members.",
     ),
     Option(
         name="unencrypted",
         kind=OptionKind.SWITCH,
         default=False,
         is_join_option=True,
-        help="Join a run that talks in the clear; for benchmarks.",
+        help="Join a run without encryption, for benchmarks.",
     ),
     Option(
         name="restarts",
         kind=OptionKind.COUNT,
         default=0,
         metavar="N",
-        help="So often the script is started again after it failed.",
+        help="Restarts of a script that fails.",
     ),
     Option(
         name="prefix",
         kind=OptionKind.SWITCH,
         default=False,
-        help="Begin each line of the script's output with the worker's name.",
+        help="Start each line of output with the worker's name.",
+    ),
+    Option(
+        name="log_format",
+        kind=OptionKind.TEXT,
+        default="",
+        default_description="json in a pipe or file",
+        choices=("text", "json"),
+        help="Format of own lines.",
     ),
     Option(
         name="set",
         kind=OptionKind.TEXTS,
         default=(),
-        default_description="none but those of `gridtrain worker set`",
+        default_description="saved ones",
         metavar="KEY=VALUE",
-        help="A rule of yours, such as battery=pause or hours=22:00-07:00; see docs/volunteering.md.",
+        help="A rule, such as battery=pause.",
     ),
     Option(
         name="sensors",
@@ -464,7 +477,7 @@ WORKER: tuple[Option, ...] = (
         default="",
         default_description="this machine's",
         metavar="FILE",
-        help="A JSON file that speaks for this machine's sensors, to try rules out.",
+        help="JSON file of readings, to try rules.",
     ),
     Option(
         name="accept",
@@ -472,14 +485,14 @@ WORKER: tuple[Option, ...] = (
         default="",
         default_description="ask",
         metavar="DIGEST",
-        help="Run the bundle with this digest without asking; another one is not run.",
+        help="Accept the bundle with this digest only.",
     ),
     Option(
         name="dry_run",
         kind=OptionKind.SWITCH,
         default=False,
         is_command_line_only=True,
-        help="Do all but join: show what would run, and what it would be told.",
+        help="Show what would run; do not join.",
     ),
 )
 
@@ -488,14 +501,14 @@ PROGRAMS: dict[str, tuple[Option, ...]] = {"coordinator": COORDINATOR, "worker":
 OTHER_VARIABLES: dict[str, str] = {
     "GRIDTRAIN_CONFIG": "the run.toml to read instead of the one in the working folder",
     "GRIDTRAIN_DEBUG": "1: show tracebacks",
-    "GRIDTRAIN_FAULTS": "what is to go wrong on purpose, see docs/reliability.md",
-    # what the worker's agent tells its script
+    "GRIDTRAIN_FAULTS": "faults to inject, see docs/reliability.md",
+    # set by the worker's agent for its script
     "GRIDTRAIN_COORDINATOR": "",
     "GRIDTRAIN_COORDINATOR_KEY": "",
     "GRIDTRAIN_IDENTITY": "",
     "GRIDTRAIN_CONTRIBUTION": "",
     "GRIDTRAIN_CONTROL": "",
-    # what docker/compose*.yaml are told
+    # read by docker/compose*.yaml
     **{
         f"GRIDTRAIN_{name}": ""
         for name in (
@@ -515,14 +528,14 @@ OTHER_VARIABLES: dict[str, str] = {
             *("PROMETHEUS_PORT", "DASHBOARD_PORT", "LOCAL_USES", "LOCAL_EXPIRES"),
         )
     },
-    # our own tests and benchmarks
+    # read by tests and benchmarks
     "GRIDTRAIN_SEED": "",
     "GRIDTRAIN_SEEDS": "",
     "GRIDTRAIN_HOSTILE": "",
     "GRIDTRAIN_RIVALS": "",
     "GRIDTRAIN_AXE": "",
 }
-"""What else may be in the environment: name -> for people; "": nothing that people set."""
+"""Other variables: name -> description; "": not set by people."""
 
 
 def find_option(program: str, name: str) -> Option:
@@ -531,7 +544,7 @@ def find_option(program: str, name: str) -> Option:
 
 
 def known_variables() -> set[str]:
-    """Every `GRIDTRAIN_` variable that means something."""
+    """All known `GRIDTRAIN_` variables."""
     chosen = {
         one.variable for options in PROGRAMS.values() for one in options if not one.is_command_line_only
     }
@@ -547,7 +560,7 @@ def options_markdown(program: str) -> str:
         table, key = one.toml_location(program)
         flag = f"`{one.flag}`" + (f", `{one.off_flag}`" if one.off_flag else "")
         cells = (
-            "(the first word)" if one.has_no_flag else flag,
+            "(the first argument)" if one.has_no_flag else flag,
             "" if one.is_command_line_only else f"`{one.variable}`",
             "" if one.is_command_line_only else f"`[{table}] {key}`",
             one.default_text,

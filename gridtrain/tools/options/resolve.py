@@ -1,6 +1,6 @@
-"""Flags > `GRIDTRAIN_*` > run.toml > defaults: what holds, and who said so.
+"""Finds the value of each option: flag, `GRIDTRAIN_*` variable, run.toml or default, in this order.
 
-Decides nothing else.  Pure: it is handed the flags, the environment and the file.
+Pure: flags, environment and file are arguments.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ HIDDEN_TEXT = "(set, not shown)"
 
 @dataclass(frozen=True, slots=True)
 class ResolvedValue:
-    """What holds for one option.
+    """The value of one option and its source.
 
     Attributes:
         source: "flag", "environment", "run.toml" or "default".
-        where: for people: "--upload-limit", "GRIDTRAIN_UPLOAD_LIMIT", "run.toml [worker] upload_limit", "".
+        where: as "--upload-limit", "GRIDTRAIN_UPLOAD_LIMIT", "run.toml [worker] upload_limit" or "".
     """
 
     option: Option
@@ -40,14 +40,14 @@ class ResolvedValue:
 
     @property
     def shown(self) -> str:
-        """Without what is secret."""
+        """The value in words; secret values are not shown."""
         if self.option.is_secret and self.value:
             return HIDDEN_TEXT
         return format_value(self.value) or self.option.default_text
 
 
 class OptionValues(Mapping[str, ResolvedValue]):
-    """The values of one program, by the option's name."""
+    """The values of one program, by option name."""
 
     def __init__(self, program: str, values: Mapping[str, ResolvedValue], runfile: RunFile) -> None:
         self.program = program
@@ -64,12 +64,12 @@ class OptionValues(Mapping[str, ResolvedValue]):
         return len(self._values)
 
     def text(self, name: str) -> str:
-        """A TEXT or FOLDER; "" where nobody has chosen."""
+        """A TEXT or FOLDER; "": not set."""
         value = self._values[name].value
         return value if isinstance(value, str) else ""
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """TEXTS; () where nobody has chosen."""
+        """TEXTS; (): not set."""
         value = self._values[name].value
         return value if isinstance(value, tuple) else ()
 
@@ -81,20 +81,20 @@ class OptionValues(Mapping[str, ResolvedValue]):
         return bool(self._values[name].value)
 
     def where(self, name: str) -> str:
-        """Who said so; the flag where nobody did."""
+        """The source of the value; the flag if it is not set."""
         return self._values[name].where or self._values[name].option.flag
 
 
 def resolve(
     program: str, given: Mapping[str, OptionValue], environ: Mapping[str, str], runfile: RunFile
 ) -> OptionValues:
-    """What holds for `program`.
+    """The values of all options of `program`.
 
     Args:
-        given: on the command line, or to `gridtrain.join`; None: not given.
+        given: values of the command line, or of `gridtrain.join`; None: not given.
 
     Raises:
-        ConfigError: a value that cannot be, or a `GRIDTRAIN_` variable that nobody knows.
+        ConfigError: an invalid value, or an unknown `GRIDTRAIN_` variable.
     """
     check_variables(environ)
     values = {one.name: _one(program, one, given, environ, runfile) for one in PROGRAMS[program]}
@@ -104,10 +104,10 @@ def resolve(
 def join_settings(
     given: Mapping[str, str | None], environ: Mapping[str, str], runfile: RunFile
 ) -> dict[str, str]:
-    """The texts of `gridtrain.config.JoinConfig` for a script that was started by hand; "" is left out.
+    """Texts of `gridtrain.config.JoinConfig` for a script that was started by hand; "" is left out.
 
     Args:
-        given: what the script passes to `gridtrain.join`; None: nothing.
+        given: arguments of `gridtrain.join`; None: none.
 
     Raises:
         ConfigError: see `resolve`.
@@ -138,7 +138,7 @@ def _one(
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
-    """Raises `ConfigError` for the first `GRIDTRAIN_` variable that means nothing."""
+    """Raise `ConfigError` for the first unknown `GRIDTRAIN_` variable."""
     known = known_variables()
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX) and name not in known:

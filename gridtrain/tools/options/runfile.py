@@ -1,12 +1,11 @@
-"""run.toml: what a run is, and how its coordinator and this worker are to behave.
+"""Reads run.toml: the run, and options of its coordinator and of this worker.
 
-Decides which tables and keys there may be; a word that is none of them is refused with the nearest that is.
-Never looks into the script, and never asks anybody for anything.
-
-    [run]            what volunteers are shown, and run: travels in the bundle (`gridtrain.tools.bundle`)
+    [run]            shown to and run by volunteers: travels in the bundle (`gridtrain.tools.bundle`)
     [run.data]       the data set, by its digest
     [coordinator]    options of `gridtrain coordinator`, with underscores
     [worker]         options of `gridtrain worker`
+
+An unknown table or key is refused, with the nearest known one.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ _REQUIRED = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?)(?:\s*
 
 @dataclass(frozen=True, slots=True)
 class DatasetDescription:
-    """The data set that a run's script reads.
+    """The data set of a run's script.
 
     Attributes:
-        file: relative, below the worker's `data_dir`, or the run's own folder.
+        file: relative to the worker's `data_dir`, or to the run's folder.
         digest: "sha256:" and 64 digits, of the file's bytes.
-        where: for people: how to get it.
+        where: how to get it, for people.
     """
 
     file: str
@@ -52,13 +51,13 @@ class RunDescription:
     """The table [run].
 
     Attributes:
-        about: a line for volunteers.
-        script: what is started, relative to run.toml; "": the run has no bundle.
-        digest: of the script, "sha256:..."; "": whatever it is.  Always known in a bundle.
+        about: one line for volunteers.
+        script: the script, relative to run.toml; "": the run has no bundle.
+        digest: "sha256:..." of the script; "": not checked.  Always set in a bundle.
         arguments: of the script.
-        files: what else is in the bundle, relative.
+        files: further files of the bundle, relative.
         requires: packages, as (name, least version or "").
-        image: a container image with all of it, for those who use one; "": none.
+        image: a container image that has all of them; "": none.
     """
 
     name: str = "default"
@@ -74,7 +73,7 @@ class RunDescription:
 
 @dataclass(frozen=True, slots=True)
 class RunFile:
-    """A run.toml that was read; without any file, nothing is set."""
+    """A run.toml; without a file nothing is set."""
 
     path: Path | None = None
     run: RunDescription = field(default_factory=RunDescription)
@@ -82,9 +81,9 @@ class RunFile:
 
     @classmethod
     def find(cls, environ: Mapping[str, str], folder: Path | None = None) -> RunFile:
-        """That of `GRIDTRAIN_CONFIG`, else the one in `folder` (the working folder), else none.
+        """The file of `GRIDTRAIN_CONFIG`, else the one in `folder` (the working folder), else none.
 
-        Raises `ConfigError`: it cannot be read, or says what nobody understands.
+        Raises `ConfigError` if it cannot be read or parsed.
         """
         if named := environ.get("GRIDTRAIN_CONFIG"):
             return cls.read(Path(named))
@@ -129,7 +128,7 @@ class RunFile:
         return cls(path, run, document)
 
     def option_value(self, program: str, one: Option) -> tuple[OptionValue, str] | None:
-        """The value and where it stands; None: nothing is said.  Raises `ConfigError`."""
+        """The value and its place; None: not set.  Raises `ConfigError`."""
         table, key = one.toml_location(program)
         values = self.tables.get(table, {})
         if one.is_command_line_only or key not in values:
@@ -142,7 +141,7 @@ class RunFile:
 
 
 def check_keys(path: Path, found: Iterable[str], known: Iterable[str], table: str) -> None:
-    """Raises `ConfigError` for the first that is not known, with the one that may have been meant."""
+    """Raise `ConfigError` for the first unknown key, with the nearest known one."""
     names = list(known)
     for key in found:
         if key not in names:
@@ -155,7 +154,7 @@ def check_keys(path: Path, found: Iterable[str], known: Iterable[str], table: st
 
 
 def nearest_word(word: str, known: Iterable[str]) -> str | None:
-    """The one that may have been meant."""
+    """The nearest known word, for a message."""
     plain = {name.lower().replace("-", "_"): name for name in known}
     found = difflib.get_close_matches(word.lower().replace("-", "_"), plain, n=1, cutoff=0.6)
     return plain[found[0]] if found else None
@@ -231,8 +230,8 @@ def _relative(path: Path, key: str, text: str) -> str:
 
 
 def is_safe_relative_name(name: str) -> bool:
-    """A plain relative name: no way out of the folder, nothing hidden, nothing that a shell or a terminal
-    treats specially."""
+    """Whether this is a plain relative name: it stays inside the folder, and has no hidden part and no
+    character that a shell or a terminal treats specially."""
     parts = PurePosixPath(name).parts
     plain = re.fullmatch(r"[A-Za-z0-9._/-]{1,100}", name) is not None and "/".join(parts) == name
     return plain and all(part[0] not in ".-/" and not part.endswith(".") for part in parts)

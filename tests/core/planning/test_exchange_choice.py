@@ -6,6 +6,7 @@ import pytest
 
 from gridtrain.config import Auto, Dense, Exchange, GTopK
 from gridtrain.core import messages as m
+from gridtrain.core.planning import exchange_choice
 from gridtrain.core.planning.exchange_choice import (
     ExchangeChoice,
     seconds_per_sample,
@@ -208,3 +209,10 @@ def test_each_choice_is_a_load(exchange: Exchange) -> None:
     network: NetworkModel = uniform_network(2, 0.001, 1e7)
     estimates = opened()._estimates(2, network, 1.0)
     assert exchange.describe().partition("(")[0].lower() in {str(each.load.kind) for each in estimates}
+
+
+def test_no_heartbeat_parses_the_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every heartbeat asks whether the coordinator chooses the exchange."""
+    choice = opened()
+    monkeypatch.setattr(exchange_choice, "exchange_of", lambda setup: pytest.fail("the facts were parsed"))
+    assert choice.is_auto and choice.is_open and choice.workload is None

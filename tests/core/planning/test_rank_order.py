@@ -315,16 +315,16 @@ def test_measurements_that_are_no_numbers_count_as_missing() -> None:
     broken = {(peer("a"), peer("b")): float("nan"), (peer("b"), peer("c")): -1.0, (peer("a"), peer("a")): 1.0}
     made = plan_rank_order(None, LinkMeasurements(broken), [peer("c"), peer("a"), peer("b")], [peer("a")])
     assert made == RankOrder(
-        (peer("a"), peer("b"), peer("c")), "ring of 3 in join order: no round trip is measured"
+        (peer("a"), peer("b"), peer("c")), "3 workers in join order: no round trip is measured"
     )
 
 
 @pytest.mark.parametrize(
     ("joined", "first", "order", "reason"),
     [
-        ("a", "a", "a", "ring of 1: there is only one order"),
-        ("ab", "b", "ba", "ring of 2: there is only one order"),
-        ("abc", "b", "bca", "ring of 3 in join order: no round trip is measured"),
+        ("a", "a", "a", "1 workers: there is only one order"),
+        ("ab", "b", "ba", "2 workers: there is only one order"),
+        ("abc", "b", "bca", "3 workers in join order: no round trip is measured"),
     ],
 )
 def test_where_there_is_nothing_to_order(joined: str, first: str, order: str, reason: str) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from gridtrain.errors import GridtrainError
+from gridtrain.tools.demo import main
 from gridtrain.tools.demo.demo_report import (
+    HEADINGS,
     SINGLE_PROCESS_CAVEAT,
     DemoSetting,
     LossCurve,
@@ -99,3 +103,19 @@ def test_no_measurement_is_no_report(tmp_path: Path) -> None:
 
     with pytest.raises(GridtrainError, match="nothing to report: 1 runs"):
         write_report([empty], SETTING, tmp_path)
+
+
+def test_the_terminals_tables_fit_80_columns() -> None:
+    labels = ("dense ring", "gTop-k, density 0.05", "TopK, density 0.05", "gTop-k tree, density 0.05")
+    runs = [curve(label, [4.0, 3.0], step_s=0.05, step_bytes=36_000) for label in labels]
+    out = io.StringIO()
+    console = Console(file=out, width=80)
+    console.print(main.transposed_table(HEADINGS, comparison_rows(runs)))
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 1 + len(HEADINGS), "nothing is wrapped but labels, at their comma"
+    assert lines[-2].split()[:3] == ["MB", "to", "target"]
+
+
+def test_a_busy_machine_is_named() -> None:
+    assert main.load_note(0.2, 2) == ""
+    assert main.load_note(1.5, 2).startswith("Other programs keep this machine busy (load 1.5 on 2 cores)")

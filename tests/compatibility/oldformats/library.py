@@ -1,0 +1,188 @@
+"""Everything of gridtrain that the tests of this folder use, under the names that they use.
+
+When a module, a class or a function is renamed, this file is adapted; what was recorded never is.  The
+dashboard, whose packages are optional, is imported by its own tests alone.
+"""
+
+from __future__ import annotations
+
+from gridtrain.cli.layers_file import read_layers as read_layers
+from gridtrain.cli.main import cli as command_line
+from gridtrain.cli.network_file import read_network as read_network
+from gridtrain.cli.worker_commands import worker_commands as worker_commands
+from gridtrain.config import Auto, JoinConfig
+from gridtrain.core.collectives.collective import Provenance, StoreSlice
+from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY, extend_history
+from gridtrain.core.group.invitation import Invitation, invitation_digest
+from gridtrain.core.group.invitation import parse as parse_invitation
+from gridtrain.core.messages import CollectivePhase, LedgerSpec, PayloadSlot, Setup, Span
+from gridtrain.core.planning.exchange_facts import workload_of
+from gridtrain.errors import ConfigError, JournalError, NotAccepted, RemoteProtocolError
+from gridtrain.network.transport.access_control import pending_member_name
+from gridtrain.network.transport.identity import Identity
+from gridtrain.network.transport.secure_channel import SecureChannel
+from gridtrain.network.wire.codec import decode, encode
+from gridtrain.network.wire.schema import MESSAGES
+from gridtrain.network.wire.sparse_payload import ValueKind
+from gridtrain.network.wire.sparse_payload import decode as decode_sparse
+from gridtrain.network.wire.sparse_payload import encode_with_decoded as encode_sparse
+from gridtrain.pipeline.blueprint import Blueprint
+from gridtrain.pipeline.random_seeds import derive_layer_seed, derive_step_seed
+from gridtrain.pipeline.tensor_tree import TensorTreeSpec
+from gridtrain.pipeline.wire_precision import WirePrecision
+from gridtrain.runtime.activation_buffers import ActivationReceiveBuffer as IncomingActivations
+from gridtrain.runtime.activation_buffers import ActivationSendBuffer as OutgoingActivations
+from gridtrain.runtime.client.agent_link import AgentLink
+from gridtrain.runtime.client.endpoint_file import EndpointFile
+from gridtrain.runtime.client.enrollment import Enrollment
+from gridtrain.runtime.client.invitation_store import InvitationStore as RememberedInvitations
+from gridtrain.runtime.client.worker_naming import run_folder_name
+from gridtrain.runtime.client.worker_naming import state_directory as folder_of_run
+from gridtrain.runtime.contribution import Contribution
+from gridtrain.runtime.state_transfer.blobs import split_blocks as cut_state
+from gridtrain.runtime.state_transfer.blobs import state_digest
+from gridtrain.runtime.state_transfer.residual_pieces import select_entries as choose_residual
+from gridtrain.runtime.state_transfer.state_snapshot import StateSnapshot
+from gridtrain.runtime.state_transfer.update_log import decode_update as read_update
+from gridtrain.runtime.state_transfer.update_log import encode_update as write_update
+from gridtrain.sdk.local_group import LocalGroup
+from gridtrain.testing import FakeSensors, Faults, FileSensors
+from gridtrain.tools.bundle import Bundle
+from gridtrain.tools.options import PROGRAMS, RunFile, resolve
+from gridtrain.tools.options.option_table import OTHER_VARIABLES, known_variables
+from gridtrain.training.buffer_averaging import BufferAveraging
+from gridtrain.training.checkpoint.checkpoint_store import read as read_checkpoint
+from gridtrain.training.checkpoint.checkpoint_store import read_header as read_checkpoint_head
+from gridtrain.training.checkpoint.flat_gradient import model_digest
+from gridtrain.training.checkpoint.model_export import export_model
+from gridtrain.training.checkpoint.serialization import (
+    capture_state,
+    content_digest,
+    frame_state,
+    hyperparameter_digest,
+    hyperparameter_lines,
+    model_tensors,
+    pack_state,
+    replica_digest,
+    restore_state,
+)
+from gridtrain.training.checkpoint.serialization import hyperparameters_json as optimizer_settings
+from gridtrain.training.checkpoint.serialization import initial_digest as initial_digest
+from gridtrain.training.checkpoint.stage_checkpoint_store import StageCheckpointStore
+from gridtrain.training.data.batch_sizes import describe_optimizer
+from gridtrain.training.data.sampler import dataset_digest, permutation, value_digest
+from gridtrain.training.residual_departure import load_left_residual as pick_up_residual
+from gridtrain_coordinator.access.authorization import recover_authorization as recover_door
+from gridtrain_coordinator.dashboard.listen_address import load_token as dashboard_token
+from gridtrain_coordinator.journal.backups import restore as restore_backup
+from gridtrain_coordinator.journal.keys import operator_identity
+from gridtrain_coordinator.journal.store import JournalStore
+from gridtrain_coordinator.run.journal_recovery import recover_run as recover_run
+from gridtrain_coordinator.serving import load_authorization as door_of_journal
+from gridtrain_worker.budget import Budget as DayBudget
+from gridtrain_worker.bundle_consent import ACCEPTED, ARCHIVE, BundleOffer, require_consent
+from gridtrain_worker.control_socket import ask_agent as ask_agent
+from gridtrain_worker.policy_enforcer import PolicyEnforcer as PolicyEnforcer
+from gridtrain_worker.saved_settings import SavedSettings as SavedSettings
+
+__all__ = [
+    "ACCEPTED",
+    "ARCHIVE",
+    "EMPTY_HISTORY",
+    "MESSAGES",
+    "OTHER_VARIABLES",
+    "PROGRAMS",
+    "AgentLink",
+    "Auto",
+    "Blueprint",
+    "BufferAveraging",
+    "Bundle",
+    "BundleOffer",
+    "CollectivePhase",
+    "ConfigError",
+    "Contribution",
+    "DayBudget",
+    "EndpointFile",
+    "Enrollment",
+    "FakeSensors",
+    "Faults",
+    "FileSensors",
+    "Identity",
+    "IncomingActivations",
+    "Invitation",
+    "JoinConfig",
+    "JournalError",
+    "JournalStore",
+    "LedgerSpec",
+    "LocalGroup",
+    "NotAccepted",
+    "OutgoingActivations",
+    "PayloadSlot",
+    "PolicyEnforcer",
+    "Provenance",
+    "RememberedInvitations",
+    "RemoteProtocolError",
+    "RunFile",
+    "SavedSettings",
+    "SecureChannel",
+    "Setup",
+    "Span",
+    "StageCheckpointStore",
+    "StateSnapshot",
+    "StoreSlice",
+    "TensorTreeSpec",
+    "ValueKind",
+    "WirePrecision",
+    "ask_agent",
+    "capture_state",
+    "choose_residual",
+    "command_line",
+    "content_digest",
+    "cut_state",
+    "dashboard_token",
+    "dataset_digest",
+    "decode",
+    "decode_sparse",
+    "derive_layer_seed",
+    "derive_step_seed",
+    "describe_optimizer",
+    "door_of_journal",
+    "encode",
+    "encode_sparse",
+    "export_model",
+    "extend_history",
+    "folder_of_run",
+    "frame_state",
+    "hyperparameter_digest",
+    "hyperparameter_lines",
+    "initial_digest",
+    "invitation_digest",
+    "known_variables",
+    "model_digest",
+    "model_tensors",
+    "operator_identity",
+    "optimizer_settings",
+    "pack_state",
+    "parse_invitation",
+    "pending_member_name",
+    "permutation",
+    "pick_up_residual",
+    "read_checkpoint",
+    "read_checkpoint_head",
+    "read_layers",
+    "read_network",
+    "read_update",
+    "recover_door",
+    "recover_run",
+    "replica_digest",
+    "require_consent",
+    "resolve",
+    "restore_backup",
+    "restore_state",
+    "run_folder_name",
+    "state_digest",
+    "value_digest",
+    "worker_commands",
+    "workload_of",
+    "write_update",
+]
