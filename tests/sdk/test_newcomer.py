@@ -159,7 +159,7 @@ def test_what_is_no_invitation(text: str) -> None:
     assert str(caught.value) == (
         f"{text.replace(' ', '')!r} is not an invitation, which begins with gridtrain1: -> "
         "copy the whole line that the run's owner gave you"
-        + ("" if text else "; if a command was to print it, see what that one said")
+        + ("" if text else "; if a command was meant to print it, read that command's output")
     )
 
 
