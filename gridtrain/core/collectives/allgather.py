@@ -38,16 +38,17 @@ class AllGather(CollectiveBase):
         direct: one hop instead of ceil(log2 P).
     """
 
-    __slots__ = ("_direct", "_missing")
+    __slots__ = ("_direct", "_missing", "_own_skip")
 
     def __init__(self, rank: int, world_size: int, skip: bool, *, direct: bool = False) -> None:
         super().__init__("all-gather", rank, world_size, skip)
+        self._own_skip = skip  # `_skip` includes that of payloads which arrived before the start
         self._direct = direct
         # Each origin's payload that has not arrived: (sender, slot).
         self._missing = {origin: self._arrival(origin) for origin in range(world_size) if origin != rank}
 
     def start(self, now_s: float) -> list[CollectiveEffect]:
-        sends = self._forward(self._rank, self._skip)
+        sends = self._forward(self._rank, self._own_skip)
         return sends if self._missing else sends + self._completed()
 
     def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
