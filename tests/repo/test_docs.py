@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from pathlib import Path
 
@@ -65,3 +66,9 @@ def test_decisions_are_numbered_without_gaps_and_all_in_the_index() -> None:
 def test_decisions_follow_the_format(heading: str) -> None:
     for path in DECISIONS.glob("[0-9]*.md"):
         assert f"\n## {heading}\n" in path.read_text(), f"{path.name} has no section {heading!r}"
+
+
+def test_files_in_the_table_of_old_names_exist() -> None:
+    with open(ROOT / "docs" / "old-names.csv", newline="", encoding="utf-8") as file:
+        moved = [row["now"] for row in csv.DictReader(file) if row["kind"] == "file"]
+    assert moved and not [path for path in moved if not (ROOT / path).exists()]

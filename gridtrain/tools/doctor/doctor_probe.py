@@ -68,7 +68,6 @@ class ProbeResponses:
     pongs: dict[int, float] = field(default_factory=dict)
     burst_acks: dict[int, float] = field(default_factory=dict)
     bursts: dict[int, list[float]] = field(default_factory=dict)
-    disconnect_reason: str = ""
 
 
 class DoctorProbe:
@@ -225,9 +224,8 @@ class DoctorProbe:
         match event:
             case PeerUp(peer):
                 heard.connected.add(peer)
-            case PeerDown(peer, reason):
+            case PeerDown(peer):
                 heard.connected.discard(peer)
-                heard.disconnect_reason = reason
             case ConnectionDenied() if transport is self._coordinator_transport:
                 heard.is_denied = True
             case TransportViolation(_, reason) if transport is self._coordinator_transport:
