@@ -181,32 +181,35 @@ def lab(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def loss(options: argparse.Namespace) -> dict[str, Any]:
-    from tune_demo import Butterfly, Lesson
+    from accuracy.butterfly import WORKERS, Butterfly
+    from accuracy.tune import apply, flat_gradient_N
+    from accuracy.workloads import Gpt
 
     torch.set_num_threads(1)
-    rows = []
+    workload, rows = Gpt(), []
+    settings = workload.settings["sparse"]
+    size = workload.batch_size
     for seed in range(options.repeats):
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(workload.train), generator=generator).tolist()  # type: ignore[arg-type]
         for buckets in options.bucket_counts:
-            lesson = Lesson(seed)
-            sizes = [p.numel() for p in lesson.parameters]
-            bounds = bucket_bounds(sizes, buckets, 1)
+            model = workload.model(seed)
+            bounds = bucket_bounds([p.numel() for p in model.parameters()], buckets, 1)
             parts = [Butterfly(b - a, options.density) for a, b in pairwise(bounds)]
-            optimizer = torch.optim.SGD(lesson.parameters, lr=options.lr)
-            count = 8
+            optimizer = settings.build(model, momentum=False)
             for step in range(options.steps):
-                contributions = [
-                    lesson.gradient_N((4 * step + worker) * count, count) / 4 for worker in range(4)
-                ]
+                taken = [order[(WORKERS * step + w) * size :][:size] for w in range(WORKERS)]
+                shares = [flat_gradient_N(workload, model, indices) / WORKERS for indices in taken]
                 updates = [
-                    part.exchange([c[a:b] for c in contributions])
+                    part.exchange([share[a:b] for share in shares])
                     for part, (a, b) in zip(parts, pairwise(bounds), strict=True)
                 ]
-                lesson.apply(torch.cat(updates), optimizer)
-            rows.append({"seed": seed, "buckets": len(bounds) - 1, "held_out": lesson.measure()})
+                apply(model, torch.cat(updates), optimizer, settings.clip_norm)
+            rows.append({"seed": seed, "buckets": len(bounds) - 1, "held_out": workload.held_out(model)})
             print(
                 "seed {seed}: {buckets} buckets, held-out loss {held_out:.4f}".format(**rows[-1]), flush=True
             )
-    return {"steps": options.steps, "density": options.density, "lr": options.lr, "rows": rows}
+    return {"steps": options.steps, "density": options.density, "rows": rows}
 
 
 def parsed(argv: list[str]) -> argparse.Namespace:
@@ -237,7 +240,6 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     learn = modes.add_parser("loss")
     learn.add_argument("--steps", type=int, default=250)
     learn.add_argument("--density", type=float, default=0.05)
-    learn.add_argument("--lr", type=float, default=0.4)
     learn.add_argument("--bucket-counts", type=int, nargs="+", default=[1, 2, 4, 8])
     learn.add_argument("--repeats", type=int, default=3)
     for name in ("lab", "loss"):

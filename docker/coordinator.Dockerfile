@@ -22,7 +22,7 @@ FROM ${PYTHON_IMAGE}
 LABEL org.opencontainers.image.title="gridtrain coordinator" \
       org.opencontainers.image.description="Admits a training run's workers and keeps its journal" \
       org.opencontainers.image.licenses="Apache-2.0"
-# The same user as in the worker's image: local workers read the invitation that is written here.
+# The same user as in the worker's image, so that local workers can read the invitation.
 RUN useradd --uid 10001 --user-group --home-dir /state --no-create-home --shell /usr/sbin/nologin gridtrain \
     && install -d -m 0700 -o gridtrain -g gridtrain /state /invitations
 COPY --from=build /opt/gridtrain /opt/gridtrain
@@ -32,10 +32,10 @@ ENV PATH=/opt/gridtrain/bin:${PATH} \
 USER 10001:10001
 WORKDIR /state
 EXPOSE 7700 7780
-# Asks the coordinator over its own port, with the operator's key: it answers within 4 s, or it is not healthy.
-# The limit is longer: on a busy machine Python's start alone takes more than that.
+# Asks the coordinator over its port, with the operator's key; it is healthy if it answers within 4 s.
+# The timeout is longer because starting Python takes longer than that on a busy machine.
 HEALTHCHECK --interval=10s --timeout=30s --start-period=20s --retries=3 \
     CMD ["/bin/sh", "-c", "gridtrain status --run \"${GRIDTRAIN_RUN:-default}\" --json > /dev/null"]
-# The exec form: SIGTERM reaches the daemon, which closes its journal.
+# Exec form, so that SIGTERM reaches the daemon, which closes its journal.
 ENTRYPOINT ["gridtrain"]
 CMD ["coordinator", "--listen", "tcp://0.0.0.0:7700"]

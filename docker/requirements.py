@@ -1,6 +1,6 @@
-"""What pyproject.toml wants for one of its extras, as lines for pip: `python requirements.py worker`.
+"""Prints the requirements of an extra of pyproject.toml for pip: `python requirements.py worker`.
 
-For the Dockerfiles, which install dependencies before they copy our code.
+The Dockerfiles install dependencies before they copy the code.
 """
 
 import re
@@ -12,7 +12,8 @@ PROJECT = tomllib.loads(Path("pyproject.toml").read_text())["project"]
 
 
 def extra(name: str) -> list[str]:
-    """With the extras that it names itself: worker = ["gridtrain[torch]", ...]."""
+    """Return the requirements of an extra and of the extras that it names: worker = ["gridtrain[torch]",
+    ...]."""
     found = []
     for line in PROJECT["optional-dependencies"][name]:
         own = re.fullmatch(rf"{PROJECT['name']}\[(.+)\]", line)

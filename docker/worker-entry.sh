@@ -1,16 +1,16 @@
 #!/bin/sh
-# The worker image's entrypoint: where the invitation comes from, and what is run.
+# Entry point of the worker image: reads the invitation and starts the worker.
 #
 #   GRIDTRAIN_INVITATION_FILE=/invitations/local   a file: docker/compose.yaml
 #   GRIDTRAIN_INVITATION=gridtrain1:...            the text itself: docker/compose.volunteer.yaml
-#   neither                                        the arguments are those of gridtrain, for instance: --help
+#   neither                                        the arguments are passed to gridtrain, such as --help
 #
-# It never gets onto a command line, which every user of the machine can read.
+# The invitation never appears on a command line, which every user of the machine can read.
 #
-#   GRIDTRAIN_ACCEPT=sha256:...                    run the bundle that the coordinator serves, if it is that one
+#   GRIDTRAIN_ACCEPT=sha256:...                    run the coordinator's bundle if it has this digest
 #   GRIDTRAIN_ACCEPT_FILE=/invitations/digest      the same, the digest in a file
-#   the one argument `look`                        show that bundle, and its digest; nothing is run
-#   none of them                                   the arguments are the training command
+#   the single argument `look`                     show the bundle and its digest without running it
+#   none of these                                  the arguments are the training command
 set -eu
 
 if [ -z "${GRIDTRAIN_ACCEPT:-}" ] && [ -n "${GRIDTRAIN_ACCEPT_FILE:-}" ]; then

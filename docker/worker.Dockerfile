@@ -2,10 +2,10 @@
 #   docker build -f docker/worker.Dockerfile --target cpu  -t gridtrain-worker .
 #   docker build -f docker/worker.Dockerfile --target cuda -t gridtrain-worker:latest-cuda .
 #   docker build ... --build-arg CUDA_INDEX=https://download.pytorch.org/whl/cu126     for an older driver
-# Without BuildKit `--target cuda` builds the cpu image as well; that costs time only.
+# Without BuildKit, `--target cuda` also builds the cpu image, which only takes time.
 ARG PYTHON_IMAGE=python:3.11-slim
 
-# Dependencies come before our own code, so that a change of ours does not fetch torch again.
+# Dependencies come before our code, so that a change of the code does not download torch again.
 FROM ${PYTHON_IMAGE} AS prepared
 LABEL org.gridtrain.stage="build"
 WORKDIR /src
@@ -13,12 +13,12 @@ COPY docker/wheelhouse /wheelhouse
 COPY docker/requirements.py pyproject.toml constraints.txt ./
 RUN python -m venv --without-pip /opt/gridtrain && python requirements.py worker > requirements.txt
 
-# What both images have besides torch.
+# Common to both images, apart from torch.
 FROM ${PYTHON_IMAGE} AS runtime
 LABEL org.opencontainers.image.title="gridtrain worker" \
       org.opencontainers.image.description="Joins a training run and trains in it" \
       org.opencontainers.image.licenses="Apache-2.0"
-# The same user as in the coordinator's image, whose invitation local workers read.
+# The same user as in the coordinator's image, so that local workers can read the invitation.
 RUN useradd --uid 10001 --user-group --home-dir /state --no-create-home --shell /usr/sbin/nologin gridtrain \
     && install -d -m 0700 -o gridtrain -g gridtrain /state /invitations /models
 COPY docker/worker-entry.sh /usr/local/bin/worker-entry
@@ -28,10 +28,10 @@ ENV PATH=/opt/gridtrain/bin:${PATH} \
     GRIDTRAIN_EXPORT_DIR=/models
 USER 10001:10001
 WORKDIR /job
-# The coordinator has let this worker in, and its script runs.
+# Healthy once the coordinator has admitted this worker and its script runs.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
     CMD ["/bin/sh", "-c", "grep -qsz ^GRIDTRAIN_IDENTITY= /proc/[0-9]*/environ"]
-# It ends in exec: SIGTERM reaches the agent, which leaves the run gracefully.
+# The script ends with exec, so that SIGTERM reaches the agent, which leaves the run in order.
 ENTRYPOINT ["worker-entry"]
 CMD ["python", "train.py"]
 
@@ -59,6 +59,6 @@ COPY worker ./worker
 RUN pip --python /opt/gridtrain/bin/python install --no-cache-dir --find-links /wheelhouse --no-deps .
 
 FROM runtime AS cuda
-# What the NVIDIA container toolkit brings in; which GPUs, compose.yaml or --gpus says.
+# Capabilities from the NVIDIA container toolkit; compose.yaml or --gpus selects the GPUs.
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY --from=install-cuda /opt/gridtrain /opt/gridtrain

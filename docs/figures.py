@@ -1,6 +1,12 @@
 """Fills the measured figures of README.md and docs/ in from the files in benchmarks/results.
 
-In Markdown a figure is `<!--=NAME-->1.06<!--/-->`; `FIGURES` maps NAME to the result file and the expression.
+In Markdown a figure is `<!--=NAME-->1.06<!--/-->`.  NAME is in `FIGURES`, which maps it to a result file and
+an expression, or it is FILE:KEY: a figure copied from the output of a command into
+benchmarks/results/recorded/FILE.json, for example mutants:killed from
+
+    {"command": "make mutants", "date": "2026-11-23", "machine": "2 CPU cores", "figures": {"killed": 91.5}}
+
+tests/docs/test_figures.py fails if a page has a measured number without such a mark.
 
     python docs/figures.py            writes the values into the pages
     python docs/figures.py --check    exits with 1 where a page and a result file differ
@@ -20,11 +26,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+RECORDED = RESULTS / "recorded"
 PAGES = [
     ROOT / "README.md",
     *sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "decisions"),
 ]
-MARK = re.compile(r"<!--=(?P<name>[\w.-]+)-->(?P<value>[^<]*)<!--/-->")
+MARK = re.compile(r"<!--=(?P<name>[\w.:-]+)-->(?P<value>[^<]*)<!--/-->")
 
 Figure = Callable[[], str]
 
@@ -98,6 +105,11 @@ def sooner(file: str, workload: str, contender: str, reference: str) -> Figure:
     return value
 
 
+def steps_to_target(file: str, values: str) -> Figure:
+    """Steps until the held-out loss of the workload, in a file of `python -m accuracy.tune`."""
+    return lambda: str(next(t["reached"] for t in result(file)["tried"] if t["values"] == values))
+
+
 def per_entry(words: str) -> Figure:
     """Bytes of an entry: of 25,600 in each hop."""
     return lambda: (
@@ -105,32 +117,24 @@ def per_entry(words: str) -> Figure:
     )
 
 
+def paper_row(model: str, workers: int, contender: str) -> dict[str, Any]:
+    """The latest row of `python paper_lab.py` for this model, group and contender."""
+    rows = [*result("paper_lab")["rows"], *result("paper_lab_p8")["rows"]]
+    wanted = (model, workers, contender)
+    found: list[dict[str, Any]] = [
+        row for row in rows if (row["model"], row["workers"], row["contender"]) == wanted
+    ]
+    return found[-1]
+
+
 def efficiency(model: str, workers: int, contender: str) -> Figure:
-    """Share of computing in a step of `python paper_lab.py`, per cent."""
-
-    def value() -> str:
-        rows = [*result("paper_lab")["rows"], *result("paper_lab_p8")["rows"]]
-        found = [
-            row
-            for row in rows
-            if (row["model"], row["workers"], row["contender"]) == (model, workers, contender)
-        ]
-        return f"{found[-1]['efficiency'] * 100:.1f}"
-
-    return value
+    """Share of computing in a step, per cent."""
+    return lambda: f"{paper_row(model, workers, contender)['efficiency'] * 100:.1f}"
 
 
 def published(model: str, workers: int, contender: str) -> Figure:
-    def value() -> str:
-        rows = [*result("paper_lab")["rows"], *result("paper_lab_p8")["rows"]]
-        found = [
-            row
-            for row in rows
-            if (row["model"], row["workers"], row["contender"]) == (model, workers, contender)
-        ]
-        return f"{found[-1]['paper'] * 100:.1f}"
-
-    return value
+    """The same share in the paper, per cent."""
+    return lambda: f"{paper_row(model, workers, contender)['paper'] * 100:.1f}"
 
 
 def order_gain(file: str, case: str, exchange: str) -> Figure:
@@ -191,6 +195,16 @@ def ideal_share(part: str, key: str) -> Figure:
     return value
 
 
+def ideal_ms(case: str) -> Figure:
+    """The step in which only the bubble is lost, of stages that run as real processes."""
+
+    def value() -> str:
+        (row,) = (row for row in result("pipeline")["runtime"]["rows"] if row.get("case") == case)
+        return f"{row['ideal_s'] * 1e3:.0f}"
+
+    return value
+
+
 def median_s(part: str, *keys: str) -> float:
     """The shortest of the median steps of these rows."""
     rows = [row for row in result("pipeline")[part]["rows"] if row.get("case") in keys or row["key"] in keys]
@@ -199,6 +213,64 @@ def median_s(part: str, *keys: str) -> float:
 
 def step_ratio(part: str, above: tuple[str, ...], below: str, factor: float = 1.0, digits: int = 2) -> Figure:
     return lambda: f"{median_s(part, *above) / median_s(part, below) * factor:.{digits}f}"
+
+
+def local_steps(name: str, field: str, at: int = -1, digits: int = 3, factor: float = 1.0) -> Figure:
+    """A value of local_steps.json after 64 (at=0) or 256 steps (at=-1)."""
+
+    def value() -> str:
+        (row,) = (row for row in result("local_steps")["results"] if row["name"] == name)
+        return f"{row[field][at] * factor:.{digits}f}"
+
+    return value
+
+
+def selection_ns(n: int, case: str, field: str = "cpu_ns_median") -> Figure:
+    """CPU time a parameter."""
+
+    def value() -> str:
+        (row,) = (row for row in result("selection")["results"] if row["n"] == n)
+        return f"{row['cases'][case][field]:.2f}"
+
+    return value
+
+
+def overlap(exchange: str, rate: str, field: str, factor: float = 1.0, digits: int = 3) -> Figure:
+    def value() -> str:
+        (row,) = (
+            row for row in result("overlap")["rows"] if (row["exchange"], row["rate"]) == (exchange, rate)
+        )
+        return f"{row[field] * factor:.{digits}f}"
+
+    return value
+
+
+def limit_mib(at: int, *names: str) -> Figure:
+    """Peak memory in `pipeline.py --part limit`: the `at`-th of these rows in ascending order."""
+
+    def value() -> str:
+        peaks = sorted(
+            row["peak_bytes"]
+            for row in result("pipeline")["limit"]["rows"]
+            if row["name"].startswith(names) and row["peak_bytes"]
+        )
+        return f"{peaks[at] / 2**20:.0f}"
+
+    return value
+
+
+def unreached(file: str, workload: str, contender: str, field: str, digits: int) -> Figure:
+    """Last held-out loss, or its time, of a run that did not reach the loss."""
+
+    def value() -> str:
+        (row,) = (
+            row
+            for row in result(file)["runs"]
+            if (row["workload"], row["contender"]) == (workload, contender)
+        )
+        return f"{row[field]:.{digits}f}"
+
+    return value
 
 
 def crowd(workers: int, field: str, at: int, factor: float) -> Figure:
@@ -236,6 +308,69 @@ FIGURES: dict[str, Figure] = {
     "crowd-300-status-ms": crowd(300, "status_s", 1, 1e3),
     "crowd-300-storm-s": crowd(300, "storm_s", 0, 1.0),
 }
+FIGURES |= {
+    "crowd-300-core-percent": crowd(300, "calm_core_share", 0, 100),
+    "crowd-1000-core-percent": crowd(1000, "calm_core_share", 0, 100),
+    "crowd-300-longest-s": crowd(300, "longest_s", 0, 1.0),
+    "crowd-1000-longest-s": crowd(1000, "longest_s", 0, 1.0),
+    "powersgd-gpt-loss": unreached("accuracy_gpt_20Mbit", "gpt", "powersgd", "last_loss", 2),
+    "powersgd-resnet-s": loss_s("accuracy_20Mbit", "resnet", "powersgd"),
+    "hivemind-gpt-loss": unreached("accuracy_gpt_20Mbit", "gpt", "hivemind", "last_loss", 2),
+    "hivemind-gpt-s": unreached("accuracy_gpt_20Mbit", "gpt", "hivemind", "last_s", 0),
+    "hivemind-lstm-s": loss_s("accuracy_20Mbit", "lstm", "hivemind"),
+    "gpt-20-adamw-int8-s": loss_s("accuracy_gpt_20Mbit_int8", "gpt", "local-topk"),
+    "limit-whole-mib": limit_mib(0, "in one piece"),
+    "limit-stage-least-mib": limit_mib(0, "stage"),
+    "limit-stage-most-mib": limit_mib(-1, "stage"),
+}
+_AVERAGED = ", outer lr 1 momentum 0, lr 0.003"
+for _name, _case in (
+    ("dense-1", "Dense, each step, lr 0.003"),
+    ("gtopk-1", "GTopK 0.03, each step, lr 0.003"),
+    ("dense-4", "Dense, H=4" + _AVERAGED),
+    ("gtopk-4", "GTopK 0.03, H=4" + _AVERAGED),
+    ("gtopk1-4", "GTopK 0.01, H=4" + _AVERAGED),
+    ("dense-16", "Dense, H=16" + _AVERAGED),
+    ("outer-16", "Dense, H=16, outer lr 0.7 momentum 0.9, lr 0.003"),
+    ("gtopk-16", "GTopK 0.03, H=16" + _AVERAGED),
+    ("topk-16", "TopK 0.03, H=16" + _AVERAGED),
+    ("dense-32", "Dense, H=32" + _AVERAGED),
+    ("gtopk-32", "GTopK 0.03, H=32" + _AVERAGED),
+):
+    FIGURES |= {
+        f"local-{_name}-64": local_steps(_case, "held_out", 0),
+        f"local-{_name}-256": local_steps(_case, "held_out"),
+        f"local-{_name}-MB": local_steps(_case, "sent_bytes", digits=2, factor=1e-6),
+    }
+for _name, _case in (
+    ("copy", "memory copy"),
+    ("torch", "torch.topk(abs)"),
+    ("numpy", "the same with residual update"),
+    ("carried", "ours: residual update, carried"),
+    ("momentum", "ours: weight, momentum, carried"),
+    ("cold", "ours: residual update, cold"),
+    ("prepare", "prepare + commit (with encoding)"),
+):
+    FIGURES |= {
+        f"select-{_name}-2m": selection_ns(2_560_000, _case),
+        f"select-{_name}-25m": selection_ns(25_600_000, _case),
+    }
+for _name, _exchange, _rate in (
+    ("dense-1g", "dense", "1000Mbit"),
+    ("dense-100", "dense", "100Mbit"),
+    ("gtopk-1g", "gtopk", "1000Mbit"),
+    ("gtopk-100", "gtopk", "100Mbit"),
+    ("gtopk-20", "gtopk", "20Mbit"),
+):
+    FIGURES |= {
+        f"overlap-{_name}-without-s": overlap(_exchange, _rate, "without_s"),
+        f"overlap-{_name}-with-s": overlap(_exchange, _rate, "with_s"),
+        f"overlap-{_name}-hidden": overlap(_exchange, _rate, "hidden", 100, 0),
+        f"overlap-{_name}-hideable": overlap(_exchange, _rate, "hideable", 100, 0),
+        f"overlap-{_name}-exchange-ms": overlap(_exchange, _rate, "communication_s", 1e3, 0),
+    }
+for _kind in ("fp32", "fp16", "bf16", "int8"):
+    FIGURES[f"values-{_kind}-steps"] = steps_to_target("accuracy_values", _kind)
 for _P in (4, 8):
     _at = f"P={_P} {FAST}"
     FIGURES |= {
@@ -303,38 +438,27 @@ for _model in ("vgg16", "resnet20", "alexnet", "resnet50", "lstm_ptb"):
         FIGURES[f"paper-{_model}-p{_P}"] = efficiency(_model, _P, "gtopk")
         FIGURES[f"paper-{_model}-p{_P}-gloo"] = efficiency(_model, _P, "gloo")
         FIGURES[f"paper-{_model}-p{_P}-published"] = published(_model, _P, "gtopk")
-for _every in (5, 30):
-    _file = f"chaos_every{_every}"
-    FIGURES[f"chaos-{_every}-kept"] = kept(_file)
-    FIGURES[f"chaos-{_every}-faults"] = faults(_file)
+for _storm in ("5", "30", "8", "8-gtopk"):
+    _file = f"chaos_every{_storm.replace('-', '_')}"
+    FIGURES[f"chaos-{_storm}-kept"] = kept(_file)
+    FIGURES[f"chaos-{_storm}-faults"] = faults(_file)
     for _kind in ("kill", "stop", "cut"):
-        FIGURES[f"chaos-{_every}-{_kind}"] = storm(_file, _kind, "stall_median_s")
-        FIGURES[f"chaos-{_every}-{_kind}-worst"] = storm(_file, _kind, "stall_worst_s")
+        FIGURES[f"chaos-{_storm}-{_kind}"] = storm(_file, _kind, "stall_median_s")
+        FIGURES[f"chaos-{_storm}-{_kind}-worst"] = storm(_file, _kind, "stall_worst_s")
 for _name, _schedule in (("fill", "fill-drain"), ("1f1b", "1F1B")):
     FIGURES[f"memory-{_name}"] = peak_mib(_schedule, False)
     FIGURES[f"memory-{_name}-again"] = peak_mib(_schedule, True)
-_EMULATED = "4 stages, 1F1B, ahead, M = 8, 1 Gbit/s, 0.2 ms"
-FIGURES["pipeline-emulated-m8"] = ideal_share("emulated", _EMULATED)
-FIGURES["pipeline-emulated-m8-ms"] = step_ms("emulated", _EMULATED)
-_MORE = "4 stages, 1F1B, ahead, M = {}, 1 Gbit/s, 0.2 ms"
-_TORCH = "4 stages, torch's {}, M = {}, gloo on loopback"
-for _M in (8, 24):
-    FIGURES[f"torch-emulated-m{_M}"] = step_ratio(
-        "emulated", (_TORCH.format("GPipe", _M), _TORCH.format("1F1B", _M)), _MORE.format(_M), digits=3
-    )
-for _M in (24, 48):
-    FIGURES[f"speedup-emulated-m{_M}"] = step_ratio(
-        "emulated", (f"1 stages, one stage, M = {_M}, 1 Gbit/s, 0.2 ms",), _MORE.format(_M)
-    )
-FIGURES["wan-emulated"] = step_ratio(
-    "emulated", (_MORE.format(16),), "4 stages, 1F1B, ahead, M = 16, 100 Mbit/s, 5 ms", 100, 1
-)
 for _name, _case, _ours in (
     ("m8", "1 Gbit/s-8", "lan8"),
     ("m24", "1 Gbit/s-24", "lan24"),
     ("fast16", "100 Mbit/s, 5 ms-16", "fast16"),
 ):
     FIGURES[f"torch-{_name}"] = step_ratio("runtime", (f"torch-{_case}",), _ours)
+FIGURES["speedup-m48"] = step_ratio("runtime", ("alone",), "lan48", 2)
+"""One worker takes twice as long for 48 micro-batches as for the 24 that were timed."""
+for _M in (8, 16, 24, 48):
+    FIGURES[f"pipeline-ideal-m{_M}-ms"] = ideal_ms(f"lan{_M}")
+FIGURES["wan-runtime"] = step_ratio("runtime", ("lan16",), "fast16", 100, 1)
 FIGURES["speedup-m24"] = step_ratio("runtime", ("alone",), "lan24")
 for _case in ("lan8", "lan8-encrypted", "fast16", "fast16-encrypted"):
     FIGURES[f"pipeline-{_case}"] = ideal_share("runtime", _case)
@@ -344,15 +468,33 @@ for _M in (16, 24, 48):
     FIGURES[f"pipeline-m{_M}-ms"] = step_ms("runtime", f"lan{_M}")
 
 
+@cache
+def record(name: str) -> Any:
+    """The record `name`.json; its numbers are strings, with the digits that the file has."""
+    text = (RECORDED / f"{name}.json").read_text(encoding="utf-8")
+    return json.loads(text, parse_float=str, parse_int=str)
+
+
+def value_of(name: str) -> str:
+    """Value of a figure; KeyError or FileNotFoundError if it has no source."""
+    file, _, key = name.partition(":")
+    return str(record(file)["figures"][key]) if key else FIGURES[name]()
+
+
 def filled(text: str) -> str:
     """`text` with the value of each figure from its result file."""
-    return MARK.sub(lambda mark: f"<!--={mark['name']}-->{FIGURES[mark['name']]()}<!--/-->", text)
+    return MARK.sub(lambda mark: f"<!--={mark['name']}-->{value_of(mark['name'])}<!--/-->", text)
 
 
 def main(arguments: list[str]) -> int:
     if "--list" in arguments:
-        for name, figure in FIGURES.items():
-            print(f"{name:32} {figure()}")
+        recorded = [
+            f"{path.stem}:{key}"
+            for path in sorted(RECORDED.glob("*.json"))
+            for key in record(path.stem)["figures"]
+        ]
+        for name in (*FIGURES, *recorded):
+            print(f"{name:40} {value_of(name)}")
         return 0
     differing = 0
     for page in PAGES:

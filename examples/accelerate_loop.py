@@ -1,11 +1,11 @@
-"""A loop with Hugging Face Accelerate on several workers.  Lines marked `# grid` are what gridtrain changes.
+"""A loop with Hugging Face Accelerate on several workers.  gridtrain needs only the lines marked `# grid`.
 
     pip install -e '.[adapters]'
     gridtrain coordinator                                                           # one terminal
     gridtrain worker "$(gridtrain invite)" -- python examples/accelerate_loop.py    # one per worker
 
-Accelerate prepares the model and the optimizer, but not the loader: it would fetch a batch ahead, and shares
-samples out among processes of its own.
+Accelerate prepares the model and the optimizer, but not the loader, which would prefetch a batch and divide
+samples among Accelerate's own processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gridtrain.tools.demo.text_corpus import load_corpus
 
 
 def main(steps: int = 300) -> tuple[torch.nn.Module, list[float]]:
-    """The model at the end, and the loss of each of this worker's batches."""
+    """Train; return the final model, and the loss of each batch of this worker."""
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     model = ByteGPT()
     dataset = Windows(load_corpus().train, model.size.context)

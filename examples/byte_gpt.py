@@ -1,11 +1,11 @@
-"""A training loop for several workers.  The lines marked `# grid` are all that gridtrain changes.
+"""A training loop for several workers.  The lines marked `# grid` are the only ones that gridtrain changes.
 
     gridtrain coordinator                                                       # one terminal
     gridtrain worker "$(gridtrain invite)" -- python examples/byte_gpt.py       # one per worker
 
-The model is a GPT over bytes, the text is the source of Python's standard library: nothing is
+The model is a GPT over bytes, and the text is the source of Python's standard library, so nothing is
 downloaded.  Start a second worker while the first one trains, or stop one with Ctrl-C: the others
-go on.
+continue.
 """
 
 from __future__ import annotations

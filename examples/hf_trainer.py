@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on several workers.  A tiny GPT-2 from its configuration: nothing is downloaded.
+"""Trains a tiny GPT-2 with Hugging Face's Trainer on several workers.  Nothing is downloaded.
 
 pip install -e '.[adapters]'
 gridtrain coordinator                                                       # one terminal
@@ -22,7 +22,7 @@ CONTEXT = 32
 
 
 class Texts(torch.utils.data.Dataset[dict[str, Any]]):
-    """Bytes as tokens; the model itself shifts the labels."""
+    """Windows of bytes as tokens; the model itself shifts the labels."""
 
     def __init__(self, text: bytes) -> None:
         self._windows = Windows(text, CONTEXT)
@@ -36,7 +36,7 @@ class Texts(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def main(steps: int = 300) -> tuple[torch.nn.Module, list[float]]:
-    """The model at the end, and the losses that were logged here."""
+    """Train; return the final model, and the losses that this worker logged."""
     set_seed(1)  # the same model on all workers
     model = GPT2LMHeadModel(
         GPT2Config(vocab_size=256, n_positions=CONTEXT, n_embd=32, n_layer=1, n_head=2, bos_token_id=0,

@@ -1,4 +1,4 @@
-"""Lightning's Trainer on several workers.
+"""Trains a byte GPT with Lightning's Trainer on several workers.
 
 pip install -e '.[adapters]'
 gridtrain coordinator                                                              # one terminal
@@ -37,7 +37,7 @@ class Model(L.LightningModule):
 
 
 def main(steps: int = 300) -> tuple[torch.nn.Module, list[float]]:
-    """The model at the end, and the loss of each of this worker's batches."""
+    """Train; return the final model, and the loss of each batch of this worker."""
     grid = gridtrain.join()
     model = Model(grid)
     dataset = Windows(load_corpus().train, model.gpt.size.context)

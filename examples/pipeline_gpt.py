@@ -1,11 +1,11 @@
-"""A GPT that no worker can hold: four workers train it, each a quarter, below a declared memory limit.
+"""Trains a GPT that exceeds the declared memory limit of one worker: four workers hold a quarter each.
 
     gridtrain coordinator --min-workers 4                                       # one terminal
     gridtrain worker "$(gridtrain invite)" -- python examples/pipeline_gpt.py   # four times
 
-The model is made on torch's meta device, where it has shapes and no memory; each worker then builds its stage
-alone.  The limit is checked twice: before the training against what `partition` foresees, and in the second
-step against the bytes that are there, counted.  Eight workers make two replicas of each stage, which
+The model is made on torch's meta device, where it has shapes but takes no memory; each worker then builds
+only its stage.  The limit is checked twice: before training against the prediction of `partition`, and in the
+second step against the measured bytes.  Eight workers make two replicas of each stage, which
 exchange gradients with gTop-k.  Nothing is downloaded: the text is the source of Python's standard library.
 """
 
@@ -37,7 +37,7 @@ def main() -> None:
     }
     try:
         partition(model, 1, **limits)
-        raise SystemExit("the whole model fits into one worker's limit: there is no need to cut it")
+        raise SystemExit("the whole model fits into one worker's limit, so there is no need to cut it")
     except ConfigError as error:
         print(f"in one piece: {error}", flush=True)
     print(partition(model, STAGES, **limits), flush=True)
@@ -49,7 +49,7 @@ def main() -> None:
         stages=STAGES,
         loss_fn=pipeline_model.compute_loss,
         micro_batches=MICRO_BATCHES,
-        cuts=pipeline_model.CUTS,  # the same for all workers; left out, the faster of them get more blocks
+        cuts=pipeline_model.CUTS,  # the same for all workers; if left out, faster workers get more blocks
         exchange=gridtrain.Dense(),
     )
     for inputs, targets in grid.batches(dataset, batch_size=BATCH, steps=60):

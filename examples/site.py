@@ -1,4 +1,4 @@
-"""Several processes of one machine as one worker; the same script alone is an ordinary worker.
+"""Runs several processes of one machine as one worker; started alone, the script is an ordinary worker.
 
     gridtrain coordinator                                                     # one terminal
     gridtrain worker "$(gridtrain invite)" -- torchrun --nproc-per-node 2 examples/site.py
@@ -20,7 +20,7 @@ from gridtrain.tools.demo.text_corpus import load_corpus
 
 
 def main(steps: int = 300) -> tuple[torch.nn.Module, list[float]]:
-    """The model at the end, and the loss of each of this process's batches."""
+    """Train; return the final model, and the loss of each batch of this process."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

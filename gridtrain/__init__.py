@@ -10,9 +10,9 @@ The packages, from the script down to the bytes:
     sdk          `Grid`, and a whole group in one process       training   optimizers, data, checkpoints
     pipeline     models in stages                               sparsify   top-k selection, error feedback
     runtime      the I/O thread and what it drives              core       decisions, without I/O
-    network      messages as bytes, transports                  cli, tools the command line
+    network      message encoding, transports                  cli, tools the command line
 
-This module is lazy: importing it, or `gridtrain.network.wire`, never loads torch.
+This module resolves its names lazily: importing it or `gridtrain.network.wire` does not import torch.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ __all__ = [
 
 
 if "GRIDTRAIN_COORDINATOR" in _os.environ:
-    # Started by `gridtrain worker`, which passes Ctrl-C on: it may come while torch is being imported.
+    # `gridtrain worker` started this process and forwards Ctrl-C, perhaps while torch is being imported.
     from gridtrain.runtime.process_hooks import install_error_hook as _speak_plainly
 
     _speak_plainly()

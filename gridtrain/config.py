@@ -1,4 +1,5 @@
-"""Users' options as small frozen dataclasses, and the deadlines of all waits.  Without torch and sockets."""
+"""The users' options as small frozen dataclasses, and the deadlines of all waits.  Imports neither torch nor
+sockets."""
 
 from __future__ import annotations
 
@@ -17,8 +18,11 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 
 # -- exchanges: how gradients are shared -----------------------------------------------------------
 
+WAITS = ("all", "auto")
+"""Whether the group waits for workers whose training loops have stalled."""
+
 VALUES = ("fp16", "fp32", "bf16", "int8")
-"""Encodings of the values of a sparse exchange."""
+"""The possible encodings of the values in a sparse exchange."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +30,10 @@ class Dense:
     """Dense all-reduce of float32 gradients: every element, every step.
 
     Attributes:
-        topology: "auto": the coordinator uses "direct" for small models on similar links, else "ring"; "ring"
-            (Baidu, 2017); "direct": each member sums a chunk, two hops, all members connected to each other;
-            or "star": all send to rank 0, as to a parameter server.
+        topology: "auto", with which the coordinator selects "direct" for small models on similar links and
+            "ring" otherwise; "ring" (Baidu, 2017); "direct", in which all members are connected to each other
+            and each sums one chunk, in two hops; or "star", in which all members send to rank 0, as to a
+            parameter server.
     """
 
     topology: str = "auto"
@@ -46,14 +51,16 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class _Sparse:
-    """Options of both sparse exchanges.
+    """The options of both sparse exchanges.
 
     Attributes:
-        density: rho; k = max(1, round(rho * n)) of n elements are sent.
-        momentum: DGC momentum correction (arXiv 1712.01887, section 3.1); 0: off.
-        values: "fp16", "fp32", "bf16" or "int8", the encoding of values; rounding errors go to the residual.
-        warmup: densities of the first steps as ((until_step, density), ...), ascending: a function
-            of the global step alone, so that a worker that joins late agrees with the others.
+        density: rho, the share of elements that are sent: k = max(1, round(rho * n)) of n elements.
+        momentum: the factor of DGC momentum correction (arXiv 1712.01887, section 3.1); 0 disables it.
+        values: the encoding of values: "fp16", "fp32", "bf16" or "int8"; rounding errors are added to the
+            residual.
+        warmup: the densities of the first steps as ((until_step, density), ...), in ascending order.  They
+            depend only on the global step, so that a worker that joins late uses the same density as the
+            others.
     """
 
     density: float = 0.01
@@ -71,14 +78,14 @@ class _Sparse:
             )
         if self.values not in VALUES:
             raise ConfigError(
-                f'values is "{self.values}"',
+                f'values is "{self.values}", which is not a known encoding',
                 remedy="use one of " + ", ".join(f'values="{name}"' for name in VALUES),
             )
         bounds = [until for until, _ in self.warmup]
         if bounds != sorted(set(bounds)) or any(b <= 0 for b in bounds):
             raise ConfigError(
                 f"warmup steps are {bounds}; they must be positive and ascending",
-                remedy="for instance warmup=((100, 0.25), (200, 0.0625))",
+                remedy="try warmup=((100, 0.25), (200, 0.0625))",
             )
 
     @property
@@ -86,14 +93,14 @@ class _Sparse:
         return True
 
     def density_at(self, step: int) -> float:
-        """Density of global step `step`."""
+        """Return the density of global step `step`."""
         for until_step, density in self.warmup:
             if step < until_step:
                 return density
         return self.density
 
     def k_at(self, step: int, n: int) -> int:
-        """Number of entries that a worker selects out of `n` in step `step`."""
+        """Return the number of entries that a worker selects out of `n` in step `step`."""
         return min(n, max(1, round(self.density_at(step) * n)))
 
     def describe(self) -> str:
@@ -104,7 +111,7 @@ class _Sparse:
 
 @dataclass(frozen=True, slots=True)
 class TopK(_Sparse):
-    """All-gather of every worker's k largest elements: the sum has up to P*k entries."""
+    """All-gather of the k largest elements of every worker; their sum has up to P*k entries."""
 
     @property
     def topology(self) -> str:
@@ -113,10 +120,11 @@ class TopK(_Sparse):
 
 @dataclass(frozen=True, slots=True)
 class GTopK(_Sparse):
-    """Global top-k in O(k log P) by merges (after arXiv 1901.04359).
+    """Global top-k by pairwise merges, in O(k log P) (after arXiv 1901.04359).
 
     Attributes:
-        topology: "butterfly"; "tree", as in the paper; or "star": all send to rank 0, which merges once.
+        topology: "butterfly"; "tree", as in the paper; or "star", in which all members send to rank 0, which
+            merges once.
     """
 
     topology: str = "butterfly"
@@ -138,14 +146,16 @@ _LEARNS = ((120_576, 0.05), (25_600_000, 0.001))
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """The coordinator chooses `Dense()`, `GTopK` or `TopK`, from measured links and computing speed.
-
-    It may choose again during the run.  A dense step then sends the residuals of sparse ones, too.
+    """Lets the coordinator choose `Dense()`, `GTopK` or `TopK`, from the measured links and computing speed.
+    The coordinator may change its choice during the run.  A dense step that follows sparse steps also sends
+    their residuals.
 
     Attributes:
-        density: of the sparse exchanges; None: by the model's size, see `density_of`.
-        values: encoding of the sparse exchanges' values.
-        sparse: whether sparse exchanges may be chosen; not with an optimizer that learns badly from them.
+        density: the density of the sparse exchanges; None derives it from the model's size (see
+            `density_of`).
+        values: the encoding of the sparse exchanges' values.
+        sparse: whether sparse exchanges may be chosen; set it to False for an optimizer that converges poorly
+            with them.
     """
 
     density: float | None = None
@@ -157,13 +167,14 @@ class Auto:
 
     @property
     def topology(self) -> str:
-        """Before anything is chosen."""
+        """The topology that is used before an exchange is chosen."""
         return "ring"
 
     @staticmethod
     def density_of(parameters: int) -> float:
-        """Interpolates two sizes that learn: 0.05 with 120,576 parameters (the demo's GPT, which fails with
-        0.001), 0.001 with 25.6 million (ResNet-50 in arXiv 1901.04359); linear in the logarithms between."""
+        """Return the density for a model with this many parameters.  It is interpolated, linearly in the
+        logarithms, between two measured densities: 0.05 for 120,576 parameters (the demo's GPT, which does
+        not learn with 0.001) and 0.001 for 25.6 million (ResNet-50 in arXiv 1901.04359)."""
         (small, dense), (large, thin) = _LEARNS
         if parameters <= small:
             return dense
@@ -173,14 +184,14 @@ class Auto:
         return float(f"{dense * (thin / dense) ** part:.2g}")
 
     def exchanges(self, parameters: int) -> tuple[Exchange, ...]:
-        """The exchanges that may be chosen for a model with this many parameters."""
+        """Return the exchanges that may be chosen for a model with this many parameters."""
         if not self.sparse:
             return (Dense(),)
         density = self.density if self.density is not None else self.density_of(parameters)
         return Dense(), GTopK(density, values=self.values), TopK(density, values=self.values)
 
     def describe(self) -> str:
-        """A text that `parse` reads."""
+        """Return a string that `parse` accepts."""
         if not self.sparse:
             return "auto(dense alone)"
         density = f"density={self.density}, " if self.density is not None else ""
@@ -188,7 +199,7 @@ class Auto:
 
     @classmethod
     def parse(cls, text: str) -> Auto | None:
-        """None if `describe` did not write the text."""
+        """Parse the result of `describe`; return None for any other string."""
         found = _AUTO.fullmatch(text)
         if found is None:
             return None
@@ -202,29 +213,35 @@ class Auto:
 
 
 def exchange_of(given: Exchange | LocalSteps | Auto | str | None) -> Exchange | LocalSteps | Auto:
-    """The exchange that `exchange=` names.  Raises `ConfigError` for an unknown word."""
+    """Return the exchange for the argument `exchange=`.  Raises `ConfigError` for an unknown name."""
     if given is None:
         return GTopK()
     if given == "auto":
         return Auto()
     if isinstance(given, str):
-        raise ConfigError(f'exchange is "{given}"', remedy='the only word is exchange="auto"')
+        raise ConfigError(
+            f'exchange is "{given}", which is not a known name',
+            remedy='use exchange="auto", or an exchange such as GTopK()',
+        )
     return given
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Exchange while backward still computes: the gradient is sent in buckets, last layers first.
+    """Exchanges gradients while backward is still computing: in buckets, the last layers first.
 
-    The same on all workers.  A bucket should have at least alpha / (rho e beta) elements (a message's
-    latency, the density, bytes per entry, seconds per byte): for rho = 0.001 about 14 M at 1 Gbit/s (alpha
-    0.4 ms) and 6 M at 10 Mbit/s (17 ms); dense, with 4 bytes for rho e, 12,000 and 5,000.
+    Use the same settings on all workers.  A bucket should have at least alpha / (rho e beta) elements, where
+    alpha is the latency of a message, rho the density, e the bytes per entry and beta the seconds per byte.
+    For rho = 0.001 that is about 14 M at 1 Gbit/s (alpha 0.4 ms) and 6 M at 10 Mbit/s (17 ms); for a dense
+    exchange, where rho e is 4 bytes, it is 12,000 and 5,000.
 
     Attributes:
-        buckets: most buckets.
-        least: fewest elements of a bucket; None: 65,536 with a dense exchange, with a sparse one as many as
-            have 6,000 entries.  A gradient shorter than two buckets is not divided.
-        adaptive: the group tries both ways now and then, and overlaps only if that saves time.
+        buckets: the maximum number of buckets.
+        least: the minimum number of elements of a bucket.  None means 65,536 with a dense exchange; with a
+            sparse exchange, as many as yield 6,000 entries, but at least 65,536.  A gradient shorter than two
+            buckets is not divided.
+        adaptive: whether the group occasionally times steps with and without overlap, and overlaps only if
+            that saves time.
     """
 
     buckets: int = 4
@@ -233,17 +250,19 @@ class Overlap:
 
     def __post_init__(self) -> None:
         if not 1 <= self.buckets <= 256:
-            raise ConfigError(f"buckets is {self.buckets}; it must be 1 .. 256", remedy="try buckets=4")
+            raise ConfigError(
+                f"buckets is {self.buckets}; it must be between 1 and 256", remedy="try buckets=4"
+            )
         if self.least is not None and self.least < 1:
             raise ConfigError(f"least is {self.least}; it must be >= 1", remedy="try least=1_000_000")
 
     def describe(self) -> str:
-        """What must be equal on all workers."""
+        """Return a description of the settings, which must be equal on all workers."""
         least = "" if self.least is None else f" of at least {self.least} elements"
         return f"{'' if self.adaptive else ' always'} in at most {self.buckets} buckets{least}"
 
     def least_of(self, exchange: Exchange) -> int:
-        """Fewest elements of a bucket."""
+        """Return the minimum number of elements of a bucket."""
         if self.least is not None:
             return self.least
         return 1 << 16 if isinstance(exchange, Dense) else max(1 << 16, round(6000 / exchange.density))
@@ -251,17 +270,18 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class LocalSteps:
-    """`every` optimizer steps on each worker alone, then one exchange of the change of its parameters.
+    """Local training: each worker takes `every` optimizer steps alone, then exchanges the change of its
+    parameters.
 
     DiLoCo (arXiv 2311.08105), and with a sparse exchange SparseLoCo (arXiv 2508.15706): for AdamW on slow
-    links. A step of the run is then one exchange, and `every` of the loop's steps.
+    links.  One step of the run is then one exchange, that is, `every` steps of the training loop.
 
     Attributes:
-        every: optimizer steps between two exchanges, the same on all workers;
+        every: the number of optimizer steps between two exchanges, with the same value on all workers;
             `gridtrain.propose_local_steps` proposes a number.
-        exchange: how the changes of the parameters are shared; without momentum.
-        outer_learning_rate: factor of the group's mean change; 1: plain averaging.
-        outer_momentum: Nesterov momentum over the exchanged changes; 0: none.
+        exchange: how the changes of the parameters are shared; its momentum must be 0.
+        outer_learning_rate: the factor by which the group's mean change is multiplied; 1 is plain averaging.
+        outer_momentum: the Nesterov momentum applied to the exchanged changes; 0 disables it.
     """
 
     every: int
@@ -272,8 +292,9 @@ class LocalSteps:
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ConfigError(
-                f"every is {self.every!r}; it must be a whole number >= 1, the same on all workers",
-                remedy="try every=32, or what gridtrain.propose_local_steps(...) proposes",
+                f"every is {self.every!r}; it must be a whole number >= 1, with the same value on all "
+                "workers",
+                remedy="try every=32, or the number that gridtrain.propose_local_steps(...) proposes",
             )
         if not isinstance(self.exchange, Exchange):
             raise ConfigError(
@@ -282,7 +303,8 @@ class LocalSteps:
             )
         if getattr(self.exchange, "momentum", 0.0):
             raise ConfigError(
-                f"{self.exchange.describe()} applies momentum to gradients, but LocalSteps exchanges none",
+                f"{self.exchange.describe()} applies momentum to gradients, "
+                "but LocalSteps exchanges parameter changes",
                 remedy="build the exchange with momentum=0, and try LocalSteps(outer_momentum=...)",
             )
         if not 0.0 < self.outer_learning_rate < float("inf"):
@@ -306,14 +328,14 @@ class LocalSteps:
 
 
 def round_exchange(exchange: Exchange | LocalSteps | Auto) -> Exchange | Auto:
-    """The exchange of a single round."""
+    """Return the exchange that each round uses."""
     return exchange.exchange if isinstance(exchange, LocalSteps) else exchange
 
 
 def _check_topology(exchange: str, topology: str, known: tuple[str, ...]) -> None:
     if topology not in known:
         raise ConfigError(
-            f'topology of {exchange} is "{topology}"',
+            f'topology of {exchange} is "{topology}", which is not a known topology',
             remedy="use one of " + ", ".join(f'topology="{name}"' for name in known),
         )
 
@@ -323,28 +345,28 @@ def _check_topology(exchange: str, topology: str, known: tuple[str, ...]) -> Non
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """All timeouts, in seconds.  Progress extends those marked (+)."""
+    """All timeouts, in seconds.  Progress extends the timeouts marked (+)."""
 
     beat_s: float = 0.5  # interval of heartbeats to the coordinator
-    silence_s: float = 5.0  # heartbeat timeout; ready_s for a worker that loads a state
-    regreet_s: float = 1.0  # time for a broken connection to come back
-    ended_s: float = 0.1  # the same, if another member's connection to that worker broke as well
-    report_s: float = 2.0  # answers to a FREEZE
-    regather_s: float = 60.0  # shortest wait for members that are all away
-    ready_s: float = 20.0  # (+) verdict executed, state received, links connected
-    settle_s: float = 0.3  # joins that arrive together start together
-    reach_s: float = 3.0  # the coordinator dials back to learn whether a worker can be reached
+    silence_s: float = 5.0  # heartbeat timeout; for a worker that loads a state, ready_s applies
+    regreet_s: float = 1.0  # time within which a broken connection may be restored
+    ended_s: float = 0.05  # replaces regreet_s if another member's connection to that worker broke as well
+    report_s: float = 2.0  # time for the answers to a FREEZE
+    regather_s: float = 60.0  # shortest wait for members if none is connected
+    ready_s: float = 20.0  # (+) time to execute a verdict, receive the state and connect the links
+    settle_s: float = 0.3  # wait for further joins, so that workers that join at the same time start together
+    reach_s: float = 3.0  # time for the coordinator to dial back and find out whether a worker can be reached
     route_s: float = 8.0  # a link of the next generation that is not connected by then is relayed
-    probe_s: float = 2.0  # round trips to the other workers
+    probe_s: float = 2.0  # time to measure the round trips to the other workers
     generation_gap_s: float = 1.0  # shortest time between two generations
     recut_s: float = 15.0  # wait this long for a missing worker before repartitioning the model
     reshare_s: float = 30.0  # shortest time between two generations that only change shares
     first_step_s: float = 300.0  # (+) timeout of a first step (compilation)
     patience_floor_s: float = 5.0  # (+) shortest timeout of a silent member in a round
     patience_factor: float = 8.0  # timeout = floor + factor * a usual step's time
-    handover_s: float = 5.0  # residual transfer of a worker that leaves
-    paused_s: float = 1800.0  # without the coordinator, if it is needed, before a worker gives up
-    connect_s: float = 15.0  # first contact with the coordinator
+    handover_s: float = 5.0  # time for the residual transfer of a worker that leaves
+    paused_s: float = 1800.0  # time after which a worker gives up waiting for a coordinator that it needs
+    connect_s: float = 15.0  # time for the first contact with the coordinator
 
 
 # -- how a worker joins its run --------------------------------------------------------------------
@@ -352,21 +374,26 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class JoinConfig:
-    """The settings of `gridtrain.join`; by default from the environment that the agent sets.
+    """The settings of `gridtrain.join`; the defaults are read from the environment that the agent sets.
 
     Attributes:
-        coordinator_key: its public key in hexadecimal.
+        coordinator_key: the coordinator's public key in hexadecimal.
         identity: the file with this worker's key pair.
-        listen: "": any free port of the interface that leads to the coordinator.
-        checkpoint_every: steps between two checkpoints on this worker's disk; "0": none.
-        checkpoint_keep: number of checkpoints to keep.
-        handover_mib: most of its residual that a worker sends when it leaves; "0": nothing.
-        state_dir: the folder of checkpoints; "": in the state directory, under the coordinator's key.
-        donate_limit: upload limit of states for joining workers while this worker trains.
-        relay: "no": do not forward messages of other members.
-        unencrypted: "yes": do not encrypt; the coordinator has to be set likewise.
-        contribution: a file in which this worker reports its contribution to the agent; "": none.
-        faults: faults to inject, see `gridtrain.testing.Faults`; "": none.
+        listen: the address to listen on; "" uses any free port of the interface that leads to the
+            coordinator.
+        checkpoint_every: the number of steps between two checkpoints on this worker's disk; "0" writes none.
+        checkpoint_keep: the number of checkpoints to keep.
+        handover_mib: the maximum size in MiB of the residual that a worker sends when it leaves; "0" sends
+            nothing.
+        state_dir: the folder for checkpoints; "" uses a folder named after the coordinator's key, in the
+            state directory.
+        donate_limit: the upload limit for sending the state to joining workers while this worker trains.
+        relay: whether to forward messages between other members, "yes" or "no".
+        unencrypted: "yes" disables encryption; the coordinator needs the same setting.
+        contribution: the file in which this worker reports its contribution to the agent; "" reports
+            nothing.
+        wait: the default of `Grid.optimizer(wait=)`, one of `WAITS`.
+        faults: the faults to inject (see `gridtrain.testing.Faults`); "" injects none.
     """
 
     coordinator: str
@@ -388,15 +415,17 @@ class JoinConfig:
     unencrypted: str = ""
     faults: str = ""
     contribution: str = ""
+    wait: str = "all"
     deadlines: Deadlines = field(default_factory=Deadlines)
 
     @classmethod
     def from_environment(
         cls, environ: Mapping[str, str] | None = None, **overrides: str | None
     ) -> JoinConfig:
-        """Arguments win over `GRIDTRAIN_*` variables, which win over defaults.
+        """Build the settings: arguments take precedence over `GRIDTRAIN_*` variables, and these over
+        defaults.
 
-        Raises `ConfigError` if no coordinator is named, or its key is invalid.
+        Raises `ConfigError` if the coordinator, its key or the identity is missing, or if the key is invalid.
         """
         source = os.environ if environ is None else environ
         names = tuple(known.name for known in fields(cls) if known.name != "deadlines")
@@ -409,13 +438,13 @@ class JoinConfig:
                 values[name] = value
         if not {"coordinator", "coordinator_key", "identity"} <= values.keys():
             raise ConfigError(
-                "this script does not know which run to join",
-                remedy="start it with `gridtrain worker INVITATION -- python train.py`, "
+                "no invitation was given, so it is unknown which run to join",
+                remedy="start the script with `gridtrain worker INVITATION -- python train.py`, "
                 'or pass the invitation: gridtrain.join("gridtrain1:...")',
             )
         if not _KEY.fullmatch(values["coordinator_key"]):
             raise ConfigError(
                 f"the coordinator's key is {values['coordinator_key'][:80]!r}; it must be 64 hex digits",
-                remedy=f"leave {ENV_PREFIX}COORDINATOR_KEY to `gridtrain worker`, or pass the invitation",
+                remedy=f"let `gridtrain worker` set {ENV_PREFIX}COORDINATOR_KEY, or pass the invitation",
             )
         return cls(**values)  # type: ignore[arg-type]

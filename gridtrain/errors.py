@@ -1,21 +1,21 @@
-"""Every error that gridtrain raises on purpose.
+"""The exceptions that gridtrain raises deliberately.
 
-A message says what happened, the value, the bound, the peer, and what to do next (`remedy`), so that a user
-who reads only the last line of a traceback knows the next step.
+A message says what happened, with the value, the bound and the peer, and what to do next (`remedy`), so that
+the last line of a traceback is enough to continue.
 """
 
 from __future__ import annotations
 
 
 class GridtrainError(Exception):
-    """Base of all errors of this package.
+    """Base class of all errors of this package.
 
     Args:
         reason: what happened, with the value and the bound.
-        remedy: the next thing to do; appended to the text after an arrow.
+        remedy: what the user should do next; it is appended to the message after an arrow.
 
     Attributes:
-        exit_code: of a process that ends with this error.
+        exit_code: the exit status of a process that ends with this error.
     """
 
     exit_code = 1
@@ -27,21 +27,22 @@ class GridtrainError(Exception):
 
 
 class RemoteProtocolError(GridtrainError):
-    """A peer violated the protocol.  It is disconnected; this process goes on."""
+    """A peer violated the protocol.  The peer is disconnected; this process continues."""
 
 
 class LocalProtocolError(GridtrainError):
-    """This process violated the protocol: a bug in gridtrain.  It is never caught."""
+    """This process violated the protocol because of a bug in gridtrain.  The error is never caught."""
 
 
 class ConfigError(GridtrainError):
-    """The user asked for something impossible or contradictory."""
+    """A setting or an argument is invalid, or contradicts another one."""
 
     exit_code = 2
 
 
 class LineBroken(GridtrainError):
-    """A pipeline's attempt cannot go on: stage `peer`, if known, has failed, left, or sent invalid data."""
+    """A pipeline's attempt cannot continue, because stage `peer`, if known, failed, left or sent invalid
+    data."""
 
     def __init__(self, reason: str, peer: int | None = None, *, remedy: str = "") -> None:
         self.peer = peer
@@ -49,19 +50,19 @@ class LineBroken(GridtrainError):
 
 
 class TransportError(GridtrainError):
-    """An address cannot be bound or used, or a bounded queue is full."""
+    """An address cannot be bound or connected to, or a bounded queue is full."""
 
 
 class CoordinatorUnreachable(GridtrainError):
-    """Nobody answered at the coordinator's address in time."""
+    """The coordinator's address did not answer in time."""
 
     exit_code = 3
 
 
 class JoinRefused(GridtrainError):
-    """The coordinator refused this worker; `code` is stable, the text is for people.
+    """The coordinator refused this worker; programs should evaluate `code`, because the text may change.
 
-    A script that does not catch it ends with `exit_code`, as `gridtrain worker` does.
+    A script that does not catch this error exits with status `exit_code`, as `gridtrain worker` does.
     """
 
     exit_code = 4
@@ -78,11 +79,12 @@ class NotAccepted(GridtrainError):
 
 
 class RunPaused(GridtrainError):
-    """The run cannot go on now (for instance: a member failed and the coordinator is away)."""
+    """The run cannot continue at the moment, for example because a member failed while the coordinator is
+    down."""
 
 
 class BudgetSpent(GridtrainError):
-    """The bytes that this machine may send and receive in a day are used up."""
+    """This machine has used up the bytes that it may send and receive in a day."""
 
 
 class JournalError(GridtrainError):

@@ -1,4 +1,4 @@
-"""Optional dependencies: a sentence that says what to install where one is missing."""
+"""Checks for optional dependencies; their errors say what to install."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _CHECKOUT = Path(__file__).resolve().parents[1]
 
 
 def install_command(extra: str) -> str:
-    """The pip command that adds `extra` to this installation, from its checkout or from its wheel.
+    """Return the pip command that adds `extra` to this installation, from its checkout or from its wheel.
 
-    gridtrain is on no package index; once it is, this function alone changes.
+    gridtrain is not on a package index; once it is, only this function has to change.
     """
     if (_CHECKOUT / "pyproject.toml").is_file():
         return f"pip install -e {shlex.quote(f'{_CHECKOUT}[{extra}]')}"
@@ -28,17 +28,17 @@ def require_torch(who: str) -> None:
     """Raise `ConfigError` unless the packages of the extra `torch` can be imported.
 
     Args:
-        who: what needs them, such as "gridtrain.join".
+        who: the name of the function or module that needs the packages, such as "gridtrain.join".
     """
     missing = [name for name in TORCH if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"{who} needs {' and '.join(missing)}, not installed here",
+            f"{who} needs {' and '.join(missing)} to be installed",
             remedy=f"{install_command('torch')} (or install the torch build that fits your GPU first)",
         )
 
 
 def require(package: str, who: str) -> None:
-    """Raise `ConfigError` unless `package` can be imported: it is optional, and `who` needs it."""
+    """Raise `ConfigError` unless the optional `package`, which `who` needs, can be imported."""
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"{who} needs {package}, not installed here", remedy=f"pip install {package}")
+        raise ConfigError(f"{who} needs {package} to be installed", remedy=f"pip install {package}")

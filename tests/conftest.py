@@ -4,25 +4,34 @@ GRIDTRAIN_TESTS=all     nothing is left out: slow tests, and all seeds of each t
 GRIDTRAIN_SEEDS=10000   every test over seeds runs seeds 0 to 9999 (`make sweep SEEDS=10000`)
 GRIDTRAIN_SEED=123      every test over seeds runs seed 123 alone (replays a failure)
 
-Without any of them, as in `make test`, a test over seeds runs a fifth of its seeds, and the tests that
-slow.txt names are left out unless the command line names their file or the test itself.
+Without any of them, as in `make test`, a test over seeds runs a fifth of its seeds, or those that it names
+and some that the sources draw; the tests that slow.txt names are left out unless the command line names their
+file or the test itself; and Python programs that tests start are forked (`forkserver.py`), where the test has
+no mark `executed`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
+from random import Random
 
+import forkserver
 import hypothesis
 import pytest
+import work_sharing
 
 hypothesis.settings.register_profile("gridtrain", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("gridtrain")
 
 SEED = pytest.StashKey[int]()
-FULL = os.environ.get("GRIDTRAIN_TESTS") == "all"
+CLIENT = pytest.StashKey[forkserver.Client]()
+FULL = os.environ.pop("GRIDTRAIN_TESTS", "") == "all"  # not passed on: gridtrain refuses unknown variables
 FEWEST_SEEDS = 25
+SIMULATED = ("gridtrain/core", "coordinator", "tests/simulation")  # whose digest draws seeds
 SLOW = tuple(
     line.strip()
     for line in (Path(__file__).parent / "slow.txt").read_text().splitlines()
@@ -30,23 +39,55 @@ SLOW = tuple(
 )
 
 
-@pytest.fixture
-def seeds(request: pytest.FixtureRequest) -> Callable[[int], Iterator[int]]:
-    """`for seed in seeds(2000):` runs a fifth of 2,000 seeds, or those that the environment asks for."""
+class Seeds:
+    """`for seed in seeds(2000):` runs a fifth of 2,000 seeds, or those that the environment asks for.
 
-    def chosen(default: int) -> range:
-        if one := os.environ.get("GRIDTRAIN_SEED"):
-            return range(int(one), int(one) + 1)
-        few = default if FULL else min(default, max(FEWEST_SEEDS, default // 5))
-        return range(int(os.environ.get("GRIDTRAIN_SEEDS") or few))
+    `seeds(2000, always=(3, 14), drawn=40)`: these two, unless one is replayed, and instead of the fifth 40
+    that a digest of the sources draws: others after each change, the same for the same sources.
+    """
 
-    def run(default: int) -> Iterator[int]:
-        for seed in chosen(default):
-            request.node.stash[SEED] = seed
+    def __init__(self, stash: pytest.Stash) -> None:
+        self._stash = stash
+
+    @property
+    def is_replay(self) -> bool:
+        """One seed is asked for, so that nothing can be said of all."""
+        return "GRIDTRAIN_SEED" in os.environ
+
+    def __call__(self, default: int, *, always: Sequence[int] = (), drawn: int = 0) -> Iterator[int]:
+        for seed in self._chosen(default, always, drawn):
+            self._stash[SEED] = seed
             yield seed
-        del request.node.stash[SEED]
+        del self._stash[SEED]
 
-    return run
+    @staticmethod
+    def _chosen(default: int, always: Sequence[int], drawn: int) -> Iterable[int]:
+        if one := os.environ.get("GRIDTRAIN_SEED"):
+            return [int(one)]
+        if swept := os.environ.get("GRIDTRAIN_SEEDS"):
+            more: Iterable[int] = range(int(swept))
+        elif FULL:
+            more = range(default)
+        elif drawn:
+            more = Random(_digest_of_sources()).sample(range(10**6), drawn)
+        else:
+            more = range(min(default, max(FEWEST_SEEDS, default // 5)))
+        return dict.fromkeys([*always, *more])
+
+
+@cache
+def _digest_of_sources() -> bytes:
+    root = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for folder in SIMULATED:
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.digest()
+
+
+@pytest.fixture
+def seeds(request: pytest.FixtureRequest) -> Seeds:
+    return Seeds(request.node.stash)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -59,6 +100,25 @@ def pytest_runtest_makereport(
         command = f"GRIDTRAIN_SEED={seed} make sweep TESTS='{item.nodeid}'"
         report.sections.append(("replay", command))
     return report
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[CLIENT] = forkserver.Client()
+    if (sharing := work_sharing.plugin()) is not None:
+        config.pluginmanager.register(sharing)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[CLIENT].close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    """Around fixtures, too."""
+    if FULL or item.get_closest_marker("executed") or not item.get_closest_marker("integration"):
+        return (yield)
+    with item.config.stash[CLIENT].forking():
+        return (yield)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,7 +1,7 @@
 """Learning rates of the runs to a target: one grid for every family, four workers in one process.
 
 Decides nothing at run time; what it finds is written by hand into accuracy/workloads.py.  Sparsifier and
-merges are the product's own (`tune_demo.Butterfly`); only the network is left out, and with it what differs
+merges are the product's own (`accuracy.butterfly`); only the network is left out, and with it what differs
 between ours and the rivals: dense and AdamW are one family for both.  Running averages of batch norm are of
 all workers' batches here, where each worker has its own in a run.
 
@@ -14,6 +14,7 @@ all workers' batches here, where each worker has its own in a run.
     python -m accuracy.tune                                  (in benchmarks/; one CPU thread)
     python -m accuracy.tune --workloads gpt --families sparse --rates 0.2 0.4 --steps 100
     python -m accuracy.tune --workloads gpt --families local --gathered 4:0.1 8:0.1 --out FILE
+    python -m accuracy.tune --workloads gpt --families sparse --rates 0.4 --values fp32 int8
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ import torch
 from torch import Tensor, nn
 
 import gridtrain
+from accuracy.butterfly import WORKERS, Butterfly
 from accuracy.train import parse, train
 from accuracy.workloads import WORKLOADS, Settings, Workload
-from tune_demo import WORKERS, Butterfly
+from gridtrain.network.wire.value_encoding import VALUE_KINDS, ValueKind
 
 SGD_RATES = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.0, 3.0)
 ADAMW_RATES = (0.001, 0.002, 0.003, 0.004, 0.006, 0.01, 0.02, 0.03)
@@ -58,7 +60,8 @@ STEPS, MEASURE_EVERY, DENSITY = 250, 10, 0.05
 @dataclass(frozen=True, slots=True)
 class Tried:
     """One setting.  `reached`: the step at which the workload's target was; None: it was not.
-    `least`: the lowest held-out loss, of all that were measured.  `gathered`: of the local families."""
+    `least`: the lowest held-out loss, of all that were measured.  `gathered`: of the local families.
+    `values`: of the sparse family, if not fp16."""
 
     workload: str
     family: str
@@ -67,6 +70,11 @@ class Tried:
     least: float
     gathered: str = ""
     seed: int = 0
+    values: str = ""
+
+    @property
+    def variant(self) -> str:
+        return self.gathered or self.values
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -98,13 +106,15 @@ def run(
     steps: int = STEPS,
     measure_every: int = MEASURE_EVERY,
     seed: int = 0,
+    values: str = "",
 ) -> Tried:
     """Train once, each setting from the same start with the same samples; ends at the target."""
     model = workload.model(seed)
     settings: Settings = replace(workload.settings[family], learning_rate=rate)
     optimizer = settings.build(model, momentum=family != "sparse")
     n = sum(parameter.numel() for parameter in model.parameters())
-    butterfly = Butterfly(n, DENSITY) if family == "sparse" else None
+    kind = VALUE_KINDS[values] if values else ValueKind.FP16
+    butterfly = Butterfly(n, DENSITY, kind) if family == "sparse" else None
     generator = torch.Generator().manual_seed(seed + 1)
     size, order, least = workload.batch_size, [], math.inf
     for step in range(1, steps + 1):
@@ -118,8 +128,8 @@ def run(
         if step % measure_every == 0 or step == steps:
             least = min(least, workload.held_out(model))
             if least <= workload.target:
-                return Tried(workload.name, family, rate, step, least, seed=seed)
-    return Tried(workload.name, family, rate, None, least, seed=seed)
+                return Tried(workload.name, family, rate, step, least, seed=seed, values=values)
+    return Tried(workload.name, family, rate, None, least, seed=seed, values=values)
 
 
 def run_local(workload: Workload, family: str, rate: float, steps: int, gathered: str, seed: int) -> Tried:
@@ -146,13 +156,13 @@ def table(tried: Sequence[Tried]) -> str:
         )
         for t in tried
     }
-    lines = ["| workload | family | H:density | rate | steps to the target | least held-out loss | |"]
+    lines = ["| workload | family | H:density, values | rate | steps to the target | least held-out loss | |"]
     lines += ["|---|---|---|---:|---:|---:|---|"]
     for t in tried:
         reached = "-" if t.reached is None else str(t.reached)
         mark = "best" if best[t.workload, t.family] is t else ""
         lines.append(
-            f"| {t.workload} | {t.family} | {t.gathered} | {t.rate:g} | {reached} | {t.least:.3f} | {mark} |"
+            f"| {t.workload} | {t.family} | {t.variant} | {t.rate:g} | {reached} | {t.least:.3f} | {mark} |"
         )
     return "\n".join(lines)
 
@@ -166,6 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gathered", nargs="+", default=GATHERED, metavar="H:DENSITY", help="of local ones")
+    parser.add_argument("--values", nargs="+", default=[""], choices=list(VALUE_KINDS), help="of sparse ones")
     parser.add_argument("--out", type=Path, help="add what is tried to this JSON file")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -174,16 +185,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         workload = WORKLOADS[name]()
         for family in options.families:
             for rate in options.rates or RATES[family]:
-                if family in ROADS:
-                    for gathered in options.gathered:
-                        tried.append(run_local(workload, family, rate, options.steps, gathered, options.seed))
-                        print(f"{tried[-1]}", file=sys.stderr, flush=True)
-                else:
-                    tried.append(run(workload, family, rate, options.steps, seed=options.seed))
-                    print(f"{tried[-1]}", file=sys.stderr, flush=True)
+                for variant in variants_of(family, options):
+                    if family in ROADS:
+                        found = run_local(workload, family, rate, options.steps, variant, options.seed)
+                    else:
+                        found = run(workload, family, rate, options.steps, seed=options.seed, values=variant)
+                    tried.append(found)
+                    print(f"{found}", file=sys.stderr, flush=True)
     print(table(tried))
     if options.out is not None:
         keep(options.out, tried)
+
+
+def variants_of(family: str, options: argparse.Namespace) -> Sequence[str]:
+    """What a family is tried with at each rate: H:density of local steps, kinds of values of gTop-k."""
+    if family in ROADS:
+        return list(options.gathered)
+    return list(options.values) if family == "sparse" else [""]
 
 
 def keep(path: Path, tried: Sequence[Tried]) -> None:

@@ -83,7 +83,7 @@ class RivalBlock:
             if code != 0:
                 said = "is not done in time" if code is None else f"ended with exit code {code}"
                 text = f"{self.cell.what}: rank {rank} {said}\n{log_tail(self.folder / f'rank-{rank}')}"
-                raise GridtrainError(text, remedy=f"the complete logs are in {self.folder}")
+                raise GridtrainError(text, remedy=f"see the complete logs in {self.folder}")
 
     def _samples(self) -> list[Sample]:
         contract = importlib.import_module("rivals.contract")

@@ -36,10 +36,16 @@ def first() -> list[Cell]:
     return [parse(text) for text in words]
 
 
+SMALL_ELEMENTS = 120_000
+"""A vector so small that messages cost more than bytes."""
+
+
 def quick() -> list[Cell]:
     dense = "P=2 n=2M rate=1Gbit"
     sparse = "P=2 n=2M rate=1Gbit density=0.01"
-    return [parse(f"dense {dense}"), parse(f"gtopk {sparse}"), parse(f"gloo/all_reduce {dense}")]
+    small = f"P=4 n={SMALL_ELEMENTS} rate=1Gbit"
+    whole = [f"dense {dense}", f"gtopk {sparse}", f"gloo/all_reduce {dense}"]
+    return [parse(text) for text in (*whole, f"dense:topology=ring {small}", f"gloo/all_reduce {small}")]
 
 
 def scaling() -> list[Cell]:

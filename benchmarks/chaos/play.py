@@ -31,7 +31,7 @@ START_S, BACK_S, END_S = 120.0, 90.0, 90.0
 HANG_S = 60.0
 REVIVE_S = 0.5
 TAIL_LINES = 12
-OWN_BUGS = ("gridtrain's loop crashed", "LocalProtocolError", "Traceback (most recent call last)")
+OWN_BUGS = ("gridtrain's I/O loop crashed", "LocalProtocolError", "Traceback (most recent call last)")
 
 
 class ChaosError(Exception):
@@ -102,11 +102,11 @@ class Played:
     missing: str = ""
 
     def life_s(self) -> float:
-        """Seconds of the measured part in which workers could work: not frozen, not cut off."""
+        """Seconds of the measured part in which workers could work: not frozen or stalled, not cut off."""
         return sum(self._overlap(begin, end) for spans in self.lives.values() for begin, end in spans) - sum(
             self._overlap(fault.at_s, fault.until_s)
             for fault in self.struck
-            if fault.kind in ("stop", "cut", "hole")
+            if fault.kind in ("stop", "stall", "cut", "hole")
         )
 
     def _overlap(self, begin_s: float, end_s: float) -> float:
@@ -185,8 +185,9 @@ class Play:
             "width": self._plan.width,
             "samples": self._plan.samples,
         }
-        script = (sys.executable, "-m", "chaos.train", json.dumps(options))
         for name in self._plan.names:
+            own = json.dumps({**options, "stall": str(self._stall(name))})
+            script = (sys.executable, "-m", "chaos.train", own)
             place = ["--name", name, "--export-dir", str(self._folder), *self._ground.cap()]
             argv = [*g.CLI, "worker", invitation, *place, "--restarts", "100000", "--", *script]
             settings = {"GRIDTRAIN_CHECKPOINT_EVERY": "50", "GRIDTRAIN_FAULTS": self._plan.planned}
@@ -341,6 +342,9 @@ class Play:
                 pid = self._pid(target)
                 self._signal(pid, signal.SIGSTOP)
                 return lambda: self._signal(pid, signal.SIGCONT)
+            case "stall":
+                self._stall(target).touch()
+                return lambda: self._stall(target).unlink()
             case "cut":
                 self._ground.cut(target, True)
                 return lambda: self._ground.cut(target, False)
@@ -394,6 +398,10 @@ class Play:
             lines = path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
             texts.append("\n".join([f"--- {path.name}", *(line[:300] for line in lines)]))
         return "\n".join(texts)
+
+    def _stall(self, name: str) -> Path:
+        """The file for which its training loop sleeps."""
+        return self._folder / f"stall-{name}"
 
     def _state(self, name: str) -> Path:
         return self._folder / f"state-{name}"

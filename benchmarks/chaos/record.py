@@ -3,7 +3,8 @@
 Decides which attempts were committed and what is wrong with the run.  Touches no process: it is given lines.
 
     round  [3, 120, 0]  positions 960-968      of each worker, before it sends anything
-    outcome [3, 120, 0] committed              of whoever lives to hear it: then it counts for all
+    outcome [3, 120, 0] committed              of whoever lives to hear it: then it counts for all whose
+                                               loops took part; who was absent uses its positions later
     state   step 120    digest                 the same on all
 
 A position is handed out once for each pass over the data; `end` tells which ones were given back at last.
@@ -23,6 +24,15 @@ Round = tuple[int, int, int]  # generation, step, attempt
 MOST_FINDINGS = 20
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What one worker brought to a round: positions of the ledger, and the sample at each."""
+
+    worker: str
+    positions: list[int]
+    samples: list[int]
+
+
 @dataclass(slots=True)
 class Record:
     """Attributes:
@@ -32,8 +42,7 @@ class Record:
     committed: dict[int, set[Round]] = field(default_factory=lambda: defaultdict(set))
     committed_s: dict[int, float] = field(default_factory=dict)
     world_sizes: dict[Round, int] = field(default_factory=dict)
-    positions: dict[Round, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
-    samples: dict[Round, list[int]] = field(default_factory=lambda: defaultdict(list))
+    taken: dict[Round, list[Taken]] = field(default_factory=lambda: defaultdict(list))
     digests: dict[int, dict[str, set[str]]] = field(default_factory=dict)
     loaded: dict[str, list[Line]] = field(default_factory=lambda: defaultdict(list))
     latest_s: dict[str, float] = field(default_factory=dict)
@@ -47,8 +56,10 @@ class Record:
                 self.loaded[worker].append(line)
             case "round":
                 self.world_sizes[name] = line["of"]
-                self.positions[name] += [(start, stop) for start, stop in line["spans"]]
-                self.samples[name] += line["samples"]
+                positions = [at for start, stop in line["spans"] for at in range(start, stop)]
+                self.taken[name].append(Taken(worker, positions, line["samples"]))
+            case "outcome" if not line.get("submitted", True):
+                self.taken[name] = [each for each in self.taken[name] if each.worker != worker]
             case "outcome" if line["committed"]:
                 self.committed[name[1]].add(name)
                 before_s = self.committed_s.get(name[1], line["at_s"])
@@ -70,7 +81,8 @@ class Record:
     def samples_between(self, begin_s: float, end_s: float) -> int:
         """How many samples the steps took that were committed in this time."""
         steps = (step for step, at_s in self.committed_s.items() if begin_s <= at_s < end_s)
-        return sum(len(self.samples[name]) for step in steps for name in self.committed[step])
+        rounds = (name for step in steps for name in self.committed[step])
+        return sum(len(each.samples) for name in rounds for each in self.taken[name])
 
     def steps_between(self, begin_s: float, end_s: float) -> int:
         return sum(begin_s <= at_s < end_s for at_s in self.committed_s.values())
@@ -108,10 +120,10 @@ class Record:
         held: Counter[int] = Counter()
         for names in self.committed.values():
             for name in names:
-                for start, stop in self.positions[name]:
-                    held.update(range(start, stop))
+                for each in self.taken[name]:
+                    held.update(each.positions)
         consumed = sum(held.values())
-        for start, stop in end["requeued"]:
+        for start, stop in (*end["requeued"], *end.get("late", ())):
             held.update(range(start, stop))
         wrong = {position: held[position] for position in range(end["cursor"]) if held[position] != 1}
         beyond = [position for position in held if position >= end["cursor"]]
@@ -129,11 +141,12 @@ class Record:
         taken: dict[int, Counter[int]] = defaultdict(Counter)
         for names in self.committed.values():
             for name in names:
-                positions = [p for start, stop in self.positions[name] for p in range(start, stop)]
-                if len(positions) != len(self.samples[name]):
-                    return [f"round {name} has {len(positions)} positions, {len(self.samples[name])} samples"]
-                for position, sample in zip(positions, self.samples[name], strict=True):
-                    taken[position // size][sample] += 1
+                for each in self.taken[name]:
+                    counts = len(each.positions), len(each.samples)
+                    if counts[0] != counts[1]:
+                        return [f"round {name} has {counts[0]} positions, {counts[1]} samples"]
+                    for position, sample in zip(each.positions, each.samples, strict=True):
+                        taken[position // size][sample] += 1
         return [
             f"pass {number}: {len(counts)} different ones of {size} samples"
             for number, counts in sorted(taken.items())

@@ -50,8 +50,8 @@ def summary(plan: Plan, played: Played) -> dict[str, Any]:
     }
 
 
-def by_kind(played: Played, usual_s: float) -> dict[str, dict[str, float]]:
-    """Median and worst stall of the survivors, and time lost until the next fault."""
+def by_kind(played: Played, usual_s: float) -> dict[str, dict[str, Any]]:
+    """The survivors' stalls in order, their median and the worst, and time lost until the next fault."""
     commits_s = played.record.commits_s()
     stalls: dict[str, list[float]] = defaultdict(list)
     lost: dict[str, list[float]] = defaultdict(list)
@@ -63,6 +63,7 @@ def by_kind(played: Played, usual_s: float) -> dict[str, dict[str, float]]:
     return {
         kind: {
             "count": len(found),
+            "stalls_s": [round(one_s, 3) for one_s in found],
             "stall_median_s": round(statistics.median(found), 3),
             "stall_worst_s": round(max(found), 3),
             "lost_median_s": round(statistics.median(lost[kind]), 3),

@@ -2,7 +2,7 @@
 
 Decides nothing while a run goes on, and touches no process.
 
-    bag      kill kill kill kill stop stop cut cut hole coordinator disk-coordinator disk-worker
+    bag      kill kill kill kill stop stop stall stall cut cut hole coordinator disk-coordinator disk-worker
     drawn    without putting back, then a new bag: in a long run each kind comes as often as its share
     times    one in each interval of `every_s`, at a random moment of its middle half
 """
@@ -17,6 +17,7 @@ from random import Random
 LASTS_S = {
     "kill": (0.0,),  # the agent starts the script again
     "stop": (0.3, 1.0, 2.0, 8.0),
+    "stall": (0.3, 1.0, 3.0, 8.0),  # the training loop sleeps, the process answers
     "cut": (0.3, 1.0, 2.0, 10.0),
     "hole": (0.3, 1.0, 2.0, 10.0),
     "coordinator": (0.2, 1.0, 4.0),
@@ -24,7 +25,9 @@ LASTS_S = {
     "disk-worker": (4.0,),
 }
 BAG = (
-    ("kill",) * 4 + ("stop",) * 2 + ("cut",) * 2 + ("hole", "coordinator", "disk-coordinator", "disk-worker")
+    *("kill",) * 4,
+    *("stop", "stall", "cut") * 2,
+    *("hole", "coordinator", "disk-coordinator", "disk-worker"),
 )
 NETWORK = frozenset({"cut", "hole"})
 DISK = frozenset({"disk-coordinator", "disk-worker"})

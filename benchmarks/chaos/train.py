@@ -6,7 +6,7 @@ Each line of stdout is one JSON object with a `mark`:
 
     loaded    torch is imported, the group is joined next; `pid`
     round     an attempt begins: `round` = [generation, step, attempt], its positions and its samples
-    outcome   of that attempt
+    outcome   of that attempt; `submitted`: whether the loop took part, before the group went on without it
     state     digest of model and optimizer after the committed step
     end       the step in the file `stop` is reached: digest and ledger
 
@@ -28,10 +28,16 @@ import torch
 from torch import Tensor, nn
 
 import gridtrain
+from gridtrain.core.group.member_events import SubmitRound
+from gridtrain.core.member.generation import late_submission
+from gridtrain.core.messages import RoundId
 from gridtrain.training.checkpoint import serialization
 
 FEATURES, CLASSES = 16, 8
 FOREVER = 100_000_000
+STALL_POLL_S = 0.02
+TOO_LATE = late_submission(SubmitRound(RoundId(0, 0, 0, 0), {})).reason
+"""Why a submission does not count that came after the group went on without it."""
 
 EXCHANGES = {
     "dense": (gridtrain.Dense(), 0.9),
@@ -46,10 +52,12 @@ class Options:
 
     Attributes:
         stop: a file that will hold the step to end before; until then there is none.
+        stall: a file; while it exists, the loop sleeps.
         compute_s: a pause in each step that stands for a volunteer's GPU: workers share few cores here.
     """
 
     stop: str
+    stall: str
     exchange: str = "dense"
     width: int = 256
     samples: int = 3000
@@ -93,7 +101,10 @@ class Witness:
         samples = self.batch if plan.samples else []  # else: a stand-in, which counts nothing
         say("round", round=name, of=plan.world_size, spans=spans, samples=samples)
         outcome = self._run(plan, workspaces, skip, salt)
-        say("outcome", round=name, committed=outcome.is_committed)
+        latest = self._session._loop.step_rounds.last_submitted
+        begun = latest is not None and latest.id == turn.open_round
+        submitted = begun and latest.failure_reason != TOO_LATE
+        say("outcome", round=name, committed=outcome.is_committed, submitted=submitted)
         if outcome.is_committed:
             self.committed = plan.step
         return outcome
@@ -108,7 +119,7 @@ def last_step(path: Path) -> int:
 
 def train(options: Options) -> None:
     torch.manual_seed(os.getpid())
-    width, stop = options.width, Path(options.stop)
+    width, stop, stall = options.width, Path(options.stop), Path(options.stall)
     model = nn.Sequential(
         nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES)
     )
@@ -116,14 +127,19 @@ def train(options: Options) -> None:
     say("loaded", pid=os.getpid())
     grid = gridtrain.join()
     inner = torch.optim.SGD(model.parameters(), lr=0.02, momentum=momentum)
-    optimizer = grid.optimizer(inner, model, exchange=exchange)
+    optimizer = grid.optimizer(inner, model, exchange=exchange, wait="auto")
     witness = Witness(grid)
     for x_BF, y_B, indices_B in grid.batches(
         Points(options.samples), batch_size=options.batch_size, steps=FOREVER
     ):
-        if grid.step >= last_step(stop):
+        last = last_step(stop)
+        if last < FOREVER:  # nobody may be left out at the end, when the others take part no more
+            grid._session._loop.step_rounds.stop_absences()
+        if grid.step >= last:
             break
         time.sleep(options.compute_s)
+        while stall.exists():
+            time.sleep(STALL_POLL_S)
         nn.functional.cross_entropy(model(x_BF), y_B).backward()
         witness.batch, before = indices_B.tolist(), witness.committed
         optimizer.step()
@@ -138,6 +154,7 @@ def train(options: Options) -> None:
         cursor=ledger.cursor,
         consumed=ledger.consumed,
         requeued=[[span.start, span.stop] for span in ledger.requeued],
+        late=[[span.start, span.stop] for batch in ledger.late for span in batch.spans],
     )
     with grid.evaluation():
         signal.pause()  # SIGTERM ends it: everybody has to reach the end before anybody leaves

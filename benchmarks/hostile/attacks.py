@@ -45,15 +45,19 @@ class Place:
 
     @property
     def round(self) -> m.RoundId:
-        return self.core._attempts._here  # type: ignore[no-any-return]
+        return self.core.current_generation.attempts._current_round  # type: ignore[no-any-return]
 
     @property
     def rank(self) -> int:
-        return self.core.seat.rank  # type: ignore[no-any-return]
+        return self.core.rank_assignment.rank  # type: ignore[no-any-return]
 
     def peers(self) -> list[bytes]:
         """The members to which there is a connection; only the victim if there is one."""
-        members = [x for x in self.core.seat.roster if x.peer != self.core.me and self.victim in ("", x.name)]
+        members = [
+            x
+            for x in self.core.rank_assignment.members
+            if x.peer != self.core.own_id and self.victim in ("", x.name)
+        ]
         return [member.peer for member in members if self.zeromq.connected(member.peer)]
 
     def everybody(self) -> list[bytes]:
@@ -63,9 +67,11 @@ class Place:
 
     def addresses(self) -> dict[bytes, str]:
         """Of those whom she was told how to dial; only the victim's if there is one."""
-        names = {x.peer: x.name for x in self.core.seat.roster} | {self.core.coordinator: "coordinator"}
-        told = {x.peer: x.address for x in self.core.seat.roster if x.peer != self.core.me}
-        dialled = {dial.peer: dial.address for dial in self.zeromq._outgoing}
+        names = {x.peer: x.name for x in self.core.rank_assignment.members} | {
+            self.core.coordinator: "coordinator"
+        }
+        told = {x.peer: x.address for x in self.core.rank_assignment.members if x.peer != self.core.own_id}
+        dialled = {dial.peer: dial.address for dial in self.zeromq._dialer}
         return {
             peer: address
             for peer, address in {**told, **dialled}.items()
@@ -74,15 +80,15 @@ class Place:
 
     def write(self, peer: bytes, frames: list[bytes]) -> bool:
         """Straight into libzmq's queue, past caps and credits.  False: it is full, or the peer has gone."""
-        links = self.zeromq._edges.get(peer)
+        links = self.zeromq._connections.get(peer)
         if not links:
             return False
         link = links[0]
         with contextlib.suppress(zmq.ZMQError):
-            if link.dial is None:
+            if link.outgoing is None:
                 return sockets.write(self.zeromq._listener.router, list(frames), link.routing_id)
-            if link.dial.socket is not None:
-                return sockets.write(link.dial.socket, list(frames))
+            if link.outgoing.socket is not None:
+                return sockets.write(link.outgoing.socket, list(frames))
         return False
 
     def pour(self, to: Callable[[], list[bytes]], frames_for: Callable[[bytes], list[bytes]]) -> int:
@@ -116,7 +122,7 @@ class Attack:
 
     def data(self, **changes: Any) -> m.Data:
         return replace(
-            m.Data(self.at.round, m.Channel(), m.PayloadSlot(m.CollectivePhase.REDUCE), False, b"x"),
+            m.Data(self.at.round, m.Channel(), m.PayloadSlot(m.CollectivePhase.REDUCE), 0, b"x"),
             **changes,
         )
 
@@ -176,7 +182,7 @@ class Endless(Attack):
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         with contextlib.suppress(OSError, Refused):
             connection = CurveConnection(self.at.identity, peer, host, int(port))
-            connection.send(codec.encode(m.Hello(self.at.core.me, m.PROTOCOL_VERSION, "endless")))  # type: ignore[arg-type]
+            connection.send(codec.encode(m.Hello(self.at.core.own_id, m.PROTOCOL_VERSION, "endless")))  # type: ignore[arg-type]
             while not self.over:
                 connection.send([self.frame], more=True)
                 self.sent += 1
@@ -286,19 +292,19 @@ class Flapping(Attack):
     spared = True  # the coordinator
 
     def burst(self) -> None:
-        for dial in list(self.at.zeromq._outgoing):
+        for dial in list(self.at.zeromq._dialer):
             if dial.peer == self.at.core.coordinator and self.spared:
                 continue
-            if dial.link is not None:
+            if dial.connection is not None:
                 self.at.zeromq._redial(dial, "on purpose")
                 self.sent += 1
             dial.attempt, dial.due_s = 0, min(dial.due_s, time.monotonic() + 5.0)
             if dial.socket is None:
                 dial.due_s = 0.0
         for peer in self.at.peers():
-            for link in self.at.zeromq._edges.get(peer, []):
-                if link.dial is None:
-                    self.at.zeromq._listener.cut(link)
+            for link in self.at.zeromq._connections.get(peer, []):
+                if link.outgoing is None:
+                    self.at.zeromq._listener.shut(link)
                     self.sent += 1
 
 
@@ -321,7 +327,7 @@ class Crowd(Attack):
         self._open: list[Any] = []
 
     def burst(self) -> None:
-        hello = codec.encode(m.Hello(self.at.core.me, m.PROTOCOL_VERSION, "crowd"))
+        hello = codec.encode(m.Hello(self.at.core.own_id, m.PROTOCOL_VERSION, "crowd"))
         for peer, address in self.at.addresses().items():
             if len(self._open) >= 4 * self.connections:
                 break

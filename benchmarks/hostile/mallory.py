@@ -99,7 +99,7 @@ class Hands:
 
     def _attacks(self) -> bool:
         core = self._place.core
-        if core.stage is not MemberPhase.RUNNING:
+        if core.phase is not MemberPhase.RUNNING:
             return False
         if self._from_step is None:
             self._from_step = core.step + LAWFUL_STEPS

@@ -140,8 +140,10 @@ class Program:
             for text in pipe:
                 line = _json_object(text)
                 with self._changed:
-                    if line is None:
-                        self.text.append(text.rstrip())
+                    if (
+                        line is None or line.get("event") == "output"
+                    ):  # a line of the script, as it is or as JSON
+                        self.text.append(text.rstrip() if line is None else line["fields"]["text"])
                     else:
                         self.lines.append(line)
                     self._changed.notify_all()

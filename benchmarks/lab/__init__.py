@@ -9,7 +9,6 @@ touches the machine's own interfaces, routes or firewall: everything is in names
     line.py        a cable: rates, delay, loss
     shape.py       a rate
     arrivals.py    delay and loss; delay.py: the program that holds packets where the kernel has no netem
-    sniff.py       sees every frame between the hosts, and looks for bytes in it
     group.py       a coordinator and its workers, each on a host of its own
     volunteers.py  `make lab`: step times with nobody, half and everybody behind NAT
 """

@@ -1,7 +1,7 @@
 """Stages whose computing is waiting, as if each had a machine of its own.
 
-Decides how long; our pipelines run here in threads over `MemoryLine`s.  A waiting stage uses no processor, so
-four stages on two cores are as fast as four machines, but for the work of the pipeline itself.
+A waiting stage uses no processor, so four stages on two cores are as fast as four machines, but for the work
+of the pipeline itself.
 """
 
 from __future__ import annotations
@@ -10,31 +10,12 @@ import ctypes
 import statistics
 import threading
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gridtrain.pipeline.executor import ScheduleFactory, StageExecutor
-from gridtrain.pipeline.memory_stage_link import memory_stage_links, run_in_threads
-from gridtrain.pipeline.stage import Stage
-from gridtrain.pipeline.tensor_tree import TensorTreeSpec
-
 FORWARD_S, BACKWARD_S = 0.010, 0.020
-
-
-@dataclass(frozen=True)
-class Link:
-    """Of each direction between two stages."""
-
-    name: str
-    latency_s: float
-    bandwidth_Bps: float
-
-
-LAN = Link("1 Gbit/s, 0.2 ms", 0.0002, 125e6)
-FAST = Link("100 Mbit/s, 5 ms", 0.005, 12.5e6)
 
 
 _PR_SET_TIMERSLACK = 29
@@ -171,55 +152,3 @@ def loss_of(out: Tensor, target: Tensor) -> Tensor:
 def elements_of(payload_bytes: int) -> int:
     """float32 elements of a sample's activations."""
     return payload_bytes // 4
-
-
-class Pipeline:
-    """S stages, one sample in each micro-batch; made once, stepped often."""
-
-    def __init__(
-        self,
-        stages: int,
-        micro_batches: int,
-        schedule: ScheduleFactory,
-        *,
-        layers: int = 1,
-        payload_bytes: int = 125_000,
-        link: Link = LAN,
-    ) -> None:
-        elements = elements_of(payload_bytes)
-        spec = TensorTreeSpec.of(torch.zeros(7, elements), 7)
-        self._link, self._sizes = link, (1,) * micro_batches
-        self._inputs = torch.zeros(micro_batches, elements)
-        self._runners = [
-            StageExecutor(
-                Stage(
-                    [Emulated(last=s == stages - 1 and i == layers - 1) for i in range(layers)],
-                    input=spec if s else None,
-                    output=spec if s < stages - 1 else None,
-                    loss=loss_of if s == stages - 1 else None,
-                    rematerialise=False,
-                    deterministic=True,
-                ),
-                s,
-                stages,
-                schedule=schedule,
-            )
-            for s in range(stages)
-        ]
-
-    def step_s(self) -> float:
-        """From the moment at which all stages are ready until the last one is done."""
-        count = len(self._runners)
-        link = self._link
-        lines = memory_stage_links(count, latency_s=link.latency_s, bandwidth_Bps=link.bandwidth_Bps)
-        ready = threading.Barrier(count)
-
-        def work(s: int) -> tuple[float, float]:
-            ready.wait()
-            begun_s = time.monotonic()
-            inputs = self._inputs if s in (0, count - 1) else None
-            self._runners[s].run(lines[s], seed=0, sizes=self._sizes, inputs=inputs, targets=inputs)
-            return begun_s, time.monotonic()
-
-        times = run_in_threads([lambda s=s: work(s) for s in range(count)])  # type: ignore[misc]
-        return max(stop_s for _, stop_s in times) - min(start_s for start_s, _ in times)

@@ -1,7 +1,6 @@
 """The same emulated stages under torch.distributed.pipelining: a process for each, gloo.
 
-Decides nothing.  On loopback, which has neither latency nor a rate to speak of, this is torch at its best; in
-the lab every process is on a host of its own, with the cables that ours have.
+Every process is on a host of its own in the lab, with the cables that ours have.
 
     python torch_side.py --rank 2 --stages 4 --meet tcp://10.77.0.2:29500 --cases GPipe:8 1F1B:8 --result FILE
 """
@@ -10,14 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -78,26 +75,6 @@ def longest_s(parts: Sequence[Spans]) -> dict[Case, list[float]]:
         ]
         for case in parts[0]
     }
-
-
-def _local(rank: int, pipe: Any, *arguments: Any) -> None:
-    pipe.send(work(rank, *arguments))
-
-
-def steps_s(stages: int, cases: Sequence[Case], rounds: int, payload_bytes: int) -> dict[Case, list[float]]:
-    """Over loopback."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    fork = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        rest = (stages, f"file://{folder}/store", list(cases), rounds, payload_bytes)
-        pipes = [fork.Pipe(duplex=False) for _ in range(stages)]
-        group = [fork.Process(target=_local, args=(rank, pipes[rank][1], *rest)) for rank in range(stages)]
-        for process in group:
-            process.start()
-        parts = [receive.recv() for receive, _ in pipes]
-        for process in group:
-            process.join()
-    return longest_s(parts)
 
 
 def in_lab(

@@ -1,10 +1,10 @@
-"""The coordinator daemon: it admits workers, makes generations and keeps the journal.  Never imports torch.
+"""The coordinator daemon, which admits workers, makes generations and keeps the journal, without torch.
 
 serving      the process: folder, keys, port, dashboard
 daemon       the loop: transport --> membership, access --> effects, in their order
-run/ stages/ membership/    pure: what is known of the run, stages of a pipeline, the state machine
+run/ stages/ membership/    pure: what is known about the run, stages of a pipeline, the state machine
 access/      pure: which keys may connect, violations, bans; access_handler connects it to the loop
 journal/     SQLite store, keys, backups, disk-full mode
-dashboard/   the page on which people watch the run
+dashboard/   the web page that shows the run
 status_report, log, diagnostics (for `gridtrain doctor`), bundle_server
 """

@@ -7,13 +7,13 @@
 
     removal: Membership.handle(WorkerRemoved)
 
-What must be durable precedes all messages about it.
+Journal entries precede all messages about what they record.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from gridtrain.core import messages as m
 from gridtrain.network.transport.interface import ConnectionRole, PeerUp
@@ -25,32 +25,27 @@ from gridtrain_coordinator.access.authorization import (
     ViolationOutcome,
 )
 from gridtrain_coordinator.access.violations import VIOLATIONS_BEFORE_REMOVAL
+from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run import events as io
 
-ASK_OWNER = "ask the run's owner for a new invitation; an earlier one does not admit this worker again"
-ASK_PARDON = "ask the run's owner to lift the ban (gridtrain unban {digits}), and then for a new invitation"
-
-
-class MembershipPort(Protocol):
-    def handle(self, event: io.Event, now_s: float) -> list[io.Effect]: ...
-
-    def worker_name(self, peer: m.PeerId) -> str: ...
+ASK_OWNER = "ask the run's owner for a new invitation; earlier invitations do not admit this worker again"
+ASK_PARDON = "ask the run's owner to lift the ban (gridtrain unban {digits}) and to send a new invitation"
 
 
 class AccessHandler:
     """Handles pending members, orders and violations.
 
     Args:
-        authorization: decides who has access.
-        membership: is told which workers are removed.
-        operator: the key that may give orders.
-        wall: seconds of the wall clock, as invitations outlive a restart.
+        authorization: the access control, which decides who has access.
+        membership: the core, from which removed workers are dismissed.
+        operator: the key that may give orders; None if no key may.
+        wall: a function that returns wall-clock time in seconds, because invitations outlive a restart.
     """
 
     def __init__(
         self,
         authorization: Authorization,
-        membership: MembershipPort,
+        membership: Membership,
         operator: m.PeerId | None,
         wall: Callable[[], float],
     ) -> None:
@@ -61,17 +56,24 @@ class AccessHandler:
         self._pending_members: dict[m.PeerId, tuple[m.PeerId, str]] = {}  # -> invitation's key, host
 
     def on_connected(self, event: PeerUp) -> bool:
-        """True: it is a pending member, of which the membership does not hear."""
+        """Record a connection; return whether it belongs to a pending member.
+
+        The caller does not pass pending members on to the membership.
+        """
         if event.pending_key is not None:
             self._pending_members[event.peer] = (event.pending_key, event.host)
         return event.pending_key is not None
 
     def on_disconnected(self, peer: m.PeerId) -> bool:
-        """True: it was a pending member."""
+        """Forget a connection; return whether it belonged to a pending member."""
         return self._pending_members.pop(peer, None) is not None
 
     def may_send(self, peer: m.PeerId) -> bool:
-        """Asked for each message in its turn, as an earlier message may have changed the answer."""
+        """Whether messages from this peer are currently accepted.
+
+        Call it for each message just before handling the message, as an earlier message may have changed the
+        result.
+        """
         return (
             peer in self._pending_members
             or self._authorization.access_role(peer, self._wall()) is AccessRole.PEER
@@ -80,8 +82,21 @@ class AccessHandler:
     def is_pending(self, peer: m.PeerId) -> bool:
         return peer in self._pending_members
 
+    def refuse_ended_invitation(self, peer: m.PeerId) -> list[io.Effect] | None:
+        """Refuse any message from a pending member whose invitation has ended.
+
+        Returns None if the invitation is valid, or if `peer` is not a pending member.
+        """
+        if peer not in self._pending_members:
+            return None
+        refusal = self._authorization.invitation_refusal(self._pending_members[peer][0], self._wall())
+        if refusal is None:
+            return None
+        note = io.LogEvent("info", "not_enrolled", {"reason": refusal.reason})
+        return [note, io.Send(peer, refusal), io.Disconnect(peer)]
+
     def handle(self, peer: m.PeerId, message: m.Message, now_s: float) -> list[io.Effect] | None:
-        """None: the message is for the membership."""
+        """Handle a message about access.  Return None if the membership has to handle it."""
         if peer in self._pending_members:
             return self._handle_pending(peer, message)
         match message:
@@ -90,20 +105,23 @@ class AccessHandler:
             case m.Join() if not self._authorization.allow_join(peer, now_s):
                 return [io.Send(peer, authorization_rules.TOO_MANY_JOINS), io.Disconnect(peer)]
             case _ if self.is_operator(peer):
-                text = f"the operator's key cannot be a worker's, but it sent {type(message).__name__}"
+                text = f"a worker used the operator's key to send {type(message).__name__}"
                 return [io.Send(peer, m.Refused("operator", text, "join with an invitation"))]
         return None
 
     def execute_order(
         self, order: m.RemoveWorker | m.Unban, now_s: float
     ) -> tuple[list[io.Effect], m.OperatorReply | m.Refused]:
-        """An order from the dashboard; returns the effects to carry out, and the answer."""
+        """Carry out an order from the dashboard; return the effects and the reply."""
         answer = self._authorize_order(self._operator or b"", order)
         assert isinstance(answer.reply, m.OperatorReply | m.Refused)
         return [*answer.entries, *self._remove_all(answer.removed, now_s, _is_ban(order))], answer.reply
 
     def record_violation(self, violation: io.RecordViolation, now_s: float) -> list[io.Effect]:
-        """A worker broke the protocol: remove it from the generation, and after several from the run."""
+        """Record a violation, and remove the worker that committed it from the generation.
+
+        After several violations the worker is removed from the run.
+        """
         outcome = self._authorization.record_violation(
             violation.peer, violation.reason, violation.accuser, now_s
         )
@@ -113,16 +131,16 @@ class AccessHandler:
             count = f"violation {outcome.violation_count} of {VIOLATIONS_BEFORE_REMOVAL}"
             text = f"broke the protocol ({count}): {violation.reason}"
             effects += self._remove(
-                violation.peer, "offence", text, "make sure that it runs an unmodified gridtrain", now_s
+                violation.peer, "offence", text, "run an unmodified gridtrain on this worker", now_s
             )
         return effects
 
     def tick(self, now_s: float) -> list[io.Effect]:
-        """To be called once a second."""
+        """Review suspected accusers; call once a second."""
         return self._apply_outcome(self._authorization.tick(now_s), now_s)
 
     def status(self) -> dict[str, Any]:
-        """For the operator."""
+        """Return the part of the operator's status that concerns access."""
         return self._authorization.status(self._wall())
 
     def violation_count(self, peer: m.PeerId) -> int:
@@ -150,7 +168,10 @@ class AccessHandler:
         return [*answer.entries, note, io.Send(peer, answer.reply)]
 
     def _authorize_order(self, sender: m.PeerId, order: m.Invite | m.RemoveWorker | m.Unban) -> AccessReply:
-        """A removal records the worker's name, so that a ban can be lifted by it."""
+        """Pass an order to access control.
+
+        A removal records the worker's name, so that a ban can be lifted by name.
+        """
         name = self._membership.worker_name(order.peer) if isinstance(order, m.RemoveWorker) else ""
         return self._authorization.handle_order(sender, order, self._wall(), name)
 
@@ -190,5 +211,8 @@ def _is_ban(order: m.Message) -> bool:
 def connection_gate(
     authorization: Authorization, wall: Callable[[], float]
 ) -> Callable[[m.PeerId], ConnectionRole]:
-    """For the transport: the role of a key, asked at each handshake and for each message."""
+    """Return a function that maps a key to its role.
+
+    The transport calls it at each handshake and for each message.
+    """
     return lambda key: ConnectionRole(authorization.access_role(key, wall()).value)

@@ -1,4 +1,4 @@
-"""Sends the run's bundle to workers that ask for it, block by block, within a rate limit.
+"""Sends the run's bundle to workers that request it, block by block, within a rate limit.
 
 worker  StatusRequest --> status: bundle {digest, bytes, script}
         BundleRequest(digest, 0), (digest, 1), ... --> BundleBlock | Refused
@@ -15,13 +15,13 @@ from gridtrain.tools.bundle import Bundle
 from gridtrain_coordinator.run import events as io
 
 MAX_BUNDLES_PER_WORKER, RATE_WINDOW_S = 4, 600.0
-"""Whole bundles that a worker may fetch within that time, as a request is small and the answer is not."""
+"""How many whole bundles a worker may fetch within `RATE_WINDOW_S`, as small requests have large replies."""
 
 MAX_ASKERS = 1000
 
 
 class BundleServer:
-    """Serves one bundle; None: there is none."""
+    """Serves the run's bundle, if the run has one."""
 
     def __init__(self, bundle: Bundle | None = None) -> None:
         archive = bundle.archive if bundle is not None else b""
@@ -30,7 +30,7 @@ class BundleServer:
         self._asked: dict[m.PeerId, deque[float]] = {}
 
     def answer(self, peer: m.PeerId, request: m.BundleRequest, now_s: float) -> list[io.Effect]:
-        """The block, or a refusal."""
+        """Return the requested block, or a refusal."""
         if self._bundle is None:
             return [
                 io.Send(
@@ -38,19 +38,17 @@ class BundleServer:
                 )
             ]
         if self._digest() != request.digest or request.index >= len(self._blocks):
-            text = f"the run's bundle is {self._bundle.digest}, not the requested one"
-            return [
-                io.Send(peer, m.Refused("bundle", text, "restart the worker: it then requests the new one"))
-            ]
+            text = f"the run's bundle is {self._bundle.digest}, which differs from the requested bundle"
+            return [io.Send(peer, m.Refused("bundle", text, "restart the worker to request this bundle"))]
         if not self._is_allowed(peer, now_s):
             minutes = f"{RATE_WINDOW_S / 60:.0f} minutes"
-            text = f"one worker may fetch {MAX_BUNDLES_PER_WORKER} bundles within {minutes}"
+            text = f"a worker may fetch at most {MAX_BUNDLES_PER_WORKER} bundles within {minutes}"
             return [io.Send(peer, m.Refused("too-often", text, "try again later"))]
         block = m.BundleBlock(request.digest, request.index, len(self._blocks), self._blocks[request.index])
         return [io.Send(peer, block)]
 
     def status(self) -> dict[str, Any] | None:
-        """For the status; None: there is no bundle."""
+        """Return what the status contains about the bundle; None if there is no bundle."""
         if self._bundle is None:
             return None
         size = len(self._bundle.archive)
@@ -61,14 +59,14 @@ class BundleServer:
         return bytes.fromhex(self._bundle.digest.removeprefix("sha256:"))
 
     def _is_allowed(self, peer: m.PeerId, now_s: float) -> bool:
-        """Counts this request."""
+        """Whether the rate limit allows this request; count the request if it does."""
         times_s = self._asked.pop(peer, None) or deque(maxlen=MAX_BUNDLES_PER_WORKER * len(self._blocks))
         while times_s and times_s[0] <= now_s - RATE_WINDOW_S:
             times_s.popleft()
         is_allowed = len(times_s) < MAX_BUNDLES_PER_WORKER * len(self._blocks)
         if is_allowed:
             times_s.append(now_s)
-        self._asked[peer] = times_s  # reinserted last: the first entries have been quiet for longest
+        self._asked[peer] = times_s  # reinserted last, so that the first entry is the least recent
         if len(self._asked) > MAX_ASKERS:
             del self._asked[next(iter(self._asked))]
         return is_allowed

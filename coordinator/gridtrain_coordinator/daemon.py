@@ -1,4 +1,4 @@
-"""The coordinator's loop: it carries out the effects that the membership core and access control return.
+"""The coordinator's loop, which carries out the effects that the membership core and access control return.
 
                   poll                    handle, tick                   in order
     Transport ------------> Coordinator --------------> Membership ---------------------+
@@ -59,47 +59,33 @@ from gridtrain_coordinator.status_report import RateMeter, build_status, encode_
 
 SOFTWARE = f"gridtrain {__version__}"
 MAX_WAIT_S = 0.25
-"""The longest single wait, so that a stop is noticed within it."""
+"""The longest single wait; a request to stop is noticed within this time."""
 
 EXIT_DELAY_S = 5.0
-"""Time for workers to hear of the end of the run, and to leave."""
+"""How long workers have to receive the news that the run has ended, and to leave."""
 
 
 class StopFlag(Protocol):
-    """A `threading.Event`, or anything else with this method."""
+    """A `threading.Event`, or any other object with an `is_set` method."""
 
     def is_set(self) -> bool: ...
 
 
-class MembershipCore(Protocol):
-    """What the loop needs of `Membership`."""
-
-    @property
-    def deadline_s(self) -> float: ...
-    def start(self, now_s: float) -> list[io.Effect]: ...
-    def handle(self, event: io.Event, now_s: float) -> list[io.Effect]: ...
-    def tick(self, now_s: float) -> list[io.Effect]: ...
-    def snapshot(self, now_s: float) -> dict[str, Any]: ...
-    def introduce_pending_member(
-        self, pending: PeerId, most: int
-    ) -> tuple[list[io.Effect], tuple[tuple[PeerId, str], ...]]: ...
-
-
 class DashboardPort(Protocol):
-    """What the loop needs of the dashboard; none of it may block."""
+    """The methods of the dashboard that the loop calls; none of them may block."""
 
     def publish(self, status: Mapping[str, Any]) -> None: ...
     def take_orders(self) -> Iterable[tuple[RemoveWorker | Unban, Future[OperatorReply | Refused]]]: ...
 
 
 def _recover(store: JournalStore, run: str) -> RecoveredRun:
-    """The run as the journal left it.  Raises `JournalError`."""
+    """Return the run as the journal records it.  Raises `JournalError` if the run cannot continue from it."""
     entries = [(entry.kind, entry.body) for entry in store.entries()]
     runs = {body["run"] for kind, body in entries if kind == "term" and "run" in body}
     if runs - {run}:
         raise JournalError(
-            f'the journal is that of the run "{runs.pop()}", not "{run}"',
-            remedy="name another folder with --state, or the other run with --run",
+            f'the journal belongs to the run "{runs.pop()}", not to the run "{run}"',
+            remedy="choose another folder with --state, or specify the journal's run with --run",
         )
     try:
         recovered = recover_run(entries)
@@ -108,43 +94,46 @@ def _recover(store: JournalStore, run: str) -> RecoveredRun:
     if recovered.is_finished:
         raise JournalError(
             f'the run "{run}" of this journal is finished',
-            remedy="start a new one: name another run with --run, or another folder with --state",
+            remedy="to train its model further, start the coordinator with another --state and the workers "
+            "with the --state-dir of their checkpoints (docs/operations.md); to start a new run, use --run",
         )
     return recovered
 
 
 def invalid_entry(error: Exception) -> JournalError:
-    """The journal cannot be read back: `error` was raised by one of its entries."""
+    """Return the error for a journal with an invalid entry, which raised `error` when it was parsed."""
     return JournalError(
-        f"the journal holds an entry that no coordinator wrote: {error!r}",
-        remedy="restore it from a backup, or start a new run with another --state",
+        f"the journal contains an entry that no coordinator wrote: {error!r}",
+        remedy="restore the journal from a backup, or start a new run with another --state",
     )
 
 
 class Coordinator:
     """Owns a transport, a core and a store, and closes transport and store when `run` returns.
 
-    May be constructed in one thread and run in another.
+    A coordinator may be constructed in one thread and run in another.
 
     Args:
-        transport: any `Transport` that listens already, with access control as its gate.
+        transport: a `Transport` that is already listening, with access control as its gate.
         store: the journal; `JournalStore.open(":memory:")` for a group within one process.
         membership: the core; its term must come from `store.next_term()`.
-        access: access control over the same core.
-        log: called once for each event.
-        exit_when_finished: `run` returns when the run is finished and its workers have left.
-        address: where workers find it, for `gridtrain status`.
-        clock: seconds, monotonic.
-        backups: None: none are made.
-        dashboard: receives the status once a second, and gives the operator's orders.
-        bundle_server: the bundle that workers may fetch; None: there is none.
+        access: the access control for the same core.
+        reach_s: the time limit of a dial-back in seconds.
+        log: a function that is called once for each event.
+        exit_when_finished: whether `run` returns when the run is finished and its workers have left.
+        address: the address that workers use, as `gridtrain status` shows it.
+        clock: a function that returns the seconds of a monotonic clock.
+        backups: the backups of the journal; None to make no backups.
+        dashboard: the dashboard, which receives the status once a second and passes on the operator's
+            orders; None if there is no dashboard.
+        bundle_server: the server of the bundle that workers may fetch; None if there is no bundle.
     """
 
     def __init__(
         self,
         transport: Transport,
         store: JournalStore,
-        membership: MembershipCore,
+        membership: Membership,
         access: AccessHandler,
         *,
         reach_s: float = Deadlines().reach_s,
@@ -195,9 +184,10 @@ class Coordinator:
         plans: bool = True,
         dashboard: DashboardPort | None = None,
     ) -> Coordinator:
-        """A coordinator with the real core, in the journal's next term.
+        """Create a coordinator with a `Membership` for the journal's next term.
 
-        Raises `JournalError` if the journal is that of another or a finished run, or holds invalid entries.
+        Raises `JournalError` if the journal belongs to another run or a finished run, or if an entry is
+        invalid.
         """
         recovered = _recover(store, run)
         deadlines = deadlines or Deadlines()
@@ -226,10 +216,10 @@ class Coordinator:
         )
 
     def run(self, stop: StopFlag) -> None:
-        """Serve until `stop` is set, or the run is over (`exit_when_finished`).
+        """Serve until `stop` is set or, with `exit_when_finished`, until the run is over.
 
-        Raises `JournalError` if something cannot be made durable; it is then not sent either.  If only the
-        disk is full it is kept and tried again; see `DiskFullMode`.
+        Raises `JournalError` if a decision cannot be made durable; such a decision is not sent.  If the disk
+        is full, decisions are instead held in memory and the write is retried; see `DiskFullMode`.
         """
         try:
             now_s = self._clock()
@@ -245,7 +235,7 @@ class Coordinator:
     # -- one turn ------------------------------------------------------------------------------
 
     def _clock(self) -> float:
-        """The core's clock, which stands still in disk-full mode."""
+        """Return the time of the core's clock, which is stopped in disk-full mode."""
         mode = self._disk_full
         return mode.core_stopped_s if mode is not None else self._real_clock() - self._core_clock_lag_s
 
@@ -271,7 +261,9 @@ class Coordinator:
         self._track_connection(event)
         match event:
             case Received(peer) if not self._access.may_send(peer):
-                return []  # an earlier message of this turn removed it
+                return []  # an earlier message of this turn removed the peer
+            case Received(peer) if (refused := self._access.refuse_ended_invitation(peer)) is not None:
+                return refused
             case Received(peer, StatusRequest()) if not self._access.is_pending(peer):
                 return [io.Send(peer, StatusReply(self._encoded_status(peer, now_s)))]
             case Received(peer, message) if self._checkups.accepts(peer, message):
@@ -314,11 +306,11 @@ class Coordinator:
         return [note(peer.hex()[:12]), *effects]
 
     def _perform(self, effects: Sequence[io.Effect], now_s: float) -> None:
-        """Carry out effects in order, the journal's first, all in one transaction.
+        """Write all journal entries in one transaction, then carry out the other effects in order.
 
-        An entry that is written before an effect that precedes it does no harm: to everybody else it looks as
-        if the coordinator had been killed in between.  A peer to which a send fails is disconnected, and the
-        core hears of it once; as peers are finite, so is this loop.
+        Writing an entry before an effect that precedes it is harmless: peers cannot distinguish this from a
+        coordinator that was killed in between.  If a send fails, the core is notified once that the peer is
+        disconnected; as the number of peers is finite, the loop ends.
         """
         failed: set[PeerId] = set()
         while effects:
@@ -339,7 +331,7 @@ class Coordinator:
                 self._backups.request()
 
     def _carry_out(self, effects: Sequence[io.Effect], failed: set[PeerId]) -> list[io.PeerDisconnected]:
-        """Carry out all but journal entries; returns the peers to which a send failed."""
+        """Carry out all effects but journal entries; return the peers to which a send failed."""
         losses: list[io.PeerDisconnected] = []
         for effect in effects:
             match effect:
@@ -349,8 +341,10 @@ class Coordinator:
                     except TransportError as error:
                         failed.add(peer)
                         losses.append(io.PeerDisconnected(peer, error.reason))
-                case io.Disconnect(peer):
+                case io.Disconnect(peer):  # no `PeerDown` follows
                     self._transport.hang_up(peer)
+                    self._checkups.on_disconnected(peer)
+                    self._access.on_disconnected(peer)
                 case io.DialBack(peer, addresses):
                     self._transport.reach(peer, addresses, self._dial_back_timeout_s)
                 case io.LogEvent(level, event, fields):
@@ -358,14 +352,14 @@ class Coordinator:
         return losses
 
     def _record_violation(self, effect: io.Effect, now_s: float) -> Sequence[io.Effect]:
-        """Replace a violation by what access control makes of it."""
+        """Return access control's effects for a violation, and any other effect unchanged."""
         return (
             self._access.record_violation(effect, now_s)
             if isinstance(effect, io.RecordViolation)
             else [effect]
         )
 
-    # -- no room, and backups ------------------------------------------------------------------
+    # -- full disk, and backups ----------------------------------------------------------------
 
     def _track_connection(self, event: TransportEvent) -> None:
         if isinstance(event, PeerUp):
@@ -392,7 +386,7 @@ class Coordinator:
         self._carry_out([io.Send(peer, mode.state()) for peer in sorted(self._connected)], set())
 
     def _run_once_disk_full(self, mode: DiskFullMode) -> None:
-        """A turn without decisions."""
+        """Run a turn without making decisions, and retry writing the decisions that are not durable yet."""
         for event in self._transport.poll(MAX_WAIT_S):
             self._track_connection(event)
             self._carry_out(self._handle_event_disk_full(mode, event), set())
@@ -426,7 +420,7 @@ class Coordinator:
                 return mode.queue_event(event)
 
     def _leave_disk_full_mode(self, mode: DiskFullMode) -> None:
-        """There is room: carry out what was decided, as it is durable now, then handle the queued events."""
+        """Carry out the decided effects, which are durable now, then handle the queued events."""
         self._disk_full = None
         self._core_clock_lag_s += self._real_clock() - mode.began_s
         now_s = self._clock()
@@ -448,12 +442,12 @@ class Coordinator:
             return
         backups.record_duration(self._clock(), self._clock() - began_s)
         if failed_before:
-            self._log("info", "backup", {"path": str(path), "reason": "the folder can be written again"})
+            self._log("info", "backup", {"path": str(path), "reason": "the folder is writable again"})
 
     # -- what is seen from outside -------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """The core's status; for orders of a dashboard, and for anybody once `run` has returned."""
+        """Return the core's status; call it only from the loop's thread or after `run` has returned."""
         return self._membership.snapshot(self._clock())
 
     def _encoded_status(self, requester: PeerId, now_s: float) -> bytes:
@@ -476,7 +470,7 @@ class Coordinator:
             if mode is None:
                 effects, reply = self._access.execute_order(order, now_s)
                 self._perform(effects, now_s)
-                mode = self._disk_full  # the disk is full: the order is kept, and carried out later
+                mode = self._disk_full  # if the disk is full, the order is kept and carried out later
             answer.set_result(reply if mode is None else mode.refusal())
 
     def _build_status(
@@ -503,7 +497,10 @@ class Coordinator:
         )
 
     def _run_housekeeping(self, now_s: float) -> None:
-        """Once a second: review suspects, sample counters, update the dashboard, check for the end."""
+        """Review suspects, sample counters, update the dashboard, and check whether the run has ended.
+
+        Called once a second.
+        """
         self._perform(self._access.tick(now_s), now_s)
         snapshot = self._membership.snapshot(now_s)
         self._rates.observe(snapshot, now_s)

@@ -1,4 +1,4 @@
-"""The coordinator's part of `gridtrain doctor`: checks a machine before it is a member, within strict limits.
+"""The coordinator's part of `gridtrain doctor`, which checks a machine before it joins, within strict limits.
 
     pending or enrolled -- DiagnosticRequest(key, address) --> DialBack --> ReachResult --> Reachability
     member              <-- DiagnosticReply(members that expect the key, status) --
@@ -6,8 +6,8 @@
                         -- Burst 0 .. 15 ---------> BurstReceived      upload
                         -- BurstRequest ----------> Burst 0 .. 15      download
 
-Uses up no invitation.  Each range of addresses has few requests and few bytes, and only the address from
-which a connection comes is dialled.
+A check does not use up an invitation.  The number of checks from each range of addresses and the size of each
+check are limited, and only the address from which a connection comes is dialled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Checkup:
 
     key: m.PeerId
     pings: int = 0
-    next_burst: int = 0  # index of the burst message to come next
+    next_burst: int = 0  # index of the next expected `Burst`
     has_requested_burst: bool = False
 
 
@@ -48,7 +48,8 @@ class Checkups:
     """The checks in progress.
 
     Attributes:
-        introduce: tells some members to expect a key; see `Membership.introduce_pending_member`.
+        introduce: a function that tells some members to expect probes; see
+            `Membership.introduce_pending_member`.
     """
 
     introduce: Introduce
@@ -65,13 +66,13 @@ class Checkups:
         self._open.pop(peer, None)
 
     def accepts(self, peer: m.PeerId, message: m.Message) -> bool:
-        """The message belongs to a check."""
+        """Whether the message belongs to a check."""
         return isinstance(message, m.DiagnosticRequest) or (
             peer in self._open and isinstance(message, m.Ping | m.Burst | m.BurstRequest)
         )
 
     def on_dial_back_result(self, event: ReachResult) -> list[io.Effect] | None:
-        """The answer to a check's `DialBack`; None: it belongs to somebody else's."""
+        """Handle the result of a check's `DialBack`; return None if it belongs to no check."""
         for requester, checkup in self._open.items():
             if checkup.key == event.peer:
                 return [io.Send(requester, m.Reachability(event.address))]
@@ -80,7 +81,7 @@ class Checkups:
     def handle(
         self, peer: m.PeerId, message: m.Message, status: Callable[[], bytes], now_s: float
     ) -> list[io.Effect]:
-        """Handle a message that `accepts` has accepted."""
+        """Handle a message for which `accepts` returned True."""
         if isinstance(message, m.DiagnosticRequest):
             return self._begin(peer, message, status, now_s)
         checkup = self._open[peer]
@@ -119,7 +120,7 @@ class Checkups:
         reply = io.Send(peer, m.DiagnosticReply(probe, status()))
         note = io.LogEvent("info", "checkup", {"from": host})
         addresses = _addresses_at(dial_back_addresses(PeerLocation(message.address, host, "")), host)
-        # Always answered, even if there is no address to try.
+        # Always answer, even if there is no address to dial.
         dial_back: io.Effect = (
             io.DialBack(message.peer, addresses) if addresses else io.Send(peer, m.Reachability(""))
         )
@@ -131,7 +132,7 @@ def _is_full_burst(payload: object) -> bool:
 
 
 def _addresses_at(addresses: tuple[str, ...], host: str) -> tuple[str, ...]:
-    """Only addresses of the connection's own host, so that nobody can have others' ports tried."""
+    """Return the addresses at `host`; ports of other machines must not be probed for a requester."""
     return tuple(
         address
         for address in addresses

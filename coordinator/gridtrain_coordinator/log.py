@@ -1,10 +1,10 @@
-"""The log, one line for each event: coloured text on a terminal, JSON lines elsewhere.
+"""Writes the log, one line per event: coloured text to a terminal, JSON lines to any other stream.
 
     terminal    12:00:03  joined      name=worker-7f3a peer=0a1b2c3d4e5f
     elsewhere   {"ts": "2025-01-01T12:00:03.120+00:00", "level": "info", "event": "joined", "fields": {...}}
 
-Field values come partly from the network, so control characters are escaped: a worker's name cannot move the
-reader's cursor.
+Some field values come from the network, so control characters are escaped; otherwise a worker's name could
+move the reader's cursor.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _COLOURS = {"info": "36", "warning": "33", "error": "31;1"}
 
 
 def silent(level: str, event: str, fields: Mapping[str, Any]) -> None:
-    """Discards the log, for a coordinator inside a program that has its own output."""
+    """Discard the event; used by a coordinator inside a program that writes its own output."""
 
 
 def to_both(one: Log, other: Log) -> Log:
-    """Log to both."""
+    """Return a log that passes each event to both logs."""
 
     def log(level: str, event: str, fields: Mapping[str, Any]) -> None:
         one(level, event, fields)
@@ -36,15 +36,23 @@ def to_both(one: Log, other: Log) -> Log:
     return log
 
 
+def is_json(stream: TextIO, log_format: str = "") -> bool:
+    """Whether `log_to` writes JSON when called with these arguments."""
+    return log_format == "json" or (not log_format and not stream.isatty())
+
+
 def log_to(stream: TextIO, log_format: str = "") -> Log:
-    """Log to `stream`.  `log_format`: "text" or "json"; "": text if `stream` is a terminal, else JSON."""
-    is_terminal = stream.isatty()
+    """Return a log that writes to `stream`.
+
+    Args:
+        log_format: "text" or "json"; "" means text if `stream` is a terminal, else JSON.
+    """
     format_event = _as_json
-    if log_format == "text" or (not log_format and is_terminal):
-        format_event = partial(_as_text, coloured=is_terminal and "NO_COLOR" not in os.environ)
+    if not is_json(stream, log_format):
+        format_event = partial(_as_text, coloured=stream.isatty() and "NO_COLOR" not in os.environ)
 
     def log(level: str, event: str, fields: Mapping[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # if the disk is full the line is lost, and the run goes on
+        with contextlib.suppress(OSError):  # if the disk is full, the line is lost and the run continues
             stream.write(format_event(level, event, fields) + "\n")
             stream.flush()
 
@@ -65,7 +73,7 @@ def _as_text(level: str, event: str, fields: Mapping[str, Any], *, coloured: boo
 
 
 def _value(value: Any) -> str:
-    """Quoted and escaped unless it is one printable word."""
+    """Format a value; quote and escape it unless it is one printable word."""
     text = f"{value:.3f}" if isinstance(value, float) else str(value)
     plain = text.isprintable() and text and not any(letter in text for letter in ' "=')
     return text if plain else json.dumps(text)

@@ -1,9 +1,9 @@
-"""The coordinator as a process: its folder, keys, port and dashboard, until a signal or the end of the run.
+"""Runs the coordinator as a process: opens its parts, and serves until the run ends or a signal stops it.
 
     Settings --> folder, backup --> journal, keys --> port --> next term --> endpoint file --> loop
                                                  a start that fails up to here leaves no trace
 
-The loop itself is `daemon.Coordinator`, in this process's main thread.
+The loop itself, `daemon.Coordinator`, runs in the main thread of the process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TextIO
 from gridtrain.config import DEFAULT_PORT, Deadlines
 from gridtrain.core.group.invitation import RUN_NAME
 from gridtrain.core.messages import PeerId
-from gridtrain.errors import ConfigError
+from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.network.transport.identity import Identity, make_private_folder
 from gridtrain.network.transport.interface import Transport
 from gridtrain.network.transport.stack import build_stack
@@ -38,23 +38,24 @@ from gridtrain_coordinator.dashboard.startup import DashboardStartup, open_dashb
 from gridtrain_coordinator.journal.backups import EVERY_S, JOURNAL, KEEP, Backups, restore
 from gridtrain_coordinator.journal.keys import operator_identity
 from gridtrain_coordinator.journal.store import JournalStore
-from gridtrain_coordinator.log import log_to, to_both
+from gridtrain_coordinator.log import is_json, log_to, to_both
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of a coordinator.
+    """The settings of a coordinator.
 
     Attributes:
-        listen: "tcp://host:port"; port 0: any free one.
-        advertise: the address that workers are told to use; empty: that of `listen`.
-        state: the folder of the journal and the keys; None: `default_state(run)`.
-        unencrypted: without encryption: on this machine only, or anywhere with `benchmark`.
-        backup_to: a folder for backups of the state; None: none are made.
-        from_backup: start from this backup, in a state folder without a journal.
-        dashboard: where people watch the run in a browser; None: there is no dashboard.
-        bundle: the script and its files for volunteers; None: workers bring their own.
-        log_format: "text" or "json"; "": text on a terminal, JSON elsewhere.
+        listen: the address to listen on, "tcp://host:port"; port 0 means any free port.
+        advertise: the address that workers are told to use; if empty, the address of `listen`.
+        state: the folder of the journal and the keys; None for `default_state(run)`.
+        unencrypted: whether to leave connections unencrypted; allowed only on this machine, unless
+            `benchmark` is set.
+        backup_to: a folder for backups of the state; None to make no backups.
+        from_backup: a backup to start from, in a state folder without a journal.
+        dashboard: the address of the dashboard; None for no dashboard.
+        bundle: the script, with its files, that volunteers run; None if workers bring their own script.
+        log_format: "text" or "json"; "" means text on a terminal, JSON elsewhere.
     """
 
     run: str = "default"
@@ -78,23 +79,26 @@ class Settings:
     def __post_init__(self) -> None:
         if not RUN_NAME.fullmatch(self.run):
             raise ConfigError(
-                f"{self.run!r} cannot be a run's name",
+                f"{self.run!r} is not a valid run name",
                 remedy="use 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or a digit",
             )
         if self.min_workers < 1:
             raise ConfigError(
-                f"min_workers is {self.min_workers}; it must be >= 1", remedy="leave it out for 1"
+                f"min_workers is {self.min_workers}; it must be at least 1", remedy="use --min-workers 1"
             )
 
 
 def default_state(run: str) -> Path:
-    """The default folder of the journal and the keys of `run`."""
+    """Return the default folder of the journal and the keys of `run`."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "gridtrain" / run
 
 
 class StopOnSignal:
-    """Set by SIGINT or SIGTERM; a plain attribute, because a handler must not wait for a lock."""
+    """A stop flag that SIGINT and SIGTERM set.
+
+    It is a plain attribute, because a signal handler must not wait for a lock.
+    """
 
     def __init__(self) -> None:
         self.signal_number = 0
@@ -108,20 +112,52 @@ class StopOnSignal:
         return self.signal_number != 0
 
 
-def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
-    """Run a coordinator over TCP in this process's main thread; returns the exit code.
+def serve_and_log_errors(settings: Settings, *, out: TextIO, err: TextIO) -> int:
+    """Run `serve` and return its exit code.
 
-    0: the run is finished; 128 + signal: it was stopped by that signal.
+    If the log is JSON, an error that ends the coordinator is written as the last line of the log.
+    """
+    try:
+        return serve(settings, out=out, err=err)
+    except GridtrainError as error:
+        if not is_json(err, settings.log_format) or os.environ.get("GRIDTRAIN_DEBUG"):
+            raise
+        fields = {"text": str(error), "exit_code": error.exit_code}
+        log_to(err, settings.log_format)("error", "error", fields)
+        return error.exit_code
+
+
+def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
+    """Run a coordinator over TCP in this process's main thread; return the exit code.
+
+    The exit code is 0 if the run is finished, and 128 + N if signal number N stopped the coordinator.
 
     Args:
-        out: gets the address for the workers.
-        err: gets the log.
+        out: the stream to which the address for the workers is written.
+        err: the stream to which the log is written.
 
     Raises:
         JournalError, TransportError, ConfigError: the coordinator cannot start or continue.
     """
     stop = StopOnSignal()
     folder = settings.state or default_state(settings.run)
+    coordinator, board, endpoint = _open(settings, folder, err)
+    endpoint.write(folder)
+    try:
+        board.start()
+        out.write(_greeting(settings, endpoint, folder, board, is_terminal=out.isatty()))
+        out.flush()
+        coordinator.run(stop)
+    finally:
+        endpoint.remove(folder)
+        board.close()
+    return 128 + stop.signal_number if stop.signal_number else 0
+
+
+def _open(
+    settings: Settings, folder: Path, err: TextIO
+) -> tuple[Coordinator, DashboardStartup, EndpointFile]:
+    """Open all parts of the coordinator, in an order that lets a failed start leave no trace."""
     _make(folder)
     backups = _backups(settings, folder)
     with contextlib.ExitStack() as opened:  # closed again if the start fails
@@ -139,7 +175,7 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
         authorization = load_authorization(store, settings.run, operator, identity.public)
         transport = _open_transport(settings, identity, operator, authorization)
         opened.callback(transport.close)
-        # First the port, then the term: a start that fails leaves no trace.
+        # The port comes before the term, so that a failed start leaves no trace.
         bound = transport.listen(settings.listen)
         endpoint = EndpointFile(
             settings.advertise or bound, bound, identity.public, settings.run, not settings.unencrypted
@@ -161,16 +197,7 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
             bundle_server=BundleServer(settings.bundle),
         )
         opened.pop_all()  # the coordinator closes transport and store
-    endpoint.write(folder)
-    try:
-        board.start()
-        out.write(_greeting(settings, endpoint, folder, board, is_terminal=out.isatty()))
-        out.flush()
-        coordinator.run(stop)
-    finally:
-        endpoint.remove(folder)
-        board.close()
-    return 128 + stop.signal_number if stop.signal_number else 0
+    return coordinator, board, endpoint
 
 
 def _open_transport(
@@ -193,7 +220,7 @@ def _open_transport(
 
 
 def load_authorization(store: JournalStore, run: str, operator: PeerId, coordinator: PeerId) -> Authorization:
-    """Access control as the journal left it.  Raises `JournalError`."""
+    """Return access control as the journal records it.  Raises `JournalError` if an entry is invalid."""
     try:
         entries = [(entry.kind, entry.body) for entry in store.entries()]
         return recover_authorization(entries, run=run, operator=operator, coordinator=coordinator)
@@ -202,7 +229,7 @@ def load_authorization(store: JournalStore, run: str, operator: PeerId, coordina
 
 
 def relay_policy(authorization: Authorization, operator: PeerId) -> Callable[[PeerId, PeerId], bool]:
-    """The relay of last resort serves only members of the run."""
+    """Return a function that allows the relay of last resort only between two members of the run."""
 
     def may_relay(origin: PeerId, to: PeerId) -> bool:
         members = (authorization.access_role(key, time.time()) is AccessRole.PEER for key in (origin, to))
@@ -224,14 +251,15 @@ def _make(folder: Path) -> None:
         make_private_folder(folder)
     except OSError as error:
         raise ConfigError(
-            f"the folder {folder} cannot be made: {error.strerror}", remedy="name another one with --state"
+            f"the folder {folder} cannot be created: {error.strerror}",
+            remedy="choose another folder with --state",
         ) from None
 
 
 def _outward_host() -> str:
-    """The address of the interface with the default route, IPv4 if possible; without one, loopback.
+    """Return the address of the interface with the default route, IPv4 if possible.
 
-    Nothing is sent.
+    Returns the loopback address if there is no default route.  Sends nothing.
     """
     for family, address, template in (  # documentation addresses of RFC 5737 and RFC 3849
         (socket.AF_INET, "192.0.2.1", "{}"),
@@ -260,5 +288,5 @@ def _greeting(
         lines.append(f"  volunteers run:      {settings.bundle.run.script}, {settings.bundle.digest}")
     lines += board.startup_lines(is_terminal=is_terminal)
     if not endpoint.encrypted:
-        lines.insert(1, "  NOT ENCRYPTED: anybody on the network path can read and alter the traffic")
+        lines.insert(1, "  NOT ENCRYPTED: anyone on the network path can read and alter the traffic")
     return "\n".join(lines) + "\n"

@@ -15,7 +15,7 @@ from gridtrain_coordinator.serving import Settings
 
 
 def settings_from(options: OptionValues) -> Settings:
-    """Raises `ConfigError`."""
+    """Return the settings for these options.  Raises `ConfigError` if an option is invalid."""
     advertise, every_s = options.text("advertise"), options["backup_every"].value
     recut_s = options["recut_after"].value
     assert isinstance(every_s, int | float) and isinstance(recut_s, int | float)

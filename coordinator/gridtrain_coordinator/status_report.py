@@ -1,6 +1,6 @@
-"""The status for `gridtrain status` and the dashboard: the snapshot of the core, rates, facts of the daemon.
+"""Builds the status for `gridtrain status` and the dashboard from the core's snapshot, rates and other facts.
 
-steps:   410 -------- 430      over the last `WINDOW_S` at most
+steps:   410 -------- 430      over at most the last `WINDOW_S` seconds
 time:    now - 10 s   now      -> 2 steps a second
 """
 
@@ -25,7 +25,7 @@ class _Sample:
 
 
 class RateMeter:
-    """Rates of growing counters over the last `WINDOW_S` seconds."""
+    """Measures the rates of growing counters over the last `WINDOW_S` seconds."""
 
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque()
@@ -39,11 +39,11 @@ class RateMeter:
             self._samples.popleft()
 
     def due_s(self) -> float:
-        """When to call `observe` again."""
+        """Return the time at which to call `observe` next."""
         return self._samples[-1].at_s + SAMPLE_S if self._samples else float("-inf")
 
     def steps_per_s(self) -> float | None:
-        """None: not known yet, or the run was rolled back."""
+        """Return the steps per second; None if the rate is still unknown or the run was rolled back."""
         if len(self._samples) < 2:
             return None
         return _slope(
@@ -51,7 +51,7 @@ class RateMeter:
         )
 
     def figure_per_s(self, peer: str, figure: str) -> float | None:
-        """None: not known yet, or the worker was restarted."""
+        """Return a metric's increase per second; None if it is still unknown or the worker was restarted."""
         known = [
             (s.at_s, s.figures[peer][figure]) for s in self._samples if figure in s.figures.get(peer, {})
         ]
@@ -72,7 +72,7 @@ def redact_addresses(snapshot: dict[str, Any]) -> None:
 
 
 def encode_status(status: dict[str, Any]) -> bytes:
-    """Payload of a `StatusReply`: UTF-8 JSON."""
+    """Encode a status as the payload of a `StatusReply`: UTF-8 JSON."""
     return json.dumps(status, separators=(",", ":")).encode()
 
 
@@ -85,10 +85,10 @@ def build_status(
     now_s: float,
     uptime_s: float,
 ) -> dict[str, Any]:
-    """Content of a `StatusReply` and of the dashboard.
+    """Return the content of a `StatusReply`, which the dashboard shows as well.
 
-    To `Membership.snapshot` it adds: software, address, now_s (the clock of the events' `at_s`), uptime_s,
-    wall_s, steps_per_s, and for each member sent_Bps and received_Bps (None: not known yet).
+    It extends `Membership.snapshot` by software, address, now_s (the clock of the events' `at_s`), uptime_s,
+    wall_s and steps_per_s, and each member by sent_Bps and received_Bps (None while unknown).
     """
     members = [
         {

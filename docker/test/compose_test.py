@@ -1,10 +1,10 @@
-"""`make compose-test`: compose.yaml with real containers, from the build to the last one's removal.
+"""`make compose-test`: runs compose.yaml with real containers, from the build to their removal.
 
-    build -> coordinator + 4 workers, no way out -> train -> docker kill one -> `up` brings it back
-          -> SIGKILL in another one -> its restart policy brings it back -> the end: four equal models
+    build -> coordinator + 4 workers on an internal network -> train -> docker kill one -> `up` restarts it
+          -> SIGKILL inside another one -> its restart policy restarts it -> the end: four equal models
 
-Decides what has to be seen, and how long each wait may take.  Leaves nothing behind: containers, networks,
-volumes and images all carry this process's own project name.  Without an engine it says so and is content.
+Nothing remains afterwards: containers, networks, volumes and images are named after this process's project.
+Without a container engine the test is skipped with exit code 0.
 Standard library only: it runs before anything is installed.
 """
 
@@ -27,35 +27,35 @@ DOCKER = Path(__file__).resolve().parents[1]
 WHEELS = DOCKER / "wheelhouse"
 WORKERS = 4
 STEPS = 1000
-LINE = "20Mbit"  # of each worker, up and down, as in `make demo`: so a fast machine does not end too soon
+LINE = "20Mbit"  # of each worker, up and down, so that a fast machine does not finish too early
 BASE = "python:3.11-slim"
 MOST_COORDINATOR_MB = 150.0
 
 ASK_S, COMMAND_S, BUILD_S, UP_S = 20.0, 120.0, 3600.0, 300.0
 FAULT_S = 180.0
-"""From a death to a group that trains without it, and again from its start to a full group."""
+"""Limit for the group to continue without a killed worker, and again for it to be complete."""
 TRAIN_S = 900.0
 LOOK_S = 0.5
 FURTHER = 60
-"""Steps that must be committed after a change, to call it training."""
+"""Steps that must be committed after a change before the group counts as training."""
 
 
 class Failed(Exception):
-    """Something that had to be seen was not."""
+    """An expected state was not reached."""
 
 
 class Skipped(Exception):
-    """Nothing can be tested here, and why."""
+    """The test cannot run here; the message is the reason."""
 
 
 def run(command: Sequence[str], timeout_s: float, **options: Any) -> str:
-    """Its standard output.  Raises `Failed`."""
+    """Run a command; return its standard output.  Raises `Failed` if it fails or takes too long."""
     try:
         done = subprocess.run(
             command, timeout=timeout_s, capture_output=True, text=True, stdin=subprocess.DEVNULL, **options
         )
     except subprocess.TimeoutExpired:
-        raise Failed(f"`{' '.join(command)}` had not ended after {timeout_s:g} s") from None
+        raise Failed(f"`{' '.join(command)}` did not finish within {timeout_s:g} s") from None
     except OSError as error:
         raise Failed(f"`{command[0]}` cannot be started: {error.strerror}") from None
     if done.returncode:
@@ -69,9 +69,9 @@ def docker(*arguments: str, timeout_s: float = COMMAND_S) -> str:
 
 
 def compose_command() -> tuple[str, ...]:
-    """Raises `Skipped` where there is no engine, or nothing that reads compose files."""
+    """Return the compose command.  Raises `Skipped` without a container engine or a compose program."""
     if shutil.which("docker") is None:
-        raise Skipped("there is no `docker` here")
+        raise Skipped("`docker` is not installed")
     try:
         docker("info", "--format", "{{.ServerVersion}}", timeout_s=ASK_S)
     except Failed as problem:
@@ -82,7 +82,7 @@ def compose_command() -> tuple[str, ...]:
         except Failed:
             continue
         return command
-    raise Skipped("there is neither `docker compose` nor `docker-compose`")
+    raise Skipped("neither `docker compose` nor `docker-compose` is installed")
 
 
 class Stack:
@@ -97,7 +97,7 @@ class Stack:
         self._environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("GRIDTRAIN_")},
             "GRIDTRAIN_TAG": self.project,
-            "GRIDTRAIN_PORT": "0",  # any free one of the host, as nobody comes in through it
+            "GRIDTRAIN_PORT": "0",  # any free port of the host; nothing connects to it
             "GRIDTRAIN_DASHBOARD_PORT": "0",
             "GRIDTRAIN_MIN_WORKERS": str(WORKERS),
             "GRIDTRAIN_UPLOAD_LIMIT": LINE,
@@ -113,14 +113,14 @@ class Stack:
         return run((*self._command, *arguments), timeout_s, env=self._environment)
 
     def up(self, *arguments: str) -> None:
-        """All services, the workers by number; those that run stay as they are."""
+        """Start all services; services that are already running stay unchanged."""
         self.compose(
             "up", "--detach", "--no-build", "--no-recreate", "--scale", f"worker={WORKERS}", *arguments,
             timeout_s=UP_S,
         )  # fmt: skip
 
     def containers(self, service: str = "") -> list[str]:
-        """Their ids, stopped ones as well, in the order of their numbers; all services' by default."""
+        """Return the ids of running and stopped containers, by number; by default of all services."""
         labels = [f"label=com.docker.compose.project={self.project}"]
         labels += [f"label=com.docker.compose.service={service}"] if service else []
         filters = [part for label in labels for part in ("--filter", label)]
@@ -133,7 +133,7 @@ class Stack:
         return docker("network", "ls", "--quiet", "--filter", own).split()
 
     def status(self) -> dict[str, Any]:
-        """What `gridtrain status --json` says; {} if it does not."""
+        """Return the output of `gridtrain status --json`; {} if the command fails."""
         try:
             (coordinator,) = self.containers("coordinator")
             found = json.loads(docker("exec", coordinator, "gridtrain", "status", "--json", timeout_s=ASK_S))
@@ -141,18 +141,18 @@ class Stack:
             return {}
         return found if isinstance(found, dict) else {}
 
-    def said(self, container: str) -> list[dict[str, Any]]:
-        """The script's JSON lines."""
+    def json_lines(self, container: str) -> list[dict[str, Any]]:
+        """Return the JSON lines that the training script printed."""
         lines = run(("docker", "logs", container), COMMAND_S).splitlines()
         return [json.loads(line) for line in lines if line.startswith("{")]
 
     def losses(self) -> list[tuple[int, float]]:
-        """(step, held-out loss), whoever was the first worker then."""
-        lines = [line for container in self.containers("worker") for line in self.said(container)]
+        """Return (step, held-out loss) from the worker that was the first one at each step."""
+        lines = [line for container in self.containers("worker") for line in self.json_lines(container)]
         return sorted((line["step"], line["loss"]) for line in lines if "loss" in line)
 
-    def last_words(self) -> str:
-        """Of every container, for people who look for the reason."""
+    def log_tails(self) -> str:
+        """Return the end of each container's log, for diagnosis."""
         texts = []
         for container in self.containers():
             done = subprocess.run(
@@ -164,9 +164,9 @@ class Stack:
         return "\n".join(texts)
 
     def remove(self) -> None:
-        """All of it.  Raises `Failed` if something is left."""
+        """Remove everything.  Raises `Failed` if something remains."""
         self.compose("down", "--volumes", "--remove-orphans", "--timeout", "10")
-        form = ("--format", "{{.Repository}}:{{.Tag}}")  # by name: the same image may have other names
+        form = ("--format", "{{.Repository}}:{{.Tag}}")  # by name: an image may have several
         if tags := docker("images", *form, "--filter", f"reference=*:{self.project}*").split():
             docker("rmi", *tags)
         if stages := build_stages() - self._stages_before:
@@ -182,7 +182,7 @@ class Stack:
 
 
 def build_stages() -> set[str]:
-    """Ids of nameless images that builds have left as a cache."""
+    """Return the ids of the unnamed images that builds keep as a cache."""
     filters = ("--filter", "dangling=true", "--filter", "label=org.gridtrain.stage=build")
     return set(docker("images", "--quiet", *filters).split())
 
@@ -192,7 +192,7 @@ def state_of(container: str, form: str) -> str:
 
 
 def until(what: str, seen: Callable[[], bool], limit_s: float, shown: Callable[[], object]) -> None:
-    """Look until it is so.  Raises `Failed` with what there is instead."""
+    """Poll until `seen()` is true.  Raises `Failed` with the current state after `limit_s`."""
     deadline_s = time.monotonic() + limit_s
     while not seen():
         if time.monotonic() > deadline_s:
@@ -201,7 +201,7 @@ def until(what: str, seen: Callable[[], bool], limit_s: float, shown: Callable[[
 
 
 class Play:
-    """What happens, in order, and what has to be seen."""
+    """The scenario's faults and checks."""
 
     def __init__(self, stack: Stack, tell: Callable[[str], None]) -> None:
         self._stack = stack
@@ -220,7 +220,7 @@ class Play:
         )
 
     def trains(self, world_size: int, beyond: int, limit_s: float, generation: int = 0) -> None:
-        """Wait until a group of this size has committed steps beyond, in a later generation than given."""
+        """Wait until a group of this size has passed step `beyond`, in a generation after `generation`."""
 
         def seen() -> bool:
             now = self._look()
@@ -235,36 +235,37 @@ class Play:
         return int(self._look().get("step", 0))
 
     def loss(self) -> tuple[int, float]:
-        """The latest (step, loss)."""
+        """Return the latest (step, loss)."""
         return self._stack.losses()[-1]
 
-    def nobody_gets_out(self) -> None:
+    def check_isolation(self) -> None:
         (network,) = self._stack.networks()
         if docker("network", "inspect", "--format", "{{.Internal}}", network) != "true":
             raise Failed(f"the network {network} is not internal")
-        told = docker("exec", self._stack.containers("worker")[0], "python", "-c", DIAL_OUT)
-        if not told.startswith("not reached"):
-            raise Failed(f"a worker gets out of the internal network: {told}")
-        self._tell(f"the network is internal; from a worker, {OUTSIDE[0]} is {told}")
+        answer = docker("exec", self._stack.containers("worker")[0], "python", "-c", DIAL_OUT)
+        if not answer.startswith("not reached"):
+            raise Failed(f"a worker reaches addresses outside the internal network: {answer}")
+        self._tell(f"the network is internal; from a worker, {OUTSIDE[0]} is {answer}")
 
-    def killed_from_outside(self) -> None:
-        """An engine does not restart what was killed through it: `up` does."""
+    def kill_by_engine(self) -> None:
+        """Kill a worker with `docker kill`, which disables the restart policy, and restart it with `up`."""
         victim = self._stack.containers("worker")[1]
         before, generation = self.step(), int(self._picture["generation"])
         docker("kill", victim)
         self._tell(f"docker kill {name_of(victim)} at step {before}, loss {self.loss()[1]}")
         self.trains(WORKERS - 1, before + FURTHER, FAULT_S, generation)
-        self._tell(f"{WORKERS - 1} workers train on: {self._shown()}")
+        self._tell(f"{WORKERS - 1} workers continue: {self._shown()}")
         generation = int(self._picture["generation"])
         self._stack.up()
         self.trains(WORKERS, self.step() + FURTHER, FAULT_S, generation)
-        self._tell(f"after `up` it is back: {self._shown()}, loss {self.loss()[1]}")
+        self._tell(f"after `up` it returned: {self._shown()}, loss {self.loss()[1]}")
 
-    def killed_from_inside(self) -> None:
-        """As the kernel does when memory runs out: the restart policy brings it back."""
+    def kill_by_signal(self) -> None:
+        """Kill a worker with SIGKILL, as the kernel does when memory runs out; its restart policy restarts
+        it."""
         victim = next(c for c in self._stack.containers("worker") if self._is_latest_first(c))
         before, generation = self.step(), int(self._picture["generation"])
-        with suppress(Failed):  # the container ends, and this command with it; its restart is what counts
+        with suppress(Failed):  # the container ends, and this command with it
             docker("exec", victim, "python", "-c", KILL_THE_AGENT)
         self._tell(f"SIGKILL to the agent in {name_of(victim)}, the first worker, at step {before}")
 
@@ -273,13 +274,14 @@ class Play:
 
         until("a restart by its policy", restarted, FAULT_S, lambda: state_of(victim, "{{json .State}}"))
         self.trains(WORKERS, before + FURTHER, FAULT_S, generation)
-        self._tell(f"its restart policy brought it back: {self._shown()}, loss {self.loss()[1]}")
+        self._tell(f"its restart policy restarted it: {self._shown()}, loss {self.loss()[1]}")
 
     def _is_latest_first(self, container: str) -> bool:
         latest = self.loss()[0]
-        return any(line.get("step") == latest and "loss" in line for line in self._stack.said(container))
+        lines = self._stack.json_lines(container)
+        return any(line.get("step") == latest and "loss" in line for line in lines)
 
-    def ends_with_equal_models(self) -> None:
+    def check_equal_models(self) -> None:
         workers = self._stack.containers("worker")
 
         def ended() -> bool:
@@ -288,8 +290,8 @@ class Play:
         until(f"the end of the run at step {STEPS}", ended, TRAIN_S, lambda: (self._look(), self._shown())[1])
         codes = {name_of(worker): state_of(worker, "{{.State.ExitCode}}") for worker in workers}
         if set(codes.values()) != {"0"}:
-            raise Failed(f"not all workers ended well: {codes}")
-        finals = [self._stack.said(worker)[-1] for worker in workers]
+            raise Failed(f"not all workers exited with 0: {codes}")
+        finals = [self._stack.json_lines(worker)[-1] for worker in workers]
         if len(finals) != WORKERS or {final.get("step") for final in finals} != {STEPS}:
             raise Failed(f"not all workers reached step {STEPS}: {finals}")
         models = {final["model"] for final in finals}
@@ -298,7 +300,7 @@ class Play:
         self._tell(f"all {WORKERS} ended at step {STEPS} with exit code 0 and the model {models.pop()[:16]}")
 
 
-OUTSIDE = ("1.1.1.1", 443)  # any address that is not of this machine
+OUTSIDE = ("1.1.1.1", 443)  # an address outside this machine
 DIAL_OUT = f"""
 import socket
 try:
@@ -323,7 +325,7 @@ def name_of(container: str) -> str:
 
 
 def sizes(stack: Stack, tell: Callable[[str], None]) -> None:
-    """Raises `Failed` if the coordinator's image is too large."""
+    """Report the sizes of the images.  Raises `Failed` if the coordinator's image is too large."""
     size_MB = {
         image: int(docker("image", "inspect", "--format", "{{.Size}}", image)) / 1e6
         for image in (BASE, f"gridtrain-coordinator:{stack.project}", f"gridtrain-worker:{stack.project}")
@@ -338,19 +340,19 @@ def sizes(stack: Stack, tell: Callable[[str], None]) -> None:
 
 
 def check_losses(losses: list[tuple[int, float]], at_kill: float, tell: Callable[[str], None]) -> None:
-    """Raises `Failed` unless it fell before the fault, and after it."""
+    """Report the losses.  Raises `Failed` unless the loss fell both before and after the fault."""
     first, last = losses[0], losses[-1]
     shown = losses[:: max(1, len(losses) // 10)]
     tell("held-out loss " + ", ".join(f"{loss:.2f} ({step})" for step, loss in [*shown, last]))
     if not last[1] < at_kill < first[1]:
         raise Failed(
-            f"the loss did not go on falling: {first[1]}, {at_kill} at the kill, {last[1]} at the end"
+            f"the loss did not keep falling: {first[1]}, {at_kill} at the kill, {last[1]} at the end"
         )
 
 
 @contextmanager
 def wheels_of(folder: Path | None) -> Iterator[None]:
-    """Copied to where the builds find them, and removed again."""
+    """Copy wheels into the folder in which builds look for them, and remove them afterwards."""
     copied: list[Path] = []
     try:
         for wheel in sorted(folder.glob("*.whl")) if folder is not None else ():
@@ -374,30 +376,30 @@ def test(stack: Stack, wheelhouse: Path | None, tell: Callable[[str], None]) -> 
     play = Play(stack, tell)
     play.trains(WORKERS, 150, UP_S)
     tell(f"they train: step {play.step()}, loss {play.loss()[1]}")
-    play.nobody_gets_out()
+    play.check_isolation()
     at_kill = play.loss()[1]
-    play.killed_from_outside()
-    play.killed_from_inside()
-    play.ends_with_equal_models()
+    play.kill_by_engine()
+    play.kill_by_signal()
+    play.check_equal_models()
     check_losses(stack.losses(), at_kill, tell)
 
 
 def removed(stack: Stack, tell: Callable[[str], None]) -> int:
-    """0 if all of it is gone."""
+    """Remove the containers; return the exit code, 0 if everything was removed."""
     try:
         stack.remove()
     except Failed as problem:
         tell(f"FAILED to remove everything: {problem}")
         return 1
-    tell("taken down: no container, volume, network or image of it is left")
+    tell("removed: no container, volume, network or image is left")
     return 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--wheelhouse", type=Path, help="a folder with wheels that the builds may use")
+    parser.add_argument("--wheelhouse", type=Path, help="a folder of wheels for the builds")
     parser.add_argument("--torch-index", help='where torch comes from; "" is the package index itself')
-    parser.add_argument("--keep", action="store_true", help="leave containers and images, to look at them")
+    parser.add_argument("--keep", action="store_true", help="keep containers and images")
     chosen = parser.parse_args()
     started_s = time.monotonic()
 
@@ -419,7 +421,7 @@ def main() -> int:
         test(stack, chosen.wheelhouse, tell)
         code = 0
     except Failed as problem:
-        tell(f"FAILED: {problem}\n{stack.last_words()}")
+        tell(f"FAILED: {problem}\n{stack.log_tails()}")
     finally:
         if not chosen.keep:
             code = max(code, removed(stack, tell))

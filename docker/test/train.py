@@ -1,4 +1,4 @@
-"""The demo's training loop, with one JSON line for every 20 steps and one at the end, for compose_test.py.
+"""The demo's training loop, which prints a JSON line every 20 steps and at the end, for compose_test.py.
 
 {"step": 40, "loss": 3.12}                       the first worker: loss on held-out text
 {"step": 1500, "model": "9f3a...", "world": 4}   every worker, at the end: SHA-256 of its parameters
@@ -28,7 +28,7 @@ def main() -> None:
     model = ByteGPT()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
     dataset = Windows(corpus.train, model.size.context)
-    held_out = Windows(corpus.held_out, model.size.context).spread(128)
+    held_out = Windows(corpus.held_out, model.size.context).evenly_spaced(128)
 
     grid = gridtrain.join()
     exchange = gridtrain.GTopK(density=0.05, momentum=0.9)

@@ -1,15 +1,15 @@
-"""gridtrain in the training loops of other packages.
+"""Adapters of gridtrain to the training loops of other packages.
 
-Each module needs a package that may not be installed, and is imported by name:
+Each module depends on a package that may not be installed, so it has to be imported explicitly:
 
     adapters.ddp           gTop-k instead of all-reduce in torch's DistributedDataParallel
     adapters.hugging_face  transformers.Trainer as a worker of a run
     adapters.lightning     lightning.Trainer as a worker of a run
-    adapters.loggers       figures to TensorBoard and Weights & Biases, from the first worker alone
-    adapters.site          several processes of one place as one worker
+    adapters.loggers       figures for TensorBoard and Weights & Biases, written by the first worker only
+    adapters.site          several processes at one site as one worker
     adapters.loader        batches for loops that call `iter` and `len` themselves
-    adapters.gloo_channel  numbers and bytes between the processes of a torch.distributed group
+    adapters.gloo_channel  messages between the processes of a torch.distributed group
 
-A loop asks its adapter for optimizer and batches; the adapter gets them from a `Grid` and adapts their
-interface.
+A training loop gets its optimizer and its batches from an adapter, which obtains them from a `Grid` and
+adapts their interface.
 """

@@ -3,22 +3,20 @@
     state = GTopKState(gridtrain.GTopK(density=0.01, momentum=0.9))
     ddp.register_comm_hook(state, gtopk_hook)
 
-Selection, payloads, merges and error feedback are gridtrain's; the transport is torch.distributed's.  There
-is no coordinator, no process can join, and a process that dies ends the job, as usual with DDP.
+gridtrain selects, encodes and merges the values and keeps the error feedback; torch.distributed transports
+them.  There is no coordinator, no process can join, and a process that dies ends the job, as always with DDP.
 
     autograd's thread    bucket 0 --select--> payload    bucket 1 --select--> payload ...
     one more thread                              [ butterfly over gloo ]         [ butterfly over gloo ]
                                                   --> update of bucket 0           --> bucket 1, the last:
                                                                                        all residuals commit
 
-DDP arranges its buckets again after the first step, in the order in which gradients became ready.  So
-residuals
-belong to parameters: when a bucket's parameters change, their residuals move with them.
+DDP rebuilds its buckets after the first step, in the order in which gradients became ready.  Residuals
+therefore belong to parameters: when a bucket's parameters change, their residuals move with them.
 
-A gradient that is not finite on one process makes the whole bucket NaN on all of them, so that GradScaler
-skips the step everywhere; no residual changes in that step.  Residuals are of unscaled gradients, because the
-scale changes
-from step to step: give the state the scaler.
+A gradient that is not finite on one process makes the whole bucket NaN on all processes, so that GradScaler
+skips the step everywhere; no residual changes in that step.  Residuals hold unscaled gradients, because the
+scale changes from step to step; pass the scaler to `GTopKState` for this reason.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
@@ -37,6 +35,7 @@ from torch._C._distributed_c10d import GradBucket
 from gridtrain.adapters.gloo_channel import GlooChannel
 from gridtrain.config import GTopK
 from gridtrain.core.collectives.collective import CollectiveComplete, PayloadReceived, SendTo
+from gridtrain.core.group.round_flags import is_skipped
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import ValueKind, encoded_bytes
@@ -50,7 +49,7 @@ from gridtrain.training.checkpoint.flat_gradient import canonical_parameters
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Parameters that DDP sends together, and their residual: `feedback`, in their order."""
+    """The parameters that DDP sends together, and their residual in `feedback`, in the same order."""
 
     parameters: tuple[Tensor, ...]
     feedback: ErrorFeedback
@@ -61,18 +60,20 @@ class _Bucket:
 
 
 class GTopKState:
-    """The state of the hook.  Make one on every process, before the first backward.
+    """The state of the hook.  Create it on every process before the first backward.
 
     Args:
-        exchange: the same on all processes; `topology` as in a run.
-        process_group: the one that DDP was given; None: all processes.
-        scaler: the GradScaler that scales the loss, if there is one.
+        exchange: the exchange, which must be the same on all processes; `topology` has the same meaning as in
+            a run.
+        process_group: the group that was passed to DDP; None means all processes.
+        scaler: the GradScaler that scales the loss; None if the loss is not scaled.
 
     Attributes:
-        step: backward passes whose gradients were exchanged, which a density warm-up counts.
+        step: the number of backward passes whose gradients were exchanged; a density warm-up uses it as the
+            step.
 
     Raises:
-        ConfigError: the processes were given different exchanges.
+        ConfigError: the exchange is not a `GTopK`, or the processes were given different exchanges.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class GTopKState:
         self.exchange = GTopK() if exchange is None else exchange
         if not isinstance(self.exchange, GTopK):
             raise ConfigError(
-                f"{self.exchange!r} is not supported in DDP", remedy="use gridtrain.GTopK(...) for the hook"
+                f"{self.exchange!r} is not supported in DDP", remedy="pass gridtrain.GTopK(...) to GTopKState"
             )
         self.kind: ValueKind = VALUE_KINDS[self.exchange.values]
         self.step = 0
@@ -109,7 +110,8 @@ class GTopKState:
     # -- one bucket ------------------------------------------------------------------------------
 
     def begin(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Select here, on the thread and stream that computed the bucket; exchange on the other thread."""
+        """Start the exchange of a bucket, and return the future of its update.  The selection runs on the
+        calling thread and stream, the exchange on a background thread."""
         mean_B = bucket.buffer()
         held = self._bucket_for(tuple(bucket.parameters()), mean_B)
         k = self.exchange.k_at(self.step, mean_B.numel())
@@ -139,7 +141,7 @@ class GTopKState:
         is_last: bool,
     ) -> None:
         try:
-            if index == 0:  # also after a step that an error ended
+            if index == 0:  # also discards the buckets of a step that failed
                 self._exchanged, self._skipped = [], False
             n = mean_B.numel()
             make_buffer = SPARSE_BUFFERS[self.exchange.topology]
@@ -156,7 +158,7 @@ class GTopKState:
             future.set_exception(error)  # type: ignore[arg-type]
 
     def _run(self, buffer: ButterflyBuffer, skip: bool, most_bytes: int) -> bool:
-        """Run the collective.  Returns whether any process skips."""
+        """Run the collective; return whether any process skips the step."""
         channel = self._channel
         core = buffer.make_collective(channel.rank, channel.world_size, skip)
         effects = core.start(0.0)
@@ -166,17 +168,18 @@ class GTopKState:
                     case SendTo(to_rank, place, flag):
                         head = (place.phase, place.hop, place.segment, place.slice, flag)
                         channel.send(to_rank, head, buffer.payload(place))
-                    case CollectiveComplete(skipped):
+                    case CollectiveComplete(flags):
                         channel.wait_sent()
-                        return skipped
+                        return is_skipped(flags)
                     case _:
                         buffer.apply(effect)
             from_rank = min(core.waiting_for())
             head_H, payload = channel.receive(from_rank, most_bytes)
-            effects = core.handle(PayloadReceived(from_rank, _place(head_H), bool(head_H[4]), payload), 0.0)
+            effects = core.handle(PayloadReceived(from_rank, _place(head_H), int(head_H[4]), payload), 0.0)
 
     def _commit(self) -> None:
-        """Commit all buckets of a step or none: GradScaler drops a step in which one of them is NaN."""
+        """Commit all buckets of a step or none, because GradScaler skips the whole step if one bucket is
+        NaN."""
         exchanged, self._exchanged = self._exchanged, []
         if not self._skipped:
             for feedback, prepared, buffer in exchanged:
@@ -191,7 +194,7 @@ class GTopKState:
             return self._buckets[key]
         if sum(parameter.numel() for parameter in parameters) != mean_B.numel():
             raise LocalProtocolError(
-                f"a bucket of {mean_B.numel()} elements for parameters of "
+                f"a bucket has {mean_B.numel()} elements, but its parameters have "
                 f"{sum(parameter.numel() for parameter in parameters)}"
             )
         moved = [self._take_residual(parameter) for parameter in parameters]
@@ -203,7 +206,8 @@ class GTopKState:
         return fresh
 
     def _take_residual(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The residual of a parameter, flat; those of the rest of its old bucket stay loaded."""
+        """Remove and return a parameter's residual, flat.  Its old bucket is dissolved; the residuals of the
+        bucket's other parameters stay in `_loaded`."""
         self._dissolve(parameter)
         names = ("residual", "u") if self.exchange.momentum else ("residual",)
         nothing = {name: torch.zeros(parameter.numel()) for name in names}
@@ -222,25 +226,27 @@ class GTopKState:
         return found
 
     def residual_of(self, parameter: Tensor) -> Tensor:
-        """A copy of the residual of a parameter on the host, flat float32."""
+        """Return a copy of a parameter's residual on the host, as a flat float32 tensor."""
         found = self._by_id().get(id(parameter))
         return torch.zeros(parameter.numel()) if found is None else found["residual"].clone()
 
     def state_dict(self, model: nn.Module) -> dict[str, dict[str, Tensor]]:
-        """Residuals by the parameters' names; each process saves and loads its own."""
+        """Return this process's residuals by parameter name.  Each process must save and load its own
+        state."""
         found = self._by_id()
         return {name: found[id(p)] for name, p in canonical_parameters(model) if id(p) in found}
 
     def load_state_dict(self, model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Load what `state_dict` returned, between two steps.  Raises `ConfigError` for another model."""
+        """Load the result of `state_dict`, between two steps.  Raises `ConfigError` if it is not the state of
+        this model and exchange."""
         parameters = dict(canonical_parameters(model))
         names = {"residual", "u"} if self.exchange.momentum else {"residual"}
         for name, kept in state.items():
             sizes = {part.numel() for part in kept.values()}
             if name not in parameters or set(kept) != names or sizes != {parameters[name].numel()}:
                 raise ConfigError(
-                    f"the residual of {name!r} ({', '.join(kept)}) fits no parameter of the model",
-                    remedy="load what was saved with this model and this exchange",
+                    f"the residual of {name!r} ({', '.join(kept)}) does not match any parameter of the model",
+                    remedy="load a state that was saved with this model and this exchange",
                 )
         for parameter in parameters.values():
             self._dissolve(parameter)
@@ -257,17 +263,18 @@ class GTopKState:
         unlike = [rank for rank, other in enumerate(numbers) if not torch.equal(other, number)]
         if unlike:
             raise ConfigError(
-                f"this process uses the exchange {self.exchange.describe()}, ranks {unlike} use another one",
-                remedy="give GTopKState the same exchange on all processes",
+                f"this process uses the exchange {self.exchange.describe()}; "
+                f"ranks {unlike} use a different exchange",
+                remedy="pass the same exchange to GTopKState on all processes",
             )
 
 
 def gtopk_hook(state: GTopKState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """For `ddp.register_comm_hook(GTopKState(...), gtopk_hook)`.
+    """Exchange one bucket.  Register this hook with `ddp.register_comm_hook(GTopKState(...), gtopk_hook)`.
 
-    The mean gradient is replaced by the group's update: of the sum of (residual + gradient / P) over all P
-    processes about the k largest elements of each bucket (after arXiv 1901.04359), the same bits on every
-    process.  The rest stays in the residuals.
+    The mean gradient of each bucket is replaced by the group's update: about the k largest elements of the
+    sum of (residual + gradient / P) over all P processes (after arXiv 1901.04359).  The update is
+    bit-identical on all processes.  The remaining elements stay in the residuals.
     """
     return state.begin(bucket)
 
@@ -292,5 +299,7 @@ def _dense(buffer: ButterflyBuffer, like_B: Tensor, scale: float, skip: bool) ->
 def _place(head: Sequence[int]) -> PayloadSlot:
     phase, hop, segment, slice_ = head[:4]
     if phase not in set(CollectivePhase):
-        raise RemoteProtocolError(f"place of phase {phase}", remedy="run one version on all processes")
+        raise RemoteProtocolError(
+            f"a message has the unknown phase {phase}", remedy="run the same version on all processes"
+        )
     return PayloadSlot(CollectivePhase(phase), hop, segment, slice_)

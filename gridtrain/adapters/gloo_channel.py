@@ -1,11 +1,11 @@
-"""Messages of a few numbers and some bytes between two processes of a gloo group.
+"""Send messages of a few integers and an optional payload between two processes of a gloo group.
 
     int64   | payload bytes | head[0] | head[1] | ... |     always `HEAD` numbers
-    uint8   | payload |                                     only if there is one
+    uint8   | payload |                                     only if it is not empty
 
-Messages between two processes arrive in the order in which they were sent.  When a process is gone, every
-wait for it
-ends: gloo raises as soon as the connection breaks, or at the group's timeout.  Nothing is pickled.
+Messages between two processes arrive in the order in which they were sent.  When a process has exited, every
+wait for it ends, because gloo raises an error as soon as the connection breaks, or at the group's timeout.
+Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -22,36 +22,39 @@ HEAD = 7
 
 
 class GlooChannel:
-    """This process's end of the messages in `group`, a gloo group; ranks are within it."""
+    """Sends and receives this process's messages in `group`, a gloo group.  Ranks are those of the group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self._in_flight: list[tuple[dist.Work, Tensor]] = []  # keeps tensors alive until they were sent
+        self._in_flight: list[tuple[dist.Work, Tensor]] = []  # keeps tensors alive until they have been sent
 
     def send(self, to_rank: int, head: Sequence[int], payload: bytes | memoryview = b"") -> None:
-        """Start to send; `wait_sent` waits for the end."""
+        """Start sending a message; `wait_sent` waits until it has been sent."""
         if len(head) > HEAD - 1:
-            raise LocalProtocolError(f"message head of {len(head)} numbers, at most {HEAD - 1} fit")
+            raise LocalProtocolError(
+                f"a message head has {len(head)} numbers; at most {HEAD - 1} are allowed"
+            )
         numbers = [len(payload), *head, *[0] * (HEAD - 1 - len(head))]
         self._send_tensor(torch.tensor(numbers, dtype=torch.int64), to_rank)
         if len(payload):
             self._send_tensor(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to_rank)
 
     def receive(self, from_rank: int, most_bytes: int) -> tuple[list[int], bytes]:
-        """Wait for the next message of `from_rank`: (its head, padded with zeros; its payload).
+        """Wait for the next message from `from_rank`; return its head, padded with zeros, and its payload.
 
         Raises:
             RemoteProtocolError: the payload is larger than `most_bytes`; nothing was allocated for it.
-            RuntimeError: of gloo: that process is gone, or the group's timeout has passed.
+            RuntimeError: the connection to the process broke, or the group's timeout has passed.
         """
         numbers_H = torch.empty(HEAD, dtype=torch.int64)
         self._receive_tensor(numbers_H, from_rank)
         payload_bytes, *head = numbers_H.tolist()
         if not 0 <= payload_bytes <= most_bytes:
             raise RemoteProtocolError(
-                f"local rank {from_rank} announced {payload_bytes} bytes, must be 0 .. {most_bytes}",
+                f"local rank {from_rank} announced a payload of {payload_bytes} bytes; "
+                f"it must have 0 to {most_bytes}",
                 remedy="start all processes of the group from the same script and version",
             )
         if not payload_bytes:
@@ -61,7 +64,7 @@ class GlooChannel:
         return head, data_B.numpy().tobytes()
 
     def wait_sent(self) -> None:
-        """Wait until everything has been sent."""
+        """Wait until all messages have been sent."""
         in_flight, self._in_flight = self._in_flight, []
         for work, _ in in_flight:
             work.wait()

@@ -6,18 +6,18 @@
                           optimizers=(torch.optim.SGD(model.parameters(), lr=0.4), None))
     trainer.train()
 
-Trainer's own loop runs, with the group's optimizer, samples and steps:
+Trainer runs its own loop, but with the group's optimizer, samples and steps:
 
-    Trainer asks for                     it gets
+    Trainer calls                        and gets
     create_optimizer                     its own or the given one, wrapped by grid.optimizer
     create_scheduler                     its own; joining workers receive its state
     get_train_dataloader                 GridLoader: this worker's samples of each step, until the run ends
-    evaluate                             its own, while the others know that this worker is busy
-    saving, logging to files             on the first worker alone
-    state.global_step                    the run's, so that a worker that joins late stops with the others
+    evaluate                             its own; meanwhile this worker is reported as busy
+    saving, logging to files             on the first worker only
+    state.global_step                    the run's, so that a worker that joins late stops with the group
 
 `max_steps` ends the run, for all workers together.  `max_grad_norm` clips the local gradient, as usual; to
-clip the exchanged one give `clip_norm=` and set max_grad_norm=0.
+clip the exchanged gradient, pass `clip_norm=` in `grid_options` and set max_grad_norm=0.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ from gridtrain.training.optimizer import GridOptimizer
 
 
 class GridTrainer(Trainer):
-    """`transformers.Trainer` whose steps are a run's.
+    """A `transformers.Trainer` that trains as a worker of a run.
 
     Args:
-        grid: from `gridtrain.join()`.
-        grid_options: `exchange=`, `clip_norm=`, ... as for `grid.optimizer`.  The default exchange is
-            GTopK(), with which AdamW, Trainer's default, learns badly: `LocalSteps(...)` suits it.
-        options: all of Trainer's own.
+        grid: the result of `gridtrain.join()`.
+        grid_options: the keyword arguments of `grid.optimizer`, such as `exchange=`.  The default exchange is
+            GTopK(), with which Trainer's default optimizer, AdamW, converges poorly; use `LocalSteps(...)`
+            with AdamW.
+        options: the arguments of `Trainer`.
 
     Raises:
-        ConfigError: the arguments do not fit a worker; the text says which.
+        ConfigError: an argument cannot be used in a run; the message names it.
     """
 
     def __init__(self, *, grid: Grid, grid_options: dict[str, Any] | None = None, **options: Any) -> None:
@@ -72,7 +73,9 @@ class GridTrainer(Trainer):
 
     def get_train_dataloader(self) -> GridLoader:
         if self.train_dataset is None:
-            raise ConfigError("GridTrainer has no train_dataset", remedy="give the same one on all workers")
+            raise ConfigError(
+                "GridTrainer has no train_dataset", remedy="pass the same train_dataset on all workers"
+            )
         self._loader = GridLoader(
             self.grid,
             self.train_dataset,
@@ -97,7 +100,7 @@ class GridTrainer(Trainer):
 
 
 class _StepCallback(TrainerCallback):
-    """Sets Trainer's step count, which starts at 0, to the run's."""
+    """Sets Trainer's step count, which starts at 0, to the step of the run."""
 
     def __init__(self, trainer: GridTrainer) -> None:
         self._trainer = trainer
@@ -127,12 +130,12 @@ class _StepCallback(TrainerCallback):
 def _refuse_misfits(args: TrainingArguments) -> None:
     if args.max_steps < 1:
         raise ConfigError(
-            "TrainingArguments without max_steps: how many steps an epoch takes depends on who is there",
-            remedy="set TrainingArguments(max_steps=...), the same on all workers",
+            "TrainingArguments has no max_steps, but the number of steps in an epoch depends on the members",
+            remedy="set TrainingArguments(max_steps=...) to the same value on all workers",
         )
     if args.fp16:
         raise ConfigError(
-            "TrainingArguments(fp16=True): Trainer's GradScaler would differ from worker to worker",
+            "TrainingArguments has fp16=True, but Trainer's GradScaler would differ from worker to worker",
             remedy="use bf16=True, which needs no scaler",
         )
     if args.world_size > 1 or args.n_gpu > 1:

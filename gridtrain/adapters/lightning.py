@@ -8,15 +8,16 @@
     trainer = L.Trainer(max_epochs=1, strategy=GridStrategy(grid, loader), ...)
     trainer.fit(model, loader)
 
-Lightning gives `optimizer.step` a closure that computes the gradient.  A group's gradient is exchanged once,
-so the closure runs first, with the clipping and hooks that Lightning puts around it, and then the step.
+Lightning gives `optimizer.step` a closure that computes the gradient.  The gradient is exchanged once per
+step, so the closure runs first, with the clipping and hooks that Lightning adds to it, and then the optimizer
+takes the step.
 
     Lightning    optimizer_step(optimizer, closure)
-    here                   closure(): forward, backward, on_before_optimizer_step, clipping
+    GridStrategy           closure(): forward, backward, on_before_optimizer_step, clipping
                            optimizer.step(): exchange and apply
 
-Learning rate schedulers of `configure_optimizers` are tracked: joining workers receive their state.  For
-Lightning this is one process on one device, so it distributes no samples and no gradients.
+Learning rate schedulers of `configure_optimizers` are tracked: joining workers receive their state.
+Lightning treats the worker as one process on one device, so it distributes neither samples nor gradients.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ from gridtrain.training.optimizer import GridOptimizer
 
 
 class GridStrategy(SingleDeviceStrategy):
-    """For `lightning.Trainer(strategy=...)`.
+    """The strategy for `lightning.Trainer(strategy=...)`.
 
     Args:
-        loader: the argument of `trainer.fit`; at the end of the fit this worker leaves the run.
-        device: of the model.
+        grid: the result of `gridtrain.join()`.
+        loader: the loader that is passed to `trainer.fit`; this worker leaves the run when `fit` ends.
+        device: the device on which the model is trained.
     """
 
     def __init__(self, grid: Grid, loader: GridLoader, device: str = "cpu") -> None:
@@ -48,7 +50,7 @@ class GridStrategy(SingleDeviceStrategy):
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether Lightning writes checkpoints and logs here."""
+        """Whether Lightning should write checkpoints and logs on this worker."""
         return self._grid.world_size == 0 or self._grid.is_first
 
     def setup(self, trainer: Any) -> None:
@@ -56,12 +58,12 @@ class GridStrategy(SingleDeviceStrategy):
         plain = [o for o in self.optimizers if not isinstance(o, GridOptimizer)]
         if plain and trainer.training:
             raise ConfigError(
-                f"configure_optimizers returned {type(plain[0]).__name__}, which takes part in no group",
+                f"configure_optimizers returned {type(plain[0]).__name__}, which is not a wrapped optimizer",
                 remedy="return grid.optimizer(optimizer, self, exchange=...)",
             )
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ConfigError(
-                "precision 16-mixed: Lightning's GradScaler would differ from worker to worker",
+                "precision is 16-mixed, but Lightning's GradScaler would differ from worker to worker",
                 remedy="use precision='bf16-mixed', which needs no scaler",
             )
         if trainer.training:  # so that joining workers receive them
@@ -86,7 +88,7 @@ class GridStrategy(SingleDeviceStrategy):
 
 
 class _ClosureFirstOptimizer:
-    """An optimizer whose `step` runs the closure once, and then steps with the gradient."""
+    """An optimizer whose `step` runs the closure once, and then takes the step without a closure."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer

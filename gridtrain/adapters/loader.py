@@ -3,8 +3,9 @@
     loop       iter  next next ...  StopIteration     iter  StopIteration     finish
     grid       -----------one generator, made at the first `iter`------------------^ leaves the run
 
-A loop that fetches a batch before it has stepped would get its next turn too early.  So the loader has a
-length: the loops of Hugging Face and Lightning look ahead only if there is none.
+A loop that fetches a batch before it has taken the previous step would start its next turn too early.  The
+loader therefore has a length, because Hugging Face's and Lightning's loops fetch ahead only from a loader
+without one.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from gridtrain.sdk.grid import Grid
 
 
 class GridLoader:
-    """This worker's batches of a run of `steps` optimizer steps; looks like a DataLoader.
+    """This worker's batches of a run of `steps` optimizer steps, with the interface of a DataLoader.
 
-    It may be made before the optimizer is wrapped; the data set is described to the group at the first
+    It may be created before the optimizer is wrapped; the data set is described to the group at the first
     `iter`.
 
     Args:
-        steps: calls of `optimizer.step` in the whole run.  With `LocalSteps(every=H)` a multiple of H.
-        accumulate: batches for each of these calls.
-        options: others of `grid.batches`: batch_size or global_batch_size, collate_fn, seed, ...
+        steps: the number of calls of `optimizer.step` in the whole run; with `LocalSteps(every=H)`, a
+            multiple of H.
+        accumulate: the number of batches per call of `optimizer.step`.
+        options: the other arguments of `grid.batches`: batch_size or global_batch_size, collate_fn, seed, ...
     """
 
     batch_sampler = sampler = None  # nothing for a framework to replace
@@ -36,11 +38,11 @@ class GridLoader:
         self._batches: Iterator[Any] | None = None
 
     def __len__(self) -> int:
-        """Batches of a worker that takes part from the start to the end, which is the maximum."""
+        """Return the number of batches of a worker that takes part in the whole run, which is the maximum."""
         return self._steps * self._accumulate
 
     def __iter__(self) -> Iterator[Any]:
-        """Continues where the last one stopped."""
+        """Return the run's only iterator, which continues where it stopped."""
         if self._batches is None:
             self._batches = iter(
                 self._grid.batches(
@@ -50,7 +52,8 @@ class GridLoader:
         return self._batches
 
     def finish(self) -> None:
-        """The loop is over.  This worker finishes with the run or, before its end, leaves it."""
+        """End the loop.  This worker finishes together with the run, or leaves the run if it has not
+        ended."""
         if self._batches is not None and not self._grid.finished and next(self._batches, None) is not None:
             self._grid.close("its training loop ended before the run")
 
@@ -58,7 +61,7 @@ class GridLoader:
         calls = self._grid.calls_per_step
         if self._steps < 1 or self._steps % calls:
             raise ConfigError(
-                f"{self._steps} optimizer steps; a step of the run is {calls} of them",
+                f"steps is {self._steps}; it must be a positive multiple of {calls}",
                 remedy=f"set the number of steps (max_steps) to a multiple of {calls}",
             )
         return self._steps // calls

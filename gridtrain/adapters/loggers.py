@@ -1,4 +1,4 @@
-"""Figures of a run to TensorBoard, to Weights & Biases, or to anything with `write` and `close`.
+"""Write figures of a run to TensorBoard, to Weights & Biases, or to any object with `write` and `close`.
 
     log = Log(grid, TensorBoard("runs/mine"), WeightsAndBiases(project="mine"))
     for batch in grid.batches(...):
@@ -6,9 +6,9 @@
         log(loss=grid.mean(loss))
     log.close()
 
-The first worker of the generation writes, so that a run is one curve.  When it leaves, the next one goes on
-with its own writers, which it opens only then.  All workers report the figures to the group
-(`grid.report`).  The packages are imported at the first write.
+Only the first worker of the generation writes, so that a run yields one curve.  When that worker leaves, the
+next first worker continues with its own writers, which it opens only then.  All workers report the figures to
+the group (`grid.report`).  The packages are imported at the first write.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gridtrain.extras import require
 
 
 class Writer(Protocol):
-    """Takes figures of one step, by name."""
+    """Writes the figures of one step, by name."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None: ...
 
@@ -44,9 +44,10 @@ class Worker(Protocol):
 
 
 class Log:
-    """Call it with figures on every worker; only the first worker's writers get them.
+    """A logger that every worker calls with figures, but only the first worker passes them to its writers.
 
-    Values that are not finite are left out.  `sent_bytes` is added: what this worker has sent so far.
+    Values that are not finite are left out.  The logger adds the figure `sent_bytes`, the bytes that this
+    worker has sent so far.
     """
 
     def __init__(self, grid: Worker, *writers: Writer) -> None:
@@ -66,7 +67,7 @@ class Log:
 
 
 class TensorBoard:
-    """Scalars in a folder for `tensorboard --logdir`; needs the package `tensorboard`."""
+    """Writes scalars to a folder for `tensorboard --logdir`; needs the package `tensorboard`."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -87,7 +88,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of `wandb.init(**options)`; needs the package `wandb`."""
+    """Writes figures to a run of `wandb.init(**options)`; needs the package `wandb`."""
 
     def __init__(self, **options: Any) -> None:
         self._options = options

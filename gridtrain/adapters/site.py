@@ -1,4 +1,4 @@
-"""Several processes of one place (the GPUs of a machine, the machines of a room) as one worker of a run.
+"""Run several processes at one site (the GPUs of a machine, the machines of a room) as one worker of a run.
 
     torchrun --nproc-per-node 8 train.py
 
@@ -7,9 +7,9 @@
         for x, y in site.batches(dataset, batch_size=32, steps=1000):
             loss = ...; loss.backward(); optimizer.step(); optimizer.zero_grad()
 
-One process of a site, the leader (rank 0), is the worker: it alone takes part in the run, and has the
-optimizer's state and the residual.  Among themselves the processes use torch.distributed: NCCL for tensors on
-GPUs, gloo for the rest.
+One process of a site, the leader (rank 0), is the worker: only the leader takes part in the run and holds the
+optimizer's state and the residual.  The processes communicate with each other through torch.distributed: NCCL
+for tensors on GPUs, gloo for everything else.
 
     leader       turn: the site's samples, the model ------> every process
     every one    its part of the samples, backward
@@ -17,11 +17,11 @@ GPUs, gloo for the rest.
                  step: exchange with the run, apply
                  ... next turn: the model with the update in it ------> every process
 
-The whole model is sent, which is as large as a dense update: so every change of the leader's model (a
-skipped step, another member's state, a repair) reaches all processes, and no other process needs an
-optimizer's state.
+The leader sends the whole model, which is as large as a dense update.  Every change of the leader's model (a
+skipped step, another member's state, a repair) therefore reaches all processes, and no other process needs
+optimizer state.
 
-A process that fails sends its reason first; the leader then leaves the run with that reason.
+A process that fails sends the reason before it exits; the leader then leaves the run with that reason.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ _MOST_TEXT_BYTES = 4096
 
 
 class SiteFailed(GridtrainError):
-    """Another process of this site has failed or is gone."""
+    """Another process of this site has failed or exited."""
 
 
 class _SiteMessage(IntEnum):
-    TURN = 1  # leader: the samples of the next step
-    END = 2  # leader: no further step; with a text: because of an error
-    READY = 3  # other processes: the gradient is complete
-    FAILED = 4  # other processes: with a text
+    TURN = 1  # from the leader: the samples of the next step
+    END = 2  # from the leader: there is no further step; a text gives the error, if there was one
+    READY = 3  # from another process: the gradient is complete
+    FAILED = 4  # from another process: it failed, with the reason
 
 
 class Site:
-    """This process's place in the site.  Used from the thread that trains, in a `with` statement.
+    """This process's part of the site.  Use it in a `with` statement, on the training thread.
 
     Attributes:
         grid: the leader's `Grid`; None on the other processes.
-        rank, world_size: within the site.
+        rank, world_size: this process's rank in the site, and the number of processes in the site.
     """
 
     def __init__(self, grid: Grid | None, channel: GlooChannel) -> None:
@@ -78,14 +78,14 @@ class Site:
         self.rank, self.world_size = channel.rank, channel.world_size
         self._channel = channel
         self._optimizer: SiteOptimizer | None = None
-        self._weight = 0.0  # of this process's gradient in the site's
+        self._weight = 0.0  # the weight of this process's gradient in the site's gradient
         self._listening = self._is_end_received = self._has_ended = False
 
     @classmethod
     def enter(cls, invitation: str | None = None, **options: Any) -> Site:
         """Set up torch.distributed from torchrun's variables, and join the run on rank 0.
 
-        Without torchrun the site is this process alone.  Arguments as for `gridtrain.join`.
+        Without torchrun the site consists of this process only.  The arguments are those of `gridtrain.join`.
         """
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -110,15 +110,18 @@ class Site:
 
     @property
     def is_first(self) -> bool:
-        """True on exactly one process of all sites and workers: for logging and saving."""
+        """Whether this is the only process of the run that should log and save."""
         return self.grid is not None and self.grid.is_first
 
     def optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any) -> SiteOptimizer:
-        """Wrap `optimizer` on every process of the site; arguments as for `grid.optimizer`."""
+        """Wrap `optimizer`.  Every process of the site must call it, with the arguments of
+        `grid.optimizer`."""
         if self._optimizer is not None:
-            raise ConfigError("site.optimizer was called twice", remedy="one run trains one model")
+            raise ConfigError("site.optimizer was called twice", remedy="call site.optimizer only once")
         if options.get("overlap") is not None:
-            raise ConfigError("a site cannot overlap its exchange with backward", remedy="leave overlap= out")
+            raise ConfigError(
+                "a site cannot overlap its exchange with backward", remedy="remove the argument overlap="
+            )
         flat = FlatGradient(model, optimizer)
         inner = optimizer if self.grid is None else self.grid.optimizer(optimizer, model, **options)
         self._optimizer = SiteOptimizer(self, inner, model, flat)
@@ -136,11 +139,13 @@ class Site:
         seed: int = 0,
         collate_fn: Callable[[list[Any]], Any] = sampler.collate,
     ) -> Iterator[Any]:
-        """Yield this process's batches until the run ends; one yielded batch is one `optimizer.step()`.
+        """Yield this process's batches until the run ends; call `optimizer.step()` once for each batch.
 
         Args:
-            batch_size: samples of each process; the site's batch is `world_size` times as large.
-            max_batch_size: also of each process; `global_batch_size` is of all workers.
+            batch_size: the number of samples of each process; the site's batch is `world_size` times as
+                large.
+            global_batch_size: the number of samples of all workers of the run together.
+            max_batch_size: the maximum number of samples of each process.
         """
         if self._optimizer is None:
             raise ConfigError("the optimizer has not been wrapped yet", remedy="call site.optimizer first")
@@ -158,7 +163,7 @@ class Site:
             if not self._optimizer.stepped:
                 raise ConfigError(
                     "optimizer.step() was not called for a batch; each batch is one step",
-                    remedy="call it once for each batch on all processes of the site",
+                    remedy="call optimizer.step() once for each batch on all processes of the site",
                 )
 
     # -- turns ---------------------------------------------------------------------------------------
@@ -202,8 +207,8 @@ class Site:
                 tensor.copy_(piece.view(tensor.shape))
 
     def sum_up(self, flat_N: Tensor) -> None:
-        """On the leader: flat_N = the sum of every process's n_j / n times flat_N; elsewhere flat_N is
-        undefined."""
+        """Sum the flat_N of all processes, each weighted by n_j / n, into the leader's flat_N.  On the other
+        processes flat_N is undefined afterwards."""
         if self._weight:
             flat_N.mul_(self._weight)
         else:
@@ -229,14 +234,17 @@ class Site:
         self._channel.wait_sent()
 
     def _listen(self, rank: int, most_bytes: int) -> tuple[_SiteMessage, bytes]:
-        """torchrun ends all processes when one fails: the message of that one is received first."""
+        """Receive a message from `rank`.  If a SIGTERM arrives meanwhile, exit only after the message, so
+        that a failure is reported before torchrun ends all processes because of it."""
         self._listening = True
         try:
             head, payload = self._channel.receive(rank, most_bytes)
-        except RuntimeError as error:  # of gloo
+        except RuntimeError as error:  # raised by gloo
             who = "the leader" if rank == LEADER else f"process {rank}"
             first = (str(error).splitlines() or [""])[0]
-            raise SiteFailed(f"{who} of this site is gone: {first}", remedy="see its output") from error
+            raise SiteFailed(
+                f"{who} of this site has disconnected: {first}", remedy="see its output"
+            ) from error
         finally:
             self._listening = False
         if self._is_end_received and head[0] != _SiteMessage.FAILED:
@@ -254,7 +262,8 @@ class Site:
             sys.exit(128 + number)
 
     def _end(self, reason: str) -> None:
-        """Tell the other processes that this one ends, and why."""
+        """Send the reason why this process is ending: to all other processes if it is the leader, otherwise
+        to the leader."""
         if self._has_ended:
             return
         self._has_ended = True
@@ -265,7 +274,7 @@ class Site:
             else:
                 self._channel.send(LEADER, [_SiteMessage.FAILED], text)
                 self._channel.wait_sent()
-        except RuntimeError:  # of gloo: the receiver is gone already
+        except RuntimeError:  # raised by gloo, because the receiver has already exited
             pass
 
     def __enter__(self) -> Site:
@@ -286,14 +295,14 @@ class Site:
 
 
 class SiteOptimizer(WrappingOptimizer):
-    """The result of `site.optimizer`: `step` sums the site's gradients, and on the leader takes the step.
+    """The result of `site.optimizer`: `step` sums the site's gradients; on the leader it then takes the step.
 
     Attributes:
-        inner: on the leader the group's optimizer, elsewhere the user's, which has no state.
-        stepped: `step` was called for the latest batch.
+        inner: the group's optimizer on the leader; on other processes the user's optimizer, without state.
+        stepped: whether `step` was called for the latest batch.
     """
 
-    _step_supports_amp_scaling = True  # otherwise a GradScaler would leave one process out of a step
+    _step_supports_amp_scaling = True  # otherwise a GradScaler could skip the step on one process only
 
     def __init__(
         self, site: Site, inner: torch.optim.Optimizer, model: nn.Module, flat: FlatGradient
@@ -318,7 +327,8 @@ class SiteOptimizer(WrappingOptimizer):
 
 
 def _share_of(indices: Sequence[int], rank: int, world_size: int) -> list[int]:
-    """Near-equal parts in order; empty if there are fewer samples than processes."""
+    """Return this rank's part of `indices`, in order.  Parts differ by at most one sample; with fewer samples
+    than processes, some are empty."""
     n = len(indices)
     return list(indices[n * rank // world_size : n * (rank + 1) // world_size])
 
@@ -331,5 +341,5 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, GridtrainError):
         return error.reason
     if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
-        return "its site was stopped, perhaps because another process of it failed"
+        return "its site was stopped, perhaps because another of its processes failed"
     return f"{type(error).__name__}: {error}"

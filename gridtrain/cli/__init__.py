@@ -1,7 +1,7 @@
-"""The `gridtrain` command: a client of the coordinator, one file for each command.
+"""The `gridtrain` command: a client of the coordinator, with one file for each command.
 
 Commands are imported when they are used, so that `gridtrain --help` is quick and a coordinator
-needs no torch.  Nothing imports this package.
+needs no torch.  No other package imports this package.
 """
 
 from gridtrain.cli.main import main

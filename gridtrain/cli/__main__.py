@@ -1,4 +1,4 @@
-"""`python -m gridtrain.cli`: the same as the program `gridtrain`."""
+"""Runs the program `gridtrain` for `python -m gridtrain.cli`."""
 
 from gridtrain.cli.main import main
 

@@ -12,12 +12,12 @@ from gridtrain.cli.option_flags import run_options
 
 @click.command()
 @click.argument("who")
-@click.option("--reason", default="", metavar="TEXT", help="Told to the worker, and kept in the journal.")
+@click.option("--reason", default="", metavar="TEXT", help="Sent to the worker and recorded in the journal.")
 @run_options
 def ban(who: str, reason: str, run: str, state: Path | None) -> None:
     """Remove a member, and refuse its key even with an invitation.
 
-    WHO is its name, at least 6 digits of its key, or the whole key of a worker that is not present.
+    WHO is its name, at least 6 digits of its key, or the complete key of a worker that is unknown here.
     """
     from gridtrain.core.messages import RemoveWorker
     from gridtrain_coordinator.access.authorization_rules import clean_reason

@@ -1,4 +1,4 @@
-"""`gridtrain bench`: options of `gridtrain.tools.bench.main`."""
+"""`gridtrain bench`: options for `gridtrain.tools.bench.main`."""
 
 from __future__ import annotations
 
@@ -11,28 +11,32 @@ MAX_WORKERS = 32
 
 
 def _sizes(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
-    """Numbers from "2,4"; "": none."""
+    """Parse group sizes such as "2,4"; return () for ""."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isdecimal() and 2 <= int(word) <= MAX_WORKERS for word in words):
-        raise click.BadParameter(f'"{text}": name numbers from 2 to {MAX_WORKERS}, such as 2,4')
+        raise click.BadParameter(f'"{text}" is not a list of numbers from 2 to {MAX_WORKERS}, such as 2,4')
     sizes = tuple(int(word) for word in words)
     if len(set(sizes)) < len(sizes):
         raise click.BadParameter(
-            f'"{text}" names a size twice: once is enough, --repeats measures it more often'
+            f'"{text}" contains a size twice; use --repeats to measure each size more often'
         )
     return sizes
 
 
 def _share(context: click.Context, option: click.Parameter, value: float) -> float:
-    """A share between 0 and 1.  Refuses NaN, which a range check accepts."""
+    """Check a share between 0 and 1; refuse NaN, which a range check accepts."""
     if math.isnan(value):
-        raise click.BadParameter("nan is no number: name a share above 0 and at most 1, such as 0.01")
+        raise click.BadParameter("the share is nan; it must be above 0 and at most 1, such as 0.01")
     return value
 
 
 @click.command()
 @click.option(
-    "--parameters", type=click.IntRange(min=1000), default=10_000_000, show_default=True, help="Of the model."
+    "--parameters",
+    type=click.IntRange(min=1000),
+    default=10_000_000,
+    show_default=True,
+    help="Number of parameters of the model.",
 )
 @click.option(
     "--density",
@@ -47,18 +51,26 @@ def _share(context: click.Context, option: click.Parameter, value: float) -> flo
     default="2,4",
     callback=_sizes,
     show_default=True,
-    help="Sizes of the local groups; '' measures the processor alone.",
+    help="Sizes of the local groups; '' measures only the processor.",
 )
-@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Of each exchange.")
-@click.option("--cap", default="", metavar="RATE", help="Limit of each local worker, such as 100Mbit.")
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Number of measurements of each exchange.",
+)
+@click.option("--cap", default="", metavar="RATE", help="Rate limit of each local worker, such as 100Mbit.")
 @click.option(
     "--line",
     default="20Mbit",
     show_default=True,
     metavar="RATE",
-    help="The line that bytes are converted for.",
+    help="Link rate for converting bytes into seconds.",
 )
-@click.option("--unencrypted", is_flag=True, help="Exchange in the clear, as other programs do.")
+@click.option(
+    "--unencrypted", is_flag=True, help="Exchange without encryption, to compare with other programs."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def bench(
     parameters: int,
@@ -70,8 +82,8 @@ def bench(
     unencrypted: bool,
     as_json: bool,
 ) -> None:
-    """Measure what this machine can do: select and encode a gradient on CPU and GPU, and exchange it
-    among a few workers on this machine. Needs no other machine and no run; takes about a minute.
+    """Measure how fast this machine selects and encodes a gradient on CPU and GPU, and exchanges it
+    among a few local workers. Needs no other machine and no run; takes about a minute.
     """
     from rich.console import Console
 

@@ -1,6 +1,7 @@
-"""What a volunteer is shown before a bundle is run, and the question.
+"""Shows a volunteer what a bundle would run, and asks for consent.
 
-Texts from the owner are printable (`gridtrain.tools.options.runfile` checks that), and never read as markup.
+Strings from the owner are printable (`gridtrain.tools.options.runfile` checks this), and are never
+interpreted as markup.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ if TYPE_CHECKING:
 
 SHOWN_LIMITS = ("upload_limit", "download_limit", "donate_limit", "relay", "checkpoint_every", "set")
 DISCLOSED_DATA = (
-    "to other workers: gradients or changes of parameters, votes, your address; to newcomers the model",
-    "to the coordinator: this worker's name and address, step times, byte counts, digests and sizes of",
-    "  model and data, and the numbers that the script reports",
-    "never, by gridtrain: your files, samples of your data, host or user names",
-    "the script itself runs with your rights, and may do whatever you may",
+    "to other workers: gradients or parameter changes, votes and your address; to newcomers also the model",
+    "to the coordinator: this worker's name and address, step times, byte counts, the digests and sizes of",
+    "  model and data, and the values that the script reports",
+    "never sent by gridtrain: your files, samples of your data, host or user names",
+    "the script itself runs with the permissions of your user account, without a sandbox",
 )
 
 
 def ask_consent(settings: OptionValues, job: Job, offer: BundleOffer) -> bool:
-    """Show the offer to the person at the terminal; True: they accept it."""
+    """Show the offer to the person at the terminal; return whether they accept it."""
     click.echo("\n".join(offer_lines(settings, job, offer)), err=True)
     click.echo("", err=True)
     return click.confirm("Run it on this machine?", default=False, err=True)
@@ -48,11 +49,11 @@ def show_offer(settings: OptionValues, job: Job, offer: BundleOffer | None) -> N
         return
     click.echo("\n".join(offer_lines(settings, job, offer)))
     state = "accepted on this machine" if is_accepted(offer) else "not accepted yet"
-    click.echo(f"\nA dry run: nothing was started.  The bundle is {state}.")
+    click.echo(f"\nThis was a dry run: nothing was started.  The bundle is {state}.")
 
 
 def offer_facts(settings: OptionValues, job: Job, offer: BundleOffer | None) -> dict[str, object]:
-    """The offer as a JSON object."""
+    """Return the offer as a JSON object."""
     from gridtrain_worker.bundle_consent import is_accepted
 
     limits = {name: settings[name].shown for name in SHOWN_LIMITS}
@@ -77,7 +78,7 @@ def offer_facts(settings: OptionValues, job: Job, offer: BundleOffer | None) -> 
 
 
 def offer_lines(settings: OptionValues, job: Job, offer: BundleOffer) -> list[str]:
-    """The offer as lines of text."""
+    """Return the offer as lines of text."""
     run, entry = offer.bundle.run, offer.entry
     size = sum(len(content) for content in offer.bundle.files.values())
     needs = ", ".join(f"{name} {least} or newer" if least else name for name, least in run.requires)
@@ -88,7 +89,7 @@ def offer_lines(settings: OptionValues, job: Job, offer: BundleOffer) -> list[st
     )
     about = [f"  about        {run.about}"] if run.about else []
     data = [f"  data         {offer.data}, {run.data.digest}"] if offer.data and run.data else []
-    image = [f"  image        {run.image} has all of it"] if run.image else []
+    image = [f"  image        {run.image} contains all of these"] if run.image else []
     return [
         f'The owner of the run "{entry.run}" asks this machine to run a script.',
         "",
@@ -103,7 +104,7 @@ def offer_lines(settings: OptionValues, job: Job, offer: BundleOffer) -> list[st
         *image,
         *data,
         f"  as           {job.name or 'a random name'}",
-        *(f"  {'leaves' if i == 0 else '':<12} {text}" for i, text in enumerate(DISCLOSED_DATA)),
+        *(f"  {'sends' if i == 0 else '':<12} {text}" for i, text in enumerate(DISCLOSED_DATA)),
         *_limits(settings),
     ]
 

@@ -1,4 +1,4 @@
-"""`gridtrain completion SHELL`: a script for the shell; click knows how it looks, and what can follow."""
+"""`gridtrain completion SHELL`: prints a completion script for the shell, which click generates."""
 
 from __future__ import annotations
 

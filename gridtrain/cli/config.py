@@ -1,6 +1,6 @@
-"""`gridtrain config show`: the value of each option and where it comes from.
+"""`gridtrain config show`: shows the value and the source of each option.
 
-A table on a terminal, elsewhere a JSON line for each option.
+Prints a table on a terminal, and one JSON object per line elsewhere.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ STYLES = {"flag": "magenta", "environment": "cyan", "run.toml": "green", "defaul
 
 @click.group()
 def config() -> None:
-    """Show what is configured, and where each value comes from."""
+    """Show the configuration and the source of each value."""
 
 
 @config.group(invoke_without_command=True)
 @click.pass_context
 def show(context: click.Context) -> None:
-    """Show each option's value and where it comes from: flag, environment, run.toml or default.
+    """Show each option's value and its source: flag, environment, run.toml or default.
 
     \b
-      gridtrain config show                                    of both programs
-      gridtrain config show worker --upload-limit 20Mbit       as if with these flags
+      gridtrain config show                                    the options of both programs
+      gridtrain config show worker --upload-limit 20Mbit       the worker's, with these flags
 
-    A table on a terminal; elsewhere a JSON object a line, with program, name, value, source and where.
+    Prints a table on a terminal; elsewhere one JSON object per line, with program, name, value, source and
+    where.
     """
     if context.invoked_subcommand is None:
         _print([resolve_settings(program, {}) for program in PROGRAMS])
@@ -43,7 +44,7 @@ def _of(program: str) -> Callable[..., None]:
     def command(**given: Any) -> None:
         _print([resolve_settings(program, given)])
 
-    command.__doc__ = f"Those of `gridtrain {program}`, with its flags."
+    command.__doc__ = f"Show the options of `gridtrain {program}` as they would be with these flags."
     return command
 
 
@@ -65,7 +66,7 @@ def _print(found: list[OptionValues]) -> None:
 
 
 def json_lines(settings: OptionValues) -> list[dict[str, Any]]:
-    """JSON lines, without secret values."""
+    """Return a JSON object for each option; secret values are replaced."""
     return [
         {
             "program": settings.program,
@@ -80,7 +81,7 @@ def json_lines(settings: OptionValues) -> list[dict[str, Any]]:
 
 
 def settings_table(settings: OptionValues) -> Any:
-    """The table for a terminal."""
+    """Return the table that is printed on a terminal."""
     from rich.table import Table
     from rich.text import Text
 

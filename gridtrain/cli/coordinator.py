@@ -1,4 +1,4 @@
-"""`gridtrain coordinator`: options of `gridtrain_coordinator.serving.serve`."""
+"""`gridtrain coordinator`: options for `gridtrain_coordinator.serving.serve`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from gridtrain.cli.option_flags import ALSO_IN_ENVIRONMENT, add_options, resolve
 def coordinator(**given: Any) -> None:
     """Coordinate a run: admit workers, assign ranks, keep the journal.
 
-    Prints how to invite workers, then logs each event.  Sees no gradient and needs no torch.
+    Prints how to invite workers, then logs each event.  Receives no gradients and needs no torch.
     """
-    from gridtrain_coordinator.serving import serve
+    from gridtrain_coordinator.serving import serve_and_log_errors
     from gridtrain_coordinator.settings import settings_from
 
     settings = settings_from(resolve_settings("coordinator", given))
-    sys.exit(serve(settings, out=sys.stdout, err=sys.stderr))
+    sys.exit(serve_and_log_errors(settings, out=sys.stdout, err=sys.stderr))

@@ -1,9 +1,11 @@
-"""`gridtrain demo`: dense and gTop-k training behind a home connection, compared on this machine."""
+"""`gridtrain demo`: compares dense and gTop-k training over limited connections on this machine."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -15,7 +17,9 @@ _MODELS = ", ".join(f"{name}: {size.parameters:,}" for name, size in SIZES.items
 
 
 @click.command()
-@click.option("--workers", type=click.IntRange(1, 32), default=4, show_default=True, help="Worker processes.")
+@click.option(
+    "--workers", type=click.IntRange(1, 32), default=4, show_default=True, help="Number of worker processes."
+)
 @click.option("--cap", default="20Mbit", show_default=True, help="Upload and download limit of each worker.")
 @click.option(
     "--density",
@@ -29,21 +33,21 @@ _MODELS = ", ".join(f"{name}: {size.parameters:,}" for name, size in SIZES.items
     type=click.Choice(list(SIZES)),
     default="small",
     show_default=True,
-    help=f"Byte GPT by parameters ({_MODELS}). The settings are tuned for small.",
+    help=f"Size of the byte GPT, in parameters ({_MODELS}). The settings are tuned for small.",
 )
 @click.option(
     "--steps",
     type=click.IntRange(min=1),
     default=None,
-    help="Steps of every run; by default each exchange's own (dense 250, sparse 450).",
+    help="Steps of every run.  [default: 250 with dense, 450 with sparse exchanges]",
 )
 @click.option(
     "--exchanges",
     default="dense,gtopk",
     show_default=True,
-    help=f"Comma-separated, the first is the baseline: {', '.join(RECIPES)}.",
+    help=f"Exchanges to compare, the first as the baseline: {', '.join(RECIPES)}.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Initial parameters.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the initial parameters.")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -54,9 +58,9 @@ _MODELS = ", ".join(f"{name}: {size.parameters:,}" for name, size in SIZES.items
 @click.option(
     "--pipeline",
     is_flag=True,
-    help="Instead: a model too large for one worker's memory limit, cut into stages on four workers.",
+    help="Train a model that exceeds one worker's memory limit, in stages on four workers.",
 )
-@click.option("--quick", is_flag=True, help="A tiny model and a tenth of the steps: does it run here?")
+@click.option("--quick", is_flag=True, help="Use a tiny model and a tenth of the steps.")
 def demo(
     workers: int,
     cap: str,
@@ -71,7 +75,7 @@ def demo(
 ) -> None:
     """Train a small byte GPT on real text with a coordinator and workers on this machine, each worker
     behind a bandwidth cap: first with a dense ring, then with gTop-k. Needs no download; takes about two
-    minutes on two CPU cores. Ends with a table and a chart of the loss against time and bytes.
+    minutes on two CPU cores. Finally prints a table, and writes a chart of the loss against time and bytes.
     """
     from rich.console import Console
 
@@ -79,13 +83,14 @@ def demo(
     from gridtrain.tools.demo.main import run_demo
     from gridtrain.tools.demo.orchestrator import DemoPlan
 
-    require_torch("gridtrain demo")  # before processes are started that would miss it one by one
+    require_torch("gridtrain demo")  # before starting processes, each of which would fail without it
 
     names = [name.strip() for name in exchanges.split(",") if name.strip()]
     unknown = [name for name in names if name not in RECIPES]
     if unknown or not names or len(set(names)) != len(names):
         raise click.BadParameter(
-            f'"{exchanges}"; name each at most once, out of: {", ".join(RECIPES)}', param_hint="--exchanges"
+            f'"{exchanges}" is not a list of different exchanges out of {", ".join(RECIPES)}',
+            param_hint="--exchanges",
         )
 
     def steps_of(name: str) -> int:
@@ -102,21 +107,28 @@ def demo(
         seed=seed,
         measure_every=5 if quick else MEASURE_EVERY,
     )
-    stopped_by = signal.SIGINT
-
-    def on_sigterm(number: int, frame: FrameType | None) -> None:
-        nonlocal stopped_by
-        stopped_by = signal.SIGTERM
-        raise KeyboardInterrupt  # so that it unwinds, and cleans up, as Ctrl-C does
-
-    before = signal.signal(signal.SIGTERM, on_sigterm)
-    try:
+    with _unwinding_on_signals():
         if pipeline:
             from gridtrain.tools.demo.pipeline_demo import run_pipeline_demo
 
             run_pipeline_demo(out, Console(), steps=steps or (5 if quick else 24), quick=quick)
         else:
             run_demo(plan, Console())
+
+
+@contextlib.contextmanager
+def _unwinding_on_signals() -> Iterator[None]:
+    """Make SIGTERM unwind the demo and clean up, as Ctrl-C does; exit with the signal's exit code."""
+    stopped_by = signal.SIGINT
+
+    def on_sigterm(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped_by
+        stopped_by = signal.SIGTERM
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, on_sigterm)
+    try:
+        yield
     except KeyboardInterrupt:
         click.echo(f"gridtrain: stopped by {stopped_by.name}; all processes of the demo have ended", err=True)
         sys.exit(128 + stopped_by)

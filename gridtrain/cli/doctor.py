@@ -1,7 +1,8 @@
-"""`gridtrain doctor INVITATION`: whether this machine can join, and what it would contribute.
+"""`gridtrain doctor INVITATION`: checks whether this machine can join, and predicts what it would contribute.
 
-The checks are in `gridtrain.tools.doctor`.  Piped, or with --json: one JSON object a line, {"check", "level",
-"text", "fix", ...}; the last one is {"check": "doctor", "level": the worst of all, "took_s": seconds}.
+The checks are in `gridtrain.tools.doctor`.  In a pipe, or with --json, the output is one JSON object per
+line, {"check", "level", "text", "fix", ...}; the last object is
+{"check": "doctor", "level": the worst level, "took_s": seconds}.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gridtrain.cli.output import mapping
 from gridtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,18 +28,21 @@ EXIT_CODES = """\b
 Exit codes:
   0    everything is fine
   1    this machine can join, with warnings
-  2    it cannot join like this
+  2    this machine cannot join
   130  stopped by SIGINT (Ctrl-C)"""
 
 
 @click.command(epilog=EXIT_CODES)
 @click.argument("invitation")
-@click.option("--json", "as_json", is_flag=True, help="A JSON object a line, as where the output is piped.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object per line (the default in a pipe)."
+)
 def doctor(invitation: str, as_json: bool) -> None:
-    """Check whether this machine can join the run that INVITATION is for.  Takes less than 20 seconds.
+    """Check whether this machine can join the run of INVITATION.  Takes less than 20 seconds.
 
-    It does not join, and spends no use of the invitation.  At most 256 KiB are exchanged in each direction
-    with the coordinator and three members each.  INVITATION may be @FILE or -, as for `gridtrain worker`.
+    It does not join, and does not use up the invitation.  It exchanges at most 256 KiB in each direction
+    with the coordinator, and with each of at most three members.  INVITATION may be @FILE or -, as for
+    `gridtrain worker`.
     """
     from gridtrain.cli.worker import _read
     from gridtrain.core.group.invitation import parse
@@ -57,7 +62,7 @@ def doctor(invitation: str, as_json: bool) -> None:
         said = {
             FindingLevel.OK: "this machine can join",
             FindingLevel.WARNING: "this machine can join; see the warnings",
-            FindingLevel.FAILURE: "this machine cannot join like this",
+            FindingLevel.FAILURE: "this machine cannot join; see the failures",
         }
         click.echo(f"{said[level]} ({took_s:.1f} s)")
     sys.exit(
@@ -76,19 +81,19 @@ def _show(finding: Finding, plain: bool) -> None:
 
 
 def parse_run_status(picture: Mapping[str, Any]) -> RunStatus:
-    """Figures of a status that the prediction needs.  Raises `ConfigError`."""
+    """Read the figures that the prediction needs from a status.  Raises `ConfigError`."""
     from gridtrain.cli.live_network import network_from_status
     from gridtrain.core.messages import LedgerSpec, Setup
     from gridtrain.core.planning.exchange_facts import workload_of
     from gridtrain.tools.doctor.speedup_prediction import RunStatus, member_figures, member_shares
 
-    facts = picture.get("facts", {})
-    texts = tuple((str(k), str(v)) for k, v in facts.items()) if isinstance(facts, dict) else ()
+    texts = tuple((str(name), str(text)) for name, text in mapping(picture.get("facts")).items())
     load = workload_of(Setup(texts, LedgerSpec(size=1, seed=0, epochs=1), 1, None))
     shares, compute_s = member_shares(picture), member_figures(picture, "computing_s")
     if load is None or not sum(shares) or not compute_s:
         raise ConfigError(
-            "nobody trains yet, so there is nothing to compare with", remedy="ask again once somebody trains"
+            "no worker is training yet, so there is nothing to compare with",
+            remedy="try again when a worker is training",
         )
     whole = picture.get("global_batch_size")
     network = network_from_status(picture).members if len(shares) > 1 else None

@@ -1,6 +1,6 @@
-"""`gridtrain invite`: a new invitation on stdout, and how to use it on stderr.
+"""`gridtrain invite`: prints a new invitation on stdout, and instructions for using it on stderr.
 
-The secret token is made in this process; the coordinator learns only its public half.
+The secret token is generated in this process; the coordinator receives only its public key.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):\d+")
 
 
 def _validity(context: click.Context, parameter: click.Parameter, text: str) -> float:
-    """Validity in seconds; refuses 0, which would withdraw the invitation."""
+    """Parse the validity and return it in seconds; refuse 0, which would withdraw the invitation."""
     from gridtrain_coordinator.access.authorization_rules import MAX_EXPIRES_S
 
     value_s = parse_duration(context, parameter, text)
@@ -34,7 +34,7 @@ def _validity(context: click.Context, parameter: click.Parameter, text: str) -> 
 
 
 def _patience(context: click.Context, parameter: click.Parameter, text: str) -> float:
-    """Seconds to wait; 0: not asked for."""
+    """Parse the time to wait; return seconds, or 0 if the option is not given."""
     return parse_duration(context, parameter, text) if text else 0.0
 
 
@@ -42,28 +42,30 @@ def _patience(context: click.Context, parameter: click.Parameter, text: str) -> 
 @run_options
 @click.option(
     "--uses", type=click.IntRange(1, 10_000), default=1, show_default=True, metavar="N",
-    help="How many workers may come in with it.",
+    help="Number of workers that may join.",
 )  # fmt: skip
 @click.option(
     "--expires", callback=_validity, metavar="TIME", default="7d",
-    show_default=True, help="How long it is valid: 90s, 15m, 12h, 7d; 366d at most.",
+    show_default=True, help="Time until it expires, such as 90s, 15m, 12h or 7d; at most 366d.",
 )  # fmt: skip
 @click.option(
     "--address", default="", metavar="ADDRESS",
-    help="Where the volunteer reaches the coordinator.  [default: what the coordinator advertises]",
+    help="Coordinator's address for volunteers.  [default: the advertised address]",
 )  # fmt: skip
 @click.option(
     "--wait",
     callback=parse_duration,
     metavar="TIME",
     default="0s",
-    help="For a coordinator that is just starting.",
+    help="Wait this long for a coordinator that is starting.",
 )
 @click.option(
     "--until-joined", callback=_patience, metavar="TIME", default="",
-    help="Then wait so long for the workers that come with it, until they are members.",
+    help="Then wait this long for workers to join.",
 )  # fmt: skip
-@click.option("--withdraw", default="", metavar="INVITATION", help="Make this one invalid instead.")
+@click.option(
+    "--withdraw", default="", metavar="INVITATION", help="Withdraw this invitation instead of creating one."
+)
 def invite(
     run: str,
     state: Path | None,
@@ -74,18 +76,18 @@ def invite(
     until_joined: float,
     withdraw: str,
 ) -> None:
-    """Let volunteers into the run that is coordinated on this machine.
+    """Create an invitation to the run that is coordinated on this machine.
 
     \b
       gridtrain invite                         for one worker, for a week
       gridtrain invite --uses 20 --expires 2d  for a class
       gridtrain invite --until-joined 10m      and wait until its worker is a member
 
-    Prints one line: give it to the volunteer over a channel that you trust, as whoever reads it first can
-    join.  A worker that was admitted stays admitted until you kick it.
+    Prints one line.  Send it to the volunteer over a private channel, because the first person who uses it
+    can join.  An admitted worker stays admitted until you kick it.
 
-    --until-joined reports on stderr who joins.  Exit code 0: --uses workers are members; 1: they are not in
-    time, and the invitation stays valid.
+    --until-joined reports on stderr who joins.  The exit code is 0 when --uses workers are members, and 1 if
+    the time runs out first; the invitation then stays valid.
     """
     from gridtrain.cli.join_progress import await_members
     from gridtrain.core.group.invitation import parse
@@ -98,7 +100,7 @@ def invite(
             click.echo(operator.withdraw(old), err=True)
             return
         invitation = operator.invite(uses, expires, given)
-        click.echo(invitation.text())  # whatever comes next: it is valid from now on
+        click.echo(invitation.text())  # first of all, because it is valid from now on
         has_bundle = bool(operator.status().get("bundle"))
         click.echo(explanation(invitation, uses, expires, time.time(), has_bundle), err=True)
         if until_joined:
@@ -106,7 +108,7 @@ def invite(
 
 
 def explanation(invitation: Invitation, uses: int, expires_s: float, wall_s: float, has_bundle: bool) -> str:
-    """What to do with a new invitation; without its token."""
+    """Return instructions for using a new invitation, without its token."""
     workers = "one worker" if uses == 1 else f"{uses} workers"
     until = time.strftime("%Y-%m-%d %H:%M", time.localtime(wall_s + expires_s))
     clear = "" if invitation.encrypted else " --unencrypted"
@@ -117,7 +119,8 @@ def explanation(invitation: Invitation, uses: int, expires_s: float, wall_s: flo
     ]
     if _LOOPBACK.fullmatch(invitation.address):
         lines.append(
-            f"It leads to {invitation.address}, which only this machine can reach; for others start the "
-            "coordinator with --listen tcp://0.0.0.0:7700."
+            f"It contains the address {invitation.address}, which only this machine can reach; to admit "
+            "other machines, "
+            "start the coordinator with --listen tcp://0.0.0.0:7700."
         )
     return "\n".join(lines)

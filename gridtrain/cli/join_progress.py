@@ -1,4 +1,4 @@
-"""`gridtrain invite --until-joined`: reports who joins with an invitation, until all are members.
+"""`gridtrain invite --until-joined`: reports the workers that join with an invitation, until all are members.
 
 Asks the coordinator twice a second, and waits for a coordinator that restarts.
 
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gridtrain.cli.operator_arguments import SHOWN_KEY_DIGITS, format_duration
+from gridtrain.cli.output import rows
 from gridtrain.errors import CoordinatorUnreachable, GridtrainError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ EventPrinter = Callable[[str, str, dict[str, Any]], None]
 
 
 class JoinTimeout(GridtrainError):
-    """Fewer workers than expected have become members."""
+    """Fewer workers than expected became members in time."""
 
 
 @dataclass
@@ -51,15 +52,13 @@ class JoinProgress:
         return len(self.members) >= self.wanted
 
     def update(self, status: Mapping[str, Any]) -> None:
-        access = status.get("door")
-        enrolled = access.get("enrolled") if isinstance(access, dict) else None
-        for line in enrolled if isinstance(enrolled, list) else ():
+        for line in rows(status.get("door"), "enrolled"):
             peer = str(line.get("peer"))
             if line.get("invitation") == self.id and peer not in self.admitted:
                 self.admitted.add(peer)
                 key = peer[:SHOWN_KEY_DIGITS]
-                self.print_event("let_in", f"key {key} was admitted; its script starts", {"peer": key})
-        for line in status.get("members") or ():
+                self.print_event("let_in", f"key {key} was admitted; its script is starting", {"peer": key})
+        for line in rows(status, "members"):
             peer, state = str(line.get("peer")), str(line.get("state"))
             if peer in self.admitted and peer not in self.members and state in MEMBER_STATES:
                 name, rank = str(line.get("name")), line.get("rank")
@@ -70,7 +69,7 @@ class JoinProgress:
                 self.print_event("member", f"{name} is a member ({place}); {of}", fields)
 
     def text(self) -> str:
-        """The progress in words."""
+        """Return the progress as text."""
         here = f"{len(self.members)} of {self.wanted} workers are members"
         coming = len(self.admitted) - len(self.members)
         return here + (f", {coming} more were admitted" if coming else "")
@@ -86,11 +85,11 @@ def await_members(
     pause: Callable[[float], None] = time.sleep,
     say: EventPrinter | None = None,
 ) -> None:
-    """Return when `uses` workers that joined with the invitation are members.
+    """Wait until `uses` workers that joined with the invitation are members.
 
     Raises:
-        JoinTimeout: they are not within `patience_s`, or the run has finished.
-        CoordinatorUnreachable: the coordinator did not answer at the end.
+        JoinTimeout: fewer workers are members after `patience_s`, or the run has finished.
+        CoordinatorUnreachable: the coordinator does not answer when the time runs out.
     """
     from gridtrain.core.group.invitation import invitation_digest
     from gridtrain.network.transport.identity import Identity
@@ -102,7 +101,9 @@ def await_members(
     )
     until_s, away = clock() + patience_s, False
     arrivals.print_event(
-        "waiting", f"waiting {format_duration(patience_s)} for them (Ctrl-C ends that)", {"workers": uses}
+        "waiting",
+        f"waiting {format_duration(patience_s)} for workers to join (Ctrl-C stops waiting)",
+        {"workers": uses},
     )
     while True:
         try:
@@ -118,18 +119,19 @@ def await_members(
         if arrivals.is_complete:
             return
         if status.get("finished"):
-            raise JoinTimeout(f"{arrivals.text()}, and the run is finished", remedy="begin another run")
+            raise JoinTimeout(f"{arrivals.text()}, and the run is finished", remedy="start a new run")
         if clock() >= until_s:
             raise JoinTimeout(
                 f"{arrivals.text()} after {format_duration(patience_s)}",
-                remedy="the invitation stays valid; `gridtrain doctor INVITATION` on the volunteer's machine "
-                "says what is in the way, `gridtrain members` who has come",
+                remedy="run `gridtrain doctor INVITATION` on the volunteer's machine to find the reason, and "
+                "`gridtrain members` to see who has joined; the invitation stays valid",
             )
         pause(min(POLL_S, max(0.0, until_s - clock())))
 
 
 def print_event_on_stderr(event: str, text: str, fields: dict[str, Any]) -> None:
-    """A sentence on a terminal, else a JSON line as in the logs of worker and coordinator."""
+    """Print a sentence on a terminal; elsewhere print a JSON line as in the logs of worker and
+    coordinator."""
     if sys.stderr.isatty():
         click.echo(text, err=True)
         return

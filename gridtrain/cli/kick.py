@@ -12,12 +12,12 @@ from gridtrain.cli.option_flags import run_options
 
 @click.command()
 @click.argument("who")
-@click.option("--reason", default="", metavar="TEXT", help="Told to the worker, and kept in the journal.")
+@click.option("--reason", default="", metavar="TEXT", help="Sent to the worker and recorded in the journal.")
 @run_options
 def kick(who: str, reason: str, run: str, state: Path | None) -> None:
     """Remove a member from the run: WHO is its name, or at least 6 digits of its key.
 
-    It is disconnected at once, and needs a new invitation to come back.  An open invitation with uses left
+    It is disconnected at once, and needs a new invitation to join again.  An open invitation with uses left
     admits the same person with another key: see `gridtrain invite --withdraw`.
     """
     from gridtrain.core.messages import RemoveWorker

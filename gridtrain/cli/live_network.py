@@ -1,6 +1,7 @@
-"""The network of a run as its workers have measured it, from the coordinator's status.
+"""Builds the network of a run from the links that its workers have measured.
 
-The status comes over the network: each figure is checked before it is used.
+The links come from the coordinator's status, which arrives over the network, so each figure is checked before
+it is used.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gridtrain.cli.output import mapping, rows
 from gridtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,12 +23,14 @@ MOST_MEMBERS = 1000  # as many as a coordinator admits
 
 @dataclass(frozen=True, slots=True)
 class LiveNetwork:
-    """The members of a run in rank order.
+    """The network, the exchange and the compute time of a run.
 
     Attributes:
-        workload: what the run exchanges; None: unknown.
-        compute_s: of a step, of its slowest member; None: not known yet.
-        description: for people.
+        members: the network between the members, in rank order.
+        workload: what the run exchanges; None if it is unknown.
+        compute_s: the compute time of a step on the slowest member; None if it is still unknown.
+        description: a description of the network that is shown to users.
+        is_uniform: whether all links are equal.
     """
 
     members: NetworkModel
@@ -40,9 +44,9 @@ class LiveNetwork:
         return self.members.size
 
     def network(self, size: int) -> NetworkModel:
-        """The network of `size` workers: the first members, or the members repeated in even parts.
+        """Return the network of `size` workers: the first members, or the members repeated in even parts.
 
-        Two copies of one member have the latency that it has to its nearest other member.
+        The latency between two copies of a member is that between the member and its nearest other member.
         """
         from gridtrain.core.planning.network_model import LinkModel, NetworkModel
 
@@ -71,7 +75,11 @@ class LiveNetwork:
 
 
 def network_from_status(status: Mapping[str, Any]) -> LiveNetwork:
-    """Raises `ConfigError`: fewer than two workers train, or nothing is measured."""
+    """Build the network that a status describes.
+
+    Raises:
+        ConfigError: fewer than two workers are training, or no link between them has been measured.
+    """
     from gridtrain.core.messages import LedgerSpec, Setup
     from gridtrain.core.planning.exchange_facts import workload_of
     from gridtrain.core.planning.rank_order import LinkMeasurements
@@ -94,11 +102,10 @@ def network_from_status(status: Mapping[str, Any]) -> LiveNetwork:
         )  # the coordinator has compared the reports of both ends
     if network is None:
         raise ConfigError(
-            f'nothing is measured between members of "{run}" ({size} train)',
-            remedy="try again when at least two train, or describe the network with --link or --network",
+            f'no link between members of "{run}" has been measured yet ({size} workers are training)',
+            remedy="try again when at least two workers are training, or use --link or --network instead",
         )
-    facts = status.get("facts", {})
-    texts = tuple((str(name), str(text)) for name, text in facts.items()) if isinstance(facts, dict) else ()
+    texts = tuple((str(name), str(text)) for name, text in mapping(status.get("facts")).items())
     setup = Setup(texts, LedgerSpec(size=1, seed=0, epochs=1), 1, None)
     return LiveNetwork(
         network, workload_of(setup), _compute_s(status), f'{network.size} members of "{run}", as measured'
@@ -114,7 +121,9 @@ def _entry(entry: Any, size: int) -> tuple[int, int, float | None, float | None]
         a, b, rtt_s, rate_Bps = entry
         if type(a) is int and type(b) is int and 0 <= a < size and 0 <= b < size and a != b:
             return a, b, _number(rtt_s), _number(rate_Bps)
-    raise ConfigError(f"the status lists a link as {entry!r}", remedy="use the coordinator's own version")
+    raise ConfigError(
+        f"the status contains the invalid link {entry!r}", remedy="use the coordinator's version of gridtrain"
+    )
 
 
 def _number(value: Any) -> float | None:
@@ -122,8 +131,7 @@ def _number(value: Any) -> float | None:
 
 
 def _compute_s(status: Mapping[str, Any]) -> float | None:
-    members = [member for member in status.get("members", []) if isinstance(member, dict)]
-    figures = (member.get("figures", {}) for member in members if member.get("rank") is not None)
-    found = [_number(each.get("computing_s")) for each in figures if isinstance(each, dict)]
+    figures = [mapping(row.get("figures")) for row in rows(status, "members") if row.get("rank") is not None]
+    found = [_number(each.get("computing_s")) for each in figures]
     known = [seconds for seconds in found if seconds]
     return max(known, default=None)

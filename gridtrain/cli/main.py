@@ -1,4 +1,4 @@
-"""The root of the command line: the list of commands, the exit codes, and errors without tracebacks."""
+"""The root of the command line: lists the commands, and reports errors without tracebacks, as exit codes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from gridtrain.errors import GridtrainError
 # name -> one line for `gridtrain --help`; the command is `gridtrain.cli.<name>.<name>`.
 COMMANDS = {
     "coordinator": "Start a run's coordinator; workers join it.",
-    "worker": "Join a run; set, show, pause, resume, stop a worker.",
+    "worker": "Join a run; or set, show, pause, resume or stop a worker.",
     "doctor": "Check whether this machine can join a run.",
     "status": "Show a run's members, steps and rates.",
-    "invite": "Let volunteers into a run: print an invitation.",
+    "invite": "Print an invitation that admits volunteers to a run.",
     "members": "List a run's members, open invitations and bans.",
-    "kick": "Remove a member; it needs a new invitation.",
+    "kick": "Remove a member until it has a new invitation.",
     "ban": "Remove a member and refuse its key.",
     "unban": "Lift a ban.",
     "export": "Write a checkpoint's model as a plain file.",
-    "bench": "Measure selection, codec and local exchanges here.",
-    "plan": "Predict step times on a network before anybody joins.",
-    "new": "Create a folder with a script that trains.",
-    "config": "Show what is configured, and where each value comes from.",
+    "bench": "Measure selection, codec and exchanges on this machine.",
+    "plan": "Predict step times on a network before workers join.",
+    "new": "Create a folder with a script that is ready to train.",
+    "config": "Show the configuration and the source of each value.",
     "completion": "Print a script that completes commands in your shell.",
     "demo": "Train a small model with four workers on this machine.",
 }
@@ -48,7 +48,7 @@ GRIDTRAIN_DEBUG=1 shows tracebacks."""
 
 
 class LazyGroup(click.Group):
-    """Imports a command when it is used, not to list it."""
+    """A group that imports a command only when the command is used, not when commands are listed."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -63,7 +63,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, context: click.Context, arguments: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does; an unknown command is answered with the nearest ones."""
+        """Resolve a command; if its name is unknown, suggest the nearest names."""
         try:
             return super().resolve_command(context, arguments)
         except click.UsageError as error:
@@ -85,11 +85,11 @@ class LazyGroup(click.Group):
 )
 @click.version_option(__version__, prog_name="gridtrain")
 def cli() -> None:
-    """Train one PyTorch model together on ordinary computers and connections."""
+    """Train a PyTorch model together on ordinary computers and internet connections."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The program `gridtrain`.  Always raises `SystemExit`."""
+    """Run the program `gridtrain`.  Always raises `SystemExit`."""
     try:
         result = cli.main(args=arguments, prog_name="gridtrain", standalone_mode=False)
     except click.ClickException as error:

@@ -1,13 +1,12 @@
-"""`gridtrain members`: members, open invitations, bans and violations.
+"""`gridtrain members`: lists members, open invitations, bans and violations.
 
-Names and reasons come from workers: they are never read as markup, and the client has removed control
-characters.
+Names and reasons come from workers.  They are never interpreted as markup, and the client has already removed
+control characters.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,14 +21,14 @@ from gridtrain.cli.operator_arguments import (
     operator_for,
 )
 from gridtrain.cli.option_flags import run_options
+from gridtrain.cli.output import count, make_console, rows
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-PLAIN_WIDTH = 120
 COLUMNS = ("name", "key", "state", "violations", "reach")
-MAX_LINES = 50  # of each kind, below the table
+MAX_LINES = 50  # per kind of line below the table
 
 
 @click.command()
@@ -38,22 +37,20 @@ MAX_LINES = 50  # of each kind, below the table
     "--json", "as_json", is_flag=True, help="Print members, invitations and bans as one JSON object."
 )
 def members(run: str, state: Path | None, as_json: bool) -> None:
-    """List the members of the run that is coordinated on this machine, its invitations and its bans.
+    """List the members, invitations and bans of the run that is coordinated on this machine.
 
-    A member is an admitted key; "away": its worker is not running now.
+    A member is an admitted key; "away" means that its worker is not connected.
     """
     with operator_for(run, state) as operator:
         status = operator.status()
     if as_json:
         click.echo(json.dumps({name: status.get(name) for name in ("run", "members", "door")}))
     else:
-        from rich.console import Console
-
-        Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(render(status))
+        make_console().print(render(status))
 
 
 def render(status: Mapping[str, Any]) -> Group:
-    """The table, then open invitations, banned keys and violations."""
+    """Return the table of members, followed by open invitations, banned keys and violations."""
     from rich.console import Group
     from rich.text import Text
 
@@ -63,7 +60,7 @@ def render(status: Mapping[str, Any]) -> Group:
 
 
 def members_table(status: Mapping[str, Any]) -> Table:
-    """Workers that have joined, by rank, then members that are away."""
+    """Return a table that lists the joined workers by rank, and then the members that are not connected."""
     from rich.table import Table
     from rich.text import Text
 
@@ -74,12 +71,15 @@ def members_table(status: Mapping[str, Any]) -> Table:
     for cells in member_rows(status):
         drawn.add_row(*(Text(cell) for cell in cells))
     if not drawn.row_count:
-        drawn.add_row("-", Text("nobody has been admitted yet: gridtrain invite", style="dim"))
+        drawn.add_row(
+            "-",
+            Text("no worker has been admitted yet; create an invitation with gridtrain invite", style="dim"),
+        )
     return drawn
 
 
 def member_rows(status: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    joined = _lines(status, "members")
+    joined = rows(status, "members")
     here = {line.get("peer") for line in joined if isinstance(line.get("peer"), str)}
     for line in sorted(joined, key=_rank):
         rank = line.get("rank")
@@ -88,12 +88,12 @@ def member_rows(status: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
             str(line.get("name", "?")),
             _key(line),
             str(line.get("state", "?")),
-            _count(line.get("strikes")),
+            count(line.get("strikes")),
             str(line.get("reach") or "-"),
         )
-    for line in _lines(status.get("door"), "enrolled"):
+    for line in rows(status.get("door"), "enrolled"):
         if _key(line) and line.get("peer") not in here:
-            yield ("-", NO_NAME, _key(line), "away", _count(line.get("strikes")), "-")
+            yield ("-", NO_NAME, _key(line), "away", count(line.get("strikes")), "-")
 
 
 def _rank(line: Mapping[str, Any]) -> tuple[bool, int]:
@@ -102,35 +102,26 @@ def _rank(line: Mapping[str, Any]) -> tuple[bool, int]:
 
 
 def _invitations(access: Any) -> Iterator[str]:
-    for line in _lines(access, "invitations")[:MAX_LINES]:
+    for line in rows(access, "invitations")[:MAX_LINES]:
         left_s = line.get("left_s")
         left = format_duration(left_s) if isinstance(left_s, int | float) else "?"
-        used = f"{_count(line.get('used'))} of {_count(line.get('uses'))} uses"
+        used = f"{count(line.get('used'))} of {count(line.get('uses'))} uses"
         yield f"invitation {line.get('id', '?')!s}: {used}, {left} left"
 
 
 def _banned(access: Any) -> Iterator[str]:
-    for line in _lines(access, "banned")[:MAX_LINES]:
+    for line in rows(access, "banned")[:MAX_LINES]:
         name = f"{line['name']!s} " if line.get("name") else ""
         yield f"banned {name}{_key(line)}: {line.get('reason', '')!s}"
 
 
 def _violations(access: Any, known: Mapping[str, str]) -> Iterator[str]:
-    for line in _lines(access, "strikes")[:MAX_LINES]:
+    for line in rows(access, "strikes")[:MAX_LINES]:
         who = known.get(str(line.get("peer")), NO_NAME)
-        for one in _lines(line, "said"):
+        for one in rows(line, "said"):
             by, reason = one.get("by", "?"), one.get("reason", "")
-            yield f"violation of {who} {_key(line)}, reported by {by!s}: {reason!s}"
+            yield f"violation by {who} {_key(line)}, reported by {by!s}: {reason!s}"
 
 
 def _key(line: Mapping[str, Any]) -> str:
     return str(line.get("peer", "?"))[:SHOWN_KEY_DIGITS]
-
-
-def _count(value: Any) -> str:
-    return str(value) if isinstance(value, int) else "-"
-
-
-def _lines(place: Any, name: str) -> list[Mapping[str, Any]]:
-    lines = place.get(name) if isinstance(place, dict) else None
-    return [line for line in lines if isinstance(line, dict)] if isinstance(lines, list) else []

@@ -1,49 +1,46 @@
-"""A network as people describe it: one link for all, or a TOML file of sites and the links between them.
+"""Reads a network from a TOML file of sites and the links between them, or makes one site of equal workers.
+
 [[site]]
 name = "office"
-workers = 8                # for another total each site gets its proportion
-link = "1Gbit"             # of each worker, both ways; or up = and down =
+workers = 8                # in proportion, if another total number of workers is planned
+link = "1Gbit"             # of each worker, in both directions; or up = and down =
 latency = "0.2ms"          # one way, between two workers of this site
 
 [[between]]
 sites = ["office", "home"]
-link = "100Mbit"           # shared by all traffic between them, each way; left out: no limit
+link = "100Mbit"           # shared by all traffic between the sites, in each direction; unlimited if left out
 latency = "15ms"           # one way
 """
 
 from __future__ import annotations
 
-import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gridtrain.errors import ConfigError
+from gridtrain.quantities import parse_duration_s
 
 if TYPE_CHECKING:
     from gridtrain.core.planning.network_model import LinkModel, NetworkModel
 
-_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s)")
-_UNITS_s = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 MOST_WORKERS = 1_000_000
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds from "0.5s", "10ms", "200us".
-
-    Raises:
-        ConfigError: the text is not a time.
-    """
-    match = _TIME.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"{text!r} is not a time", remedy='write a number and us, ms or s, such as "10ms"')
-    return float(match[1]) * _UNITS_s[match[2]]
+    """Parse a duration into seconds.  Raises `ConfigError`."""
+    found = parse_duration_s(text)
+    if found is None:
+        raise ConfigError(
+            f"{text!r} is not a time", remedy='write a number and a unit (us, ms or s), such as "10ms"'
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkSite:
-    """Workers at one place."""
+    """The workers at one site."""
 
     name: str
     workers: int
@@ -54,7 +51,10 @@ class NetworkSite:
 
 @dataclass(frozen=True, slots=True)
 class DescribedNetwork:
-    """Sites, and for each pair of them the latency and the rate (None: no limit) of the link between them."""
+    """Sites, and for each pair of sites the latency and the rate of the link between them.
+
+    A rate of None means that the link has no limit.
+    """
 
     sites: tuple[NetworkSite, ...]
     between: dict[frozenset[str], tuple[float, float | None]]
@@ -65,7 +65,7 @@ class DescribedNetwork:
 
     @property
     def description(self) -> str:
-        """For people."""
+        """The number of workers at each site, as text."""
         return ", ".join(f"{site.workers} at {site.name}" for site in self.sites)
 
     @property
@@ -73,7 +73,7 @@ class DescribedNetwork:
         return len(self.sites) == 1
 
     def network(self, size: int) -> NetworkModel:
-        """The network of `size` workers, from each site in proportion; site after site."""
+        """Return the network of `size` workers, ordered by site; the sites keep their proportions."""
         from gridtrain.core.planning.network_model import LinkModel, NetworkModel
 
         members = [
@@ -94,7 +94,7 @@ class DescribedNetwork:
         )
 
     def _counts(self, size: int) -> list[int]:
-        """Workers of each site, by the largest remainders."""
+        """Return the number of workers at each site, by the largest-remainder method."""
         exact = [size * site.workers / self.workers for site in self.sites]
         counts = [int(count) for count in exact]
         most_left = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
@@ -110,13 +110,13 @@ def _between(a: str, b: str, alpha_s: float, rate_Bps: float | None) -> LinkMode
 
 
 def single_site(link: str, latency: str) -> DescribedNetwork:
-    """Equal workers at one site; `link` is "RATE", or "DOWN/UP" as providers write it."""
+    """Return one site of equal workers; `link` is "RATE", or "DOWN/UP" as providers write it."""
     down_Bps, up_Bps = _rates(link)
     return DescribedNetwork((NetworkSite("all", 1, up_Bps, down_Bps, parse_seconds(latency)),), {})
 
 
 def read_network(path: Path) -> DescribedNetwork:
-    """The network of a file as shown at the top of this module.
+    """Read a network from a file in the format that is shown at the top of this module.
 
     Raises:
         ConfigError: the file cannot be read, or describes no network.
@@ -125,23 +125,27 @@ def read_network(path: Path) -> DescribedNetwork:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
         raise ConfigError(
-            f"{path}: lists are nested too deeply", remedy="write it as docs/planning.md shows"
+            f"{path}: lists are nested too deeply", remedy="see docs/planning.md for the format of the file"
         ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: {error}", remedy="write it as docs/planning.md shows") from None
+        raise ConfigError(
+            f"{path}: {error}", remedy="see docs/planning.md for the format of the file"
+        ) from None
     sites = tuple(_site(path, entry) for entry in _tables(path, document, "site"))
     names = [site.name for site in sites]
     if not sites or len(set(names)) != len(names):
         raise ConfigError(
-            f"{path}: sites are {names}", remedy="give at least one [[site]], each with its own name"
+            f"{path}: the names of the sites are {names}; they must be unique, and there must be at least "
+            "one",
+            remedy="add at least one [[site]], and give each site its own name",
         )
     between = dict(_pair(path, names, entry) for entry in _tables(path, document, "between"))
     for i, a in enumerate(names):
         for b in names[:i]:
             if frozenset((a, b)) not in between:
                 raise ConfigError(
-                    f'{path}: no link is given between "{b}" and "{a}"',
-                    remedy=f'add [[between]] with sites = ["{b}", "{a}"] and a latency; a link if it is slow',
+                    f'{path}: no link is specified between "{b}" and "{a}"',
+                    remedy=f'add [[between]] with sites = ["{b}", "{a}"], a latency and, if needed, a link',
                 )
     return DescribedNetwork(sites, between)
 
@@ -150,8 +154,10 @@ def _tables(path: Path, document: dict[str, Any], name: str) -> list[dict[str, A
     unknown = set(document) - {"site", "between"}
     found = document.get(name, [])
     if unknown or not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
-        what = f"unknown {', '.join(sorted(unknown))}" if unknown else f"[{name}]"
-        raise ConfigError(f"{path}: {what}", remedy="a network file has [[site]] and [[between]] only")
+        what = (
+            f"unknown keys {', '.join(sorted(unknown))}" if unknown else f"[{name}] is not a list of tables"
+        )
+        raise ConfigError(f"{path}: {what}", remedy="use only [[site]] and [[between]]")
     return found
 
 
@@ -159,15 +165,21 @@ def _site(path: Path, entry: dict[str, Any]) -> NetworkSite:
     known = {"name", "workers", "link", "up", "down", "latency"}
     where = f'{path}: site "{entry.get("name", "?")}"'
     if unknown := set(entry) - known:
-        raise ConfigError(f"{where} has {sorted(unknown)}", remedy=f"a site has {', '.join(sorted(known))}")
+        raise ConfigError(
+            f"{where} has the unknown keys {sorted(unknown)}", remedy=f"use only {', '.join(sorted(known))}"
+        )
     workers, name = entry.get("workers", 1), entry.get("name")
     if not isinstance(name, str) or not name or type(workers) is not int or not 1 <= workers <= MOST_WORKERS:
-        raise ConfigError(f"{where} has {workers!r} workers", remedy="give it a name, and workers >= 1")
+        raise ConfigError(
+            f"{where} has {workers!r} workers", remedy="specify a name and at least one worker for the site"
+        )
     both = entry.get("link")
     if both is not None and ("up" in entry or "down" in entry):
-        raise ConfigError(f"{where} has a link, and up or down", remedy="give it a link, or up and down")
+        raise ConfigError(
+            f"{where} has a link as well as up or down", remedy="specify either a link, or up and down"
+        )
     if both is None and ("up" not in entry or "down" not in entry):
-        raise ConfigError(f"{where} has no link", remedy="give it a link, or up and down")
+        raise ConfigError(f"{where} has no link", remedy="specify either a link, or up and down")
     down_Bps, up_Bps = _rates(str(both)) if both is not None else _rates(f"{entry['down']}/{entry['up']}")
     return NetworkSite(name, workers, up_Bps, down_Bps, parse_seconds(str(entry.get("latency", "0s"))))
 
@@ -179,15 +191,17 @@ def _pair(
     where = f"{path}: [[between]] of {sites}"
     named = sites if isinstance(sites, list) and all(isinstance(site, str) for site in sites) else []
     if len(named) != 2 or named[0] == named[1] or not set(named) <= set(names):
-        raise ConfigError(where, remedy=f"sites must be two of {', '.join(names)}")
+        raise ConfigError(f"{where} does not name two sites", remedy=f"specify two of {', '.join(names)}")
     if unknown := set(entry) - {"sites", "link", "latency"}:
-        raise ConfigError(f"{where} has {sorted(unknown)}", remedy="it has sites, link and latency")
+        raise ConfigError(
+            f"{where} has the unknown keys {sorted(unknown)}", remedy="use only sites, link and latency"
+        )
     rate_Bps = _rates(str(entry["link"]))[0] if "link" in entry else None
     return frozenset(named), (parse_seconds(str(entry.get("latency", "0s"))), rate_Bps)
 
 
 def _rates(text: str) -> tuple[float, float]:
-    """(down, up) in bytes per second."""
+    """Parse "RATE" or "DOWN/UP"; return (down, up) in bytes per second."""
     from gridtrain.network.transport.rate_limiter import parse_rate
 
     down, slash, up = text.partition("/") if not text.endswith("/s") else (text, "", "")

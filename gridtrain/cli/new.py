@@ -1,6 +1,6 @@
-"""`gridtrain new FOLDER`: create a run that trains at once.
+"""`gridtrain new FOLDER`: creates a run that is ready to train.
 
-The files are in gridtrain/tools/templates; existing files are not replaced.
+The templates are in gridtrain/tools/templates; existing files are not replaced.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ RUN_FILE, PLACEHOLDER = "run.toml", "NAME"
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--name", default="", help="The run's name.  [default: the folder's]")
+@click.option("--name", default="", help="The run's name.  [default: the folder's name]")
 def new(folder: Path, name: str) -> None:
-    """Create a folder with a script that trains, and the files that belong to it.
+    """Create a folder with a script that is ready to train, and the other files of its run.
 
     \b
       gridtrain new my-run
@@ -35,15 +35,16 @@ def new(folder: Path, name: str) -> None:
     name = name or folder.resolve().name
     if not RUN_NAME.fullmatch(name):
         raise ConfigError(
-            f"{name!r} cannot be a run's name",
-            remedy="use 1 to 64 letters, digits, '.', '_' or '-', the first a letter or a digit: --name NAME",
+            f"{name!r} is not a valid run name",
+            remedy="use 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or a digit: "
+            "--name NAME",
         )
     written = _write(folder, templates(name))
     click.echo(_told(folder, written))
 
 
 def templates(name: str = PLACEHOLDER) -> dict[str, str]:
-    """Name -> text of each file of a new run."""
+    """Return the text of each file of a new run, by name."""
     texts = dict(_texts(files("gridtrain.tools").joinpath("templates", "new"), ""))
     return texts | {RUN_FILE: texts[RUN_FILE].replace(PLACEHOLDER, name)}
 
@@ -59,11 +60,12 @@ def _texts(folder: Traversable, before: str) -> list[tuple[str, str]]:
 
 
 def _write(folder: Path, texts: dict[str, str]) -> list[str]:
-    """Write all files; none if one of them exists."""
+    """Write all files, or none if one of them exists."""
     there = [name for name in texts if (folder / name).exists()]
     if there:
         raise ConfigError(
-            f"{folder} has {', '.join(there)} already", remedy="name another folder, or move that away"
+            f"{folder} already contains {', '.join(there)}",
+            remedy="choose another folder, or move these files away",
         )
     begun: list[Path] = []
     try:
@@ -73,11 +75,11 @@ def _write(folder: Path, texts: dict[str, str]) -> list[str]:
             begun.append(path)
             path.write_text(text, encoding="utf-8")
     except OSError as error:
-        for path in begun:  # what a full disk left would stand in the way of the next attempt
+        for path in begun:  # otherwise these files would block the next attempt
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
         raise ConfigError(
-            f"{error.filename or folder} cannot be written: {error.strerror}", remedy="name another folder"
+            f"{error.filename or folder} cannot be written: {error.strerror}", remedy="choose another folder"
         ) from None
     return list(texts)
 
@@ -86,15 +88,15 @@ def _told(folder: Path, written: list[str]) -> str:
     return "\n".join(
         [
             f"{folder} has {', '.join(written)}.",
-            "Try it here, in three terminals that are all in it:",
+            "Try it on this machine, in three terminals:",
             "",
             f"  cd {shlex.quote(str(folder))}",
             "  gridtrain coordinator",
-            '  gridtrain worker "$(gridtrain invite --wait 30s)"      # twice; shows what it runs, and asks',
+            '  gridtrain worker "$(gridtrain invite --wait 30s)"      # twice; shows the script, and asks',
             "",
-            "`gridtrain status --watch` there shows the run.  For other machines let the coordinator listen",
-            "at tcp://0.0.0.0:7700 (in run.toml), and send each volunteer an invitation.",
-            "The same in containers: compose.yaml, and compose.volunteer.yaml for a volunteer; each begins",
-            "with what to type.",
+            "`gridtrain status --watch` in the folder shows the run.  For other machines let the coordinator",
+            "listen on tcp://0.0.0.0:7700 (in run.toml), and send each volunteer an invitation.",
+            "For containers, see compose.yaml, and compose.volunteer.yaml for volunteers; each file begins",
+            "with the commands.",
         ]
     )

@@ -1,4 +1,4 @@
-"""Shared by the operator's commands: the coordinator to use, members by name or key, durations.
+"""Parses the arguments of the operator's commands: coordinator, members by name or key, and durations.
 
 kick WHO     a member's name, or the first 6 or more digits of its key
 unban WHO    a banned member's name, or the first 6 or more digits of its key
@@ -6,7 +6,6 @@ unban WHO    a banned member's name, or the first 6 or more digits of its key
 
 from __future__ import annotations
 
-import re
 import string
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gridtrain.cli.output import rows
 from gridtrain.errors import ConfigError
+from gridtrain.quantities import parse_duration_s
 
 if TYPE_CHECKING:
     from gridtrain.runtime.client.operator_client import OperatorClient
@@ -23,21 +24,20 @@ MIN_KEY_DIGITS = 6
 SHOWN_KEY_DIGITS = 12
 KEY_DIGITS = 64
 MAX_CANDIDATES = 10
+MAX_DURATION_s = 1e14
 NO_NAME = "(away)"
-_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)([smhd])")
 
 
 def parse_duration(context: click.Context, parameter: click.Parameter, text: str) -> float:
-    """Callback of an option: seconds from "90s", "15m", "12h" or "7d"."""
-    match = _DURATION.fullmatch(text.strip())
-    if match is None:
-        raise click.BadParameter(f"{text!r} is not a duration; write for instance 90s, 15m, 12h or 7d")
-    return float(match[1]) * _UNITS_S[match[2]]
+    """Parse an option's duration, such as "90s", "15m", "12h" or "7d", into seconds."""
+    found = parse_duration_s(text)
+    if found is None or found > MAX_DURATION_s:
+        raise click.BadParameter(f"{text!r} is not a duration; use, for instance, 90s, 15m, 12h or 7d")
+    return found
 
 
 def format_duration(seconds: float) -> str:
-    """The two largest units: "6 d 23 h"."""
+    """Format a duration in its two largest units: "6 d 23 h"."""
     minutes, left_s = divmod(round(max(seconds, 0.0)), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -47,27 +47,27 @@ def format_duration(seconds: float) -> str:
 
 
 def operator_for(run: str, state: Path | None, wait_s: float = 0.0) -> OperatorClient:
-    """A client of the coordinator on this machine.  Raises `ConfigError` if this user runs none."""
+    """Return a client of the coordinator on this machine.  Raises `ConfigError` if this user runs no
+    coordinator."""
     from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient
 
     return OperatorClient(CoordinatorEndpoint.find(run, state, wait_s=wait_s))
 
 
 def with_member_name(peer: bytes, known: Mapping[str, str], told: str) -> str:
-    """The coordinator's answer, with the member's name in front."""
+    """Prefix the coordinator's answer `told` with the member's name, if the name is known."""
     name = known.get(peer.hex(), NO_NAME)
     return told if name == NO_NAME else f"{name}: {told}"
 
 
-# -- whom a word means -------------------------------------------------------------------------------
+# -- finding a member by name or key -----------------------------------------------------------------
 
 
 def known_keys(status: Mapping[str, Any], *, banned: bool = False) -> dict[str, str]:
-    """Key (64 digits) -> name of all known members, or of the banned ones."""
+    """Return the names of all known members, or of all banned members, by key (64 digits)."""
     access = status.get("door")
-    lines = _lines(access, "banned") if banned else [*_lines(access, "enrolled"), *_lines(status, "members")]
     known: dict[str, str] = {}
-    for line in lines:
+    for line in rows(access, "banned") if banned else [*rows(access, "enrolled"), *rows(status, "members")]:
         key = line.get("peer")
         if isinstance(key, str) and len(key) == KEY_DIGITS and not set(key) - set(string.hexdigits):
             known[key] = str(line.get("name", NO_NAME))
@@ -75,13 +75,13 @@ def known_keys(status: Mapping[str, Any], *, banned: bool = False) -> dict[str, 
 
 
 def resolve_member(who: str, known: Mapping[str, str], *, any_key: bool = False) -> bytes:
-    """The key of the member that `who` names, by its name or the beginning of its key.
+    """Return the key of the member whose name is `who`, or whose key begins with `who`.
 
     Args:
-        any_key: accept a whole key that is not known.
+        any_key: whether to accept a complete key that is unknown.
 
     Raises:
-        ConfigError: `who` matches no member, or several.
+        ConfigError: `who` matches no member, or several members.
     """
     digits = who.lower()
     is_key = not set(digits) - set(string.hexdigits) and MIN_KEY_DIGITS <= len(digits) <= KEY_DIGITS
@@ -94,11 +94,12 @@ def resolve_member(who: str, known: Mapping[str, str], *, any_key: bool = False)
     candidates = ", ".join(_candidates(known, meant or set(known)))
     if meant:
         raise ConfigError(
-            f"{who!r} matches {len(meant)} members: {candidates}", remedy="give more digits of the key"
+            f"{who!r} matches {len(meant)} members: {candidates}", remedy="specify more digits of the key"
         )
     raise ConfigError(
-        f"{who!r} matches no member; there is {candidates or 'none'}",
-        remedy=f"give a name, or at least {MIN_KEY_DIGITS} digits of a key; `gridtrain members` lists them",
+        f"{who!r} matches no member; known members: {candidates or 'none'}",
+        remedy=f"specify a name, or at least {MIN_KEY_DIGITS} digits of a key; `gridtrain members` lists "
+        "them",
     )
 
 
@@ -108,8 +109,3 @@ def _candidates(known: Mapping[str, str], keys: set[str]) -> Iterator[str]:
             yield f"and {len(keys) - MAX_CANDIDATES} more"
             return
         yield f"{known[key]} {key[:SHOWN_KEY_DIGITS]}"
-
-
-def _lines(place: Any, name: str) -> list[Mapping[str, Any]]:
-    lines = place.get(name) if isinstance(place, dict) else None
-    return [line for line in lines if isinstance(line, dict)] if isinstance(lines, list) else []

@@ -1,4 +1,4 @@
-"""Command-line flags made from the option table of `gridtrain.tools.options`, and their resolved values."""
+"""Makes command-line flags from the option table of `gridtrain.tools.options`, and resolves their values."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import click
 from gridtrain.tools.options import PROGRAMS, Option, OptionKind, OptionValues, RunFile, resolve
 from gridtrain.tools.options.option_table import find_option
 
-ALSO_IN_ENVIRONMENT = """Defaults are in brackets.  Environment and run.toml: docs/configuration.md;
-`gridtrain config show` prints what applies.  Exit codes: gridtrain --help."""
+ALSO_IN_ENVIRONMENT = """Defaults are in brackets.  See also docs/configuration.md,
+`gridtrain config show` (values) and `gridtrain --help` (exit codes)."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def add_options(program: str) -> Callable[[Command], Command]:
-    """A decorator that adds all flags of `program`; a flag that is not given is None."""
+    """Return a decorator that adds all flags of `program`; the value of a flag that is not given is None."""
 
     def decorate(command: Command) -> Command:
         for one in reversed(PROGRAMS[program]):
@@ -32,7 +32,7 @@ def add_options(program: str) -> Callable[[Command], Command]:
 
 
 def make_flag(one: Option) -> Callable[[Command], Command]:
-    """A decorator that adds the flag of one option."""
+    """Return a decorator that adds the flag of one option."""
     shows_default = one.default_text and one.kind is not OptionKind.SWITCH
     text = one.help + (f"  [{one.default_text}]" if shows_default else "")
     names = [one.flag + (f"/{one.off_flag}" if one.default is True else "")]
@@ -50,12 +50,14 @@ def make_flag(one: Option) -> Callable[[Command], Command]:
     )
     if not one.off_word:
         return value
-    off = click.option(one.off_flag, f"no_{one.name}", is_flag=True, help=f"As {one.flag} {one.off_word}.")
+    off = click.option(
+        one.off_flag, f"no_{one.name}", is_flag=True, help=f"Same as {one.flag} {one.off_word}."
+    )
     return lambda command: value(off(command))
 
 
 class _AtLeast(click.IntRange):
-    """Does not add its range to the help: that costs a line."""
+    """An integer range that is not shown in the help, because it would take another line."""
 
     def _describe_range(self) -> str:
         return ""
@@ -76,7 +78,7 @@ def _type(one: Option) -> click.ParamType[Any]:
 
 
 def resolve_settings(program: str, given: dict[str, Any]) -> OptionValues:
-    """Values of all options, from flags, environment and run.toml.  Raises `ConfigError`."""
+    """Return the values of all options, from flags, environment and run.toml.  Raises `ConfigError`."""
     for one in PROGRAMS[program]:
         if one.off_word and given.pop(f"no_{one.name}", False):
             if given.get(one.name) is not None:
@@ -86,7 +88,7 @@ def resolve_settings(program: str, given: dict[str, Any]) -> OptionValues:
 
 
 def run_options(command: Command) -> Command:
-    """A decorator that adds `--run` and `--state`, which select a coordinator on this machine."""
+    """Add `--run` and `--state`, which select a coordinator on this machine, to a command."""
 
     @functools.wraps(command)
     def resolved(*args: Any, run: str | None, state: str | None, **rest: Any) -> Any:

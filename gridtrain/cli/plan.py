@@ -1,4 +1,4 @@
-"""`gridtrain plan`: step time, bytes and scaling of each exchange on a network, before anybody joins.
+"""`gridtrain plan`: predicts step time, bytes and scaling of each exchange on a network, before workers join.
 
 The figures are predictions of `gridtrain.core.planning.exchange_comparison`; nothing is measured.
 """
@@ -27,61 +27,68 @@ if TYPE_CHECKING:
 EXCHANGES = ("dense", "topk", "gtopk", "gtopk-tree", "dense-direct", "star", "star-gtopk")
 PLAIN_WIDTH = 120
 MAX_ORDERED_WORKERS = 32
-"""Up to so many workers the best order on an uneven network is searched; above, sites stay together."""
+"""The largest number of workers for which the best order on an uneven network is searched.
+
+With more workers, the workers of each site stay together."""
 
 MOST_WORKERS = 8192
 MOST_PARAMETERS = 1e15
 MOST_COMPUTE_s = 1e6
-"""Above it, and below a nanosecond, predictions overflow."""
+"""The longest compute time; above it, or below a nanosecond, predictions overflow."""
 
 _COUNT = re.compile(r"\d+(?:\.\d+)?(?:[eE]\d+)?[kMGB]?")
 _MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 
 
 @click.command()
-@click.option("--parameters", metavar="N", help="Of the model: 25600000, 25.6e6, 25.6M or 7B.")
+@click.option("--parameters", metavar="N", help="Parameters: 25600000, 25.6e6, 25.6M or 7B.")
 @click.option(
-    "--workers",
-    default="2..4096",
-    show_default=True,
-    metavar="LIST",
-    help='"2..4096": doubling; or "2,3,8".  With --network: the number in the file, unless given.',
+    "--workers", default="2..4096", metavar="LIST", help='"2,3,8", or "2..16" for doublings.  [2..4096]'
 )
 @click.option(
-    "--link", default="100Mbit", show_default=True, help="Each worker's connection, RATE or DOWN/UP."
+    "--link", default="100Mbit", metavar="RATE", help="Rate of a worker; DOWN/UP if they differ.  [100Mbit]"
 )
-@click.option("--latency", default="10ms", show_default=True, help="From one worker to another, one way.")
+@click.option("--latency", default="10ms", metavar="TIME", help="One-way latency between workers.  [10ms]")
 @click.option(
     "--network",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A TOML file of sites and the links between them, instead of --link and --latency.",
+    metavar="FILE",
+    help="TOML file of sites and links, instead of --link.",
 )
-@click.option("--coordinator", metavar="INVITATION", help="Use the measured links of a run in progress.")
+@click.option("--coordinator", metavar="INVITATION", help="Use the measured links of a run.")
 @click.option(
     "--state",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="The same for a run whose coordinator is on this machine: its --state folder.",
+    help="Use the links of a run coordinated here, by folder.",
 )
-@click.option("--compute", default="0.5s", show_default=True, help="Time that a worker computes in one step.")
+@click.option("--compute", default="0.5s", metavar="TIME", help="Compute time of a step.  [0.5s]")
 @click.option(
     "--exchange",
     "exchanges",
     default="dense,topk,gtopk,star",
-    show_default=True,
     metavar="LIST",
-    help=f"Some of {', '.join(EXCHANGES)}.",
+    help="Exchanges to compare.  [dense,topk,gtopk,star]",
 )
-@click.option("--density", default=0.001, show_default=True, help="Of sparse exchanges.")
+@click.option("--density", default=0.001, metavar="SHARE", help="Density of sparse exchanges.  [0.001]")
 @click.option(
-    "--values", type=click.Choice(["fp16", "bf16", "int8", "fp32"]), default="fp16", show_default=True
+    "--values",
+    type=click.Choice(["fp16", "bf16", "int8", "fp32"]),
+    default="fp16",
+    metavar="KIND",
+    help="Values: fp16, bf16, int8 or fp32.  [fp16]",
 )
 @click.option(
-    "--local-steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps per exchange."
+    "--local-steps", type=click.IntRange(min=1), default=1, metavar="N", help="Steps per exchange.  [1]"
 )
 @pipeline_options
-@click.option("--plain", is_flag=True, help="Without encryption.")
-@click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="Write an SVG here as well.")
+@click.option("--plain", is_flag=True, help="Predict without encryption.")
+@click.option(
+    "--picture",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Also write an SVG chart to this file.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
 @click.pass_context
 def plan(
@@ -112,11 +119,9 @@ def plan(
       gridtrain plan --coordinator gridtrain1:AbC...
       gridtrain plan --stages 4 --layers layers.toml --batch 64 --memory 8GB
 
-    No worker has to join, and nothing is measured: the figures come from a model of the exchanges' messages,
-    the links they use, and the work they make.  With --coordinator or --state the links, and whatever else is
-    not given, are those of a run; with --workers 2..4096 also for more workers like its members.  With
-    --stages the model is divided over that many workers: the table shows the stages, and --compute is the
-    time of a step of the whole model on one worker.
+    Nothing is measured.  A run (--coordinator, --state) supplies options that are not given.  With --stages,
+    --compute is the time of the whole model.  Exchanges: dense, dense-direct, topk, gtopk,
+    gtopk-tree, star, star-gtopk.
     """
     from gridtrain.cli import network_file
     from gridtrain.core.planning.workload import ExchangeKind, Workload
@@ -125,10 +130,10 @@ def plan(
         return context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
 
     if network and (given("link") or given("latency")):
-        raise click.UsageError("--network gives each site's link and latency: leave out --link and --latency")
+        raise click.UsageError("--network gives each site's link and latency; leave out --link and --latency")
     if picture and not (picture.absolute().parent.is_dir() and os.access(picture.absolute().parent, os.W_OK)):
         raise click.BadParameter(
-            f"{picture.absolute().parent} is not a folder that can be written to", param_hint="--picture"
+            f"{picture.absolute().parent} is not a writable folder", param_hint="--picture"
         )
     live = _live(coordinator, state) if coordinator or state else None
     described: DescribedNetwork | LiveNetwork
@@ -140,7 +145,7 @@ def plan(
     compute_s = network_file.parse_seconds(compute)
     if not 1e-9 <= compute_s <= MOST_COMPUTE_s:
         raise click.BadParameter(
-            f'"{compute}" must be 1e-9 s to {MOST_COMPUTE_s:g} s', param_hint="--compute"
+            f'"{compute}" is not between 1e-9 s and {MOST_COMPUTE_s:g} s', param_hint="--compute"
         )
     if pipeline["stages"]:
         links = described.network(pipeline["stages"])
@@ -148,19 +153,19 @@ def plan(
         return
     if extra := [name for name in OPTION_NAMES if given(name)]:
         raise click.UsageError(
-            f"--{extra[0].replace('_', '-')} only counts for a model in stages: give --stages as well"
+            f"--{extra[0].replace('_', '-')} applies only to a model in stages; specify --stages as well"
         )
     counts = _workers(workers) if given("workers") or not (network or live) else [described.workers]
     if not 2 <= counts[-1] <= MOST_WORKERS:
         raise click.UsageError(
-            f"the network has {counts[-1]} worker{'s' if counts[-1] > 1 else ''}: an exchange is predicted "
-            f"for 2 to {MOST_WORKERS}; give --workers another number"
+            f"the network has {counts[-1]} worker{'s' if counts[-1] > 1 else ''}: exchanges are predicted "
+            f"for 2 to {MOST_WORKERS}; choose another number with --workers"
         )
     if picture and len(counts) < 2:
-        raise click.UsageError("--picture shows how exchanges scale; give --workers at least two numbers")
+        raise click.UsageError("--picture shows how exchanges scale; pass at least two numbers to --workers")
     count = _parameters(parameters) if parameters else from_run.parameters if from_run else 0
     if count < 1:
-        raise click.UsageError("--parameters is missing: the model's number of parameters")
+        raise click.UsageError("--parameters is missing; specify the model's number of parameters")
     if from_run is not None and from_run.kind.is_sparse:
         density = density if given("density") else from_run.density
         values = values if given("values") else from_run.values
@@ -209,13 +214,14 @@ def _workers(text: str) -> list[int]:
         counts = []
     if not counts or not all(2 <= count <= MOST_WORKERS for count in counts):
         raise click.BadParameter(
-            f'"{text}"; write "2..4096" or "2,3,8", each 2 to 8192', param_hint="--workers"
+            f'"{text}" is not a list such as "2..4096" or "2,3,8", each from 2 to 8192',
+            param_hint="--workers",
         )
     return counts
 
 
 def _doubled(first: int, last: int) -> list[int]:
-    """The range is checked first: numbers below 1 would never reach `last` by doubling."""
+    """Return `first` and its doublings up to `last`, and `last` itself; [] if the range is invalid."""
     if not 2 <= first <= last <= MOST_WORKERS:
         return []
     counts = [first]
@@ -226,10 +232,14 @@ def _doubled(first: int, last: int) -> list[int]:
 
 def _parameters(text: str) -> int:
     if not _COUNT.fullmatch(text):
-        raise click.BadParameter(f'"{text}"; write 25600000, 25.6e6, 25.6M or 7B', param_hint="--parameters")
+        raise click.BadParameter(
+            f'"{text}" is not a number such as 25600000, 25.6e6, 25.6M or 7B', param_hint="--parameters"
+        )
     count = float(text.rstrip("kMGB")) * _MULTIPLES.get(text[-1], 1.0)
     if not 1 <= count <= MOST_PARAMETERS:
-        raise click.BadParameter(f'"{text}" must be 1 to {MOST_PARAMETERS:g}', param_hint="--parameters")
+        raise click.BadParameter(
+            f'"{text}" is not between 1 and {MOST_PARAMETERS:g}', param_hint="--parameters"
+        )
     return round(count)
 
 
@@ -237,7 +247,9 @@ def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in EXCHANGES]
     if unknown or not names:
-        raise click.BadParameter(f'"{text}"; name some of {", ".join(EXCHANGES)}', param_hint="--exchange")
+        raise click.BadParameter(
+            f'"{text}" is not a list of exchanges out of {", ".join(EXCHANGES)}', param_hint="--exchange"
+        )
     return list(dict.fromkeys(names))
 
 
@@ -257,7 +269,9 @@ def _print(rows: Sequence[Sequence[ExchangeEstimate]], described: DescribedNetwo
         console.print(table, markup=False)
     if rows[0][0].local_steps > 1:
         console.print(
-            f"{format_exchange(rows[0][0])}: bytes are of one exchange.", markup=False, highlight=False
+            f"{format_exchange(rows[0][0])}: bytes are given per exchange, not per step.",
+            markup=False,
+            highlight=False,
         )
     console.print(recommend_exchange(rows[-1])[1], markup=False, highlight=False, soft_wrap=True)
     if len(rows) > 1:
@@ -265,7 +279,9 @@ def _print(rows: Sequence[Sequence[ExchangeEstimate]], described: DescribedNetwo
     if not described.is_uniform:
         console.print("Members are ordered for each exchange by predicted time.", highlight=False)
         if rows[-1][0].world_size > described.workers and _is_live(described):
-            text = f"More than {described.workers} workers are assumed to be like the members, in even parts."
+            text = (
+                f"More than {described.workers} workers are assumed to be like the members, in equal numbers."
+            )
             console.print(text, highlight=False)
 
 
@@ -276,7 +292,8 @@ def _is_live(described: DescribedNetwork | LiveNetwork) -> bool:
 
 
 def _tables(rows: Sequence[Sequence[ExchangeEstimate]], console: Console) -> list[Table]:
-    """One table for all exchanges; several with fewer exchanges in each where the terminal is too narrow."""
+    """Return one table for all exchanges, or several tables with fewer exchanges each on a narrow
+    terminal."""
     from rich.measure import Measurement
 
     unbounded = console.options.update(width=10_000)
@@ -289,7 +306,8 @@ def _tables(rows: Sequence[Sequence[ExchangeEstimate]], console: Console) -> lis
 
 
 def _table(rows: Sequence[Sequence[ExchangeEstimate]]) -> Table:
-    """A row for each number of workers; for each exchange the step, the bytes, the efficiency."""
+    """Return a table with a row for each number of workers: step time, bytes and efficiency of each
+    exchange."""
     from rich.table import Table
 
     from gridtrain.core.planning.exchange_comparison import format_seconds
@@ -327,7 +345,7 @@ def _subtitle(
     parameters: int, described: DescribedNetwork | LiveNetwork, link: str, latency: str, compute_s: float
 ) -> str:
     links = f"{link} and {latency} each" if described.is_uniform else described.description
-    return f"{parameters:,} parameters; {links}; {compute_s:g} s of computing a step; predicted"
+    return f"{parameters:,} parameters; {links}; {compute_s:g} s of computation per step; predicted"
 
 
 def _chart(rows: Sequence[Sequence[ExchangeEstimate]], subtitle: str) -> str:

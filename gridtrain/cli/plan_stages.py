@@ -1,5 +1,4 @@
-"""`gridtrain plan --stages`: how a model would be divided into stages and micro-batches, before anybody
-joins.
+"""`gridtrain plan --stages`: plans how to divide a model into stages and micro-batches, before workers join.
 
 The figures are predictions of `gridtrain.core.stages.step_time`; nothing is measured.
 """
@@ -13,6 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from gridtrain.cli.output import make_console
+from gridtrain.quantities import format_bytes
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 MOST_STAGES = 256
 MOST_BATCH = 1_000_000
 MOST_ROWS = 10
-PLAIN_WIDTH = 120
 OPTION_NAMES = (
     *("layers", "activations", "batch", "micro_batches", "schedule", "memory", "speeds", "optimizer"),
     "keep_activations",
@@ -31,40 +32,39 @@ OPTION_NAMES = (
 
 _OPTIONS = (
     click.option(
-        "--stages", type=click.IntRange(1, MOST_STAGES), help="Divide the model over that many workers."
+        "--stages", type=click.IntRange(1, MOST_STAGES), metavar="N", help="Divide the model among N workers."
     ),
+    click.option("--layers", metavar="FILE|N", help="TOML file, or N equal layers.  [4 per stage]"),
     click.option(
-        "--layers",
-        metavar="FILE|N",
-        help="With --stages: a TOML file of the model's layers, or N equal ones [default: 4 per stage].",
-    ),
-    click.option(
-        "--activations",
-        default="1MB",
-        metavar="SIZE",
-        help="Of a sample between two stages, with --layers N.",
+        "--activations", default="1MB", metavar="SIZE", help="Output per sample, with --layers N.  [1MB]"
     ),
     click.option(
         "--batch",
         type=click.IntRange(1, MOST_BATCH),
         default=32,
-        show_default=True,
-        help="Samples of a step, with --stages.",
+        metavar="N",
+        help="Samples per step.  [32]",
     ),
+    click.option("--micro-batches", default="auto", metavar="LIST", help='"auto", or "4,8,16".  [auto]'),
     click.option(
-        "--micro-batches", default="auto", show_default=True, metavar="LIST", help='"auto", or "4,8,16".'
+        "--schedule",
+        type=click.Choice(["1f1b", "fill-drain"]),
+        default="1f1b",
+        metavar="KIND",
+        help="1f1b or fill-drain.  [1f1b]",
     ),
-    click.option("--schedule", type=click.Choice(["1f1b", "fill-drain"]), default="1f1b", show_default=True),
-    click.option("--memory", metavar="LIST", help='Of each worker\'s card: "8GB", or one for each stage.'),
-    click.option("--speeds", metavar="LIST", help='Of the cards, such as "1,2,1,1".'),
-    click.option("--optimizer", default="adam", show_default=True, help="Optimizer whose state counts."),
-    click.option("--keep-activations", is_flag=True, help="Without re-materialisation."),
+    click.option("--memory", metavar="LIST", help='Memory of each card: "8GB", or one value per stage.'),
+    click.option("--speeds", metavar="LIST", help='Speeds of the cards, such as "1,2,1,1".'),
+    click.option(
+        "--optimizer", default="adam", metavar="NAME", help="Optimizer, for the size of its state.  [adam]"
+    ),
+    click.option("--keep-activations", is_flag=True, help="Plan without re-materialisation."),
 )
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def pipeline_options(command: _Command) -> _Command:
-    """Decorator that adds the options that only count with --stages."""
+    """Add the options that apply only with --stages to a command."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
@@ -78,12 +78,13 @@ def show_plan(
     as_json: bool,
     options: dict[str, Any],
 ) -> None:
-    """Plan by the options, and print.
+    """Plan the stages according to the options, and print the plan.
 
     Args:
-        network: of as many ranks as stages.
-        parameters, compute_s: of the whole model on a card of speed 1, where --layers is a number.
-        options: the options of `pipeline_options` by name.
+        network: a network with one rank per stage.
+        parameters: the number of parameters of the whole model; used if --layers is a number.
+        compute_s: the compute time of the whole model on a card of speed 1; used if --layers is a number.
+        options: the values of the options of `pipeline_options`, by name.
     """
     from gridtrain.core.stages import partition_chart as drawing
     from gridtrain.core.stages.stage_cost import TIME_TOLERANCE
@@ -118,18 +119,20 @@ def _layers(parameters: int, compute_s: float, options: dict[str, Any]) -> tuple
             raise click.BadParameter(f'"{words}" is neither a file nor a number', param_hint="--layers")
         return layers_file.read_layers(Path(words))
     if parameters < 1:
-        raise click.UsageError("--parameters is missing: the model's number of parameters, or --layers FILE")
-    output_bytes = layers_file.parse_bytes(options["activations"])
+        raise click.UsageError(
+            "--parameters is missing; specify the model's number of parameters, or --layers FILE"
+        )
+    output_bytes = layers_file.parse_size(options["activations"])
     return layers_file.uniform_layers(
         int(words), parameters, compute_s, options["batch"], output_bytes
     ), output_bytes
 
 
 def _cards(options: dict[str, Any]) -> list[Card]:
-    from gridtrain.cli.layers_file import parse_bytes
+    from gridtrain.cli.layers_file import parse_size
     from gridtrain.core.stages.stage_cost import Card
 
-    memory = _each("--memory", options["memory"], options["stages"], parse_bytes, float("inf"))
+    memory = _each("--memory", options["memory"], options["stages"], parse_size, float("inf"))
     speeds = _each("--speeds", options["speeds"], options["stages"], float, 1.0)
     return [Card(speed, limit) for speed, limit in zip(speeds, memory, strict=True)]
 
@@ -137,7 +140,7 @@ def _cards(options: dict[str, Any]) -> list[Card]:
 def _each(
     option: str, text: str | None, stages: int, parse: Callable[[str], float], usual: float
 ) -> list[float]:
-    """One value for all stages, or one for each."""
+    """Parse one value for all stages, or one value for each stage; return a value for each stage."""
     if text is None:
         return [usual] * stages
     try:
@@ -145,7 +148,7 @@ def _each(
     except ValueError:
         raise click.BadParameter(f'"{text}" is not a list of numbers', param_hint=option) from None
     if len(values) not in (1, stages):
-        raise click.BadParameter(f"{len(values)} values for {stages} stages", param_hint=option)
+        raise click.BadParameter(f"{len(values)} values were given for {stages} stages", param_hint=option)
     return values * stages if len(values) == 1 else values
 
 
@@ -154,7 +157,7 @@ def _running(input_bytes: int, options: dict[str, Any]) -> ExecutionSettings:
 
     if options["optimizer"] not in OPTIMIZER_STATE_COPIES:
         raise click.BadParameter(
-            f'"{options["optimizer"]}"; take one of {", ".join(OPTIMIZER_STATE_COPIES)}',
+            f'"{options["optimizer"]}" is not one of {", ".join(OPTIMIZER_STATE_COPIES)}',
             param_hint="--optimizer",
         )
     return ExecutionSettings(
@@ -171,7 +174,8 @@ def _numbers(text: str, batch: int) -> list[int]:
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and 1 <= int(word) <= batch for word in words):
         raise click.BadParameter(
-            f'"{text}"; write auto, or numbers from 1 to {batch} (--batch)', param_hint="--micro-batches"
+            f'"{text}" is neither auto nor a list of numbers from 1 to {batch} (--batch)',
+            param_hint="--micro-batches",
         )
     return [int(word) for word in words]
 
@@ -180,11 +184,7 @@ def _numbers(text: str, batch: int) -> list[int]:
 
 
 def _print(layers: list[Layer], proposal: MicroBatchProposal, reason: str) -> None:
-    import sys
-
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    console = make_console()
     console.print(_stages(layers, proposal.chosen), markup=False)
     if len(proposal.alternatives) > 1:
         console.print(_alternatives(proposal), markup=False)
@@ -192,11 +192,11 @@ def _print(layers: list[Layer], proposal: MicroBatchProposal, reason: str) -> No
 
 
 def _stages(layers: list[Layer], chosen: StepEstimate) -> Table:
-    """A row for each stage; the link is the one to the next stage, in bytes of a step each way."""
+    """Return a table with a row for each stage; its link has the bytes per step to and from the next
+    stage."""
     from rich.table import Table
 
     from gridtrain.core.planning.exchange_comparison import format_seconds
-    from gridtrain.core.stages.memory_fit import format_bytes
 
     table = Table()
     table.add_column("stage", justify="right")
@@ -224,7 +224,10 @@ def _named(layers: list[Layer], start: int, stop: int) -> str:
 
 
 def _link(estimate: StepEstimate, stage: int) -> tuple[int, int]:
-    """Bytes of a step (to the next stage, back from it); all micro-batches count as the largest."""
+    """Return the bytes per step (to the next stage, from the next stage).
+
+    Each micro-batch is assumed to be as large as the largest.
+    """
     stages, count = estimate.cut.stages, estimate.settings.micro_batches
     if stage + 1 == len(stages):
         return 0, 0
@@ -253,8 +256,7 @@ def _alternatives(proposal: MicroBatchProposal) -> Table:
 
 
 def _some(proposal: MicroBatchProposal) -> list[StepEstimate]:
-    """At most `MOST_ROWS` alternatives, every second one left out where there are more, and the proposed
-    one."""
+    """Return about `MOST_ROWS` alternatives and the proposed one; while there are more, drop every second."""
     others = list(proposal.alternatives)
     while len(others) > MOST_ROWS:
         halved = [each for i, each in enumerate(others) if i % 2 == 0 or each is proposal.chosen]

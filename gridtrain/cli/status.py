@@ -1,7 +1,7 @@
-"""`gridtrain status`: the status of a run as a table or as JSON.
+"""`gridtrain status`: shows the status of a run as a table or as JSON.
 
-Names, facts and events come from workers: they are never read as markup, and the client has removed control
-characters.
+Names, facts and events come from workers.  They are never interpreted as markup, and the client has already
+removed control characters.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gridtrain.cli.option_flags import run_options
+from gridtrain.cli.output import PLAIN_WIDTH, count, make_console, mapping, rows
+from gridtrain.quantities import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group
@@ -28,14 +30,14 @@ if TYPE_CHECKING:
 ANSWER_TIMEOUT_S = 4.0
 REFRESH_S = 1.0
 RECONNECT_TIMEOUT_S = 30.0
-"""With --watch: time for a coordinator to restart before the command fails."""
+"""With --watch, how long a coordinator may take to restart before the command fails."""
 
 RECENT_EVENTS = 5
-PLAIN_WIDTH = 120  # of a line in a file or a pipe
 PHASE_STYLES = {"waiting": "yellow", "training": "green", "paused": "red", "finished": "cyan"}
 COLUMNS = ("share", "step", "up/s", "down/s", "comp.", "select", "comm.", "wait", "heard")
 DROP_ORDER = ("select", "wait", "reach", "comm.", "comp.", "heard", "down/s")
-"""Columns that a narrow terminal drops, in this order, to keep names readable: commands need them."""
+"""The columns to drop on a narrow terminal, in this order, so that names, which commands need, stay
+readable."""
 
 NAME_WIDTH = 16
 SECONDS = ("computing_s", "selecting_s", "communicating_s", "waiting_s")
@@ -49,7 +51,7 @@ SECONDS = ("computing_s", "selecting_s", "communicating_s", "waiting_s")
     "--json/--table",
     "as_json",
     default=None,
-    help="JSON, a line each time, or a table.  [default: by the output]",
+    help="Output format: a table, or one line of JSON per refresh.  [default: a table on a terminal]",
 )
 def status(invitation: str | None, run: str, state: Path | None, watch: bool, as_json: bool | None) -> None:
     """Show the members, generation, step and rates of a run.
@@ -57,15 +59,15 @@ def status(invitation: str | None, run: str, state: Path | None, watch: bool, as
     \b
       gridtrain status                       the run that is coordinated on this machine
       gridtrain status gridtrain1:AbC...     another run, with one of this machine's keys
-      gridtrain status @FILE                 the same, the invitation in a file; -: from stdin
+      gridtrain status @FILE                 the same, with the invitation in a file; -: stdin
 
-    A table on a terminal; elsewhere the coordinator's answer, a JSON object a line.
+    Prints a table on a terminal; elsewhere the coordinator's answer, one JSON object per line.
     """
     as_json = not sys.stdout.isatty() if as_json is None else as_json
     with client_for(invitation, run, state) as client:
         if not watch:
             snapshot = client.status(ANSWER_TIMEOUT_S)
-            click.echo(json.dumps(snapshot)) if as_json else _print(snapshot)
+            click.echo(json.dumps(snapshot)) if as_json else make_console().print(render(snapshot))
         elif as_json:
             _follow(client.status)
         else:
@@ -76,7 +78,7 @@ def status(invitation: str | None, run: str, state: Path | None, watch: bool, as
 def client_for(
     invitation: str | None, run: str, state: Path | None
 ) -> Iterator[CoordinatorClient | OperatorClient]:
-    """A connection as the operator of this machine's coordinator, or with an invitation."""
+    """Connect as the operator of this machine's coordinator, or with an invitation."""
     from gridtrain.cli.worker import _read
     from gridtrain.core.group.invitation import parse
     from gridtrain.network.transport.identity import Identity
@@ -101,12 +103,6 @@ def client_for(
         yield client
 
 
-def _print(snapshot: Mapping[str, Any]) -> None:
-    from rich.console import Console
-
-    Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(render(snapshot))
-
-
 def _follow(ask: Any) -> None:
     while not (snapshot := ask(RECONNECT_TIMEOUT_S)).get("finished"):
         click.echo(json.dumps(snapshot))
@@ -127,7 +123,7 @@ def _watch(ask: Any) -> None:
 
 
 def render(snapshot: Mapping[str, Any]) -> Group:
-    """A line about the run, the members, the latest events."""
+    """Return a summary of the run, the table of members, and the latest events."""
     from rich.console import Group
     from rich.text import Text
 
@@ -137,23 +133,24 @@ def render(snapshot: Mapping[str, Any]) -> Group:
         (phase, PHASE_STYLES.get(phase, "")), f"  {snapshot.get('reason', '')!s}",
     )  # fmt: skip
     figures = Text(
-        f"term {_count(snapshot.get('term'))}  generation {_count(snapshot.get('generation'))}  "
-        f"step {_count(snapshot.get('step'))}  {_rate(snapshot.get('steps_per_s'))} steps/s"
+        f"term {count(snapshot.get('term'))}  generation {count(snapshot.get('generation'))}  "
+        f"step {count(snapshot.get('step'))}  {_rate(snapshot.get('steps_per_s'))} steps/s"
     )
-    facts = [f"{name}: {value}" for name, value in _mapping(snapshot.get("facts")).items()]
+    facts = [f"{name}: {value}" for name, value in mapping(snapshot.get("facts")).items()]
     if why := str(snapshot.get("exchange_reason") or ""):
         facts.append(f"exchange chosen: {why}")
     now_s = snapshot.get("now_s")
-    spare = next((str(m["spare"]) for m in _listed(snapshot.get("members")) if m.get("spare")), "")
+    spare = next((str(m["spare"]) for m in rows(snapshot, "members") if m.get("spare")), "")
     facts += [spare] if spare else []
-    recent = _listed(snapshot.get("events"))[-RECENT_EVENTS:]
+    recent = rows(snapshot, "events")[-RECENT_EVENTS:]
     events = [_event(event, now_s) for event in recent]
 
     def dim(lines: list[str]) -> list[Text]:
         return [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in lines]
 
-    paused = [Text(line, no_wrap=True, overflow="ellipsis") for line in paused_lines(snapshot)]
-    return Group(head, figures, *dim(facts), MembersTable(snapshot), *paused, *dim(events))
+    notes = [Text(line, no_wrap=True, overflow="ellipsis") for line in paused_lines(snapshot)]
+    notes += [Text(line, style="yellow") for line in problem_lines(snapshot)]
+    return Group(head, figures, *dim(facts), MembersTable(snapshot), *notes, *dim(events))
 
 
 class MembersTable:
@@ -177,14 +174,21 @@ class MembersTable:
 def members_table(
     snapshot: Mapping[str, Any], without: Sequence[str] = (), name_width: int | None = None
 ) -> Table:
-    """One line a member: whether others can connect to it, bytes per second, times of its latest step
-    (computing, selecting, communicating, waiting), and time since its last message.  Violations (see
-    `gridtrain members`) and stages have a column if there are any."""
+    """Return a table with a row for each member.
+
+    It shows whether others can connect to the member, its bytes per second, the times of its latest step
+    (computing, selecting, communicating, waiting), and the time since its last message.  There are columns
+    for violations (see `gridtrain members`) and stages only if there are any.
+
+    Args:
+        without: the headings of columns to leave out.
+        name_width: the largest width of names; None for no limit.
+    """
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    members = _listed(snapshot.get("members"))
+    members = rows(snapshot, "members")
     in_stages = isinstance(snapshot.get("stages"), int) and snapshot["stages"] > 1
     has_violations = any(member.get("strikes") for member in members)
     headings = (
@@ -192,23 +196,23 @@ def members_table(
         *(*(("violations",) if has_violations else ()), *COLUMNS),
     )
     for heading in headings:
-        if heading == "name":  # the one that gets narrower where there is not room for all
+        if heading == "name":  # the column that shrinks if there is not enough room
             table.add_column(heading, min_width=4, max_width=name_width)
         elif heading not in without:
             left = heading in ("state", "reach")
             table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     for member in members:
-        figures = _mapping(member.get("figures"))
+        figures = mapping(member.get("figures"))
         rank = member.get("rank")
         cells = [
-            "-" if rank is None else _count(rank),
-            *([_count(member.get("stage"))] if in_stages else []),
+            "-" if rank is None else count(rank),
+            *([count(member.get("stage"))] if in_stages else []),
             str(member.get("name", "?")),
             str(member.get("state", "?")),
             str(member.get("reach") or "-"),
-            *([_count(member.get("strikes"))] if has_violations else []),
-            _count(member.get("share")),
-            _count(member.get("step")),
+            *([count(member.get("strikes"))] if has_violations else []),
+            count(member.get("share")),
+            count(member.get("step")),
             _bytes(member.get("sent_Bps")),
             _bytes(member.get("received_Bps")),
             *(_seconds(figures.get(name)) for name in SECONDS),
@@ -217,15 +221,21 @@ def members_table(
         kept = [cell for heading, cell in zip(headings, cells, strict=True) if heading not in without]
         table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in kept))
     if not table.row_count:
-        nobody = "nobody any more" if snapshot.get("finished") else "no worker yet"
+        nobody = "all workers have left" if snapshot.get("finished") else "no worker has joined yet"
         table.add_row("-", *([""] if in_stages else []), Text(nobody, style="dim"))
     return table
 
 
 def paused_lines(snapshot: Mapping[str, Any]) -> list[str]:
-    """Workers that their owners have paused: they are not members now."""
-    lines = _listed(snapshot.get("resting"))
+    """Return a line for each worker that its owner has paused; such a worker is not a member now."""
+    lines = rows(snapshot, "resting")
     return [f"{line.get('name', '?')} is {line.get('reason', 'paused')}, for {_age(line)}" for line in lines]
+
+
+def problem_lines(snapshot: Mapping[str, Any]) -> list[str]:
+    """Return the members' reports about failed steps and checkpoints."""
+    members = rows(snapshot, "members")
+    return [f"{member.get('name', '?')} {member['reason']}" for member in members if member.get("reason")]
 
 
 def _age(line: Mapping[str, Any]) -> str:
@@ -243,18 +253,6 @@ def _event(event: Mapping[str, Any], now_s: Any) -> str:
     return f"{age}  {event.get('event', '?')!s} {rest}"
 
 
-def _listed(value: Any) -> list[Mapping[str, Any]]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _count(value: Any) -> str:
-    return str(value) if isinstance(value, int) else "-"
-
-
 def _rate(value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, int | float) else "-"
 
@@ -266,12 +264,4 @@ def _seconds(value: Any) -> str:
 
 
 def _bytes(value: Any) -> str:
-    if not isinstance(value, int | float):
-        return "-"
-    if value < 1000:
-        return f"{value:.0f} B"
-    for unit in ("kB", "MB"):
-        value /= 1000
-        if value < 1000:
-            return f"{value:.1f} {unit}"
-    return f"{value / 1000:.1f} GB"
+    return format_bytes(value) if isinstance(value, int | float) else "-"

@@ -14,9 +14,9 @@ from gridtrain.cli.option_flags import run_options
 @click.argument("who")
 @run_options
 def unban(who: str, run: str, state: Path | None) -> None:
-    """Lift a ban: with a new invitation the worker may come back.
+    """Lift a ban, so that the worker can return with a new invitation.
 
-    WHO is its name when it was banned, or at least 6 digits of its key.
+    WHO is the worker's name when it was banned, or at least 6 digits of its key.
     """
     from gridtrain.core.messages import Unban
 

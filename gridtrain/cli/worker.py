@@ -1,4 +1,4 @@
-"""`gridtrain worker`: options of `gridtrain_worker.agent.supervise`, and commands to running workers."""
+"""`gridtrain worker`: options for `gridtrain_worker.agent.supervise`, and commands for running workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTROL_COMMANDS = ("set", "show", "pause", "resume", "stop")
 
 
 class WorkerCommand(click.Command):
-    """Passes `gridtrain worker set ...` and the like to `gridtrain.cli.worker_commands`."""
+    """Passes commands such as `gridtrain worker set ...` to `gridtrain.cli.worker_commands`."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -37,7 +37,10 @@ class WorkerCommand(click.Command):
 
 
 def _complete_command(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Completion of commands; an invitation is pasted."""
+    """Return the control commands that begin with `incomplete`, for shell completion.
+
+    An invitation has no completions.
+    """
     return [word for word in CONTROL_COMMANDS if incomplete and word.startswith(incomplete)]
 
 
@@ -46,16 +49,16 @@ def _complete_command(context: click.Context, parameter: click.Parameter, incomp
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND...")
 @add_options("worker")
 def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> None:
-    """Join the run of INVITATION (@FILE: from a file, -: from stdin) and train.
+    """Join the run of INVITATION (or @FILE, or - for stdin), and train.
 
-    Runs COMMAND, such as `-- python train.py`; without it the script that the run's owner serves, after you
-    have accepted it.  Ctrl-C leaves the run; a second Ctrl-C kills the script.
+    Runs COMMAND, such as `-- python train.py`, or the owner's script once you
+    accept it.  Ctrl-C leaves the run; a second Ctrl-C kills the script.
 
     \b
     While it runs, from another terminal (each has --help):
       gridtrain worker show                         its state, rules and sensors
       gridtrain worker set battery=pause hours=22:00-07:00 upload=10Mbit
-      gridtrain worker pause [--for 2h]             and: resume, stop
+      gridtrain worker pause [--for 2h]             also: resume, stop
     """
     from gridtrain.cli import bundle_offer
     from gridtrain_worker.agent import supervise
@@ -78,7 +81,7 @@ def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> No
 
 
 def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
-    """The job that the words and options describe.  Raises `ConfigError`."""
+    """Return the job that the words and options describe.  Raises `ConfigError`."""
     from gridtrain.core.group.invitation import looks_like, parse
     from gridtrain.core.messages import NAME, FieldError
     from gridtrain.network.addresses import parse_explicit_address
@@ -91,31 +94,27 @@ def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
     if not invitation:
         raise ConfigError(
             "no invitation was given",
-            remedy="gridtrain worker INVITATION; the run's owner gets one from: gridtrain invite",
+            remedy="run gridtrain worker INVITATION; the run's owner gets one from gridtrain invite",
         )
-    name, listen, advertise = (chosen.text(one) for one in ("name", "listen", "advertise"))
+    settings = chosen.join_texts()
+    name = settings.get("name", "")
     try:
         NAME.pack(name)
     except FieldError as error:
         raise ConfigError(
-            f"{chosen.where('name')} is {error.problem}", remedy="choose a shorter, plain one"
+            f"{chosen.where('name')} is {error.problem}", remedy="choose a shorter, plain name"
         ) from None
+    for key in ("listen", "advertise"):
+        if key in settings:
+            any_port = key == "listen"
+            settings[key] = parse_explicit_address(chosen.where(key), settings[key], any_port=any_port)
+    if data_dir := chosen.text("data_dir"):
+        settings["data_dir"] = data_dir
     return Job(
         command=words,
         invitation=parse(_read(invitation)),
         name=name,
-        listen=parse_explicit_address(chosen.where("listen"), listen, any_port=True) if listen else "",
-        advertise=parse_explicit_address(chosen.where("advertise"), advertise) if advertise else "",
-        upload_limit=chosen.text("upload_limit"),
-        download_limit=chosen.text("download_limit"),
-        donate_limit=chosen.text("donate_limit"),
-        export_dir=chosen.text("export_dir"),
-        state_dir=chosen.text("state_dir"),
-        data_dir=chosen.text("data_dir"),
-        checkpoint_every=chosen.count("checkpoint_every"),
-        checkpoint_keep=chosen.count("checkpoint_keep"),
-        handover_mib=chosen.count("handover_mib"),
-        relay=chosen.switch("relay"),
+        settings=settings,
         unencrypted=chosen.switch("unencrypted"),
         restarts=chosen.count("restarts") or 0,
         controls=tuple(parse_pairs(chosen.texts("set")).items()),
@@ -127,7 +126,7 @@ def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
 
 
 def _read(text: str) -> str:
-    """The invitation that `text` is, or that @FILE or - (stdin) holds."""
+    """Return the invitation: `text` itself, the content of @FILE, or standard input for "-"."""
     if text == "-":
         return sys.stdin.read(MAX_READ)
     if not text.startswith("@"):
@@ -137,5 +136,6 @@ def _read(text: str) -> str:
             return file.read(MAX_READ)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"the invitation cannot be read from {text[1:]}: {error}", remedy="check the name after the @"
+            f"the invitation cannot be read from {text[1:]}: {error}",
+            remedy="check the file name after the @",
         ) from None

@@ -1,7 +1,8 @@
-"""`gridtrain worker set|show|pause|resume|stop`: commands to workers that run on this machine.
+"""`gridtrain worker set|show|pause|resume|stop`: commands for workers that run on this machine.
 
-They travel over a socket that only this user may open.  `gridtrain_worker.policy_enforcer` executes them and
-answers with the worker's new state.  Exit code 2: no such worker runs, or a rule cannot be enforced.
+They are sent over a socket that only this user can open.  `gridtrain_worker.policy_enforcer` executes them
+and answers with the worker's new state.  Exit code 2 means that no such worker runs, or that a rule cannot be
+enforced.
 """
 
 from __future__ import annotations
@@ -18,9 +19,19 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 def _options(command: Command) -> Command:
     for one in (
-        click.option("--json", "as_json", is_flag=True, help="One JSON object a worker; also if piped."),
-        click.option("--all", "to_all", is_flag=True, help="All of your workers on this machine."),
-        click.option("--worker", default="", metavar="NAME", help="A name, RUN/NAME, or 6 digits of a key."),
+        click.option(
+            "--json",
+            "as_json",
+            is_flag=True,
+            help="Print one JSON object per worker (the default in a pipe).",
+        ),
+        click.option("--all", "to_all", is_flag=True, help="Select all of your workers on this machine."),
+        click.option(
+            "--worker",
+            default="",
+            metavar="NAME",
+            help="Select one worker by name, RUN/NAME, or 6 digits of its key.",
+        ),
     ):
         command = one(command)
     return command
@@ -28,11 +39,11 @@ def _options(command: Command) -> Command:
 
 @click.group()
 def worker_commands() -> None:
-    """Commands to a worker that runs on this machine."""
+    """Control a worker that runs on this machine."""
 
 
 def _keys(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Completion: the rules that can be set."""
+    """Return the keys of rules that begin with `incomplete`, for shell completion."""
     from gridtrain_worker.training_policy import KEYS
 
     return [f"{key}=" for key in KEYS if key.startswith(incomplete)]
@@ -46,11 +57,11 @@ def set_rules(settings: tuple[str, ...], worker: str, to_all: bool, as_json: boo
 
     \b
       upload=20Mbit  download=100Mbit   rate limits
-      budget=5GB                        bytes sent and received in a day, together
-      hours=22:00-07:00,12:00-13:00     train only then, local time
+      budget=5GB                        bytes sent plus bytes received in a day
+      hours=22:00-07:00,12:00-13:00     train only at these hours, local time
       battery=pause                     pause while the computer runs on battery
       gpu=pause                         pause while another program uses the GPU
-      idle=10m                          pause until the computer is unused for this long
+      idle=10m                          pause until the computer has been unused for this long
       temperature=80/70                 pause at 80 C, continue below 70 C
     """
     from gridtrain_worker.training_policy import parse_pairs
@@ -61,17 +72,21 @@ def set_rules(settings: tuple[str, ...], worker: str, to_all: bool, as_json: boo
 @worker_commands.command()
 @_options
 def show(worker: str, to_all: bool, as_json: bool) -> None:
-    """Show the state, rules and sensor readings; without --worker of all workers."""
+    """Show the state, rules and sensor readings of a worker, or of all workers without --worker."""
     _ask(worker, to_all or not worker, {"ask": "show"}, as_json)
 
 
 @worker_commands.command()
 @click.option(
-    "--for", "length", default="", metavar="TIME", help="Such as 30m or 2h.  [default: until resume]"
+    "--for",
+    "length",
+    default="",
+    metavar="TIME",
+    help="Length of the pause, such as 30m or 2h.  [default: until resume]",
 )
 @_options
 def pause(length: str, worker: str, to_all: bool, as_json: bool) -> None:
-    """Leave the group after the present step, and wait."""
+    """Leave the group after the current step, and wait."""
     _ask(worker, to_all, {"ask": "pause", "for": length}, as_json)
 
 
@@ -83,19 +98,19 @@ def resume(worker: str, to_all: bool, as_json: bool) -> None:
 
 
 @worker_commands.command()
-@click.option("--after-step", is_flag=True, help="The default; kept for scripts.")
+@click.option("--after-step", is_flag=True, help="Has no effect; accepted because older scripts pass it.")
 @_options
 def stop(after_step: bool, worker: str, to_all: bool, as_json: bool) -> None:
-    """Finish the present step, send residuals, leave the run, and end.
+    """Finish the current step, transfer the residual, leave the run, and exit.
 
-    A script that does not end within two minutes gets SIGTERM.  To stop at once, press Ctrl-C where the
-    worker runs, or send it SIGTERM.
+    A script that does not end within two minutes is terminated with SIGTERM.  To stop at once, press Ctrl-C
+    in the worker's terminal, or send the worker SIGTERM.
     """
     _ask(worker, to_all, {"ask": "stop"}, as_json)
 
 
 def _ask(worker: str, to_all: bool, question: dict[str, Any], as_json: bool) -> None:
-    """Send `question` to the worker that is meant, or to all, and show each answer."""
+    """Send `question` to the selected worker, or to all workers, and show each answer."""
     from gridtrain.errors import ConfigError
     from gridtrain_worker.control_socket import ask_agent, find_worker, find_workers
 
@@ -105,7 +120,9 @@ def _ask(worker: str, to_all: bool, question: dict[str, Any], as_json: bool) -> 
         for path in find_workers() if to_all else [find_worker(worker)]:
             _show(ask_agent(path, question), as_json)
     except (OSError, ValueError, StopIteration):
-        raise ConfigError("the worker does not answer", remedy="try again; it may be ending") from None
+        raise ConfigError(
+            "the worker does not answer", remedy="try again; the worker may be shutting down"
+        ) from None
 
 
 def _show(shown: Mapping[str, Any], as_json: bool) -> None:
@@ -116,7 +133,7 @@ def _show(shown: Mapping[str, Any], as_json: bool) -> None:
     ending = " (ends after this step)" if shown["stopping"] else ""
     click.echo(f"{shown['name']} is {shown['state']}{reason}{ending}")
     if not shown["obeyed"]:
-        click.echo("  its script finishes a step and leaves the group then")
+        click.echo("  its script will finish the current step and then leave the group")
     click.echo("  " + "  ".join(f"{key}={value}" for key, value in shown["rules"].items()))
     click.echo(f"  local time: {shown['clock']}")
     click.echo(f"  sent and received today: {shown['moved_today_bytes'] / 1e6:,.1f} MB")

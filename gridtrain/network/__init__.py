@@ -1,9 +1,11 @@
-"""Bytes between peers.
+"""Encodes messages as bytes and transports them between peers.
 
     core -- Message --> transport/ -- codec --> frames --> TCP ==> frames -- codec --> Message --> core
 
-- `wire` encodes messages as frames and checks every bound of what peers send; PROTOCOL.md is normative.
-- `transport` carries messages between peers that are named by their public keys: one interface, over sockets
-  or in memory, with relays and flow control on top.
-- `addresses` parses the addresses that people write.
+- `wire` encodes messages as frames, and checks that received messages are within all bounds; PROTOCOL.md is
+  normative.
+- `transport` sends messages to peers, which are named by their public keys, and receives messages from them.
+It
+  has one interface, implemented over sockets and in memory, with relays and flow control on top.
+- `addresses` parses addresses from configuration and the command line.
 """

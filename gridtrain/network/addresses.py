@@ -1,4 +1,4 @@
-"""Parses the addresses that people write.  Host names are not resolved."""
+"""Parses addresses from configuration and the command line.  Host names are not resolved."""
 
 from __future__ import annotations
 
@@ -12,25 +12,32 @@ _ADDRESS = re.compile(rf"(?:tcp://)?({_HOST})(?::(\d{{1,5}}))?")
 
 
 def parse_coordinator_address(text: str) -> str:
-    """ "tcp://host:port" from the same, from "host:port", or from "host" (port 7700).
+    """Return `text` as "tcp://host:port".
 
-    Raises `ConfigError` for anything else.
+    In `text`, "tcp://" is optional, and so is the port, which is 7700 by default.
+
+    Raises:
+        ConfigError: `text` is not an address.
     """
     match = _ADDRESS.fullmatch(text.strip())
     if match is None or not 1 <= (port := int(match[2] or DEFAULT_PORT)) <= 65535:
         raise ConfigError(
-            f"an address is tcp://host:port, got {text!r}",
-            remedy=f"write for instance tcp://192.168.1.20:{DEFAULT_PORT}; the coordinator prints its own",
+            f"an address must be tcp://host:port, got {text!r}",
+            remedy="write the address that the coordinator prints, such as "
+            f"tcp://192.168.1.20:{DEFAULT_PORT}",
         )
     return f"tcp://{match[1]}:{port}"
 
 
 def parse_explicit_address(option: str, text: str, *, any_port: bool = False) -> str:
-    """As `parse_coordinator_address`, of an address that must have both host and port.
+    """Return `text`, which must have both a host and a port, as "tcp://host:port".
 
     Args:
-        option: the name of the option, for messages.
-        any_port: accept port 0, any free one.
+        option: the name of the option, for error messages.
+        any_port: whether to accept port 0, which stands for any free port.
+
+    Raises:
+        ConfigError: `text` is not an address with a host and a port.
     """
     plain = text.strip()
     match = _ADDRESS.fullmatch(plain)
@@ -38,7 +45,8 @@ def parse_explicit_address(option: str, text: str, *, any_port: bool = False) ->
         port = plain.removeprefix(":")
         raise ConfigError(
             f"{option} {text} has no host",
-            remedy=f"write tcp://0.0.0.0:{port} for all, or tcp://127.0.0.1:{port} for this machine only",
+            remedy=f"write tcp://0.0.0.0:{port} for all interfaces, "
+            f"or tcp://127.0.0.1:{port} for this machine only",
         )
     if match is not None and match[2] is None:
         raise ConfigError(f"{option} {text} has no port", remedy=f"write tcp://{match[1]}:{DEFAULT_PORT}")
@@ -49,7 +57,7 @@ def parse_explicit_address(option: str, text: str, *, any_port: bool = False) ->
         )
     if match is None or match[2] is None or not (0 if any_port else 1) <= int(match[2]) <= 65535:
         raise ConfigError(
-            f"{option} has to be tcp://host:port, got {text!r}",
-            remedy=f"write for instance tcp://192.168.1.20:{DEFAULT_PORT}",
+            f"{option} must be tcp://host:port, got {text!r}",
+            remedy=f"write an address such as tcp://192.168.1.20:{DEFAULT_PORT}",
         )
     return f"tcp://{match[1]}:{int(match[2])}"

@@ -1,16 +1,21 @@
-"""A model partitioned into stages on different workers (GPipe): activations go forward, gradients come back.
+"""Train a model that is partitioned into stages on different workers (GPipe).
 
-    partition(model, 4, example=x)       where to partition, how long a step takes, and why
-    Blueprint(make_model, seed=0)        the model without memory; `build` makes one stage of it
-    Sequence(embed, lambda x: ..., head) a chain of modules and functions
-    profile(model, x)                    what each block costs here
+    partition(model, 4, example=x)  where to partition, the time of a step, and the reason
+    Blueprint(make_model, seed=0)  a model without memory; `build` makes one of its stages Sequence(embed,
+    lambda x: ..., head) a chain of modules and functions profile(model, x)  the cost of each block on this
+    machine
 
-In a run: `pipeline` takes the steps, `executor` executes a stage's schedule over a `stage_link`, `stage`
-computes, `held_stage` has the stage in memory, `stage_model_state` saves and exports it.  Before:
-`model_blocks` finds the blocks, `profiler` measures them, `model_partition` and `model_stages` divide them,
-`blueprint` builds them.
+Before a run `model_blocks` finds the blocks, `profiler` measures them, `model_partition` and `model_stages`
+divide them into stages, and `blueprint` builds them.  In a run `pipeline` takes the steps, `executor`
+executes a stage's schedule over a `stage_link`, `stage` computes, `held_stage` keeps the stage in memory, and
+`stage_model_state` saves and exports it.
 
-Importing this loads no torch: names are looked up when they are used.
+- partition: `model_costs` (for the coordinator), `boundary_specs` (tensors at each boundary), `tensor_meter`
+- stage: `stage_state`, `stage_optimizer`, `batch_norm`, `random_seeds`, `memory_usage`
+- between stages: `tensor_tree`, `wire_precision`
+- step: `micro_batch_count`, `validation`
+
+Importing this package does not import torch: names are looked up when they are first used.
 """
 
 from __future__ import annotations

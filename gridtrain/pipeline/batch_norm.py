@@ -1,17 +1,18 @@
-"""Buffers that a forward writes: running statistics of batch norm, and other buffers of layers.
+"""Manage the buffers that a forward writes to: running statistics of batch norm, and other buffers of layers.
 
-Batch norm under micro-batches normalises each by its own statistics, and remembers those of the mini-batch
-(GPipe, arXiv 1811.06965, section 2.2: "the sufficient statistics are computed over each micro-batch"; "the
-moving average ... over the entire mini-batch" is stored for evaluation).
+Batch norm normalises each micro-batch by its own statistics, and stores the statistics of the whole
+mini-batch (GPipe, arXiv 1811.06965, section 2.2: "the sufficient statistics are computed over each
+micro-batch"; "the moving average ... over the entire mini-batch" is stored for evaluation).
 
     micro-batch 0..M-1  --(count, mean, squared deviations)-->  merged  --commit-->  running_mean, running_var
 
-They are merged after Chan, Golub and LeVeque (1979), which does not subtract large sums from each other; the
-variance is the unbiased one, as in torch.  Nothing changes before `commit`, so an aborted step has no effect.
+The statistics are merged by the method of Chan, Golub and LeVeque (1979), which does not subtract large sums
+from each other; the variance is unbiased, as in torch.  The running statistics do not change before `commit`,
+so an aborted step has no effect.
 
 Other buffers (a moving average, spectral norm's vectors, a counter) change with each micro-batch, as in a
-whole model.  A forward that is computed again sees them as they were the first time and does not change them;
-a step that is not committed restores them.
+model that is not partitioned.  A repeated forward uses the values of the first forward and does not change
+the buffers.  A step that is not committed restores them.
 
     forward of m   0 --> b1 --> 1 --> b2 --> 2 --> b3            forward of 1 again: sees b1, leaves b3
 """
@@ -32,7 +33,8 @@ from gridtrain.errors import ConfigError
 
 @dataclass
 class _Moments:
-    """Of one layer: the number of values, their mean and squared deviations, each (C,)."""
+    """Statistics of one layer: the number of values per channel, their (C,) means and sums of squared
+    deviations."""
 
     count: int
     mean_C: Tensor
@@ -51,7 +53,7 @@ class _Moments:
 
 
 class MiniBatchStatistics:
-    """The running statistics of all batch norms in some layers."""
+    """Collects the statistics of all batch norms in `layers` for each mini-batch."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         found = {module: None for layer in layers for module in layer.modules()}
@@ -76,7 +78,7 @@ class MiniBatchStatistics:
             self._sums[norm] = found
 
     def forward(self, *, first_time: bool) -> AbstractContextManager[None]:
-        """Around a micro-batch's forward; statistics are collected only the first time."""
+        """Return the context manager for a micro-batch's forward; it collects statistics the first time."""
         return self._observed(first_time) if self._norms else nullcontext()
 
     @contextmanager
@@ -100,7 +102,7 @@ class MiniBatchStatistics:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Update the running statistics by one mini-batch."""
+        """Update the running statistics with the collected mini-batch."""
         for norm, sums in self._sums.items():
             assert norm.running_mean is not None and norm.running_var is not None
             factor = norm.momentum
@@ -116,14 +118,14 @@ class MiniBatchStatistics:
 
 
 _BufferLocation = tuple[nn.Module, str]
-"""A buffer, by the module that owns it, because a forward may replace the tensor."""
+"""A buffer as (owning module, name), because a forward may replace the tensor."""
 
 
 class MutatedBuffers:
-    """The buffers of some layers, except those of `MiniBatchStatistics`.
+    """Saves and restores the buffers of `layers` that a forward changes, except those of batch norms.
 
-    The first time that a layer runs, all of its buffers are copied to find out which ones change; later only
-    those are copied.
+    When a layer runs for the first time, all of its buffers are copied to find out which ones change; later
+    only those are copied.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -142,7 +144,8 @@ class MutatedBuffers:
         self._before: dict[int, dict[_BufferLocation, Tensor | None]] = {}  # by micro-batch
 
     def observe(self, layer: int, m: int) -> AbstractContextManager[None]:
-        """Around the first forward of a layer with a micro-batch."""
+        """Return the context manager for the first forward of a layer with micro-batch m; it saves the
+        layer's buffers."""
         return self._observed(layer, m) if self._locations[layer] else nullcontext()
 
     @contextmanager
@@ -166,7 +169,8 @@ class MutatedBuffers:
             self._observed_layers[layer] = True
 
     def restore_during(self, m: int) -> AbstractContextManager[None]:
-        """Around a forward that is computed again; no buffer is changed by it."""
+        """Return the context manager for a repeated forward of micro-batch m; it leaves the buffers
+        unchanged."""
         return self._restored(m) if self._mutated else nullcontext()
 
     @contextmanager
@@ -183,7 +187,7 @@ class MutatedBuffers:
 
     @torch.no_grad()
     def discard(self) -> None:
-        """Restore the buffers of the beginning of the mini-batch."""
+        """Restore the values that the buffers had at the beginning of the mini-batch."""
         for (module, name), (tensor, value) in self._at_begin.items():
             if tensor is not None and value is not None:
                 tensor.copy_(value)
@@ -191,7 +195,7 @@ class MutatedBuffers:
         self.commit()
 
     def commit(self) -> None:
-        """Keep the buffers as they are."""
+        """Keep the current values of the buffers and discard the saved values."""
         self._at_begin.clear()
         self._before.clear()
 

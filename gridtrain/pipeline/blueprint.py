@@ -1,18 +1,19 @@
-"""A model that is built stage by stage, so that no worker ever holds the whole.
+"""Build a model stage by stage, so that no worker ever holds the whole model.
 
     with torch.device("meta"):  model          only shapes: no memory
                 |
     Blueprint(model, seed=0)                   blocks, tied parameters
                 |
-    build(start, stop)                         these blocks alone, with memory and values
+    build(start, stop)                         only these blocks, with memory and values
 
-A block's values come from the run's seed and the block's number, so that the initial model is the same for
-every partition, bit for bit.  They are drawn on the CPU, whose generator is the same everywhere, and then
-moved.  A tied parameter has the value from the first block that holds it.
+A block's values depend only on the run's seed and the block's number, so the initial model is the same for
+every partition, bit for bit.  Values are drawn on the CPU, whose generator gives the same numbers on all
+machines, and then moved to the device.  A tied parameter gets its value from the first block that holds it.
 
-What a constructor writes on the meta device is lost, so values come from each module's `reset_parameters`,
-and the others from `init`.  Memory is filled with NaN before, and a value that is still missing afterwards is
-refused; so is a constructor that has written more often than `reset_parameters` does.
+Values that a constructor writes on the meta device are lost, so initial values come from each module's
+`reset_parameters` and from `init`.  Tensors are filled with NaN first; a tensor that still has no value
+afterwards is an error.  So is a constructor that writes to a parameter more often than `reset_parameters`
+does.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch.nn.parameter import is_lazy
 
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline.model_blocks import Block, blocks_of
+from gridtrain.pipeline.random_seeds import borrowed_generators
 from gridtrain.pipeline.stage import TiedParameter
 
 Init = Callable[[nn.Module, int], None]
@@ -42,9 +44,10 @@ class TiedParameterName:
     """One parameter that several blocks hold.
 
     Attributes:
-        index: number among the model's tied parameters.
-        places: (block, its name in the block), ascending; the first one determines the value.
-        parameter_bytes: of one copy.
+        index: the number of this parameter among the model's tied parameters.
+        places: the pairs (block, name of the parameter in that block), in ascending order; the first block
+            determines the value.
+        parameter_bytes: the size of one copy.
     """
 
     index: int
@@ -56,7 +59,7 @@ class TiedParameterName:
         return tuple(dict.fromkeys(block for block, _ in self.places))
 
     def stages(self, cuts: Sequence[int]) -> tuple[int, ...]:
-        """The stages that hold a copy if stages begin at `cuts` (S + 1,), ascending."""
+        """Return the stages that hold a copy, ascending, for the boundaries `cuts` (S + 1,)."""
         spans = enumerate(pairwise(cuts))
         return tuple(s for s, (start, stop) in spans if any(start <= b < stop for b in self.blocks))
 
@@ -65,18 +68,18 @@ class TiedParameterName:
 
 
 class Blueprint:
-    """A model on the meta device, and how its blocks get their values.
+    """A model on the meta device, whose blocks can be built one at a time.
 
     Args:
-        model: made `with torch.device("meta")`, or a function that makes it and is called there.  It is a
-            chain of blocks, see `model_blocks`.
-        seed: of the run's initial values.
-        init: called with each block and its number after `reset_parameters`, under that block's seed; it may
-            set anything in the block.
-        split_at, example: of a model that is no sequence, see `model_blocks.blocks_of`.
+        model: a model created under `torch.device("meta")`, or a function that creates it, which is called
+            under that device.  The model must be a chain of blocks; see `model_blocks`.
+        seed: the seed of the run's initial values.
+        init: a function that is called with each block and its number after `reset_parameters`, under that
+            block's seed.  It may set any value in the block.
+        split_at, example: see `model_blocks.blocks_of`; needed for a model that is not a sequence.
 
     Raises:
-        ConfigError: the model has memory already, is no chain of blocks, or its constructor writes values
+        ConfigError: the model already has memory, is not a chain of blocks, or its constructor writes values
             that would be lost.
     """
 
@@ -107,22 +110,22 @@ class Blueprint:
 
     @property
     def parameter_bytes(self) -> tuple[int, ...]:
-        """(blocks,) bytes of parameters and buffers of each block, tied ones in every block that holds
-        them."""
+        """(blocks,) the bytes of each block's parameters and buffers; a tied parameter counts in every block
+        that holds it."""
         return tuple(sum(t.nbytes for _, t in _tensors(block)) for block in self.blocks)
 
     def build(self, start: int, stop: int, device: torch.device | str = "cpu") -> list[nn.Module]:
-        """Blocks `start` to `stop` - 1 with memory and initial values, on `device`.
+        """Build blocks `start` to `stop` - 1 with memory and initial values on `device`.
 
-        At most one more block is in memory meanwhile.  Parameters tied among them are one object.
+        Meanwhile at most one further block is in memory.  Blocks that hold a tied parameter share one object.
 
         Raises:
-            ConfigError: there are no such blocks, or a parameter or buffer has no value.
+            ConfigError: the range of blocks is invalid, or a parameter or buffer has no value.
         """
         if not 0 <= start < stop <= len(self.blocks):
             raise ConfigError(
-                f"blocks {start} to {stop - 1} of {len(self.blocks)}",
-                remedy="give 0 <= start < stop <= blocks",
+                f"the model has {len(self.blocks)} blocks, so blocks {start} to {stop - 1} cannot be built",
+                remedy="use 0 <= start < stop <= number of blocks",
             )
         shared = self._values_from_earlier_blocks(start, stop)
         built = []
@@ -137,10 +140,10 @@ class Blueprint:
         return built
 
     def tied_in(self, stage: int, cuts: Sequence[int], built: Sequence[nn.Module]) -> list[TiedParameter]:
-        """The argument `Stage(tied=)`: the parameters that this stage shares with others.
+        """Return the parameters that this stage shares with other stages, for `Stage(tied=)`.
 
         Args:
-            cuts: (S + 1,) where stages begin, and the number of blocks.
+            cuts: (S + 1,) the first block of each stage, and the number of blocks.
             built: the result of `build(cuts[stage], cuts[stage + 1])`.
         """
         found = []
@@ -153,7 +156,10 @@ class Blueprint:
         return found
 
     def _values_from_earlier_blocks(self, start: int, stop: int) -> dict[int, nn.Parameter]:
-        """Values of parameters whose first block is not built here; one such block at a time is in memory."""
+        """Return the values of tied parameters whose first block is before `start`, by index.
+
+        Builds these first blocks one at a time.
+        """
         owners: dict[int, list[TiedParameterName]] = {}
         for tied in self.tied:
             if tied.blocks[0] < start and any(start <= block < stop for block in tied.blocks):
@@ -166,7 +172,7 @@ class Blueprint:
         return found
 
     def _initialised_block(self, index: int) -> nn.Module:
-        """One block, independent of the others."""
+        """Return a block with memory and initial values; they do not depend on other blocks."""
         block = copy.deepcopy(self.blocks[index])
         _materialise(block)
         counted = {name: (tensor, tensor._version) for name, tensor in _tensors(block)}
@@ -178,7 +184,7 @@ class Blueprint:
         return block
 
     def _values_from_earlier(self, index: int) -> set[str]:
-        """Parameters of this block whose values come from an earlier block."""
+        """Return the names of this block's parameters whose values come from an earlier block."""
         places = (place for tied in self.tied for place in tied.places if tied.blocks[0] < index)
         return {name for block, name in places if block == index}
 
@@ -192,27 +198,29 @@ class Blueprint:
             for name, tensor in _tensors(block):
                 if is_lazy(tensor):
                     raise ConfigError(
-                        f'"{name}" of {self._block_label(index)} is lazy',
-                        remedy="use modules that know their shapes",
+                        f'"{name}" of {self._block_label(index)} is a lazy tensor, whose shape is unknown',
+                        remedy="use modules whose shapes are known when they are created",
                     )
                 if tensor.device.type != "meta":
                     raise ConfigError(
                         f'"{name}" of {self._block_label(index)} is on {tensor.device}; its values would be '
                         "lost",
-                        remedy='make the model with torch.device("meta"), or give the function that makes it',
+                        remedy='create the model under torch.device("meta"), or pass a function that '
+                        "creates it",
                     )
             for path, module in block.named_modules():
                 for name, value in vars(module).items():
                     if isinstance(value, Tensor) and value.device.type == "meta":
                         raise ConfigError(
                             f'"{f"{path}.{name}".lstrip(".")}" of {self._block_label(index)} is a tensor '
-                            "that is neither parameter nor buffer: no stage would have its values",
+                            "that is neither a parameter nor a buffer, so no stage would have its values",
                             remedy=f'use self.register_buffer("{name}", ..., persistent=False), with its '
                             "values from init=; or make it in forward",
                         )
 
     def _refuse_lost_values(self, index: int) -> None:
-        """Refuse a parameter that its constructor wrote to more often than `reset_parameters` does."""
+        """Raise `ConfigError` if the constructor has written to a parameter more often than
+        `reset_parameters` does."""
         fresh = copy.deepcopy(self.blocks[index])
         before = {name: parameter._version for name, parameter in fresh.named_parameters()}
         _reset_parameters(fresh)
@@ -222,10 +230,10 @@ class Blueprint:
         lost = [name for name in lost if name not in self._values_from_earlier(index)]
         if lost:
             raise ConfigError(
-                f"the constructor gives {_abbreviate_names(lost)} of {self._block_label(index)} values that "
-                "reset_parameters does not, and on the meta device they are lost",
-                remedy="give init=, a function of (block, its number) that sets them; if reset_parameters is "
-                "what you want, init=lambda block, number: None",
+                f"the constructor gives {_abbreviate_names(lost)} of {self._block_label(index)} values "
+                "that reset_parameters does not set; they are lost on the meta device",
+                remedy="pass init=, a function of (block, its number) that sets them; to use the values of "
+                "reset_parameters, pass init=lambda block, number: None",
             )
 
     def _refuse_unset(self, index: int, block: nn.Module, before: dict[str, tuple[Tensor, int]]) -> None:
@@ -235,13 +243,13 @@ class Blueprint:
             raise ConfigError(
                 f"{_abbreviate_names(unset)} of {self._block_label(index)} got no value from reset_parameters"
                 f"{' and init' if self._init else ''}",
-                remedy="give init=, a function of (block, its number) that sets them; what a constructor "
-                "writes on the meta device is lost",
+                remedy="pass init=, a function of (block, its number) that sets them; values that a "
+                "constructor writes on the meta device are lost",
             )
 
 
 def find_tied_parameters(blocks: Sequence[nn.Module]) -> tuple[TiedParameterName, ...]:
-    """Parameters that more than one block holds, in the order of their first places."""
+    """Return the parameters that more than one block holds, in the order of their first places."""
     places: dict[int, list[tuple[int, str]]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for index, block in enumerate(blocks):
@@ -267,7 +275,7 @@ def _abbreviate_names(names: Sequence[str]) -> str:
 
 @torch.no_grad()
 def _materialise(block: nn.Module) -> None:
-    """Allocate all tensors on the CPU, filled with NaN; a shared tensor stays one (unlike `to_empty`)."""
+    """Allocate all tensors on the CPU, filled with NaN; unlike `to_empty`, keep shared tensors shared."""
     made: dict[int, Any] = {}
     for module in block.modules():
         for held in (module._parameters, module._buffers):
@@ -290,7 +298,10 @@ def _set_parameter(block: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 @torch.no_grad()
 def _reset_parameters(module: nn.Module) -> None:
-    """Children first, in order, as constructors do; `nn.MultiheadAttention` names the method `_reset_...`."""
+    """Call `reset_parameters` of all modules, children first and in order, as constructors do.
+
+    `nn.MultiheadAttention` names this method `_reset_parameters`.
+    """
     for child in module.children():
         _reset_parameters(child)
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
@@ -304,7 +315,8 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _is_unset(tensor: Tensor, before: Tensor, version: int) -> bool:
-    """Whether it has no value: a float is NaN, another tensor was never written to."""
+    """Whether a tensor has no value: a floating-point tensor contains NaN, any other tensor has never
+    been written to."""
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().any())
     return tensor is before and tensor._version == version and tensor.numel() > 0
@@ -312,11 +324,8 @@ def _is_unset(tensor: Tensor, before: Tensor, version: int) -> bool:
 
 @contextmanager
 def _seeded_generator(seed: int, index: int) -> Iterator[None]:
-    """The CPU's generator with a block's seed; its state is restored afterwards."""
+    """Seed the CPU's generator for a block, and restore its state afterwards."""
     digest = hashlib.blake2b(f"gridtrain initial values {seed} {index}".encode(), digest_size=8).digest()
-    before = torch.get_rng_state()
-    torch.default_generator.manual_seed(int.from_bytes(digest, "big") >> 1)
-    try:
+    with borrowed_generators(torch.device("cpu")):
+        torch.default_generator.manual_seed(int.from_bytes(digest, "big") >> 1)
         yield
-    finally:
-        torch.set_rng_state(before)

@@ -1,11 +1,11 @@
-"""Finds what passes each boundary of a model, by a forward without data before the first step.
+"""Infer the tensors that pass each boundary of a model, in a forward without data before the first step.
 
-The layers run on torch's meta device, where tensors have shapes and dtypes and no values, so that a worker
-can do this for a model that does not fit its memory.
+The layers run on torch's meta device, where tensors have shapes and dtypes but no values, so a worker can do
+this for a model that does not fit into its memory.
 
     example input --layer 0-- | --layer 1-- | --layer 2--      each | is a TensorTreeSpec, equal on all
 
-Every layer runs with two numbers of samples; the difference is what one sample contributes.
+Each layer runs with two different numbers of samples; its outputs differ by the contribution of one sample.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ _SAMPLES = (2, 3)
 def infer_boundary_specs(
     layers: Sequence[nn.Module], example: Any, *, wire: WirePrecision = WirePrecision.EXACT
 ) -> tuple[TensorTreeSpec, ...]:
-    """`result[i]` is the output of layer i, so a stage of layers a .. b - 1 has `input=result[a - 1]`.
+    """Infer the spec of each layer's output.
+
+    `result[i]` describes the output of layer i, so a stage of layers a .. b - 1 has `input=result[a - 1]`.
 
     Args:
-        layers: of the whole model, in order; on the meta device, or copied there one by one.
+        layers: all layers of the model in order, on any device; each is copied to the meta device.
         example: an input of the model with at least one sample, samples first.
-        wire: how floating tensors and their gradients are sent.
+        wire: the precision in which floating tensors and their gradients are sent.
 
     Raises:
-        ConfigError: a layer's output depends on values, or on the number of samples other than in its rows.
+        ConfigError: the shape of a layer's output depends on values, or anything but its number of rows
+            depends on the number of samples.
     """
     meta = torch.device("meta")
     outputs = [_with_sample_count(example, samples, meta) for samples in _SAMPLES]
@@ -52,8 +55,8 @@ def infer_boundary_specs(
             raise ConfigError(
                 f"layer {i}, {type(layer).__name__}, cannot run without data, on torch's meta device: "
                 f"{type(error).__name__}: {error}",
-                remedy="shapes must not depend on values: no .item(), .numpy(), `if` on tensors in forward; "
-                "or, with Stage alone, describe the boundaries with TensorTreeSpec.of(output, samples)",
+                remedy="use no .item(), .numpy() or `if` on tensors in forward, so that shapes do not depend "
+                "on values; or, if you use Stage alone, describe the boundaries with TensorTreeSpec.of(...)",
             ) from error
         specs.append(TensorTreeSpec.between(outputs[0], _SAMPLES[0], outputs[1], _SAMPLES[1], wire=wire))
         outputs = [_detached(output) for output in outputs]
@@ -61,7 +64,8 @@ def infer_boundary_specs(
 
 
 def min_samples(layers: Sequence[nn.Module], example: Any) -> int:
-    """Smallest micro-batch: 2 if a layer refuses to train on one sample, as `BatchNorm1d` does."""
+    """Return the minimum number of samples of a micro-batch: 2 if a layer such as `BatchNorm1d` cannot train
+    on one sample, otherwise 1."""
     meta = torch.device("meta")
     output = _with_sample_count(example, 1, meta)
     copies = [copy.deepcopy(layer).to(meta) for layer in layers]
@@ -84,7 +88,8 @@ def _with_sample_count(tree: Any, samples: int, device: torch.device) -> Any:
 
 
 def _detached(tree: Any) -> Any:
-    """Not leaves, because a layer that is not the first of its stage may overwrite its input."""
+    """Copy tensors so that they are not leaves, because layers after a stage's first may overwrite their
+    input."""
     return _map_tensors(tree, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad).clone())
 
 

@@ -1,10 +1,10 @@
-"""Executes one stage's part of a step: its list of the schedule, over a link to the other stages.
+"""Execute one stage's part of a step: its list of actions in the schedule, over a link to the other stages.
 
     link  --activations of m-->  Stage.forward(m)   --activations-->  link   to stage s + 1
     link  <--gradients of m----  Stage.backward(m)  <--gradients----  link   from stage s + 1
 
-Sending returns at once and receiving goes on in the background, so both overlap with computing.  A link that
-breaks ends the step here at once; the next attempt computes it again.
+Sending returns at once and receiving continues in the background, so both overlap with computing.  If the
+link breaks, the step ends at once on this stage; the next attempt computes the step again.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ ScheduleFactory = Callable[[int, int], plan.Schedule]
 
 
 MIN_WAIT_S = 0.0005
-"""A payload that takes less time was not waited for."""
+"""If receiving a payload takes less time, the stage is considered not to have waited for it."""
 
 
 class StageLink(Protocol):
-    """Connects one stage with the other stages of its pipeline, for one attempt at one step.
+    """Connects one stage to the other stages of its pipeline, for one attempt at one step.
 
-    A stage is named by its number in the pipeline of one replica.  A payload is sent from one stage to
-    another on one channel (`gridtrain.core.stages.schedule`); each channel is used once.  `receive` must
+    Stages are identified by their numbers in the pipeline of one replica.  A payload is sent from one stage
+    to another on one channel (`gridtrain.core.stages.schedule`); each channel is used once.  `receive` must
     never return a payload of another attempt.
     """
 
     def send(self, stage: int, channel: Channel, buffers: PayloadBuffers) -> None:
-        """Send a payload; returns without waiting for the receiver or the network.
+        """Send a payload without waiting for the receiver or the network.
 
-        The buffers are contiguous, of format "B", and are not changed until the link is dropped: the link may
-        keep them without copying.  `buffers` may be empty, and so may each of them.
+        The buffers are contiguous and of format "B".  The caller does not change them until the link is
+        dropped, so the link may keep them without copying.  `buffers` and each buffer may be empty.
 
         Raises:
             LineBroken: the attempt is over.
@@ -54,37 +54,37 @@ class StageLink(Protocol):
         ...
 
     def receive(self, stage: int, channel: Channel) -> PayloadBuffers:
-        """The payload that `stage` sent to this stage on `channel`; waits until it has arrived.
+        """Wait for the payload that `stage` sends to this stage on `channel`, and return it.
 
-        The caller does not write to the buffers, and checks their number and sizes
-        (`TensorTreeSpec.decode`); the link bounds them by what it can hold.
+        The caller must not write to the buffers, and must check their number and sizes
+        (`TensorTreeSpec.decode`); the link only limits their total size.
 
         Raises:
-            LineBroken: it will not arrive: a stage failed, left, aborted, or timed out.  All stages that wait
-                are told at once, wherever in the pipeline the fault is.
+            LineBroken: the payload will not arrive, because a stage failed, left, aborted or timed out.  All
+                waiting stages get this error at once, wherever in the pipeline the fault is.
         """
         ...
 
     def abort(self, reason: str) -> None:
-        """This stage cannot go on: `receive` and `send` raise `LineBroken(reason, this stage)` on all stages.
+        """End the attempt: `receive` and `send` then raise `LineBroken(reason, this stage)` on all stages.
 
-        May be called more than once, and after the link has broken; never raises.
+        May be called more than once and after the link has broken; never raises.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step of one stage.
+    """The result of one step on one stage.
 
     Attributes:
-        loss: the mini-batch's mean on the last stage; None elsewhere, and without samples.
-        computed_s: time in forward and backward.
-        waited_s: time waiting for payloads: the bubble and slow links.
-        sent_bytes: payload bytes given to the link.
-        forward_s, backward_s: mean of a micro-batch, rematerialisation included.
-        round_trip_s: from sending the first micro-batch to the next stage until its gradient is back; 0 if
-            unknown, because nothing was waited for or there is no next stage.
+        loss: the mean loss of the mini-batch on the last stage; None on other stages, or without samples.
+        computed_s: the time spent in forward and backward.
+        waited_s: the time spent waiting for payloads, because of the bubble or of slow links.
+        sent_bytes: the payload bytes passed to the link.
+        forward_s, backward_s: the mean times of a micro-batch; `backward_s` includes rematerialisation.
+        round_trip_s: the time from sending the first micro-batch to the next stage until its gradient
+            arrives; 0 if it is unknown, because this stage did not wait for the gradient or is the last one.
     """
 
     loss: float | None
@@ -100,13 +100,14 @@ class StageExecutor:
     """Runs the steps of one stage.
 
     Args:
-        stage: in this worker's memory.
-        number: of the stage, 0 .. stages - 1.
-        stages: S, of the whole pipeline.
-        schedule: from S and M to a schedule; equal on all stages.
+        stage: the stage in this worker's memory.
+        number: the number of the stage, 0 .. stages - 1.
+        stages: S, the number of stages in the pipeline.
+        schedule: a function that returns the schedule for S stages and M micro-batches; the same on all
+            stages.
 
     Raises:
-        ConfigError: the stage was made for another place in the pipeline.
+        ConfigError: the stage was made for another position in the pipeline.
     """
 
     def __init__(
@@ -120,20 +121,21 @@ class StageExecutor:
         if (number == stages - 1) is not (stage.output is None) or (number == 0) is not (stage.input is None):
             raise ConfigError(
                 f"stage {number} of {stages} was made with input {stage.input} and output {stage.output}",
-                remedy="only the first stage has no `input`, and only the last one no `output`",
+                remedy="pass `input` to every stage except the first, and `output` to all but the last",
             )
         if any(number not in tied.stages for tied in stage.tied):
             raise ConfigError(
                 f"stage {number} was given a tied parameter that only stages "
                 f"{[tied.stages for tied in stage.tied]} hold",
-                remedy="TiedParameter.stages must name every stage that holds a copy",
+                remedy="list every stage that holds a copy in TiedParameter.stages",
             )
         self.stage, self.number, self.stages = stage, number, stages
         self._schedule = schedule
         self._cached_schedules: dict[int, plan.Schedule] = {}
 
     def schedule_for(self, micro_batches: int) -> plan.Schedule:
-        """The schedule, cached because it is the same in nearly all steps."""
+        """Return the schedule for this number of micro-batches, which is cached because the number rarely
+        changes."""
         if micro_batches not in self._cached_schedules:
             self._cached_schedules = {micro_batches: self._schedule(self.stages, micro_batches)}
         return self._cached_schedules[micro_batches]
@@ -148,20 +150,20 @@ class StageExecutor:
         targets: Any = None,
         loss_scale: float = 1.0,
     ) -> StepResult:
-        """Forward and backward of one mini-batch; afterwards the gradients are in `parameter.grad`.
+        """Run forward and backward of one mini-batch, and leave the gradients in `parameter.grad`.
 
         Args:
-            link: of this attempt.
-            seed: of this step and replica, equal on all stages (`random_seeds.derive_step_seed`).
-            sizes: of the micro-batches (`schedule.divide_samples`), equal on all stages.
-            inputs: of the whole mini-batch, samples first; the first stage computes with them, others use
-                them to find out why received values cannot be computed with.
-            targets: likewise, for the last stage's loss.
-            loss_scale: of a GradScaler, used by the last stage: gradients are multiplied by it.
+            link: the link of this attempt.
+            seed: the seed of this step and replica (`random_seeds.derive_step_seed`), equal on all stages.
+            sizes: the sizes of the micro-batches (`schedule.divide_samples`), equal on all stages.
+            inputs: the inputs of the whole mini-batch, samples first.  The first stage computes with them;
+                other stages use them to find out why they cannot compute with received values.
+            targets: the targets of the whole mini-batch, samples first, for the loss on the last stage.
+            loss_scale: the scale of a GradScaler, by which the last stage multiplies the loss.
 
         Raises:
-            LineBroken: the link broke, or a payload is not as agreed.  Gradients are as before.
-            Exception: what the model or the loss raised, after the other stages have been told.
+            LineBroken: the link broke, or a payload differs from its spec.  Gradients are unchanged.
+            Exception: the exception that the model or the loss raised; the other stages have been informed.
         """
         try:
             first, last = self.number == 0, self.number == self.stages - 1
@@ -185,7 +187,7 @@ class StageExecutor:
 
 
 class _StepExecution:
-    """The state of one `StageExecutor.run`: times and bytes so far."""
+    """One `StageExecutor.run` in progress, with its times and bytes so far."""
 
     def __init__(
         self, executor: StageExecutor, link: StageLink, sizes: Sequence[int], inputs: Any = None
@@ -222,7 +224,8 @@ class _StepExecution:
         )
 
     def _backward_follows(self, position: int) -> bool:
-        """Whether this micro-batch's backward is the next action, so that nothing is computed again."""
+        """Whether this micro-batch's backward is the next action, so that its forward need not be
+        repeated."""
         following = self._actions[position + 1 : position + 2]
         return following == (plan.Action(plan.ActionKind.BACKWARD, self._actions[position].micro_batch),)
 
@@ -261,7 +264,7 @@ class _StepExecution:
             )
 
     def _substitute_output(self, m: int, received: Any, error: Exception) -> Any:
-        """A forward raised `error`: return a substitute output, or raise what ends the step."""
+        """Handle the `error` of a forward: return a substitute output, or raise to end the step."""
         source, agreed, samples = self._number - 1, self._stage.input, self._sizes[m]
         own = split_batch(self._inputs, self._sizes)[m]
         origin, found = find_fault_origin(
@@ -269,14 +272,14 @@ class _StepExecution:
         )
         if origin is FaultOrigin.OWN:
             raise error
-        text = "stage %d cannot compute with what stage %d sent, %s: %s"
+        text = "stage %d cannot compute with the values that stage %d sent, %s: %s"
         log.warning(text, self._number, source, found, f"{type(error).__name__}: {error}", exc_info=error)
         if origin is FaultOrigin.SENDER:
             raise sender_fault(source, found, error) from error
         return self._stage.substitute_forward(m, received)
 
     def _sum_tied_gradients(self) -> None:
-        """Each holder sends its part to all others; all add the parts in the order of the stages."""
+        """Exchange the parts of tied parameters' gradients, and add them in the order of the stages."""
         if not self._sizes:
             return
         own = {tied: self._stage.tied_gradient(tied) for tied in self._stage.tied}
@@ -311,26 +314,26 @@ def _decode_payload(
         return agreed.decode(buffers, samples, device)
     except RemoteProtocolError as error:
         raise LineBroken(
-            f"stage {source} sent a payload that is not as agreed: {error.reason}",
+            f"stage {source} sent a payload that does not match its spec: {error.reason}",
             source,
-            remedy="all workers must run the same model and the same version of gridtrain",
+            remedy="run the same model and the same version of gridtrain on all workers",
         ) from error
 
 
 def share_tied_parameters(stage: Stage, number: int, line: StageLink) -> None:
-    """After an update: the lowest stage's copy of every tied parameter replaces the others', bit for bit.
+    """Replace all copies of tied parameters with the copy of the lowest stage, bit for bit.
 
-    Needed where the update of a parameter depends on more than its own gradient, so that two stages' copies
-    would part: a sparse exchange selects differently in each stage, and a ring over three or more replicas
-    adds up in another order at another place of the flat vector.
+    This is needed if a parameter's update depends on more than its own gradient, so that the stages' copies
+    would diverge: a sparse exchange selects different elements in each stage, and a ring of three or more
+    replicas adds in an order that depends on the position in the flat vector.
 
     Raises:
-        LineBroken: the line broke, or what arrived does not fit.
+        LineBroken: the link broke, or a received copy does not match its spec or is not finite.
     """
     for tied in stage.tied:
         if number == tied.stages[0]:
             for other in tied.stages[1:]:
-                # a copy: the next update may come while the line still holds it
+                # a copy, because the next update may come while the link still holds it
                 value = tied.spec.encode(tied.parameter.detach().clone(), 1)
                 line.send(other, plan.tied_parameters_channel(tied.index), value)
     for tied in stage.tied:
@@ -338,6 +341,6 @@ def share_tied_parameters(stage: Stage, number: int, line: StageLink) -> None:
             owner = tied.stages[0]
             buffers = line.receive(owner, plan.tied_parameters_channel(tied.index))
             value = _decode_payload(buffers, owner, tied.spec, 1, stage.device)
-            if not bool(torch.isfinite(value).all()):  # it counts at once: no vote is about it
+            if not bool(torch.isfinite(value).all()):  # it takes effect at once, without a vote
                 raise LineBroken(f"stage {owner} sent a tied parameter that is not finite", owner)
             stage.replace_tied(tied, value)

@@ -1,4 +1,4 @@
-"""The stage of the model that is in this worker's memory: built, replaced, copied for others, loaded.
+"""Build, replace, copy and load the stage of the model that this worker has in memory.
 
 rank in a snapshot or a step plan --> stage and layers --> StageState, built if another one is in memory
                                                              |  replaced: its residual is lost, unless it
@@ -38,16 +38,20 @@ log = logging.getLogger("gridtrain")
 
 
 class HeldStage:
-    """One worker's stage.  Used from the training thread.
+    """The stage that this worker holds.  Use it on the training thread only.
 
     Args:
-        defined: the stages as the run is defined; the coordinator may partition the model otherwise.
-        session: knows this worker's rank, and is told when the residual changes its length or is lost.
+        defined: the stages of the run's definition; the coordinator may later partition the model
+            differently.
+        make: a function that makes the optimizer for given parameters.
+        options: the options of the run.
+        session: the session, which provides this worker's rank; the residual's length and loss are reported
+            to it.
 
     Attributes:
-        template: the optimizer of the whole model, on the meta device: groups and settings.
-        optimizer: the optimizer of the stage that is held, whichever it is: one object for schedulers.
-        trackers: schedulers and the like by name, part of the state.
+        template: the optimizer of the whole model on the meta device, which provides groups and settings.
+        optimizer: the optimizer of the held stage; it stays the same object when the stage changes.
+        trackers: schedulers and other tracked objects by name; they are part of the state.
         current: the stage in memory; None if there is none.
     """
 
@@ -63,42 +67,43 @@ class HeldStage:
         self.current: StageState | None = None
         self._restore_start: Callable[[], None] | None = None
         self._lost_magnitude = 0.0
-        self._is_saved = False  # the residual is on disk, for those that hold these layers from now on
+        self._is_saved = False  # the residual is on disk, for the workers that hold these layers from now on
 
     def track(self, **trackers: serialization.Stateful) -> None:
-        """Add to what a joining worker receives."""
+        """Add objects to the state that a joining worker receives."""
         self.trackers.update(trackers)
 
     # -- where this worker is ------------------------------------------------------------------------
 
     def stages_at(self, place: WorkerSnapshot | StepPlan) -> ModelStages:
-        """The stages in this generation; before the first one, as the run is defined."""
+        """Return the stages of the generation of `place`; before the first generation, the stages that the
+        run defines."""
         bounds = place.stage_bounds or self.defined.cuts
         if bounds != self._stages.cuts:
             self._stages = self.defined.with_cuts(bounds)
         return self._stages
 
     def layout_at(self, place: WorkerSnapshot | StepPlan) -> RankLayout:
-        """The ranks of stages and replicas."""
+        """Return the layout of the ranks into stages and replicas."""
         return RankLayout.for_world_size(self.stages_at(place).stages, place.world_size)
 
     def stage_at(self, place: WorkerSnapshot | StepPlan) -> int:
-        """The stage of this worker's rank."""
+        """Return the number of the stage of this worker's rank."""
         return self.layout_at(place).stage_of(place.rank)
 
     def layers_at(self, place: WorkerSnapshot | StepPlan) -> Span:
-        """The layers of this worker's rank."""
+        """Return the range of layers of this worker's rank."""
         return Span(*self.stages_at(place).block_range(self.stage_at(place)))
 
     def is_alone(self, place: WorkerSnapshot) -> bool:
-        """Whether no other worker holds the stage of this worker's rank."""
+        """Whether this worker is the only one that holds the stage of its rank."""
         return place.world_size == self.stages_at(place).stages
 
     # -- the stage in memory ---------------------------------------------------------------------------
 
     @property
     def stage(self) -> int | None:
-        """The stage in memory, whichever rank this worker has by now; None if there is none."""
+        """The number of the stage in memory, which may no longer be that of this worker's rank, or None."""
         return self.current.stage if self.current is not None else None
 
     @property
@@ -108,11 +113,11 @@ class HeldStage:
 
     @property
     def residual(self) -> WorkerResidual | None:
-        """The residual of the stage in memory."""
+        """The residual of the stage in memory; None if there is none."""
         return self.current.residual if self.current is not None else None
 
     def at(self, place: WorkerSnapshot | StepPlan) -> StageState:
-        """The stage of this worker's rank, built if another one is in memory."""
+        """Return the stage of this worker's rank; build it unless it is in memory."""
         stages, stage = self.stages_at(place), self.stage_at(place)
         if self.current is None or self.current.blocks != Span(*stages.block_range(stage)):
             self._restore_start = self._restore_start or self.capture_settings()
@@ -125,39 +130,49 @@ class HeldStage:
         return self.current
 
     def assigned(self) -> StageState:
-        """The stage of this worker's rank now.  Raises `ConfigError` before there is one."""
+        """Return the stage of this worker's current rank, built if necessary.
+
+        Raises:
+            ConfigError: the group has not formed, so this worker has no rank.
+        """
         snapshot = self._session.snapshot
         if not snapshot.world_size:
             raise ConfigError(
-                "which stage this worker holds is not known before the group has formed",
-                remedy="ask inside of the loop over grid.batches(...)",
+                "the stage of this worker is not known before the group has formed",
+                remedy="access the stage inside the loop over grid.batches(...)",
             )
         return self.at(snapshot)
 
     def in_memory(self) -> StageState:
-        """The stage in memory, which others may still need after this worker's rank has changed."""
+        """Return the stage in memory, even if this worker's rank has changed; build the assigned stage if
+        none is in memory."""
         return self.assigned() if self.current is None else self.current
 
     def release(self) -> None:
-        """Free the stage's memory; its optimizer's settings stay."""
+        """Free the stage's memory; keep the settings of its optimizer."""
         self.optimizer.set_inner(self.template)
         self.current = None
 
     def restart(self) -> None:
-        """Return to step 0, because no worker has a later state of all stages."""
+        """Reset the stage to step 0, because the group restarts there: no later state of the whole model
+        remains."""
         assert self._restore_start is not None
         self.release()
         self._restore_start()
 
     def _report_lost_residual(self) -> None:
-        """The stage in memory is replaced: no worker can send its residual any more."""
+        """Report the residual of the stage in memory as lost, unless it is saved.
+
+        Call this before the stage is replaced, because no worker can send its residual afterwards.
+        """
         is_saved, self._is_saved = self._is_saved, False
         magnitude = self.current.residual.magnitude if self.current is not None else 0.0
         if magnitude and not is_saved and self.current is not None:
             self._lost_magnitude += magnitude
             self._session.report_figures({"lost_mass": self._lost_magnitude})
             log.warning(
-                "residual of stage %d, magnitude %.3g: lost, because this worker holds another stage now",
+                "the residual of stage %d, of magnitude %.3g, is lost, because this worker now holds "
+                "another stage",
                 self.current.stage,
                 magnitude,
             )
@@ -165,7 +180,7 @@ class HeldStage:
     # -- its state ---------------------------------------------------------------------------------------
 
     def capture_settings(self) -> Callable[[], None]:
-        """Copy the optimizer's settings and the trackers; the function that is returned restores them."""
+        """Copy the optimizer's settings and the trackers; return a function that restores them."""
         settings = self.optimizer.settings()
         trackers = {name: copy.deepcopy(item.state_dict()) for name, item in self.trackers.items()}
 
@@ -177,10 +192,10 @@ class HeldStage:
         return restore
 
     def capture_state(self, place: WorkerSnapshot, whole: bool = True) -> Sequence[bytes | memoryview] | None:
-        """The state of the stage of `place`, see `serialization.capture_state`; None: another one is in
-        memory.
+        """Copy and return the state of the stage of `place`; return None if another stage is in memory.
 
-        Before the first step the stage is built, because one that was built for another rank is not needed.
+        Before the first step the stage of `place` is built, because no worker needs another stage's state
+        yet.  See `serialization.capture_state`.
         """
         if place.applied >= 0 and self.layers not in (None, self.layers_at(place)):
             return None
@@ -188,18 +203,18 @@ class HeldStage:
         return serialization.capture_state(held.module, held.inner, self.trackers, whole=whole)
 
     def restore_state(self, blobs: bytes | memoryview | Sequence[bytes | memoryview]) -> None:
-        """Load a replica's state.  Another stage's is refused, because its names differ."""
+        """Load the state of a replica.  The state of another stage is rejected, because its names differ."""
         self._report_lost_residual()
         self.release()
         held = self.assigned()
         serialization.restore_state(blobs, held.module, held.inner, self.trackers)
 
     def pack(self, place: WorkerSnapshot) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """See `serialization.pack_state`; for checkpoints of the stage of `place`."""
+        """Pack the stage of `place` for a checkpoint; see `serialization.pack_state`."""
         return self._pack(self.at(place))
 
     def _pack(self, held: StageState) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """With what `checkpoint_merge` needs to build a stage of another partition."""
+        """Pack the stage and the data with which `checkpoint_merge` builds a stage of another partition."""
         document, tensors = serialization.pack_state(held.module, held.inner, self.trackers)
         document[checkpoint_merge.PARAMETER_ORDER_KEY] = checkpoint_merge.parameter_order(
             held.module, held.inner
@@ -209,24 +224,27 @@ class HeldStage:
         return document, tensors
 
     def pack_replaced(self, info: CheckpointInfo, facts: Facts) -> CheckpointContent | None:
-        """The state in memory after this worker's rank has changed; None if it is not that of `info`."""
+        """Pack the state in memory for a checkpoint after this worker's rank has changed.
+
+        Returns None if the layers in memory are not those of `info`.
+        """
         if self.current is None or self.current.blocks != info.layers:
             return None
         self._is_saved = True
         return CheckpointContent(info, facts, *self._pack(self.current), self.current.residual.state())
 
     def load_checkpoints(self, found: Sequence[Checkpoint], layers: Span) -> None:
-        """Load these layers and their residual from checkpoints.
+        """Load these layers and their residual from checkpoints, unless this worker's rank has changed.
 
         Raises:
-            RemoteProtocolError: they are of other layers or another model.
+            RemoteProtocolError: the checkpoints have different layers or belong to another model.
         """
         if self.layers != layers:
-            self._report_lost_residual()  # that of the same layers comes back with the checkpoint
+            self._report_lost_residual()  # the checkpoint restores the residual of the same layers
         self.release()
         held = self.assigned()
         if held.blocks != layers:
-            return  # this worker's rank has changed meanwhile: it is asked again
+            return  # this worker's rank has changed meanwhile; the caller tries again
         checkpoint_merge.load_merged(found, held.module, held.inner, self.trackers, self._stages.tied_names)
         if held.residual.size and (
             residual := checkpoint_merge.merged_residual(found, held.module, held.flat)
@@ -235,7 +253,7 @@ class HeldStage:
 
     @property
     def exports(self) -> bool:
-        """Whether this worker writes its stage's part of the final model."""
+        """Whether this worker writes its stage's part of the final model, as only the first replica does."""
         snapshot = self._session.snapshot
         if not snapshot.world_size:
             return False  # a standby

@@ -1,12 +1,12 @@
-"""Counts the bytes that a stage takes, tensor by tensor, on any device.
+"""Count the bytes that a stage uses, tensor by tensor, on any device.
 
     parameters     with buffers                          exchange    the flat gradient, residual and momentum
     gradients      of the parameters                     kept        maximum of what autograd stores for
     optimizer      its state                                         backward, and of micro-batches' inputs
 
-Storages are counted, each once, whatever the number of views.  Memory that a layer needs only while it
-computes, and messages in flight, are not counted.  (The size of the process says little: torch itself takes
-hundreds of MB.)
+Each storage counts once, however many views it has.  Memory that a layer needs only while it computes does
+not count, nor do messages in flight.  (The size of the process is not a useful measure, because torch itself
+takes hundreds of MB.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
-    """Bytes by purpose; see the module's docstring."""
+    """The bytes that a stage uses, by purpose; see the module's docstring."""
 
     parameters: int
     gradients: int
@@ -42,22 +42,22 @@ class MemoryUsage:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """The bytes of their storages, each counted once."""
+    """Return the bytes of the tensors' storages, each counted once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
 
 def optimizer_state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """The tensors of an optimizer's state."""
+    """Yield the tensors of an optimizer's state."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 class SavedTensorMeter:
-    """Counts what autograd stores while `counting`: now, and the maximum.
+    """Counts the bytes that autograd stores within `counting`: the current number and the peak.
 
     Args:
-        without: tensors that exist anyway, such as parameters.
+        without: tensors that exist anyway, such as parameters, and therefore do not count.
     """
 
     def __init__(self, without: Iterable[Tensor]) -> None:
@@ -69,10 +69,6 @@ class SavedTensorMeter:
     def counting(self) -> Iterator[None]:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             yield
-
-    def add_bytes(self, nbytes: int) -> None:
-        """Other memory is held now, in addition to what is stored."""
-        self.peak_bytes = max(self.peak_bytes, self.now_bytes + nbytes)
 
     def _pack(self, tensor: Tensor) -> Any:
         key, nbytes = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
@@ -91,12 +87,12 @@ class SavedTensorMeter:
 
 
 class _SavedTensor:
-    """Lives as long as autograd stores the tensor."""
+    """A tensor that autograd stores; notifies the meter when autograd releases it."""
 
     __slots__ = ("_key", "_meter", "_nbytes", "tensor")
 
     def __init__(self, tensor: Tensor, meter: SavedTensorMeter | None, key: int, nbytes: int) -> None:
-        # A tensor that belongs to the graph would keep the graph, and with it this object, alive for ever.
+        # A tensor that belongs to the graph would keep the graph, and with it this object, alive forever.
         self.tensor = tensor.detach() if tensor.is_leaf is False else tensor
         self._meter, self._key, self._nbytes = meter, key, nbytes
 

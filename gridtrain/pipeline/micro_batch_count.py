@@ -1,7 +1,7 @@
-"""The number of micro-batches of the next step: configured, or chosen from measurements of the first steps.
+"""Determine the number of micro-batches of the next step: configured, or chosen from the first steps'
+timings.
 
-    step committed --> summaries of all members --> timings --> after the last trial: chosen, for the rest of
-    the run
+    step committed --> summaries of all members --> timings --> after the last trial: the run's number
                                                        |
                              part of the state that a joining worker receives, and of checkpoints
 
@@ -29,30 +29,37 @@ from gridtrain.pipeline.executor import StepResult
 MOST_MICRO_BATCHES = 1 << 14
 
 MEMORY_HEADROOM = 4.0
-"""What autograd stores, times this, has to fit the free memory: layers need more than that while they run,
-and other programs may need memory, too."""
+"""The free memory must be at least this many times the memory that autograd stores, because layers need more
+while they run, and other programs may need memory, too."""
 
 
 def parse_micro_batches(micro_batches: int | str) -> int | None:
-    """See `Grid.pipeline`; None: "auto".  Raises `ConfigError`."""
+    """Parse the argument `micro_batches` of `Grid.pipeline`; return None for "auto".
+
+    Raises:
+        ConfigError: `micro_batches` is neither "auto" nor a whole number from 1 to `MOST_MICRO_BATCHES`.
+    """
     if micro_batches == "auto":
         return None
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ConfigError(f"micro_batches is {micro_batches!r}", remedy='give a number >= 1, or "auto"')
+        raise ConfigError(
+            f'micro_batches is {micro_batches!r}; it must be a whole number >= 1, or "auto"',
+            remedy='leave it out to use "auto"',
+        )
     if micro_batches > MOST_MICRO_BATCHES:
         raise ConfigError(
             f"micro_batches is {micro_batches}; it must be at most {MOST_MICRO_BATCHES}",
-            remedy='use "auto", which chooses as many as keep the stages busy',
+            remedy='use "auto", which chooses enough to keep the stages busy',
         )
     return micro_batches
 
 
 class MicroBatchCount:
-    """The number of micro-batches of one run; equal on all members.  A tracker of the state.
+    """The number of micro-batches of one run, equal on all members.  It is tracked as part of the state.
 
     Args:
-        asked: the configured number; None: to be chosen.
-        stages, order, ahead: of the run's schedule.
+        asked: the configured number; None to choose it from timings.
+        stages, order, ahead: the parameters of the run's schedule.
     """
 
     def __init__(self, asked: int | None, stages: int, order: ScheduleKind, ahead: float) -> None:
@@ -67,7 +74,7 @@ class MicroBatchCount:
 
     @property
     def number(self) -> int:
-        """Micro-batches of the next step."""
+        """The number of micro-batches of the next step."""
         return (
             micro_batch_tuning.trial_micro_batches(len(self._trial_timings), self._stages)
             if self._chosen is None
@@ -80,26 +87,30 @@ class MicroBatchCount:
 
     @property
     def needs_memory_measurement(self) -> bool:
-        """Whether the next step measures what autograd stores, before a larger micro-batch can be chosen."""
+        """Whether the next step should measure how much memory autograd uses.
+
+        A larger micro-batch can only be chosen after this measurement.
+        """
         return self._chosen is None and not self._trial_timings
 
     def record_memory(self, kept_bytes: int, largest: int, device: torch.device) -> None:
-        """Record the most bytes that were stored in a step whose largest micro-batch had `largest`
-        samples."""
+        """Record the peak memory of a step whose largest micro-batch had `largest` samples."""
         free = free_bytes(device)
         self._max_samples = (
             math.inf if free is None else largest * (1 + free / (MEMORY_HEADROOM * max(1, kept_bytes)))
         )
 
     def step_timings(self, outcome: StepResult, samples: int) -> StepTimings:
-        """This member's timings of a step, for its summary."""
+        """Return this member's timings of a step for its summary; they are all 0 once the number is
+        chosen."""
         if self._chosen is not None:
             return StepTimings()
         most = math.floor(self._max_samples) if math.isfinite(self._max_samples) else math.inf
         return StepTimings(outcome.forward_s, outcome.backward_s, outcome.round_trip_s, samples, most)
 
     def record_step(self, timings: Sequence[StepTimings], layout: RankLayout) -> MicroBatchChoice | None:
-        """Record a committed step; `timings`: in rank order.  Returns the choice when it is made."""
+        """Record the timings of a committed step in the order of ranks; return the choice if this completes
+        it."""
         if self._chosen is not None or any(each.samples == 0 for each in timings):
             return None  # a replica without samples measures nothing
         if self._trial_timings and len(timings) != len(self._trial_timings[0]):
@@ -118,20 +129,20 @@ class MicroBatchCount:
         return {"chosen": self._chosen or 0, "told": trials}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises `ValueError` or `TypeError` unless `state_dict` could have returned it."""
+        """Load a state; raise `ValueError` or `TypeError` if it cannot be the result of `state_dict`."""
         trials = [tuple(StepTimings(*map(float, row)) for row in step) for step in state_dict["told"]]
         chosen = int(state_dict["chosen"])
         alike = all(step and len(step) == len(trials[0]) for step in trials)
         fit = all(each.is_plausible() for step in trials for each in step)
         if chosen > MOST_MICRO_BATCHES:
-            raise ValueError(f"{chosen} micro-batches are chosen; at most {MOST_MICRO_BATCHES} are possible")
+            raise ValueError(f"{chosen} micro-batches are chosen; at most {MOST_MICRO_BATCHES} are supported")
         if chosen < 0 or len(trials) >= len(micro_batch_tuning.TRIALS) or not (alike and fit):
-            raise ValueError(f"{chosen} micro-batches after {len(trials)} trials")
+            raise ValueError(f"{chosen} micro-batches after {len(trials)} trials are not a valid state")
         self._trial_timings, self._chosen = trials, chosen or self._configured
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that activations could fill in addition to what is used now; None if unknown."""
+    """Return how many bytes activations could use in addition to the memory in use; None if unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,15 +1,14 @@
-"""A model as a chain of blocks, between which it may be partitioned.
+"""Divide a model into a chain of blocks, between which the model may be partitioned.
 
     nn.Sequential, a list     its members; a plain nn.Sequential in it is flattened
-    Sequence                  the same, with functions between the modules
-    any other module          its parts named by `split_at`, if its forward only calls them
+    Sequence                  its members, which may also be functions
+    any other module          the parts named in `split_at`, if its forward only calls them
 
     split_at=["embed", "body.0", "body.1", "head"]:   input -> embed -> body.0 -> body.1 -> head -> output
 
-One value goes from block to block: a tensor, or tensors in tuples, lists and dicts.  Whether a forward is
-such a
-chain is tried on the meta device: each part must be called once, with the very tensors that the part before
-it returned.
+One value goes from block to block: a tensor, or tensors in tuples, lists and dicts.  A trial on the meta
+device checks whether a forward is a chain: it must call each part once, with exactly the tensors that the
+previous part returned.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ class Function(nn.Module):
     """A function without parameters as a block, such as `torch.relu` or `lambda x: x.flatten(1)`.
 
     Raises:
-        ConfigError: it uses a module or a tensor, which would be missing when the stage is built elsewhere.
+        ConfigError: the function uses a module or a tensor, which would be missing when another worker builds
+            the stage.
     """
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
@@ -48,7 +48,7 @@ class Function(nn.Module):
         ]
         if held:
             raise ConfigError(
-                f"the function {_name(function)} uses a {held[0]} from outside, which no stage would have",
+                f"the function {_name(function)} uses a {held[0]} from outside, which no stage would contain",
                 remedy="write it as an nn.Module that owns what it uses",
             )
         self.function = function
@@ -65,7 +65,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _captured_values(value: Any, known: set[int] | None = None) -> Iterator[Any]:
-    """All values that a function may use: its closure, its script's globals, and what these contain."""
+    """Yield all values that a function may use: its closure, its script's globals, and the values in them."""
     known = set() if known is None else known
     if id(value) in known:
         return
@@ -102,7 +102,7 @@ def _is_set(cell: CellType) -> bool:
 
 
 def _globals_of(code: CodeType) -> Iterator[str]:
-    """Names that the code reads from its script, and so does code that is nested in it."""
+    """Yield the names of the globals that the code, and all code nested in it, reads."""
     found = (each for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
     yield from (each.argval for each in found)
     for constant in code.co_consts:
@@ -111,7 +111,7 @@ def _globals_of(code: CodeType) -> Iterator[str]:
 
 
 class Sequence(nn.Sequential):
-    """`nn.Sequential` that takes functions, too: each gets what the one before returned.
+    """An `nn.Sequential` that also accepts functions; each block gets the result of the previous block.
 
     `Sequence(embed, lambda x: x.flatten(1), *layers, head)`
     """
@@ -123,32 +123,34 @@ class Sequence(nn.Sequential):
 def blocks_of(
     model: nn.Module | Many[Block], *, split_at: Many[str] = (), example: Any = None
 ) -> dict[str, nn.Module]:
-    """The blocks by name, in the order of the calls.
+    """Return the blocks of a model by name, in the order in which the forward calls them.
 
     Args:
         model: see the module's docstring.
-        split_at: for a module that is no sequence: all its parts, in the order of its forward.
-        example: with `split_at`: an input, to try on the meta device that forward is a chain.
+        split_at: the names of all parts in the order in which forward calls them, for a module that is not a
+            sequence.
+        example: an input for the trial on the meta device that checks whether forward is a chain; required
+            with `split_at`.
 
     Raises:
-        ConfigError: it is no chain of at least one block.
+        ConfigError: the model is not a chain of at least one block.
     """
     if isinstance(model, nn.Module) and split_at:
         return _split_parts(model, split_at, example)
     if isinstance(model, nn.Module) and not _is_plain(model):
         raise ConfigError(
-            f"a {type(model).__name__} has its own forward, so where it can be partitioned is unknown",
-            remedy="name its parts in the order of its forward with split_at=, or write it as a "
-            "gridtrain.pipeline.Sequence of modules and functions",
+            f"a {type(model).__name__} has its own forward, so it is unknown where it can be partitioned",
+            remedy="list its parts in split_at=, in the order in which forward calls them, or write it "
+            "as a gridtrain.pipeline.Sequence of modules and functions",
         )
     found = dict(_flattened(model if isinstance(model, nn.Module) else Sequence(*model), ""))
     if not found:
-        raise ConfigError("the model has no blocks", remedy="give at least one")
+        raise ConfigError("the model has no blocks", remedy="pass a model with at least one block")
     return found
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether calling it only calls its children in order."""
+    """Whether calling the module only calls its children in order."""
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not hooked
 
@@ -170,28 +172,28 @@ def _split_parts(model: nn.Module, names: Many[str], example: Any) -> dict[str, 
     unknown = [name for name in names if name not in known or not name]
     if unknown or len(set(names)) != len(names):
         raise ConfigError(
-            f"split_at names {unknown or list(names)}",
-            remedy=f"name each part once, out of {', '.join(list(known)[1:9])} and so on",
+            f"split_at has unknown or duplicate names: {unknown or list(names)}",
+            remedy=f"list each part once; the first parts of this model are {', '.join(list(known)[1:9])}",
         )
     if example is None:
         raise ConfigError(
-            "split_at= needs example=, an input to try that forward calls these parts one after another",
-            remedy="give a small one, of two samples",
+            "split_at= requires example=, an input to check that forward calls the parts one after another",
+            remedy="pass a small input, such as one with two samples",
         )
     parts = {name: known[name] for name in names}
     inside = {id(p) for part in parts.values() for p in (*part.parameters(), *part.buffers())}
     own = [n for n, p in (*model.named_parameters(), *model.named_buffers()) if id(p) not in inside]
     if own:
         raise ConfigError(
-            f"split_at= names no part that holds {', '.join(own[:4])}",
-            remedy="name the module that holds it, or make a part of the model for it",
+            f"no part in split_at= contains {', '.join(own[:4])}",
+            remedy="add the module that contains it to split_at=, or move it into a part of the model",
         )
     _ChainTrial(model, names).run(example)
     return parts
 
 
 class _ChainTrial:
-    """One forward on the meta device that records what each part is called with."""
+    """Runs one forward on the meta device and checks the tensors with which it calls each part."""
 
     def __init__(self, model: nn.Module, names: Many[str]) -> None:
         self._model = copy.deepcopy(model).to("meta")
@@ -212,14 +214,14 @@ class _ChainTrial:
                 result = self._model(meta)
         except (RuntimeError, NotImplementedError, TypeError) as error:
             raise ConfigError(
-                f"forward cannot be tried without data: {error}",
+                f"forward cannot run without data on the meta device: {error}",
                 remedy="write the model as a gridtrain.pipeline.Sequence instead of split_at=",
             ) from error
         if self._seen != list(self._names):
             raise ConfigError(
-                f"forward calls {', '.join(self._seen) or 'none of the parts'}; split_at names "
+                f"forward calls {', '.join(self._seen) or 'none of the parts'}, but split_at lists "
                 f"{', '.join(self._names)}",
-                remedy="name all parts, each once, in the order in which forward calls them",
+                remedy="list all parts, each once, in the order in which forward calls them",
             )
         self._check_same_tensors(_tensor_versions(result), "the model's output")
 
@@ -229,7 +231,7 @@ class _ChainTrial:
             if len(args) != 1 or kwargs:
                 raise ConfigError(
                     f'forward calls "{name}" with {len(args) + len(kwargs)} arguments',
-                    remedy="blocks take one value: pack several into a tuple, in a Sequence",
+                    remedy="pass one value to each block: pack several values into a tuple, in a Sequence",
                 )
             self._check_same_tensors(_tensor_versions(args[0]), f'"{name}"')
 
@@ -242,20 +244,21 @@ class _ChainTrial:
         return hook
 
     def _check_same_tensors(self, marks: list[Any], what: str) -> None:
-        """The tensors are the same, and were not written to since they were returned."""
+        """Raise `ConfigError` unless the tensors are the unchanged tensors that the previous part
+        returned."""
         same = len(marks) == len(self._last) and all(
             a is b and va == vb for (a, va), (b, vb) in zip(marks, self._last, strict=True)
         )
         if not same:
             raise ConfigError(
-                f"between {self._before} and {what} forward computes something that is in no part",
+                f"between {self._before} and {what} forward computes something outside the parts",
                 remedy="move it into a module, or write the model as a gridtrain.pipeline.Sequence, where "
                 "functions stand between modules",
             )
 
 
 def _tensor_versions(tree: Any) -> list[Any]:
-    """Each tensor of a tree with the number of times that it was written to."""
+    """Return each tensor of a tree with the number of times that it was written to."""
     found: list[Any] = []
     map_tree(tree, lambda x: found.append((x, x._version)) if isinstance(x, Tensor) else None)
     return found

@@ -1,7 +1,7 @@
-"""Describes a model in stages to the coordinator, which partitions it again when workers are lost.
+"""Describe a model in stages to the coordinator, which partitions it again when workers are lost.
 
-Sizes are counted on the meta device; times and activations come from a profile, if there is one.  The first
-worker's numbers count for the run; the sizes must be equal on all workers.
+Sizes are counted on the meta device; times and activations come from a profile if there is one.  The run uses
+the first worker's values; the sizes must be equal on all workers.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from gridtrain.pipeline.stage_state import PipelineOptions
 from gridtrain.training.checkpoint import serialization
 
 DEFAULT_OPTIMIZER_COPIES = 2.0
-"""State of an unknown optimizer as a multiple of the parameters, as Adam's."""
+"""The assumed size of an unknown optimizer's state, as a multiple of the parameters; it is the size of Adam's
+state."""
 
 MIN_DIVIDED_SAMPLES = 4
-"""Micro-batches for each stage with which "auto" begins, and may stay."""
+"""The number of micro-batches per stage with which "auto" begins, and which it may keep."""
 
 USABLE_MEMORY_SHARE = 0.9
-"""Of a GPU's memory: the rest is the framework's."""
+"""The share of a GPU's memory that training may use; the framework needs the rest."""
 
 
 def describe_staged_model(
@@ -39,13 +40,15 @@ def describe_staged_model(
     batch_size: int,
     trackers: Iterable[serialization.Stateful],
 ) -> StagedModel:
-    """The value of `Setup.model`.
+    """Return the description of the model for `Setup.model`.
 
     Args:
-        optimizer: of the whole model, on the meta device.
-        profile: measured; None: a block's time counts as its bytes, and activations are not counted.
-        batch_size: samples of a replica's step.
-        trackers: if one has tensors, the model is not partitioned again, because they belong to one stage.
+        optimizer: the optimizer of the whole model, on the meta device.
+        profile: the measured costs of the layers; None to assume times proportional to bytes, and no
+            activations.
+        batch_size: the number of samples in a replica's step.
+        trackers: the tracked objects.  If one of them has tensors, which belong to one stage, the description
+            leaves out the layers, so that the model is not partitioned again.
     """
     layers, divided = _layers(staging, profile), options.micro_batches or MIN_DIVIDED_SAMPLES * staging.stages
     keeps = any(_has_tensors(tracker.state_dict()) for tracker in trackers)
@@ -65,14 +68,18 @@ def describe_staged_model(
 
 
 def training_memory_bytes(declared: int | None, device: torch.device) -> int:
-    """Bytes that training may fill: what was declared, else of the GPU's memory; 0: unknown.
+    """Return the bytes that training may use: `declared` or, by default, most of a GPU's memory; 0 without a
+    GPU.
 
     Raises:
         ConfigError: `declared` is not a positive number of bytes.
     """
     if declared is not None:
         if isinstance(declared, bool) or not isinstance(declared, int) or declared < 1:
-            raise ConfigError(f"memory_bytes is {declared!r}", remedy="give a whole number of bytes, or None")
+            raise ConfigError(
+                f"memory_bytes is {declared!r}; it must be a positive whole number of bytes or None",
+                remedy="leave it out to use most of the GPU's memory",
+            )
         return declared
     if device.type != "cuda" or not torch.cuda.is_available():
         return 0
@@ -89,7 +96,7 @@ def _layers(staging: ModelStages, profile: Profile | Sequence[Layer] | None) -> 
     layers = profile.layers if isinstance(profile, Profile) else tuple(profile)
     if len(layers) != len(blocks):
         raise ConfigError(
-            f"the profile has {len(layers)} layers, the model {len(blocks)} blocks",
+            f"the profile has {len(layers)} layers, but the model has {len(blocks)} blocks",
             remedy="measure this model again with gridtrain.pipeline.profile",
         )
     return layers
@@ -110,7 +117,7 @@ def _block(layer: Layer) -> LayerCosts:
 
 
 def _copies(exchange: Exchange, optimizer: torch.optim.Optimizer) -> float:
-    """As a multiple of the parameters: gradients, flat vector, optimizer state, residual."""
+    """Return the size of gradients, flat vector, optimizer state and residual per byte of parameters."""
     try:
         states = optimizer_state_copies(optimizer)
     except ConfigError:

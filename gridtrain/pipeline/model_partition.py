@@ -1,7 +1,7 @@
-"""How a model is partitioned into stages: `partition(model, stages)`.
+"""Partition a model into stages: `partition(model, stages)`.
 
-Costs are measured by `profiler` (or given); `gridtrain.core.stages` computes the partition and the number of
-micro-batches.  The result has a reason and a chart.
+The costs are measured by `profiler` or given; `gridtrain.core.stages` computes the partition and the number
+of micro-batches.  The result includes the reason and a chart.
 
     model --profile--> layers --+
     cards, network, schedule ---+--> cuts --> Partition: cuts, seconds and bytes of each stage, why
@@ -39,14 +39,14 @@ from gridtrain.pipeline.tensor_tree import TensorTreeSpec
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A model that is partitioned into stages.
+    """A partition of a model into stages.
 
     Attributes:
-        outlook: the partition, and its predicted step.
-        layers: what each block costs.
-        boundaries: (S - 1,) what passes each boundary; () if the profile does not say.
-        tied: parameters that blocks share.
-        reason: why these cuts and this number of micro-batches.
+        outlook: the partition, with the estimate of its step.
+        layers: the costs of each block.
+        boundaries: (S - 1,) the specs of the tensors that pass each boundary; () if the profile has none.
+        tied: the parameters that several blocks hold.
+        reason: the reason for these cuts and this number of micro-batches.
     """
 
     outlook: StepEstimate
@@ -61,7 +61,7 @@ class Partition:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """(S + 1,) where stages begin, and the number of blocks."""
+        """(S + 1,) the first block of each stage, and the number of blocks."""
         return self.cut.cuts
 
     @property
@@ -70,7 +70,7 @@ class Partition:
 
     @property
     def shared(self) -> dict[str, tuple[int, ...]]:
-        """Tied parameters that more than one stage holds, and these stages."""
+        """The tied parameters that more than one stage holds, each with its stages."""
         found = {str(tied): tied.stages(self.cuts) for tied in self.tied}
         return {name: stages for name, stages in found.items() if len(stages) > 1}
 
@@ -78,7 +78,7 @@ class Partition:
         return f"{partition_chart.chart_text(self.layers, self.outlook)}\n{self.reason}"
 
     def svg(self) -> str:
-        """Layers, times and bytes of each stage as a chart."""
+        """Return a chart of the layers, times and bytes of each stage."""
         return partition_chart.chart_svg(self.layers, self.outlook)
 
 
@@ -99,31 +99,33 @@ def partition(
     split_at: Sequence[str] = (),
     device: torch.device | str | None = None,
 ) -> Partition:
-    """Partition a model so that its pipeline is fastest and no card's memory is exceeded.
+    """Partition a model so that its pipeline is as fast as possible and no card's memory is exceeded.
 
-    The objective and the memory that is counted are described in `gridtrain.core.stages.partition` and
-    `stage_cost`.
+    `gridtrain.core.stages.partition` describes the objective, and `gridtrain.core.stages.stage_cost` the
+    memory that is counted.
 
     Args:
         model: an `nn.Sequential`, a list of blocks, a `Sequence`, a `Blueprint`, or with `split_at` another
             module; see `model_blocks`.
-        stages: their number on equal cards, or the cards, in order.
-        example: an input to measure with, with as many samples as a micro-batch may have.
-        profile: a measurement of elsewhere, instead of `example`; or layers.
-        batch_size: samples of a step; None: the example's, in each of the micro-batches.
-        micro_batches: of a step; "auto": proposed from `batch_size`.
+        stages: the number of stages on equal cards, or the cards in the order of the stages.
+        example: an input to measure with; it should have as many samples as a micro-batch.
+        profile: an existing measurement, or the costs of the layers, to use instead of `example`.
+        batch_size: the number of samples in a step; by default each micro-batch has as many as the example.
+        micro_batches: the number of micro-batches in a step, or "auto" to propose one for `batch_size`.
         schedule: "fill-drain" (GPipe) or "1f1b".
-        rematerialise: stages store only inputs, and compute forward again before backward.
-        optimizer: of `OPTIMIZER_STATE_COPIES`, or a torch optimizer, or the size of its state as a multiple
-            of the parameters'.
-        extra_copies: further memory as a multiple of the parameters': a residual, a copy to send.
-        memory_bytes: of each card, if `stages` is a number.
-        network: of the stages, or (alpha in seconds, bandwidth in bytes per second) of all links between
-            them; None: links that take no time.
-        device: to measure on; None: CUDA if there is one.
+        rematerialise: whether stages store only inputs, and compute forward again before backward.
+        optimizer: a name in `OPTIMIZER_STATE_COPIES`, a torch optimizer, or the size of the optimizer's state
+            as a multiple of the parameters.
+        extra_copies: further memory as a multiple of the parameters, such as a residual or a copy to send.
+        memory_bytes: the memory of each card, if `stages` is a number.
+        network: the network of the stages, or (alpha in seconds, bandwidth in bytes per second) for all
+            links; None assumes that transfers take no time.
+        split_at: the parts of a model that is not a sequence; see `model_blocks`.
+        device: the device to measure on; by default CUDA if it is available.
 
     Raises:
-        ConfigError: too few blocks, nothing to measure with, or nothing fits; the text says what would.
+        ConfigError: there are too few blocks, there is neither an example nor a profile, or no partition
+            fits; in that case the message says which changes would make a partition fit.
     """
     if not isinstance(model, Blueprint):
         model = list(blocks_of(model, split_at=split_at, example=example).values())
@@ -157,15 +159,15 @@ def _profile_or_layers(
     if given is None:
         if example is None:
             raise ConfigError(
-                "partition has nothing to measure with",
-                remedy="give example=, an input of a micro-batch's size, or profile=",
+                "partition was given neither an example nor a profile",
+                remedy="pass example=, an input of a micro-batch's size, or profile=",
             )
         return profiled(model, example, device=device)
     found = given if isinstance(given, Profile) else Profile(tuple(given), (), 0, 1, "elsewhere")
     count = len(model.blocks if isinstance(model, Blueprint) else model)  # type: ignore[arg-type]
     if len(found.layers) != count:
         raise ConfigError(
-            f"the profile has {len(found.layers)} layers, the model {count} blocks",
+            f"the profile has {len(found.layers)} layers, but the model has {count} blocks",
             remedy="measure this model again with gridtrain.pipeline.profile",
         )
     return found
@@ -176,7 +178,7 @@ def _parse_schedule(schedule: str) -> ScheduleKind:
         return ScheduleKind(schedule.lower())
     except ValueError:
         raise ConfigError(
-            f'schedule="{schedule}"',
+            f'schedule is "{schedule}", which is not a known schedule',
             remedy=f"use one of {', '.join(repr(str(each)) for each in ScheduleKind)}",
         ) from None
 
@@ -185,14 +187,21 @@ def _micro_batch_candidates(micro_batches: int | str) -> tuple[int, ...]:
     if micro_batches == "auto":
         return ()
     if not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ConfigError(f"micro_batches={micro_batches!r}", remedy='give a number of at least 1, or "auto"')
+        raise ConfigError(
+            f'micro_batches is {micro_batches!r}; it must be a whole number of at least 1, or "auto"',
+            remedy='use micro_batches="auto"',
+        )
     return (micro_batches,)
 
 
 def optimizer_state_copies(
     optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | float,
 ) -> float:
-    """The size of the optimizer's state as a multiple of the parameters'."""
+    """Return the size of the optimizer's state as a multiple of the parameters.
+
+    Raises:
+        ConfigError: the optimizer is unknown.
+    """
     if isinstance(optimizer, int | float):
         return float(optimizer)
     name = (
@@ -204,9 +213,9 @@ def optimizer_state_copies(
         name += "-momentum"
     if name not in OPTIMIZER_STATE_COPIES:
         raise ConfigError(
-            f"how much state {name} has is unknown",
-            remedy=f"give optimizer= one of {', '.join(OPTIMIZER_STATE_COPIES)}, or the size of its state "
-            "as a multiple of the parameters'",
+            f"the size of the state of {name} is unknown",
+            remedy=f"set optimizer= to one of {', '.join(OPTIMIZER_STATE_COPIES)}, or the size of its state "
+            "as a multiple of the parameters",
         )
     return OPTIMIZER_STATE_COPIES[name]
 

@@ -1,9 +1,10 @@
-"""The stages of a run's model: their blocks, the names of their tensors, and how they are built.
+"""Divide a run's model into stages, name their tensors, and build them.
 
     blocks   embed   body.0   body.1   head        state_dict of stage 1: "body.1.weight", "head.bias", ...
     cuts     0                2               4    (S + 1,) as in `partition(...).cuts`
 
-Without cuts, the model is partitioned so that the largest stage has as few bytes of parameters as possible.
+If no cuts are given, the model is partitioned so that the largest stage has as few bytes of parameters as
+possible.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from gridtrain.pipeline.stage import TiedParameter
 
 
 class StageModule(nn.Module):
-    """Consecutive blocks under the names that they have in the whole model."""
+    """A module of consecutive blocks, under the names that they have in the whole model."""
 
     def __init__(self, blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
         super().__init__()
@@ -48,15 +49,18 @@ class ModelStages:
     """A model and its stages, equal on all workers.
 
     Args:
-        cuts: (S + 1,) where stages begin, and the number of blocks; None: by the bytes of the parameters.
-        device: on which this worker builds.
+        blueprint: the model.
+        stages: S, the number of stages.
+        cuts: (S + 1,) the first block of each stage, and the number of blocks; None to choose them by the
+            bytes of the parameters.
+        device: the device on which this worker builds its stage.
 
     Attributes:
         whole: the model on the meta device, for names and shapes.
-        has_explicit_cuts: whether the cuts were given.
+        has_explicit_cuts: whether the caller gave the cuts.
 
     Raises:
-        ConfigError: the cuts do not make that many stages, or a stage has nothing to train.
+        ConfigError: the cuts do not divide the model into S stages, or a stage has no trainable parameter.
     """
 
     def __init__(
@@ -70,50 +74,51 @@ class ModelStages:
         ascending = all(a < b for a, b in pairwise(self.cuts))
         if len(self.cuts) != stages + 1 or ends != (0, len(blueprint)) or not ascending:
             raise ConfigError(
-                f"cuts {list(self.cuts)} for {stages} stages of {len(blueprint)} blocks",
-                remedy=f"give {stages + 1} ascending numbers from 0 to {len(blueprint)}, such as "
+                f"cuts {list(self.cuts)} do not divide {len(blueprint)} blocks into {stages} stages",
+                remedy=f"pass {stages + 1} ascending numbers from 0 to {len(blueprint)}, such as "
                 "gridtrain.pipeline.partition(...).cuts",
             )
         for stage in range(stages):
             if not any(p.requires_grad for b in self._blocks(stage) for p in b.parameters()):
                 raise ConfigError(
                     f"stage {stage} of cuts {list(self.cuts)} has no trainable parameter",
-                    remedy="cut elsewhere, or into fewer stages",
+                    remedy="use different cuts or fewer stages",
                 )
 
     def with_cuts(self, cuts: Sequence[int]) -> ModelStages:
-        """The same model with other cuts.  Raises `ConfigError` as the constructor does."""
+        """Return the same model with different cuts; raise `ConfigError` as the constructor does."""
         if tuple(cuts) == self.cuts:
             return self
         return ModelStages(self.blueprint, len(cuts) - 1, cuts=cuts, device=self.device)
 
     @property
     def tied_names(self) -> list[frozenset[str]]:
-        """For each tied parameter, its names in the whole model."""
+        """The names of each tied parameter in the whole model."""
         names = self.blueprint.names
         return [frozenset(f"{names[b]}.{name}" for b, name in tied.places) for tied in self.blueprint.tied]
 
     def block_range(self, stage: int) -> tuple[int, int]:
-        """The stage's first block, and the one after its last."""
+        """Return the first block of the stage and the first block after the stage."""
         return self.cuts[stage], self.cuts[stage + 1]
 
     def describe(self) -> str:
-        """The cuts, for comparison and for people."""
+        """Return a description of the cuts, for comparison between workers and for users."""
         return f"{self.stages} stages cut at {list(self.cuts)}"
 
     def tensor_names(self, stage: int) -> list[str]:
-        """The names of all tensors in a stage's state_dict."""
+        """Return the names of all tensors in a stage's state_dict."""
         start, stop = self.block_range(stage)
         module = StageModule(self.blueprint.blocks[start:stop], self.blueprint.names[start:stop])
         return [name for name, value in module.state_dict().items() if isinstance(value, Tensor)]
 
     def gradient_elements(self, start: int, stop: int) -> int:
-        """Elements of the flat gradient of these blocks."""
+        """Return the number of elements in the flat gradient of blocks `start` to `stop` - 1."""
         module = StageModule(self.blueprint.blocks[start:stop], self.blueprint.names[start:stop])
         return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
     def build(self, stage: int) -> tuple[StageModule, list[TiedParameter]]:
-        """A stage with its initial values, and the parameters that other stages hold, too."""
+        """Build a stage with initial values; return the stage and the parameters that it shares with other
+        stages."""
         start, stop = self.block_range(stage)
         with borrowed_generators(self.device):
             blocks = self.blueprint.build(start, stop, self.device)
@@ -121,7 +126,7 @@ class ModelStages:
         return module, self.blueprint.tied_in(stage, self.cuts, blocks)
 
     def stages_tied_to(self, stage: int) -> frozenset[int]:
-        """The stages that share a parameter with this one."""
+        """Return the other stages that share a parameter with `stage`."""
         holders = (tied.stages(self.cuts) for tied in self.blueprint.tied)
         return frozenset(other for stages in holders if stage in stages for other in stages) - {stage}
 
@@ -143,7 +148,8 @@ def _even_cuts(blueprint: Blueprint, stages: int) -> tuple[int, ...]:
     cuts, _ = bottleneck_cuts(len(blueprint), stages, cost, least)
     if cuts is None:
         raise ConfigError(
-            f"{len(blueprint)} blocks, of which {sum(trains)} are trained, for {stages} stages",
-            remedy="fewer stages, or smaller blocks",
+            f"{len(blueprint)} blocks, of which {sum(trains)} are trained, cannot be divided into {stages} "
+            "stages",
+            remedy="use fewer stages, or divide the model into smaller blocks",
         )
     return cuts

@@ -1,15 +1,15 @@
-"""Training steps of a model that is partitioned into stages: `pipe = grid.pipeline(...)`, `pipe.step(...)`.
+"""Take training steps with a model in stages: `pipe = grid.pipeline(...)`, `pipe.step(...)`.
 
-`Pipeline` computes and exchanges; `HeldStage` has the stage in memory; `StageModelState` saves and exports
-it.
+`Pipeline` computes and exchanges, `HeldStage` keeps the stage in memory, and `StageModelState` saves and
+exports it.
 
     round opens -> StageExecutor: activations, gradients -> p.grad -> exchange among the stage's replicas
                                                                         |  digest of its update
                 -> all S x R members: summaries (digest, settings, loss, norm) -> one digest -> vote -> apply
     a member or a payload is lost: the links of all stages break -> the next attempt computes the step again
 
-An aborted attempt is computed again from its batch on all members.  The seeds depend on the step alone, so
-the gradient is the same.
+After an aborted attempt all members compute the step again from its batch.  The seeds depend on the step and
+not on the attempt, so the gradient is the same.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from gridtrain.core.collectives.collective import CollectiveComplete
 from gridtrain.core.collectives.direct_allgather import make_allgather
 from gridtrain.core.collectives.subgroup import Subgroup
 from gridtrain.core.group.rank_layout import RankLayout
+from gridtrain.core.group.round_flags import is_skipped
 from gridtrain.core.messages import Channel
 from gridtrain.core.stages import schedule
 from gridtrain.errors import ConfigError, LineBroken, LocalProtocolError, RemoteProtocolError
@@ -44,7 +45,7 @@ from gridtrain.pipeline.stage_link import ExpectedPayloads, RoundStageLink
 from gridtrain.pipeline.stage_state import MakeOptimizer, PipelineOptions, StageState
 from gridtrain.pipeline.validation import check_batch
 from gridtrain.runtime.activation_buffers import StageSummary, StageSummaryBuffer
-from gridtrain.runtime.buffers.buckets import BucketBuffer, BucketedBuffer
+from gridtrain.runtime.buffers.buckets import BucketedBuffer, update_of
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer, DenseRingBuffer
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.open_round import PipelineRound, RoundPart
@@ -58,16 +59,16 @@ from gridtrain.training.skip_report import SkipReport
 log = logging.getLogger("gridtrain")
 
 MICRO_BATCHES_TRACKER = "gridtrain: micro-batches"
-"""Name of `MicroBatchCount` among the trackers."""
+"""The name of the tracker that holds the `MicroBatchCount`."""
 
 UPDATE_CHANNEL, AVERAGES_CHANNEL = Channel(), Channel(index=1)
-_ROUND_SETTINGS = b"a model in stages"  # equal on all: the settings are in the stages' summaries
+_ROUND_SETTINGS = b"a model in stages"  # equal on all members; summaries contain the settings
 _NO_DIGEST = bytes(32)
 
 
 @dataclass(frozen=True, slots=True)
 class _Contribution:
-    """This worker's part in one attempt."""
+    """This worker's contribution to one attempt."""
 
     attempt: ExchangeAttempt
     averages: DenseRingBuffer | None
@@ -75,13 +76,16 @@ class _Contribution:
 
 
 class Pipeline:
-    """This worker's stage of the model.  Used from the thread that trains; made by `Grid.pipeline`.
+    """Takes the steps of this worker's stage.  `Grid.pipeline` creates it; use it on the training thread
+    only.
 
     Attributes:
-        last_skipped: whether the latest step was skipped, or did not count here.
-        metered: if set, `holding` counts the tensors stored between forward and backward, which takes time.
-        timings: seconds of the latest step: computing, waiting for other stages, and the whole.
-        held: the stage in memory.
+        last_skipped: whether the latest step was skipped, or dropped on this worker.
+        metered: whether `holding` also counts the tensors stored between forward and backward, which takes
+            time.
+        timings: the seconds that the latest step took for computing, for waiting for other stages, and in
+            total.
+        held: the stage that this worker has in memory.
     """
 
     calls_per_turn = 1
@@ -104,7 +108,7 @@ class Pipeline:
         self.buffer_averaging = BufferAveraging(self.model, options.average_buffers_every)
         self.exchange_config = options.exchange
         self.compare_every = options.compare_every
-        self._skips = SkipReport()
+        self._skips = SkipReport(lambda figures: session.report_figures(figures))
         self.last_skipped = self.metered = False
         self._stored_bytes = self._largest_micro_batch = 0
         self.timings: dict[str, float] = {}
@@ -113,23 +117,25 @@ class Pipeline:
 
     @property
     def stage(self) -> int | None:
-        """The stage of this worker's rank, which the coordinator may change; None for a standby."""
+        """The number of the stage of this worker's rank, which the coordinator may change; None for a
+        standby."""
         snapshot = self._session.snapshot
         return self.held.stage_at(snapshot) if snapshot.world_size else None
 
     @property
     def stages(self) -> int:
-        """Number of stages, as the run is defined; a repartitioned model may have fewer."""
+        """The number of stages in the run's definition; a repartitioned model may have fewer."""
         return self._options.stages
 
     @property
     def skipped_steps(self) -> int:
-        """Committed steps that were skipped because a gradient was not finite."""
+        """The number of committed steps that were skipped because a gradient was not finite."""
         return self._skips.total
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of the next step, if its batch has so many samples."""
+        """The number of micro-batches of the next step, provided that its batch has at least as many
+        samples."""
         return self._micro_batch_count.number
 
     @property
@@ -139,28 +145,30 @@ class Pipeline:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of this worker's stage, whichever that is: one object, for schedulers.
+        """The optimizer of this worker's stage; it stays the same object when the stage changes.
 
-        Its settings must be the same on the replicas of a stage.  `pipe.step` alone steps it.
+        Its settings must be the same on all replicas of a stage.  Only `pipe.step` may call its `step`.
         """
         return self.held.optimizer
 
     def step(self, inputs: Any, targets: Any = None) -> float | None:
-        """One step of the whole group on this batch, from `grid.batches`.
+        """Take one step of the whole group with this batch of `grid.batches`.
 
         Args:
-            inputs: samples first; the first stage computes with them, the others look at the shape.
-            targets: of the loss, which the last stage computes.
+            inputs: the inputs, samples first.  The first stage computes with them; other stages only use
+                their shapes.
+            targets: the targets for the loss, which the last stage computes.
 
         Returns:
-            The mean loss over all samples of the step, on every worker.  None if this batch did not count,
-            because the group has gone on without it or this worker is to pause: `grid.batches` continues.
+            The mean loss over all samples of the step, on every worker.  None if this batch was dropped,
+            because the group continued without this worker or this worker has to pause; `grid.batches` then
+            continues.
 
         Raises:
-            ConfigError: inputs or targets are not this step's batch.  Nothing was sent, and the step can be
-                called again with the right ones.
-            Exception: what the model or the loss raised.  The others are told, and repeat the step when this
-                worker does, or without it.
+            ConfigError: inputs or targets are not this step's batch.  Nothing was sent; `step` can be called
+                again with the right batch.
+            Exception: the exception that the model or the loss raised.  The other members are informed; they
+                repeat the step together with this worker or, if it leaves, without it.
         """
         self._end_failed_round()
         while True:
@@ -180,7 +188,7 @@ class Pipeline:
             state.inner.zero_grad()
             outcome, mine = self._attempt(state, plan, inputs, targets)
             if (not outcome.is_committed or outcome.is_skipped) and state.executor is not None:
-                state.executor.stage.abort()  # before anybody asks for the state
+                state.executor.stage.abort()  # before the state can be requested
             self._session.end_round(outcome)
             if outcome.is_committed:
                 assert mine is not None
@@ -190,14 +198,15 @@ class Pipeline:
                 self._check_same_settings(plan, mine.summaries)
 
     def _end_failed_round(self) -> None:
-        """`step` is called again after the model or the loss raised an exception."""
+        """End the round of an earlier `step` in which the model or the loss raised an exception."""
         failed, self._failed_round = self._failed_round, None
         if failed is not None:
             self._session.end_round(failed.end())
 
     @property
     def holding(self) -> MemoryUsage:
-        """Bytes that this worker's stage takes, counted; after a step that was `metered`."""
+        """The bytes that this worker's stage uses; stored tensors are included after a step with `metered`
+        set."""
         state = self.held.in_memory()
         parameters = list(state.module.parameters())
         input_bytes = state.kept_input_bytes(self._largest_micro_batch, self._micro_batch_count.number)
@@ -210,7 +219,7 @@ class Pipeline:
         )
 
     def track(self, **trackers: serialization.Stateful) -> None:
-        """See `Grid.track`."""
+        """Track stateful objects; see `Grid.track`."""
         self.held.track(**trackers)
 
     # -- one attempt -------------------------------------------------------------------------------
@@ -243,13 +252,13 @@ class Pipeline:
         except LineBroken as broken:
             link.fail_attempt(broken)
             return round_.end(), None
-        except Exception as error:  # a user's code may raise anything, and go on
+        except Exception as error:  # a user's code may raise anything, and then continue
             link.abort(f"stage {state.stage}: {type(error).__name__}: {error}")
             self._failed_round = round_
             raise
 
     def _share_tied(self, state: StageState, layout: RankLayout, link: RoundStageLink) -> None:
-        """Send the first stage's copy of tied parameters, if the copies' updates may differ."""
+        """Replace the copies of tied parameters with the first stage's copy if their updates may differ."""
         assert state.executor is not None
         if state.tied and (not isinstance(self._options.exchange, Dense) or layout.replicas > 2):
             share_tied_parameters(state.executor.stage, state.stage, link)
@@ -257,8 +266,10 @@ class Pipeline:
     def _exchange(
         self, state: StageState, plan: StepPlan, layout: RankLayout, round_: PipelineRound, result: StepResult
     ) -> tuple[RoundOutcome, _Contribution]:
-        """Exchange among the stage's replicas, while other stages compute; then the summaries of all
-        stages."""
+        """Exchange gradients with the stage's replicas, then summaries with all members.
+
+        The first exchange runs while other stages are still computing.
+        """
         replica = layout.replica_of(plan.rank)
         stage_plan = replace(plan, rank=replica, world_size=layout.replicas)
         state.flat.gather()
@@ -286,7 +297,7 @@ class Pipeline:
         digest = _NO_DIGEST if skip else self._update_digest(buffers, round_)
         norm_squared = 0.0
         if self._options.clip_norm is not None and not skip:
-            norm_squared = l2_norm(state.without_tied_copies(_update_of(update))) ** 2
+            norm_squared = l2_norm(state.without_tied_copies(update_of(update))) ** 2
         summary = StageSummary(
             digest,
             serialization.hyperparameter_digest(state.inner),
@@ -310,13 +321,14 @@ class Pipeline:
         return hashlib.blake2b(b"".join(parts), digest_size=32).digest()
 
     def _check_same_settings(self, plan: StepPlan, summaries: StageSummaryBuffer) -> None:
-        """After an abort: raise `ConfigError` if this worker's optimizer settings are the reason."""
+        """Raise `ConfigError` if the round was aborted because this worker's optimizer settings differ."""
         if not summaries.is_complete or not summaries.has_diverged_settings:
             return
         error = ConfigError(
             f"step {plan.step} cannot be committed: the optimizer settings of stage {self.stage} differ "
-            "here from those of most of its replicas",
-            remedy="change its settings on all workers alike, by pipe.step's loss, which all have",
+            "on this worker from those of most of its replicas",
+            remedy="change settings in the same way on all workers; pipe.step returns the same loss on all "
+            "of them",
         )
         self._session.close(error.reason)
         raise error
@@ -352,7 +364,7 @@ class Pipeline:
         return mine.summaries.loss
 
     def _update_micro_batches(self, plan: StepPlan, summaries: StageSummaryBuffer) -> None:
-        """The first steps show how many micro-batches are fastest."""
+        """Record the step's timings; when the number of micro-batches is chosen, log and report it."""
         figures = [summary.figures for summary in summaries.summaries]
         chosen = self._micro_batch_count.record_step(figures, self.held.layout_at(plan))
         if chosen is not None:
@@ -362,25 +374,27 @@ class Pipeline:
     # -- the same methods as `GridOptimizer`, for `Grid` ----------------------------------------------
 
     def describe_exchange(self) -> str:
-        """What all workers must have in common, for comparison and for people."""
+        """Return a description of the settings that must be equal on all workers, for comparison and for
+        users."""
         options = self._options
         stages = self.held.defined.describe()
         text = f"{options.exchange.describe()}, {stages}, {options.micro_batches or 'auto'} micro-batches"
         return f"{text}, {options.schedule_name}, {options.wire.value} activations, seed {options.seed}"
 
     def set_backwards_per_step(self, count: int) -> None:
-        """Raises `ConfigError` unless `count` is 1."""
+        """Raise `ConfigError` unless `count` is 1."""
         if count != 1:
             raise ConfigError(
-                f"accumulate={count} with a pipeline, which divides each batch by itself",
-                remedy="leave accumulate out, and give grid.pipeline(..., micro_batches=...)",
+                f"accumulate is {count}; it must be 1 for a pipeline, which divides each batch itself",
+                remedy="remove accumulate=, and use grid.pipeline(..., micro_batches=...)",
             )
 
     def begin_turn(self, calls_with_samples: int) -> None:
-        """There is nothing to prepare."""
+        """Do nothing: a pipeline needs no preparation."""
 
     def capture_turn_state(self) -> Callable[[], None]:
-        """Copy what the script changes between two steps; the function that is returned restores it."""
+        """Copy the settings that the script may change between steps; return a function that restores
+        them."""
         return self.held.capture_settings()
 
 
@@ -393,13 +407,9 @@ def _expected_payloads(stage: int, stages: int, micro_batches: int) -> ExpectedP
 
 
 def _exchange_alone(buffer: CollectiveBuffer, skip: bool) -> bool:
-    """Run the exchange of a stage with one replica; returns whether the step is skipped."""
+    """Run the exchange of a stage with one replica; return whether the step is skipped."""
     for effect in buffer.make_collective(0, 1, skip).start(0.0):
         if isinstance(effect, CollectiveComplete):
-            return effect.skip
+            return is_skipped(effect.flags)
         buffer.apply(effect)  # type: ignore[arg-type]
-    raise LocalProtocolError(f"an exchange among one is not complete: {type(buffer).__name__}")
-
-
-def _update_of(buffer: BucketBuffer) -> Any:
-    return buffer.update if hasattr(buffer, "update") else buffer.update_N
+    raise LocalProtocolError(f"the exchange of a single replica is not complete: {type(buffer).__name__}")

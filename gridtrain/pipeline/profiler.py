@@ -1,12 +1,12 @@
-"""Measures what each block of a model costs on this machine: seconds, bytes, and the size of its output.
+"""Measure the cost of each block of a model on this machine: seconds, bytes, and the size of its output.
 
     example (n samples) --block 0--> --block 1--> ...    each runs on n and on 2 n samples:
                           |
                           time(n) = overhead + n x per sample      two unknowns, two measurements
 
-One block at a time is in memory.  The best of several repeats counts, because other programs only ever make a
-run slower.  What autograd stores is counted without parameters and the block's input, which is the output of
-the block before and counted with it.
+Only one block is in memory at a time.  The time of a block is that of the fastest of several runs, because
+other programs can only slow a run down.  The bytes that autograd stores exclude parameters and the block's
+input, which is counted as the output of the previous block.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Profile:
     """The result of `profile`.
 
     Attributes:
-        layers: one for each block, at this machine's speed.
-        boundaries: `boundaries[i]` is the output of block i.
-        input_bytes: of the model's input, per sample.
-        samples: of the example.
-        device: on which it was measured.
+        layers: the costs of each block, at this machine's speed.
+        boundaries: the specs of the blocks' outputs; `boundaries[i]` describes the output of block i.
+        input_bytes: the size of the model's input, per sample.
+        samples: the number of samples in the example.
+        device: the device on which the blocks were measured.
     """
 
     layers: tuple[Layer, ...]
@@ -52,7 +52,8 @@ class Profile:
     device: str
 
     def toml(self) -> str:
-        """As a file for `gridtrain plan --layers`; numbers are seconds and bytes."""
+        """Return the profile as TOML, in seconds and bytes, for a file that `gridtrain plan --layers`
+        reads."""
         lines = [f"# measured on {self.device}, with {self.samples} samples", f"input = {self.input_bytes}"]
         for each in self.layers:
             lines += ["", "[[layer]]", f"name = {json.dumps(each.name)}"]
@@ -73,14 +74,16 @@ def profile(
     wire: WirePrecision = WirePrecision.EXACT,
     clock: Clock = time.perf_counter,
 ) -> Profile:
-    """Run each block alone, forward and backward, on the example and on twice as many samples.
+    """Measure forward and backward of each block separately, on the example and on twice as many samples.
 
     Args:
-        model: a `Blueprint`, of which one block at a time gets memory; or a chain of blocks with values,
+        model: a `Blueprint`, of which one block at a time gets memory, or a chain of blocks with values,
             which are not changed.
-        example: an input with at least one sample, samples first; of the size of a micro-batch.
-        device: None: CUDA if there is one.
-        wire: how activations are sent, which determines their bytes.
+        example: an input with at least one sample, samples first; it should have the size of a micro-batch.
+        device: the device to measure on; by default CUDA if it is available.
+        repeats: the number of runs of each block, of which the fastest is used.
+        wire: the precision in which activations are sent, which determines their bytes.
+        clock: a function that returns the time in seconds.
 
     Raises:
         ConfigError: the example has no samples, or a block's output cannot be sent.
@@ -114,7 +117,7 @@ def _samples(example: Any) -> int:
     if len(rows) != 1 or 0 in rows:
         raise ConfigError(
             f"the example's tensors have {sorted(rows) or 'no'} rows",
-            remedy="give an input whose tensors have one row for each sample, at least one",
+            remedy="pass an input whose tensors have one row per sample, and at least one row",
         )
     return rows.pop()
 
@@ -166,14 +169,15 @@ def _layer(name: str, block: nn.Module, runs: list[_BlockRun], samples: int, spe
 
 
 def _fit_line(samples: int, once_s: float, twice_s: float) -> tuple[float, float]:
-    """(per sample, overhead), both at least 0, that agree with the measurement at `samples`."""
+    """Return the seconds per sample and the overhead, both at least 0, that yield `once_s` for `samples`
+    samples."""
     overhead_s = min(max(0.0, 2 * once_s - twice_s), once_s)
     return (once_s - overhead_s) / samples, overhead_s
 
 
 @dataclass(slots=True)
 class _BlockRun:
-    """One block on one input: its output, the best times, and what autograd stored between them."""
+    """The measurements of one block on one input: its output, the best times, and its memory."""
 
     result: Any
     forward_s: float
@@ -205,7 +209,7 @@ def _time_block(block: nn.Module, inputs: Any, at: torch.device, clock: Clock, r
         run.backward_s = min(run.backward_s, now_s() - backward_began_s)
         run.forward_s = min(run.forward_s, forward_end_s - began_s)
     given = fresh()
-    # Parameters have gradients already, as from the second micro-batch on.
+    # By now parameters have gradients, as they do from the second micro-batch on.
     with TensorMemoryMeter() as meter:
         _backward(block(given))
     run.work_bytes = max(0, meter.peak_bytes - run.kept_bytes) + _nbytes(given)
@@ -220,7 +224,11 @@ def _backward(result: Any) -> None:
 
 
 def _fresh_inputs(block: nn.Module, inputs: Any) -> Callable[[], Any]:
-    """Inputs for each run: leaves or, if the block overwrites its input, copies, because leaves cannot be."""
+    """Return a function that creates the inputs of a run.
+
+    The inputs are leaves or, if the block overwrites its input, copies of leaves, because leaves cannot be
+    overwritten.
+    """
 
     def leaves() -> Any:
         return map_tree(inputs, _detached)
@@ -240,7 +248,7 @@ def _fresh_inputs(block: nn.Module, inputs: Any) -> Callable[[], Any]:
 
 
 def _measure_saved(block: nn.Module, given: Any) -> _BlockRun:
-    """One forward that records what autograd stores."""
+    """Run one forward and record how many bytes autograd stores."""
     saved: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:

@@ -1,25 +1,23 @@
-"""Seeds of the random numbers that a layer draws for a micro-batch.
+"""Derive the seeds of the random numbers that a layer draws for a micro-batch.
 
-They depend on the run's seed, the step, the replica, the micro-batch and the layer's number in the whole
-model,
-not on the number of stages: dropout is the same for every partition, and when an activation is computed
-again.
+A seed depends on the run's seed, the step, the replica, the micro-batch and the layer's number in the whole
+model, but not on the number of stages.  Dropout is therefore the same for every partition, and the same when
+an activation is recomputed.
 
-torch's generators belong to the process, so one stage at a time draws from them; afterwards they are
-restored.
+torch's generators are shared by the whole process, so only one stage at a time draws from them, and no stage
+does while another worker of the process reads samples with seeds.  Their states are restored afterwards.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-_GENERATORS_LOCK = threading.RLock()
+from gridtrain.training.data import sampler
 
 
 def _hash_seed(*numbers: int) -> int:
@@ -28,12 +26,15 @@ def _hash_seed(*numbers: int) -> int:
 
 
 def derive_step_seed(seed: int, step: int, replica: int = 0) -> int:
-    """Of one step of one replica, for `StageExecutor.run`; 0 <= seed < 2**63.  The same in each attempt."""
+    """Return the seed of one replica's step for `StageExecutor.run`, which is the same in all attempts.
+
+    The seed is in 0 .. 2**63 - 1.
+    """
     return _hash_seed(seed, step, replica)
 
 
 def derive_layer_seed(step_seed: int, micro_batch: int, layer: int) -> int:
-    """The generators' seed for this layer; `layer` counts from the model's first."""
+    """Return the seed of the generators for a layer; `layer` is its number in the whole model."""
     return _hash_seed(step_seed, micro_batch, layer)
 
 
@@ -48,7 +49,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
 @contextmanager
 def borrowed_generators(device: torch.device) -> Iterator[None]:
     """Hold the lock of the process's generators, and restore their states afterwards."""
-    with _GENERATORS_LOCK:
+    with sampler.GENERATORS_LOCK:
         host = torch.get_rng_state()
         there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         try:

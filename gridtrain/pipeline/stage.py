@@ -1,4 +1,4 @@
-"""One stage of a model: forward and backward of micro-batches.
+"""Compute one stage of a model: forward and backward of micro-batches.
 
     begin --> forward(m), backward(m) in the order of the schedule --> finish --> commit
                  |                |                                       |          |
@@ -6,9 +6,8 @@
          (not the inside)   the same random numbers, then      the mini-batch's      of batch norm change
                             the backward
 
-The loss of n samples in a mini-batch of N has the weight n / N, so gradients and loss are the mini-batch's
-mean, however it is divided.  `abort` and the next `begin` restore the gradients; nothing else has changed
-then.
+The loss of n samples in a mini-batch of N has the weight n / N, so gradients and loss are means over the
+mini-batch, however it is divided.  `abort` and the next `begin` restore the gradients and the buffers.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class TiedParameter:
-    """A parameter of which several stages hold a copy.
+    """A parameter of which several stages hold copies.
 
     Attributes:
-        index: number among the model's tied parameters, equal on all stages.
-        stages: the stages that hold it, ascending.
+        index: the number of this parameter among the model's tied parameters, equal on all stages.
+        stages: the stages that hold a copy, in ascending order.
         parameter: this stage's copy.
     """
 
@@ -45,13 +44,14 @@ class TiedParameter:
 
     @property
     def spec(self) -> TensorTreeSpec:
-        """Of the parameter and of its gradient, always exact."""
+        """The spec of the parameter and of its gradient, always exact."""
         return TensorTreeSpec(Leaf(self.parameter.dtype, tuple(self.parameter.shape)))
 
 
 @dataclass(slots=True)
 class _MicroBatchState:
-    """A micro-batch between its forward and its backward; `result` None: to be computed again."""
+    """A micro-batch between its forward and its backward; `result` is None if the forward has to be
+    repeated."""
 
     received: Any
     result: Any
@@ -59,22 +59,24 @@ class _MicroBatchState:
 
 
 class Stage:
-    """Consecutive layers of a model, each called with what the one before returned (as in `nn.Sequential`).
+    """Consecutive layers of a model, each called with the result of the previous one, as in `nn.Sequential`.
 
     Args:
-        layers: in order, on one device.
-        input: what the previous stage sends; None for the first stage.
-        output: what is sent to the next stage; None for the last stage.
-        loss: of the last stage: (output, targets) to the mean over the samples, a scalar.
-        first_layer: number of the model's layers in previous stages.
-        tied: parameters that other stages hold, too.
-        rematerialise: store only inputs, and compute the forward again before the backward (GPipe, section
-        2.3).
-        deterministic: no layer draws random numbers; then the generators are not touched.
-        device: of what is received; by default that of the first parameter, else the CPU.
+        layers: the layers in order, on one device.
+        input: the spec of the values received from the previous stage; None for the first stage.
+        output: the spec of the values that are sent to the next stage; None for the last stage.
+        loss: a function of (output, targets) that returns the mean over the samples as a scalar tensor; only
+            for the last stage.
+        first_layer: the number of the model's layers in previous stages.
+        tied: the parameters of which other stages hold copies, too.
+        rematerialise: whether to store only inputs and compute the forward again before the backward (GPipe,
+            section 2.3).
+        deterministic: whether no layer draws random numbers, so that the generators need not be seeded.
+        device: the device for received values; by default the device of the first parameter, or the CPU if
+            there is no parameter.
 
     Raises:
-        ConfigError: the last stage has no loss, or another stage has one.
+        ConfigError: the last stage has no loss, or another stage has a loss.
     """
 
     def __init__(
@@ -92,8 +94,8 @@ class Stage:
     ) -> None:
         if (loss is None) is (output is None):
             raise ConfigError(
-                "a stage has either a loss, if it is the last one, or an output for the next one",
-                remedy="give Stage exactly one of loss= and output=",
+                "a stage needs either a loss, if it is the last stage, or an output for the next stage",
+                remedy="pass exactly one of loss= and output= to Stage",
             )
         self.layers, self.input, self.output = list(layers), input, output
         self.tied = tuple(sorted(tied, key=lambda one: one.index))
@@ -115,7 +117,7 @@ class Stage:
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches between their forward and their backward."""
+        """The number of micro-batches between their forward and their backward."""
         return len(self._kept)
 
     def begin(
@@ -127,17 +129,18 @@ class Stage:
         targets: Any = None,
         loss_scale: float = 1.0,
     ) -> None:
-        """Start a mini-batch of sum(sizes) samples; an unfinished one is dropped.
+        """Start a mini-batch of sum(sizes) samples; an unfinished mini-batch is dropped.
 
         Args:
-            seed: of this step and replica (`random_seeds.derive_step_seed`).
-            sizes: samples of each micro-batch, all at least 1.
-            inputs: of the whole mini-batch; only the first stage uses them.
-            targets: of the whole mini-batch; only the last stage uses them.
-            loss_scale: of a GradScaler, on the last stage: gradients are multiplied by it, `loss` is not.
+            seed: the seed of this step and replica (`random_seeds.derive_step_seed`).
+            sizes: the number of samples in each micro-batch, all at least 1.
+            inputs: the inputs of the whole mini-batch; only the first stage uses them.
+            targets: the targets of the whole mini-batch; only the last stage uses them.
+            loss_scale: the scale of a GradScaler.  On the last stage it multiplies the gradients, but not
+                `loss`.
 
         Raises:
-            ConfigError: inputs or targets have another number of samples.
+            ConfigError: inputs or targets do not have sum(sizes) samples.
         """
         self.abort()
         self._sizes, self._scale = tuple(sizes), loss_scale
@@ -158,26 +161,27 @@ class Stage:
         return map_tree(tree, lambda value: value.to(self.device) if isinstance(value, Tensor) else value)
 
     def forward(self, m: int, received: Any = None, *, backward_follows: bool = False) -> Any:
-        """Forward of micro-batch m; returns what is sent to the next stage, None on the last one.
+        """Run the forward of micro-batch m; return its output for the next stage, or None on the last stage.
 
         Args:
-            m: ascending from call to call.
-            received: from the previous stage, as `input` describes it.
-            backward_follows: m's backward is the next call, so that nothing needs to be computed again.
+            m: the number of the micro-batch, which must increase from call to call.
+            received: the values from the previous stage, which must match `input`.
+            backward_follows: whether the next call is m's backward, so that the forward need not be
+                recomputed.
 
         Raises:
-            ConfigError: the output is not as agreed, or a layer overwrote an input that has no gradient.
+            ConfigError: the output does not match its spec, or a layer overwrote an input without gradient.
         """
         if m in self._kept:
-            raise LocalProtocolError(f"micro-batch {m} has had its forward already")
+            raise LocalProtocolError(f"the forward of micro-batch {m} was called twice")
         received = self._inputs[m] if self.input is None else self._leaves(received, m)
         again, versions = self._rematerialise and not backward_follows, _tensor_versions(received)
         with torch.no_grad() if again else nullcontext():
             result = self._compute(m, received, first_time=True)
         if _tensor_versions(received) != versions:
             raise ConfigError(
-                "a layer at the start of this stage overwrote its input, which is needed once more",
-                remedy="inplace=False for this layer",
+                "a layer at the start of this stage overwrote its input, which is still needed",
+                remedy="use inplace=False in this layer",
             )
         self._kept[m] = _MicroBatchState(received, None if again else result)
         if self.output is None:
@@ -186,7 +190,7 @@ class Stage:
         return self.output.map_leaves(result, lambda leaf, value: _without_subclass(value))
 
     def forward_fails(self, m: int, received: Any) -> bool:
-        """Whether the forward of micro-batch m raises an exception with these values; changes nothing."""
+        """Whether the forward of micro-batch m raises an exception with these values.  Changes no state."""
         try:
             with torch.no_grad():
                 self._compute(m, received, first_time=False)
@@ -195,8 +199,10 @@ class Stage:
         return False
 
     def substitute_forward(self, m: int, received: Any) -> Any:
-        """Replaces a forward that fails because `received` is not finite: everything that is computed from it
-        is NaN, here and in other stages, and the step is skipped."""
+        """Replace a forward that fails because `received` is not finite; return an output of NaN.
+
+        All values computed from this output are NaN, also in later stages, so the step is skipped.
+        """
         self._kept[m] = _MicroBatchState(self._leaves(received, m), None, has_overflowed=True)
         if self.output is not None:
             return self.output.nan_tree(self._sizes[m], self.device)
@@ -204,7 +210,7 @@ class Stage:
         return None
 
     def _leaves(self, received: Any, m: int) -> Any:
-        """What was received, as the leaves of this stage's graph."""
+        """Check the received values, and return them as leaves of this stage's graph."""
         assert self.input is not None
 
         def leaf_of(leaf: Leaf, value: Any) -> Any:
@@ -214,7 +220,7 @@ class Stage:
         return self.input.map_leaves(received, leaf_of)
 
     def _compute(self, m: int, x: Any, *, first_time: bool) -> Any:
-        """Run the layers; on the last stage the loss, weighted by the micro-batch's samples."""
+        """Run the layers; return the output or, on the last stage, the loss weighted by the samples."""
         if self.input is not None:  # copies of leaves: a first layer may overwrite them (ReLU(inplace=True))
             x = self.input.map_leaves(x, lambda leaf, value: value.clone() if leaf.has_gradient else value)
         again = nullcontext() if first_time else self._buffers.restore_during(m)
@@ -233,8 +239,9 @@ class Stage:
             )  # a loss may overwrite its targets
         if not isinstance(loss, Tensor) or loss.dim() > 0:
             raise ConfigError(
-                f"the loss is {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}",
-                remedy="it must be a tensor without dimensions: the mean over the samples",
+                f"the loss is {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}, "
+                "not a scalar",
+                remedy="return the mean over the samples, as a tensor without dimensions",
             )
         if (
             torch.is_grad_enabled()
@@ -243,7 +250,7 @@ class Stage:
         ):
             raise ConfigError(
                 "the loss has no gradient, so nothing would be trained",
-                remedy="compute it from the output with torch functions alone: no .item(), .detach(), numpy",
+                remedy="compute it from the output with torch functions only: no .item(), .detach() or numpy",
             )
         return loss * self._weights[m]
 
@@ -260,11 +267,12 @@ class Stage:
             ) from error
 
     def _generator_scope(self) -> AbstractContextManager[None]:
-        """Around layers that may draw random numbers: one stage of a process at a time."""
+        """Return the context manager for layers that draw random numbers; one stage of a process can hold
+        it."""
         return nullcontext() if self._deterministic else random_seeds.borrowed_generators(self.device)
 
     def _layer_seeds(self, seed: int, m: int) -> list[int]:
-        """The seeds of each layer and of the loss for micro-batch m."""
+        """Return the seeds of each layer and of the loss for micro-batch m."""
         count = len(self.layers) + (self._loss is not None)
         return [random_seeds.derive_layer_seed(seed, m, self._first_layer + i) for i in range(count)]
 
@@ -273,14 +281,15 @@ class Stage:
             random_seeds.seed_generators(self._seeds[m][i], self.device)
 
     def backward(self, m: int, gradients: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
-        """Add micro-batch m's part to `parameter.grad`.
+        """Run the backward of micro-batch m, and add its gradients to `parameter.grad`.
 
         Args:
-            m: after its forward; ascending from call to call.
-            gradients: one for each leaf of `output` that has a gradient; none on the last stage.
+            m: the number of the micro-batch, whose forward must have run; it must increase from call to call.
+            gradients: the gradient of each leaf of `output` that has a gradient; None on the last stage.
 
         Returns:
-            One for each leaf of `input` that has a gradient, zeros if the output does not depend on it.
+            The gradient of each leaf of `input` that has a gradient; zeros if the output does not depend on
+            the leaf.
         """
         if m not in self._kept:
             raise LocalProtocolError(f"the backward of micro-batch {m} was called before its forward")
@@ -306,13 +315,14 @@ class Stage:
         return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)
 
     def tied_gradient(self, tied: TiedParameter) -> Tensor:
-        """This stage's part of the gradient; zeros if there is none."""
+        """Return this stage's part of the tied parameter's gradient, or zeros if the stage has computed
+        none."""
         gradient = tied.parameter.grad
         return torch.zeros_like(tied.parameter) if gradient is None else gradient
 
     @torch.no_grad()
     def sum_tied(self, tied: TiedParameter, parts: Mapping[int, Tensor]) -> None:
-        """Set `parameter.grad` to the sum of all stages' parts, added in the same order everywhere."""
+        """Set `parameter.grad` to the sum of all stages' parts, added in the same order on all stages."""
         total = parts[tied.stages[0]]
         for stage in tied.stages[1:]:
             total = total + parts[stage]
@@ -320,15 +330,14 @@ class Stage:
 
     @torch.no_grad()
     def replace_tied(self, tied: TiedParameter, value: Tensor) -> None:
-        """Load another stage's copy."""
+        """Load another stage's copy of a tied parameter."""
         tied.parameter.copy_(value)
 
     def finish(self) -> None:
-        """All micro-batches are done: add the gradients that were there before, and set `loss` to the
-        mean."""
+        """End the mini-batch: add the gradients that existed before it, and set `loss` to the mean."""
         if self._kept or self._gradients_before is None:
             raise LocalProtocolError(
-                f"a mini-batch ends with {len(self._kept)} micro-batches without backward"
+                f"a mini-batch ended with {len(self._kept)} micro-batches without backward"
             )
         for parameter, before in zip(self.parameters, self._gradients_before, strict=True):
             if before is not None:
@@ -339,13 +348,14 @@ class Stage:
         self._clear_mini_batch()
 
     def commit(self) -> None:
-        """The step is committed: update the running statistics of batch norm by one mini-batch."""
+        """Commit the step: update the running statistics of batch norm with its mini-batch, and keep the
+        buffers."""
         self._statistics.commit()
         self._buffers.commit()
 
     def abort(self) -> None:
-        """Drop a mini-batch that is not committed: restore the buffers and, if it is not finished, the
-        gradients."""
+        """Drop a mini-batch that is not committed: restore the buffers and, if the mini-batch is unfinished,
+        the gradients."""
         if self._gradients_before is not None:
             for parameter, before in zip(self.parameters, self._gradients_before, strict=True):
                 parameter.grad = before
@@ -364,7 +374,7 @@ def _without_subclass(value: Any) -> Any:
 
 
 def _tensor_versions(tree: Any) -> list[int]:
-    """How often each tensor of a tree has been written to."""
+    """Return how often each tensor of a tree has been written to."""
     found: list[int] = []
     map_tree(tree, lambda value: found.append(value._version) if isinstance(value, Tensor) else None)
     return found

@@ -1,9 +1,9 @@
-"""The link between the stages of one pipeline, over the round that is open in the group.
+"""Link the stages of one pipeline over the open round of the group.
 
     StageExecutor: send --> ActivationSender        collectives of the open round, one for each payload;
-                 receive <-- ActivationReceiver     they end when the round ends, so nothing waits for ever
+                 receive <-- ActivationReceiver     they end with the round, so no wait is endless
 
-A payload that is `expected` is received before it is asked for; others wait in the core.
+An `expected` payload is received even before `receive` is called; the core stores other payloads until then.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from gridtrain.runtime.activation_buffers import ActivationReceiveBuffer, Activa
 from gridtrain.runtime.open_round import PipelineRound, RoundPart
 
 ExpectedPayloads = Iterable[tuple[int, Channel]]
-"""(sending stage, channel)."""
+"""Pairs (sending stage, channel)."""
 
 
 class RoundStageLink:
     """A `StageLink` for one attempt at one step.
 
     Args:
-        layout: of the generation.
-        rank: of this member.
-        limit_bytes: bound of one payload.
+        layout: the layout of the generation.
+        rank: the rank of this member.
+        limit_bytes: the largest size of a payload.
     """
 
     def __init__(self, layout: RankLayout, rank: int, limit_bytes: int) -> None:
@@ -37,7 +37,7 @@ class RoundStageLink:
         self._round: PipelineRound | None = None
 
     def round_parts(self, expected: ExpectedPayloads) -> dict[Channel, RoundPart]:
-        """The parts with which the round is opened: payloads that will arrive."""
+        """Return the round parts that receive the expected payloads; the round has to be opened with them."""
         return dict(self._take_payload(stage, channel) for stage, channel in expected)
 
     def set_round(self, round_: PipelineRound) -> None:
@@ -62,8 +62,7 @@ class RoundStageLink:
         self._open_round.fail(reason)
 
     def fail_attempt(self, broken: LineBroken) -> None:
-        """This attempt ends: nothing waits for this stage, and a stage that sent an unfit payload is
-        reported."""
+        """End this attempt on all stages, and report the stage that sent an invalid payload, if any."""
         if broken.peer is not None:
             self._open_round.report_peer(self._layout.rank_of(broken.peer, self._replica), broken.reason)
         self.abort(broken.reason)
@@ -85,5 +84,6 @@ class RoundStageLink:
 
     def _broken_error(self) -> LineBroken:
         return LineBroken(
-            self._open_round.failure_reason or "the round is lost: a member is gone, or could not go on"
+            self._open_round.failure_reason
+            or "the round is lost, because a member left or could not continue"
         )

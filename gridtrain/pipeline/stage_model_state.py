@@ -1,9 +1,11 @@
-"""What happens to a stage between two steps: checkpoints, pauses, leaving, export (see `ModelState`).
+"""Handle the checkpoints, pauses, departure and export of a stage between two steps (see `ModelState`).
 
-a replica of the stage is there    the residual's largest entries are sent to it; the rest is saved
-no other worker has the stage      the stage is saved as it is now: the others wait with the same step in
-                                   memory, and go on from it when this worker is back
-it comes back                      the rest of the residual is added, if no step was committed since
+When this worker leaves or pauses:
+
+the stage has another replica      the residual's largest entries are sent to it; the rest is saved
+no other worker has the stage      the current state is saved; the others wait with the same step in memory,
+                                   and continue from it when this worker returns
+this worker returns                the rest of the residual is added, if no step was committed since
 """
 
 from __future__ import annotations
@@ -38,12 +40,12 @@ log = logging.getLogger("gridtrain")
 
 
 class StageModelState(ModelState):
-    """The stage of a model that this worker holds; other workers hold the others.
+    """The state of the model's stage that this worker holds; other workers hold the other stages.
 
     Args:
-        profile: of the model's layers, by which the coordinator partitions it again.
-        memory_bytes: that training may fill here; 0: unknown.
-        measure_flops: this device's float32 operations per second.
+        profile: the costs of the model's layers, with which the coordinator partitions the model again.
+        memory_bytes: the memory that training may use on this worker; 0 if unknown.
+        measure_flops: a function that measures this device's float32 operations per second.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class StageModelState(ModelState):
         session.tasks.attach_state(
             held.capture_state, self._restore_state, largest_state_bytes(held.defined.whole)
         )
-        session.tasks.attach_residual(0, self._add_residual)  # `HeldStage` tells its length
+        session.tasks.attach_residual(0, self._add_residual)  # `HeldStage` reports its length
 
     def join(self, facts: Facts, spec: LedgerSpec, sizes: BatchSizes) -> None:
         held, defined, options = self._held, self._held.defined, self._held.options
@@ -79,6 +81,7 @@ class StageModelState(ModelState):
             report=self._session.tasks.report_checkpoints,
             load_state=held.load_checkpoints,
             pack_state=lambda info: held.pack_replaced(info, self._facts),
+            report_figures=self._session.report_figures,
         )
         self._store.claim()
         self._session.tasks.attach_stage_checkpoints(self._store)
@@ -121,10 +124,10 @@ class StageModelState(ModelState):
 
     @property
     def _checkpoints(self) -> StageCheckpointStore:
-        assert self._store is not None, "join opens it"
+        assert self._store is not None, "`join` opens the store"
         return self._store
 
-    def _load_state(self, blobs: Sequence[bytes]) -> None:
+    def _load_state(self, blobs: Sequence[bytes | memoryview]) -> None:
         self._held.restore_state(blobs)
 
     def _write_due_checkpoint(self, snapshot: WorkerSnapshot) -> None:
@@ -136,13 +139,13 @@ class StageModelState(ModelState):
             self._checkpoints.write(layers, content)
 
     def _keep_for_pause(self) -> CheckpointInfo | None:
-        """Nothing of the stage stays in memory."""
+        """Save the stage unless a replica has it, and release its memory."""
         self._keep_for_others()
         self._held.release()
         return None
 
     def _keep_for_others(self) -> None:
-        """Save the stage, unless a replica has it."""
+        """Save the stage unless a replica has it."""
         snapshot = self._session.snapshot
         layers, stage = self._held.layers, self._held.stage
         if layers is None or snapshot.applied < 0 or not snapshot.is_synced:
@@ -151,10 +154,10 @@ class StageModelState(ModelState):
         if not is_alone and snapshot.phase is MemberPhase.RUNNING:
             return  # in any other phase its replicas may be gone, too
         if self._held.layers_at(snapshot) != layers:
-            return  # the group has gone on with other stages
+            return  # the group has continued with other stages
         if not self._has_checkpoints:
             log.warning(
-                "stage %d is held by this worker alone, which writes no checkpoints: its training is lost",
+                "stage %d is held by this worker only, which writes no checkpoints: its state is lost",
                 stage,
             )
             return
@@ -162,8 +165,8 @@ class StageModelState(ModelState):
         # Without the residual, which was sent or is saved apart.
         content = CheckpointContent(position_of(snapshot), self._facts, document, tensors, {})
         if self._checkpoints.write_now(layers, content):
-            why = "is held by this worker alone" if is_alone else "may be held by no other worker"
-            text = "stage %d %s: step %d is on this worker's disk, and the others wait until it is back"
+            why = "is held by this worker only" if is_alone else "may be held by no other worker"
+            text = "stage %d %s: step %d is on this worker's disk; the other workers wait for this worker"
             log.warning(text, stage, why, snapshot.applied + 1)
 
     def _drop_from_checkpoint(self, step: int) -> None:
@@ -186,15 +189,15 @@ class StageModelState(ModelState):
         if left.layers != self._held.layers_at(snapshot):
             return False
         residual = self._held.at(snapshot).residual  # builds the stage, if it is not in memory yet
-        residual.clear()  # that of a checkpoint of the same step: `left` is what remains of it
+        residual.clear()  # it came from a checkpoint of the same step; `left` is what remains of it
         return residual.add(entries, snapshot.world_size)
 
 
 def stage_neighbours(defined: ModelStages, neighbours: NeighboursOf) -> Callable[..., frozenset[int]]:
-    """The ranks that a rank is connected to, by rank, world size and the bounds of the stages.
+    """Return a function of (rank, world size, bounds of the stages) that returns the ranks to connect to.
 
     Args:
-        neighbours: in the exchange among the replicas of a stage.
+        neighbours: a function that returns the neighbours of a rank in the exchange among a stage's replicas.
     """
 
     def ranks(rank: int, world_size: int, stage_bounds: tuple[int, ...] = ()) -> frozenset[int]:

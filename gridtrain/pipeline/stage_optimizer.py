@@ -1,6 +1,6 @@
-"""The optimizer of a model in stages: one object for schedulers, whichever stage this worker holds.
+"""Give schedulers one optimizer object for a model in stages, whichever stage this worker holds.
 
-scheduler --> pipe.optimizer --.-- before the group has formed: of the whole model, on the meta device
+scheduler --> pipe.optimizer --.-- before the group has formed: the whole model's, on the meta device
               (one object)     |-- stage 2's, as it was built
                                '-- stage 0's, with the settings that stage 2's had, until a replica's
                                    or a checkpoint's state of stage 0 replaces them
@@ -22,9 +22,9 @@ _SCHEDULER_KEY = "initial_lr"  # every scheduler of torch.optim sets it in each 
 
 
 class StageOptimizer(WrappingOptimizer):
-    """Shows the groups and the state of the stage that this worker holds.
+    """An optimizer with the parameter groups and the state of the stage that this worker holds.
 
-    Learning rate schedulers are made with it once, before or in the loop, and stepped after `pipe.step`.
+    Create learning rate schedulers with it once, before or in the loop, and step them after `pipe.step`.
     """
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
@@ -33,10 +33,10 @@ class StageOptimizer(WrappingOptimizer):
         self._initial_settings, self._changed = self.settings(), False
 
     def set_inner(self, inner: torch.optim.Optimizer) -> None:
-        """Show another stage's optimizer, with the present settings if they were changed since it was made.
+        """Switch to another stage's optimizer; apply the current settings to it if they were changed.
 
         Raises:
-            ConfigError: settings were changed, and the number of groups differs.
+            ConfigError: settings were changed, and the two optimizers have different numbers of groups.
         """
         now, others = self.inner.param_groups, inner.param_groups
         self._changed |= not all(map(_is_equal, self.settings(), self._initial_settings))
@@ -44,9 +44,9 @@ class StageOptimizer(WrappingOptimizer):
             scheduled = any(_SCHEDULER_KEY in group for group in now)
             who = "a scheduler was made for" if scheduled else "the script has set"
             raise ConfigError(
-                f"{who} {len(now)} groups of parameters; the stage that this worker holds now has "
+                f"{who} {len(now)} parameter groups, but the stage that this worker now holds has "
                 f"{len(others)}",
-                remedy="make the same groups for every stage, even if they are empty there",
+                remedy="create the same groups for every stage, even if some of them are empty",
             )
         settings, self.inner = self.settings(), inner
         self._initial_settings = self.settings()
@@ -54,37 +54,37 @@ class StageOptimizer(WrappingOptimizer):
             self.load_settings(settings)
 
     def settings(self) -> Settings:
-        """A copy of all groups' settings."""
+        """Return a copy of the settings of all groups."""
         return [
             {name: _own(value) for name, value in group.items() if name not in _EXCLUDED_SETTINGS}
             for group in self.inner.param_groups
         ]
 
     def load_settings(self, settings: Settings) -> None:
-        """Load what `settings` returned."""
+        """Load the result of `settings`."""
         _load(self.inner.param_groups, settings)
 
     def apply(self) -> None:
-        """Step with the gradients of the parameters, which are the group's update."""
+        """Take a step with the parameters' gradients, which must contain the group's update."""
         self._applying = True
         try:
-            self.step()  # calls what a scheduler has wrapped around it
+            self.step()  # a scheduler may have replaced it by a wrapper
         finally:
             self._applying = False
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Only for `apply`."""
+        """Take a step; only `apply` may call it."""
         if not self._applying:
             raise ConfigError(
-                "pipe.optimizer.step() was called; pipe.step(...) does that, with the whole group's update",
-                remedy="leave it out; a scheduler's step comes after pipe.step(...)",
+                "pipe.optimizer.step() was called, but pipe.step(...) already applies the group's update",
+                remedy="remove the call; call a scheduler's step after pipe.step(...)",
             )
         self.inner.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ConfigError(
-            "a parameter group was added to pipe.optimizer, whose parameters are a stage's",
-            remedy="add all groups where the optimizer is made: grid.pipeline(model, make, ...)",
+            "a parameter group was added to pipe.optimizer, which has the parameters of one stage only",
+            remedy="add all groups in the function that makes the optimizer: grid.pipeline(model, make, ...)",
         )
 
 

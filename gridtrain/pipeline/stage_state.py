@@ -1,4 +1,4 @@
-"""A stage in memory: its module and what trains it.
+"""Keep a stage in memory: its module and the objects that train it.
 
 ModelStages.build --> module --> optimizer, flat gradient, exchange      when this worker's rank is known
                         +------> Stage, StageExecutor                    when a batch shows the input's shape
@@ -36,14 +36,14 @@ from gridtrain.training.exchangers import make_exchanger
 from gridtrain.training.worker_residual import WorkerResidual
 
 MOST_AHEAD = 1e6
-"""Upper bound of `ahead` in the messages to the coordinator."""
+"""The upper bound of `ahead` in messages to the coordinator."""
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineOptions:
-    """Options that all workers of the run have in common; see `Grid.pipeline`."""
+    """The options of a pipeline, equal on all workers of the run; see `Grid.pipeline`."""
 
     stages: int
     micro_batches: int | None  # None: measured in the first steps
@@ -67,76 +67,81 @@ class PipelineOptions:
         check_stages(self.stages)
         if not callable(self.loss):
             raise ConfigError(
-                f"loss_fn is {self.loss!r}",
-                remedy="a function of the last layer's output and the targets, such as "
+                f"loss_fn is {self.loss!r}, which is not callable",
+                remedy="pass a function of the last layer's output and the targets, such as "
                 "torch.nn.functional.cross_entropy",
             )
         if isinstance(self.loss, nn.Module) and any(p.requires_grad for p in self.loss.parameters()):
             raise ConfigError(
                 f"loss_fn is a {type(self.loss).__name__} with parameters, which no stage's optimizer would "
                 "update",
-                remedy="move them to the model's last block, and keep the rest as loss_fn",
+                remedy="move the parameters to the model's last block, and keep the rest as loss_fn",
             )
         if not isinstance(self.exchange, Exchange):
             raise ConfigError(
-                f"exchange is {self.exchange!r}; the replicas of a stage exchange gradients in each step",
+                f"exchange is {self.exchange!r}, which the replicas of a stage cannot use",
                 remedy="use Dense(), TopK(...) or GTopK(...)",
             )
         if self.micro_batches is not None:
             check_in_flight(self.schedule(self.stages, self.micro_batches))
         if not -(2**63) <= self.seed < 2**63:
-            raise ConfigError(f"seed is {self.seed}", remedy="give a whole number of at most 63 bits")
+            raise ConfigError(
+                f"seed is {self.seed}; it must be from -2**63 to 2**63 - 1",
+                remedy="use a seed between these bounds",
+            )
 
 
 def check_stages(stages: int) -> None:
-    """Raise `ConfigError` unless `stages` is a number of stages that a run can have."""
+    """Raise `ConfigError` unless `stages` is a valid number of stages."""
     whole = isinstance(stages, int) and not isinstance(stages, bool)
     if not whole or not 2 <= stages <= MAX_STAGES:
         raise ConfigError(
-            f"stages is {stages!r}",
-            remedy=f"give a whole number from 2 to {MAX_STAGES}; for a whole model use grid.optimizer(...)",
+            f"stages is {stages!r}; it must be a whole number from 2 to {MAX_STAGES}",
+            remedy="use another number of stages, or grid.optimizer(...) for a model that is not partitioned",
         )
 
 
 def make_optimizer(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of these parameters.  Raises `ConfigError` if `make` does not return one."""
+    """Call `make` with these parameters; raise `ConfigError` if it does not return an optimizer."""
     found = make(list(parameters)) if callable(make) else make  # a list, to be iterated more than once
     if not callable(make) or not isinstance(found, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer is {'a function that returned ' if callable(make) else ''}a {type(found).__name__}",
-            remedy="give a function that makes the optimizer of any stage: "
+            remedy="pass a function that makes the optimizer of any stage: "
             "lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",
         )
     return found
 
 
 def schedule_for(name: str, ahead: float) -> tuple[ScheduleFactory, str]:
-    """The schedule of this name and its description.  Raises `ConfigError`."""
+    """Return the schedule with this name and its description; raise `ConfigError` for an invalid argument."""
     if name == "fill-drain":
         return schedule.fill_drain, name
     if name != "1f1b" or not 0 <= ahead <= MOST_AHEAD:
         raise ConfigError(
-            f'schedule="{name}", ahead={ahead:g}',
-            remedy=f'use schedule="1f1b" with ahead from 0 to {MOST_AHEAD:g}, or "fill-drain", which is '
+            f'schedule="{name}" with ahead={ahead:g} is not a valid combination',
+            remedy=f'use schedule="1f1b" with ahead from 0 to {MOST_AHEAD:g}, or "fill-drain", which runs '
             "as far ahead as possible",
         )
     return partial(schedule.one_forward_one_backward, ahead=ahead), f"1F1B, {ahead:g} ahead"
 
 
 def parse_wire(name: str) -> WirePrecision:
-    """The precision in which activations are sent.  Raises `ConfigError`."""
+    """Return the wire precision with this name; raise `ConfigError` if the name is unknown."""
     try:
         return WirePrecision(name)
     except ValueError:
         known = ", ".join(f'"{wire.value}"' for wire in WirePrecision)
-        raise ConfigError(f'wire="{name}"', remedy=f"use one of {known}") from None
+        raise ConfigError(
+            f'wire is "{name}", which is not a known precision', remedy=f"use one of {known}"
+        ) from None
 
 
 class StageState:
     """One stage in memory, with its optimizer, flat gradient, exchanger and residual.
 
     Attributes:
-        has_stepped: an update was applied since the stage was built or restored.
+        has_stepped: whether an update was applied since the stage was built or restored.
     """
 
     def __init__(
@@ -155,14 +160,14 @@ class StageState:
         self.has_stepped = False
 
     def set_position(self, staging: ModelStages, stage: int) -> None:
-        """The same layers are a stage of another partition: other neighbours, other copies of tied
+        """Use the layers as stage `stage` of `staging`, with its neighbours and its copies of tied
         parameters."""
         if (stage, staging.cuts) != (self.stage, self._cuts):
             self.stage, self._cuts, self.executor = stage, staging.cuts, None
             self.tied = staging.blueprint.tied_in(stage, staging.cuts, self.module.blocks)
 
     def prepare_executor(self, staging: ModelStages, example: Any) -> StageExecutor:
-        """The executor, built when the first batch shows the input's shape."""
+        """Return the executor; build it from the first batch, which determines the shape of the input."""
         if self.executor is None:
             options = self._options
             start, stop = staging.block_range(self.stage)
@@ -187,7 +192,10 @@ class StageState:
     def without_tied_copies(
         self, update: npt.NDArray[np.float32] | SparseVector
     ) -> npt.NDArray[np.float32] | SparseVector:
-        """The update without copies of tied parameters, which count in the norm of their first stage only."""
+        """Return the update with zeros for tied parameters whose first stage is a different stage.
+
+        A tied parameter is included in the norm only by its first stage.
+        """
         copies = {id(t.parameter) for t in self.tied if t.stages[0] != self.stage}
         stops = list(accumulate(self.flat.sizes))
         for parameter, size, stop in zip(self.flat.parameters, self.flat.sizes, stops, strict=True):
@@ -201,22 +209,22 @@ class StageState:
         return update
 
     def micro_batch_sizes(self, samples: int, micro_batches: int) -> tuple[int, ...]:
-        """Samples of each micro-batch: fewer micro-batches if the model cannot train on so few samples."""
+        """Return the number of samples of each micro-batch, at least as many as the model needs to train."""
         return schedule.divide_samples(samples, min(micro_batches, max(1, samples // self._min_samples)))
 
     def kept_input_bytes(self, samples: int, micro_batches: int) -> int:
-        """Most bytes of inputs stored for micro-batches that wait for their backward pass."""
+        """Return the maximum bytes of the inputs stored for micro-batches that wait for their backward."""
         if self.executor is None or self.executor.stage.input is None:
             return 0
         order = self._options.schedule(len(self._cuts) - 1, micro_batches)
         return max(0, order.max_in_flight(self.stage) - 1) * self.executor.stage.input.payload_bytes(samples)
 
     def activation_meter(self) -> SavedTensorMeter:
-        """Counts the tensors that autograd stores."""
+        """Return a meter that counts the tensors that autograd stores."""
         return SavedTensorMeter((*self.module.parameters(), *self.module.buffers()))
 
     def max_payload_bytes(self, samples: int) -> int:
-        """Bound of a neighbour's payloads: twice the largest, for framing and rounding."""
+        """Return the upper bound for a neighbour's payload: twice the largest payload plus 64 KiB."""
         assert self.executor is not None
         specs = [s for s in (self.executor.stage.input, self.executor.stage.output) if s is not None]
         tied = [t.parameter.numel() * t.parameter.element_size() for t in self.executor.stage.tied]

@@ -1,7 +1,7 @@
-"""Counts the most bytes of tensors that a piece of work holds at one time, on any device.
+"""Measure the peak memory of tensors during a computation, on any device.
 
-It counts the storages that torch creates while it is entered, until each is freed.  Memory inside of kernels,
-and an allocator's reserve, are not counted.
+The meter counts the storages that torch creates within its context, until each is freed.  Memory inside
+kernels and the reserve of an allocator do not count.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from torch.utils._pytree import tree_leaves
 
 
 class TensorMemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what this thread creates: `peak_bytes` at one time, `live_bytes()` that still exist."""
+    """Counts the tensors that this thread creates.
+
+    Attributes:
+        live: weak references to the created storages, with their sizes.
+        peak_bytes: the maximum number of bytes that existed at one time.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,14 +1,14 @@
-"""Trees of tensors between stages, encoded as lists of byte buffers whose sizes are known beforehand.
+"""Encode trees of tensors between stages as lists of byte buffers whose sizes are known beforehand.
 
-Structure, shapes and dtypes are fixed before the first step, equal on both sides; what is received is checked
-against them, and nothing is inferred from a peer's bytes.
+Structure, shapes and dtypes are fixed before the first step and equal on both sides.  Received buffers are
+checked against the spec; nothing is inferred from a peer's bytes.
 
     {"x": float32 (n, 8), "pair": (int64 (4 n,), None), "alpha": 0.5}     n samples in this micro-batch
           |                          |                      |
     [ 32 n bytes,               32 n bytes,              8 bytes ]        None is part of the structure
 
-A tensor's first dimension is a fixed number of rows for each sample, or fixed; all other dimensions are
-fixed. Numbers (bool, int, float) are sent, too, without a gradient.
+A tensor's first dimension has a fixed number of rows per sample, or is fixed; all other dimensions are fixed.
+Numbers (bool, int, float) are also sent, but have no gradient.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One tensor or number.
+    """The description of one tensor or number in a tree.
 
     Attributes:
-        dtype: of the tensor; of a number bool, int64 or float64.
-        shape: without the rows that depend on the number of samples.
-        rows_per_sample: rows of the first dimension that belong to one sample; None: it is fixed.
-        has_gradient: whether a gradient of it is sent back.
-        wire: how it is sent; other than EXACT only for floating tensors.
-        number: bool, int or float if it is not a tensor.
+        dtype: the dtype of the tensor; for a number it is bool, int64 or float64.
+        shape: the shape, without the first dimension if it depends on the number of samples.
+        rows_per_sample: the number of rows in the first dimension per sample; None if that dimension is
+            fixed.
+        has_gradient: whether the gradient of the value is sent back.
+        wire: the precision in which the value is sent; always EXACT except for floating-point tensors.
+        number: the type of a number: bool, int or float; None for a tensor.
     """
 
     dtype: torch.dtype
@@ -78,7 +79,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """None or a string: part of the structure, never sent."""
+    """None or a string in a tree, which is part of the structure and never sent."""
 
     value: str | None
 
@@ -88,7 +89,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A tuple, named tuple, list or dict; `keys` are a dict's, in its order."""
+    """A tuple, named tuple, list or dict in a tree; `keys` are the keys of a dict, in its order."""
 
     container: type
     keys: tuple[Any, ...]
@@ -104,19 +105,19 @@ class Branch:
 Node = Leaf | Constant | Branch
 
 
-@dataclass(frozen=True)  # without slots: what follows from the root is found once
+@dataclass(frozen=True)  # without slots, because cached properties need a __dict__
 class TensorTreeSpec:
-    """What passes one boundary of a model, for any number of samples; equal on both sides."""
+    """Describes the tree that passes a boundary of a model, for any number of samples."""
 
     root: Node
 
     @classmethod
     def of(cls, tree: Any, samples: int, *, wire: WirePrecision = WirePrecision.EXACT) -> TensorTreeSpec:
-        """Of an example: a first dimension that is a multiple of `samples` counts samples, any other is
-        fixed.
+        """Return the spec of an example with `samples` samples.
 
-        Floating tensors have a gradient.  If a fixed first dimension happens to be a multiple of `samples`,
-        use `infer_boundary_specs`, which compares two numbers of samples.
+        A first dimension that is a multiple of `samples` is assumed to grow with the samples; any other is
+        fixed.  Floating-point tensors have a gradient.  If a fixed first dimension happens to be a multiple
+        of `samples`, use `infer_boundary_specs`, which compares two numbers of samples.
         """
         return cls(_describe_tree(tree, "", samples, wire))
 
@@ -124,12 +125,19 @@ class TensorTreeSpec:
     def between(
         cls, tree: Any, samples: int, other: Any, other_samples: int, *, wire: WirePrecision
     ) -> TensorTreeSpec:
-        """Of two examples with different numbers of samples; gradients if `requires_grad` is set."""
+        """Return the spec that describes two examples with different numbers of samples.
+
+        Tensors with `requires_grad` have a gradient.
+
+        Raises:
+            ConfigError: anything but the first dimensions of tensors depends on the number of samples.
+        """
         one = list(_iterate_leaves(_describe_tree(tree, "", samples, wire), tree, ""))
         two = list(_iterate_leaves(_describe_tree(other, "", other_samples, wire), other, ""))
         if [path for path, *_ in one] != [path for path, *_ in two]:
             raise ConfigError(
-                "the structure between two layers depends on the number of samples", remedy=_REMEDY
+                "the structure of the values between two layers depends on the number of samples",
+                remedy=_REMEDY,
             )
         leaves = iter(
             [
@@ -145,12 +153,12 @@ class TensorTreeSpec:
 
     @cached_property
     def single_leaf(self) -> Leaf | None:
-        """The leaf if it is the whole tree, as in most models, and a tensor; otherwise None."""
+        """The leaf if the whole tree is one tensor, as in most models; otherwise None."""
         return self.root if type(self.root) is Leaf and self.root.number is None else None
 
     @cached_property
     def is_flat_tuple(self) -> bool:
-        """Whether it is a tuple of tensors only, as gradients are."""
+        """Whether the tree is a tuple of tensors only, as gradients are."""
         root = self.root
         if type(root) is not Branch or root.container is not tuple:
             return False
@@ -158,7 +166,7 @@ class TensorTreeSpec:
 
     @cached_property
     def gradients(self) -> TensorTreeSpec:
-        """Of the gradients: a tuple, one tensor for each leaf that has a gradient."""
+        """The spec of the gradients: a tuple with one tensor for each leaf that has a gradient."""
         return TensorTreeSpec(
             Branch(tuple, (), tuple(replace(leaf, has_gradient=False) for leaf in self.gradient_leaves))
         )
@@ -169,7 +177,8 @@ class TensorTreeSpec:
 
     @property
     def digest(self) -> bytes:
-        """Of the text and of the leaves with a gradient, for comparison before the first step."""
+        """A digest of the spec's text and of the leaves with a gradient, for comparison before the first
+        step."""
         text = f"{self} {[leaf.has_gradient for leaf in self.leaves]}"
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
@@ -180,7 +189,8 @@ class TensorTreeSpec:
         return str(self.root)
 
     def values(self, tree: Any, samples: int) -> list[tuple[Leaf, Any]]:
-        """The leaves of a tree in order, checked; raises `ConfigError` if one is not as agreed."""
+        """Return the pairs (leaf, value) of a tree in order; raise `ConfigError` if a value does not match
+        its leaf."""
         if self.single_leaf is not None and isinstance(tree, Tensor):
             _check("", self.single_leaf, tree, samples)
             return [(self.single_leaf, tree)]
@@ -198,18 +208,18 @@ class TensorTreeSpec:
         return found
 
     def tensors(self, tree: Any, samples: int) -> list[Tensor]:
-        """The tensors with a gradient, in order."""
+        """Return the tensors of a tree that have a gradient, in order."""
         return [value for leaf, value in self.values(tree, samples) if leaf.has_gradient]
 
     def map_leaves(self, tree: Any, change: Callable[[Leaf, Any], Any]) -> Any:
-        """The same tree with `change(leaf, value)` in place of each tensor and number."""
+        """Return the same tree with `change(leaf, value)` in place of each tensor and number."""
         if self.single_leaf is not None and isinstance(tree, Tensor):
             return change(self.single_leaf, tree)
         values = iter([change(leaf, value) for _, leaf, value in _iterate_leaves(self.root, tree, "")])
         return _build_tree(self.root, values)
 
     def nan_tree(self, samples: int, device: torch.device) -> Any:
-        """A tree as agreed whose floats are NaN; everything else is 0."""
+        """Return a tree that matches this spec, with NaN for floats and 0 for all other values."""
 
         def value_of(leaf: Leaf) -> Any:
             if leaf.number is not None:
@@ -220,29 +230,29 @@ class TensorTreeSpec:
         return _build_tree(self.root, map(value_of, self.leaves))
 
     def encode(self, tree: Any, samples: int) -> list[memoryview]:
-        """One buffer for each leaf; its own memory, not a copy, if it is EXACT and on the host.
+        """Encode a tree as one buffer for each leaf; an EXACT tensor on the host is not copied.
 
         Raises:
-            ConfigError: the tree is not as agreed.
+            ConfigError: the tree does not match this spec.
         """
         return [_encode_leaf(leaf, value) for leaf, value in self.values(tree, samples)]
 
     def decode(self, buffers: Sequence[memoryview], samples: int, device: torch.device | None = None) -> Any:
-        """The tree, in memory of its own.
+        """Decode buffers into a tree that does not share their memory.
 
         Raises:
-            RemoteProtocolError: the number of buffers, a size or a value is not as agreed.
+            RemoteProtocolError: the number of buffers, a size or a value does not match this spec.
         """
         leaves = self.leaves
         if len(buffers) != len(leaves):
-            raise RemoteProtocolError(f"{len(buffers)} buffers where {len(leaves)} were agreed: {self}")
+            raise RemoteProtocolError(f"got {len(buffers)} buffers; expected {len(leaves)} for {self}")
         values = []
         for i, (leaf, buffer) in enumerate(zip(leaves, buffers, strict=True)):
             due_bytes = leaf.payload_bytes(samples)
             if memoryview(buffer).nbytes != due_bytes:
                 raise RemoteProtocolError(
-                    f"buffer {i} has {memoryview(buffer).nbytes} bytes where {due_bytes} were agreed: "
-                    f"{leaf} for n = {samples}"
+                    f"buffer {i} has {memoryview(buffer).nbytes} bytes; expected {due_bytes} for "
+                    f"{leaf} with n = {samples}"
                 )
             values.append(_decode_leaf(leaf, buffer, samples, device))
         if self.single_leaf is not None:
@@ -252,11 +262,11 @@ class TensorTreeSpec:
         return _build_tree(self.root, iter(values))
 
 
-_REMEDY = "partition the model elsewhere, or describe the boundary with TensorTreeSpec.of"
+_REMEDY = "cut the model between other layers, or describe the boundary with TensorTreeSpec.of"
 
 
 def split_batch(tree: Any, sizes: Sequence[int]) -> list[Any]:
-    """Divide a mini-batch along the first dimension; numbers, strings and None are in every part.
+    """Divide a mini-batch along the first dimension; copy numbers, strings and None into every part.
 
     Raises:
         ConfigError: a tensor does not have sum(sizes) rows.
@@ -268,8 +278,8 @@ def split_batch(tree: Any, sizes: Sequence[int]) -> list[Any]:
             return value
         if value.dim() == 0 or value.shape[0] != total:
             raise ConfigError(
-                f"a tensor of shape {tuple(value.shape)} in a mini-batch of {total} samples",
-                remedy="the first dimension of inputs and targets counts the samples",
+                f"a tensor has shape {tuple(value.shape)}, but the mini-batch has {total} samples",
+                remedy="pass inputs and targets whose first dimension is the number of samples",
             )
         return value[starts[i] : starts[i + 1]]
 
@@ -277,7 +287,7 @@ def split_batch(tree: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def map_tree(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """The same tree with `change(value)` in place of everything that is not a tuple, list or dict."""
+    """Return the same tree with `change(value)` in place of every value that is not a tuple, list or dict."""
     if isinstance(tree, dict):
         return {key: map_tree(value, change) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
@@ -304,7 +314,7 @@ def _describe_tree(tree: Any, path: str, samples: int, wire: WirePrecision) -> N
             inside = [_describe_tree(value, f"{path}[{i}]", samples, wire) for i, value in enumerate(tree)]
             return Branch(type(tree), (), tuple(inside))
     raise ConfigError(
-        f"{_path_text(path)} is a {type(tree).__name__}, which cannot pass from one stage to the next",
+        f"{_path_text(path)} is a {type(tree).__name__}, which cannot be sent from one stage to the next",
         remedy="use tensors, numbers, strings and None, in tuples, lists and dicts",
     )
 
@@ -322,14 +332,14 @@ def _describe_leaf(tensor: Tensor, samples: int, wire: WirePrecision) -> Leaf:
 
 
 def _unify_leaf(path: str, leaf: Leaf, one: Any, samples: int, two: Any, other_samples: int) -> Leaf:
-    """The leaf according to both examples."""
+    """Return the leaf that describes both examples; raise `ConfigError` if there is none."""
     if leaf.number is not None:
         return leaf
     leaf = replace(leaf, has_gradient=one.requires_grad)
     if one.dtype != two.dtype or one.dim() != two.dim() or one.shape[1:] != two.shape[1:]:
         raise ConfigError(
             f"{_path_text(path)} is {one.dtype} {tuple(one.shape)} for {samples} samples and {two.dtype} "
-            f"{tuple(two.shape)} for {other_samples}: only the first dimension may depend on them",
+            f"{tuple(two.shape)} for {other_samples}; only the first dimension may depend on the samples",
             remedy=_REMEDY,
         )
     if one.shape == two.shape:
@@ -337,7 +347,7 @@ def _unify_leaf(path: str, leaf: Leaf, one: Any, samples: int, two: Any, other_s
     if leaf.rows_per_sample is None or two.shape[0] != leaf.rows_per_sample * other_samples:
         raise ConfigError(
             f"{_path_text(path)} has {one.shape[0]} rows for {samples} samples and {two.shape[0]} for "
-            f"{other_samples}: not a fixed number for each sample",
+            f"{other_samples}; the number of rows per sample must be fixed",
             remedy=_REMEDY,
         )
     return leaf
@@ -361,7 +371,7 @@ def _leaves(node: Node) -> Iterator[Leaf]:
 
 
 def _iterate_leaves(node: Node, tree: Any, path: str) -> Iterator[tuple[str, Leaf, Any]]:
-    """(path, leaf, value) in order; raises `ConfigError` if the structure differs."""
+    """Yield the triples (path, leaf, value) in order; raise `ConfigError` if the structure differs."""
     match node:
         case Leaf():
             fits = type(tree) is node.number if node.number is not None else isinstance(tree, Tensor)
@@ -412,7 +422,7 @@ def _check(path: str, leaf: Leaf, tensor: Tensor, samples: int) -> None:
 def _structure_error(path: str, node: Node, seen: str) -> ConfigError:
     return ConfigError(
         f"between two stages {_path_text(path)} is {seen}, but {node} was agreed before the first step",
-        remedy="what passes a boundary must have the same structure, shapes and dtypes in every micro-batch",
+        remedy="return the same structure, shapes and dtypes from this layer in every micro-batch",
     )
 
 
@@ -430,7 +440,7 @@ def _encode_leaf(leaf: Leaf, value: Any) -> memoryview:
 
 def _decode_leaf(leaf: Leaf, buffer: memoryview, samples: int, device: torch.device | None) -> Any:
     if leaf.dtype == torch.bool and (most := int(np.frombuffer(buffer, np.uint8).max(initial=0))) > 1:
-        raise RemoteProtocolError(f"a byte {most} where 0 or 1 was agreed: {leaf}")
+        raise RemoteProtocolError(f"a boolean is encoded as {most}; it must be 0 or 1: {leaf}")
     if _is_plain(leaf, device) and len(buffer):
         tensor = torch.frombuffer(bytearray(buffer), dtype=leaf.dtype).view(leaf.shape_of(samples))
     else:
@@ -440,7 +450,8 @@ def _decode_leaf(leaf: Leaf, buffer: memoryview, samples: int, device: torch.dev
 
 
 def _is_plain(leaf: Leaf, device: torch.device | None) -> bool:
-    """Whether numpy reads it from the host's memory as it is, which takes two calls instead of six."""
+    """Return whether numpy can read the leaf directly from host memory, which takes two calls instead of
+    six."""
     return (
         leaf.wire is WirePrecision.EXACT and leaf.dtype in _CAST and (device is None or device.type == "cpu")
     )

@@ -1,12 +1,13 @@
-"""Checks a batch, the number of micro-batches, and values from another stage; finds out who is at fault.
+"""Check a batch, the number of micro-batches and the values from another stage; find the origin of a fault.
 
     pipe.step(inputs, targets) --> check_batch              the same samples in every tensor, on every stage
-    grid.pipeline(micro_batches=M) --> check_in_flight      what a neighbour must hold before it has begun
-    Stage.forward(received) raises --> find_fault_origin    whether it raises with other values, too
+    grid.pipeline(micro_batches=M) --> check_in_flight      messages that a neighbour stores before it begins
+    Stage.forward(received) raises --> find_fault_origin    whether it also raises with other values
 
-The script of this worker is at fault with a `ConfigError` before anything is sent, a stage that sent
-something with a `LineBroken` that names it.  An exception alone says nothing of the sender, because a bug of
-the script raises with any values.  So the layers are tried again with numbers that cannot be the cause.
+A fault in this worker's script raises a `ConfigError` before anything is sent; a fault of another stage
+raises a `LineBroken` that names the stage.  An exception in a layer does not prove that the sender is at
+fault, because a bug in the script causes exceptions with any values.  The layers are therefore run again with
+values that cannot cause an exception.
 """
 
 from __future__ import annotations
@@ -23,59 +24,63 @@ from gridtrain.core.stages.schedule import Schedule
 from gridtrain.errors import ConfigError, GridtrainError, LineBroken
 from gridtrain.pipeline.tensor_tree import Leaf, TensorTreeSpec, map_tree
 
-_REMEDY = "all workers must run the same model on the same data; drop that worker if it does"
+_REMEDY = "run the same model on the same data on all workers; if they do, remove the worker of that stage"
 
 
 def check_batch(name: str, tree: Any, samples: int) -> None:
-    """Check that every tensor of a tree has `samples` rows, and that everything else in it can be divided.
+    """Check that every tensor of a tree has `samples` rows, and that all other values can be divided.
 
     Raises:
-        ConfigError: it is not so.  Nothing was sent: `pipe.step` may be called again.
+        ConfigError: the batch fails the check.  Nothing was sent, so `pipe.step` may be called again.
     """
 
     def check(value: Any) -> None:
         if isinstance(value, Tensor):
             if value.dim() == 0 or value.shape[0] != samples:
                 raise ConfigError(
-                    f"{name} has a tensor of shape {tuple(value.shape)}; the batch of this step has "
-                    f"{samples} samples",
-                    remedy="give pipe.step the whole batch that grid.batches(...) yielded, samples in the "
-                    "first dimension",
+                    f"the {name} contain a tensor of shape {tuple(value.shape)}, but the batch of this "
+                    f"step has {samples} samples",
+                    remedy="pass pipe.step the whole batch that grid.batches(...) yielded, with the "
+                    "samples in the first dimension",
                 )
         elif not isinstance(value, bool | int | float | str | None):
             raise ConfigError(
-                f"{name} has a {type(value).__name__}, which cannot be divided into micro-batches",
-                remedy="use tensors, numbers, strings, None in tuples, lists, dicts: torch.as_tensor(...)",
+                f"the {name} contain a {type(value).__name__}, which cannot be divided into micro-batches",
+                remedy="use tensors (torch.as_tensor(...)), numbers, strings and None, in tuples, lists "
+                "and dicts",
             )
 
     map_tree(tree, check)
 
 
 def check_in_flight(schedule: Schedule, buffers: int = 1) -> None:
-    """Check the number of messages that a neighbour holds before it has begun.
+    """Check how many messages a stage may send to a neighbour that has not begun the step.
 
     Args:
-        buffers: of one payload; each is at least one message, and their table another one.
+        buffers: the number of buffers in a payload; each takes at least one message, and their table one
+            more.
 
     Raises:
-        ConfigError: a stage could send more than a neighbour holds, and would be dropped for it.
+        ConfigError: a stage could send more messages than a neighbour stores, and would therefore be
+            disconnected.
     """
-    most = MAX_EARLY_MESSAGES // 2 // (1 + buffers)  # half of them are for everything else
+    most = MAX_EARLY_MESSAGES // 2 // (1 + buffers)  # the other half is for all other messages
     kept = max((schedule.max_in_flight(stage) for stage in range(schedule.stages - 1)), default=0)
     if kept > most:
         raise ConfigError(
-            f"with {schedule.micro_batches} micro-batches and the schedule {schedule.name} {kept} of them "
-            f"are on their way at once; with {buffers} tensors each a worker holds {most} for a neighbour",
-            remedy=f'micro_batches={most} at most, or schedule="1f1b" with a small ahead',
+            f"with {schedule.micro_batches} micro-batches and the schedule {schedule.name}, {kept} of them "
+            f"are in flight at once; with {buffers} tensors each, a worker stores at most {most} for a "
+            "neighbour",
+            remedy=f'use at most micro_batches={most}, or schedule="1f1b" with a small ahead',
         )
 
 
 class FaultOrigin(Enum):
-    """Whether the values from the previous stage are the reason of an exception."""
+    """The origin of an exception: this worker, or the values from the previous stage."""
 
-    OWN = "the received values are not the reason"
+    OWN = "the received values are not the cause"
     NOT_FINITE = "floats that are not finite were received; the step may have overflowed"
-    SENDER = "integers were received that no sample of this step's batch has"
+    SENDER = "integers were received that do not occur in this step's batch"
 
 
 def find_fault_origin(
@@ -86,17 +91,21 @@ def find_fault_origin(
     own: Any,
     fails: Callable[[Any], bool],
 ) -> tuple[FaultOrigin, str]:
-    """Who is at fault for an exception of a layer or the loss, and which of the values caused it.
+    """Find the origin of an exception in a layer or the loss, and describe the values that caused it.
 
     Args:
-        agreed: describes `received`; None: this is the first stage.
+        error: the exception.
+        agreed: the spec of `received`; None on the first stage.
+        received: the values from the previous stage.
+        samples: the number of samples in the micro-batch.
         own: this worker's copy of the same micro-batch's inputs.
-        fails: whether computing with other values instead of `received` raises an exception, too.
+        fails: a function that returns whether the computation also raises an exception with other values
+            instead of `received`.
     """
     if agreed is None or not isinstance(error, LookupError | ValueError | ArithmeticError | RuntimeError):
         return FaultOrigin.OWN, ""
     no_value = isinstance(error, GridtrainError | NotImplementedError | RecursionError)
-    if no_value or "memory" in str(error):  # received values cannot cause these; allocators: RuntimeError
+    if no_value or "memory" in str(error):  # received values cannot cause these errors
         return FaultOrigin.OWN, ""
     try:
         strange = _SuspectValues(agreed, received, samples, own)
@@ -111,15 +120,23 @@ def find_fault_origin(
 
 
 def sender_fault(source: int, found: str, error: Exception) -> LineBroken:
-    """The error that the others are sent for `FaultOrigin.SENDER`."""
+    """Return the error for `FaultOrigin.SENDER`, which the other stages also receive."""
     text = f"{type(error).__name__}: {str(error)[:200]}"
     return LineBroken(
-        f"what stage {source} sent cannot be computed with: {found} -> {text}", source, remedy=_REMEDY
+        f"stage {source} sent values that the layers cannot process: {found} -> {text}",
+        source,
+        remedy=_REMEDY,
     )
 
 
 class _SuspectValues:
-    """Which of the received values may have caused an exception, in words; empty: none."""
+    """Finds the received values that may have caused an exception.
+
+    Attributes:
+        floats: a description of the floats that are not finite; empty if all are finite.
+        integers: a description of the integers that differ from this worker's inputs; empty if there are
+            none.
+    """
 
     def __init__(self, agreed: TensorTreeSpec, received: Any, samples: int, own: Any) -> None:
         self._spec, self._received, self._foreign_leaves = agreed, received, set[int]()
@@ -137,8 +154,10 @@ class _SuspectValues:
                 self._foreign_leaves.add(at)
 
     def with_replacements(self, number: int | None) -> Any:
-        """The received values with 0 for floats that are not finite and `number`, if given, for odd
-        integers."""
+        """Return the received values with 0 for non-finite floats and `number` for suspect integers.
+
+        Integers stay unchanged if `number` is None.
+        """
 
         places = iter(range(len(self._spec.leaves)))
 

@@ -1,11 +1,11 @@
-"""Encodes tensors as bytes, exactly or with fewer bits, on the tensor's own device.
+"""Encode tensors as bytes, exactly or with fewer bits, on the tensor's own device.
 
     exact   the elements as they are in memory
     bf16    float32's range, 8 bits of precision
     fp16    11 bits; all elements times one power of two, so that gradients do not vanish: | int32 | fp16 |
     int8    a scale for each 256 elements, rounded to 127 steps in each direction:       | float32 | int8 |
 
-Numbers that are not finite stay so, so that a step whose gradients overflow is noticed.
+Values that are not finite remain so, so that an overflow of gradients is noticed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LARGEST_SHIFT = 120
 
 
 class WirePrecision(Enum):
-    """How floating tensors are sent."""
+    """The precision in which floating-point tensors are sent."""
 
     EXACT = "exact"
     FP16 = "fp16"
@@ -33,12 +33,12 @@ class WirePrecision(Enum):
     INT8 = "int8"
 
     def is_narrower_than(self, dtype: torch.dtype) -> bool:
-        """Whether it has fewer bytes than the elements themselves."""
+        """Return whether this precision needs fewer bytes per element than `dtype`."""
         return dtype.is_floating_point and dtype.itemsize > (1 if self is WirePrecision.INT8 else 2)
 
 
 def encoded_bytes(elements: int, dtype: torch.dtype, wire: WirePrecision) -> int:
-    """The size of what `encode_tensor` makes of a tensor with this many elements."""
+    """Return the number of bytes to which `encode_tensor` encodes a tensor with this many elements."""
     match wire:
         case WirePrecision.EXACT:
             return elements * dtype.itemsize
@@ -51,7 +51,10 @@ def encoded_bytes(elements: int, dtype: torch.dtype, wire: WirePrecision) -> int
 
 
 def encode_tensor(tensor: Tensor, wire: WirePrecision) -> Tensor:
-    """The bytes, uint8 of shape (`encoded_bytes`,); for EXACT of a contiguous tensor its own memory."""
+    """Encode a tensor as uint8 of shape (`encoded_bytes`,).
+
+    For EXACT the result shares the memory of a contiguous tensor.
+    """
     flat_N = tensor.detach().contiguous().view(-1)  # `reshape` does not copy a column of a matrix
     match wire:
         case WirePrecision.EXACT:
@@ -65,10 +68,10 @@ def encode_tensor(tensor: Tensor, wire: WirePrecision) -> Tensor:
 
 
 def decode_tensor(bytes_: Tensor, shape: Sequence[int], dtype: torch.dtype, wire: WirePrecision) -> Tensor:
-    """Decode `encoded_bytes` bytes; the result shares their memory if it can.
+    """Decode `encoded_bytes` bytes; the result shares their memory if possible.
 
     Raises:
-        RemoteProtocolError: an exponent that `encode_tensor` never writes.
+        RemoteProtocolError: the bytes contain an exponent that `encode_tensor` never writes.
     """
     match wire:
         case WirePrecision.EXACT:
@@ -98,9 +101,7 @@ def _fp16_of(flat_N: Tensor) -> Tensor:
 def _of_fp16(bytes_: Tensor) -> Tensor:
     shift = int(bytes_[:4].view(torch.int32).item())
     if abs(shift) > _LARGEST_SHIFT:
-        raise RemoteProtocolError(
-            f"fp16 values shifted by {shift} bits; at most {_LARGEST_SHIFT} are possible"
-        )
+        raise RemoteProtocolError(f"fp16 values are shifted by {shift} bits; the maximum is {_LARGEST_SHIFT}")
     return torch.ldexp(bytes_[4:].view(torch.float16).float(), torch.tensor(-shift, device=bytes_.device))
 
 

@@ -8,11 +8,18 @@ the member core (`gridtrain.core.member`).
           ^                                                 |                    |
           +-------- WorkerSnapshot (immutable) <------------+ <---- effects -----+
 
-- `group_session`, `trainer_tasks`: what the training thread calls, and the tasks that it does while it waits.
-- `mailbox/`: the only thing that both threads share.
-- `io_loop`: carries events to the core, and its effects to the parts below and to the transport.
-- `step_rounds`, `open_round`, `buffers/`: the numbers of the rounds that this worker takes part in.
-- `state_transfer/`: model state, snapshots, updates, checkpoints and residuals on their way between workers.
-- `heartbeat`, `link_probe`, `compute_rate`, `contribution`: measurements.
-- `client/`: talking to a coordinator from outside a run.
+- `group_session`, `trainer_tasks`, `step_plan`: the interface for the training thread, the tasks that it
+  performs while it waits, and the data of one attempt.
+- `group_connection`: owns the I/O loop, and makes a new I/O loop after each pause.
+- `mailbox/`: the only objects that both threads share; `snapshot_builder` makes the snapshots.
+- `io_loop`: passes events to the core, and executes the core's effects with the modules below and the
+  transport.
+- `step_rounds`, `open_round`, `missed_step`, `buffers/`, `activation_buffers`: the rounds in which this
+  worker takes part, the steps that its trainer has missed, and the data that they exchange.
+- `state_transfer/`: sends and receives model state, snapshots, updates, checkpoints and residuals.
+- `heartbeat`, `link_probe` (`round_trip_probe`, `bandwidth_probe`), `compute_rate`, `contribution`: measure
+  this worker's progress, network, speed and contribution.
+- `reconnect_policy`, `process_hooks`, `event_log`: decide when a worker gives up, how a script ends, and
+  which events are logged.
+- `client/`: communicates with a coordinator without being a member of its run.
 """

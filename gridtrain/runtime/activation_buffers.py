@@ -1,12 +1,14 @@
 """Collective buffers of a pipeline's round: activation transfers between stages, and summaries of stages.
 
 ActivationSendBuffer     ActivationSender    the sender's buffers; each piece is released when it is sent
-ActivationReceiveBuffer  ActivationReceiver  pieces as received, joined when all are there
-StageSummaryBuffer       AllGather           one summary of each member; its digest is what members vote for
+ActivationReceiveBuffer  ActivationReceiver  the received pieces, joined when all have arrived
+StageSummaryBuffer       AllGather           one summary from each member; members vote for their digest
 
-table:   u64 of each buffer: its bytes             (piece 0)
-pieces:  buffer after buffer, each in slices of 1 MiB
-or all in one piece:  u64 number of buffers | table | buffers
+Format of a transfer and of a summary:
+
+table:   u64 length of each buffer in bytes        (piece 0)
+pieces:  the buffers in order, each in slices of 1 MiB
+a short transfer, in one piece:  u64 number of buffers | table | buffers
 summary: digest of the stage's update 32 | digest of the settings 32 | f64 loss | f64 norm squared | figures
 figures: f64 seconds of a forward | of a backward | of the first turn | f64 samples | f64 most samples
 """
@@ -32,22 +34,24 @@ from gridtrain.core.stages.micro_batch_tuning import StepTimings
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 
 PIECE_BYTES = 1 << 20
-"""Part of the protocol: a longer buffer travels in slices of this length."""
+"""Length of the slices into which a longer buffer is divided.  This length is part of the protocol."""
 
 MAX_JOINED_BYTES = 256 * 1024
-"""A transfer of at most so many bytes is joined to one piece: a second message costs more than the copy."""
+"""Size in bytes up to which a transfer is joined into one piece.  Copying so little data takes less time than
+sending a second message."""
 
 MOST_BUFFERS = 4096
 UNMEASURED = StepTimings()
 _SUMMARY = struct.Struct("<32s32s7d")
-_REMEDY = "drop the peer; all members of a run train the same model with the same partition"
+_REMEDY = "disconnect the peer; check that all members train the same model with the same partition"
 
 
 class ActivationSendBuffer:
     """The pieces of one activation transfer.
 
     Args:
-        buffers: contiguous, of format "B"; there may be none, and empty ones.
+        buffers: the buffers to send, as contiguous views of format "B".  The sequence, and each buffer in it,
+            may be empty.
     """
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
@@ -63,15 +67,15 @@ class ActivationSendBuffer:
                 self._pieces.append(buffer[start : start + PIECE_BYTES].toreadonly())
         if len(self._pieces) > MAX_PIECES or len(buffers) > MOST_BUFFERS:
             raise LocalProtocolError(
-                f"an activation transfer of {len(buffers)} buffers in {len(self._pieces)} pieces; at most "
-                f"{MOST_BUFFERS} in {MAX_PIECES} pieces of {PIECE_BYTES} bytes are possible"
+                f"an activation transfer has {len(buffers)} buffers in {len(self._pieces)} pieces; it must "
+                f"have at most {MOST_BUFFERS} buffers in {MAX_PIECES} pieces of {PIECE_BYTES} bytes"
             )
 
     def make_send(self, rank: int, to_rank: int) -> ActivationSender:
         return ActivationSender(rank, to_rank, len(self._pieces))
 
     def apply(self, effect: BufferEffect) -> None:
-        raise LocalProtocolError(f"{type(effect).__name__} is no effect of ActivationSender")
+        raise LocalProtocolError(f"{type(effect).__name__} is not an effect of ActivationSender")
 
     def payload(self, slot: PayloadSlot) -> bytes | memoryview:
         piece, self._pieces[slot.slice] = self._pieces[slot.slice], None
@@ -82,15 +86,15 @@ class ActivationSendBuffer:
     def compute_digest(self) -> bytes:
         return b""
 
-    def make_collective(self, rank: int, world_size: int, skip: bool) -> ActivationSender:
-        raise LocalProtocolError("an activation transfer has a receiver: use `make_send`")
+    def make_collective(self, rank: int, world_size: int, flags: int) -> ActivationSender:
+        raise LocalProtocolError("an activation transfer needs a receiving rank; call `make_send` instead")
 
 
 class ActivationReceiveBuffer:
     """The pieces of one activation transfer; `take_buffers` returns the buffers, once.
 
     Args:
-        limit_bytes: the largest transfer that an honest peer sends.
+        limit_bytes: the size of the largest transfer that a correct peer sends.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -109,8 +113,9 @@ class ActivationReceiveBuffer:
                 self._nbytes += view.nbytes
                 if self._nbytes > self._limit_bytes or view.nbytes > PIECE_BYTES or pieces > MAX_PIECES:
                     raise RemoteProtocolError(
-                        f"rank {source.rank} sent {self._nbytes} bytes in {pieces} pieces, the last "
-                        f"of {view.nbytes}; at most {self._limit_bytes} are possible here",
+                        f"rank {source.rank} sent {self._nbytes} bytes so far of a transfer in {pieces} "
+                        f"pieces, and the last piece has {view.nbytes} bytes; a correct peer sends at most "
+                        f"{self._limit_bytes} bytes in {MAX_PIECES} pieces of {PIECE_BYTES} bytes",
                         remedy=_REMEDY,
                     )
                 self._pieces[piece] = view
@@ -118,7 +123,7 @@ class ActivationReceiveBuffer:
                     self._buffers = _join_pieces(self._pieces, source.rank)
                     self._pieces = {}
             case _:
-                raise LocalProtocolError(f"{type(effect).__name__} is no effect of ActivationReceiver")
+                raise LocalProtocolError(f"{type(effect).__name__} is not an effect of ActivationReceiver")
 
     def take_buffers(self) -> list[memoryview]:
         buffers, self._buffers = self._buffers, None
@@ -127,24 +132,27 @@ class ActivationReceiveBuffer:
         return buffers
 
     def payload(self, slot: PayloadSlot) -> bytes | memoryview:
-        raise LocalProtocolError("a receiver sends nothing")
+        raise LocalProtocolError("a payload was requested from the receiver of an activation transfer")
 
     def compute_digest(self) -> bytes:
         return b""
 
-    def make_collective(self, rank: int, world_size: int, skip: bool) -> ActivationReceiver:
-        raise LocalProtocolError("an activation transfer has a sender: use `make_receive`")
+    def make_collective(self, rank: int, world_size: int, flags: int) -> ActivationReceiver:
+        raise LocalProtocolError("an activation transfer needs a sending rank; call `make_receive` instead")
 
 
 def _split_joined(piece: memoryview, from_rank: int) -> list[memoryview]:
-    """Buffers that were sent in one piece.  Raises `RemoteProtocolError` if they do not fill it."""
+    """Split a piece that contains a whole transfer; return its buffers.
+
+    Raises `RemoteProtocolError` if the table and the buffers do not fill the piece exactly.
+    """
     count = int.from_bytes(piece[:8], "little")
     at = 8 + 8 * count
     lengths = struct.unpack_from(f"<{count}Q", piece, 8) if count <= MOST_BUFFERS and at <= len(piece) else ()
     if len(piece) < 8 or len(lengths) != count or at + sum(lengths) != len(piece):
         raise RemoteProtocolError(
-            f"rank {from_rank} sent a piece of {len(piece)} bytes that does not hold the {count} buffers of "
-            "its table",
+            f"rank {from_rank} sent a piece of {len(piece)} bytes, which does not match its table of {count} "
+            "buffers",
             remedy=_REMEDY,
         )
     stops = list(accumulate(lengths, initial=at))
@@ -152,7 +160,10 @@ def _split_joined(piece: memoryview, from_rank: int) -> list[memoryview]:
 
 
 def _join_pieces(pieces: dict[int, memoryview], from_rank: int) -> list[memoryview]:
-    """Buffers from their table and pieces.  Raises `RemoteProtocolError` if they do not fit."""
+    """Join the pieces of a transfer; return its buffers.
+
+    Raises `RemoteProtocolError` if the pieces do not match the table.
+    """
     if len(pieces) == 1:
         return _split_joined(pieces[0], from_rank)
     table = pieces[0]
@@ -165,7 +176,8 @@ def _join_pieces(pieces: dict[int, memoryview], from_rank: int) -> list[memoryvi
     received = [pieces[i].nbytes for i in range(1, len(pieces))]
     if table.nbytes % 8 or len(lengths) > MOST_BUFFERS or expected != received:
         raise RemoteProtocolError(
-            f"rank {from_rank} sent {len(received)} pieces that do not fit its table of {table.nbytes} bytes",
+            f"rank {from_rank} sent {len(received)} pieces that do not match its table of {table.nbytes} "
+            "bytes",
             remedy=_REMEDY,
         )
     buffers, at = [], 1
@@ -178,14 +190,15 @@ def _join_pieces(pieces: dict[int, memoryview], from_rank: int) -> list[memoryvi
 
 
 class StageSummary:
-    """What one member reports of its stage.
+    """One member's report about its stage.
 
     Attributes:
-        digest: of the update that its stage agreed on; zeros where the step is skipped.
-        settings: digest of the optimizer's settings.
-        loss: its part of the mean loss; 0 except on the last stage.
-        norm_squared: of the stage's update.
-        figures: what it has measured in this step.
+        digest: the digest of the update on which the replicas of the stage have agreed; zeros if the step is
+            skipped.
+        settings: the digest of the optimizer's settings.
+        loss: the member's part of the mean loss; 0 except on the last stage.
+        norm_squared: the squared norm of the stage's update.
+        figures: the times that the member has measured in this step.
     """
 
     __slots__ = ("digest", "figures", "loss", "norm_squared", "settings")
@@ -212,7 +225,7 @@ class StageSummary:
 
     @property
     def replica_key(self) -> bytes:
-        """32 bytes that are equal on all replicas of a stage."""
+        """A 32-byte digest that is equal on all replicas of a stage that have the same update."""
         norm = struct.pack("<d", self.norm_squared)
         return hashlib.blake2b(self.digest + self.settings + norm, digest_size=32).digest()
 
@@ -220,9 +233,10 @@ class StageSummary:
 class StageSummaryBuffer:
     """The summaries of all members.
 
-    The digest takes the majority's key of each stage, but for the member's own stage its own.  So a member
-    that holds another update than the other replicas of its stage votes for another digest, and is found as
-    in a group without stages (`gridtrain.core.commit.two_phase_commit`).
+    The digest that a member votes for covers one replica key for each stage: the majority's key for other
+    stages, and the member's own key for its own stage.  A member whose update differs from the update of the
+    other replicas of its stage therefore votes for a different digest, and is detected in the same way as in
+    a group without stages (`gridtrain.core.commit.two_phase_commit`).
     """
 
     def __init__(self, layout: RankLayout, rank: int, summary: StageSummary) -> None:
@@ -236,22 +250,24 @@ class StageSummaryBuffer:
 
     @property
     def summaries(self) -> list[StageSummary]:
-        """In rank order, once the collective is complete."""
+        """The summaries in rank order.  Raises `LocalProtocolError` before the collective is complete."""
         there = [StageSummary.read(payload) for payload in self._payloads if payload is not None]
         if len(there) < len(self._payloads):
-            raise LocalProtocolError(f"summaries of {len(there)} of {len(self._payloads)} ranks")
+            raise LocalProtocolError(
+                f"only the summaries of {len(there)} of {len(self._payloads)} ranks have arrived"
+            )
         return there
 
     @property
     def loss(self) -> float:
-        """The mean over all samples of the step."""
+        """The mean loss over all samples of the step."""
         last = self._layout.stage_ranks(self._layout.stages - 1)
         summaries = self.summaries
         return sum(summaries[rank].loss for rank in last)
 
     @property
     def norm_squared(self) -> float:
-        """Of the whole model's update."""
+        """The squared norm of the whole model's update."""
         summaries = self.summaries
         return sum(
             summaries[self._layout.stage_ranks(stage)[0]].norm_squared for stage in range(self._layout.stages)
@@ -259,12 +275,12 @@ class StageSummaryBuffer:
 
     @property
     def has_diverged_settings(self) -> bool:
-        """This member's optimizer has other settings than those of most replicas of its stage."""
+        """Whether this member's optimizer settings differ from the settings of most replicas of its stage."""
         summaries, group = self.summaries, self._layout.stage_ranks(self._layout.stage_of(self._rank))
         return self._rank not in largest_agreeing_group({rank: summaries[rank].settings for rank in group})
 
-    def make_collective(self, rank: int, world_size: int, skip: bool) -> AllGather:
-        return make_allgather(rank, world_size, skip)
+    def make_collective(self, rank: int, world_size: int, flags: int) -> AllGather:
+        return make_allgather(rank, world_size, flags)
 
     def apply(self, effect: BufferEffect) -> None:
         match effect:
@@ -272,20 +288,20 @@ class StageSummaryBuffer:
                 nbytes = memoryview(payload).nbytes
                 if nbytes != _SUMMARY.size:
                     raise RemoteProtocolError(
-                        f"the summary of rank {rank}, sent by rank {source.rank}, has {nbytes} bytes, must "
-                        f"have {_SUMMARY.size}",
+                        f"the summary of rank {rank}, sent by rank {source.rank}, has {nbytes} bytes; "
+                        f"it must have {_SUMMARY.size}",
                         remedy=_REMEDY,
                     )
                 summary = StageSummary.read(payload)
                 if summary.norm_squared < 0 or not summary.figures.is_plausible():
                     raise RemoteProtocolError(
-                        f"the summary of rank {rank}, sent by rank {source.rank}, has a negative square of a "
-                        f"norm, or impossible times: {summary.figures}",
+                        f"the summary of rank {rank}, sent by rank {source.rank}, has a negative squared "
+                        f"norm ({summary.norm_squared:g}) or implausible times ({summary.figures})",
                         remedy=_REMEDY,
                     )
                 self._payloads[rank] = bytes(payload)
             case _:
-                raise LocalProtocolError(f"{type(effect).__name__} is no effect of AllGather")
+                raise LocalProtocolError(f"{type(effect).__name__} is not an effect of AllGather")
 
     def payload(self, slot: PayloadSlot) -> bytes | memoryview:
         stored = self._payloads[slot.segment]
@@ -299,6 +315,6 @@ class StageSummaryBuffer:
         for stage in range(self._layout.stages):
             keys = {rank: summaries[rank].replica_key for rank in self._layout.stage_ranks(stage)}
             whole.update(keys[self._rank if stage == own_stage else largest_agreeing_group(keys)[0]])
-        for each in summaries:  # decisions that are made from the figures must be the same everywhere
+        for each in summaries:  # decisions that are based on the figures must be the same on all members
             whole.update(struct.pack("<5d", *astuple(each.figures)))
         return whole.digest()

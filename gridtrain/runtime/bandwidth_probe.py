@@ -1,20 +1,20 @@
-"""Measures the bandwidth to peers with a short burst each.
+"""Measures the bandwidth to peers with one short burst for each peer.
 
-A peer gets one burst of `BURST_MESSAGES` * `BURST_MESSAGE_BYTES`, one peer after the other, so that two
-bursts of a worker do not share its link.
+A burst has `BURST_MESSAGES` messages of `BURST_MESSAGE_BYTES`.  A worker sends the bursts to its peers one
+after the other, so that they do not share its link.
 
-    sender    Burst 0, 1, 2 .. 15 --------------->  receiver    the first 0 ........ the last 15
-                               <------ BurstReceived                   received_Bps = 15 messages / that time
-              sent_Bps = all / (time until BurstReceived - round trip)
+    sender    Burst 0, 1, 2 .. 15 --------------->  receiver   message 0 arrives .. message 15 arrives
+                               <------ BurstReceived           received_Bps = bytes of 15 messages / this time
+              sent_Bps = bytes of 16 messages / (time until BurstReceived - round-trip time)
 
-The last 8 bytes of the last message are random, and BurstReceived repeats them: nobody can answer before the
-burst is there.  All messages have to arrive, in order.  A peer that does not answer costs its part of the
-time only.
+The last 8 bytes of the last message are random, and BurstReceived repeats them, so no peer can answer before
+the burst has arrived.  All messages have to arrive in order.  A peer that does not answer delays the
+measurement of the other peers by at most its own part of the time.
 
-A new connection accelerates, so a fast link with a long round trip is measured slower than it is: as slow as
-an exchange of so few bytes would find it.  The coordinator believes the smaller figure of both ends: a
-receiver whose loop was busy reads at once what waited in a buffer, and takes the link for much faster than it
-is.
+A new connection has not reached its full rate yet, so the rate measured for a fast link with a long
+round-trip time is too low; an exchange of so few bytes would be equally slow.  The coordinator uses the
+smaller of the rates that the two ends have measured, because a receiver whose loop was busy reads many
+buffered messages at once and measures a rate that is much too high.
 """
 
 from __future__ import annotations
@@ -32,23 +32,25 @@ from gridtrain.network.transport.interface import Transport
 PROOF_BYTES = 8
 MOST_TARGETS = 8  # 2 MiB in all
 MOST_BURSTS, BURST_WINDOW_S = 64, 60.0
-"""Bursts of one peer that are accepted in this time.  An honest peer measures when it is admitted, which a
-script that crashes and is restarted may be every other second."""
+"""Largest number of bursts that are accepted from one peer within `BURST_WINDOW_S`.  A correct peer sends a
+burst whenever it is admitted, and a script that keeps crashing and being restarted may be admitted every two
+seconds."""
 
 MOST_REQUESTS = 4
-"""Bursts that one peer may request in that time."""
+"""Largest number of burst requests of one peer that are answered within `BURST_WINDOW_S`."""
 
 RATE_LIFETIME_S = 300.0
-"""Rates are reported again without a new measurement where this process is admitted again so soon."""
+"""Time for which a measured rate is valid.  If this worker is admitted again within this time, it reports
+the rate again instead of measuring it."""
 
 MIN_BURST_S = 1e-5
 MIN_BURST_FRACTION = 0.25
-"""The part of the time until a burst's answer that is the burst's at least: see `estimate_rate_Bps`."""
+"""Smallest fraction of the measured time that is attributed to the burst itself; see `estimate_rate_Bps`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _OutgoingBurst:
-    """A burst that was sent, and until when its answer is awaited."""
+    """A burst that was sent, its expected answer, and the time until which it is awaited."""
 
     peer: PeerId
     expected_answer: BurstReceived
@@ -58,20 +60,19 @@ class _OutgoingBurst:
 
 @dataclass(slots=True)
 class _IncomingBurst:
-    """A burst of which some messages have arrived."""
+    """A burst whose first messages have arrived."""
 
     nonce: int
     began_s: float
-    next_index: int = 1  # that has to arrive next
+    next_index: int = 1  # the index of the message that has to arrive next
 
 
 class BandwidthProbe:
-    """Sends one burst at a time, and measures the bursts of others.
+    """Sends one burst at a time, and measures the bursts that arrive from peers.
 
     Args:
-        rng: draws the peers where there are more than `MOST_TARGETS`, and the proof in `BurstReceived`: peers
-            must
-            not be able to predict it.
+        rng: the generator that selects the peers to measure if there are more than `MOST_TARGETS`, and that
+            makes the random bytes of a burst, which peers must not be able to predict.
     """
 
     def __init__(self, rng: Random) -> None:
@@ -80,7 +81,7 @@ class BandwidthProbe:
         self._rtt_s: dict[PeerId, float] = {}
         self._current_burst: _OutgoingBurst | None = None
         self._until_s = math.inf
-        self._measured_rates: dict[PeerId, tuple[float, float]] = {}  # rate to it, and when that was measured
+        self._measured_rates: dict[PeerId, tuple[float, float]] = {}  # rate, time of measurement
         self._sent_Bps: dict[PeerId, float] = {}
         self._received_Bps: dict[PeerId, float] = {}
         self._incoming: dict[PeerId, _IncomingBurst] = {}
@@ -89,7 +90,13 @@ class BandwidthProbe:
         self._has_new_rates = False
 
     def begin(self, rtt_s: Mapping[PeerId, float], until_s: float, now_s: float) -> None:
-        """Measure some of these peers, whose round trips are known, one after the other in this order."""
+        """Start measuring at most `MOST_TARGETS` of the peers in `rtt_s`, one after the other and in order.
+
+        Args:
+            rtt_s: the round-trip time to each peer in seconds.
+            until_s: the time at which the measurement ends.
+            now_s: the current time.
+        """
         self._rtt_s = dict(rtt_s)
         fresh = {
             p: rate
@@ -104,13 +111,13 @@ class BandwidthProbe:
         self._until_s, self._current_burst = until_s, None
 
     def advance(self, transport: Transport, now_s: float) -> bool:
-        """Send the next burst if none is under way; returns whether there is still something to wait for."""
+        """Send the next burst if no burst is under way; return whether a burst is still unanswered."""
         if now_s >= self._until_s:
             self._pending_targets, self._current_burst = [], None
         if self._current_burst is not None and now_s >= self._current_burst.until_s:
-            self._current_burst = None  # an answer would be too late for the others
+            self._current_burst = None  # waiting longer would take time from the remaining peers
         while self._pending_targets and self._current_burst is None:
-            # The next peers have as long.
+            # Divide the remaining time equally among the remaining peers.
             until_s = now_s + (self._until_s - now_s) / len(self._pending_targets)
             peer = self._pending_targets.pop()
             answer = BurstReceived(self._rng.getrandbits(63), self._rng.randbytes(PROOF_BYTES))
@@ -121,12 +128,12 @@ class BandwidthProbe:
                         peer, Burst(answer.nonce, index, bytes(BURST_MESSAGE_BYTES - PROOF_BYTES) + end)
                     )
             except TransportError:
-                continue  # its connection broke: not measured
+                continue  # the connection broke, so this peer is not measured
             self._current_burst = _OutgoingBurst(peer, answer, now_s, until_s)
         return self._current_burst is not None
 
     def handle_burst_request(self, peer: PeerId, nonce: int, now_s: float) -> list[Burst]:
-        """A peer wants to measure the link from here: a burst, or none where it asks too often."""
+        """Return the burst that a peer has requested; an empty list if the peer sends too many requests."""
         times = self._request_times.setdefault(peer, deque(maxlen=MOST_REQUESTS))
         if len(times) == times.maxlen and now_s - times[0] < BURST_WINDOW_S:
             return []
@@ -134,7 +141,7 @@ class BandwidthProbe:
         return [Burst(nonce, index, bytes(BURST_MESSAGE_BYTES)) for index in range(BURST_MESSAGES)]
 
     def handle_acknowledgement(self, peer: PeerId, answer: BurstReceived, now_s: float) -> None:
-        """A peer has received the whole burst."""
+        """Compute the rate to a peer that has acknowledged the whole burst."""
         sent = self._current_burst
         if sent is None or (sent.peer, sent.expected_answer) != (peer, answer):
             return
@@ -143,19 +150,23 @@ class BandwidthProbe:
         self._current_burst, self._has_new_rates = None, True
 
     def handle_burst(self, peer: PeerId, burst: Burst, now_s: float) -> BurstReceived | str | None:
-        """A message of a peer's burst; returns the answer, or what is wrong with it."""
+        """Handle a message of a peer's burst.
+
+        Returns the acknowledgement if the burst is now complete, the reason if the message is a violation,
+        and None otherwise.
+        """
         arrivals = self._burst_times.setdefault(peer, deque(maxlen=MOST_BURSTS * BURST_MESSAGES))
         if len(arrivals) == arrivals.maxlen and now_s - arrivals[0] < BURST_WINDOW_S:
             return f"sent more than {MOST_BURSTS * BURST_MESSAGES} Bursts in {BURST_WINDOW_S:.0f} s"
         arrivals.append(now_s)
         if len(burst.payload) != BURST_MESSAGE_BYTES:
-            return f"sent a Burst of {len(burst.payload)} bytes, must be {BURST_MESSAGE_BYTES}"
+            return f"sent a Burst of {len(burst.payload)} bytes; it must have {BURST_MESSAGE_BYTES} bytes"
         if burst.index == 0:
             self._incoming[peer] = _IncomingBurst(burst.nonce, now_s)
             return None
         incoming = self._incoming.get(peer)
         if incoming is None or (incoming.nonce, incoming.next_index) != (burst.nonce, burst.index):
-            self._incoming.pop(peer, None)  # one is missing: this burst measures nothing
+            self._incoming.pop(peer, None)  # a message is missing, so this burst cannot be measured
             return None
         incoming.next_index += 1
         if burst.index < BURST_MESSAGES - 1:
@@ -168,7 +179,7 @@ class BandwidthProbe:
         return BurstReceived(burst.nonce, bytes(memoryview(burst.payload)[-PROOF_BYTES:]))
 
     def remove_peer(self, peer: PeerId) -> None:
-        """Its connection broke."""
+        """Discard the bursts to and from a peer whose connection broke."""
         if len(self._request_times) > MOST_TARGETS * MOST_BURSTS:
             self._request_times.clear()
         self._incoming.pop(peer, None)
@@ -176,7 +187,10 @@ class BandwidthProbe:
             self._current_burst = None
 
     def take_new_rates(self) -> tuple[tuple[PeerId, float, float], ...] | None:
-        """Peer, rate to it, rate from it, for `LinkRates`; None: nothing new since the last call."""
+        """Return (peer, rate to the peer, rate from the peer) for `LinkRates`.
+
+        Returns None if there are no new rates since the last call, or while a burst is under way.
+        """
         if not self._has_new_rates or self._current_burst is not None:
             return None
         self._has_new_rates = False
@@ -188,10 +202,11 @@ class BandwidthProbe:
 
 
 def estimate_rate_Bps(whole_s: float, rtt_s: float) -> float:
-    """Rate of a burst whose end was seen `whole_s` after it was sent, or requested.
+    """Return the rate of a burst whose end was observed `whole_s` after the burst was sent or requested.
 
-    Pings that were delayed by a busy loop overestimate the round trip; a burst that is answered in about that
-    time would seem to have taken none.
+    The round-trip time is subtracted from `whole_s`, but at least `MIN_BURST_FRACTION` of `whole_s` is kept,
+    because `rtt_s` is too large if a busy loop delayed the pings, and the burst would seem to have taken no
+    time.
     """
     return (
         BURST_MESSAGES * BURST_MESSAGE_BYTES / max(MIN_BURST_S, whole_s - rtt_s, MIN_BURST_FRACTION * whole_s)

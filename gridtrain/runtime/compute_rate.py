@@ -1,8 +1,8 @@
-"""Measures how fast this worker computes: samples, and seconds from a batch to its gradient.
+"""Measures how fast this worker computes: counts its samples and the seconds that their gradients took.
 
-Shares are made from these figures (`gridtrain.core.planning.batch_shares`).
+The coordinator computes shares from these figures (`gridtrain.core.planning.batch_shares`).
 
-    a turn begins            step() is called          decided          a turn begins
+    turn begins              step() is called       outcome known       next turn begins
          |---- reading, forward, backward ----|---- waiting, exchange ----|
                        counted                           not counted
 """
@@ -12,11 +12,15 @@ from __future__ import annotations
 from gridtrain.core.planning.batch_shares import SAMPLES_FIGURE, SECONDS_FIGURE
 
 WARM_UP_STEPS = 1
-"""First batches, in which kernels are compiled and memory is allocated; they do not count."""
+"""Number of batches at the start that are not counted, because kernels are compiled and memory is allocated
+while they are computed."""
 
 
 class ComputeRate:
-    """Totals since this worker joined; a turn that is given up, or in which it evaluates, does not count."""
+    """The samples and seconds of all counted turns since this worker joined.
+
+    Turns that were abandoned or interrupted by an evaluation are not counted.
+    """
 
     def __init__(self) -> None:
         self._measured_steps = 0
@@ -26,17 +30,20 @@ class ComputeRate:
         self._seconds_s = 0.0
 
     def begin(self, now_s: float, samples: int) -> None:
-        """A batch of so many samples is handed out; 0: this worker takes part without samples."""
+        """Start measuring a batch of `samples` samples; 0 if this worker takes part without samples."""
         self._measured_steps += samples > 0
         counts = samples > 0 and self._measured_steps > WARM_UP_STEPS
         self._began_s, self._open_samples = now_s if counts else None, samples
 
     def discard(self) -> None:
-        """The present turn does not count."""
+        """Stop measuring the current turn without counting it."""
         self._began_s = None
 
     def end(self, now_s: float) -> bool:
-        """The gradient is there.  Returns whether the figures have changed; only the first call can."""
+        """Count the current turn, whose gradient is complete; return whether the figures have changed.
+
+        Only the first call in a turn can change the figures.
+        """
         began_s, self._began_s = self._began_s, None
         if began_s is None:
             return False
@@ -45,5 +52,5 @@ class ComputeRate:
         return True
 
     def figures(self) -> dict[str, float]:
-        """For a heartbeat."""
+        """Return the figures for a heartbeat."""
         return {SAMPLES_FIGURE: float(self._samples), SECONDS_FIGURE: self._seconds_s}

@@ -1,12 +1,13 @@
-"""Counts what this worker has contributed, for the agent that supervises its script.
+"""Counts this worker's contribution to the run, and reports it to the agent that supervises the script.
 
-Counted are samples and steps that were committed, and bytes on the wire.  The agent reads a small file, which
-is replaced as a whole at most once a second.
+The contribution consists of the committed samples and steps and the bytes on the wire.  The agent reads it
+from a small file, which is replaced as a whole at most once a second.
 
     step committed --> ContributionReporter --write--> GRIDTRAIN_CONTRIBUTION --read--> agent --> volunteer
 
-A separate thread writes: replacing a file takes milliseconds on a good disk and any time on a bad one, which
-would delay the step in the training thread, and votes and heartbeats in the I/O thread.
+A separate thread writes the file, because writing takes milliseconds on a fast disk and may take much longer
+on a slow one.  Writing would delay the step in the training thread, or votes and heartbeats in the I/O
+thread.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ MAX_COUNT = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one worker has contributed so far.
+    """The contribution of one worker so far.
 
     Attributes:
-        step: the run's next step.
-        steps, samples: of this worker, committed.
-        run_samples: of all workers since the run began.
-        sent_bytes, received_bytes: on the wire, framing included.
-        world_size: how many workers train now.
+        step: the number of the run's next step.
+        steps, samples: the number of committed steps in which this worker took part, and the number of its
+            samples in them.
+        run_samples: the number of samples of all workers since the run began.
+        sent_bytes, received_bytes: the number of bytes on the wire, including framing.
+        world_size: the number of workers that currently train.
     """
 
     step: int = 0
@@ -46,12 +48,12 @@ class Contribution:
 
     @property
     def share(self) -> float:
-        """Part of all samples of the run so far; 0 .. 1."""
+        """The fraction of the run's samples so far that this worker has processed, 0 .. 1."""
         return min(1.0, self.samples / self.run_samples) if self.run_samples else 0.0
 
     @classmethod
     def read(cls, path: Path) -> Contribution | None:
-        """None: there is no file, or its content is not what `write` writes."""
+        """Read a file that `write` has written; return None if the file is missing or invalid."""
         try:
             with path.open("rb") as file:
                 body = json.loads(file.read(MAX_FILE_BYTES))
@@ -65,7 +67,7 @@ class Contribution:
         return cls(**body)
 
     def write(self, path: Path) -> None:
-        """Replace the file; errors are ignored, as training does not depend on it."""
+        """Replace the file.  `OSError` is ignored, because training does not depend on the file."""
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         with contextlib.suppress(OSError):
             partial.write_text(json.dumps(asdict(self)), encoding="ascii")
@@ -73,21 +75,21 @@ class Contribution:
 
 
 class ContributionReporter:
-    """Counts, and writes at intervals.
+    """Counts the contribution and writes it at intervals.
 
     Args:
-        path: of the file; None: nothing is written.
+        path: the path of the file; None if no file is to be written.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._steps = self._samples = 0
         self._next_s = float("-inf")
-        self._pending: SimpleQueue[Contribution | None] = SimpleQueue()  # None: no more
+        self._pending: SimpleQueue[Contribution | None] = SimpleQueue()  # None ends the writer's thread
         self._writer: threading.Thread | None = None
 
     def step_committed(self, samples: int) -> None:
-        """A step was committed in which this worker had so many samples."""
+        """Count a committed step in which this worker had `samples` samples."""
         self._steps += 1
         self._samples += samples
 
@@ -105,7 +107,7 @@ class ContributionReporter:
         world_size: int,
         last: bool = False,
     ) -> None:
-        """Have it written.  `last`: it is written when this returns."""
+        """Pass the contribution to the thread that writes it; if `last`, write it before returning."""
         self._next_s = now_s + REPORT_INTERVAL_S
         if self.path is None:
             return
@@ -134,7 +136,10 @@ class ContributionReporter:
             contribution.write(path)
 
     def _take_newest(self) -> Contribution | None:
-        """Of several that wait for a slow disk, only the latest is written."""
+        """Wait for a contribution, and return the latest one; older contributions are dropped.
+
+        Returns None when the writer's thread has to end.
+        """
         newest = self._pending.get()
         while newest is not None and not self._pending.empty():
             newest = self._pending.get()

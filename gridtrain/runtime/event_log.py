@@ -1,4 +1,4 @@
-"""Log texts and levels of the core's events (`io.LogEvent`)."""
+"""Writes the core's events (`io.LogEvent`) to the log, each with its message and level."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ log = logging.getLogger("gridtrain")
 
 WARNING_EVENTS = ("drifted", "stalled", "offence", "no_route")
 LEFT_BEHIND_TEXT = (
-    "this worker was away too long, and the others continued without it; it is back, and takes the state of "
-    "step %d"
+    "this worker was disconnected for too long, and the group continued without it; it is connected again "
+    "and will receive the group's state after step %d"
 )
 UNREACHABLE_TEXT = (
-    "other workers cannot connect to this one: a router or a firewall is in between; it dials the others "
-    "itself, or is relayed, so it can train all the same"
+    "other workers cannot connect to this worker because of a router or a firewall; this worker connects to "
+    "them directly or through a relay, so it can still train"
 )
 EVENT_TEXTS = {
     "coordinator_away": "the coordinator is unreachable (%(reason)s); this worker keeps trying to reconnect, "
     "and training continues until a member is missing",
-    "coordinator_ended": "the coordinator has ended (%(reason)s); the run is finished, and this worker waits "
-    "for nobody",
-    "named": "another worker of this run is called %(asked)s: this one is called %(name)s here",
-    "namesake": "another worker that wanted this one's name has joined: it is called %(other)s, "
-    "this one stays %(name)s",
+    "coordinator_ended": "the coordinator has stopped (%(reason)s); the run is finished, and this worker "
+    "is no longer waiting",
+    "named": "another worker of this run is called %(asked)s, so this worker is called %(name)s",
+    "namesake": "another worker that requested the same name has joined; it is called %(other)s, "
+    "and this worker is still called %(name)s",
 }
-"""Events that are warnings; `named` and `namesake` where two workers want one name, to both of them."""
+"""The messages of events that are logged as warnings.  If two workers request the same name, the worker that
+gets another name logs `named`, and the worker that keeps the name logs `namesake`."""
 
 
 def log_event(event: str, fields: Mapping[str, Any]) -> None:
-    """See `member_events.LogEvent`."""
+    """Log an event of the core.  See `member_events.LogEvent`."""
     match event:
         case "run_state":
             is_normal = fields["state"] in ("training", "finished")
@@ -40,12 +41,12 @@ def log_event(event: str, fields: Mapping[str, Any]) -> None:
         case "left_behind":
             log.warning(LEFT_BEHIND_TEXT, fields["step"] + 1)
         case "rejoin":
-            log.warning("the coordinator removed this worker while it was away; it joins again")
+            log.warning("the coordinator removed this worker while it was disconnected; it is joining again")
         case _ if event in EVENT_TEXTS:
             log.warning(EVENT_TEXTS[event], fields)
         case "reach":
             address = fields["address"]
-            log.info("%s", f"other workers reach this one at {address}" if address else UNREACHABLE_TEXT)
+            log.info("%s", f"other workers reach this worker at {address}" if address else UNREACHABLE_TEXT)
         case _:
             level = logging.WARNING if event in WARNING_EVENTS else logging.INFO
             log.log(level, "%s %s", event, " ".join(f"{k}={v}" for k, v in fields.items()))

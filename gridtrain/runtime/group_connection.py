@@ -1,4 +1,4 @@
-"""This worker's connection to its group: the I/O loop, and the next one after a pause."""
+"""Owns this worker's I/O loop, and replaces it with a new I/O loop after each pause."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ log = logging.getLogger("gridtrain")
 
 
 class GroupConnection:
-    """Owns one I/O loop at a time.  Used by the training thread, unless said otherwise.
+    """Owns one I/O loop at a time.  Only the training thread uses it, unless a method says otherwise.
 
     Attributes:
-        loop: the present I/O loop.
-        tasks: what the script has attached, and the tasks that are done with it.
+        loop: the current I/O loop.
+        tasks: performs the tasks for the group, with the functions that the script has attached.
     """
 
     def __init__(self, transport: FlowControlTransport, config: JoinConfig, allowlist: PeerAllowlist) -> None:
         self.config = config
         self._should_interrupt: Callable[[], bool] = lambda: False
         self._budget_exhausted: Callable[[], str] = lambda: ""
-        self._earlier_traffic: dict[str, tuple[int, int]] = {}  # of the loops before this one
-        self._is_paused = False  # this loop's traffic is in `_earlier_traffic` already
+        self._earlier_traffic: dict[str, tuple[int, int]] = {}  # traffic of the previous loops
+        self._is_paused = False  # if True, `_earlier_traffic` already includes this loop's traffic
         self.loop = self._make_loop(transport, allowlist)
         self.tasks = TrainerTasks(self.loop)
 
     def start(self) -> None:
-        """See `IoLoop.start`."""
+        """Start the I/O loop.  See `IoLoop.start`."""
         self.loop.start()
 
     def set_control(self, should_interrupt: Callable[[], bool], budget_exhausted: Callable[[], str]) -> None:
-        """Both are called often, and for as long as this object lives.
+        """Set the functions that control this worker.  Both are called often while this object is in use.
 
         Args:
-            should_interrupt: whether the training thread is needed elsewhere; called by that thread.
-            budget_exhausted: why nothing more may be sent or received, which ends everything at once; "": it
-                may.  Called by the I/O thread.
+            should_interrupt: returns whether the training thread has to stop waiting; that thread calls it.
+            budget_exhausted: returns why no more bytes may be sent or received; "" if more bytes are allowed.
+                The I/O thread calls this function, and ends immediately if it returns a reason.
         """
         self._should_interrupt, self._budget_exhausted = should_interrupt, budget_exhausted
 
@@ -62,17 +62,17 @@ class GroupConnection:
     def wait(
         self, ready: Callable[[WorkerSnapshot], bool], timeout_s: float = math.inf
     ) -> WorkerSnapshot | None:
-        """See `Mailbox.wait`."""
+        """Wait until `ready` returns True for the snapshot.  See `Mailbox.wait`."""
         return self.loop.mailbox.wait(ready, timeout_s)
 
     def submit(self, command: Command) -> None:
-        """See `Mailbox.submit`."""
+        """Submit a command to the I/O thread.  See `Mailbox.submit`."""
         self.loop.mailbox.submit(command)
 
     # -- a pause -----------------------------------------------------------------------------------
 
     def pause(self, reason: str) -> None:
-        """Leave the run between two steps, and mean to come back: nothing is sent or received any more."""
+        """Leave the run between two steps.  Nothing is sent or received until `resume`."""
         self.loop.stop(reason, pausing=True)
         self._earlier_traffic = self.traffic
         self._is_paused = True
@@ -85,13 +85,15 @@ class GroupConnection:
         *,
         reset: bool,
     ) -> None:
-        """After `pause`: join again, with a new I/O loop.
+        """Join again after `pause`, with a new I/O loop.
 
         Args:
-            joined: what the script has said when it joined, with the checkpoints that it has now.
-            reset: the model is no longer the one that the script made, and it is of no step either.
+            transport: the transport of the new I/O loop.
+            allowlist: the access policy of the transport.
+            joined: the event with which the script joined, updated with the checkpoint that it holds now.
+            reset: whether the model is neither the initial model of the script nor the state after a step.
 
-        Raises as `IoLoop.start`; it can be called again then, with another transport.
+        Raises the errors of `IoLoop.start`.  After an error the call can be repeated with another transport.
         """
         loop = self._make_loop(transport, allowlist)
         self.tasks.connect(loop)
@@ -123,7 +125,7 @@ class GroupConnection:
 
     @property
     def traffic(self) -> dict[str, tuple[int, int]]:
-        """Bytes (sent, received) so far by message type, framing included."""
+        """The number of bytes (sent, received) so far by message type, including framing."""
         total = dict(self._earlier_traffic)
         for kind, (sent, received) in ({} if self._is_paused else self.loop.traffic).items():
             before = total.get(kind, (0, 0))
@@ -132,7 +134,7 @@ class GroupConnection:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes sent and received so far; for any thread."""
+        """The total number of bytes sent and received so far.  Thread-safe."""
         while True:
             try:
                 return sum(sent + received for sent, received in self.traffic.values())
@@ -142,23 +144,28 @@ class GroupConnection:
     # -- before this worker leaves -----------------------------------------------------------------
 
     def resolve_last_round(self, timeout_s: float) -> RoundOutcome | None:
-        """See `StepRounds.resolve_last`."""
+        """Return the outcome of the last submitted round.  See `StepRounds.resolve_last`."""
         return self.loop.step_rounds.resolve_last(timeout_s)
 
     def take_last_residuals(self, timeout_s: float) -> tuple[list[tuple[m.PeerId, SparseVector]], float]:
-        """Residuals from others that this worker has not added yet, and the magnitude of those that it has
-        acknowledged and that do not count within `timeout_s`."""
+        """Accept no more residuals, and take the confirmed residuals that this worker has not added yet.
+
+        Also returns the sum of magnitudes of the residuals that this worker has acknowledged but that are
+        still not confirmed after `timeout_s`.
+        """
         residuals = self.loop.residuals
         try:
             residuals.stop_accepting(timeout_s)
         except GridtrainError as error:
-            log.debug("residuals from other workers are not waited for: %s", error)
+            log.debug("cannot wait for the residuals of other workers: %s", error)
         return residuals.take_confirmed(), residuals.unconfirmed_magnitude
 
     def transfer_residual(self, pieces: tuple[memoryview, ...], timeout_s: float) -> tuple[bool | None, str]:
-        """Give this worker's residual to another.
+        """Transfer this worker's residual to another worker.
 
-        Returns whether another worker has it (None: unknown), and who, or why not."""
+        Returns whether another worker has accepted the residual (None if this is unknown), and a text that
+        names that worker or gives the reason.
+        """
         until_s = time.monotonic() + timeout_s
         if self.wait(lambda here: here.phase is io.MemberPhase.RUNNING, timeout_s) is None:
             return False, "no generation is running"

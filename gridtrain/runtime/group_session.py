@@ -1,10 +1,10 @@
-"""What the training thread calls: turns, and the steps in them.
+"""The training thread's interface to a run: waits for turns, and runs the step of each turn.
 
     batches:  await_turn -> spans ----> the user's loop computes -----> optimizer.step
                                                                           begin -> StepPlan
                                                                           run   -> RoundOutcome
 
-While it waits, it does tasks for the group (`trainer_tasks`).
+While the training thread waits, it performs tasks for the group (`trainer_tasks`).
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from gridtrain.runtime.contribution import ContributionReporter
 from gridtrain.runtime.group_connection import GroupConnection
 from gridtrain.runtime.io_loop import IoLoop
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
-from gridtrain.runtime.mailbox.worker_task import CaptureState, WorkerTask
+from gridtrain.runtime.mailbox.worker_task import ApplyMissedSteps, CaptureState, WorkerTask
 from gridtrain.runtime.open_round import PipelineRound, RoundPart
 from gridtrain.runtime.step_plan import RoundOutcome, StepPlan
 from gridtrain.runtime.trainer_tasks import LOAD_TASKS
 
 PeersOf = Callable[..., frozenset[int]]
-"""Neighbours of a rank: (rank, world size), and for a model in stages also the stage bounds."""
+"""Returns a rank's neighbours; called with the rank, the world size and, in a pipeline, the stage bounds."""
 
 FINISH_TIMEOUT_S = 15.0
-"""How long a finished worker stays for the others."""
+"""Longest time for which a worker that has finished waits for the other members."""
 
 
 class WaitInterrupted(Exception):
-    """The wait was given up: this worker is needed elsewhere, between two steps or attempts."""
+    """Raised when a wait ends early because this worker has to leave the group or drop its batch."""
 
 
 def _missing_dataset_error() -> ConfigError:
     return ConfigError(
-        "a step was begun before the data was named",
+        "a step was begun before the data set was given",
         remedy="iterate over grid.batches(dataset, ...), or use grid.sampler(dataset, ...)",
     )
 
@@ -57,13 +57,16 @@ def _missing_dataset_error() -> ConfigError:
 class GroupSession:
     """One worker's place in a run, as the training thread sees it.
 
-    Every method that waits raises `JoinRefused` when the coordinator has dismissed this worker, `RunPaused`
-    when the run cannot go on, or whatever else ended the I/O thread.
+    Every method that waits raises `JoinRefused` if the coordinator has dismissed this worker, `RunPaused` if
+    the run cannot continue, or any other error that ended the I/O thread.
 
     Attributes:
-        connection: to the group, over all pauses.
-        tasks: what this worker does for the group while it waits.
-        on_batch_dropped: called when a batch is given up because this worker is needed elsewhere.
+        connection: the connection to the group, which is kept across pauses.
+        tasks: performs tasks for the group while this worker waits.
+        on_batch_dropped: a function that is called when a batch is abandoned because this worker has to leave
+            the group.
+        on_turn_begun: a function that is called with this worker's rank and the step before the loop gets the
+            batch.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class GroupSession:
         self.connection = GroupConnection(transport, config, allowlist)
         self.tasks = self.connection.tasks
         self.on_batch_dropped: Callable[[], None] = lambda: None
+        self.on_turn_begun: Callable[[int, int], None] = lambda rank, step: None
         self._joined: io.TrainerJoined | None = None
         self._is_standby_at_end = self._has_closed = False
         self._turn: WorkerSnapshot | None = None
@@ -94,26 +98,33 @@ class GroupSession:
         neighbours: PeersOf,
         about: m.WorkerInfo | None = None,
         choices: Mapping[str, PeersOf] = MappingProxyType({}),
+        *,
+        may_be_absent: bool = False,
     ) -> None:
-        """Ask for a place in the run.  The coordinator refuses a set-up that differs from the run's.
+        """Request a place in the run.  The coordinator refuses a set-up that differs from the run's.
 
-        `about`: what this worker is, for people.  `choices`: its `neighbours_by_exchange`.
+        Args:
+            setup: the set-up of the training script.
+            neighbours: a function that returns the neighbours of a rank.
+            about: the description of this worker that users see.
+            choices: the value of `io.TrainerJoined.neighbours_by_exchange`.
+            may_be_absent: the value of `io.TrainerJoined.may_be_absent`.
         """
         self.check_not_joined()
-        self._joined = io.TrainerJoined(setup, neighbours, about, choices)
+        self._joined = io.TrainerJoined(setup, neighbours, about, choices, may_be_absent)
         self.connection.submit(self._joined)
 
     def check_not_joined(self) -> None:
-        """Raises `ConfigError` if this worker has joined; to be called before its disk is read."""
+        """Raise `ConfigError` if this worker has joined.  Call this method before reading from the disk."""
         if self._joined is not None:
             raise ConfigError(
-                "a second data set was given to this run; its ledger has one",
-                remedy="call grid.batches(...) or grid.sampler(...) once, with epochs= or steps= of the "
-                "whole run: one loop goes over all of it",
+                "a second data set was given; a run can have only one",
+                remedy="call grid.batches(...) or grid.sampler(...) once, with epochs= or steps= for the "
+                "whole run, and iterate over it in one loop",
             )
 
     def pause(self, reason: str) -> None:
-        """See `GroupConnection.pause`."""
+        """Leave the run until `resume`.  See `GroupConnection.pause`."""
         self.connection.pause(reason)
         self._is_dropping_batch = False
 
@@ -125,13 +136,16 @@ class GroupSession:
         *,
         touched: bool,
     ) -> None:
-        """After `pause`: join again, as a new worker does.
+        """Join the run again after `pause`, in the same way as a new worker.
 
         Args:
-            held: the state that this worker has; the group's replaces it if the group went on meanwhile.
-            touched: the model is no longer the one that the script made.
+            transport: the transport of the new I/O loop.
+            allowlist: the access policy of the transport.
+            held: the state that this worker holds, or None; the group's state replaces it if the group has
+                continued.
+            touched: whether the model has changed since the script created it.
 
-        Raises as `IoLoop.start`; it can be called again then, with another transport.
+        Raises the errors of `IoLoop.start`.  After an error the call can be repeated with another transport.
         """
         assert self._joined is not None
         self._turn, self._is_turn_done, self._early_plan = None, False, None
@@ -142,9 +156,9 @@ class GroupSession:
     # -- turns -----------------------------------------------------------------------------------
 
     def await_turn(self) -> WorkerSnapshot | None:
-        """Block until a step is open, and do tasks meanwhile; None when the ledger has ended the run.
+        """Perform tasks until a step is open; return the snapshot, or None if the run has ended.
 
-        Raises `WaitInterrupted` as soon as this worker is needed elsewhere, unless the run has ended.
+        Raises `WaitInterrupted` as soon as this worker has to leave the group, unless the run has ended.
         """
         if self._joined is None:
             raise _missing_dataset_error()
@@ -157,25 +171,30 @@ class GroupSession:
         self._turn = snapshot
         self._turn_began_s = time.monotonic()
         self._compute_rate.begin(self._turn_began_s, data_ledger.count_samples(snapshot.spans))
+        if snapshot.open_round is not None:
+            self.on_turn_begun(snapshot.rank, snapshot.open_round.step)
         return snapshot
 
     @property
     def is_standby_at_end(self) -> bool:
-        """The run has finished, and this worker was not a member at its end."""
+        """Whether the run has finished and this worker was not a member at its end."""
         return self._is_standby_at_end
 
     @property
     def turn_spans(self) -> tuple[m.Span, ...]:
-        """This worker's positions of the latest turn; (): it takes part without samples."""
+        """This worker's positions in the latest turn; empty if the worker takes part without samples."""
         return self._turn.spans if self._turn is not None else ()
 
     @property
     def is_turn_done(self) -> bool:
-        """The batch of the latest turn went into its step, or was too late for it."""
+        """Whether the batch of the latest turn was used in its step or came too late for it."""
         return self._is_turn_done
 
     def predict_spans(self, count: int) -> list[tuple[m.Span, ...]]:
-        """This worker's positions in the steps after the latest turn's, unless the group changes."""
+        """Predict this worker's positions in the next `count` steps, assuming that the group does not change.
+
+        Returns an empty list if no turn has begun, and in a pipeline.
+        """
         turn = self._turn
         if turn is None or self._joined is None or self._is_pipeline:
             return []
@@ -197,12 +216,16 @@ class GroupSession:
     def _wait(
         self, interrupts: Callable[[WorkerSnapshot], bool], *, between_batches: bool
     ) -> WorkerSnapshot | None:
-        """Do tasks until a step is open or the run has ended; None: this worker was not a member at its end.
+        """Perform tasks until a step is open or the run has ended.
+
+        Returns the snapshot, or None if this worker was not a member at the end of the run.
 
         Args:
-            between_batches: tasks that replace the model are done; False: the wait ends where one is due.
+            interrupts: a function that returns whether to stop waiting.
+            between_batches: whether to perform tasks that replace the model.  If False, the wait ends when
+                a task that replaces the model is due.
 
-        Raises `WaitInterrupted` when `interrupts(snapshot)`, unless the run has ended.
+        Raises `WaitInterrupted` if `interrupts(snapshot)` is true, unless the run has ended.
         """
         if self._is_standby_at_end:
             return None
@@ -221,16 +244,19 @@ class GroupSession:
                     )
                 )
                 assert snapshot is not None
-                must_save = any(isinstance(task, io.SaveCheckpoint) for task in snapshot.tasks)
+                must_save = any(
+                    isinstance(task, io.SaveCheckpoint | ApplyMissedSteps) for task in snapshot.tasks
+                )
                 if interrupts(snapshot) and not snapshot.is_finished and not must_save:
-                    raise WaitInterrupted  # others need what is in its memory: that is written first
+                    raise WaitInterrupted  # a due checkpoint is written first, because others need the state
                 task = self._next_task(snapshot, between_batches=between_batches)
                 if task is not None:
                     self.tasks.run(task, snapshot, is_pipeline=self._is_pipeline)
                 elif is_over(snapshot):
                     return snapshot
         except JoinRefused as refused:
-            # A whole model's worker may have been receiving the state; one that joins later is refused.
+            # Without stages, only a worker that had already joined may end normally, such as a worker that
+            # was still receiving the state; a worker that joins after the end is refused.
             was_running = self._loop.mailbox.snapshot.run_state[0] in ("waiting", "training", "paused")
             if refused.code != "finished" or not (self._is_pipeline or was_running):
                 raise
@@ -264,13 +290,13 @@ class GroupSession:
             self._loop.step_rounds.begin_bucket(self._early_plan[0], m.Channel(group=bucket), buffer, skip)
 
     def _has_begun(self, snapshot: WorkerSnapshot) -> bool:
-        """Buckets of the open round were sent: what they were made of may not change."""
+        """Whether buckets of the open round were sent.  If so, the residual in them must not change."""
         return self._early_plan is not None and self._early_plan[0] == snapshot.open_round
 
     def begin(self) -> StepPlan | None:
         """See `TrainingSession.begin`.
 
-        While no attempt can begin and this worker is needed elsewhere, the batch is given up:
+        If no attempt can begin and this worker has to leave the group, the batch is abandoned:
         `on_batch_dropped` is called, and the next `await_turn` raises `WaitInterrupted`.
         """
         if self._joined is None:
@@ -278,13 +304,13 @@ class GroupSession:
         if self._turn is None or self._turn.open_round is None:
             raise ConfigError(
                 "optimizer.step() was called after the end of the run",
-                remedy="leave the loop when grid.batches(...) ends; it ends the run",
+                remedy="leave the loop when grid.batches(...) ends, because the run ends with it",
             )
         step = self._turn.open_round.step
         if self._is_turn_done:
             raise ConfigError(
-                f"optimizer.step() was called 2 times for the batch of step {step}; each batch is one step",
-                remedy="call it once for each batch, or once for every a batches of "
+                f"optimizer.step() was called twice for the batch of step {step}; each batch is one step",
+                remedy="call optimizer.step() once for each batch, or once for every a batches of "
                 "grid.batches(..., accumulate=a)",
             )
         if not self._is_pipeline:
@@ -311,21 +337,23 @@ class GroupSession:
         return _make_step_plan(snapshot, snapshot.open_round)
 
     def _is_turn_of(self, snapshot: WorkerSnapshot, step: int) -> bool:
-        """Whether the batch of this turn may go into the open round.
+        """Whether the batch of this turn may be used in the open round.
 
-        Otherwise this worker was away and the group went on without the batch, or a state is to be loaded,
-        which happens between batches only.
+        The batch may not be used if the group continued without it while this worker was disconnected, or if
+        a state has to be loaded, because states are loaded only between batches.  A batch of a step
+        that was committed without this worker may be used late.
         """
-        if snapshot.open_round is None or snapshot.open_round.step != step:
+        if snapshot.open_round is None or (snapshot.open_round.step != step and not snapshot.is_late):
             return False
         if any(isinstance(task, LOAD_TASKS) for task in snapshot.tasks):
             return False
         return snapshot.spans in ((), self.turn_spans)
 
     def _await_exchange_choice(self) -> None:
-        """Where the coordinator chooses the exchange: report how long the batch took here.
+        """Report how long the batch took on this worker, if the coordinator chooses the exchange.
 
-        Also where it has chosen already: a generation that is made meanwhile may leave the choice open again.
+        The time is also reported after the coordinator has chosen, because a new generation may have to
+        choose again.
         """
         assert self._joined is not None
         if self._joined.neighbours_by_exchange and "" not in self._joined.neighbours_by_exchange:
@@ -335,18 +363,25 @@ class GroupSession:
     def open_round(
         self, plan: StepPlan, parts: Mapping[m.Channel, RoundPart], settings: bytes
     ) -> PipelineRound:
-        """For a pipeline, in place of `run`: the round's collectives are added as they become ready."""
+        """Open the round of a pipeline, to which collectives are added as they become ready.
+
+        A pipeline calls this method instead of `run`.
+        """
         assert self._turn is not None and self._turn.open_round is not None
         self._compute_rate.begin(time.monotonic(), plan.samples)
         return self._loop.step_rounds.open(self._turn.open_round, parts, settings)
 
     def finish_computing(self) -> None:
-        """The gradient of this turn is there; of a pipeline: its last micro-batch has left this stage."""
+        """Report the compute figures of this turn.
+
+        Call this method when the gradient is complete; in a pipeline, when the last micro-batch has left this
+        stage.
+        """
         if self._compute_rate.end(time.monotonic()):
             self.report_figures(self._compute_rate.figures())
 
     def end_round(self, outcome: RoundOutcome) -> None:
-        """How the round of `open_round` ended."""
+        """Record the outcome of a round."""
         self._is_turn_done = outcome.is_committed
         if outcome.is_committed:
             self._count_contribution()
@@ -390,12 +425,12 @@ class GroupSession:
         self.connection.submit(io.CompareReplicas(step, digest))
 
     def report_figures(self, figures: Mapping[str, float]) -> None:
-        """Figures for `gridtrain status`."""
+        """Report figures that `gridtrain status` shows."""
         self._loop.heartbeat.add_figures(figures)
 
     def average(self, value: float) -> float:
-        """Average over the workers, for people; `value` itself where the group changes meanwhile."""
-        if self._is_dropping_batch:  # the others are at a step in which this worker takes no part
+        """Return the mean of the workers' values for display, or `value` if the group changes meanwhile."""
+        if self._is_dropping_batch:  # the other workers run a step in which this worker takes no part
             return value
         step = self.snapshot.applied + 1
         self._mean_index = self._mean_index + 1 if self._mean_step == step else 0
@@ -405,13 +440,15 @@ class GroupSession:
 
     @property
     def snapshot(self) -> WorkerSnapshot:
-        """What this worker knows of the run now."""
+        """What this worker currently knows about the run."""
         mailbox = self._loop.mailbox
         return mailbox.snapshot if self._is_standby_at_end else mailbox.read()
 
     def set_busy(self, busy: bool) -> None:
-        """The trainer does something else for a while, such as an evaluation; it counts as making
-        progress."""
+        """Set whether the trainer is busy with other work, such as an evaluation.
+
+        Busy time counts as progress.
+        """
         self._compute_rate.discard()
         self._loop.heartbeat.set_busy(busy)
 
@@ -422,7 +459,7 @@ class GroupSession:
     # -- the end -----------------------------------------------------------------------------------
 
     def wait_for_members(self) -> bool:
-        """After the end: stay until all members have finished, so that none misses the last decision.
+        """Wait until all members have finished the run, so that every member receives the last decision.
 
         Returns whether the coordinator has declared the run finished within `FINISH_TIMEOUT_S`.
         """
@@ -440,18 +477,18 @@ class GroupSession:
                 if (task := self._capture_task(here)) is not None:
                     self.tasks.run(task, here, is_pipeline=self._is_pipeline)
         except GridtrainError:
-            return False  # the run is over for this worker; nothing depends on what failed
+            return False  # the run is over for this worker, so the error no longer matters
 
     def _capture_task(self, here: WorkerSnapshot) -> WorkerTask | None:
         captures = tuple(task for task in here.tasks if isinstance(task, CaptureState))
         return self.tasks.next_task(replace(here, tasks=captures))
 
     def close(self, reason: str = "") -> None:
-        """Leave and release everything; idempotent."""
+        """Leave the run and release all resources.  Further calls have no effect."""
         if not self._has_closed:
             self._has_closed = True
             self._loop.stop(reason)
-            with suppress(GridtrainError):  # what ended the I/O thread was raised where it mattered
+            with suppress(GridtrainError):  # the error that ended the I/O thread was raised earlier
                 self._report_contribution(time.monotonic(), last=True)
 
 

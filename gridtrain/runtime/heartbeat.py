@@ -1,10 +1,10 @@
-"""Content of this worker's heartbeats: its progress, whether the trainer waits, and figures for people.
+"""Collects the content of this worker's heartbeats: progress, whether the trainer waits, and figures.
 
     trainer: add_figures, set_busy --+
     bytes moved ---------------------+--> io.HeartbeatDue --> RoundProgress (peers), Heartbeat (coordinator)
     Mailbox.progress ----------------+
 
-Whether the progress is enough is decided by those who receive it.
+The peers and the coordinator decide from the heartbeats whether this worker makes enough progress.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gridtrain.core.group import member_events as io
-from gridtrain.core.messages import STATE_LEFT
+from gridtrain.core.messages import MISSED_STEPS, STATE_LEFT
 from gridtrain.runtime.mailbox.mailbox import Mailbox
 
 EXCHANGE_MESSAGES = ("Data", "RelayRequest", "RelayedMessage")
 PROGRESS_MESSAGES = (*EXCHANGE_MESSAGES, "SnapshotBlock", "UpdateLogEntry")
-"""Messages that count as progress: a worker that sends or receives them is not hung."""
+"""Types of messages that count as progress, because a worker that sends or receives them is not hung."""
 
 
 class HeartbeatSource:
-    """Collects what the next heartbeat reports."""
+    """Collects the content of the next heartbeat."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
@@ -32,31 +32,38 @@ class HeartbeatSource:
     # -- training thread -------------------------------------------------------------------------
 
     def add_figures(self, figures: Mapping[str, float]) -> None:
-        """Figures for `gridtrain status`; counts as progress."""
+        """Add or replace figures that `gridtrain status` shows.  The call counts as progress."""
         with self._mailbox.condition:
             self._figures.update(figures)
             self._mailbox.count_progress()
 
     @property
     def figures(self) -> dict[str, float]:
-        """All figures so far."""
+        """The latest value of each figure, by name."""
         with self._mailbox.condition:
             return dict(self._figures)
 
     def set_busy(self, busy: bool) -> None:
-        """The trainer does something that may take long, such as an evaluation, and counts as making
-        progress."""
+        """Set whether the trainer is busy with work that may take a long time.
+
+        Busy time counts as progress.
+        """
         with self._mailbox.condition:
             self._busy = busy
 
     # -- I/O thread ------------------------------------------------------------------------------
 
+    def count_missed_step(self) -> None:
+        """Count a step that committed without the trainer."""
+        with self._mailbox.condition:
+            self._figures[MISSED_STEPS] = self._figures.get(MISSED_STEPS, 0.0) + 1.0
+
     def make_heartbeat(self, traffic: Mapping[str, tuple[int, int]], left_bytes: int) -> io.HeartbeatDue:
-        """The event for the core.
+        """Return the event that makes the core send a heartbeat.
 
         Args:
-            traffic: bytes (sent, received) by message type.
-            left_bytes: of the state that this worker is receiving.
+            traffic: the number of bytes (sent, received) by message type.
+            left_bytes: the number of bytes still missing from the state that this worker is receiving.
         """
         moved_bytes = sum(sum(traffic.get(kind, (0, 0))) for kind in PROGRESS_MESSAGES)
         with self._mailbox.condition:

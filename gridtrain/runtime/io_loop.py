@@ -1,24 +1,23 @@
-"""The worker's I/O loop: carries events to the member core, and its effects to the transport and the parts
-below.
+"""The worker's I/O loop: passes events to the member core, and executes the effects that the core returns.
 
-One thread (this one) owns the transport, the core, and the buffers while a round is open.  The training
-thread submits commands and waits for snapshots.
+The I/O thread owns the transport, the core, and the buffers of the open round.  The training thread submits
+commands and waits for snapshots.
 
     training thread                 I/O thread                                         network
       parts --- commands, in order --> MemberCore.handle --> effects --> parts, Transport.send
       wait <--- WorkerSnapshot <---- SnapshotBuilder <--+    ^--- events <---------- Transport.poll
 
-State lies in parts, which do not know this module:
+The loop's state is divided among parts, which do not depend on this module:
 
-    mailbox              commands, the snapshot, and the lock of all that both threads touch
+    mailbox              commands, the snapshot, and the lock of all data that both threads use
     step_rounds          collectives and their buffers, until their round is over
     state_sender         this worker's state, for members of a generation that forms
-    state_receiver       the state that this worker lacks itself
-    catch_up_source      its state and each update, for workers that catch up while rounds go on
-    catch_up             catching up, on this worker
+    state_receiver       the state that this worker lacks
+    catch_up_source      this worker's snapshot and updates, for workers that catch up during rounds
+    catch_up             the catch-up of this worker
     residuals            residuals from and to other workers
-    checkpoint_requests  checkpoints of stages
-    heartbeat            progress and figures
+    checkpoint_requests  the core's requests about stage checkpoints
+    heartbeat            the content of the next heartbeat
 """
 
 from __future__ import annotations
@@ -64,15 +63,20 @@ from gridtrain.runtime.snapshot_builder import SnapshotBuilder
 from gridtrain.runtime.state_transfer.catch_up_session import CatchUpSession
 from gridtrain.runtime.state_transfer.catch_up_source import CatchUpSource
 from gridtrain.runtime.state_transfer.checkpoint_requests import CheckpointRequests
-from gridtrain.runtime.state_transfer.residuals import ResidualExchange
+from gridtrain.runtime.state_transfer.residual_exchange import ResidualExchange
 from gridtrain.runtime.state_transfer.state_receiver import StateReceiver
 from gridtrain.runtime.state_transfer.state_sender import StateSender
-from gridtrain.runtime.step_rounds import StepRounds
+from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.runtime.step_rounds import REJECTED_EARLIER, StepRounds
 
 log = logging.getLogger("gridtrain")
 
 HOUSEKEEPING_INTERVAL_S = 0.005
-"""Housekeeping interval while payloads are in flight."""
+"""Shortest interval of housekeeping while payloads are in flight.  It applies if housekeeping is due or a
+worker catches up."""
+
+QUIET_INTERVAL_S = 0.1
+"""Longest interval of housekeeping while payloads are in flight."""
 
 PEER_EFFECTS = (
     io.ApplyToBuffer
@@ -81,25 +85,28 @@ PEER_EFFECTS = (
     | io.DeliverCatchUpMessage
     | io.StoreResidualBlock
 )
-"""Effects with data of a peer, which is at fault if the data cannot be used."""
+"""Effects with data from a peer.  If the data are invalid, the peer has violated the protocol."""
 
-PAYLOAD_EFFECTS = io.ApplyToBuffer | io.SendPayload | io.CollectiveCompleted
-"""What follows from a payload as long as the round succeeds; none of it changes the snapshot."""
+ROUND_MESSAGES = frozenset({m.Data, m.Vote, m.Decision})
+"""Messages that change only the round to which they belong."""
 
-ROUND_MESSAGES = (m.Data, m.Vote)
-"""Messages that change nothing but the round they belong to (a vote: until the last one is there)."""
+ROUND_EFFECTS = frozenset(
+    {io.ApplyToBuffer, io.SendPayload, io.CollectiveCompleted, io.ComputeDigest, io.ResolveRound}
+)
+"""Effects, besides `Send`, of `ROUND_MESSAGES` and of the trainer's submissions to a round that succeeds.  Of
+these effects only `ResolveRound` changes the snapshot, which is then published."""
 
 
 class IoLoop:
     """Runs a `MemberCore` over a `Transport` in a separate thread.
 
     Args:
-        transport: owned by the I/O thread from `start` on.
+        transport: the transport, which belongs to the I/O thread once `start` is called.
         config: addresses, names and deadlines.
-        allowlist: the transport's access policy; this loop keeps it up to date.
-        should_interrupt: whether the training thread is needed elsewhere; called by that thread while it
-            waits.
-        budget_exhausted: why nothing more may be sent or received; "": it may.  Called in each turn.
+        allowlist: the transport's access policy, which this loop keeps up to date.
+        should_interrupt: returns whether the training thread has to stop waiting; that thread calls it.
+        budget_exhausted: returns why no more bytes may be sent or received; "" if more bytes are allowed.  It
+            is called in each iteration of the loop.
     """
 
     def __init__(
@@ -121,12 +128,14 @@ class IoLoop:
         deadlines = config.deadlines
         self.mailbox = Mailbox(transport.wake, should_interrupt)
         self.catch_up_source = CatchUpSource(donate_Bps, self.mailbox.submit)
-        self.step_rounds = StepRounds(self.mailbox, self.catch_up_source.record_step)
+        self.heartbeat = HeartbeatSource(self.mailbox)
+        self.step_rounds = StepRounds(
+            self.mailbox, self.catch_up_source.record_step, self.heartbeat.count_missed_step
+        )
         self.state_sender, self.state_receiver = StateSender(self.mailbox), StateReceiver(self.mailbox)
         self.catch_up = CatchUpSession(self.mailbox, self.state_receiver.blobs, idle_s=deadlines.ready_s / 4)
         self.residuals = ResidualExchange(self.mailbox)
         self.checkpoint_requests = CheckpointRequests(self.mailbox, donate_Bps)
-        self.heartbeat = HeartbeatSource(self.mailbox)
         self._snapshot_builder = SnapshotBuilder(
             self.state_sender,
             self.state_receiver,
@@ -134,20 +143,22 @@ class IoLoop:
             self.catch_up,
             self.residuals,
             self.checkpoint_requests,
+            self.step_rounds,
         )
         self._link_probe = LinkProbe(transport, deadlines.probe_s, SystemRandom())
         self._reconnect_policy = ReconnectPolicy(config.coordinator, deadlines.paused_s)
         self._averages: list[float | None] = []  # the answer that the trainer waits for
-        self._is_payload_only = False  # nothing but payloads was received and sent in this turn
+        self._is_payload_only = False  # only payloads were received and sent since the last iteration
         self._is_snapshot_due = False
-        self._housekeeping_s = -math.inf  # when it was done last
+        self._housekeeping_s = -math.inf  # when housekeeping was done last
+        self._beat_s = deadlines.beat_s
         self._heartbeat_s = 0.0  # when the next heartbeat is due
         self._thread = threading.Thread(target=self._main, name="gridtrain-io", daemon=True)
 
     # -- training thread -------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Listen, dial the coordinator and wait for its welcome.
+        """Start the I/O thread, connect to the coordinator, and wait until it welcomes this worker.
 
         Raises `CoordinatorUnreachable`, `JoinRefused`, `TransportError`.
         """
@@ -166,7 +177,7 @@ class IoLoop:
             )
 
     def average(self, step: int, index: int, value: float, timeout_s: float) -> float | None:
-        """The group's average of `value`; None if the generation ended, or nobody answered in time."""
+        """Return the mean of the members' values; None if the generation ended or no answer came in time."""
         with self.mailbox.condition:
             self._averages.clear()
         self.mailbox.submit(io.RequestMean(step, index, value))
@@ -180,15 +191,17 @@ class IoLoop:
 
     @property
     def traffic(self) -> dict[str, tuple[int, int]]:
-        """Bytes sent and received so far by message type."""
+        """The number of bytes (sent, received) so far by message type."""
         counts = self._transport.traffic
         names = set(counts.sent_bytes) | set(counts.received_bytes)
         return {n: (counts.sent_bytes.get(n, 0), counts.received_bytes.get(n, 0)) for n in names}
 
     def stop(self, reason: str = "", *, pausing: bool = False) -> None:
-        """Leave (if `reason` is given), flush and release everything; idempotent.
+        """Stop the I/O thread, and release all resources.  Further calls have no effect.
 
-        `pausing`: this worker means to come back, with another loop.
+        Args:
+            reason: why this worker leaves the run; if it is empty, the coordinator is not notified.
+            pausing: whether this worker intends to join again with a new I/O loop.
         """
         if reason and self.mailbox.error is None and self._thread.is_alive():
             self.mailbox.submit(io.LeaveGroup(reason, pausing))
@@ -204,85 +217,118 @@ class IoLoop:
             while True:
                 is_stopping = self.mailbox.is_stopping
                 self._run_commands()
-                self._publish_if_due()  # before the next wait: a lone worker's round is over already
+                self._publish_if_due()  # before the next wait, because a lone worker's round may be over
                 if is_stopping:
                     return
                 self._run_once()
-        except BaseException as error:  # raised in the training thread, whatever it is
+        except BaseException as error:  # any error is raised again in the training thread
             if not isinstance(error, GridtrainError):
-                log.exception("gridtrain's loop crashed")
+                log.exception("gridtrain's I/O loop crashed")
             self.mailbox.fail(error)
         finally:
             self._transport.close()
 
     def _run_commands(self) -> bool:
-        """Carry out what was submitted; returns whether there was anything."""
+        """Carry out the submitted commands; return whether there were any commands."""
         commands = self.mailbox.take_commands()
         if commands:
             self.state_sender.drop_other_generations(self._core.generation)
         for command in commands:
             if callable(command):
                 command()
-                self._is_payload_only = False  # what follows from it is sent by housekeeping
+                self._is_payload_only = False  # housekeeping sends the messages that result from the call
             else:
                 self._handle(command)
         return bool(commands)
 
     def _run_once(self) -> None:
         if reason := self._budget_exhausted():
-            raise BudgetSpent(reason, remedy="nothing: this worker trains again when there are bytes again")
-        events = self._transport.poll(self._wait_s(time.monotonic()))
-        self._is_payload_only = True
+            raise BudgetSpent(reason, remedy="wait until more bytes are allowed, or raise the limit")
+        now_s = time.monotonic()
+        due_s = self._due_s(now_s)
+        wait_s = 0.0 if self.step_rounds.has_hash_work else min(max(0.0, due_s - now_s), self._beat_s)
+        events = self._transport.poll(wait_s)
         for event in events:
-            if not (type(event) is Received and type(event.message) in ROUND_MESSAGES):
-                self._is_payload_only = False
             self._handle_transport_event(event)
-        # Before housekeeping: payloads that are to leave, the outcome for the trainer, credit for peers.
+        # Payloads to send, the outcome for the trainer and credit for peers come before housekeeping.
         had_commands = self._run_commands()
-        self._is_payload_only = self._is_payload_only and (had_commands or bool(events))
         if self.step_rounds.has_ended:
             self._publish()
         self.step_rounds.hash_ahead()
-        now_s = time.monotonic()
         self._transport.return_credit(self._core.early_bytes)
-        if not self._is_payload_only or now_s >= self._housekeeping_s + HOUSEKEEPING_INTERVAL_S:
+        is_payload_only = self._is_payload_only and (had_commands or bool(events))
+        now_s = time.monotonic()
+        if not is_payload_only or self._is_housekeeping_due(due_s, now_s):
             self._do_housekeeping(now_s)
+        self._is_payload_only = True  # reset here, because commands are also carried out between iterations
 
-    def _wait_s(self, now_s: float) -> float:
-        """How long to wait for the network."""
-        at_once = (
-            self.state_sender.has_data(self._transport)
-            or self.step_rounds.has_hash_work
-            or self.state_receiver.forwarder.has_data(self._transport)
-        )
-        due_s = min(
+    def _due_s(self, now_s: float) -> float:
+        """Return the time at which the loop has to act next even if no message arrives."""
+        if self.state_sender.has_data(self._transport) or self.state_receiver.forwarder.has_data(
+            self._transport
+        ):
+            return now_s
+        return min(
             self._heartbeat_s,
             self._core.deadline_s,
             self.catch_up_source.due_s(self._transport),
             self.checkpoint_requests.due_s,
         )
-        return 0.0 if at_once else min(max(0.0, due_s - now_s), self._config.deadlines.beat_s)
+
+    def _is_housekeeping_due(self, due_s: float, now_s: float) -> bool:
+        """Whether housekeeping has to interrupt a stream of payloads."""
+        since_s = now_s - self._housekeeping_s
+        is_transferring = self.catch_up_source.has_receivers or self.catch_up.is_active
+        is_due = is_transferring or now_s >= due_s
+        return since_s >= (HOUSEKEEPING_INTERVAL_S if is_due else QUIET_INTERVAL_S)
 
     def _do_housekeeping(self, now_s: float) -> None:
-        """Everything that is not about payloads."""
+        """Do all work of the loop that does not concern payloads."""
         self._housekeeping_s = now_s
         self._is_snapshot_due = True
         if now_s >= self._heartbeat_s:
-            self._heartbeat_s = now_s + self._config.deadlines.beat_s
+            self._heartbeat_s = now_s + self._beat_s
             self._send_heartbeat()
         if now_s >= self._core.deadline_s:
             self._execute(self._core.tick(now_s))
+        self._contribute_if_absent()
         self._report_links(now_s)
         self._send_all(self.catch_up_source.send_due(self._transport, now_s))
         self._report_catch_up(now_s)
         sent = self.state_sender.send_pending(self._transport)
         sent += self.state_receiver.forwarder.send_pending(self._transport)
         sent += self.checkpoint_requests.send_pending(self._transport, now_s, self._core.generation)
-        self.mailbox.count_progress(sent)
+        if sent:
+            self.mailbox.count_progress(sent)
         if self._core.phase is io.MemberPhase.RUNNING:
             self.state_sender.clear()
             self.state_receiver.forwarder.clear()
         self._reconnect_policy.handle_pause(self._core.pause_reason, now_s)
+
+    def _contribute_if_absent(self) -> None:
+        """Contribute nothing to the open round if the group proceeds without this worker's trainer."""
+        absent, assignment = self._core.absent_round, self._core.rank_assignment
+        generation = self._core.current_generation
+        if absent is None or assignment is None or generation is None:
+            return
+        round_id, settings = absent
+        plan = StepPlan(
+            step=round_id.step,
+            attempt=round_id.attempt,
+            rank=assignment.rank,
+            world_size=assignment.world_size,
+            samples=0,
+            total_samples=0,
+            compare_after=generation.is_comparison_due,
+            exchange=assignment.exchange,
+            generation=round_id.generation,
+            first_step=generation.first_step,
+        )
+        event = self.step_rounds.contribute_nothing(round_id, plan, settings)
+        if event is not None:
+            self._handle(event)
+            if self.step_rounds.is_current_failed:
+                self._handle(io.RoundFailed(REJECTED_EARLIER))
 
     def _send_heartbeat(self) -> None:
         left_bytes = self.state_receiver.blobs.remaining_bytes(self._core.generation)
@@ -306,6 +352,10 @@ class IoLoop:
         self.catch_up.show_progress(status, now_s)
 
     def _handle_transport_event(self, event: TransportEvent) -> None:
+        if type(event) is Received:
+            self._handle_message(event.peer, event.message, event.nbytes)
+            return
+        self._is_payload_only = False
         match event:
             case PeerUp(peer):
                 if peer == self._coordinator:
@@ -323,14 +373,15 @@ class IoLoop:
                 log.info("an unknown peer violated the protocol: %s", reason)
             case TransportViolation(peer, reason) if peer is not None:
                 self._handle(io.ProtocolViolation(peer, reason))
-            case Received(peer, message, nbytes):
-                self._handle_message(peer, message, nbytes)
 
     def _handle_message(self, peer: m.PeerId, message: m.Message, nbytes: int) -> None:
         match message:
+            case m.Data():
+                self._receive_data(peer, message, nbytes)
             case m.Ping(nonce):
                 self._send(peer, m.Pong(nonce))
             case m.Pong() | m.Burst() | m.BurstRequest() | m.BurstReceived():
+                self._is_payload_only = False  # housekeeping reports the results of the measurement
                 answers = self._link_probe.handle_message(peer, message, time.monotonic())
                 if isinstance(answers, str):
                     self._handle(io.ProtocolViolation(peer, answers))
@@ -340,21 +391,39 @@ class IoLoop:
                 self._handle(io.MessageReceived(peer, message, nbytes))
 
     def _handle(self, event: io.MemberEvent) -> None:
-        """Give the core an event.  A violation by a peer costs the round and the peer, never this worker."""
+        """Pass an event to the core, and execute the effects.
+
+        If a peer has violated the protocol, its connection is closed, and this worker continues.
+        """
         try:
             effects = self._core.handle(event, time.monotonic())
         except RemoteProtocolError as error:
             if not isinstance(event, io.MessageReceived):
                 raise
             effects = self._core.handle(io.ProtocolViolation(event.peer, error.reason), time.monotonic())
-        # The common case, hundreds of times in a step: payloads are summed and sent on, and nothing else.
-        if not (_is_round_event(event) and all(isinstance(effect, PAYLOAD_EFFECTS) for effect in effects)):
+        if not (_is_round_event(event) and all(map(_is_round_effect, effects))):
+            self._is_payload_only = False
+            self._allowlist.replace(self._core.known_peers)
+        self._execute(effects)
+
+    def _receive_data(self, peer: m.PeerId, data: m.Data, nbytes: int) -> None:
+        """Pass a payload to the core, and execute the effects.
+
+        This method is called more often than any other, hundreds of times in a step.  The effects of a
+        payload usually concern only the round.
+        """
+        try:
+            effects = self._core.receive_data(peer, data, nbytes, time.monotonic())
+        except RemoteProtocolError as error:
+            self._handle(io.ProtocolViolation(peer, error.reason))
+            return
+        if not all(map(_is_round_effect, effects)):
             self._is_payload_only = False
             self._allowlist.replace(self._core.known_peers)
         self._execute(effects)
 
     def _execute(self, effects: list[io.MemberEffect]) -> None:
-        """Execute effects in order; those that follow from one come after the ones already there."""
+        """Execute the effects in order, and then the effects that result from executing them."""
         queue = deque(effects)
         while queue:
             effect = queue.popleft()
@@ -373,28 +442,27 @@ class IoLoop:
                 queue.extend(self._core.handle(io.RoundFailed(str(error)), time.monotonic()))
 
     def _execute_one(self, effect: io.MemberEffect) -> list[io.MemberEffect]:
-        """Effects of rounds and connections; returns the effects that follow."""
+        """Execute an effect on rounds or connections; return the effects that result from it."""
         match effect:
             case io.SendPayload(peer):
                 if (data := self.step_rounds.payload_to_send(effect)) is not None:
                     self._transport.send(peer, data)
             case io.ApplyToBuffer(channel, fill):
                 self.step_rounds.apply_payload(channel, fill)
-            case io.CollectiveCompleted(channel, skip):
-                self.step_rounds.mark_complete(channel, skip)
-            case io.ComputeDigest(skip):
-                digest = self.step_rounds.compute_vote_digest(skip)
+            case io.CollectiveCompleted(channel, flags):
+                self.step_rounds.mark_complete(channel, flags)
+            case io.ComputeDigest(flags):
+                digest = self.step_rounds.compute_vote_digest(flags)
                 if digest is not None:
                     return self._core.handle(io.DigestComputed(digest), time.monotonic())
-            case io.ResolveRound(round_id, committed, skip, reason):
-                self.step_rounds.resolve(round_id, committed, skip, reason)
+            case io.ResolveRound(round_id, committed, flags, reason):
+                self.step_rounds.resolve(round_id, committed, flags, reason)
             case io.DeliverMean(value):
                 with self.mailbox.condition:
                     self._averages.append(value)
                     self.mailbox.condition.notify_all()
             case io.Send(peer, m.StateRequest() as request):
-                if (remaining := self.state_receiver.remaining_request(request)) is not None:
-                    self._send(peer, remaining)
+                self._request_state(peer, request)
             case io.Send(peer, message):
                 self._send(peer, message)
             case io.Dial(peer, address):
@@ -412,7 +480,7 @@ class IoLoop:
         return []
 
     def _execute_transfer(self, effect: io.MemberEffect) -> list[io.MemberEffect]:
-        """Effects of state transfer; returns the effects that follow."""
+        """Execute an effect that concerns state transfer; return the effects that result from it."""
         match effect:
             case io.SendState():
                 self.state_sender.request(effect, self._core.term)
@@ -446,9 +514,9 @@ class IoLoop:
                 if current is not None:
                     incoming = current.incoming_state
                     is_forwarding = incoming.forwarding.downstream is not None
-                    self.state_receiver.receive_block(
-                        block, vouched=peer == incoming.source, is_forwarding=is_forwarding
-                    )
+                    vouched = peer == incoming.source
+                    if self.state_receiver.receive_block(block, vouched=vouched, is_forwarding=is_forwarding):
+                        return incoming.request()
                 return self._reject_state()
             case io.StoreResidualBlock() | io.AddResidual() | io.DropResidual() | io.ResidualTransferEnded():
                 event = self.residuals.execute(effect)
@@ -456,8 +524,21 @@ class IoLoop:
                     return self._core.handle(event, time.monotonic())
         return []
 
+    def _request_state(self, peer: m.PeerId, request: m.StateRequest) -> None:
+        """Send the part of a request for the state that concerns blocks which have not arrived yet."""
+        current = self._core.current_generation
+        if current is not None:
+            incoming = current.incoming_state
+            position, to_source = incoming.shared_position, peer == incoming.source
+            remaining = self.state_receiver.remaining_request(request, position, to_source=to_source)
+            if remaining is not None:
+                self._send(peer, remaining)
+
     def _reject_state(self) -> list[io.MemberEffect]:
-        """If what was received is not the source's state, start over, with the source itself."""
+        """Drop the received state if it differs from the source's state; return the effects that follow.
+
+        The core then requests the state again, from the state source itself.
+        """
         if not self.state_receiver.drop_if_mismatched(self._core.generation):
             return []
         return self._core.handle(io.StateDigestMismatch(self._core.generation), time.monotonic())
@@ -467,11 +548,14 @@ class IoLoop:
             self._send(peer, message)
 
     def _send(self, peer: m.PeerId, message: m.Message) -> None:
-        """Send control: what cannot be sent now is repeated by the protocol or superseded."""
+        """Send a control message.
+
+        A message that cannot be sent now is dropped, because the protocol repeats or supersedes it.
+        """
         try:
             self._transport.send(peer, message)
         except TransportError as error:
-            log.debug("not sent: %s to %s: %s", type(message).__name__, peer.hex()[:8], error)
+            log.debug("cannot send %s to %s: %s", type(message).__name__, peer.hex()[:8], error)
 
     def _publish_if_due(self) -> None:
         is_due = self.mailbox.take_stale() or self._is_snapshot_due or self.step_rounds.has_ended
@@ -480,18 +564,24 @@ class IoLoop:
             self._publish()
 
     def _publish(self) -> None:
-        """Replace the snapshot if it changed, and wake the trainer."""
+        """Replace the snapshot if it has changed, and wake the trainer."""
         self.state_sender.drop_other_generations(self._core.generation)
         snapshot = self._snapshot_builder.build(self._core)
         with self.mailbox.condition:
-            # Together, so that the trainer never sees an outcome with the snapshot from before it.
+            # Both are published together, so that the trainer never sees an outcome with an older snapshot.
             has_ended = self.step_rounds.publish_ended()
             self.mailbox.publish(snapshot, wake=has_ended)
 
 
 def _is_round_event(event: io.MemberEvent) -> bool:
-    """Whether it concerns a round alone: what a peer sends for it, or the trainer adds to it or begins
-    early."""
+    """Whether the event concerns only a round: a peer's message for the round, or a trainer's submission."""
     if type(event) is io.MessageReceived:
         return type(event.message) in ROUND_MESSAGES
-    return type(event) is io.AddCollectives or (type(event) is io.SubmitRound and not event.is_complete)
+    return type(event) is io.SubmitRound or type(event) is io.AddCollectives
+
+
+def _is_round_effect(effect: io.MemberEffect) -> bool:
+    """Whether the effect concerns only a round."""
+    if type(effect) is io.Send:
+        return type(effect.message) in ROUND_MESSAGES
+    return type(effect) in ROUND_EFFECTS

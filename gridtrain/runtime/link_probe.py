@@ -1,9 +1,9 @@
-"""Network measurements of this worker: round trips first, then a burst to each peer, one by one.
+"""Measures this worker's links: first the round-trip times, then the bandwidth with one burst at a time.
 
-    io.ProbePeers --> RoundTripProbe --> round trips --> BandwidthProbe --> LinkRates, io.ProbeResults
+    io.ProbePeers --> RoundTripProbe --> round-trip times --> BandwidthProbe --> LinkRates, io.ProbeResults
 
-Bursts go to peers that are reached directly.  The round trips are reported when no burst is under way any
-more.
+Bursts are sent only to peers that are connected directly, not through a relay.  The round-trip times are
+reported after the last burst.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from gridtrain.runtime.round_trip_probe import RoundTripProbe
 
 
 class LinkProbe:
-    """Used by the I/O thread alone.
+    """Runs the measurements that the core requests.  Only the I/O thread uses it.
 
     Args:
-        limit_s: of one probe, bursts included.
-        rng: see `BandwidthProbe`.
+        transport: the connections to the peers.
+        limit_s: the time limit of one probe, including its bursts.
+        rng: the random number generator of the `BandwidthProbe`.
     """
 
     def __init__(self, transport: Transport, limit_s: float, rng: Random) -> None:
@@ -31,7 +32,7 @@ class LinkProbe:
         self._round_trips = RoundTripProbe()
         self._bandwidth = BandwidthProbe(rng)
         self._relayed: set[m.PeerId] = set()  # bursts would load the relay's link
-        self._measured: io.ProbeResults | None = None  # round trips, while bursts are under way
+        self._measured: io.ProbeResults | None = None  # round-trip times, held until the bursts are over
 
     def begin(self, probe: io.ProbePeers, now_s: float) -> None:
         self._relayed = {peer for peer, address in probe.targets if relay_of(address) is not None}
@@ -46,7 +47,7 @@ class LinkProbe:
     def handle_message(
         self, peer: m.PeerId, message: m.Pong | m.Burst | m.BurstRequest | m.BurstReceived, now_s: float
     ) -> list[m.Burst] | list[m.BurstReceived] | str:
-        """The messages that answer it, or what is wrong with it."""
+        """Handle a message; return the replies to send, or the reason why the message is a violation."""
         match message:
             case m.Pong(nonce):
                 self._round_trips.handle_pong(nonce, self._transport, now_s)
@@ -60,8 +61,11 @@ class LinkProbe:
         return []
 
     def poll(self, now_s: float) -> tuple[m.LinkRates | None, io.ProbeResults | None]:
-        """What is to be reported.  Rates go to the coordinator first: it admits a worker on its round
-        trips."""
+        """Advance the measurement; return the rates and the round-trip times that are ready to be reported.
+
+        Either is None if it is not ready.  Report the rates first, because the coordinator admits a worker as
+        soon as it has the round-trip times.
+        """
         rtt_s = self._round_trips.take_results(now_s)
         if rtt_s is not None:
             self._measured = io.ProbeResults(rtt_s)

@@ -1,6 +1,6 @@
-"""One open round: its buffers, and how the training thread of a pipeline takes part in it.
+"""An open round: its buffers, and the interface through which a pipeline's training thread uses the round.
 
-add(parts) ..   wait(channels) -> False: the round is lost ..   complete(last part) -> RoundOutcome
+add(parts) ..   wait(channels) -> False if the round is lost ..   complete(last part) -> RoundOutcome
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from gridtrain.core import messages as m
 from gridtrain.core.collectives.collective import Collective
 from gridtrain.core.group import member_events as io
+from gridtrain.core.group.round_flags import is_skipped
 from gridtrain.runtime.buffers.buckets import BucketedBuffer
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer
 from gridtrain.runtime.mailbox.mailbox import Mailbox
@@ -20,7 +21,7 @@ from gridtrain.runtime.step_plan import RoundOutcome
 
 @dataclass(frozen=True, slots=True)
 class RoundPart:
-    """One collective of a round, and its buffer."""
+    """A collective of a round, and its buffer."""
 
     collective: Collective
     buffer: CollectiveBuffer
@@ -28,14 +29,15 @@ class RoundPart:
 
 @dataclass(slots=True)
 class OpenRound:
-    """A round that this worker takes part in.
+    """A round in which this worker takes part.
 
     Attributes:
-        buffers: those that were submitted, by channel.
-        voted_buffers: those that are voted on, in order.
-        is_failed: a payload in it was rejected.
-        failure_reason: why it did not commit.
-        completed: the collectives that are complete, and whether the step is skipped in them.
+        buffers: the submitted buffers by channel.
+        voted_buffers: the buffers whose digests the members vote on, in order.
+        is_failed: whether this worker has rejected a payload of the round.
+        failure_reason: the reason why the round did not commit; empty if it committed or is still open.
+        completed: maps the channel of each complete collective to the flags of its contributions.
+        is_absent: whether the I/O thread contributes nothing instead of the trainer.
     """
 
     id: m.RoundId
@@ -46,7 +48,8 @@ class OpenRound:
     digests: tuple[bytes, ...] = ()
     is_failed: bool = False
     failure_reason: str = ""
-    completed: dict[m.Channel, bool] = field(default_factory=dict)
+    completed: dict[m.Channel, int] = field(default_factory=dict)
+    is_absent: bool = False
 
 
 def buffers_of(parts: Mapping[m.Channel, RoundPart]) -> dict[m.Channel, CollectiveBuffer]:
@@ -58,10 +61,10 @@ def collectives_of(parts: Mapping[m.Channel, RoundPart]) -> dict[m.Channel, Coll
 
 
 def await_outcome(mailbox: Mailbox, mine: OpenRound) -> RoundOutcome:
-    """Wait until the round has ended.
+    """Wait until the round has ended; return its outcome.
 
-    A worker that is needed elsewhere abandons a round that it has voted NO on: the root, or the coordinator,
-    may be gone, and its decision would be waited for in vain.
+    A worker that has to leave the group abandons the round if it has voted NO, because no decision would
+    arrive if the root or the coordinator had failed.
     """
     mailbox.wait(
         lambda here: (
@@ -76,10 +79,10 @@ def await_outcome(mailbox: Mailbox, mine: OpenRound) -> RoundOutcome:
 
 
 class PipelineRound:
-    """A round whose collectives are added while it runs.  Used by the training thread.
+    """A round to which collectives are added while it runs.  Only the training thread uses it.
 
     Attributes:
-        outcome: None until the round has ended.
+        outcome: the outcome of the round; None until `complete` or `end` has returned it.
     """
 
     def __init__(self, mailbox: Mailbox, mine: OpenRound) -> None:
@@ -87,13 +90,13 @@ class PipelineRound:
         self.outcome: RoundOutcome | None = None
 
     def add(self, parts: Mapping[m.Channel, RoundPart]) -> None:
-        """Add collectives, not the last ones.  Returns at once."""
+        """Add collectives, but not the last collective of the round, without waiting for their results."""
         with self._mailbox.condition:
             self._round.buffers |= buffers_of(parts)
         self._mailbox.submit_payload(io.AddCollectives(self._round.id, collectives_of(parts)))
 
     def wait(self, *channels: m.Channel) -> bool:
-        """Wait until these collectives are complete; False: the round is lost, and they never will be."""
+        """Wait until the collectives of `channels` are complete; return False if the round is lost first."""
 
         def are_complete() -> bool:
             return all(channel in self._round.completed for channel in channels)
@@ -103,11 +106,11 @@ class PipelineRound:
         return are_complete()
 
     def is_skipped(self, channel: m.Channel) -> bool:
-        """Whether any member skips the step in this collective, which is complete."""
-        return self._round.completed[channel]
+        """Whether any member skips the step in the collective of `channel`, which must be complete."""
+        return is_skipped(self._round.completed[channel])
 
     def complete(self, channel: m.Channel, last: RoundPart) -> RoundOutcome:
-        """Add the last collective, whose buffer is voted on, and wait for the outcome."""
+        """Add the last collective, on whose buffer the members vote; wait for the outcome and return it."""
         with self._mailbox.condition:
             self._round.buffers[channel] = last.buffer
             self._round.voted_buffers = (last.buffer,)
@@ -117,30 +120,32 @@ class PipelineRound:
         return self.end()
 
     def fail(self, reason: str) -> None:
-        """Vote NO, unless the round is over or this worker has voted.  Returns at once."""
+        """Vote NO, unless the round is over or this worker has voted, without waiting for the outcome."""
         if self._round.outcome is None:
             self._mailbox.submit(io.AddCollectives(self._round.id, {}, failure=reason))
 
     def report_peer(self, rank: int, reason: str) -> None:
-        """No honest member sends what this rank has sent, as only the trainer could see: it is dropped, and
-        the round is lost.  Returns at once."""
+        """Report a violation by `rank` that only the trainer can detect.
+
+        The member with this rank is disconnected, and the round is lost.
+        """
         snapshot = self._mailbox.read()
         if snapshot.generation == self._round.id.generation and rank < len(snapshot.shares):
             self._mailbox.submit(io.ProtocolViolation(snapshot.shares[rank][0], reason))
 
     def end(self) -> RoundOutcome:
-        """Wait for the outcome, also of a round that has failed or is lost."""
+        """Wait for the outcome of the round, even if the round has failed or is lost; return the outcome."""
         self.outcome = await_outcome(self._mailbox, self._round)
         return self.outcome
 
     @property
     def is_lost(self) -> bool:
-        """It cannot be committed any more."""
+        """Whether the round can no longer be committed."""
         return self._is_lost_in(self._mailbox.read())
 
     @property
     def failure_reason(self) -> str:
-        """Why the round is lost, as far as this worker knows."""
+        """The reason why the round did not commit; empty if this worker does not know it."""
         return self._round.failure_reason
 
     def _is_lost_in(self, snapshot: WorkerSnapshot) -> bool:

@@ -1,6 +1,6 @@
-"""How a training script ends on a signal or on an error of gridtrain.
+"""Hooks that end a training script cleanly on SIGTERM, Ctrl-C or a gridtrain error.
 
-Handlers that the user has installed stay.
+Handlers that the user has installed are not replaced.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
 def install_sigterm_handler() -> None:
-    """SIGTERM ends the script as Ctrl-C does, so that the group is notified."""
+    """Make SIGTERM raise `SystemExit` in the script, so that this worker can leave the group properly."""
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def install_error_hook() -> None:
-    """A `GridtrainError` ends the script with one sentence and its exit code; Ctrl-C with one sentence.
+    """Make an uncaught `GridtrainError` or Ctrl-C print one line instead of a traceback.
 
-    Bugs keep their traceback, as does everything with GRIDTRAIN_DEBUG=1.
+    A `GridtrainError` also sets the exit code.  A traceback is still printed for any other error, and for all
+    errors if GRIDTRAIN_DEBUG=1 is set.
     """
     if sys.excepthook is sys.__excepthook__ and not os.environ.get("GRIDTRAIN_DEBUG"):
         sys.excepthook = _format_error
@@ -36,7 +37,7 @@ def install_error_hook() -> None:
 
 def _format_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if isinstance(error, KeyboardInterrupt):
-        print("gridtrain: interrupted; this worker leaves the run", file=sys.stderr)
+        print("gridtrain: interrupted; this worker is leaving the run", file=sys.stderr)
     elif isinstance(error, GridtrainError) and not isinstance(error, LocalProtocolError):
         frames = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(_PACKAGE)]
         place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: " if frames else ""

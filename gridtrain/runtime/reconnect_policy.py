@@ -1,6 +1,6 @@
-"""How long this worker waits for a coordinator that is away, or that denies it access.
+"""Decides how long a worker waits for a coordinator that is unreachable or denies the worker access.
 
-The transport reconnects by itself.
+The transport reconnects automatically.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from gridtrain.errors import JoinRefused, RunPaused
 log = logging.getLogger("gridtrain")
 
 DENIED_TIMEOUT_S = 60.0
-"""A member that is denied for so long without a break gives up."""
+"""Time after which a member gives up if the coordinator keeps denying it access."""
 
 
 class ReconnectPolicy:
-    """Used by the I/O thread alone.
+    """Decides when this worker gives up.  Only the I/O thread uses it.
 
     Args:
-        address: the coordinator's, for people.
-        paused_s: how long a paused run waits for it.
+        address: the coordinator's address, which is shown in messages.
+        paused_s: the time after which this worker gives up if the run stays paused.
     """
 
     def __init__(self, address: str, paused_s: float) -> None:
@@ -29,20 +29,24 @@ class ReconnectPolicy:
         self._denied_since_s: float | None = None
 
     def connected(self) -> None:
-        """The coordinator has a connection to this worker."""
+        """Record that this worker is connected to the coordinator."""
         self._denied_since_s = None
 
     def handle_denial(self, now_s: float, *, member: bool) -> None:
-        """Raises `JoinRefused`, unless a member was denied for less than `DENIED_TIMEOUT_S`.
+        """Handle a denial of access.
 
-        A refused handshake does not prove who refused it.  At the start it is believed, as nothing is lost.
-        A member that was admitted before keeps trying for a while, since anybody on the path could refuse: a
-        coordinator that removes a worker says so over the present connection.
+        A refused handshake does not prove that the coordinator has refused it, because anyone on the network
+        path can do so.  A worker that is not a member yet gives up at once, because it loses nothing.  A
+        member tries again for `DENIED_TIMEOUT_S`, because a coordinator that removes a worker notifies it
+        over the existing connection.
+
+        Raises:
+            JoinRefused: this worker is not a member, or has been denied access for `DENIED_TIMEOUT_S`.
         """
         if self._denied_since_s is None:
             self._denied_since_s = now_s
         if member and now_s - self._denied_since_s < DENIED_TIMEOUT_S:
-            log.info("the coordinator's address denies this worker access; trying again")
+            log.info("access was denied at the coordinator's address; trying again")
             return
         raise JoinRefused(
             "denied",
@@ -51,17 +55,21 @@ class ReconnectPolicy:
         )
 
     def handle_pause(self, reason: str, now_s: float) -> None:
-        """Log once that the run is paused ("": it is not).  Raises `RunPaused` after `paused_s` (rule 10)."""
+        """Log once why the run is paused; an empty `reason` means that the run is not paused.
+
+        Raises `RunPaused` if the pause has lasted `paused_s` (commit rule 10 in docs/architecture.md).
+        """
         if not reason:
             if self._paused_since_s is not None:
-                log.warning("the coordinator is back")
+                log.warning("the run is no longer paused")
             self._paused_since_s = None
             return
         if self._paused_since_s is None:
             self._paused_since_s = now_s
-            log.warning("paused: %s; waiting for %s to come back", reason, self._address)
+            log.warning("paused: %s; waiting for the coordinator at %s", reason, self._address)
         if now_s - self._paused_since_s >= self._paused_s:
             raise RunPaused(
-                f"paused for {self._paused_s:.0f} s: {reason}, and nobody answers at {self._address}",
-                remedy="start the coordinator again with its journal, then this worker",
+                f"the run has been paused for {self._paused_s:.0f} s: {reason}, and {self._address} does not "
+                "answer",
+                remedy="start the coordinator again with its journal, then start this worker again",
             )

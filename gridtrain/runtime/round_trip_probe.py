@@ -1,6 +1,6 @@
-"""Measures round trips to peers with a few pings each.
+"""Measures the round-trip times to peers by sending a few pings to each peer.
 
-A probe is over when all targets are measured `PINGS_PER_PEER` times, or at its deadline.
+A probe ends when each target has answered `PINGS_PER_PEER` pings, or at the probe's deadline.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PINGS_PER_PEER = 5
 
 
 class RoundTripProbe:
-    """One probe at a time; the shortest round trip of each target counts."""
+    """Runs one probe at a time, and reports the shortest round-trip time of each target."""
 
     def __init__(self) -> None:
         self._targets: tuple[PeerId, ...] = ()
@@ -29,7 +29,10 @@ class RoundTripProbe:
     def begin(
         self, targets: tuple[tuple[PeerId, str], ...], transport: Transport, now_s: float, limit_s: float
     ) -> None:
-        """Ping the targets that are connected, and the others once they are; `limit_s` bounds the whole."""
+        """Start a probe: ping the connected targets now, and each other target as soon as it connects.
+
+        The deadline, shared with the bandwidth bursts that follow, is 80 % of `limit_s` from now.
+        """
         self._targets = tuple(dict.fromkeys(peer for peer, _ in targets))
         self._best_s, self._sent = {}, {}
         self._pings_left = dict.fromkeys(self._targets, PINGS_PER_PEER)
@@ -52,7 +55,11 @@ class RoundTripProbe:
             self._ping(peer, transport, now_s)
 
     def take_results(self, now_s: float) -> tuple[tuple[PeerId, float], ...] | None:
-        """Round trips in seconds, once, in the order of targets; None: it runs, or none was asked for."""
+        """Return (peer, round-trip time in seconds) in the order of the targets, once for each probe.
+
+        Targets that have not answered are left out.  Returns None if the probe is still running, its results
+        were already returned, or no probe was requested.
+        """
         if not self._running or (any(self._pings_left.values()) and now_s < self.until_s):
             return None
         self._running = False
@@ -64,4 +71,4 @@ class RoundTripProbe:
         try:
             transport.send(peer, Ping(self._nonce))
         except TransportError:
-            self._pings_left[peer] = 0  # its connection broke: it is not measured
+            self._pings_left[peer] = 0  # the connection to the peer broke, so the peer is not measured

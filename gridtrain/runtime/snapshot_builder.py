@@ -1,4 +1,4 @@
-"""Builds the `WorkerSnapshot` from what the core and the parts of the I/O loop say now."""
+"""Builds the `WorkerSnapshot` from the current state of the core and of the parts of the I/O loop."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.core.member.member import MemberCore
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
-from gridtrain.runtime.mailbox.worker_task import AddResiduals, DoCatchUpWork, LoadState, WorkerTask
+from gridtrain.runtime.mailbox.worker_task import (
+    AddResiduals,
+    ApplyMissedSteps,
+    DoCatchUpWork,
+    LoadState,
+    WorkerTask,
+)
 from gridtrain.runtime.state_transfer.catch_up_session import CatchUpSession
 from gridtrain.runtime.state_transfer.catch_up_source import CatchUpSource
 from gridtrain.runtime.state_transfer.checkpoint_requests import CheckpointRequests
-from gridtrain.runtime.state_transfer.residuals import ResidualExchange
+from gridtrain.runtime.state_transfer.residual_exchange import ResidualExchange
 from gridtrain.runtime.state_transfer.state_receiver import StateReceiver
 from gridtrain.runtime.state_transfer.state_sender import StateSender
+from gridtrain.runtime.step_rounds import StepRounds
 
 
 class SnapshotBuilder:
-    """Used by the I/O thread alone."""
+    """Builds snapshots.  Only the I/O thread uses it."""
 
     def __init__(
         self,
@@ -26,14 +33,16 @@ class SnapshotBuilder:
         catch_up: CatchUpSession,
         residuals: ResidualExchange,
         checkpoint_requests: CheckpointRequests,
+        step_rounds: StepRounds,
     ) -> None:
+        self._step_rounds = step_rounds
         self._state_sender, self._state_receiver = state_sender, state_receiver
         self._catch_up_source, self._catch_up = catch_up_source, catch_up
         self._residuals, self._checkpoint_requests = residuals, checkpoint_requests
         self._assigned: tuple[m.RoundId | None, tuple[m.Span, ...], int] = (None, (), 0)
 
     def build(self, core: MemberCore) -> WorkerSnapshot:
-        """The snapshot of this moment."""
+        """Return a snapshot of the current state."""
         assignment, generation, state = core.rank_assignment, core.current_generation, core.replica_state
         me = assignment.members[assignment.rank] if assignment is not None else None
         spans, total = self._step_spans(core)
@@ -65,12 +74,14 @@ class SnapshotBuilder:
             exchange=assignment.exchange if assignment is not None else "",
             stage_bounds=assignment.stage_bounds if assignment is not None else (),
             first_step=generation.first_step if generation is not None else 0,
+            is_late=any(batch.peer == core.own_id for batch in state.ledger.late),
         )
 
     def _tasks(self, core: MemberCore, digest: bytes) -> tuple[WorkerTask, ...]:
-        """The tasks that are due, in order of priority."""
+        """Return the tasks that are due, in order of priority."""
         requests = self._checkpoint_requests
         due: tuple[WorkerTask | None, ...] = (
+            ApplyMissedSteps(missed) if (missed := self._step_rounds.last_missed) is not None else None,
             DoCatchUpWork() if self._catch_up.has_work else None,
             AddResiduals() if self._residuals.incoming.confirmed else None,
             requests.task(io.DiscardCheckpoints),
@@ -88,7 +99,10 @@ class SnapshotBuilder:
         return LoadState(core.generation, digest) if is_complete and self._catch_up.can_load_state else None
 
     def _step_spans(self, core: MemberCore) -> tuple[tuple[m.Span, ...], int]:
-        """This worker's positions in the open step, and everybody's samples; computed once a round."""
+        """Return this worker's positions in the open step, and the number of samples of all members.
+
+        Both are computed once for each round.
+        """
         open_round, generation = core.next_round, core.current_generation
         if open_round is None or generation is None:
             return (), 0

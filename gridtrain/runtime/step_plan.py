@@ -1,4 +1,4 @@
-"""What the optimizer wrapper and the runtime tell each other about one attempt at a step."""
+"""The data that the optimizer wrapper and the runtime exchange about one attempt at a step."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One attempt at one step's exchange, as this worker sees it.
+    """The data that this worker needs for one attempt at a step's exchange.
 
     Attributes:
-        step: global step, from 0 over the whole run.
-        attempt: attempt at it, from 0 in each generation.
-        rank, world_size: in the generation that runs it.
-        samples: samples behind this worker's gradient, n_i (0: it takes part with zeros).
-        total_samples: samples of the whole step, N = sum of all n_i.
-        exchange: what the coordinator has chosen, if the choice is its own.
-        compare_after: new workers have entered: after this step all members compare their replicas.
-        stage_bounds: of a model in stages, where the stages begin, and the number of layers.
-        generation, first_step: the generation that runs it, and the first step that this one ran.
+        step: the number of the step, counted from 0 over the whole run.
+        attempt: the number of the attempt at the step, counted from 0 in each generation.
+        rank, world_size: this worker's rank and the world size in the generation that runs the step.
+        samples: the number of samples of this worker's gradient, n_i; if it is 0, the worker contributes
+            zeros.
+        total_samples: the number of samples of the whole step, N = sum of all n_i.
+        exchange: the exchange that the coordinator has chosen; "" if the coordinator does not choose one.
+        compare_after: whether all members compare their replicas after this step, because workers have
+            joined.
+        stage_bounds: for a model in stages, the first layer of each stage, and the number of layers.
+        generation, first_step: the generation that runs the step, and the first step of that generation.
     """
 
     step: int
@@ -35,17 +37,18 @@ class StepPlan:
 
     @property
     def weight(self) -> float:
-        """n_i / N, the weight of this worker's mean gradient in the step."""
+        """The weight of this worker's mean gradient in the step, n_i / N."""
         return self.samples / self.total_samples if self.samples else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
-    """How the attempt ended, the same on every member.
+    """The outcome of an attempt, which is the same on every member.
 
     Attributes:
-        is_committed: False: nothing may change; begin again with the same gradient.
-        is_skipped: committed, but somebody's gradient was not finite: the update is empty.
+        is_committed: whether the round has committed.  If not, the model and the residual stay unchanged, and
+            the next attempt uses the same gradient.
+        is_skipped: whether the update is empty because a member's gradient was not finite.
     """
 
     is_committed: bool

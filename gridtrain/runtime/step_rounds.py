@@ -1,6 +1,7 @@
-"""The rounds that this worker takes part in: their buffers, and how they end.
+"""The rounds in which this worker takes part: their buffers and their outcomes.
 
-The core decides who sends what to whom, and whether a round commits; its effects are executed here.
+The core decides which payload is sent to which peer, and whether a round commits.  This module executes its
+effects.
 
     training thread                                            I/O thread
       begin_bucket .. run        --- SubmitRound ------->        core --> payload_to_send, apply_payload
@@ -17,7 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from gridtrain.core import messages as m
 from gridtrain.core.collectives.collective import BufferEffect
 from gridtrain.core.group import member_events as io
-from gridtrain.runtime.buffers.buckets import BucketedBuffer, buffers_by_channel
+from gridtrain.core.group.round_flags import absent_flag, is_skipped
+from gridtrain.runtime.buffers.buckets import BucketedBuffer, buffers_by_channel, update_of
 from gridtrain.runtime.buffers.collective_buffers import (
     AllGatherBuffer,
     ButterflyBuffer,
@@ -25,6 +27,7 @@ from gridtrain.runtime.buffers.collective_buffers import (
     DenseRingBuffer,
 )
 from gridtrain.runtime.mailbox.mailbox import Mailbox
+from gridtrain.runtime.missed_step import MissedStep, truncated_entries
 from gridtrain.runtime.open_round import (
     OpenRound,
     PipelineRound,
@@ -34,35 +37,62 @@ from gridtrain.runtime.open_round import (
     collectives_of,
 )
 from gridtrain.runtime.state_transfer.update_log import StepUpdate, vote_digest
-from gridtrain.runtime.step_plan import RoundOutcome
+from gridtrain.runtime.step_plan import RoundOutcome, StepPlan
 
 log = logging.getLogger("gridtrain")
 
+REJECTED_EARLIER = "this worker rejected a payload of an earlier attempt"
+"""The reason for which an attempt fails whose buffers a failed attempt has used."""
+
+MOST_MISSED_BYTES = 1 << 30
+"""Size of the updates that are kept for an absent trainer; beyond it the group waits for the trainer."""
+
+MakeEmpty = Callable[
+    [StepPlan, Sequence[CollectiveBuffer | BucketedBuffer]],
+    Sequence[CollectiveBuffer | BucketedBuffer] | None,
+]
+"""Makes the buffers of an empty contribution to a step, or returns None if the trainer has to take part.
+
+The second argument contains the buffers of the previous attempt at the step, which a ring continues.
+"""
+
 
 class StepRounds:
-    """The open round, and the last one that this worker submitted to.
+    """The open round, and the last round to which this worker submitted.
 
     Args:
-        record_step: called with the update of each sparse step, and the length of the flat gradient.
+        mailbox: the mailbox between the two threads.
+        record_step: a function that is called with the update of each sparse step and the length of the flat
+            gradient.
+        count_missed_step: a function that is called for each step that committed without the trainer.
 
     Attributes:
-        current: the round that is open here.
-        last_submitted: the latest round that this worker has submitted to; it may be over.
-        has_hash_work: a dense sum has slices that can be hashed before the end.
+        current: the round that is open on this worker, or None.
+        last_submitted: the latest round to which this worker has submitted, even if it has ended; or None.
+        has_hash_work: whether a dense sum may have slices that can be hashed before the end of the round.
     """
 
-    def __init__(self, mailbox: Mailbox, record_step: Callable[[StepUpdate, int], None]) -> None:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        record_step: Callable[[StepUpdate, int], None],
+        count_missed_step: Callable[[], None],
+    ) -> None:
         self._mailbox, self._record_step = mailbox, record_step
+        self._count_missed_step = count_missed_step
         self.current: OpenRound | None = None
         self.last_submitted: OpenRound | None = None
         self._submitted = False  # since `begin_attempt`
         self._ended: list[tuple[OpenRound, RoundOutcome]] = []  # not published yet
         self.has_hash_work = False
+        self._make_empty: MakeEmpty | None = None
+        self._missed: list[MissedStep] = []
+        self._aborted_absence: OpenRound | None = None  # the latest absent round, if it was aborted
 
     # -- training thread -----------------------------------------------------------------------------
 
     def begin_attempt(self) -> None:
-        """`resolve_last` is about the round that is submitted next."""
+        """Begin an attempt.  `resolve_last` then refers to the round that is submitted next."""
         self._submitted = False
 
     def begin_bucket(
@@ -74,6 +104,8 @@ class StepRounds:
             return  # `run` will say that the round is over
         collective = buffer.make_collective(snapshot.rank, snapshot.world_size, skip)
         with self._mailbox.condition:
+            if self._missed or (self.current is not None and self.current.is_absent):
+                return
             if self.current is None or self.current.id != round_id:
                 self.current = OpenRound(round_id, {})
             self.current.buffers[channel] = buffer
@@ -86,36 +118,44 @@ class StepRounds:
         skip: bool,
         settings: bytes,
     ) -> RoundOutcome:
-        """Submit this worker's part of a round, as far as `begin_bucket` has not, and wait for its
-        outcome."""
+        """Submit this worker's part of a round, wait for the outcome, and return the outcome.
+
+        Buckets that `begin_bucket` has already submitted are not submitted again.
+        """
         snapshot = self._mailbox.read()
         if snapshot.generation != round_id.generation:
             return RoundOutcome(is_committed=False, is_skipped=False)
         with self._mailbox.condition:
             channels = buffers_by_channel(buffers)
             begun = self._current_if(round_id)
-            mine = begun or OpenRound(round_id, {}, is_failed=self._was_failed_before(channels.values()))
+            if begun is not None and begun.is_absent:  # the group proceeds without this submission
+                return RoundOutcome(is_committed=False, is_skipped=False)
+            mine = begun or OpenRound(
+                round_id, {}, is_failed=_was_failed_before(channels.values(), self.last_submitted)
+            )
             rest = {c: w for c, w in channels.items() if c not in mine.buffers}
         collectives = {
             channel: buffer.make_collective(snapshot.rank, snapshot.world_size, skip)
             for channel, buffer in rest.items()
         }
         with self._mailbox.condition:
+            if self._missed or (self.current is not None and self.current.is_absent):
+                return RoundOutcome(is_committed=False, is_skipped=False)
             mine.buffers |= rest
             mine.voted_buffers, mine.settings = buffers, settings
             self._submit(mine)
-        self._mailbox.submit(io.SubmitRound(round_id, collectives))
+        self._mailbox.submit(io.SubmitRound(round_id, collectives, settings=settings))
         if mine.is_failed:
-            # The others continue from what they have, and cannot send what is missing here: all start over.
-            self._mailbox.submit(io.RoundFailed("a payload of an earlier attempt was rejected here"))
+            # The other members cannot send the missing payload again, so all members must start over.
+            self._mailbox.submit(io.RoundFailed(REJECTED_EARLIER))
         return await_outcome(self._mailbox, mine)
 
     def resolve_last(self, timeout_s: float) -> RoundOutcome | None:
-        """How the last round ended that this worker submitted to; None: it has not within `timeout_s`.
+        """Return the outcome of the last round to which this worker submitted; None after `timeout_s`.
 
-        An attempt that was never submitted was not committed.  For a worker that was interrupted in `run`, or
-        on the way to it, and leaves.  Unless it has voted YES it votes NO now: others may be in the middle of
-        a long computation.
+        A worker calls this method when it leaves after an interruption before or during `run`.  An attempt
+        that was never submitted was not committed.  Unless this worker has voted YES, it votes NO now, so
+        that the round can end while other members are in a long computation.
         """
         latest = self.last_submitted
         if latest is None or not self._submitted:
@@ -127,77 +167,174 @@ class StepRounds:
     def open(
         self, round_id: m.RoundId, parts: Mapping[m.Channel, RoundPart], settings: bytes
     ) -> PipelineRound:
-        """Open a round whose collectives are not all known yet."""
+        """Open a round to which further collectives are added later."""
         mine = OpenRound(round_id, buffers_of(parts), settings=settings)
         with self._mailbox.condition:
             self._submit(mine)
         self._mailbox.submit(io.SubmitRound(round_id, collectives_of(parts), has_more=True))
         return PipelineRound(self._mailbox, mine)
 
+    # -- steps from which the trainer is absent ------------------------------------------------------
+
+    def attach_empty(self, make_empty: MakeEmpty) -> None:
+        """Set how to make an empty contribution, so that steps can commit without this worker's trainer."""
+        self._make_empty = make_empty
+
+    def stop_absences(self) -> None:
+        """Let no further step commit without the trainer, which is about to leave."""
+        with self._mailbox.condition:
+            self._make_empty = None
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether a round is open to which the I/O thread has contributed nothing."""
+        return self.current is not None and self.current.is_absent
+
+    @property
+    def last_missed(self) -> int | None:
+        """The last committed step that the trainer has to apply because it was absent; None without any."""
+        with self._mailbox.condition:
+            return self._missed[-1].step if self._missed else None
+
+    def take_missed(self, last_step: int | None = None) -> list[MissedStep]:
+        """Take the steps that the trainer has to apply, oldest first: up to `last_step`, or all.
+
+        A later step may have been missed that the snapshot does not contain yet.
+        """
+        with self._mailbox.condition:
+            taken = [each for each in self._missed if last_step is None or each.step <= last_step]
+            self._missed = self._missed[len(taken) :]
+        return taken
+
+    def contribute_nothing(
+        self, round_id: m.RoundId, plan: StepPlan, settings: bytes
+    ) -> io.SubmitRound | io.StayPresent | None:
+        """Make an empty contribution to a round, unless the trainer has begun to submit.
+
+        Called from the I/O thread.  Returns the event for the core; None if the trainer's part of an earlier
+        round is not over yet.
+
+        Args:
+            plan: the plan of the step, with 0 samples.
+            settings: the optimizer settings of the other members.
+        """
+        with self._mailbox.condition:
+            if sum(each.nbytes for each in self._missed) > MOST_MISSED_BYTES or self._make_empty is None:
+                return io.StayPresent(round_id)
+            before = self._aborted_absence if plan.attempt else None
+            buffers = self._make_empty(plan, before.voted_buffers if before is not None else ())
+            if buffers is None:
+                return io.StayPresent(round_id)
+            if self.current is not None:
+                return io.StayPresent(round_id) if self.current.id == round_id else None
+            channels = buffers_by_channel(buffers)
+            is_failed = _was_failed_before(channels.values(), before)
+            self.current = OpenRound(
+                round_id, channels, buffers, settings=settings, is_failed=is_failed, is_absent=True
+            )
+        flag = absent_flag(plan.rank)
+        collectives = {
+            channel: buffer.make_collective(plan.rank, plan.world_size, flag)
+            for channel, buffer in channels.items()
+        }
+        return io.SubmitRound(round_id, collectives, settings=settings, is_absent=True)
+
+    @property
+    def is_current_failed(self) -> bool:
+        """Whether the open round cannot commit, because its buffers were used in a failed attempt."""
+        return self.current is not None and self.current.is_failed
+
+    def _end_absent(self, ended: OpenRound, committed: bool, flags: int) -> None:
+        """Keep the update of a committed step for the trainer, or the buffers of an aborted attempt."""
+        self._aborted_absence = None if committed else ended
+        if not committed:
+            return
+        missed = MissedStep(ended.id.step, ended.settings, None)
+        if not is_skipped(flags):
+            buffer = ended.voted_buffers[0]
+            missed = MissedStep(ended.id.step, ended.settings, update_of(buffer), truncated_entries(buffer))
+        self._missed.append(missed)
+        self._count_missed_step()
+
     # -- I/O thread ----------------------------------------------------------------------------------
 
     def payload_to_send(self, effect: io.SendPayload) -> m.Data | None:
-        """The message to be sent; None: the round is over here, or has failed."""
+        """Return the message to send; None if the round is over on this worker, or has failed."""
         mine = self._usable
         if mine is None or mine.id != effect.round:
             return None
         payload = mine.buffers[effect.channel].payload(effect.slot)
-        return m.Data(effect.round, effect.channel, effect.slot, effect.skip, payload)
+        return m.Data(effect.round, effect.channel, effect.slot, effect.flags, payload)
 
     def apply_payload(self, channel: m.Channel, effect: BufferEffect) -> None:
-        """Raises `RemoteProtocolError` for a payload that cannot be used."""
+        """Apply an effect to a buffer.  Raises `RemoteProtocolError` if its payload is invalid."""
         if (mine := self._usable) is not None:
             mine.buffers[channel].apply(effect)
+            self.has_hash_work = True  # perhaps: `hash_ahead` finds out
 
-    def mark_complete(self, channel: m.Channel, skip: bool) -> None:
+    def mark_complete(self, channel: m.Channel, flags: int) -> None:
         with self._mailbox.condition:
             if (mine := self._usable) is not None:
-                mine.completed[channel] = skip
+                mine.completed[channel] = flags
                 self._mailbox.count_progress()
                 self._mailbox.notify_trainer()
 
-    def compute_vote_digest(self, skip: bool) -> bytes | None:
-        """The digest that is voted on; None: the round has failed."""
+    def compute_vote_digest(self, flags: int) -> bytes | None:
+        """Return the digest to vote for; None if the round has failed."""
         if (mine := self._usable) is None:
             return None
-        digests = [b"" if skip else buffer.compute_digest() for buffer in mine.voted_buffers]
+        skipped = is_skipped(flags)
+        digests = [b"" if skipped else buffer.compute_digest() for buffer in mine.voted_buffers]
         mine.digests = tuple(digests)
-        return vote_digest(mine.settings, skip, digests)
+        return vote_digest(mine.settings, flags, digests)
 
     def mark_failed(self) -> None:
-        """A payload was rejected: otherwise it would be sent on, or be missing in the sum."""
+        """Mark the open round as failed, because a payload was rejected.
+
+        Without this mark, the payload would be forwarded to other members or be missing from the sum.
+        """
         if self.current is not None:
             self.current.is_failed = True
 
     def hash_ahead(self) -> None:
-        """Hash one slice while the network is busy: what arrives meanwhile waits for no more than that."""
+        """Hash one slice while the network is busy.
+
+        Only one slice is hashed at a time, so that arriving messages are not delayed for long.
+        """
+        if not self.has_hash_work:
+            return
         with self._mailbox.condition:  # the trainer may be adding a bucket
             mine = self._usable
             buffers = mine.buffers.values() if mine is not None else ()
             dense = [buffer for buffer in buffers if isinstance(buffer, DenseRingBuffer)]
         self.has_hash_work = any(buffer.hash_ahead() for buffer in dense)
 
-    def resolve(self, round_id: m.RoundId, committed: bool, skip: bool, reason: str) -> None:
-        """It is over; the trainer gets the outcome with the next snapshot (`publish_ended`)."""
+    def resolve(self, round_id: m.RoundId, committed: bool, flags: int, reason: str) -> None:
+        """End the round.  The trainer receives the outcome with the next snapshot (`publish_ended`)."""
         if not committed:
             log.info("step %d attempt %d did not commit: %s", round_id.step, round_id.attempt, reason)
         with self._mailbox.condition:  # the trainer may be adding a bucket
             ended = self._current_if(round_id)
+            if ended is not None and ended.is_absent:
+                self._end_absent(ended, committed, flags)  # first: the trainer may be about to leave
             self.current = None if ended is not None else self.current
         if ended is not None:
             if committed:
-                self._record_update(ended, skip)
+                self._record_update(ended, flags)
             else:
                 ended.failure_reason = reason
-            self._ended.append((ended, RoundOutcome(committed, skip)))
+            self._ended.append((ended, RoundOutcome(committed, is_skipped(flags))))
 
     @property
     def has_ended(self) -> bool:
-        """A round has ended whose outcome is not published yet."""
+        """Whether a round has ended whose outcome has not been published yet."""
         return bool(self._ended)
 
     def publish_ended(self) -> bool:
-        """Publish the outcomes of finished rounds; returns whether there were any.  The condition is held."""
+        """Publish the outcomes of the rounds that have ended; return whether there were any outcomes.
+
+        The caller holds the mailbox's condition.
+        """
         had_ended = self.has_ended
         for ended, outcome in self._ended:
             ended.outcome = outcome
@@ -206,7 +343,7 @@ class StepRounds:
 
     @property
     def _usable(self) -> OpenRound | None:
-        """The open round; None if it has failed: then nothing is computed or sent in it any more."""
+        """The open round; None if no round is open or the open round has failed."""
         return self.current if self.current is not None and not self.current.is_failed else None
 
     def _current_if(self, round_id: m.RoundId) -> OpenRound | None:
@@ -216,21 +353,25 @@ class StepRounds:
         self.current = self.last_submitted = mine
         self._submitted = True
 
-    def _was_failed_before(self, buffers: Iterable[CollectiveBuffer]) -> bool:
-        """A retry is about to continue with buffers of an attempt in which a payload was rejected."""
-        latest = self.last_submitted
-        if latest is None or not latest.is_failed:
-            return False
-        return any(mine is theirs for mine in buffers for theirs in latest.buffers.values())
-
-    def _record_update(self, mine: OpenRound, skip: bool) -> None:
-        """For workers that catch up: only sparse updates are small enough to be stored and sent."""
+    def _record_update(self, mine: OpenRound, flags: int) -> None:
+        """Record a sparse update for workers that catch up; dense updates are too large."""
         buffer = mine.voted_buffers[0]
         if isinstance(buffer, BucketedBuffer) and not buffer.is_sparse:
             return
         if isinstance(buffer, AllGatherBuffer | ButterflyBuffer | BucketedBuffer):
-            update = None if skip else buffer.update
+            skipped = is_skipped(flags)
             step_update = StepUpdate(
-                mine.id.step, mine.settings, skip, update, () if skip else mine.digests[1:]
+                mine.id.step,
+                mine.settings,
+                flags,
+                None if skipped else buffer.update,
+                () if skipped else mine.digests[1:],
             )
             self._record_step(step_update, buffer.n)
+
+
+def _was_failed_before(buffers: Iterable[CollectiveBuffer], before: OpenRound | None) -> bool:
+    """Whether any of `buffers` was used in the round `before`, in which a payload was rejected."""
+    if before is None or not before.is_failed:
+        return False
+    return any(mine is theirs for mine in buffers for theirs in before.buffers.values())

@@ -1,26 +1,28 @@
-"""What the training thread does for the group while it waits: capture, load, replay, read and write.
+"""Performs the training thread's tasks for the group: captures and loads states, and replays updates.
 
     WorkerSnapshot.tasks --> next_task --> run(task) --> the script's model, residual and disk
                                              |
                                              +--> supply, finish, io.StateLoaded, ... --> I/O thread
 
-Tasks that replace the model are done between two batches only.
+Tasks that replace the model are performed only between two batches.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
-from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.errors import ConfigError, GridtrainError, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.io_loop import IoLoop
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.mailbox.worker_task import (
     AddResiduals,
+    ApplyMissedSteps,
     CaptureState,
     CopySnapshot,
     DoCatchUpWork,
@@ -28,56 +30,62 @@ from gridtrain.runtime.mailbox.worker_task import (
     ReadCheckpoint,
     WorkerTask,
 )
+from gridtrain.runtime.missed_step import MissedStep
 from gridtrain.runtime.state_transfer.blobs import MAX_STATE_BYTES
 from gridtrain.runtime.state_transfer.catch_up_receiver import SnapshotWork
 from gridtrain.runtime.state_transfer.catch_up_source import SnapshotParts
 from gridtrain.runtime.state_transfer.checkpoint_copy import CheckpointDisk
 from gridtrain.runtime.state_transfer.update_log import StepUpdate
+from gridtrain.runtime.step_rounds import MakeEmpty
 
 log = logging.getLogger("gridtrain")
 
 CaptureBlobs = Callable[[WorkerSnapshot, bool], Sequence[bytes | memoryview] | None]
-"""Captures the state at this worker's rank, the whole or its first part; None: it is not in memory."""
-RestoreState = Callable[[Sequence[bytes]], None]
+"""Captures this worker's whole state, or only its first part; returns None if the state is not in memory."""
+RestoreState = Callable[[Sequence[bytes | memoryview]], None]
 ReplayUpdate = Callable[[StepUpdate], None]
+ApplyMissed = Callable[[Sequence[MissedStep]], None]
 CopyState = Callable[[], Callable[[], SnapshotParts]]
 AddResidual = Callable[[m.PeerId, SparseVector], None]
 
 LOAD_TASKS = (LoadState, io.LoadCheckpoints)
-"""Tasks that replace the model: only between two batches."""
+"""Tasks that replace the model; they are performed only between two batches."""
 
 
 class StageCheckpointDisk(CheckpointDisk, Protocol):
-    """A worker's checkpoints of the stages that it has held."""
+    """The disk with a worker's checkpoints of the stages that it has held."""
 
     def stored_checkpoints(self) -> tuple[m.CheckpointInfo, ...]: ...
 
     def discard_after(self, after: int) -> None:
-        """Remove those after this step."""
+        """Remove all checkpoints of steps after `after`."""
         ...
 
     def reload(self, held: Sequence[m.CheckpointInfo], blocks: m.Span) -> None:
-        """Restore this worker's state from these.  Raises `ConfigError`, `RemoteProtocolError`."""
+        """Restore the state of the layers `blocks` from the checkpoints in `held`.
+
+        Raises `ConfigError`, `RemoteProtocolError`.
+        """
         ...
 
     def save_now(self, held: m.CheckpointInfo) -> None:
-        """Write this worker's state as a checkpoint, at once.  Raises `OSError`."""
+        """Write this worker's state as a checkpoint before returning.  Raises `OSError`."""
         ...
 
     def read_for_peer(self, held: m.CheckpointInfo) -> Sequence[bytes]:
-        """The blobs for another member's restore.  Raises `ConfigError`."""
+        """Read a checkpoint, and return it as blobs for a member that will load it.  Raises `ConfigError`."""
         ...
 
-    def verify(self, blobs: Sequence[bytes], digest: bytes) -> None:
-        """Check a state from another member against its digest.  Raises `RemoteProtocolError`."""
+    def verify(self, blobs: Sequence[bytes | memoryview], digest: bytes) -> None:
+        """Raise `RemoteProtocolError` if a state from another member does not have this digest."""
         ...
 
 
 class TrainerTasks:
-    """What the script has attached, and the tasks that are done with it.  Used by the training thread.
+    """Performs tasks with the functions that the script has attached.  Only the training thread uses it.
 
     Args:
-        loop: the present I/O loop; after a pause, `connect` brings the next one.
+        loop: the current I/O loop; after a pause, `connect` sets the new loop.
     """
 
     def __init__(self, loop: IoLoop) -> None:
@@ -86,6 +94,9 @@ class TrainerTasks:
         self._restore: RestoreState | None = None
         self._copy: CopyState | None = None
         self._replay: ReplayUpdate | None = None
+        self._make_empty: MakeEmpty | None = None
+        self._apply_missed: ApplyMissed | None = None
+        self._drop_missed: ApplyMissed | None = None
         self._add_residual: AddResidual | None = None
         self._disk: StageCheckpointDisk | None = None
         self._max_state_bytes = MAX_STATE_BYTES
@@ -94,13 +105,15 @@ class TrainerTasks:
         self._replay_obstacle = ""
 
     def connect(self, loop: IoLoop) -> None:
-        """Tell this I/O loop all that was attached; to repeat that changes nothing."""
+        """Use this I/O loop, and pass all attached settings to it.  The call may be repeated."""
         self._loop = loop
         loop.state_receiver.set_limit(self._max_state_bytes)
         loop.catch_up.set_limits(*self._catch_up_limits)
         loop.residuals.set_length(self._residual_length)
         if self._replay_obstacle:
             loop.catch_up_source.disable(self._replay_obstacle)
+        if self._make_empty is not None:
+            loop.step_rounds.attach_empty(self._make_empty)
         if self._disk is not None:
             loop.checkpoint_requests.attach(self._disk, self._max_state_bytes)
 
@@ -109,50 +122,75 @@ class TrainerTasks:
     def attach_state(
         self, capture: CaptureBlobs, restore: RestoreState, max_state_bytes: int = MAX_STATE_BYTES
     ) -> None:
-        """How to capture this worker's state, and how to load another's, which is no larger."""
+        """Set the functions that capture this worker's state and load another worker's state.
+
+        A state from another worker is refused if it is larger than `max_state_bytes`.
+        """
         self._capture, self._restore, self._max_state_bytes = capture, restore, max_state_bytes
         self.connect(self._loop)
 
     def attach_catch_up(
         self, copy: CopyState, replay: ReplayUpdate, max_state_bytes: int, elements: int
     ) -> None:
-        """How to copy this worker's state between two steps, and how to apply the update of a step.
+        """Set the functions that copy this worker's state between two steps and apply the update of a step.
 
         Args:
-            copy: returns what converts the copy to bytes, which is called in another thread.
-            elements: of the flat gradient.
+            copy: copies the state and returns a function that converts the copy to bytes.  That function is
+                called in another thread.
+            replay: applies an update.
+            max_state_bytes: the largest state that this worker's model can have.
+            elements: the number of elements of the flat gradient.
         """
         self._copy, self._replay = copy, replay
         self._catch_up_limits = (max_state_bytes, elements)
         self.connect(self._loop)
 
+    def attach_absence(
+        self, make_empty: MakeEmpty, apply_missed: ApplyMissed, drop_missed: ApplyMissed
+    ) -> None:
+        """Set how a step can commit without the trainer, and how the trainer applies such steps later.
+
+        Args:
+            make_empty: makes an empty contribution; it is called in the I/O thread.
+            apply_missed: applies committed steps in order.
+            drop_missed: takes note of committed steps that a state which is being loaded contains.
+        """
+        self._make_empty, self._apply_missed, self._drop_missed = make_empty, apply_missed, drop_missed
+        self.connect(self._loop)
+
     def attach_residual(self, length: int, add: AddResidual) -> None:
-        """How to add another worker's residual to this one's; both have `length` elements."""
+        """Set the function that adds another worker's residual to this worker's residual.
+
+        Both residuals have `length` elements.
+        """
         self._add_residual, self._residual_length = add, length
         self.connect(self._loop)
 
     def resize_residual(self, length: int) -> None:
-        """This worker holds another stage now, with a residual of so many elements."""
+        """Set the length of the residual, which changes when this worker takes over another stage."""
         self._residual_length = length
         self._loop.residuals.set_length(length)
 
     def attach_stage_checkpoints(self, disk: StageCheckpointDisk) -> None:
-        """Where this worker's checkpoints of stages lie, and copies of those of the stage before."""
+        """Set the disk with this worker's stage checkpoints and with copies of the previous stage's."""
         self._disk = disk
         self.connect(self._loop)
 
     def report_checkpoints(self, states: tuple[m.CheckpointInfo, ...]) -> None:
-        """These checkpoints are on the disk now."""
+        """Report to the group which checkpoints are now on this worker's disk."""
         self._loop.mailbox.submit(io.StageCheckpointsChanged(states))
 
     def disable_replay(self, reason: str) -> None:
-        """The updates alone do not determine what the steps do: nobody can catch up from this worker."""
+        """Stop other workers from catching up from this worker by replaying updates.
+
+        Call this method if the updates alone do not determine the effect of a step.
+        """
         self._replay_obstacle = reason
         self.connect(self._loop)
 
     @property
     def stored_checkpoints(self) -> tuple[m.CheckpointInfo, ...] | None:
-        """None: this worker keeps no checkpoints of stages."""
+        """The stage checkpoints on this worker's disk; None if this worker keeps no stage checkpoints."""
         return self._disk.stored_checkpoints() if self._disk is not None else None
 
     # -- tasks -------------------------------------------------------------------------------------
@@ -160,11 +198,14 @@ class TrainerTasks:
     def next_task(
         self, snapshot: WorkerSnapshot, *, is_round_begun: bool = False, between_batches: bool = True
     ) -> WorkerTask | None:
-        """The first task that can be done now.
+        """Return the first task that can be performed now, or None.
 
         Args:
-            is_round_begun: buckets of the open round were sent, so what they were made of may not change.
-            between_batches: False: no task is done that comes after one that replaces the model.
+            snapshot: the snapshot with the tasks.
+            is_round_begun: whether buckets of the open round were sent.  If so, residuals are not added,
+                because this worker's residual must not change.
+            between_batches: whether the trainer is between two batches.  If not, a task that replaces the
+                model and all tasks after it have to wait.
         """
         for task in snapshot.tasks:
             if isinstance(task, LOAD_TASKS) and not between_batches:
@@ -175,6 +216,8 @@ class TrainerTasks:
 
     def _can_run(self, task: WorkerTask) -> bool:
         match task:
+            case ApplyMissedSteps():
+                return self._apply_missed is not None
             case DoCatchUpWork():
                 return self._replay is not None
             case AddResiduals():
@@ -189,11 +232,16 @@ class TrainerTasks:
                 return self._disk is not None
 
     def run(self, task: WorkerTask, snapshot: WorkerSnapshot, *, is_pipeline: bool) -> None:
-        """Do it.  It may take long, and others wait for it: meanwhile this worker counts as busy."""
+        """Perform a task.
+
+        This worker reports itself as busy meanwhile, because a task may take a long time.
+        """
         loop = self._loop
         loop.heartbeat.set_busy(True)
         try:
             match task:
+                case ApplyMissedSteps(last_step):
+                    self._apply_missed_steps(last_step)
                 case DoCatchUpWork():
                     self._do_catch_up_work()
                 case AddResiduals():
@@ -223,14 +271,35 @@ class TrainerTasks:
         assert self._disk is not None
         return self._disk
 
+    def settle_absences(self, timeout_s: float) -> bool:
+        """Apply all missed steps, and let no further step commit without the trainer, which leaves.
+
+        Returns False if an absent round is still open after `timeout_s`.
+        """
+        rounds = self._loop.step_rounds
+        rounds.stop_absences()
+        if self._apply_missed is None:
+            return True
+        with suppress(GridtrainError):  # the loop has ended: nothing commits any more
+            self._loop.mailbox.wait(lambda _: not rounds.is_absent, timeout_s)
+        is_settled = not rounds.is_absent
+        self._apply_missed(rounds.take_missed())
+        return is_settled
+
+    def _apply_missed_steps(self, last_step: int) -> None:
+        """Apply the steps from which this worker was absent, up to `last_step`."""
+        assert self._apply_missed is not None
+        self._loop.mailbox.submit(io.TrainerReturned())  # before: the next step need not be missed, too
+        self._apply_missed(self._loop.step_rounds.take_missed(last_step))
+
     def _do_catch_up_work(self) -> None:
-        """Load a snapshot, or replay updates; the members keep training."""
+        """Load a snapshot or replay updates, while the members keep training."""
         assert self._restore is not None and self._replay is not None
         catch_up = self._loop.catch_up
         while (work := catch_up.take_work()) is not None:
             try:
                 if isinstance(work, SnapshotWork):
-                    self._restore([bytes(work.private_part), bytes(work.shared_part)])
+                    self._restore([work.private_part, work.shared_part])
                 else:
                     for step in work.steps:
                         self._replay(step)
@@ -240,7 +309,7 @@ class TrainerTasks:
             catch_up.finish_work(work)
 
     def _add_residuals(self) -> None:
-        """Between two rounds: none is prepared."""
+        """Add the confirmed residuals of other workers.  Call this method only between two rounds."""
         assert self._add_residual is not None
         for peer, entries in self._loop.residuals.take_confirmed():
             self._add_residual(peer, entries)
@@ -250,8 +319,8 @@ class TrainerTasks:
         try:
             disk.save_now(checkpoint)
         except OSError as error:
-            log.error("the state of step %d cannot be written: %s", checkpoint.applied + 1, error)
-        self._loop.checkpoint_requests.finish(task)  # first: what follows may lead to the same request
+            log.error("cannot write the state of step %d: %s", checkpoint.applied + 1, error)
+        self._loop.checkpoint_requests.finish(task)  # first, because the event may lead to the same request
         states = disk.stored_checkpoints()
         is_written = any(
             each.matches(checkpoint.layers, checkpoint.applied, checkpoint.history) for each in states
@@ -260,16 +329,20 @@ class TrainerTasks:
 
     def _read_checkpoint(self, task: ReadCheckpoint) -> None:
         disk = self._attached_disk()
-        blobs: Sequence[bytes] | None = None
+        blobs: Sequence[bytes | memoryview] | None = None
         try:
             blobs = disk.read_for_peer(task.checkpoint)
         except ConfigError as error:
             log.warning("%s", error)
-            self.report_checkpoints(disk.stored_checkpoints())  # first: then nobody else asks for this one
+            # Reported first, so that no other member requests this checkpoint.
+            self.report_checkpoints(disk.stored_checkpoints())
         self._loop.state_sender.supply_checkpoint(task, blobs)
 
     def _load_checkpoints(self, task: io.LoadCheckpoints) -> None:
-        """The state is on this worker's disk; where it cannot be read, another member sends it."""
+        """Load the state from this worker's disk.
+
+        If the checkpoints cannot be read, report that, so that another member sends the state.
+        """
         disk, event = self._attached_disk(), None
         try:
             disk.reload(task.checkpoints, task.layers)
@@ -277,7 +350,7 @@ class TrainerTasks:
             log.warning("%s", error)
             readable = (each for each in disk.stored_checkpoints() if each not in task.checkpoints)
             event = io.StageCheckpointsChanged(tuple(readable))
-        self._loop.checkpoint_requests.finish(task)  # first: what follows may lead to another request
+        self._loop.checkpoint_requests.finish(task)  # first, because the event may lead to another request
         self._loop.mailbox.submit(event or io.StateLoaded(task.term, task.generation))
 
     def _load_state(self, task: LoadState, *, is_pipeline: bool) -> None:
@@ -289,6 +362,9 @@ class TrainerTasks:
         taken = self._loop.state_receiver.take_state(task.generation)
         if taken is None:
             return
+        missed = self._loop.step_rounds.take_missed()  # the state that is loaded contains these steps
+        if self._drop_missed is not None:
+            self._drop_missed(missed)
         term, generation, blobs = taken
         try:
             if task.expected_digest and self._disk is not None:
@@ -298,7 +374,7 @@ class TrainerTasks:
             if not is_pipeline:
                 raise
             log.warning("the state of this worker's stage was rejected: %s", error)
-            reason = f"gave a state that is not this stage's: {error.reason}"
+            reason = f"sent a state that does not belong to this stage: {error.reason}"
             self._loop.state_receiver.reject_state(generation, reason)
         else:
             self._loop.mailbox.submit(io.StateLoaded(term, generation))

@@ -1,7 +1,7 @@
-"""What a user's script holds: `Grid` from `gridtrain.join()`, and a whole group in one process.
+"""The objects that a user's script calls: `Grid` from `gridtrain.join()`, and a whole group in one process.
 
 join() --> Grid                 grid.py: optimizer(), pipeline(), batches(), mean(), report(), ...
-            |-- Turns           turns.py: which samples in which step, with pauses between two steps
+            |-- Turns           turns.py: the samples of each step, and pauses between two steps
             |-- ModelState      gridtrain.training, gridtrain.pipeline: checkpoints, residual, export
             |-- GroupSession    gridtrain.runtime: rounds, votes, the I/O thread
             '-- ReportedFigures reported_figures.py: checks of figures and names

@@ -1,6 +1,6 @@
-"""`grid = gridtrain.join()` and the calls on it: what a training script holds.
+"""`grid = gridtrain.join()` and its methods: the interface of a training script.
 
-`Grid` connects a PyTorch loop with the parts that do the work:
+`Grid` connects a PyTorch training loop to the parts that do the work:
 
     gridtrain.join()      transport, GroupSession (I/O thread) --> Grid
     grid.optimizer(...)   GridOptimizer or LocalSGDOptimizer, and WholeModelState for checkpoints and residual
@@ -104,7 +104,7 @@ from gridtrain.training.pause import MakeTransport, PauseController, SetRateLimi
 log = logging.getLogger("gridtrain")
 
 CHECKPOINT_TIMEOUT_S = 30.0
-"""How long `Grid.close` waits for a checkpoint that is being written."""
+"""The seconds for which `Grid.close` waits for a checkpoint that is being written."""
 
 
 def join(
@@ -123,31 +123,33 @@ def join(
     relay: bool | None = None,
     unencrypted: bool | None = None,
 ) -> Grid:
-    """Join a run.  An argument that is not given is taken from `GRIDTRAIN_*`, which `gridtrain worker` sets;
-    for a script that was started by hand also from run.toml.
+    """Join a run.  Arguments that are not given are read from the variables `GRIDTRAIN_*`, which are set by
+    `gridtrain worker`, and in a script that was started by hand also from run.toml.
 
     Args:
-        invitation: "gridtrain1:...", from the run's owner; not needed under `gridtrain worker`.
-        name: what others see of this worker; a random one by default.
-        listen: where peers connect to, "tcp://interface:port"; port 0 takes a free one.  By default a
-            free port of the interface that leads to the coordinator.
+        invitation: the string "gridtrain1:..." from the run's owner; not needed under `gridtrain worker`.
+        name: the name of this worker, which the other workers can see; by default a random name.
+        listen: the address to which peers connect, "tcp://interface:port"; port 0 uses any free port.  The
+            default is a free port of the interface that leads to the coordinator.
         advertise: the address that is announced to peers, if it differs from `listen`.
-        upload_limit, download_limit: such as "20Mbit"; they hold for relayed traffic, too.
-        export_dir: where the first worker writes the final model; the state directory by default.
-        checkpoint_every: steps between two checkpoints on this worker's disk, 500 by default; 0: none.  If
-            all workers of a run are gone, it continues from the latest checkpoint that comes back.
-        checkpoint_keep: number of checkpoints to keep, 2 by default.
-        handover_mib: when this worker leaves before the end, it sends at most this much of its residual to
-            another one, the largest values first; 16 by default, which is the maximum.
-        state_dir: the folder of the checkpoints.
-        relay: forward messages of members that cannot reach each other (encrypted between these two).
-            True by default.
-        unencrypted: do not encrypt, with a coordinator that does not either; for benchmarks.
+        upload_limit, download_limit: rates such as "20Mbit"; they also apply to relayed traffic.
+        export_dir: the folder to which the first worker writes the final model; the state directory by
+            default.
+        checkpoint_every: the number of steps between two checkpoints on this worker's disk, 500 by default; 0
+            writes none.  If all workers have left a run, it continues from the latest checkpoint of a worker
+            that returns.
+        checkpoint_keep: the number of checkpoints to keep, 2 by default.
+        handover_mib: the maximum size in MiB of the residual that this worker sends to another worker when it
+            leaves before the end, the largest values first; 16 by default, which is also the upper limit.
+        state_dir: the folder for checkpoints.
+        relay: whether to forward messages between two members that cannot reach each other; the messages are
+            encrypted end to end.  True by default.
+        unencrypted: whether to disable encryption, for benchmarks; the coordinator must disable it, too.
 
     Raises:
         ConfigError: an argument or variable is malformed, or there is no invitation.
         CoordinatorUnreachable: the coordinator did not answer in time.
-        JoinRefused: the coordinator refuses this worker; the text says why.
+        JoinRefused: the coordinator refused this worker; the message says why.
     """
     install_error_hook()
     arguments: dict[str, str | None] = {
@@ -183,7 +185,7 @@ def join(
         identity = Identity.read(Path(config.identity))
         connector = _Connector(config, identity)
         transport, allowlist = connector.connect()
-        grid = Grid(transport, config, allowlist)
+        grid = Grid(transport, config, allowlist, connector.faults)
         if control := os.environ.get(CONTROL_VARIABLE):
             grid.led_by(AgentLink(control, grid.moved_bytes), connector.connect, connector.set_rate_limits)
         grid.resources = resources.pop_all()  # the identity is this worker's until its grid is closed
@@ -191,13 +193,13 @@ def join(
 
 
 class _Connector:
-    """Makes the transport of a worker, again after each pause, with the rate limits of the moment."""
+    """Creates a worker's transport, and a new transport after each pause, with the current rate limits."""
 
     def __init__(self, config: JoinConfig, identity: Identity) -> None:
         self._config, self._identity = config, identity
         self._upload_Bps = parse_rate(config.upload_limit) if config.upload_limit else None
         self._download_Bps = parse_rate(config.download_limit) if config.download_limit else None
-        self._faults = Faults.parse(config.faults) if config.faults else None
+        self.faults = Faults.parse(config.faults) if config.faults else None
         self._sockets: ZeroMQTransport | None = None
 
     def connect(self) -> tuple[FlowControlTransport, PeerAllowlist]:
@@ -212,7 +214,7 @@ class _Connector:
             upload_Bps=self._upload_Bps,
             download_Bps=self._download_Bps,
         )
-        with_faults = partial(self._faults.over, name=config.name) if self._faults is not None else None
+        with_faults = partial(self.faults.over, name=config.name) if self.faults is not None else None
         transport = build_stack(
             self._sockets, self._identity, may_relay=allowlist.may_relay, with_faults=with_faults
         )
@@ -225,16 +227,24 @@ class _Connector:
 
 
 class Grid:
-    """This worker's place in the run.  Used from the thread that trains."""
+    """This worker's interface to the run.  Use it on the training thread."""
 
     _scalers: tuple[GridScaler, ...] = ()
     _optimizer: GridOptimizer | Pipeline | None = None
 
-    def __init__(self, transport: FlowControlTransport, config: JoinConfig, allowlist: PeerAllowlist) -> None:
+    def __init__(
+        self,
+        transport: FlowControlTransport,
+        config: JoinConfig,
+        allowlist: PeerAllowlist,
+        faults: Faults | None = None,
+    ) -> None:
         self._config = replace(config, listen=config.listen or default_listen_address(config.coordinator))
         self.resources = ExitStack()  # released when the grid is closed
         self._process = os.getpid()
         self._session = GroupSession(transport, self._config, allowlist)
+        if faults is not None:
+            self._session.on_turn_begun = partial(faults.stall, config.name)
         try:
             self._session.connection.start()
         except BaseException:
@@ -246,6 +256,7 @@ class Grid:
         self._model_state: ModelState | None = None
         self._turns: Turns | None = None
         self._clip_norm: float | None = None
+        self._wait = "all"
         self._is_closed = False
         atexit.register(self.close)
         install_sigterm_handler()
@@ -254,27 +265,28 @@ class Grid:
 
     @property
     def rank(self) -> int:
-        """This worker's rank in the generation that runs; 0 before the first."""
+        """This worker's rank in the running generation; 0 before the first generation."""
         return self._session.snapshot.rank
 
     @property
     def world_size(self) -> int:
-        """Number of workers in the generation that runs; 0 before the first."""
+        """The number of workers in the running generation; 0 before the first generation."""
         return self._session.snapshot.world_size
 
     @property
     def is_first(self) -> bool:
-        """True on exactly one worker of a generation: for logging and saving."""
+        """Whether this worker has rank 0, as exactly one worker of a generation does; use it for logging and
+        saving."""
         return self.rank == 0
 
     @property
     def step(self) -> int:
-        """Steps committed so far, over the whole run."""
+        """The number of steps committed so far, over the whole run."""
         return self._session.snapshot.applied + 1
 
     @property
     def calls_per_step(self) -> int:
-        """Calls of `optimizer.step` in one step of the run: H with `LocalSteps(every=H)`, else 1.
+        """The number of calls of `optimizer.step` in one step: H with `LocalSteps(every=H)`, otherwise 1.
 
         Raises `ConfigError` before the optimizer is wrapped.
         """
@@ -287,11 +299,11 @@ class Grid:
 
     @property
     def traffic(self) -> dict[str, tuple[int, int]]:
-        """Bytes (sent, received) by message type, counted on the socket with framing."""
+        """The bytes (sent, received) by message type, counted at the socket and including framing."""
         return self._session.connection.traffic
 
     def moved_bytes(self) -> int:
-        """Bytes sent and received so far; for any thread."""
+        """Return the bytes sent and received so far.  May be called from any thread."""
         return self._session.connection.moved_bytes
 
     # -- what a loop calls -------------------------------------------------------------------------
@@ -306,22 +318,34 @@ class Grid:
         average_buffers_every: int = 100,
         compare_every: int = 500,
         overlap: Overlap | None = None,
+        wait: str | None = None,
     ) -> GridOptimizer:
-        """Wrap `optimizer`, so that `step()` applies the group's update.  See `GridOptimizer`.
+        """Wrap `optimizer`, so that its `step()` applies the group's update.  See `GridOptimizer`.
 
         Args:
             exchange: `Dense()`, `TopK(...)`, `GTopK(...)`, or `LocalSteps(...)` around one of them, the same
-                on all workers; `GTopK()` by default.  "auto" or `Auto(...)`: the coordinator chooses between
-                the first three, see docs/exchanges.md.
-            clip_norm: largest 2-norm of the exchanged update; not with `LocalSteps`.
-            average_buffers_every: steps between two averages of floating buffers (batch norm).
-            compare_every: steps between two comparisons of the workers' states; one that differs (a flipped
-                bit, another kind of processor) is replaced by that of most workers.  0: never.
-            overlap: `Overlap()`: exchange while backward still computes, the same on all workers.  Gradients
-                must then not be changed between backward and `step` (clip with `clip_norm=`).
+                on all workers; `GTopK()` by default.  With "auto" or `Auto(...)` the coordinator chooses one
+                of the first three (see docs/exchanges.md).
+            clip_norm: the maximum 2-norm of the exchanged update; not available with `LocalSteps`.
+            average_buffers_every: the number of steps between two averagings of floating-point buffers (batch
+                norm).
+            compare_every: the number of steps between two comparisons of the workers' states; a state that
+                differs (because of a flipped bit or another kind of processor) is replaced by the state of
+                the majority.  0 disables comparisons.
+            overlap: `Overlap()` to exchange while backward is still computing; it must be the same on all
+                workers.  Gradients must then not be changed between backward and `step` (clip with
+                `clip_norm=`).
+            wait: "all" waits for all workers in every step, so that a run is reproducible from its seeds;
+                "auto" continues without workers whose loops have stalled (see docs/stragglers.md).  It must
+                be the same on all workers.  The default is the option `wait` of `gridtrain worker`, "all" if
+                it is not set.
         """
         if self._optimizer is not None:
-            raise ConfigError("grid.optimizer was called twice", remedy="one run trains one model")
+            raise ConfigError(
+                "grid.optimizer was called twice",
+                remedy="call grid.optimizer only once, because a run trains one model",
+            )
+        wait = self._config.wait if wait is None else wait
         chosen = exchange_of(exchange)
         if isinstance(chosen, Auto):
             chosen = _fit_auto(chosen, optimizer, overlap)
@@ -330,12 +354,13 @@ class Grid:
             "average_buffers_every": average_buffers_every,
             "compare_every": compare_every,
             "overlap": overlap,
+            "wait": wait,
         }
         if isinstance(chosen, LocalSteps):
             wrapped: GridOptimizer = LocalSGDOptimizer(optimizer, model, chosen, self._session, **options)
         else:
             wrapped = GridOptimizer(optimizer, model, chosen, self._session, **options)
-        self._optimizer, self._clip_norm = wrapped, clip_norm
+        self._optimizer, self._clip_norm, self._wait = wrapped, clip_norm, wait
         self._track_scalers()
         self._model_state = WholeModelState(
             self._session, wrapped, self._checkpoint_options(), self._max_transfer_bytes()
@@ -367,46 +392,53 @@ class Grid:
         profile: Profile | Sequence[Layer] | None = None,
         memory_bytes: int | None = None,
     ) -> Pipeline:
-        """Train a model that no worker holds as a whole: it is partitioned into stages, one for each worker.
+        """Train a model that no worker holds as a whole; each worker holds one of its stages.
 
-        S x R workers hold S stages in R replicas.  A batch of `grid.batches` belongs to a replica: all its
-        members get the same samples.  One batch is one step: `loss = pipe.step(inputs, targets)`.
+        S x R workers hold S stages in R replicas.  All members of a replica get the same batch from
+        `grid.batches`.  One batch is one step: `loss = pipe.step(inputs, targets)`.
 
         Args:
-            model: on the meta device, or a function that makes it and is called there; or a `Blueprint`.  A
-                chain of blocks: `nn.Sequential`, a list, `gridtrain.pipeline.Sequence`.
-            optimizer: makes the optimizer of a stage from its parameters: `torch.optim.SGD` with arguments
-                bound, `lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)`.
-            stages: S; a run needs at least this many workers.
-            loss_fn: of the last layer's output and the targets: a mean over the samples, as a scalar tensor.
-            micro_batches: number of pieces into which a batch is divided; "auto": the first four steps try 4
-                and 8 for each stage, then all workers use what fits the measured times best.
-            exchange: among the replicas of a stage; `GTopK()` by default.
-            cuts: (S + 1,) where stages begin, and the number of blocks, the same on all workers, such as
-                `gridtrain.pipeline.partition(...).cuts`; by default chosen by the bytes of the parameters.
+            model: a chain of blocks (`nn.Sequential`, a list, `gridtrain.pipeline.Sequence`) on the meta
+                device, a function that creates it and is called on the meta device, or a `Blueprint`.
+            optimizer: a function that makes the optimizer of a stage from its parameters: `torch.optim.SGD`
+                with bound arguments, or `lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)`.
+            stages: the number of stages, S; a run needs at least this many workers.
+            loss_fn: a function of the last layer's output and the targets that returns the mean over the
+                samples as a scalar tensor.
+            micro_batches: the number of pieces into which a batch is divided; with "auto" the first four
+                steps try 4 and 8 micro-batches per stage, and then all workers use the number that is best
+                according to the measured times.
+            exchange: the exchange among the replicas of a stage; `GTopK()` by default.
+            cuts: (S + 1,) the number of the first block of each stage, and the number of blocks; the same on
+                all workers, for example `gridtrain.pipeline.partition(...).cuts`.  By default the cuts are
+                chosen by the bytes of the parameters.
             schedule: "1f1b", or "fill-drain" as in GPipe, which stores more micro-batches.
-            ahead: for 1F1B: micro-batches in flight beyond the usual, for each following stage, so that
-                links with latency keep no stage waiting (`gridtrain.core.stages.schedule`).
-            wire: how activations are sent: "exact", "fp16", "bf16" or "int8".
-            clip_norm: largest 2-norm of the whole model's update.
-            average_buffers_every: steps between two averages of floating buffers over a stage's replicas.
-            compare_every: steps between two comparisons of the states of a stage's replicas; 0: never.
-            rematerialise: store only the inputs of a stage for each micro-batch, and compute the rest again.
-            device: where this worker's stage is.
-            seed: of the initial parameters, and of dropout; the same on all workers.
-            init: see `gridtrain.pipeline.Blueprint`, which also says what a model may be.
-            profile: of the blocks (`gridtrain.pipeline.profile`), to partition again when workers are lost;
-                without it a block's time counts as proportional to its bytes, and activations are not
-                counted.
-            memory_bytes: that training may fill on this worker; by default 90 % of the GPU's, unlimited on a
-                CPU.
+            ahead: with 1F1B, the number of additional micro-batches in flight per following stage, so that
+                the latency of links does not keep a stage waiting (`gridtrain.core.stages.schedule`).
+            wire: the encoding in which activations are sent: "exact", "fp16", "bf16" or "int8".
+            clip_norm: the maximum 2-norm of the whole model's update.
+            average_buffers_every: the number of steps between two averagings of floating-point buffers over a
+                stage's replicas.
+            compare_every: the number of steps between two comparisons of the states of a stage's replicas; 0
+                disables comparisons.
+            rematerialise: whether to store only the inputs of a stage for each micro-batch, and recompute all
+                other activations.
+            device: the device of this worker's stage.
+            seed: the seed of the initial parameters and of dropout; the same on all workers.
+            init: the function that initializes a block; see `gridtrain.pipeline.Blueprint`, which also
+                describes the supported models.
+            profile: a profile of the blocks (`gridtrain.pipeline.profile`), with which the model is
+                partitioned again when workers are lost; without it a block's time is assumed to be
+                proportional to its bytes, and activations are not counted.
+            memory_bytes: the bytes of memory that training may use on this worker; by default 90 % of the
+                GPU's memory, and unlimited on a CPU.
 
         Raises:
-            ConfigError: the model cannot be partitioned like this; the text says what to change.
+            ConfigError: the model cannot be partitioned in this way; the message says what to change.
         """
         if self._optimizer is not None:
             raise ConfigError(
-                "grid.pipeline was called after another model", remedy="one run trains one model"
+                "grid.pipeline was called for a second model", remedy="train only one model in a run"
             )
         if self._scalers:
             raise unsupported_scaler_error()
@@ -461,33 +493,35 @@ class Grid:
     ) -> Iterator[Any]:
         """Yield this worker's batches until the run has ended; every sample counts once.
 
-        One yielded batch is one step: the loop body calls `optimizer.step()` once for each batch, or
-        once for every `accumulate` batches.  In a step in which this worker has no samples (the tail
-        of a pass) it gets a stand-in batch, whose gradient is ignored, so that schedulers and the
-        like take the same number of steps everywhere.
+        One yielded batch is one step: the loop body calls `optimizer.step()` once for each batch, or once for
+        every `accumulate` batches.  In a step in which this worker has no samples (the tail of a pass) the
+        method yields a stand-in batch, whose gradient is ignored, so that schedulers take the same number of
+        steps on all workers.
 
-        With `LocalSteps(every=H)` a step of the run (`steps=`, `grid.step`, everything that is due every so
-        many steps) is H of the loop's steps; sizes and `accumulate` refer to one of these.
+        With `LocalSteps(every=H)` a step of the run (in `steps=`, `grid.step` and all settings that count
+        steps) is H steps of the loop; sizes and `accumulate` refer to one step of the loop.
 
         Args:
-            dataset: the same on all workers.  An iterable data set must give the same samples each time.  It
-                is read in its own order (`set_epoch(pass)` is called if there is one), and every worker reads
-                past the samples of the others.
-            batch_size: samples of one yielded batch on this worker.
-            global_batch_size: samples of a step over all workers; constant as workers come and go, and
-                divided by the measured speed of each.
-            max_batch_size: with `global_batch_size`, the largest yielded batch that fits this worker.
-            epochs, steps: exactly one of them ends the run, for all workers together.
-            accumulate: yielded batches in one step; the loop divides the loss of each, a mean, by it.
-            seed: of the order of the samples, the same on all workers.
-            length: samples of a pass over an iterable data set without `__len__`.
-            num_workers: processes that read batches ahead; at most 1 for an iterable data set.  Batches that
-                are not needed after a change of the group are dropped: a sample counts when its step commits.
-            prefetch_factor: steps that each of them reads ahead.
-            weigh: if `accumulate` does not divide a step's samples, its batches differ by one sample; the
-                accumulated gradient is then scaled between two of them, so that each sample counts
-                alike.  False: not scaled; for a loop that reads all batches of a step before it computes, or
-                weighs them itself.
+            dataset: the data set, the same on all workers.  An iterable data set must yield the same samples
+                each time.  It is read in its own order (`set_epoch(pass)` is called if it exists), and every
+                worker skips the samples of the other workers.
+            batch_size: the number of samples in one yielded batch on this worker.
+            global_batch_size: the number of samples in a step over all workers.  It stays constant while
+                workers join and leave, and is divided among them according to their measured speed.
+            max_batch_size: with `global_batch_size`, the largest batch that this worker can process.
+            epochs, steps: the length of the run, for all workers together; pass exactly one of the two.
+            accumulate: the number of yielded batches in one step; the loop must divide the mean loss of each
+                batch by this number.
+            seed: the seed for the order of the samples, the same on all workers.
+            length: the number of samples in a pass over an iterable data set without `__len__`.
+            num_workers: the number of processes that read batches ahead; at most 1 for an iterable data set.
+                Batches that are not needed after a change of the group are dropped, because a sample counts
+                when its step commits.
+            prefetch_factor: the number of steps that each of these processes reads ahead.
+            weigh: whether each sample has the same weight even if a step's samples cannot be divided evenly
+                into `accumulate` batches: the batches then differ by one sample, and the accumulated gradient
+                is scaled between two batches.  Set it to False for a loop that reads all batches of a step
+                before it computes, or that weights the batches itself.
         """
         batch_size, global_batch_size, max_batch_size, accumulate, epochs, steps, seed, length = to_ints(
             batch_size=batch_size, global_batch_size=global_batch_size, max_batch_size=max_batch_size,
@@ -522,10 +556,11 @@ class Grid:
         steps: int | None = None,
         seed: int = 0,
     ) -> sampler.GridSampler:
-        """For `DataLoader(dataset, batch_sampler=grid.sampler(dataset, ...))`; arguments as in `batches`.
+        """Return a sampler for `DataLoader(dataset, batch_sampler=grid.sampler(dataset, ...))`.  The
+        arguments are those of `batches`.
 
-        The loader must not run ahead of the steps: use it with `num_workers=0`.  To read ahead use
-        `grid.batches(..., num_workers=...)`, which knows what to drop when the group changes.
+        The loader must not run ahead of the steps: use it with `num_workers=0`.  To read ahead, use
+        `grid.batches(..., num_workers=...)`, which drops the right batches when the group changes.
         """
         batch_size, global_batch_size, max_batch_size, epochs, steps, seed = to_ints(
             batch_size=batch_size, global_batch_size=global_batch_size, max_batch_size=max_batch_size,
@@ -534,7 +569,7 @@ class Grid:
         sizes = BatchSizes(batch_size, global_batch_size, max_batch_size, calls_per_step=self.calls_per_step)
         if readers.is_iterable(dataset):
             raise ConfigError(
-                f"a {type(dataset).__name__} has no index, so there is nothing to sample from",
+                f"a {type(dataset).__name__} cannot be indexed, so it cannot be sampled",
                 remedy="use grid.batches(dataset, ...)",
             )
         turns = self._join_run(dataset, sizes, epochs, steps, seed)
@@ -542,7 +577,8 @@ class Grid:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Around a long evaluation: tells the others that this worker is busy, not hung."""
+        """Report this worker as busy while a long evaluation runs in the `with` block, so that it is not
+        considered hung."""
         self._session.set_busy(True)
         try:
             yield
@@ -550,15 +586,16 @@ class Grid:
             self._session.set_busy(False)
 
     def mean(self, value: float | torch.Tensor) -> float:
-        """Average of a number over all workers, for logs; all of them must call it at the same place.
+        """Return the average of a number over all workers, for logs; all workers must call it at the same
+        place.
 
-        It is not replicated state: if the group changes at that moment, or a worker does not call it,
-        a worker gets its own number back.
+        The average is not replicated state: if the group changes during the call, or a worker does not make
+        the call, a worker gets its own number back.
         """
         return self._session.average(value.item() if isinstance(value, torch.Tensor) else float(value))
 
     def report(self, **figures: float) -> None:
-        """Numbers for `gridtrain status` and the run's owner, such as `loss=...`.
+        """Report figures, such as `loss=...`, for `gridtrain status` and the run's owner.
 
         Values that are not finite are left out.  Raises `ConfigError` for a name of more than 64 bytes or
         with control characters, and for more than `reported_figures.MAX_FIGURES` names.
@@ -566,12 +603,13 @@ class Grid:
         self._session.report_figures(self._figures.filter_valid(figures))
 
     def track(self, **trackers: serialization.Stateful) -> None:
-        """Schedulers, weight averages and the like that a joining worker must receive."""
+        """Add stateful objects, such as schedulers and weight averages, to the state that a joining worker
+        receives."""
         self._wrapped().track(**trackers)
 
     def scaler(self, **kwargs: Any) -> GridScaler:
-        """A `torch.amp.GradScaler` whose scale stays equal on all workers, joining ones included; not for a
-        pipeline."""
+        """Return a `torch.amp.GradScaler` whose scale stays equal on all workers, including joining workers;
+        not available for a pipeline."""
         if isinstance(self._optimizer, Pipeline):
             raise unsupported_scaler_error()
         made = GridScaler(**kwargs)
@@ -583,15 +621,15 @@ class Grid:
         """Let `agent` pause and limit this worker; see `PauseController`.
 
         Args:
-            connect: makes the transport with which this worker joins again after a pause.
-            limit: changes the rate limits of the present transport.
+            connect: a function that creates the transport with which this worker joins again after a pause.
+            limit: a function that changes the rate limits of the current transport.
         """
         self._pauses = PauseController(self._session, agent, connect, limit)
 
     def close(self, reason: str = "the training script ended") -> None:
-        """Leave the run; idempotent, and called when the script ends."""
+        """Leave the run.  The method is idempotent, and is called automatically when the script ends."""
         if os.getpid() != self._process:
-            return  # a forked child: the place in the run is its parent's
+            return  # a forked child: only its parent takes part in the run
         atexit.unregister(self.close)
         try:
             if not self.finished and not self._is_closed:
@@ -614,7 +652,7 @@ class Grid:
     # -- inside ------------------------------------------------------------------------------------
 
     def _track_scalers(self) -> None:
-        """Make the scalers part of the optimizer's state, as soon as there is an optimizer."""
+        """Add the scalers to the optimizer's state, as soon as there is an optimizer."""
         if isinstance(self._optimizer, GridOptimizer) and self._optimizer.shares_scale:
             prefix = serialization.INTERNAL_PREFIX
             named = {f"{prefix}scaler{number or ''}": each for number, each in enumerate(self._scalers)}
@@ -629,7 +667,8 @@ class Grid:
         return self._optimizer
 
     def _checkpoint_options(self) -> CheckpointOptions:
-        """Each worker of a machine has a folder of its own, below one for its coordinator's key."""
+        """Return the checkpoint options.  Each worker on a machine has its own folder, in a folder named
+        after the coordinator's key."""
         config = self._config
         if config.state_dir:
             folder = Path(config.state_dir)
@@ -670,14 +709,15 @@ class Grid:
             ("clip_norm", str(self._clip_norm)),
             ("compared", f"every {wrapped.compare_every} steps" if wrapped.compare_every else "never"),
             ("data", data_text),
+            *((("wait", self._wait),) if self._wait != "all" else ()),
         )
         self._turns = Turns(self._session, wrapped, self._model_state, self._pauses, spec, sizes.batch_size)
         self._model_state.join(facts, spec, sizes)
         return self._turns
 
     def _run_turns(self) -> Iterator[Sequence[Span]]:
-        """This worker's spans for each call of `optimizer.step`; at the end of the run the model is
-        exported."""
+        """Yield this worker's spans for each call of `optimizer.step`; export the model at the end of the
+        run."""
         assert self._turns is not None
         was_finished = self._turns.is_finished  # a DataLoader may ask once more after the end
         yield from self._turns
@@ -685,7 +725,8 @@ class Grid:
             self._finish()
 
     def _weighed(self, batches: Sequence[Any], spans: Sequence[Span]) -> Iterator[Any]:
-        """A step's micro-batches, each with its weight set; the weights of a stand-in do not matter."""
+        """Yield a step's micro-batches, and set the weight of each; the weights of a stand-in batch have no
+        effect."""
         weights = readers.micro_batch_weights(data_ledger.count_samples(spans), len(batches))
         wrapped = self._wrapped()
         assert isinstance(wrapped, GridOptimizer)
@@ -695,16 +736,18 @@ class Grid:
 
     def _finish(self) -> None:
         if self._session.is_standby_at_end:
-            log.warning("the run is finished; this worker had no model, or no part of it, at the end")
+            log.warning(
+                "the run is finished; at the end this worker held neither the model nor a stage of it"
+            )
             return
         exports = self._is_exporter()
         if exports:
             self._export()
         if not self._session.wait_for_members():
-            log.warning("left before the coordinator had declared the run finished")
+            log.warning("this worker left before the coordinator had declared the run finished")
         if not exports:
             # The first worker may have been lost after the last step, before its export.
-            with suppress(GridtrainError):  # what ended the session: then nothing is known of the group
+            with suppress(GridtrainError):  # it ended the session; the group's state is then unknown
                 exports = self._is_exporter()
             if exports:
                 self._export()
@@ -718,7 +761,8 @@ class Grid:
         self._model_state.export(self._export_folder())
 
     def _export_folder(self) -> Path:
-        """Created and checked before the training, because after it would be too late to choose another."""
+        """Create and check the export folder before the training, because afterwards it would be too late to
+        choose another folder."""
         folder = Path(self._config.export_dir or state_directory(self._config.run))
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -727,15 +771,15 @@ class Grid:
         except OSError as error:
             raise ConfigError(
                 f"the final model cannot be written to {folder}: {error.strerror or error}",
-                remedy="name a folder with --export-dir (or gridtrain.join(export_dir=...))",
+                remedy="choose another folder with --export-dir (or gridtrain.join(export_dir=...))",
             ) from None
 
 
 def _fit_auto(auto: Auto, inner: torch.optim.Optimizer, overlap: Overlap | None) -> Auto:
-    """The exchanges that the coordinator may choose with this optimizer."""
+    """Return `auto`, restricted to the exchanges that are suitable for this optimizer."""
     if overlap is not None:
         raise ConfigError(
-            'overlap with exchange="auto", whose buckets would depend on what is chosen',
-            remedy='name an exchange, such as the one that a run with exchange="auto" has chosen',
+            'overlap was set with exchange="auto", but buckets depend on the chosen exchange',
+            remedy='choose an exchange, such as the one that a run with exchange="auto" has chosen',
         )
     return replace(auto, density=None, sparse=False) if "betas" in inner.defaults else auto

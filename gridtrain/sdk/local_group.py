@@ -1,14 +1,15 @@
 """A whole group in one process: a real coordinator and real workers in threads, over memory.
 
-For tests, notebooks and first steps.  Threads share one interpreter and one set of random numbers, so it is
-not fast.
+Use it for tests, notebooks and first steps.  It is not fast, because the threads share one interpreter.  They
+also share the random generators of the process, so workers that must begin with equal models should copy a
+model that was created beforehand.
 
     local(train, workers=4)      coordinator thread
                                  4 x thread: train(grid)  --> [result of each]
-                                             raises       --> the others are ended; raised again here
+                                             raises       --> other workers end; local() raises it again
 
-The coordinator's state changes in its thread at any time, so `LocalGroup.snapshot` asks that thread, which
-answers between two of its turns.
+The coordinator's thread may change its state at any time, so `LocalGroup.snapshot` requests the state from
+that thread, which answers between two iterations of its loop.
 """
 
 from __future__ import annotations
@@ -42,23 +43,25 @@ from gridtrain_coordinator.log import Log, silent
 Result = TypeVar("Result")
 
 SHUTDOWN_TIMEOUT_S = 10.0
-"""How long to wait for threads that were told to end; one inside the user's code may not notice."""
+"""The seconds to wait for threads that were asked to end; a thread that runs the user's code may not
+notice."""
 
 
 class LocalGroup:
-    """A coordinator in a thread, and workers that call `join`.  A context manager.
+    """A coordinator in a thread, and workers that call `join`, as a context manager.
 
-    At its end the coordinator stops, and so does every worker that has not left: a call that waits in a
-    `Grid` raises `EndpointKilled`.
+    At the end of the `with` block the coordinator stops, and so does every worker that has not left: a
+    waiting call of a `Grid` raises `EndpointKilled`.
 
     Args:
-        min_workers: number of workers with which the run starts.
-        hub: the network; give one with a `FaultPlan` to inject faults.
-        faults: of the workers, at chosen steps: see `gridtrain.testing.Faults`.
-        log: called for each event, in the coordinator's thread: level, event, fields.
+        min_workers: the number of workers that the run needs to start.
+        hub: the network in memory; pass one with a `FaultPlan` to inject faults.
+        faults: the faults to inject into workers at chosen steps (see `gridtrain.testing.Faults`).
+        log: a function that is called in the coordinator's thread for each event, with its level, name and
+            fields.
 
     Attributes:
-        keys: of the workers by name, for `FaultPlan`, `hub.kill` and the like.
+        keys: the workers' public keys by name, for `FaultPlan` and `hub.kill`.
     """
 
     ADDRESS = "memory://coordinator"
@@ -77,7 +80,7 @@ class LocalGroup:
         self._deadlines = deadlines or Deadlines()
         identity = Identity.generate()
         self.key = identity.public
-        # Whatever calls `join` is in this process already, so every worker is admitted.
+        # Every caller of `join` is in this process already, so every worker is admitted.
         authorization = Authorization(open_to_all=True, coordinator=identity.public)
         memory = MemoryTransport(identity.public, self.hub, gate=connection_gate(authorization, time.time))
         self._transport = build_stack(memory, identity, may_relay=lambda origin, to: True)
@@ -114,7 +117,8 @@ class LocalGroup:
         self._thread.join(SHUTDOWN_TIMEOUT_S)
 
     def snapshot(self) -> dict[str, Any]:
-        """The coordinator's state: its phase, members, latest events.  From any thread."""
+        """Return the coordinator's state: its phase, its members and the latest events.  May be called from
+        any thread."""
         answer = self._window.ask()
         if answer is None:
             return self.coordinator.snapshot()
@@ -131,15 +135,15 @@ class LocalGroup:
         state_dir: str = "",
         owner: AgentControl | None = None,
     ) -> Grid:
-        """Add a worker, to be used from one thread.  Raises `EndpointKilled` after the group's end.
+        """Add a worker, which must be used from one thread.  Raises `EndpointKilled` after the group's end.
 
-        `hidden`: no worker can dial it, as behind NAT.  Checkpoints as in `gridtrain.join`, but none by
-        default. `owner`: an agent that may pause it.
+        With `hidden`, no worker can connect to the new worker, as behind NAT.  Checkpoints work as in
+        `gridtrain.join`, but none are written by default.  `owner` is an agent that may pause the worker.
         """
         with self._joining:
             name = name or f"worker-{len(self.keys) + 1}"
             if self.keys.get(name) in self.hub.endpoints:
-                raise ConfigError(f"there is a worker {name!r} in the group", remedy="choose another name")
+                raise ConfigError(f"the group already has a worker {name!r}", remedy="choose another name")
             identity = Identity.generate()
             self.keys[name] = identity.public
             transport, allowlist = self._make_transport(identity, name, hidden)
@@ -154,7 +158,7 @@ class LocalGroup:
             state_dir=state_dir,
             deadlines=self._deadlines,
         )
-        grid = Grid(transport, config, allowlist)
+        grid = Grid(transport, config, allowlist, self._faults)
         if owner is not None:
             grid.led_by(owner, partial(self._make_transport, identity, name, hidden), _ignore_limits)
         return grid
@@ -181,11 +185,11 @@ class LocalGroup:
 
 
 def _ignore_limits(upload_Bps: float | None, download_Bps: float | None) -> None:
-    """Memory has no rate limits."""
+    """Ignore rate limits, which do not apply in memory."""
 
 
 class _CoordinatorWindow:
-    """Answers questions of the group's process; see `gridtrain_coordinator.daemon.Window`."""
+    """Answers requests for the coordinator's state (see `gridtrain_coordinator.daemon.Window`)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -204,7 +208,8 @@ class _CoordinatorWindow:
                 self._coordinator = None
 
     def ask(self) -> Future[dict[str, Any]] | None:
-        """None if the coordinator's thread does not run: then the caller may read its state itself."""
+        """Request the state; return None if the coordinator's thread is not running, so that the caller may
+        read the state directly."""
         with self._lock:
             if self._coordinator is None:
                 return None
@@ -212,16 +217,16 @@ class _CoordinatorWindow:
             return self._pending[-1]
 
     def publish(self, snapshot: Mapping[str, Any]) -> None:
-        """Nothing reads it."""
+        """Ignore the status; nothing reads it."""
 
     def take_orders(self) -> Iterator[NoReturn]:
-        """There are none; this is called between two turns, the time to answer."""
+        """Answer pending requests between two iterations of the coordinator's loop; return no commands."""
         with self._lock:
             self._answer()
         return iter(())
 
     def _answer(self) -> None:
-        """Lock held, in the coordinator's thread."""
+        """Answer the pending requests.  Call this in the coordinator's thread, with the lock held."""
         while self._pending and self._coordinator is not None:
             asked = self._pending.pop()
             try:
@@ -235,12 +240,21 @@ class _Failure:
     error: BaseException
 
 
-def local(train: Callable[[Grid], Result], workers: int = 4, *, export_dir: str = "") -> list[Result]:
-    """Run `train(grid)` on `workers` workers at once and return what each returned.
+def local(
+    train: Callable[[Grid], Result],
+    workers: int = 4,
+    *,
+    export_dir: str = "",
+    faults: Faults | None = None,
+) -> list[Result]:
+    """Run `train(grid)` on `workers` workers at the same time, and return their results in order.
 
-    Raises the first exception that a worker raised, after it has ended the others: the next call to their
-    grid, or the one that waits, raises.  A worker that does not call its grid for `SHUTDOWN_TIMEOUT_S`
-    seconds is left behind in its thread.
+    The workers are called "worker-0", "worker-1", ...; `faults` are injected into them at chosen steps (see
+    `gridtrain.testing.Faults`).
+
+    Raises the first exception that a worker raised, after ending the other workers: the waiting or next call
+    of their grid raises an exception.  A worker that does not call its grid within `SHUTDOWN_TIMEOUT_S`
+    seconds keeps running in its thread.
     """
 
     ended: queue.SimpleQueue[tuple[int, Result | _Failure]] = queue.SimpleQueue()
@@ -256,7 +270,7 @@ def local(train: Callable[[Grid], Result], workers: int = 4, *, export_dir: str 
 
     threads: list[threading.Thread] = []
     try:
-        with LocalGroup(min_workers=workers) as group:
+        with LocalGroup(min_workers=workers, faults=faults) as group:
             for number in range(workers):
                 thread = threading.Thread(target=one, args=(number,), name=f"worker-{number}", daemon=True)
                 thread.start()

@@ -1,4 +1,4 @@
-"""Checks figures and names that a script gives to the group, against the bounds of the messages that have
+"""Check figures and names that a script passes to the group against the limits of the messages that carry
 them."""
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ from gridtrain.errors import ConfigError
 log = logging.getLogger("gridtrain")
 
 MAX_FIGURES = 48
-"""Names that one script may report; a heartbeat has room for 64, the others are gridtrain's own."""
+"""The number of figures that a script may report; a heartbeat has room for 64, of which gridtrain uses the
+rest."""
 
 
 class ReportedFigures:
-    """The figures of `Grid.report`, checked for a heartbeat."""
+    """Checks the figures of `Grid.report` before they are sent in heartbeats."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
         self._warned = False
 
     def filter_valid(self, figures: Mapping[str, float]) -> dict[str, float]:
-        """The figures that are finite; the first one that is not is logged.
+        """Return the finite figures; log the first figure that is not finite.
 
-        Raises `ConfigError` for a name that cannot be sent, and for more than `MAX_FIGURES` different ones.
+        Raises `ConfigError` for a name that cannot be sent, and for more than `MAX_FIGURES` different names.
         """
         for name in figures:
             _check_text(NAME, "the name of a figure", name)
         if len(names := self._names.union(figures)) > MAX_FIGURES:
             raise ConfigError(
-                f"{len(names)} different figures were reported; at most {MAX_FIGURES} are shown",
-                remedy="report the few that people need; names must not change from step to step",
+                f"{len(names)} different figures were reported; the maximum is {MAX_FIGURES}",
+                remedy="report fewer figures, under names that do not change from step to step",
             )
         self._names = names
         values = {name: float(value) for name, value in figures.items()}
@@ -58,4 +59,4 @@ def _check_text(kind: TextField, what: str, text: str) -> None:
     try:
         kind.pack(text)
     except FieldError as error:
-        raise ConfigError(f"{what} is {error.problem}", remedy="choose a shorter, plain one") from None
+        raise ConfigError(f"{what} is {error.problem}", remedy="choose a shorter, plain string") from None

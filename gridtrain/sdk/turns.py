@@ -1,9 +1,9 @@
-"""One worker's turns: the samples of each step of the run, with pauses between two steps.
+"""One worker's turns: the samples of each step of the run, and the pauses between two steps.
 
 GroupSession.await_turn --> snapshot: a step is open, these positions of the data are this worker's
      ModelState.begin_turn      a residual is added, a due checkpoint is written
      yield spans                one item for each call of `optimizer.step` in the turn
-the agent wants a pause     --> ModelState.rest, PauseController.pause, and the next turn after it
+the agent requests a pause  --> ModelState.rest, PauseController.pause, and the next turn after it
 the run has ended           --> stop; `is_finished`
 """
 
@@ -30,15 +30,15 @@ Spans = tuple[Span, ...]
 
 
 class Turns:
-    """The turns of one worker in one run.  Used from the training thread.
+    """The turns of one worker in one run.  Use it on the training thread.
 
     Args:
-        trainer: what the script steps.
-        batch_size: samples of a step that this worker asks for; 0: any number.
+        trainer: the optimizer or pipeline whose steps the script takes.
+        batch_size: the number of samples per step that this worker requests; 0 for any number.
 
     Attributes:
-        is_finished: the run has ended.
-        is_stopped: this worker's agent has stopped it, or the run ended while it was paused.
+        is_finished: whether the run has ended.
+        is_stopped: whether this worker's agent has stopped it, or the run ended while it was paused.
     """
 
     def __init__(
@@ -60,12 +60,13 @@ class Turns:
         self.is_finished = self.is_stopped = False
 
     def __iter__(self) -> Iterator[Sequence[Span]]:
-        """This worker's positions for each call of `optimizer.step`; a stand-in where it has none.
+        """Yield this worker's positions in the data for each call of `optimizer.step`, or stand-in positions
+        if it has no samples.
 
         Raises:
-            ConfigError: `step` was not called as often as there were batches.
+            ConfigError: the number of calls of `step` differs from the number of batches.
         """
-        # At least two samples, because batch norm, for one, cannot take a batch of one.
+        # At least two samples, because batch norm, for example, cannot train on a single sample.
         stand_in: Spans = (Span(0, min(self.spec.size, max(2, self._batch_size // self._calls))),)
         while (snapshot := self._next_turn()) is not None:
             assert snapshot.open_round is not None
@@ -83,11 +84,12 @@ class Turns:
 
     @property
     def has_samples(self) -> bool:
-        """Whether this worker has samples of its own in the turn."""
+        """Whether this worker has samples of its own in the current turn."""
         return bool(self._session.turn_spans)
 
     def predict(self, count: int) -> list[Spans]:
-        """What the iterator yields next: at least `count` items, unless the run ends or the group changes."""
+        """Return the items that the iterator will yield next: at least `count` items, unless the run ends or
+        the group changes."""
         found = list(self._pending)
         for spans in self._session.predict_spans(-(-count // self._calls)):
             found += self._divide(spans) if spans else [()]
@@ -96,7 +98,8 @@ class Turns:
     # -- the next turn ---------------------------------------------------------------------------------
 
     def _next_turn(self) -> WorkerSnapshot | None:
-        """As `GroupSession.await_turn`, with pauses; None also if the agent has stopped this worker."""
+        """Wait for the next turn, and pause if the agent requests it; return None if the run has ended or the
+        agent has stopped this worker."""
         self._rollback.end_turn()
         while not self.is_finished and not self.is_stopped:
             try:
@@ -118,10 +121,10 @@ class Turns:
         return None
 
     def _pause(self) -> bool:
-        """Leave between two steps, wait, and join again; False if this worker is not to join again."""
+        """Leave between two steps, wait, and join again; return False if this worker must not join again."""
         if self._pauses.should_stop:
             log.warning(
-                "this worker's agent has stopped it: its loop ends after step %d",
+                "this worker's agent is stopping this worker; its training loop will end after step %d",
                 self._session.snapshot.applied,
             )
             return False
@@ -132,12 +135,13 @@ class Turns:
     # -- the calls of a turn -----------------------------------------------------------------------------
 
     def _calls_with_samples(self, spans: Sequence[Span]) -> int:
-        """How many of a turn's calls have samples: a short step has fewer calls, not smaller batches."""
+        """Return how many of a turn's calls have samples; a short step has fewer calls rather than smaller
+        batches."""
         samples = data_ledger.count_samples(spans)
         return min(self._calls, samples, -(-self._calls * samples // max(1, self._full_share)))
 
     def _divide(self, spans: Sequence[Span]) -> list[Spans]:
-        """The spans of each call; calls without samples get the last ones again."""
+        """Return the spans of each call; calls without samples repeat the last spans."""
         pieces = sampler.split_spans(spans, self._calls_with_samples(spans))
         return pieces + [pieces[-1]] * (self._calls - len(pieces))
 
@@ -146,20 +150,21 @@ class Turns:
         return ConfigError(
             f"optimizer.step() was called {self._trainer.local_calls} times for {batches} of step {step}; "
             "each batch is one step",
-            remedy="call it once for each batch, or once for every a batches of "
+            remedy="call optimizer.step() once for each batch, or once for every a batches of "
             "grid.batches(..., accumulate=a)",
         )
 
 
 class TurnRollback:
-    """Restores what the script changed after a step that was dropped, before its worker pauses.
+    """Restores what the script changed after a dropped step, before its worker pauses.
 
-        optimizer.step()    the agent wants a pause before an attempt can begin: the step is dropped
-        scheduler.step()    the script cannot know, and goes on as after any step
+        optimizer.step()    the agent requests a pause before an attempt can begin: the step is dropped
+        scheduler.step()    the script is not informed, and continues as after any step
         grid.batches        schedulers and trackers are restored to the last committed step
 
     Args:
-        capture: copies what the script changes between two steps; the function that it returns restores it.
+        capture: a function that copies the state that the script changes between two steps, and returns a
+            function that restores this state.
     """
 
     def __init__(self, capture: Callable[[], Callable[[], None]]) -> None:
@@ -168,16 +173,18 @@ class TurnRollback:
         self._is_dropped = False
 
     def begin_turn(self, *, saves_now: bool) -> None:
-        """`saves_now`: the turn has several calls, and the script changes things before the last of them."""
+        """Begin a turn; `saves_now` is set if the turn has several calls, so that the script changes state
+        before the last call."""
         self._restore = self._capture() if saves_now else None
 
     def drop_turn(self) -> None:
-        """The turn's step is not done."""
+        """Record that the turn's step was dropped."""
         self._is_dropped = True
         self._restore = self._restore or self._capture()
 
     def end_turn(self) -> None:
-        """The script is about to get the next turn."""
+        """End the turn before the script gets the next turn; if its step was dropped, restore the copied
+        state."""
         restore, self._restore = self._restore, None
         if self._is_dropped and restore is not None:
             restore()

@@ -1,4 +1,4 @@
-"""Selection of the entries that are sent, error feedback, and sums of sparse payloads.
+"""Selects the entries to send, keeps the rest as error feedback, and sums sparse payloads.
 
 gradient --error_feedback--> accumulated vector --selection--> k entries --> payload
                              cpu_selection, cuda_selection with triton_kernels: the same set of entries

@@ -1,22 +1,22 @@
-"""Selection on the CPU in one pass over the vector, exact whatever threshold it starts from.
+"""Selection on the CPU, usually in one pass over the vector, with an exact result for any initial threshold.
 
-The vector can be computed in the same pass: a block is computed and compared while it is in the second-level
-cache.
+The vector can be computed in the same pass, so that each block is computed and compared while it is in the
+second-level cache.
 
     block b     fill(start, stop)              acc = residual + contribution, into the second buffer
                 |acc| >= threshold ?  -------> candidates (ascending index)
-                too many candidates: keep the exact k largest of them, threshold = just above the k-th
-    end         at least k candidates: their exact k largest are those of the vector
-                fewer: the threshold was too high; a second pass over acc with a threshold from a sample of
-                acc and, if that is too high as well, a third one without a threshold
+                too many candidates: keep exactly the k largest; set the threshold just above the k-th largest
+    end         at least k candidates: the k largest candidates are the k largest elements of the vector
+                fewer than k candidates: the threshold was too high; make a second pass over acc with a
+                threshold from a sample of acc and, if that is also too high, a third pass without a threshold
 
-The result is exact: an element that is not among the k largest of the part so far (ties to the lower index)
-is not among the k largest of the whole; and an element that equals the k-th of them has a higher index, so
-it loses the tie. So a threshold from the last step or a sample saves time and never changes the result.
+The result is exact.  An element that is not among the k largest of the blocks so far (ties go to the lower
+index) is not among the k largest of the vector, and a later element that equals the k-th largest has a higher
+index, so it loses the tie.  A threshold from the last step or from a sample only saves time.
 
-Magnitudes are compared as integers: the bits of a float32 without its sign are ordered as the magnitudes
-are, with infinity above every number and NaN above infinity.  So values that are not finite are among the
-selected, where the caller finds them.
+Magnitudes are compared as integers, because the bits of float32 numbers without the sign have the same order
+as their magnitudes; infinity comes after every finite number, and NaN comes after infinity.  Values that are
+not finite are therefore among the selected entries, so that the caller can detect them there.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ IndexArray = npt.NDArray[np.int64]
 BitsArray = npt.NDArray[np.uint32]
 
 BLOCK = 1 << 16
-"""Elements of a block, 256 KiB of each vector, which fits the second-level cache."""
+"""Number of elements of a block.  A block takes 256 KiB of each vector, which fit into the second-level
+cache."""
 
 MAGNITUDE_MASK = 0x7FFF_FFFF
-_LOWEST_BITS = 1  # of the smallest subnormal: exact zeros are never selected
-_PRUNE_AT = 4  # times k candidates
+_LOWEST_BITS = 1  # the bits of the smallest subnormal number, so that exact zeros are never selected
+_PRUNE_AT = 4  # candidates are pruned when there are more than this many times k
 _SAMPLE_STRIDE = 64
 _SLACK_START, _SLACK_MIN, _SLACK_MAX = 0.9, 0.5, 0.98
 
 
 class ThresholdHint:
-    """The threshold from one selection for the next: somewhat below the last k-th magnitude.
+    """The threshold for the next selection, which is slightly lower than the last selection's k-th magnitude.
 
     Attributes:
-        bits: of the float32 from which the next selection may start; 0 if there is none.
-        misses: how often it was too high, so that a second pass was needed.
+        bits: the bits of the threshold as a float32; 0 if there is no threshold yet.
+        misses: the number of times that the threshold was too high, so that a second pass was needed.
     """
 
     def __init__(self) -> None:
@@ -59,12 +60,12 @@ class ThresholdHint:
         return max(self.bits, floor_bits)
 
     def mark_missed(self) -> None:
-        """It was too high: fewer than k elements reached it."""
+        """Record that the threshold was too high, because fewer than k elements reached it."""
         self.misses += 1
         self._slack = max(_SLACK_MIN, self._slack * 0.8)
 
     def update(self, kth_bits: int, candidates: int, k: int) -> None:
-        """Set it from the k-th magnitude of a selection that had to consider `candidates` elements."""
+        """Set the threshold from the k-th magnitude of a selection that had `candidates` candidates."""
         if candidates > 3 * k:
             self._slack = min(_SLACK_MAX, self._slack * 1.02)
         kth = min(value_from_bits(kth_bits), float(np.finfo(np.float32).max))
@@ -72,7 +73,7 @@ class ThresholdHint:
 
 
 def value_bits(magnitude: float) -> int:
-    """The bits of a float32 >= 0 as an integer."""
+    """Return the bits of a float32 >= 0 as an integer."""
     return int(np.array(magnitude, np.float32).view(np.uint32))
 
 
@@ -81,7 +82,7 @@ def value_from_bits(bits: int) -> float:
 
 
 class CpuSelection:
-    """Selects from a sequence of vectors of about the same distribution.  Not thread-safe."""
+    """Selects entries from a sequence of vectors with similar distributions.  Not thread-safe."""
 
     def __init__(self) -> None:
         self.hint = ThresholdHint()
@@ -95,24 +96,26 @@ class CpuSelection:
         fill: Callable[[int, int], None] | None = None,
         floor: float = 0.0,
     ) -> IndexArray:
-        """Indices of the k largest |acc_N|; ties go to the lowest index; zeros are not selected.
+        """Select the k largest |acc_N|; ties go to the lowest index, and zeros are not selected.
 
         Args:
-            acc_N: (n,) float32, contiguous.
-            k: 1 <= k <= n.
-            fill: computes acc_N[start:stop]; called once for each block, in ascending order.
-            floor: magnitudes below it are not selected.
+            acc_N: the vector, (n,) float32, contiguous.
+            k: the number of entries to select, 1 <= k <= n.
+            fill: a function that computes acc_N[start:stop], called once for each block in ascending order;
+                None if acc_N has already been computed.
+            floor: the smallest magnitude to select.
 
         Returns:
-            (K,) int64, ascending; K = k, or fewer when acc_N has fewer non-zeros of at least `floor`.
+            The indices, (K,) int64, ascending.  K is k, or less if acc_N has fewer than k non-zero elements
+            whose magnitude is at least `floor`.
 
         Raises:
             LocalProtocolError: k is out of range.
         """
         n = acc_N.size
         if not 1 <= k <= n:
-            raise LocalProtocolError(f"select {k} of {n} entries, must be 1 .. {n}")
-        if self._reached.size < min(n, BLOCK):  # a vector may have many small parts
+            raise LocalProtocolError(f"k is {k}; it must be between 1 and {n}, the number of elements")
+        if self._reached.size < min(n, BLOCK):  # allocated for n, because a vector may have many small parts
             self._magnitudes = np.empty(min(n, BLOCK), np.uint32)
             self._reached = np.empty(min(n, BLOCK), np.bool_)
         floor_bits = max(_LOWEST_BITS, value_bits(floor))
@@ -132,7 +135,7 @@ class CpuSelection:
             if found.seen_count >= k or start_bits == floor_bits:
                 return found
             self.hint.mark_missed()
-        elif fill is not None:  # a threshold needs a sample, and a sample needs acc
+        elif fill is not None:  # compute acc first, because the threshold comes from a sample of acc
             for start in range(0, bits_N.size, BLOCK):
                 fill(start, min(start + BLOCK, bits_N.size))
         sampled_bits = max(floor_bits, _sampled_threshold(bits_N, k))
@@ -164,7 +167,12 @@ class CpuSelection:
 
 
 class _Candidates:
-    """Elements that may be among the k largest, ascending by index; `seen_count` includes pruned ones."""
+    """Elements that may be among the k largest, in ascending order of their indices.
+
+    Attributes:
+        seen_count: the number of elements that were added, including the elements that were pruned.
+        count: the number of elements that have not been pruned.
+    """
 
     def __init__(self, k: int) -> None:
         self._k = k
@@ -180,7 +188,7 @@ class _Candidates:
         self.count += hits.size
 
     def prune(self) -> tuple[IndexArray, BitsArray]:
-        """Keep the exact k largest; returns their indices, ascending, and the bits of their magnitudes."""
+        """Keep only the k largest elements; return their indices, ascending, and their magnitudes' bits."""
         if not self._indices:
             return np.empty(0, np.int64), np.empty(0, np.uint32)
         indices, bits = np.concatenate(self._indices), np.concatenate(self._bits)
@@ -192,9 +200,10 @@ class _Candidates:
 
 
 def _sampled_threshold(bits_N: BitsArray, k: int) -> int:
-    """Bits that most probably k elements reach, and not many more; 0 if the sample is too small.
+    """Return the bits of a threshold that at least k elements, but not many more, very probably reach.
 
-    h elements of the sample are expected among the k largest; four standard deviations are added.
+    The threshold's rank in the sample is the expected number of sampled elements among the k largest
+    elements, plus four standard deviations.  The result is 0 if the sample is too small.
     """
     sample = bits_N[::_SAMPLE_STRIDE] & np.uint32(MAGNITUDE_MASK)
     expected = k / _SAMPLE_STRIDE
@@ -203,7 +212,7 @@ def _sampled_threshold(bits_N: BitsArray, k: int) -> int:
 
 
 def largest_first_ties(bits: BitsArray, k: int) -> npt.NDArray[np.bool_]:
-    """Mask of the k largest, k < size; ties go to the first."""
+    """Return a mask of the k largest elements, k < size; ties go to the lowest index."""
     kth = np.partition(bits, bits.size - k)[bits.size - k]
     keep: npt.NDArray[np.bool_] = bits > kth
     ties = np.flatnonzero(bits == kth)
@@ -212,18 +221,19 @@ def largest_first_ties(bits: BitsArray, k: int) -> npt.NDArray[np.bool_]:
 
 
 class BlockwiseSum:
-    """The `fill` that computes residual + weight * gradient, or with DGC momentum u = m u + weight *
-    gradient.
+    """A `fill` function for `CpuSelection.select` that computes acc = residual + weight * gradient.
 
-    Each product and each sum is rounded to float32 separately, in this order, so that the bits are those of
-    the same operations over whole vectors, on the CPU or on a GPU.
+    With DGC momentum, the function computes u = m u + weight * gradient and acc = residual + u.  Each product
+    and each sum is rounded to float32 separately, in this order, so that the result has the same bits as the
+    same operations on whole vectors, on the CPU or on a GPU.
 
     Args:
-        residual_N, gradient_N: (n,) float32, read only.
-        acc_N: (n,) float32, written.
-        weight: n_i / N; 1.0: gradient_N is the contribution already; 0.0: gradient_N does not count.
-        u_N, new_u_N: (n,) float32, momentum before (read only) and after; both or none.
-        momentum: m.
+        residual_N, gradient_N: the residual and the gradient, (n,) float32, which are only read.
+        acc_N: the result, (n,) float32.
+        weight: n_i / N; 1.0 if gradient_N is already the contribution, 0.0 if gradient_N must not be read.
+        u_N, new_u_N: the momentum vector before and after the step, (n,) float32; u_N is only read.  Either
+            both are None or neither is None.
+        momentum: the DGC momentum m.
     """
 
     def __init__(

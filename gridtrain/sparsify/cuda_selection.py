@@ -1,13 +1,13 @@
 """Selection on a CUDA device in one fused kernel, and the choice of the selection for a device.
 
-It waits for the device only for one copy of k entries and a count.
+A selection usually waits for the device only once, to copy k entries and a count.
 
-    step s, with a threshold      accumulate ----------------> keys --topk--> gather --one copy--> host
-    first step, or too few        histogram -> threshold -> compact -> keys ...      (threshold on the device)
-    more keys than there is room for (ties, or a distribution that changed): TensorSelection, from the same
-    acc
+    with a threshold              accumulate ----------------> keys --topk--> gather --one copy--> host
+    without, or too few keys      histogram -> threshold -> compact -> keys ...      (threshold on the device)
+    more keys than the buffer     TensorSelection, on the same acc (after many ties, or a change of the
+    can hold                      distribution)
 
-A step has about k to 3 k keys of int64; everything after the kernel works on these.
+A step has about k to 3 k keys of type int64.  All operations after the kernel process only these keys.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gridtrain.sparsify.selection import (
     key_indices,
 )
 
-_BLOCK = 2048  # elements of a program, 8 per thread: 48 registers per thread, so that an SM runs 5 programs
+_BLOCK = 2048  # elements per program, 8 per thread; with 48 registers per thread, an SM runs 5 programs
 _WARPS = 8
 _PROGRAMS_PER_SM = 4  # of the histogram, each with its own 2048 bins
 _CAPACITY_FACTOR = 4  # times k keys
@@ -40,7 +40,7 @@ _MIN_CAPACITY = 1 << 14
 
 
 def make_selection(device: torch.device) -> Selection:
-    """The fastest selection that works on `device`."""
+    """Return the fastest selection that works on `device`."""
     if device.type == "cpu":
         return HostSelection()
     if device.type == "cuda" and are_kernels_correct(device):
@@ -49,7 +49,7 @@ def make_selection(device: torch.device) -> Selection:
 
 
 class CudaSelection:
-    """CUDA with Triton.  Not thread-safe."""
+    """Selection on a CUDA device with Triton kernels.  Not thread-safe."""
 
     def __init__(self) -> None:
         from gridtrain.sparsify import triton_kernels
@@ -60,7 +60,7 @@ class CudaSelection:
         self._keys_C: Tensor | None = None
 
     def select(self, terms: AccumulationTerms, k: int, floor: float = 0.0) -> SelectedEntries:
-        """See `Selection.select`."""
+        """Compute acc, and select its k largest magnitudes.  See `Selection.select`."""
         check_k(terms.acc_N.numel(), k)
         floor_bits = max(1, value_bits(floor))
         start_bits = self.hint.start(floor_bits)
@@ -83,7 +83,7 @@ class CudaSelection:
         return selected
 
     def _scratch(self, device: torch.device, k: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(keys, threshold, count); keys and count are zero."""
+        """Return buffers for the keys, the threshold and the count, filled with zeros."""
         room = max(_CAPACITY_FACTOR * k, _MIN_CAPACITY)
         if self._keys_C is None or self._keys_C.numel() != room or self._keys_C.device != device:
             self._keys_C = torch.empty(room, dtype=torch.int64, device=device)
@@ -116,7 +116,10 @@ class CudaSelection:
         *,
         sum_first: bool,
     ) -> None:
-        """Without a threshold: computes one from a histogram of acc's leading bits, on the device."""
+        """Compute a threshold on the device from a histogram of leading bits, and store the keys.
+
+        If `sum_first`, compute acc first.
+        """
         kernels, acc_N = self._kernels, terms.acc_N
         n, blocks = acc_N.numel(), -(-acc_N.numel() // _BLOCK)
         counts = torch.zeros(kernels.HISTOGRAM_BINS, dtype=torch.int32, device=acc_N.device)
@@ -132,7 +135,7 @@ class CudaSelection:
             num_warps=_WARPS,
             enable_fp_fusion=False,
         )
-        # The highest bin such that it and those above it have k elements.
+        # The highest bin for which this bin and all higher bins together have at least k elements.
         lower = (counts.flip(0).cumsum(0) < k).sum()
         bits = (kernels.HISTOGRAM_BINS - 1 - lower).clamp_(min=0) << kernels.HISTOGRAM_SHIFT
         threshold.copy_(bits.clamp_(min=floor_bits).view(1))
@@ -154,7 +157,7 @@ class CudaSelection:
 
 
 def _pointers(terms: AccumulationTerms) -> tuple[Tensor | float, ...]:
-    nothing = terms.acc_N  # a placeholder: the kernel that is compiled for it does not use u
+    nothing = terms.acc_N  # a placeholder, because the kernel without momentum does not access u
     return (
         terms.residual_N,
         terms.gradient_N,
@@ -175,7 +178,7 @@ def _variant(terms: AccumulationTerms) -> dict[str, bool]:
 
 
 def _fetch(acc_N: Tensor, k: int, keys_C: Tensor, count: Tensor) -> tuple[int, SelectedEntries]:
-    """The entries of the k largest keys in one copy to the host, and the number of keys."""
+    """Return the number of keys, and the entries with the k largest keys, after one copy to the host."""
     keys_K = torch.topk(keys_C, min(k, keys_C.numel()), sorted=False).values
     where_K = key_indices(keys_K).sort().values  # keys of 0 come last
     values_K = acc_N[where_K.clamp(max=acc_N.numel() - 1)]
@@ -189,7 +192,7 @@ def _fetch(acc_N: Tensor, k: int, keys_C: Tensor, count: Tensor) -> tuple[int, S
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the vector's."""
+    """Return a context manager that makes `device` the current device, on which Triton launches kernels."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -201,15 +204,16 @@ def _programs(device: torch.device) -> int:
 
 @functools.cache
 def are_kernels_correct(device: torch.device) -> bool:
-    """Whether Triton is installed, compiles, and selects on `device` what torch's operations select.
+    """Whether the Triton kernels can be used on `device` and select the same entries as torch's operations.
 
-    Tried once on small vectors before the kernels are used: Triton needs a C compiler, a suitable driver and
-    a device that it supports, and reports problems only when a kernel is launched.
+    The kernels are tested once on small vectors before they are used, because Triton needs a C compiler, a
+    suitable driver and a supported device, and reports problems only when a kernel is launched.  If the test
+    fails, a warning is issued.
     """
     try:
         import gridtrain.sparsify.triton_kernels  # noqa: F401
     except ImportError:
-        return False  # no problem: torch comes without Triton on many platforms
+        return False  # not worth a warning, because torch comes without Triton on many platforms
     try:
         agree = all(
             _is_selection_correct(device, weight, momentum)
@@ -217,13 +221,13 @@ def are_kernels_correct(device: torch.device) -> bool:
             for momentum in (0.0, 0.9)
         )
         problem = "its results differ from torch's"
-    except Exception as error:  # a compiler, a driver or a launch may raise anything
+    except Exception as error:  # the compiler, the driver or the launch may raise any exception
         agree, problem = False, f"{type(error).__name__}: {error}"
     if not agree:
         warnings.warn(
-            f"Triton cannot be used for selection on {device} ({problem}) -> torch's operations are used, "
-            "which select the same entries more slowly; check that a C compiler is installed and that Triton "
-            "fits the driver",
+            f"Triton cannot be used to select entries on {device} ({problem}); torch's operations are used "
+            "instead, which select the same entries more slowly -> check that a C compiler is installed and "
+            "that this version of Triton supports the driver",
             stacklevel=2,
         )
     return agree

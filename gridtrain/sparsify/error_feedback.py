@@ -1,6 +1,6 @@
-"""Error feedback: the residual of a worker, which is the gradient that it has not sent yet.
+"""Error feedback: the residual of a worker, which is the part of its gradients that it has not sent yet.
 
-Until `commit` the committed state is only read; everything new is written to second buffers.
+The committed state is only read until `commit`; new values are written to second buffers.
 
                    contribution                     truncated (by the merges)
                         |                                      |
@@ -10,15 +10,16 @@ Until `commit` the committed state is only read; everything new is written to se
        +------------------------------- commit: swap -------------------+
                                         abort: nothing to do
 
-With DGC momentum correction (Lin et al. 2018, arXiv 1712.01887, section 3.1) the residual is their v:
+With DGC momentum correction (Lin et al. 2018, arXiv 1712.01887, section 3.1), the residual is the vector v of
+that paper:
 
-    u = m u + contribution;   v += u;   select from v;   v -= decode(mine);   u = 0 where selected here
+    u = m u + contribution;   v += u;   select from v;   v -= decode(mine);   u = 0 at the selected indices
 
-so that no gradient is lost in v, with "contribution" read as the new u.  Only the selected entries are copied
-from the device to the host.
+In the figure, "contribution" then stands for the new u.  No gradient is lost from v either.  Only the
+selected entries are copied from the device to the host.
 
-A vector can be prepared in parts (the buckets of an exchange that overlaps with backward), each with its own
-payload; they commit together or not at all.
+A vector can be prepared in parts (the buckets of an exchange that overlaps with the backward pass), each with
+its own payload.  Either all parts are committed or none of them.
 """
 
 from __future__ import annotations
@@ -42,15 +43,19 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True, slots=True)
 class PreparedState:
-    """A round's new state before the vote.  Valid until the next `prepare` of the same part.
+    """The state that becomes the committed state if the round commits.
+
+    It is valid until the next `prepare` of the same part.
 
     Attributes:
-        payload: what this worker sends; its indices count from `start`.
-        decoded: what the payload decodes to.
-        skip: the accumulated values cannot be sent; the payload is empty and nothing may change.
-        new_residual_N, new_u_N: state after a commit, without truncated entries (None: skip, no momentum).
-        start: first element of the part; 0 for the whole vector.
-        threshold: the smallest magnitude selected; 0.0 if none was.
+        payload: the payload that this worker sends; its indices are relative to `start`.
+        decoded: the entries to which the payload decodes.
+        skip: whether the accumulated values cannot be sent, so that the payload is empty and the state must
+            not change.
+        new_residual_N, new_u_N: the residual and u after a commit, without truncated entries; both are None
+            if `skip`, and new_u_N is also None without momentum.
+        start: the first element of the part; 0 for the whole vector.
+        threshold: the smallest selected magnitude; 0.0 if no entry was selected.
     """
 
     payload: bytes
@@ -63,12 +68,12 @@ class PreparedState:
 
 
 class ErrorFeedback:
-    """Residual, momentum and their second buffers of one worker.
+    """The residual and the momentum vector of one worker, with their second buffers.
 
     Args:
-        n: elements of the flat gradient.
-        device: on which entries are selected.
-        momentum: DGC momentum m, 0 <= m < 1; 0 for no u.
+        n: the number of elements of the flat gradient.
+        device: the device on which entries are selected.
+        momentum: the DGC momentum m, 0 <= m < 1; if it is 0, there is no momentum vector u.
     """
 
     def __init__(self, n: int, device: torch.device | str, momentum: float = 0.0) -> None:
@@ -81,12 +86,12 @@ class ErrorFeedback:
 
     @property
     def residual_N(self) -> Tensor:
-        """(n,) float32, committed.  Read only."""
+        """The committed residual, (n,) float32.  Read-only."""
         return self._residual_N
 
     @property
     def u_N(self) -> Tensor | None:
-        """(n,) float32, committed momentum; None without.  Read only."""
+        """The committed momentum vector, (n,) float32; None without momentum.  Read-only."""
         return self._u_N
 
     def prepare(
@@ -100,23 +105,28 @@ class ErrorFeedback:
         start: int = 0,
         floor: float = 0.0,
     ) -> PreparedState:
-        """Select, encode, and compute what remains.  The committed state is not changed.
+        """Select and encode the entries to send, and compute the new state.
 
-        A contribution or a sum that is not finite makes this worker skip, so the caller need not check it.
+        The committed state stays unchanged until `commit`.  If a contribution or a sum is not finite, this
+        worker skips the step, so the caller need not check for such values.
 
         Args:
-            contribution_N: (n,) float32 on the residual's device: n_i / N times the mean gradient; or the
-                gradient alone, with `weight`.  Shorter than the residual: a part of it, see `start`.
-            k: entries to send, 1 <= k <= n.
-            limit: largest magnitude to send (`merge.largest_summable`); beyond it this worker skips.
-            weight: n_i / N, if contribution_N is not multiplied by it yet (the product is rounded to float32
-                before it is added, as if it were); 0.0: this worker has no samples, and contribution_N is not
-                read.
-            start: the first element of the part.  Parts may be prepared in any order, by different threads.
-            floor: only entries of at least this magnitude are sent.
+            contribution_N: (n,) float32 on the residual's device: n_i / N times the mean gradient, or the
+                mean gradient alone if `weight` is given.  If it is shorter than the residual, it is the part
+                that begins at `start`.
+            k: the number of entries to send, 1 <= k <= n.
+            kind: the encoding of the values.
+            limit: the largest magnitude to send (`merge.largest_summable`); if a selected magnitude exceeds
+                it, this worker skips the step.
+            weight: n_i / N if contribution_N has not been multiplied by it yet; the product is rounded to
+                float32 before it is added.  If it is 0.0, this worker has no samples, and contribution_N is
+                not read.
+            start: the first element of the part.  Parts may be prepared in any order and by different
+                threads.
+            floor: the smallest magnitude to send.
 
         Raises:
-            LocalProtocolError: k or the part are out of range.
+            LocalProtocolError: k or the part is out of range.
         """
         part = self._part(start, contribution_N.numel())
         acc_N = self._spare_residual_N[part]
@@ -132,7 +142,7 @@ class ErrorFeedback:
         )
         selected = self._selection(part).select(terms, k, floor)
         magnitudes_K = np.abs(selected.values_K)
-        if not (magnitudes_K <= limit).all():  # the largest magnitudes are among the selected, and NaN
+        if not (magnitudes_K <= limit).all():  # NaN and the largest magnitudes are among the selected values
             return self.prepare_skip(kind, start=start, n=acc_N.numel())
         made = encode_with_decoded(selected.indices_K, selected.values_K, n=acc_N.numel(), kind=kind)
         acc_N.index_add_(0, selected.where_K, _like(made.sparse.values, acc_N), alpha=-1)
@@ -142,43 +152,53 @@ class ErrorFeedback:
         return PreparedState(made.payload, made.sparse, False, acc_N, new_u_N, start, threshold)
 
     def prepare_skip(self, kind: ValueKind, *, start: int = 0, n: int | None = None) -> PreparedState:
-        """Take part with an empty payload: a gradient is not finite.  `n`: elements of the part at
-        `start`."""
+        """Prepare to skip the step: return a state with an empty payload, which does not change on commit.
+
+        A worker whose gradient is not finite takes part in the round with this payload.
+
+        Args:
+            kind: the encoding of the values.
+            start: the first element of the part.
+            n: the number of elements of the part; None for the whole vector.
+        """
         nothing = np.empty(0, np.int64), np.empty(0, np.float32)
         n = self._residual_N.numel() if n is None else n
         made = encode_with_decoded(*nothing, n=n, kind=kind)
         return PreparedState(made.payload, made.sparse, True, None, None, start)
 
     def commit(self, prepared: PreparedState, truncated: Iterable[TruncatedEntries]) -> None:
-        """Make the prepared state the committed one, and add what the merges on this worker truncated.
+        """Make the prepared state the committed state, and add the entries truncated by this worker's merges.
 
-        Not for a round that was skipped (by any member): residual and u do not change then.
+        Do not call this method if any member has skipped the step, because the residual and u must then stay
+        unchanged.
         """
         self.commit_parts([(prepared, truncated)])
 
     def commit_parts(self, parts: Sequence[tuple[PreparedState, Iterable[TruncatedEntries]]]) -> None:
-        """Commit a vector that was prepared in parts, each with its truncated entries (indices from `start`).
+        """Commit a vector that was prepared in parts, each with its truncated entries.
 
-        If one of them is a skip, nothing changes.
+        The indices of truncated entries are relative to the part's `start`.  If any part is skipped, the
+        state stays unchanged.
 
         Raises:
-            LocalProtocolError: they are not the whole vector.
+            LocalProtocolError: the parts do not cover the whole vector.
         """
         if any(prepared.new_residual_N is None for prepared, _ in parts):
             return
         self._check_whole([prepared for prepared, _ in parts])
         for prepared, truncated in parts:
-            for indices, values in truncated:
-                assert prepared.new_residual_N is not None
-                where = torch.from_numpy(indices).to(prepared.new_residual_N.device, torch.int64)
-                prepared.new_residual_N.index_add_(0, where, _like(values, prepared.new_residual_N))
+            assert prepared.new_residual_N is not None
+            _add_entries(prepared.new_residual_N, truncated)
         self._residual_N, self._spare_residual_N = self._spare_residual_N, self._residual_N
         self._u_N, self._spare_u_N = self._spare_u_N, self._u_N
 
     def _part(self, start: int, size: int) -> slice:
         n = self._residual_N.numel()
         if not 0 <= start < start + size <= n:
-            raise LocalProtocolError(f"part {start} .. {start + size} of a residual of {n} elements")
+            raise LocalProtocolError(
+                f"the part {start} .. {start + size} is not valid; it must not be empty and must lie within "
+                f"the residual's {n} elements"
+            )
         return slice(start, start + size)
 
     def _selection(self, part: slice) -> Selection:
@@ -188,7 +208,7 @@ class ErrorFeedback:
         return self._selections[key]
 
     def _check_whole(self, parts: Sequence[PreparedState]) -> None:
-        """Check that the parts cover the vector without gaps, all in the second buffer."""
+        """Raise `LocalProtocolError` unless the parts are in the second buffer and cover the whole vector."""
         covered = 0
         for prepared in sorted(parts, key=lambda prepared: prepared.start):
             new_N = prepared.new_residual_N
@@ -196,19 +216,31 @@ class ErrorFeedback:
             second = self._spare_residual_N.data_ptr() + prepared.start * new_N.element_size()
             if prepared.start != covered or new_N.data_ptr() != second:
                 raise LocalProtocolError(
-                    f"commit of a part at {prepared.start} that was prepared for another round, or follows "
-                    f"element {covered}: parts must be the whole vector, each prepared since the last commit"
+                    f"the part at element {prepared.start} was prepared for another round, or does not "
+                    f"follow element {covered}; the parts must cover the vector without gaps, and each part "
+                    "must have been prepared after the last commit"
                 )
             covered += new_N.numel()
         if covered != self._residual_N.numel():
-            raise LocalProtocolError(f"commit of {covered} of {self._residual_N.numel()} elements")
+            raise LocalProtocolError(
+                f"the parts cover {covered} of {self._residual_N.numel()} elements; they must cover all of "
+                "them"
+            )
+
+    def add_truncated(self, truncated: Iterable[TruncatedEntries]) -> None:
+        """Add entries that this worker's merges truncated in a round to which it contributed nothing.
+
+        The momentum does not change.  Call it between two rounds.
+        """
+        _add_entries(self._residual_N, truncated)
 
     def add_residual(
         self, indices_K: npt.NDArray[np.int64], values_K: npt.NDArray[np.float32], limit: float
     ) -> bool:
-        """Add another worker's residual to the committed one, between two rounds: all of it or nothing.
+        """Add another worker's residual to the committed residual, between two rounds.
 
-        Returns False, and changes nothing, if a sum exceeds `limit`, because this worker could not send it.
+        Returns whether it was added.  It is not added if any sum exceeds `limit`, because this worker would
+        not be able to send such a value.
         """
         where = torch.from_numpy(indices_K).to(self._residual_N.device, torch.int64)
         summed_K = self._residual_N[where] + _like(values_K, self._residual_N)
@@ -218,30 +250,43 @@ class ErrorFeedback:
         return True
 
     def clear(self) -> None:
-        """Set everything to zero, as at the beginning."""
+        """Set the residual and the momentum vector to zero, as they are initially."""
         self._residual_N.zero_()
         if self._u_N is not None:
             self._u_N.zero_()
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of the committed state; not part of the optimizer's, because every worker has its own."""
+        """Return a copy of the committed state, by name.
+
+        Unlike the optimizer's state, this state differs between workers.
+        """
         state = {"residual": self._residual_N.cpu().clone()}
         if self._u_N is not None:
             state["u"] = self._u_N.cpu().clone()
         return state
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `state` returned.  Raises `ConfigError` if it is of another model or momentum."""
+        """Load a state that `state` has returned.
+
+        Raises:
+            ConfigError: the state was saved for a model of another size, or with or without momentum.
+        """
         expected = {"residual": self._residual_N} | ({} if self._u_N is None else {"u": self._u_N})
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         if shapes != {name: tuple(tensor.shape) for name, tensor in expected.items()}:
             raise ConfigError(
-                f"residual state of shapes {shapes} for a model of {self._residual_N.numel()} elements "
-                f"with momentum {self._momentum}",
+                f"the residual state has the shapes {shapes}, which do not match a model of "
+                f"{self._residual_N.numel()} elements with momentum {self._momentum}",
                 remedy="load the residual that was saved with this model and exchange",
             )
         for name, tensor in expected.items():
             tensor.copy_(state[name])
+
+
+def _add_entries(target_N: Tensor, entries: Iterable[TruncatedEntries]) -> None:
+    for indices, values in entries:
+        where = torch.from_numpy(indices).to(target_N.device, torch.int64)
+        target_N.index_add_(0, where, _like(values, target_N))
 
 
 def _like(values: npt.NDArray[np.float32], other: Tensor) -> Tensor:

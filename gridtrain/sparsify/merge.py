@@ -1,14 +1,14 @@
-"""Sums sparse payloads, as TopK and GTopK need it, without losing a value.
+"""Sums sparse payloads for TopK and GTopK without losing any value.
 
     mine    . 3 . -1 . 5 .           sum by index in float32, on the union of both index sets
     theirs  2 . .  1 . 1 .
-    sum     2 3 .  0 . 6 .           exact zeros are no entries
+    sum     2 3 .  0 . 6 .           sums that are exactly zero are dropped
             | |        |
             | +--------+--> payload    the k = 2 largest by (-|s|, index), encoded once
-            +-------------> truncated  what was dropped, and the encoding's rounding errors; for the residual
+            +-------------> truncated  dropped values and the encoding's rounding errors, for the residual
 
-Both sides of an exchange compute the same bits, whichever payload is "mine": float addition commutes, and the
-payload is encoded once and decoded by all, also by its sender.
+Both sides of an exchange compute the same bits, because floating-point addition is commutative, and because
+the payload is encoded only once and then decoded by all members, including its sender.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from gridtrain.network.wire.sparse_payload import SparseVector, ValueKind, encod
 IndexArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 TruncatedEntries = tuple[IndexArray, FloatArray]
-"""What is added to a residual: indices (K,), strictly increasing, and values (K,), none zero."""
+"""Entries to add to a residual: strictly increasing indices (K,), and non-zero values (K,)."""
 
 _RESERVE_BYTES = 24 << 20  # below glibc's largest threshold, 32 MiB; glibc retains at most twice as much
-_SAMPLED_FROM = 1 << 13  # magnitudes; for fewer a sample saves no time
+_SAMPLED_FROM = 1 << 13  # the number of magnitudes from which on a sample saves time
 _STRIDE = 32
 _MARGIN = (
     3  # times the square root of the sample's size, on both sides: six standard deviations at the median
@@ -38,7 +38,13 @@ _MARGIN = (
 
 @dataclass(frozen=True, slots=True)
 class MergeResult:
-    """`sparse` is what `payload` decodes to; sparse + truncated == mine + theirs, summed in float32."""
+    """The result of a merge.
+
+    Attributes:
+        payload: the encoded result.
+        sparse: the entries to which the payload decodes; sparse + truncated == mine + theirs in float32.
+        truncated_indices, truncated_values: the dropped values and the rounding errors of the encoding.
+    """
 
     payload: bytes
     sparse: SparseVector
@@ -46,7 +52,7 @@ class MergeResult:
     truncated_values: FloatArray
 
     def truncated_of_owner(self, modulus: int, residue: int) -> TruncatedEntries:
-        """The truncated entries of the owner of indices with i % modulus == residue."""
+        """Return the truncated entries for whose indices i % modulus == residue."""
         if modulus == 1:
             return self.truncated_indices, self.truncated_values
         # Moduli are powers of two, for which a mask takes a tenth of the time of a division.
@@ -57,44 +63,52 @@ class MergeResult:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library retain the memory of freed arrays for the next merge.
+    """Make the C library keep the memory of freed arrays for the next merge.
 
-    glibc returns arrays above 128 KiB to the system when they are freed, and the page faults take longer
-    than a merge of 25,600 entries.  Its threshold rises to the size of a freed array, so freeing one large
-    array that is never written to is enough.  Elsewhere this has no effect.
+    When glibc frees an array larger than 128 KiB, it returns the memory to the system, and the resulting page
+    faults take longer than a merge of 25,600 entries.  The threshold rises to the size of a freed array, so
+    freeing one large array that is never written to is enough.  With other C libraries this has no effect.
     """
     np.empty(_RESERVE_BYTES, np.uint8)
 
 
 def largest_summable(world_size: int) -> float:
-    """Magnitude up to which each of `world_size` members may contribute to one element.
+    """Return the largest magnitude that each of `world_size` members may contribute to one element.
 
-    No sum can then overflow float32, in any order and with any rounding.  A member with a larger contribution
-    has to skip the step, as with one that is not finite.
+    With this limit no sum can overflow float32, regardless of order and rounding.  A member whose
+    contribution is larger or not finite must skip the step.
     """
     return float(np.finfo(np.float32).max) / (2 * world_size)
 
 
 def merge(mine: SparseVector, theirs: SparseVector, *, n: int, k: int, kind: ValueKind) -> MergeResult:
-    """Sum two payloads by index, and truncate to the k largest.
+    """Sum the entries of two payloads by index, and truncate the sum to its k largest entries.
 
-    Entries are selected by (-|s|, index), before encoding; an entry whose sum is exactly 0 is dropped.
+    Entries are selected by (-|s|, index) before encoding.  An entry whose sum is exactly 0 is dropped.
 
     Args:
-        mine, theirs: decoded entries of a vector of n elements.
-        k: most entries of the result.
+        mine, theirs: the decoded entries of a vector of n elements.
+        n: the number of elements of the vector.
+        k: the largest number of entries of the result.
+        kind: the encoding of the values.
 
     Raises:
-        RemoteProtocolError: a sum overflows float32 (honest members stay below `largest_summable`).
+        RemoteProtocolError: a sum overflows float32, which cannot happen if all members stay within
+            `largest_summable`.
     """
     return truncate(sum_of_two(mine, theirs), n=n, k=k, kind=kind)
 
 
 def truncate(summed: SparseVector, *, n: int, k: int, kind: ValueKind) -> MergeResult:
-    """The k largest of a sum by (-|s|, index), encoded once; the rest and the rounding errors are truncated.
+    """Encode the k largest entries of a sum, selected by (-|s|, index).
+
+    The other entries, and the rounding errors of the encoding, are the truncated entries of the result.
 
     Args:
-        summed: entries of a vector of n elements, none of them 0.
+        summed: the entries of a vector of n elements; no value may be 0.
+        n: the number of elements of the vector.
+        k: the largest number of entries of the result.
+        kind: the encoding of the values.
     """
     chosen = np.flatnonzero(_largest(np.abs(summed.values), k))
     sums = summed.values.take(chosen)
@@ -106,7 +120,9 @@ def truncate(summed: SparseVector, *, n: int, k: int, kind: ValueKind) -> MergeR
 
 
 def sum_of_two(mine: SparseVector, theirs: SparseVector) -> SparseVector:
-    """Sum by index in float32, independent of their order; exact zeros are no entries.
+    """Sum two sparse vectors by index in float32; sums that are exactly 0 are dropped.
+
+    The result has the same bits if the two vectors are exchanged.
 
     Raises:
         RemoteProtocolError: a sum overflows float32.
@@ -116,19 +132,21 @@ def sum_of_two(mine: SparseVector, theirs: SparseVector) -> SparseVector:
     for at, part in ((slice(0, split), mine), (slice(split, None), theirs)):
         pairs[at, 0] = part.values.view("<u4")
         pairs[at, 1] = part.indices
-    # Two sorted runs, which a stable sort of integers merges in one pass.
+    # The pairs are two sorted runs, which a stable sort of integers merges in one pass.
     pairs.view("<u8").sort(axis=0, kind="stable")
     indices = pairs[:, 1].astype(np.int64)
     total = pairs[:, 0].copy().view("<f4")
     twice = np.flatnonzero(indices[1:] == indices[:-1])
     with np.errstate(over="ignore", invalid="ignore"):  # checked below
         total[twice] += total[twice + 1]
-    total[twice + 1] = 0.0  # the second of a pair is no entry
+    total[twice + 1] = 0.0  # so that `_entries` drops the second entry of the same index
     return _entries(indices, total)
 
 
 def sum_in_rank_order(parts: Sequence[SparseVector]) -> SparseVector:
-    """Sum by index, element by element in the order of `parts`, in float32; exact zeros are no entries.
+    """Sum sparse vectors by index in float32; sums that are exactly 0 are dropped.
+
+    The values of each element are added in the order of `parts`.
 
     Raises:
         RemoteProtocolError: a sum overflows float32.
@@ -138,7 +156,7 @@ def sum_in_rank_order(parts: Sequence[SparseVector]) -> SparseVector:
     ordered = runs.take(order)
     is_first = np.ones(ordered.shape, np.bool_)
     np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
-    slots = np.empty_like(order)  # where in the union each entry of each part belongs
+    slots = np.empty_like(order)  # the position in the union of each entry of each part
     slots[order] = np.cumsum(is_first) - 1
     total = np.zeros(np.count_nonzero(is_first), np.float32)
     start = 0
@@ -151,18 +169,22 @@ def sum_in_rank_order(parts: Sequence[SparseVector]) -> SparseVector:
 
 
 def _entries(indices: IndexArray, total: FloatArray) -> SparseVector:
-    """The entries whose sum is not 0.  Raises `RemoteProtocolError` if a sum is not finite."""
+    """Return the entries whose sum is not 0.
+
+    Raises:
+        RemoteProtocolError: a sum is not finite.
+    """
     if not np.isfinite(total).all():
         raise RemoteProtocolError(
             f"a sum of sparse payloads overflows float32 at index {indices[~np.isfinite(total)][0]}",
-            remedy="drop the peer: a member with values that large has to skip the step",
+            remedy="disconnect the peer; a member with such large values must skip the step",
         )
     is_entry = np.flatnonzero(total != 0)
     return SparseVector(indices.take(is_entry), total.take(is_entry))
 
 
 def _largest(magnitudes: FloatArray, k: int) -> npt.NDArray[np.bool_]:
-    """Mask of the k largest; ties go to the first."""
+    """Return a mask of the k largest magnitudes; ties go to the lowest position."""
     if magnitudes.size <= k:
         return np.ones(magnitudes.shape, np.bool_)
     threshold = _kth_largest(magnitudes, k)
@@ -173,10 +195,12 @@ def _largest(magnitudes: FloatArray, k: int) -> npt.NDArray[np.bool_]:
 
 
 def _kth_largest(magnitudes: FloatArray, k: int) -> np.float32:
-    """Exactly; with many magnitudes, a sample is used to exclude most before the rest is partitioned.
+    """Return exactly the k-th largest magnitude.
 
-    The k-th largest nearly always lies between the sample's lower and upper bound, in a thin slice of all
-    magnitudes.  If it does not (many ties, or an order that coincides with the stride), all are partitioned.
+    If there are many magnitudes, a sample is used to exclude most of them before the rest is partitioned.
+    The k-th largest magnitude nearly always lies between two bounds that are taken from the sample, and few
+    other magnitudes lie between them.  If the k-th largest magnitude is outside the bounds (because of many
+    ties, or of an order that coincides with the stride), all magnitudes are partitioned.
     """
     size = magnitudes.size
     if size >= _SAMPLED_FROM:

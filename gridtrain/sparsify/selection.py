@@ -1,18 +1,18 @@
-"""Selects the entries that are sent: exactly the k largest magnitudes, on the device of the vector.
+"""Selection of the entries to send: exactly the k largest magnitudes, on the device of the vector.
 
     acc        3.  -7.   0.   5.   5.  -5.      k = 3
-    threshold  the k-th largest magnitude: 5
-    above      -7                               all of them are selected
-    equal               5.   5.  -5.            as many as there is room for, lowest index first
-    selected   1, 3, 4
+    threshold  5, the k-th largest magnitude
+    above           -7.                         all entries above the threshold are selected
+    equal                     5.   5.  -5.      these are selected, lowest index first, up to k entries in all
+    selected   the indices 1, 3, 4
 
-All implementations select the same set for the same bits:
+All implementations select the same entries for the same bits:
 
     HostSelection     vectors in host memory          one pass, block by block (`cpu_selection`)
-    TensorSelection   any device, torch alone         compare and nonzero; a histogram of the leading bits
+    TensorSelection   any device, only torch          compare and nonzero; a histogram of the leading bits
     CudaSelection     CUDA with Triton                one fused kernel (`cuda_selection`)
 
-torch.topk alone is not enough, because it resolves ties differently on each device.
+torch.topk alone is not sufficient, because it breaks ties differently on each device.
 """
 
 from __future__ import annotations
@@ -36,20 +36,23 @@ from gridtrain.sparsify.cpu_selection import (
 
 _INDEX_MASK = 0xFFFF_FFFF  # n <= 2**32
 _FEW = 1 << 20
-"""Up to this many candidates are sorted at once; with more, the exact threshold is computed first."""
+"""Largest number of candidates to sort at once, if it exceeds 4 k.  If there are more candidates, the exact
+threshold is computed instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccumulationTerms:
-    """acc = residual + added, added = weight * gradient, or u with u = m u + weight * gradient.
+    """The terms of acc = residual + added, where added = weight * gradient.
 
-    All tensors are (n,) float32 on one device, contiguous.  Only `acc_N` and `new_u_N` are written.  Each
-    product and sum is rounded separately, in this order, so that all devices compute the same bits.
+    With DGC momentum, added is the new u = m u + weight * gradient.
+
+    All tensors are contiguous, (n,) float32, and on the same device.  Only `acc_N` and `new_u_N` are written.
+    Each product and each sum is rounded separately, in this order, so that all devices compute the same bits.
 
     Attributes:
-        weight: n_i / N; 1.0: gradient_N is the contribution already; 0.0: it does not count.
-        u_N, new_u_N: momentum before and after; both or none.
-        momentum: m.
+        weight: n_i / N; 1.0 if gradient_N is already the contribution, 0.0 if gradient_N must not be read.
+        u_N, new_u_N: the momentum vector before and after the step; either both are None or neither is None.
+        momentum: the DGC momentum m.
     """
 
     residual_N: Tensor
@@ -63,7 +66,13 @@ class AccumulationTerms:
 
 @dataclass(frozen=True, slots=True)
 class SelectedEntries:
-    """`indices_K`, ascending, and `values_K` of acc, on the host; `where_K`: the indices on the device."""
+    """The selected entries of acc.
+
+    Attributes:
+        indices_K: (K,) the indices on the host, ascending.
+        values_K: (K,) the values on the host.
+        where_K: (K,) the same indices on the device.
+    """
 
     indices_K: npt.NDArray[np.int64]
     values_K: npt.NDArray[np.float32]
@@ -71,12 +80,16 @@ class SelectedEntries:
 
 
 class Selection(Protocol):
-    """Computes acc and selects from it.  It has a threshold from the last call: one object per vector."""
+    """Computes acc and selects entries of acc.
+
+    Use a separate object for each vector, because an object keeps the threshold of its last call as a hint.
+    """
 
     def select(self, terms: AccumulationTerms, k: int, floor: float = 0.0) -> SelectedEntries:
-        """The k largest |acc|; ties go to the lowest index; zeros and entries below `floor` are not selected.
+        """Compute acc, and select its k largest magnitudes; ties go to the lowest index.
 
-        Values that are not finite count as larger than all others, so they are among the selected.
+        Zeros, and entries whose magnitude is less than `floor`, are not selected.  Values that are not finite
+        are treated as larger than all finite values, so they are among the selected entries.
 
         Raises:
             LocalProtocolError: k is not in 1 .. n.
@@ -84,26 +97,8 @@ class Selection(Protocol):
         ...
 
 
-def select_topk(acc_N: Tensor, k: int) -> Tensor:
-    """Indices of the k largest |acc_N|; ties go to the lowest index; zeros are not selected.
-
-    Args:
-        acc_N: (n,) float32 without NaN, on any device.
-        k: 1 <= k <= n.
-
-    Returns:
-        (K,) int64 on the same device, ascending.  K = k, or fewer when acc_N has fewer non-zeros.
-
-    Raises:
-        LocalProtocolError: k is out of range.
-    """
-    if acc_N.device.type == "cpu":
-        return torch.from_numpy(CpuSelection().select(acc_N.detach().contiguous().numpy(), k))
-    return TensorSelection().indices(acc_N, k)
-
-
 class HostSelection:
-    """Vectors in host memory, by numpy, on the calling thread."""
+    """Selection in host memory with numpy, on the calling thread."""
 
     def __init__(self) -> None:
         self._blocked = CpuSelection()
@@ -123,13 +118,13 @@ class HostSelection:
             new_u_N=None if terms.new_u_N is None else terms.new_u_N.numpy(),
             momentum=terms.momentum,
         )
-        with np.errstate(over="ignore", invalid="ignore"):  # checked among the selected values
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the selected values
             indices_K = self._blocked.select(acc_N, k, fill, floor)
         return SelectedEntries(indices_K, acc_N[indices_K], torch.from_numpy(indices_K))
 
 
 class TensorSelection:
-    """Any device, with torch's operations alone.  Waits for the device two to six times."""
+    """Selection on any device with torch's operations.  A selection waits for the device two to six times."""
 
     def __init__(self) -> None:
         self.hint = ThresholdHint()
@@ -139,7 +134,10 @@ class TensorSelection:
         return SelectedEntries(where_K.cpu().numpy(), terms.acc_N[where_K].cpu().numpy(), where_K)
 
     def indices(self, acc_N: Tensor, k: int, floor: float = 0.0) -> Tensor:
-        """(K,) int64, ascending, on the device; see `Selection.select`."""
+        """Return the indices of the selected entries: (K,) int64 on the device, ascending.
+
+        See `Selection.select` for the other arguments and the errors.
+        """
         check_k(acc_N.numel(), k)
         floor_bits = max(1, value_bits(floor))
         bits_N = acc_N.view(torch.int32) & MAGNITUDE_MASK
@@ -151,7 +149,7 @@ class TensorSelection:
         if candidates is None:
             start_bits = max(floor_bits, _lower_bound(bits_N, k, many))
             candidates = self._reaching(bits_N, start_bits, 0, many)
-        if candidates is None:  # too many to sort have at least the k-th magnitude
+        if candidates is None:  # too many candidates to sort; start_bits is then the k-th magnitude
             where_K = _select_by_threshold(bits_N, k, start_bits)
             seen = where_K.numel()
         else:
@@ -163,7 +161,10 @@ class TensorSelection:
         return where_K
 
     def _reaching(self, bits_N: Tensor, threshold_bits: int, at_least: int, at_most: int) -> Tensor | None:
-        """Indices of what reaches the threshold; None if there are not at_least .. at_most of them."""
+        """Return the indices of the elements that reach the threshold.
+
+        Returns None if the number of these elements is not in at_least .. at_most.
+        """
         reached = bits_N >= threshold_bits
         count = int(torch.count_nonzero(reached))
         if count < at_least:
@@ -173,23 +174,31 @@ class TensorSelection:
 
 
 def check_k(n: int, k: int) -> None:
-    """Raises `LocalProtocolError` unless 1 <= k <= n."""
+    """Raise `LocalProtocolError` unless 1 <= k <= n."""
     if not 1 <= k <= n:
-        raise LocalProtocolError(f"select {k} of {n} entries, must be 1 .. {n}")
+        raise LocalProtocolError(f"k is {k}; it must be between 1 and {n}, the number of elements")
 
 
 def sort_keys(bits_C: Tensor, indices_C: Tensor) -> Tensor:
-    """(C,) int64 that order as (-|acc|, index) does, the first one the largest; never 0 for |acc| > 0."""
+    """Return the sort keys of candidates, (C,) int64.
+
+    A larger |acc| has a larger key; on a tie, the lower index has the larger key.  The key is never 0 if
+    |acc| > 0.
+    """
     return (bits_C.to(torch.int64) << 32) | (_INDEX_MASK - indices_C)
 
 
 def key_indices(keys_C: Tensor) -> Tensor:
-    """The indices again; 2**32 - 1 for a key of 0."""
+    """Return the indices that `sort_keys` has encoded in the keys; 2**32 - 1 for a key of 0."""
     return _INDEX_MASK - (keys_C & _INDEX_MASK)
 
 
 def _sum(terms: AccumulationTerms) -> Tensor:
-    """acc_N, in as many passes as there are operations.  Never `alpha=`: it would fuse, and round once."""
+    """Compute and return acc_N, with one pass per operation.
+
+    `alpha=` is not used, because it fuses the multiplication and the addition, so that the result is rounded
+    only once.
+    """
     added = terms.gradient_N
     if terms.weight == 0.0:
         added = terms.acc_N.zero_()
@@ -201,14 +210,17 @@ def _sum(terms: AccumulationTerms) -> Tensor:
 
 
 _DIGITS = ((20, 11), (9, 11), (0, 9))
-"""(shift, width) in bits: exponent and the first 3 of the mantissa, then the next 11, then the rest."""
+"""(shift, width) of each level's digit in bits.  The digits are the exponent with 3 bits of the mantissa, the
+next 11 bits, and the remaining 9 bits."""
 
 
 def _lower_bound(bits_N: Tensor, k: int, many: int) -> int:
-    """Bits that k to `many` elements reach, or else those of the k-th magnitude itself.
+    """Return the bits of a threshold that between k and `many` elements reach.
 
-    A radix selection by histograms (Alabi et al. 2012, "Fast k-selection algorithms for graphics processing
-    units"): count by the leading bits, go on within the bin that holds the k-th.  0: fewer than k non-zeros.
+    If there is no such threshold, return the bits of the k-th largest magnitude.  The method is a radix
+    selection with histograms (Alabi et al. 2012, "Fast k-selection algorithms for graphics processing
+    units"): the elements are counted by their leading bits, and the search continues within the bin that
+    contains the k-th largest element.  The result is 0 if there are fewer than k non-zero elements.
     """
     prefix, wanted, within = 0, k, bits_N
     for level, (shift, width) in enumerate(_DIGITS):

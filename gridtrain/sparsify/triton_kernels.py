@@ -1,15 +1,18 @@
-"""Triton kernels of selection.
+"""Triton kernels for selection.
 
-    accumulate   acc = residual + added, stored; and the keys of elements that reach the threshold, compacted.
-                 Reads 4 B of residual and of gradient, writes 4 B; with momentum reads and writes 4 B more
-    histogram    acc likewise, or as it is; counts magnitudes by their leading 11 bits, from which a threshold
-                 is computed if there is none from the last step
-    compact      only the keys, of an acc that exists already
+    accumulate   stores acc = residual + added, and the keys of the elements that reach the threshold.  For
+                 each element, it reads 4 B of the residual and 4 B of the gradient, and writes 4 B; with
+                 momentum, it reads and writes 4 B more
+    histogram    computes acc in the same way or uses a given acc; counts magnitudes by their leading 11 bits,
+                 from which a threshold is computed if there is none from the last step
+    compact      stores only the keys of a given acc
 
-A key is (bits of |acc|) << 32 | (2**32 - 1 - index): keys are ordered as (-|acc|, index) is.  Keys are stored
-in any order, because they are sorted afterwards; `count` counts them, even beyond the capacity.
+A key is (bits of |acc|) << 32 | (2**32 - 1 - index), so a larger |acc| has a larger key, and on a tie a lower
+index has a larger key.  Keys are stored in any order, because they are sorted afterwards.  `count` counts all
+keys, including the keys beyond the capacity, which are not stored.
 
-Launch with enable_fp_fusion=False: a fused multiply-add rounds once where other devices round twice.
+Launch the kernels with enable_fp_fusion=False, because a fused multiply-add rounds only once where other
+devices round twice.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ def _sum_block(
     EMPTY: tl.constexpr,
     HAS_U: tl.constexpr,
 ):
-    """One block of acc, stored and returned; elements that are not `inside` are returned as 0."""
+    """Compute, store and return one block of acc.  Elements that are not `inside` are returned as 0."""
     if EMPTY:
         added = tl.zeros(offsets.shape, tl.float32)
     else:
@@ -53,7 +56,7 @@ def _sum_block(
 
 @triton.jit
 def _append_keys(acc, offsets, inside, threshold, keys_C, count, capacity):
-    """Append the keys of elements that reach the threshold, with one atomic addition for each block."""
+    """Append the keys of the elements that reach the threshold, with one atomic addition per block."""
     bits = acc.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     reached = (bits >= threshold) & inside
     ones = reached.to(tl.int32)
@@ -83,7 +86,10 @@ def accumulate(
     HAS_U: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block for each program; `threshold` and `count` are (1,) int32 on the device."""
+    """Store acc and the keys of the elements that reach the threshold; each program handles one block.
+
+    `threshold` and `count` are (1,) int32 on the device.
+    """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     acc = _sum_block(
@@ -105,7 +111,7 @@ def accumulate(
 
 @triton.jit
 def compact(acc_N, threshold, keys_C, count, n, capacity, BLOCK: tl.constexpr):
-    """As `accumulate`, for an acc that exists already."""
+    """Store the keys of the elements of a given acc that reach the threshold, one block per program."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
     acc = tl.load(acc_N + offsets, mask=inside, other=0.0)
@@ -131,7 +137,11 @@ def histogram(
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Few programs, each with its own histogram until the end.  Elements beyond n are counted in bin 0."""
+    """Count magnitudes by their leading bits; if `SUM`, compute and store acc first.
+
+    Each of a small number of programs adds its own histogram to `counts_B` at the end.  Elements beyond n are
+    counted in bin 0.
+    """
     counts = tl.zeros((BINS,), tl.int32)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     stride = tl.num_programs(0).to(tl.int64) * BLOCK

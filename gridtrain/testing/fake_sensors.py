@@ -1,6 +1,7 @@
-"""Sensors with given readings, for tests of a worker's controls and for trying out rules.
+"""Sensors with preset readings, for tests of a worker's controls and for trying out rules.
 
-`gridtrain worker` reads a file instead of the machine if `--sensors` (or `GRIDTRAIN_SENSORS`) names one.
+`gridtrain worker` reads a file instead of the machine's sensors if `--sensors` (or `GRIDTRAIN_SENSORS`) names
+it.
 
     sensors = FakeSensors(on_battery=False)          {"on_battery": true, "temperature_C": 71.5}
     sensors.say(on_battery=True)                     FileSensors(path): read again each time
@@ -27,11 +28,11 @@ _NAMES = {
 
 
 class FakeSensors:
-    """Returns the readings that were set last.  `say` may be called from another thread.
+    """Returns the readings that were last set.  `say` may be called from another thread.
 
     Args:
-        said: `on_battery`, `gpu_used`, `idle_s`, `temperature_C`; a reading that is not named, or None, is
-        absent.
+        said: the readings `on_battery`, `gpu_used`, `idle_s`, `temperature_C`; a reading that is not given,
+            or None, is absent.
     """
 
     def __init__(self, **said: bool | float | None) -> None:
@@ -39,7 +40,7 @@ class FakeSensors:
         self._values: dict[str, Any] = dict(said)
 
     def say(self, **said: bool | float | None) -> None:
-        """Change some readings; None: absent."""
+        """Change some readings; None makes a reading absent."""
         self._values |= said
         self._readings = _readings(self._values)
 
@@ -48,7 +49,7 @@ class FakeSensors:
 
 
 class FileSensors:
-    """As `FakeSensors`, from a JSON file.  Raises `ConfigError` if it is invalid."""
+    """Returns the readings in a JSON file.  Raises `ConfigError` if the file is invalid."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -58,19 +59,21 @@ class FileSensors:
             with open(self._path, "rb") as file:
                 said = json.loads(file.read(MAX_FILE_BYTES))
             if not isinstance(said, dict):
-                raise ValueError("it holds no JSON object")
+                raise ValueError("the file does not contain a JSON object")
             return _readings(said)
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"the sensors in {self._path} cannot be read: {error}",
-                remedy="write a JSON object to another file, and rename it",
+                remedy="write a JSON object to another file, and rename that file",
             ) from None
 
 
 def _readings(said: dict[str, Any]) -> SensorReadings:
     unknown = said.keys() - _NAMES.keys()
     if unknown:
-        raise ConfigError(f"there is no reading {min(unknown)!r}", remedy=f"there are {', '.join(_NAMES)}")
+        raise ConfigError(
+            f"{min(unknown)!r} is not a known reading", remedy=f"use one of {', '.join(_NAMES)}"
+        )
     values: dict[str, Any] = {}
     absent: dict[str, str] = {}
     for field, (name, kind) in _NAMES.items():
@@ -81,5 +84,7 @@ def _readings(said: dict[str, Any]) -> SensorReadings:
         elif right:
             values[field] = value if kind is bool else float(value)
         else:
-            raise ConfigError(f"{field} is {value!r}", remedy=f"it has to be a {kind.__name__}")
+            raise ConfigError(
+                f"{field} is {value!r}, which has the wrong type", remedy=f"use a {kind.__name__}"
+            )
     return SensorReadings(**values, absent=absent)

@@ -1,11 +1,14 @@
-"""A worker's part in training a whole model, and what it shares with a stage of a pipeline.
+"""A worker's part in training a whole model, and the code that pipelines share with it.
 
     backward() -> p.grad -> optimizer (GridOptimizer, local_sgd.LocalSGDOptimizer)
         -> exchangers: contribution -> collective buffers -> session_interface.TrainingSession: round and vote
-        -> worker_residual: what was not sent stays; the update -> p.grad -> the user's optimizer
+        -> worker_residual: keeps what was not sent; the update -> p.grad -> the user's optimizer
+
+Both optimizers inherit from wrapping_optimizer; auto_exchanger changes the exchange during a run,
+overlap_trial decides whether overlap saves time, and grad_scaler keeps the loss scale equal on all workers.
 
 Around a step: overlap (buckets during backward), buffer_averaging (batch norm), hyperparameter_check (after
 an abort), skip_report.  Between two steps: model_state (checkpoints, leaving, export), residual_departure,
-pause, turn_start_state. `data` has the samples of each step, `checkpoint` the serialization of the state and
-its stores.
+pause, turn_start_state, absence (the steps that a stalled trainer has missed).  `data` provides the samples
+of each step, and `checkpoint` serializes and stores the state.
 """

@@ -1,12 +1,13 @@
-"""The worker's side of `exchange="auto"`: the exchange that the coordinator has named in the step plan.
+"""The worker's side of `exchange="auto"`: the exchange that the step plan specifies.
 
 The residual of one exchange is passed on to the next, so that no gradient is lost:
 
     plan.exchange   Dense()     GTopK(..)   TopK(..)      Dense()
     residual          none    --> r1 -----> r2 ---------> sent by the first dense step --> none
 
-A dense step that sends a residual: contribution' = contribution + residual, and residual = 0 once it is
-committed, so sum of residuals after (0) + update = sum of residuals before + contributions.
+In a dense step that sends a residual, contribution' = contribution + residual, and residual = 0 once the step
+is committed, so that residuals after (0) + update = residuals before + contributions, summed over all
+workers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from gridtrain.training.exchangers import DenseExchanger, ExchangeAttempt, Excha
 
 
 class AutoExchanger:
-    """Switches between exchangers over one error feedback.  It has one bucket, the whole gradient."""
+    """Switches between exchangers that share one error feedback.  Its only bucket is the whole gradient."""
 
     def __init__(self, auto: Auto, bounds: Bounds, device: torch.device) -> None:
         assert len(bounds) == 2
@@ -55,7 +56,7 @@ class AutoExchanger:
 
     @property
     def current_exchange(self) -> Exchange | None:
-        """The exchange of the latest step; None before the first."""
+        """The exchange of the latest step; None before the first step."""
         return self._choices.get(self._name)
 
     def open_feedback(self) -> ErrorFeedback | None:
@@ -69,7 +70,8 @@ class AutoExchanger:
     def prepare_bucket(
         self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool
     ) -> ExchangeAttempt:
-        """See `Exchanger`.  Raises `LocalProtocolError` if the plan names no exchange of the choices."""
+        """Prepare a bucket as `Exchanger` describes; raise `LocalProtocolError` if the plan names an
+        exchange that is not one of the choices."""
         current = self._switch_to(plan.exchange)
         self._taken_N = None
         if isinstance(current, SparseExchanger) or self._feedback is None or not usable:
@@ -81,12 +83,15 @@ class AutoExchanger:
         self._taken_N = taken_N
         return attempt
 
+    def make_empty_buffer(self, plan: StepPlan) -> None:
+        return None  # the coordinator compares the exchanges over steps in which all workers take part
+
     def commit(self, attempt: ExchangeAttempt) -> npt.NDArray[np.float32] | SparseVector:
         assert self._current is not None
         update = self._current.commit(attempt)
         taken_N, self._taken_N = self._taken_N, None
         if taken_N is not None and self._feedback is not None:
-            # Another worker's residual may have been added since: it stays.
+            # Another worker's residual may have been added since, and has to stay.
             left_N = torch.where(
                 self._feedback.residual_N == taken_N,
                 torch.zeros_like(taken_N),

@@ -1,4 +1,4 @@
-"""Averages a model's buffers (batch-norm statistics and their counters) every N steps.
+"""Average a model's buffers (batch-norm statistics and their counters) every N steps.
 
 The averages are one more dense vector of the same round, so that they commit or abort together with the
 update.
@@ -7,9 +7,9 @@ update.
                                          or, if it is not finite: zeros and 0.0           rank 0, 16-bit words
     the sum        / members       members; do all digests agree?                         rank 0's words
 
-A worker with a buffer that is not finite contributes zeros for it, and gets the others' average.  A buffer
-that is equal on all workers (a mask, frequencies) is not changed, so that infinite values and all digits
-stay.
+A worker with a buffer that is not finite contributes zeros for this buffer, and receives the average of the
+others.  A buffer that is equal on all workers (a mask, frequencies) is left unchanged, which preserves
+infinite values and full precision.
 """
 
 from __future__ import annotations
@@ -30,20 +30,26 @@ _HEAD = 1 + _DIGEST_BITS
 
 
 class BufferAveraging:
-    """Averages of one model's buffers; `every`: steps between two of them, 0: never."""
+    """Averages the buffers of one model every `every` steps; 0 disables averaging."""
 
     def __init__(self, model: nn.Module, every: int) -> None:
         self._model = model
         self._every = every if serialization.has_buffers(model) else 0
 
     def describe(self) -> str:
-        """Which buffers there are and when they are averaged, for comparison and for people."""
+        """Return a description of the buffers and the averaging interval, which must be equal on all
+        workers."""
         text, _ = serialization.buffers_digest(self._model)
         return f"{text}, averaged every {self._every} steps" if self._every else text
 
+    def is_due(self, step: int) -> bool:
+        """Whether the buffers are averaged in this step."""
+        return bool(self._every) and (step + 1) % self._every == 0
+
     def make_collective_buffer(self, plan: StepPlan) -> DenseRingBuffer | None:
-        """This worker's contribution to the average that is due in this step; None if none is due."""
-        if not self._every or (plan.step + 1) % self._every:
+        """Return this worker's contribution to the average that is due in this step, or None if no average is
+        due."""
+        if not self.is_due(plan.step):
             return None
         limit = largest_summable(plan.world_size)
         floats: list[FloatArray] = []
@@ -58,7 +64,7 @@ class BufferAveraging:
         return DenseRingBuffer(np.concatenate(parts), plan.world_size)
 
     def apply(self, buffer: DenseRingBuffer) -> None:
-        """After the commit: load the average of the contributors, and rank 0's integers."""
+        """Load the contributors' average of float buffers and rank 0's integer buffers, after the commit."""
         buffers = serialization.float_buffers(self._model)
         n = sum(buffer.numel() for buffer in buffers)
         sums_N, members, heads, words_M = np.split(buffer.update_N, (n, n + 1, n + 1 + _HEAD * len(buffers)))
@@ -73,6 +79,7 @@ class BufferAveraging:
 
 
 def _digest_bits(buffer: Tensor) -> FloatArray:
-    """(32,) zeros and ones; if all buffers are equal, the sum of each is 0 or the number of members."""
+    """Return a buffer's digest as (32,) zeros and ones.  If all members' buffers are equal, the sum of each
+    bit is 0 or the number of members."""
     digest = hashlib.blake2b(serialization.tensor_bytes(buffer).data, digest_size=_DIGEST_BITS // 8).digest()
     return np.unpackbits(np.frombuffer(digest, np.uint8)).astype(np.float32)

@@ -1,6 +1,6 @@
-"""From a gradient to a collective buffer, and from its result to an update: one class per exchange family.
+"""Exchangers turn a gradient into a collective buffer, and its result into an update.
 
-State that was committed changes only in `commit`, so an aborted attempt needs no undo.
+Committed state changes only in `commit`, so an aborted attempt need not be undone.
 
     gradient_N   [ bucket 0 | bucket 1 | ... ]      a single bucket without `Overlap`
                        | prepare_bucket (weighted by n_i / N)
@@ -21,7 +21,7 @@ from torch import Tensor
 from gridtrain.config import Auto, Dense, Exchange, GTopK, LocalSteps, TopK, round_exchange
 from gridtrain.core.collectives import allgather, butterfly, direct, ring, star, tree
 from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
-from gridtrain.network.wire.sparse_payload import SparseVector
+from gridtrain.network.wire.sparse_payload import SparseVector, encode_with_decoded
 from gridtrain.network.wire.value_encoding import VALUE_KINDS
 from gridtrain.runtime.buffers.buckets import Bounds, BucketBuffer, BucketedBuffer
 from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
@@ -31,7 +31,7 @@ from gridtrain.sparsify.error_feedback import ErrorFeedback, PreparedState
 from gridtrain.sparsify.merge import TruncatedEntries, keep_freed_memory, largest_summable
 
 NeighboursOf = Callable[[int, int], frozenset[int]]
-"""From a rank and a world size to the ranks that it exchanges messages with."""
+"""Maps a rank and a world size to the ranks with which that rank exchanges messages."""
 
 _NEIGHBOURS: dict[str, NeighboursOf] = {
     "auto": ring.neighbours,
@@ -45,7 +45,7 @@ _NEIGHBOURS: dict[str, NeighboursOf] = {
 
 
 def neighbours_of(exchange: Exchange | LocalSteps | Auto) -> NeighboursOf:
-    """The neighbours of each rank in this exchange."""
+    """Return the function that returns the neighbours of each rank in `exchange`."""
     return _NEIGHBOURS[round_exchange(exchange).topology]
 
 
@@ -55,9 +55,9 @@ class ExchangeAttempt:
 
     Attributes:
         buffer: the collective buffer of the whole vector or of one bucket.
-        skip: the values cannot be sent (not finite or too large), so that the group skips the step.
-        prepared: what a sparse exchange commits to its residual.
-        parts: for a `BucketedBuffer`, the attempts of its buckets.
+        skip: whether the values cannot be sent (not finite or too large), so that the group skips the step.
+        prepared: the change that a sparse exchange commits to its residual.
+        parts: the attempts of the buckets, if `buffer` is a `BucketedBuffer`.
     """
 
     buffer: BucketBuffer | BucketedBuffer
@@ -71,7 +71,7 @@ class ExchangeAttempt:
 
     @property
     def is_resumable(self) -> bool:
-        """A retry continues with this attempt and the data that it has received."""
+        """Whether a retry can continue with this attempt and the data that it has received."""
         first = self.buckets[0].buffer
         return isinstance(first, DenseRingBuffer) and first.is_resumable
 
@@ -80,23 +80,23 @@ class Exchanger(Protocol):
     """One worker's side of an exchange.
 
     Attributes:
-        bounds: (0, ..., n), the buckets' bounds in the flat gradient.
+        bounds: the buckets' bounds (0, ..., n) in the flat gradient.
     """
 
     bounds: Bounds
 
     @property
     def feedback(self) -> ErrorFeedback | None:
-        """The error feedback; None if there is no residual now."""
+        """The error feedback; None if there is currently no residual."""
         ...
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether there is a residual, or may be one."""
+        """Whether the exchange keeps a residual, now or in a later step."""
         ...
 
     def open_feedback(self) -> ErrorFeedback | None:
-        """The error feedback, created if there may be one; None if the exchange keeps no residual."""
+        """Return the error feedback, creating it if necessary; None if the exchange keeps no residual."""
         ...
 
     def clear_residual(self) -> None:
@@ -106,25 +106,34 @@ class Exchanger(Protocol):
     def prepare_bucket(
         self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool
     ) -> ExchangeAttempt:
-        """One bucket's attempt; may be called again after an abort, and for buckets in any order.
+        """Prepare one bucket's attempt.  It may be called again after an abort, and for buckets in any order.
 
         Args:
-            gradient_B: mean gradient over this worker's samples; ignored if it has none.
-            usable: False if the gradient is known not to be finite: this worker then votes to skip the step.
+            gradient_B: the mean gradient of this worker's samples; ignored if the worker has no samples.
+            usable: whether the gradient may be finite; if not, this worker votes to skip the step.
+        """
+        ...
+
+    def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | None:
+        """Return the buffer of a worker that contributes nothing, for an exchange without buckets.
+
+        Reads no state that `prepare_bucket` or `commit` change, so another thread may call it.  Returns None
+        if the exchange needs this worker's contribution.
         """
         ...
 
     def commit(self, attempt: ExchangeAttempt) -> npt.NDArray[np.float32] | SparseVector:
-        """The update of a round that was committed and not skipped."""
+        """Commit `attempt`, whose round was committed and not skipped, and return the update."""
         ...
 
 
 def make_exchanger(
     exchange: Exchange, bounds: Bounds, device: torch.device, feedback: ErrorFeedback | None = None
 ) -> Exchanger:
-    """The worker's side of `exchange` for a flat gradient on `device`, divided at `bounds` (0, ..., n).
+    """Return the worker's side of `exchange` for a flat gradient on `device`, divided at `bounds` (0, ...,
+    n).
 
-    `feedback`: the error feedback that it shares with an exchanger of other bounds.
+    `feedback` is an error feedback to share with an exchanger that has different bounds.
     """
     if isinstance(exchange, Dense):
         return DenseExchanger(exchange, bounds)
@@ -132,7 +141,7 @@ def make_exchanger(
 
 
 def join_attempts(bounds: Bounds, attempts: Sequence[ExchangeAttempt]) -> ExchangeAttempt:
-    """Join the buckets' attempts, given in order, to one."""
+    """Join the attempts of all buckets, given in order, into one attempt."""
     if len(attempts) == 1:
         return attempts[0]
     whole = BucketedBuffer(bounds, [cast(BucketBuffer, attempt.buffer) for attempt in attempts])
@@ -165,13 +174,20 @@ class DenseExchanger:
     def prepare_contribution(
         self, contribution_B: Tensor, plan: StepPlan, *, usable: bool
     ) -> ExchangeAttempt:
-        """As `prepare_bucket`, for a gradient that is weighted already and may be overwritten."""
+        """Prepare an attempt as `prepare_bucket` does, for a gradient that is already weighted and may be
+        overwritten."""
         usable = usable and largest_magnitude(contribution_B) <= largest_summable(plan.world_size)
+        buffer = self._make_buffer(contribution_B.cpu().numpy(), plan)
+        return ExchangeAttempt(buffer, not usable)
+
+    def make_empty_buffer(self, plan: StepPlan) -> DenseRingBuffer:
+        return self._make_buffer(np.zeros(self.bounds[-1], np.float32), plan)
+
+    def _make_buffer(self, contribution_B: npt.NDArray[np.float32], plan: StepPlan) -> DenseRingBuffer:
         topology = self._topology
         if topology == "auto":  # the coordinator names one; a ring otherwise
             topology = "direct" if plan.exchange == DIRECT_DENSE else "ring"
-        buffer = make_dense_buffer(topology, contribution_B.cpu().numpy(), plan.world_size)
-        return ExchangeAttempt(buffer, not usable)
+        return make_dense_buffer(topology, contribution_B, plan.world_size)
 
     def commit(self, attempt: ExchangeAttempt) -> npt.NDArray[np.float32]:
         assert not isinstance(attempt.buffer, AllGatherBuffer | ButterflyBuffer)
@@ -179,7 +195,8 @@ class DenseExchanger:
 
 
 class SparseExchanger:
-    """`TopK` and `GTopK`: the same selection and error feedback, different collective buffers."""
+    """`TopK` and `GTopK`: both use the same selection and error feedback, but different collective
+    buffers."""
 
     keeps_residual = True
 
@@ -212,16 +229,21 @@ class SparseExchanger:
             prepared = self.feedback.prepare(gradient_B, k, kind, limit, weight=weight, start=start)
         else:
             prepared = self.feedback.prepare_skip(kind, start=start, n=n)
-        payload, decoded = prepared.payload, prepared.decoded
-        buffer: AllGatherBuffer | ButterflyBuffer
-        if isinstance(self._exchange, TopK):
-            buffer = AllGatherBuffer(
-                plan.rank, plan.world_size, payload, n=n, k=k, kind=kind, decoded=decoded
-            )
-        else:
-            make_buffer = SPARSE_BUFFERS[self._exchange.topology]
-            buffer = make_buffer(payload, n=n, k=k, kind=kind, decoded=decoded)
+        buffer = self._make_buffer(prepared.payload, prepared.decoded, n, plan)
         return ExchangeAttempt(buffer, prepared.skip, prepared)
+
+    def make_empty_buffer(self, plan: StepPlan) -> AllGatherBuffer | ButterflyBuffer:
+        n = self.bounds[-1]
+        made = encode_with_decoded(np.empty(0, np.int64), np.empty(0, np.float32), n=n, kind=self._kind)
+        return self._make_buffer(made.payload, made.sparse, n, plan)
+
+    def _make_buffer(
+        self, payload: bytes, decoded: SparseVector, n: int, plan: StepPlan
+    ) -> AllGatherBuffer | ButterflyBuffer:
+        k, kind = self._exchange.k_at(plan.step, n), self._kind
+        if isinstance(self._exchange, TopK):
+            return AllGatherBuffer(plan.rank, plan.world_size, payload, n=n, k=k, kind=kind, decoded=decoded)
+        return SPARSE_BUFFERS[self._exchange.topology](payload, n=n, k=k, kind=kind, decoded=decoded)
 
     def commit(self, attempt: ExchangeAttempt) -> SparseVector:
         self.feedback.commit_parts(
@@ -235,6 +257,7 @@ def _truncated(attempt: ExchangeAttempt) -> list[TruncatedEntries]:
 
 
 def largest_magnitude(values_N: Tensor) -> float:
-    """The largest absolute value; NaN if any value is NaN, which fails every comparison with a bound."""
+    """Return the largest absolute value, or NaN if any value is NaN; NaN fails every comparison with a
+    bound."""
     low, high = torch.aminmax(values_N)
     return float(torch.maximum(-low, high))

@@ -5,12 +5,12 @@ If worker A overflows and worker B does not, the group skips the step on both, a
     torch's GradScaler     A: scale / 2     B: counts a good step      the scales diverge
     GridScaler             A: scale / 2     B: scale / 2
 
-A joining worker receives the others' scale (as a tracker, see `Grid.scaler`): with 65536, where they are at
-1024, it would have the group skip six steps.  With `LocalSteps` each worker has its own scale, because no
-gradient is exchanged.
+A joining worker receives the group's scale (as a tracker, see `Grid.scaler`); if it started with 65536 while
+the group is at 1024, it would make the group skip six steps.  With `LocalSteps` each worker has its own
+scale, because no gradient is exchanged.
 
-The group's result is written to the scaler's own record: `optimizer.found_inf` is computed from it each
-time, so setting that attribute would have no effect.
+The group's result is written to the scaler's own record, because `optimizer.found_inf` is computed from this
+record each time, so that setting the attribute would have no effect.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from gridtrain.training.optimizer import GridOptimizer
 
 
 class GridScaler(torch.amp.GradScaler):
-    """Use it exactly as `torch.amp.GradScaler`, with the optimizer that `grid.optimizer` returned."""
+    """A `torch.amp.GradScaler` for the optimizer that `grid.optimizer` returned; it is used in the same
+    way."""
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         result = super().step(optimizer, *args, **kwargs)
@@ -37,6 +38,6 @@ class GridScaler(torch.amp.GradScaler):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """An empty state is that of a worker whose scaler is not enabled: it is ignored."""
+        """Load `state_dict` unless it is empty, as it is on a worker whose scaler is disabled."""
         if state_dict:
             super().load_state_dict(state_dict)

@@ -1,13 +1,13 @@
-"""Finds the workers whose optimizer settings differ, after a step was aborted for that reason.
+"""Find the workers whose optimizer settings differ, after a step was aborted for that reason.
 
-A digest of learning rates and the like is part of every vote, so that different settings never commit.  A
+A digest of the optimizer settings is part of every vote, so that different settings never commit.  A
 retry exchanges the settings of all ranks as text, in one more dense vector of the same round, so that the
-workers with other settings end instead of aborting for ever:
+workers with different settings stop instead of aborting forever:
 
     attempt 0   update                         ABORT: the votes' digests differ
-    attempt 1   update | row 0 | row 1 | ...   ABORT, but all have read the rows: the largest agreeing group
-                                               (of equal ones that of the lowest rank) goes on, the others
-                                               raise
+    attempt 1   update | row 0 | row 1 | ...   ABORT, but all have read the rows.  The largest agreeing group
+                                               (of equal groups, the one with the lowest rank)
+                                               continues; other workers raise an error
 
     row (512 values, one byte each): checksum 8 | digest 32 | name=value lines, truncated to fit
 """
@@ -36,14 +36,14 @@ HyperparameterRow = tuple[bytes, tuple[str, ...]]  # digest, name=value lines
 
 
 class _HyperparameterBuffer(DenseRingBuffer):
-    """One row for each rank.  A member whose gradient is not finite sends its row, too."""
+    """The rows of settings, one per rank; a member whose gradient is not finite also sends its row."""
 
-    def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
-        return super().make_collective(rank, world_size, skip=False)
+    def make_collective(self, rank: int, world_size: int, flags: int) -> Collective:
+        return super().make_collective(rank, world_size, 0)
 
 
 def make_hyperparameter_buffer(plan: StepPlan, optimizer: torch.optim.Optimizer) -> DenseRingBuffer | None:
-    """This worker's row among zeros, in a retry; None in a first attempt."""
+    """Return a buffer with this worker's row and zeros elsewhere in a retry; None in the first attempt."""
     if plan.attempt == 0:
         return None
     body = (
@@ -56,29 +56,35 @@ def make_hyperparameter_buffer(plan: StepPlan, optimizer: torch.optim.Optimizer)
     return _HyperparameterBuffer(rows.reshape(-1), plan.world_size)
 
 
-def check_hyperparameters(plan: StepPlan, sums: DenseRingBuffer) -> None:
-    """Call it after an attempt with `make_hyperparameter_buffer` was aborted.
+def make_empty_buffer(plan: StepPlan) -> DenseRingBuffer:
+    """Return a buffer without a row, for a worker that contributes nothing; nothing is compared then."""
+    return DenseRingBuffer(np.zeros(plan.world_size * ROW_BYTES, np.float32), plan.world_size)
 
-    Raises `ConfigError` if this worker's settings are not those of the largest agreeing group.
+
+def check_hyperparameters(plan: StepPlan, sums: DenseRingBuffer) -> None:
+    """Compare the settings of all ranks after an attempt with `make_hyperparameter_buffer` was aborted.
+
+    Raises `ConfigError` if this worker's settings differ from the settings of the largest agreeing group.
     """
     read = [_read_row(row) for row in sums.update_N.reshape(plan.world_size, ROW_BYTES)]
     rows = [row for row in read if row is not None]
     if len(rows) < plan.world_size:
-        return  # the exchange failed: another reason than different settings
+        return  # the exchange failed for a reason other than different settings
     staying = largest_agreeing_group({rank: digest for rank, (digest, _) in enumerate(rows)})
     if plan.rank in staying:
         return
     mine, theirs = _difference(rows[plan.rank], rows[staying[0]])
     raise ConfigError(
         f"step {plan.step} cannot be committed: rank {plan.rank} has {mine}, but {len(staying)} of "
-        f"{plan.world_size} workers (rank {staying[0]}) have {theirs}; they go on without rank {plan.rank}",
-        remedy="change the optimizer's settings on all workers alike: step ReduceLROnPlateau by "
+        f"{plan.world_size} workers (rank {staying[0]}) have {theirs}; "
+        f"they continue without rank {plan.rank}",
+        remedy="change the optimizer's settings in the same way on all workers: step ReduceLROnPlateau with "
         "grid.mean(loss), and name schedulers in grid.track(scheduler=...) for workers that join later",
     )
 
 
 def _read_row(row: npt.NDArray[np.float32]) -> HyperparameterRow | None:
-    """None if it did not arrive complete."""
+    """Parse one rank's row; return None if the row is incomplete."""
     raw = np.clip(np.nan_to_num(row), 0, 255).astype(np.uint8).tobytes()
     checksum, body = raw[:_CHECKSUM_BYTES], raw[_CHECKSUM_BYTES:]
     if _checksum(body) != checksum:
@@ -88,7 +94,8 @@ def _read_row(row: npt.NDArray[np.float32]) -> HyperparameterRow | None:
 
 
 def _difference(mine: HyperparameterRow, theirs: HyperparameterRow) -> tuple[str, str]:
-    """The settings that differ, here and there; `theirs` came from the network."""
+    """Return the settings that differ, with this worker's values and with the other rank's values.  `theirs`
+    was received from the network."""
     pairs = [(a, b) for a, b in zip(mine[1], theirs[1], strict=False) if a != b][:_MAX_NAMED]
     if not pairs:  # the difference is beyond the truncation
         pairs = [(f"settings {mine[0].hex()[:8]}", f"settings {theirs[0].hex()[:8]}")]

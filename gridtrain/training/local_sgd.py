@@ -1,7 +1,8 @@
 """`LocalSteps`: each worker trains alone for some steps, then the group averages the change of the
 parameters.
 
-The change of the parameters is exchanged as a gradient is: residual, vote and retries are `GridOptimizer`'s.
+The change of the parameters is exchanged like a gradient; `GridOptimizer` handles the residual, the vote and
+retries.
 
     anchor                parameters after the last committed round, bit-identical on all workers
       |  inner.step()     `every` times, each worker with its own gradients and moments
@@ -12,12 +13,13 @@ The change of the parameters is exchanged as a gradient is: residual, vote and r
     next anchor  <-------- anchor - outer_learning_rate * nesterov(update_N)
 
 After DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1), with a sparse exchange after SparseLoCo
-(Sarfi et al. 2025, arXiv 2508.15706).  Equal on all workers after each committed round, compared and sent to
-joining workers: the parameters and the outer velocity.  A worker's own: the moments of its inner optimizer.
+(Sarfi et al. 2025, arXiv 2508.15706).  After each committed round the parameters and the outer velocity are
+equal on all workers; they are compared, and sent to joining workers.  The moments of the inner optimizer
+differ from worker to worker.
 
-The parameters are set back to the anchor *before* the round begins.  So a state that others ask for while
-this worker waits, or that is loaded into it then, is never a half-trained model.  Settings and trackers in it
-are those of the turn's start (`turn_start_state`).
+The parameters are reset to the anchor *before* the round begins, so that a state that is requested or loaded
+while this worker waits is never a half-trained model.  Settings and trackers in this state are those at the
+start of the turn (`turn_start_state`).
 """
 
 from __future__ import annotations
@@ -52,11 +54,11 @@ _ZERO_TIMINGS = dict.fromkeys(("waiting_s", "selecting_s", "communicating_s", "a
 class OuterOptimizer(torch.optim.Optimizer):
     """Applies a committed update to the parameters; its state is the same on all workers.
 
-    It shows the groups of the inner optimizer, so that learning rates are sent and compared as usual, and the
-    velocity as its state: (n,) float32, absent without momentum.
+    Its groups are those of the inner optimizer, so that learning rates are sent and compared as usual; its
+    state is the velocity: (n,) float32, absent without momentum.
 
     Args:
-        flat: its `flat_N` holds the update when `step` is called.
+        flat: the flat gradient, whose `flat_N` must hold the update when `step` is called.
     """
 
     inner: torch.optim.Optimizer
@@ -83,13 +85,14 @@ class OuterOptimizer(torch.optim.Optimizer):
         return {"state": self.state, "param_groups": self.inner.state_dict()["param_groups"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises `ValueError` for a state of another model or momentum."""
+        """Load a state; raise `ValueError` if it was saved for another model or with different momentum
+        settings."""
         velocity_N = _velocity_of(state_dict["state"])
         mine_N = self._velocity_N
         if (velocity_N is None) != (mine_N is None):
-            raise ValueError("an outer velocity is on one side only")
+            raise ValueError("only one of the two states has an outer velocity")
         if velocity_N is not None and _shape_and_dtype(velocity_N) != _shape_and_dtype(mine_N):
-            raise ValueError(f"an outer velocity of {_shape_and_dtype(velocity_N)}")
+            raise ValueError(f"the outer velocity has another shape or dtype: {_shape_and_dtype(velocity_N)}")
         own = self.inner.state_dict()["state"]
         self.inner.load_state_dict({"state": own, "param_groups": state_dict["param_groups"]})
         serialization.keep_dtypes(self.inner, own)
@@ -98,8 +101,9 @@ class OuterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """SGD as in torch (Nesterov after Sutskever et al. 2013), with separate product and sum: the rounding
-        of a fused one depends on the number of threads, and all workers must get the same bits."""
+        """Take an SGD step as torch does (Nesterov momentum after Sutskever et al. 2013).  Multiplication and
+        addition are separate operations, because the rounding of a fused operation depends on the number of
+        threads, and all workers must get the same bits."""
         step_N = self._flat.flat_N
         if self._velocity_N is not None:
             self._velocity_N.mul_(self._momentum).add_(step_N)
@@ -110,14 +114,15 @@ class OuterOptimizer(torch.optim.Optimizer):
 
 
 class LocalSGDOptimizer(GridOptimizer):
-    """A `GridOptimizer` that exchanges once in `exchange.every` calls of `step`.
+    """A `GridOptimizer` that exchanges once every `exchange.every` calls of `step`.
 
     `param_groups`, `state` and `state_dict` are the inner optimizer's.  Clip the local gradients between
-    backward and `step`, as without a group.
+    backward and `step`, as you would when training alone.
 
-    Arguments as in `GridOptimizer`; `clip_norm` must be None.  Attributes as there, and:
+    It takes the arguments of `GridOptimizer`, but `clip_norm` must be None.  It has the attributes of
+    `GridOptimizer`, and:
         replicated: the outer optimizer.
-        local_calls: calls of `step` since the last exchange.
+        local_calls: the number of calls of `step` since the last exchange.
     """
 
     shares_scale = False
@@ -133,16 +138,17 @@ class LocalSGDOptimizer(GridOptimizer):
         average_buffers_every: int = 0,
         compare_every: int = 0,
         overlap: Overlap | None = None,
+        wait: str = "all",
     ) -> None:
         if overlap is not None:
             raise ConfigError(
-                "overlap with LocalSteps, which exchanges no gradient that could be sent early",
-                remedy="leave overlap out",
+                "overlap was set with LocalSteps, which exchanges no gradient that could be sent early",
+                remedy="remove the argument overlap=",
             )
         if clip_norm is not None:
             raise ConfigError(
-                f"clip_norm={clip_norm} with LocalSteps, which exchanges no gradient that it could clip",
-                remedy="clip each worker's: clip_grad_norm_(...) between backward() and step()",
+                f"clip_norm={clip_norm} was set with LocalSteps, which exchanges no gradient to clip",
+                remedy="clip each worker's gradient: clip_grad_norm_(...) between backward() and step()",
             )
         super().__init__(
             inner,
@@ -151,6 +157,7 @@ class LocalSGDOptimizer(GridOptimizer):
             session,
             average_buffers_every=average_buffers_every,
             compare_every=compare_every,
+            wait=wait,
         )
         self._every = exchange.every
         self.replicated = OuterOptimizer(inner, self._flat, exchange)
@@ -172,17 +179,17 @@ class LocalSGDOptimizer(GridOptimizer):
         self._save_turn_start()
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """A step of the inner optimizer; the last one of a turn exchanges.
+        """Take a step of the inner optimizer; the last step of a turn also exchanges.
 
         Raises:
-            ConfigError: it was called more often than there are batches.
+            ConfigError: `step` was called more often than there are batches.
         """
         if closure is not None:
             super().step(closure)  # raises ConfigError
         if self._calls_left == 0:
             raise ConfigError(
                 f"optimizer.step() was called {self._every + 1} times for a step's {self._every} batches",
-                remedy="call it once for each batch, or once for every a batches of "
+                remedy="call optimizer.step() once for each batch, or once for every a batches of "
                 "grid.batches(..., accumulate=a)",
             )
         self._calls_left = None if self._calls_left is None else self._calls_left - 1
@@ -205,7 +212,8 @@ class LocalSGDOptimizer(GridOptimizer):
 
     @torch.no_grad()
     def _save_anchor(self) -> None:
-        """At the first step of a turn, because a state may have been loaded since the last turn."""
+        """Save the anchor at a turn's first step, because a state may have been loaded since the last
+        step."""
         if self._calls_left is None:
             self._save_turn_start()
         parameters = [parameter for _, parameter in self._flat.views]
@@ -224,7 +232,8 @@ class LocalSGDOptimizer(GridOptimizer):
         self.last_skipped = overflowed
 
     def _unscale_local(self) -> bool:
-        """As `GridOptimizer._unscale`, but for the gradients of the parameters."""
+        """Unscale the gradients of the parameters, as `GridOptimizer._unscale` does for the flat
+        gradient."""
         scale: Tensor | None = getattr(self, "grad_scale", None)
         overflowed = float(getattr(self, "found_inf", 0.0)) > 0.0
         if scale is not None and not overflowed:
@@ -239,7 +248,7 @@ class LocalSGDOptimizer(GridOptimizer):
         laps_s = self._stopwatch.reset()
         self._computing_s += laps_s["computing_s"]
         self.timings = _ZERO_TIMINGS | laps_s
-        self._session.report_figures({})  # a heartbeat: the others may be waiting in the round already
+        self._session.report_figures({})  # a heartbeat; the others may already be waiting in the round
 
     # -- the exchange ------------------------------------------------------------------------------------
 
@@ -254,16 +263,16 @@ class LocalSGDOptimizer(GridOptimizer):
 
     @torch.no_grad()
     def _compute_delta(self) -> None:
-        """flat_N = anchor - parameters; parameters = anchor."""
+        """Set flat_N = anchor - parameters, then parameters = anchor."""
         for (view, parameter), anchor in zip(self._flat.views, self._anchor, strict=True):
             view.copy_(_to_float32(anchor) - _to_float32(parameter))
             parameter.copy_(anchor)
 
     def _reset_inner(self) -> None:
-        """The moments mostly hold the values that made the parameters not finite."""
+        """Reset the moments, because they usually contain the values that made the parameters non-finite."""
         log.warning(
-            "this worker's parameters are not finite after %d local steps: the group skips the step, and its "
-            "%s starts again with new moments and the group's parameters",
+            "this worker's parameters are not finite after %d local steps: the group skips the step, and "
+            "this worker's %s restarts with new moments and the group's parameters",
             self._every,
             type(self.inner).__name__,
         )
@@ -280,19 +289,22 @@ class LocalSGDOptimizer(GridOptimizer):
         self._session.report_figures(timings | {"computing_s": computing_s})
 
     def _load_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
-        """Into flat_N alone, where the outer optimizer reads it: gradients of parameters are not changed."""
+        """Write the update only to flat_N, where the outer optimizer reads it; leave the parameters'
+        gradients unchanged."""
         self._flat.load_update(update)
 
     # -- the state that is sent --------------------------------------------------------------------------
 
     def _save_turn_start(self) -> None:
-        """With averages, because a loop changes them after each of its steps."""
+        """Save the state at the start of a turn, including weight averages, because a loop changes them after
+        each of its steps."""
         self._turn_start = TurnStartState.capture(self.inner, self._trackers, averages=True)
 
     # -- this worker's own part of a checkpoint ----------------------------------------------------------
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """As in `GridOptimizer`, with the inner optimizer's moments, for this worker's own disk."""
+        """Pack the state as `GridOptimizer` does, together with the inner optimizer's moments, for this
+        worker's own disk."""
         document, tensors = super().pack()
         moments = serialization.pack_private({"state": self.inner.state_dict()["state"]}, tensors)
         return document | {"moments": moments}, tensors
@@ -304,8 +316,8 @@ class LocalSGDOptimizer(GridOptimizer):
         try:
             self._load_moments(serialization.unpack_private(document["moments"], tensors)["state"])
         except Exception as error:  # a user's optimizer may raise anything
-            text = f"the moments of {type(self.inner).__name__} do not fit: {type(error).__name__}: {error}"
-            raise RemoteProtocolError(text, remedy="build the optimizer as before") from error
+            text = f"the moments of {type(self.inner).__name__} do not match: {type(error).__name__}: {error}"
+            raise RemoteProtocolError(text, remedy="build the same optimizer as before") from error
 
     def _load_moments(self, state: Any) -> None:
         groups = self.inner.state_dict()["param_groups"]
@@ -314,7 +326,8 @@ class LocalSGDOptimizer(GridOptimizer):
 
 
 def _to_float32(values: Tensor) -> Tensor:
-    """At least float32, detached: the difference of two bfloat16 values needs more digits."""
+    """Return the values detached and as at least float32, because the difference of two bfloat16 values needs
+    more precision."""
     wide = torch.promote_types(values.dtype, torch.float32)
     return values.detach().to(wide)
 
@@ -324,7 +337,8 @@ def _shape_and_dtype(values: Tensor | None) -> tuple[torch.Size, torch.dtype] | 
 
 
 def _velocity_of(state: Any) -> Tensor | None:
-    """Raises `ValueError` if `state` is not a state of an `OuterOptimizer`."""
+    """Return the velocity in `state`, or None if there is none; raise `ValueError` if `state` is not a state
+    of an `OuterOptimizer`."""
     if state == {}:
         return None
     try:

@@ -1,10 +1,11 @@
-"""A worker's model between two steps: its checkpoints, its residual when it leaves, and the state of others.
+"""A worker's model between two steps: its checkpoints, its residual on departure, and states from other
+workers.
 
-One path for a whole model and for a stage of a pipeline.  What differs is a policy, a method of the subclass:
-`WholeModelState` here, `StageModelState` in `gridtrain.pipeline`.
+The procedure is the same for a whole model and for a stage of a pipeline.  The differences are methods of the
+subclasses: `WholeModelState` in this module, `StageModelState` in `gridtrain.pipeline`.
 
-    join          load the checkpoint on disk, and describe this training to the coordinator
-    begin_turn    add a residual that was left, if the run is still at its step; write a checkpoint if due
+    join          load the checkpoint on disk, and describe the training settings to the coordinator
+    begin_turn    add a saved residual if the run is still at its step; write a checkpoint if one is due
     rest, leave   residual: largest entries --> another worker, the rest --> memory (rest) or disk (leave)
     export        write the final model
 """
@@ -32,7 +33,11 @@ from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.state_transfer import residual_pieces
-from gridtrain.training.checkpoint.checkpoint_store import CheckpointContent, CheckpointStore
+from gridtrain.training.checkpoint.checkpoint_store import (
+    CheckpointContent,
+    CheckpointStore,
+    list_checkpoints,
+)
 from gridtrain.training.checkpoint.model_export import plain_state, save_model
 from gridtrain.training.data.batch_sizes import BatchSizes, largest_state_bytes
 from gridtrain.training.exchangers import NeighboursOf, neighbours_of
@@ -48,10 +53,14 @@ from gridtrain.training.worker_residual import WorkerResidual
 
 log = logging.getLogger("gridtrain")
 
+SETTLE_TIMEOUT_S = 5.0
+"""Longest time for which a leaving worker waits for the end of a round that does not wait for its trainer."""
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOptions:
-    """Where a worker writes checkpoints, every how many steps (0: never), and how many it keeps."""
+    """The folder of a worker's checkpoints, the number of steps between two checkpoints (0 writes none), and
+    the number of checkpoints to keep."""
 
     folder: Path
     every: int
@@ -59,10 +68,10 @@ class CheckpointOptions:
 
 
 class ModelState(ABC):
-    """One worker's model in one run.  Used from the training thread.
+    """One worker's model in one run.  Use it on the training thread.
 
     Args:
-        max_transfer_bytes: most bytes of a residual that are sent when this worker leaves.
+        max_transfer_bytes: the maximum number of bytes of its residual that this worker sends when it leaves.
     """
 
     def __init__(
@@ -79,14 +88,14 @@ class ModelState(ABC):
 
     @abstractmethod
     def join(self, facts: Facts, spec: LedgerSpec, sizes: BatchSizes) -> None:
-        """Open the checkpoints and ask for a place in the run.
+        """Open the checkpoints and request to join the run.
 
         Args:
-            facts: what all workers must have in common, for comparison.
+            facts: the settings that must be equal on all workers.
         """
 
     def _define(self, facts: Facts, spec: LedgerSpec) -> None:
-        """Set the facts by which checkpoints of this training are recognized."""
+        """Set the facts by which checkpoints with the same training settings are recognized."""
         self._facts = (*facts, ("order", f"{spec.size} samples, seed {spec.seed}"))
 
     @property
@@ -96,20 +105,24 @@ class ModelState(ABC):
     # -- between two steps -----------------------------------------------------------------------------
 
     def begin_turn(self, snapshot: WorkerSnapshot) -> None:
-        """A step is open: add a residual that was left and still fits, and write a checkpoint if one is
-        due."""
+        """Begin a step: add a saved residual if it belongs to the current step, and write a checkpoint if one
+        is due."""
         self._has_initial_weights = False
         self._restore_left_residuals(snapshot)
         self._write_due_checkpoint(snapshot)
 
     def rest(self, budget_bytes: int) -> CheckpointInfo | None:
-        """Before a pause: the state that stays in memory, None if none does."""
+        """Transfer the residual before a pause; return the position of the state that stays in memory, or
+        None if no state stays."""
+        is_settled = self._session.tasks.settle_absences(SETTLE_TIMEOUT_S)
         self._leave_residual(budget_bytes)
-        return self._keep_for_pause()
+        held = self._keep_for_pause()
+        return held if is_settled else None  # otherwise a step may have committed that the model lacks
 
     def leave(self, budget_bytes: int, *, between_steps: bool) -> None:
-        """This worker leaves a run that goes on."""
+        """Transfer or save the residual when this worker leaves a run that continues."""
         try:
+            self._session.tasks.settle_absences(SETTLE_TIMEOUT_S)
             self._leave_residual(budget_bytes)
             if between_steps:
                 self._keep_for_others()
@@ -143,10 +156,10 @@ class ModelState(ABC):
     @property
     @abstractmethod
     def _residual(self) -> WorkerResidual | None:
-        """None if no stage is held."""
+        """The residual; None if this worker holds no stage."""
 
     @abstractmethod
-    def _load_state(self, blobs: Sequence[bytes]) -> None:
+    def _load_state(self, blobs: Sequence[bytes | memoryview]) -> None:
         """Load another worker's state."""
 
     @abstractmethod
@@ -154,39 +167,39 @@ class ModelState(ABC):
 
     @abstractmethod
     def _keep_for_pause(self) -> CheckpointInfo | None:
-        """What becomes of the state during a pause; returns it if it stays in memory."""
+        """Prepare the state for a pause; return its position if it stays in memory, otherwise None."""
 
     def _keep_for_others(self) -> None:  # noqa: B027, a policy that most states do not need
-        """What becomes of a state that no other worker has, when this one leaves."""
+        """Save a state that no other worker has, because this worker leaves."""
 
     @abstractmethod
     def _drop_from_checkpoint(self, step: int) -> None:
-        """The residual of `step` was sent: its checkpoint must not bring it back."""
+        """Remove the residual, which was sent, from the checkpoint of `step`, so that it is not restored."""
 
     def _left_folder(self, left: LeftResidual) -> Path:
         return self._options.folder
 
     def _take_left(self) -> list[LeftResidual]:
-        """The residuals with which this worker left, each once."""
+        """Remove and return the residuals that remained with this worker when it left."""
         left, self._left = self._left, None
         return [] if left is None else [left]
 
     def _add_left(self, left: LeftResidual, entries: SparseVector, snapshot: WorkerSnapshot) -> bool:
-        """Add a residual of the step that the run is at; False: it does not fit."""
+        """Add a residual of the run's current step; return False if it cannot be added."""
         assert self._residual is not None
         return self._residual.add(entries, snapshot.world_size)
 
     # -- shared --------------------------------------------------------------------------------------------
 
-    def _restore_state(self, blobs: Sequence[bytes]) -> None:
+    def _restore_state(self, blobs: Sequence[bytes | memoryview]) -> None:
         self._load_state(blobs)
         if self._has_initial_weights:
             self._has_initial_weights = False
-            log.warning("this worker's initial weights were replaced by the group's: all train one model")
+            log.warning("this worker's initial weights were replaced by the group's weights")
 
     def _leave_residual(self, budget_bytes: int) -> None:
-        """Transfer the residual.  What nobody takes is left, beside what was left before the last pause, if
-        no step was taken since."""
+        """Transfer the residual.  Keep the part that no worker accepts, together with the part that remained
+        before the last pause if no step was taken since."""
         older, left = self._left, self._transfer_residual(budget_bytes)
         if older is None or left is None:
             self._left = left or older
@@ -218,7 +231,7 @@ class ModelState(ABC):
             is_added = fits and self._add_left(left, entries, snapshot)
             added, lost = (added + magnitude, lost) if is_added else (added, lost + magnitude)
             log.warning(
-                "the residual of %sstep %d, magnitude %.3g is %s; the run is at step %d",
+                "the residual of %sstep %d, of magnitude %.3g, is %s; the run is at step %d",
                 left.text,
                 left.applied + 1,
                 magnitude,
@@ -229,22 +242,22 @@ class ModelState(ABC):
             self._session.report_figures({"read_back_mass": added, "lost_mass": lost})
 
     def _add_residual(self, peer: PeerId, entries: SparseVector) -> None:
-        """Add the residual of a member that has left; it is sent from here."""
+        """Add the residual of a member that has left, so that this worker sends it in later steps."""
         residual, magnitude = self._residual, residual_pieces.magnitude_sum([entries])
         is_added = residual is not None and residual.add(entries, self._session.snapshot.world_size)
         self._received_magnitude += magnitude if is_added else 0.0
         self._session.report_figures({"inherited_mass": self._received_magnitude})
         log.warning(
-            "residual of %s, %d entries, magnitude %.3g: %s",
+            "the residual of %s, %d entries of magnitude %.3g, is %s",
             peer.hex()[:8],
             len(entries.values),
             magnitude,
-            "added to this worker's" if is_added else "lost: the sum with this worker's is too large to send",
+            "added to this worker's residual" if is_added else "lost, because the sum is too large to send",
         )
 
 
 def position_of(snapshot: WorkerSnapshot) -> CheckpointInfo:
-    """The state after the last committed step."""
+    """Return the position of the state after the last committed step."""
     return CheckpointInfo(snapshot.applied, snapshot.history, snapshot.ledger)
 
 
@@ -262,14 +275,22 @@ class WholeModelState(ModelState):
     ) -> None:
         super().__init__(session, checkpoints, max_transfer_bytes)
         self._optimizer = optimizer
-        self.checkpoints = CheckpointStore(checkpoints.folder, every=checkpoints.every, keep=checkpoints.keep)
-        self._checkpoint_step: int | None = None  # of the checkpoint that was found on disk
-        self._is_resumed = False  # state and residual are the checkpoint's, and no step was taken since
+        self.checkpoints = CheckpointStore(
+            checkpoints.folder,
+            every=checkpoints.every,
+            keep=checkpoints.keep,
+            report_figures=session.report_figures,
+        )
+        self._checkpoint_step: int | None = None  # the step of the checkpoint that was found on disk
+        self._is_resumed = False  # state and residual come from the checkpoint, and no step was taken since
         largest_bytes = largest_state_bytes(optimizer.model)
         session.tasks.attach_state(
             lambda place, whole: optimizer.capture_state(whole), self._restore_state, largest_bytes
         )
         session.tasks.attach_residual(optimizer.residual.size, self._add_residual)
+        if optimizer.wait == "auto":
+            absence = optimizer.absence
+            session.tasks.attach_absence(absence.make_empty_buffers, absence.apply, absence.drop)
         session.tasks.attach_catch_up(
             self._copy_state, optimizer.replay_update, largest_bytes, optimizer.flat_size
         )
@@ -287,10 +308,16 @@ class WholeModelState(ModelState):
             initial_state_digest=wrapped.initial_digest() if found is None else b"",
         )
         neighbours = _with_ring(neighbours_of(wrapped.exchange_config))
-        self._session.join(setup, neighbours, describe_machine(wrapped.model), _exchange_choices(wrapped))
+        self._session.join(
+            setup,
+            neighbours,
+            describe_machine(wrapped.model),
+            _exchange_choices(wrapped),
+            may_be_absent=wrapped.wait == "auto",
+        )
 
     def _load_checkpoint(self) -> CheckpointInfo | None:
-        """Load the latest checkpoint of this training from disk; the group may have a later state."""
+        """Load the latest checkpoint with these settings from disk; the group may have a later state."""
         self.checkpoints.claim()
         found = self.checkpoints.latest(self._facts)
         residual = self._optimizer.residual
@@ -302,12 +329,13 @@ class WholeModelState(ModelState):
         except RemoteProtocolError as error:
             raise ConfigError(
                 f"the checkpoint {found.path} of step {found.step} cannot be used: {error.reason}",
-                remedy="move it away: this worker then begins from an older one, or takes the group's state",
+                remedy="move it to another folder; this worker then uses an older checkpoint, or the "
+                "group's state",
             ) from None
         if found.residual:  # missing if another worker has it (`CheckpointStore.drop_residual`)
             residual.load(found.residual)
         if self._left is not None and self._left.history == found.position.history:
-            residual.clear()  # `_left` is what remains of it
+            residual.clear()  # `_left` is the part that remains
         self._is_resumed, self._has_initial_weights, self._checkpoint_step = True, False, found.step
         log.warning("this worker has a checkpoint of step %d: %s", found.step, found.path)
         return found.position
@@ -317,7 +345,7 @@ class WholeModelState(ModelState):
             self.checkpoints.mark_verified()
         elif self._checkpoint_step is not None:
             log.warning(
-                "the run goes on from step %d, not from this worker's checkpoint of step %d: it stays in %s",
+                "the run continues from step %d, not from the checkpoint of step %d, which stays in %s",
                 snapshot.applied + 1,
                 self._checkpoint_step,
                 self.checkpoints.folder,
@@ -331,7 +359,7 @@ class WholeModelState(ModelState):
 
     @property
     def exports(self) -> bool:
-        """True on the first worker."""
+        """Whether this worker has rank 0, and therefore writes the final model."""
         snapshot = self._session.snapshot
         return snapshot.world_size > 0 and snapshot.rank == 0
 
@@ -339,20 +367,25 @@ class WholeModelState(ModelState):
         path = folder / "final.safetensors"
         save_model(plain_state(self._optimizer.model), path)
         log.warning("the run is finished; the model is in %s", path)
+        if list_checkpoints(self.checkpoints.folder):
+            log.warning(
+                "a run with more steps can continue from the checkpoints in %s (see docs/operations.md)",
+                self.checkpoints.folder,
+            )
 
     @property
     def _residual(self) -> WorkerResidual:
         return self._optimizer.residual
 
-    def _load_state(self, blobs: Sequence[bytes]) -> None:
+    def _load_state(self, blobs: Sequence[bytes | memoryview]) -> None:
         if self._is_resumed:
-            # The residual is of the checkpoint's step: what was sent since would be sent twice.
+            # The residual belongs to the checkpoint's step; the part that was sent since would be sent twice.
             self._residual.clear()
             self._is_resumed = False
         self._optimizer.restore_state(blobs)
 
     def _copy_state(self) -> Callable[[], tuple[bytes, bytes]]:
-        """Copy the state between two steps; the function that is returned serializes the copy."""
+        """Copy the state between two steps; return a function that serializes the copy."""
         copy = self._optimizer.copy_state()
         return lambda: (copy.private_bytes(), copy.shared_bytes())
 
@@ -365,7 +398,8 @@ class WholeModelState(ModelState):
             )
 
     def _keep_for_pause(self) -> CheckpointInfo | None:
-        """The model stays in memory."""
+        """Keep the model in memory, without its residual; return its position if the group has the same
+        position."""
         self._residual.clear()
         snapshot = self._session.snapshot
         return position_of(snapshot) if snapshot.is_synced and snapshot.applied >= 0 else None
@@ -375,7 +409,7 @@ class WholeModelState(ModelState):
 
 
 def describe_machine(model: torch.nn.Module) -> WorkerInfo:
-    """This machine for the run's owner: device, its memory, versions."""
+    """Describe this machine for the run's owner: the device, its memory and the versions of software."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     texts = {"device": f"CPU, {os.cpu_count() or 1} cores"}
     if device.type == "cuda":
@@ -388,12 +422,14 @@ def describe_machine(model: torch.nn.Module) -> WorkerInfo:
 
 
 def _with_ring(neighbours: NeighboursOf) -> NeighboursOf:
-    """Buffer averages, trial tables and, in retries, hyperparameters use a ring in every exchange."""
+    """Add the ring's neighbours, because every exchange uses a ring for buffer averages, trial tables and, in
+    retries, hyperparameters."""
     return lambda rank, world_size: neighbours(rank, world_size) | ring.neighbours(rank, world_size)
 
 
 def _exchange_choices(wrapped: GridOptimizer) -> Mapping[str, NeighboursOf]:
-    """The neighbours in each exchange that a membership view may name; "" stands for none named."""
+    """Return the neighbours in each exchange that a membership view may name; "" stands for a view that names
+    no exchange."""
     if round_exchange(wrapped.exchange_config) == Dense():
         return {"": ring.neighbours, DIRECT_DENSE: _with_ring(direct.neighbours)}
     return {each.describe(): _with_ring(neighbours_of(each)) for each in wrapped.choices}

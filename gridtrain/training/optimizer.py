@@ -26,14 +26,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from gridtrain.config import Auto, Dense, Exchange, LocalSteps, Overlap, round_exchange
+from gridtrain.config import WAITS, Auto, Dense, Exchange, LocalSteps, Overlap, round_exchange
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
-from gridtrain.runtime.buffers.buckets import Bounds
+from gridtrain.runtime.buffers.buckets import Bounds, BucketBuffer
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.state_transfer.update_log import StepUpdate
 from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.training import hyperparameter_check
+from gridtrain.training.absence import Absence
 from gridtrain.training.auto_exchanger import AutoExchanger
 from gridtrain.training.buffer_averaging import BufferAveraging
 from gridtrain.training.checkpoint import serialization
@@ -53,9 +54,10 @@ EarlyBuckets = tuple[StepPlan | None, dict[int, ExchangeAttempt]]
 
 
 class GridOptimizer(WrappingOptimizer):
-    """A real `torch.optim.Optimizer` around the user's, whose groups, state and `state_dict` it shows.
+    """A `torch.optim.Optimizer` that wraps the user's optimizer and exposes its groups, state and
+    `state_dict`.
 
-    Clipping between backward and `step` clips the local gradient.  To clip the group's update, give
+    Clipping between backward and `step` clips the local gradient.  To clip the group's update, pass
     `clip_norm=`, or use the explicit form::
 
         optimizer.exchange()
@@ -64,25 +66,30 @@ class GridOptimizer(WrappingOptimizer):
 
     Args:
         inner: the optimizer that applies updates.
-        model: all of its trainable parameters take part, with zeros if a gradient is None.
+        model: the model; all of its trainable parameters take part, with zeros if a gradient is None.
         exchange: `Dense()`, `TopK(...)`, `GTopK(...)` or `Auto(...)`; `LocalSteps(...)` is for
             `LocalSGDOptimizer`.
-        session: this worker's place in the run.
-        clip_norm: largest 2-norm of the exchanged update; None: not clipped.
-        average_buffers_every: steps between two averages of the model's buffers; 0: never.
-        compare_every: steps between two comparisons of the whole state with the other workers'; 0: never.
-        overlap: exchange during the backward pass; None: in `step` alone.  With overlap, gradients must not
-            be changed between backward and `step`.
+        session: this worker's session in the run.
+        clip_norm: the maximum 2-norm of the exchanged update; None disables clipping.
+        average_buffers_every: the number of steps between two averagings of the model's buffers; 0 disables
+            averaging.
+        compare_every: the number of steps between two comparisons of the whole state with the other workers;
+            0 disables comparisons.
+        overlap: how to exchange during the backward pass; with None, `step` does the whole exchange.  With
+            overlap, gradients must not be changed between backward and `step`.
+        wait: "all" to wait in every step for all workers; "auto" to go on without workers whose training
+            loops have stalled, whose gradients then join a later step.
 
     Attributes:
-        replicated: the optimizer that applies updates and whose state is equal on all workers: here `inner`.
+        replicated: the optimizer that applies updates and whose state is equal on all workers; in this class
+            it is `inner`.
         residual: the gradient that this worker has not sent yet.
-        last_skipped: whether the latest step was skipped, or went on without this worker.
-        last_overflowed: whether it was skipped because a gradient was not finite.
-        timings: seconds of the latest step: computing, waiting, selecting, communicating, applying.
+        last_skipped: whether the latest step was skipped, or was taken without this worker.
+        last_overflowed: whether the latest step was skipped because a gradient was not finite.
+        timings: the seconds of the latest step: computing, waiting, selecting, communicating, applying.
 
     Raises:
-        ConfigError: inner, model and exchange do not fit together; the text says what to change.
+        ConfigError: inner, model and exchange are not compatible; the message says what to change.
     """
 
     shares_scale = True  # whether a GradScaler's scale has to be equal on all workers
@@ -100,8 +107,13 @@ class GridOptimizer(WrappingOptimizer):
         average_buffers_every: int = 0,
         compare_every: int = 0,
         overlap: Overlap | None = None,
+        wait: str = "all",
     ) -> None:
         check_compatible(inner, exchange, clip_norm)
+        if wait not in WAITS:
+            raise ConfigError(
+                f"wait is {wait!r}; it must be one of {', '.join(WAITS)}", remedy='use wait="all"'
+            )
         self._wrap(inner)
         self.model = model
         self.exchange_config = exchange
@@ -132,26 +144,35 @@ class GridOptimizer(WrappingOptimizer):
         self._round_start: TurnStartState | None = (
             None  # the same, while a round may send this worker's state
         )
-        self._skips = SkipReport()
+        self._skips = SkipReport(lambda figures: session.report_figures(figures))
         self.last_skipped = self.last_overflowed = False
         self.timings: dict[str, float] = {}
         self._stopwatch = _Stopwatch()
+        self.wait = wait
+        self.absence = Absence(self, self._trackers)
+        self._is_exchanging = False  # flat_N holds a gradient that is not applied yet
 
     @property
     def skipped_steps(self) -> int:
-        """Committed steps that were skipped because a gradient was not finite."""
+        """The number of committed steps that were skipped because a gradient was not finite."""
         return self._skips.total
 
     def describe_exchange(self) -> str:
-        """What all workers must have in common, for comparison and for people."""
+        """Return a description of the exchange, which must be equal on all workers."""
         buckets = self.overlap_config.describe() if self.overlap_config is not None else ""
         return self.exchange_config.describe() + buckets
 
     def set_backwards_per_step(self, count: int) -> None:
-        """Set the backward passes of a step; with overlap, gradients are complete after the last one."""
+        """Set the number of backward passes in a step; with overlap, gradients are complete after the last
+        pass."""
         self._backwards = count
         if self._overlapper is not None:
             self._overlapper.backwards = count
+
+    @property
+    def backwards_per_step(self) -> int:
+        """The number of backward passes in a step."""
+        return self._backwards
 
     @property
     def is_overlapping(self) -> bool:
@@ -162,12 +183,12 @@ class GridOptimizer(WrappingOptimizer):
 
     @property
     def flat_size(self) -> int:
-        """Elements of the flat gradient."""
+        """The number of elements of the flat gradient."""
         return self._flat.n
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ConfigError(
-            "a parameter group was added after the optimizer was wrapped, when the flat layout is fixed",
+            "a parameter group was added after grid.optimizer had fixed the flat layout of the gradient",
             remedy="add all groups to the inner optimizer before grid.optimizer(...)",
         )
 
@@ -187,16 +208,18 @@ class GridOptimizer(WrappingOptimizer):
 
     @property
     def calls_per_turn(self) -> int:
-        """Calls of `step` in one step of the run."""
+        """The number of calls of `step` in one step of the run."""
         return 1
 
     def begin_turn(self, calls_with_samples: int) -> None:
-        """`calls_with_samples`: of the turn's calls; the others get stand-in batches."""
+        """Begin a turn in which `calls_with_samples` of the calls have samples; the others get stand-in
+        batches."""
         if self._backwards > 1:  # a loop may step its scheduler after each of them
             self._turn_start = TurnStartState.capture(self.inner, self._trackers, averages=False)
 
     def begin_micro_batch(self, number: int, weights: Sequence[float]) -> None:
-        """The loop gets micro-batch `number` of a step, and divides the loss of each by their number.
+        """Begin micro-batch `number` of a step; the loop divides the loss of each micro-batch by their
+        number.
 
         The accumulated gradient is scaled, so that micro-batches count by their weights.  The last factor, at
         most 1 if weights never rise, is applied in the step, so that a clipped gradient stays clipped.
@@ -207,12 +230,13 @@ class GridOptimizer(WrappingOptimizer):
     # -- the group's step ------------------------------------------------------------------------
 
     def exchange(self) -> bool:
-        """Replace every `p.grad` by the group's committed update; `step` then only applies it.
+        """Replace every `p.grad` with the group's committed update; `step` then only applies the update.
 
-        Returns False if the step is skipped: gradients are unchanged, and `step` does not apply them.
+        Returns False if the step is skipped; gradients are then unchanged, and `step` does not apply them.
         With a GradScaler call `scaler.unscale_(optimizer)` first.
         """
         self._session.disable_replay("its script may change updates between exchange() and step()")
+        self.absence.set_obstacle("its script may change updates between exchange() and step()")
         return self._exchange()
 
     def _exchange(self) -> bool:
@@ -236,14 +260,15 @@ class GridOptimizer(WrappingOptimizer):
         """Attempt one step until an attempt is committed; the local gradient in flat_N stays until then.
 
         Args:
-            usable: False if the gradient is known not to be finite.
+            usable: whether the gradient may be finite.
             early: the buckets that were sent already.
         """
-        self._round_start = self._turn_start
+        self._round_start, self._is_exchanging = self._turn_start, True
         try:
             self._iterate_attempts(usable, early)
         finally:
             self._round_start = self._turn_start = None
+            self._is_exchanging = False
 
     def _iterate_attempts(self, usable: bool, early: EarlyBuckets | None) -> None:
         self._stopwatch.lap("computing_s")
@@ -270,6 +295,7 @@ class GridOptimizer(WrappingOptimizer):
             extra = [each for each in (averages, trial, compared) if each is not None]
             self._stopwatch.lap("selecting_s")
             settings_text = serialization.hyperparameters_json(self.inner)
+            self.absence.check_step(plan.step, settings_text)
             self.residual.mark_sent(attempt)
             outcome = self._session.run(plan, [attempt.buffer, *extra], attempt.skip, settings_text)
             self._stopwatch.lap("communicating_s")
@@ -299,7 +325,7 @@ class GridOptimizer(WrappingOptimizer):
             raise
 
     def _prepare(self, plan: StepPlan, usable: bool, sent: Mapping[int, ExchangeAttempt]) -> ExchangeAttempt:
-        """This worker's part in an attempt; `sent`: buckets of it that were sent already."""
+        """Prepare this worker's part in an attempt; `sent` holds the buckets that were sent already."""
         exchanger = self._exchanger if self._overlapper is None else self._overlapper.exchanger(plan)
         attempts = [
             sent.get(bucket)
@@ -327,7 +353,7 @@ class GridOptimizer(WrappingOptimizer):
             self._session.report_digest(step, serialization.replica_digest(self.model, self.replicated))
 
     def _unscale(self) -> bool:
-        """Divide by the scale of a GradScaler, which leaves that to `_step_supports_amp_scaling` optimizers.
+        """Divide flat_N by a GradScaler's scale, which `_step_supports_amp_scaling` leaves to the optimizer.
 
         Returns whether the scaler found a gradient that is not finite.
         """
@@ -339,30 +365,31 @@ class GridOptimizer(WrappingOptimizer):
     # -- the replicated state -----------------------------------------------------------------------
 
     def hyperparameter_digest(self) -> bytes:
-        """32-byte digest of learning rates, weight decays, ... of all groups.
+        """Return a 32-byte digest of the hyperparameters (learning rate, weight decay, ...) of all groups.
 
-        It is part of every vote, so that a learning rate that differs on one worker is never applied.
+        The digest is part of every vote, so that a learning rate that differs on one worker is never applied.
         """
         return serialization.hyperparameter_digest(self.inner)
 
     def track(self, **trackers: serialization.Stateful) -> None:
-        """Add schedulers, averages and the like to the state; the same ones on all workers."""
+        """Add stateful objects, such as schedulers and weight averages, to the replicated state.  Every
+        worker must track the same objects, under the same names."""
         self._trackers.update(trackers)
 
     def capture_state(self, whole: bool = True) -> Sequence[bytes | memoryview]:
-        """The replicated state; see `serialization.capture_state`."""
+        """Return the replicated state; see `serialization.capture_state`."""
         return serialization.capture_state(self.model, *self._turn_start_view(), whole=whole)
 
     def initial_digest(self) -> bytes:
-        """Digest of the state before the first step; see `serialization.initial_digest`."""
+        """Return a digest of the state before the first step; see `serialization.initial_digest`."""
         return serialization.initial_digest(self.model, self.replicated, self._trackers)
 
     def copy_state(self) -> serialization.StateCopy:
-        """A copy of the replicated state, not serialized yet."""
+        """Copy the replicated state without serializing it."""
         return serialization.copy_state(self.model, *self._turn_start_view())
 
     def _turn_start_view(self) -> tuple[torch.optim.Optimizer, serialization.Trackers]:
-        """The optimizer and the trackers as they were when the turn in progress began."""
+        """Return the optimizer and the trackers as they were when the turn in progress began."""
         if self._round_start is None:
             return self.replicated, self._trackers
         return self._round_start.apply_to(self.replicated, self._trackers)
@@ -371,19 +398,42 @@ class GridOptimizer(WrappingOptimizer):
         """Apply a step in which this worker did not take part.
 
         Raises:
-            RemoteProtocolError: it cannot be replayed; the model is unusable then.
+            RemoteProtocolError: the step cannot be replayed; the model is then unusable.
         """
         if step.update is None:
             return
         try:
-            _, groups = json.loads(step.settings)
-            serialization.load_hyperparameters(self.inner, groups)
-            self._load_update(step.update)
-            self.replicated.step()
+            self.load_settings(step.settings)
+            self.apply_update(step.update)
         except Exception as error:  # a user's optimizer with a peer's settings may raise anything
             text = f"step {step.step} cannot be replayed: {type(error).__name__}: {error}"
-            raise RemoteProtocolError(text, remedy="take the whole state") from error
+            raise RemoteProtocolError(text, remedy="request the whole state instead") from error
+
+    def load_settings(self, settings: bytes) -> None:
+        """Load another worker's optimizer settings, as `serialization.hyperparameters_json` wrote them."""
+        _, groups = json.loads(settings)
+        serialization.load_hyperparameters(self.inner, groups)
+
+    def apply_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
+        """Apply the update of a step in which this worker did not take part, with the present settings.
+
+        A gradient that is being exchanged is kept.
+        """
+        kept_N = self._flat.flat_N.clone() if self._is_exchanging else None
+        self._load_update(update)
+        self.replicated.step()
         self.inner.zero_grad()
+        if kept_N is not None:
+            self._flat.flat_N.copy_(kept_N)
+
+    def is_state_needed(self, step: int) -> bool:
+        """Whether this worker's state is averaged or compared in this step."""
+        is_compared = bool(self.compare_every) and (step + 1) % self.compare_every == 0
+        return is_compared or self.buffer_averaging.is_due(step)
+
+    def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | None:
+        """See `Exchanger.make_empty_buffer`."""
+        return self._exchanger.make_empty_buffer(plan)
 
     def _load_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
         """Write the update, clipped, to every `p.grad`."""
@@ -397,38 +447,40 @@ class GridOptimizer(WrappingOptimizer):
         serialization.restore_state(blobs, self.model, self.replicated, self._trackers)
 
     def capture_turn_state(self) -> Callable[[], None]:
-        """Copy what the script changes between two steps; the function that is returned restores it."""
+        """Copy the state that the script changes between two steps; return a function that restores it."""
         own = self.capture_state(whole=False)
         return lambda: self.restore_state(own)
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """See `serialization.pack_state`; for checkpoints."""
+        """Copy the state for a checkpoint; see `serialization.pack_state`."""
         return serialization.pack_state(self.model, self.replicated, self._trackers)
 
     def unpack(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Load what `pack` copied; raises `RemoteProtocolError` if it does not fit."""
+        """Load the result of `pack`; raise `RemoteProtocolError` if it does not match the model and the
+        optimizer."""
         serialization.unpack_state(document, tensors, self.model, self.replicated, self._trackers)
 
     def residual_state(self) -> dict[str, Tensor]:
-        """The residual by name; empty for `Dense`.  Not part of `state_dict`, because it is not
+        """Return the residual by name; empty for `Dense`.  It is not part of `state_dict`, because it is not
         replicated."""
         return self.residual.state()
 
     @property
     def choices(self) -> Sequence[Exchange]:
-        """The exchanges that the coordinator may choose; empty if the script has chosen."""
+        """The exchanges that the coordinator may choose; empty if the script has chosen the exchange."""
         return (*self._exchanger.choices.values(),) if isinstance(self._exchanger, AutoExchanger) else ()
 
     @property
     def current_exchange(self) -> Exchange | LocalSteps | None:
-        """The exchange of the latest step; None if none is chosen yet."""
+        """The exchange of the latest step; None if none has been chosen yet."""
         if isinstance(self._exchanger, AutoExchanger):
             return self._exchanger.current_exchange
         return self.exchange_config if not isinstance(self.exchange_config, Auto) else None
 
 
 class _Stopwatch:
-    """Seconds of a step's phases by name; time between steps counts for the first phase of the next one."""
+    """Measures a step's phases in seconds; the time between two steps belongs to the first phase of the next
+    step."""
 
     def __init__(self) -> None:
         self._last_s = time.perf_counter()
@@ -447,12 +499,12 @@ class _Stopwatch:
 def check_compatible(
     inner: torch.optim.Optimizer, exchange: Exchange | LocalSteps | Auto, clip_norm: float | None
 ) -> None:
-    """Raise `ConfigError` if these cannot be used together.  Call it two frames below the user's call."""
+    """Raise `ConfigError` if the arguments are not compatible.  Call it two frames below the user's call."""
     name = type(inner).__name__
     if isinstance(inner, GridOptimizer):
         raise ConfigError("the optimizer is already wrapped", remedy="call grid.optimizer(...) once")
     if isinstance(inner, torch.optim.LBFGS | torch.optim.SparseAdam):
-        raise ConfigError(f"{name} cannot take its gradients from a group", remedy="use SGD or AdamW")
+        raise ConfigError(f"{name} cannot be used in a run", remedy="use SGD or AdamW")
     if clip_norm is not None and not 0.0 < clip_norm < math.inf:
         raise ConfigError(f"clip_norm is {clip_norm}; it must be > 0 and finite", remedy="try clip_norm=1.0")
     if isinstance(exchange, Dense | LocalSteps | Auto):
@@ -461,18 +513,19 @@ def check_compatible(
     if momentum and exchange.momentum:
         raise ConfigError(
             f"{name} has momentum {momentum}, and {exchange.describe()} applies momentum, too",
-            remedy=f"keep the exchange's and build {name} with momentum=0",
+            remedy=f"keep the exchange's momentum and build {name} with momentum=0",
         )
     if "betas" in inner.defaults:
         warnings.warn(
-            f"{name} learns badly with a sparse exchange, because most elements of an update are zero -> "
+            f"{name} converges poorly with a sparse exchange, because most elements of an update are zero -> "
             "use exchange=Dense(), SGD with GTopK(momentum=0.9), or LocalSteps(every=32, exchange=GTopK())",
             stacklevel=4,  # the line that called grid.optimizer(...)
         )
 
 
 def l2_norm(update: npt.NDArray[np.float32] | SparseVector) -> float:
-    """2-norm, summed in float64 on the host: equal on all workers, whatever their number of threads."""
+    """Return the 2-norm, summed in float64 on the host, so that it is equal on all workers, whatever their
+    number of threads."""
     values = update.values if isinstance(update, SparseVector) else update
     blocks = (values[i : i + _NORM_BLOCK].astype(np.float64) for i in range(0, values.size, _NORM_BLOCK))
     return math.sqrt(math.fsum(float(np.square(block).sum()) for block in blocks))

@@ -1,13 +1,15 @@
-"""Sends parts of the gradient while backward still computes the rest: last layers first (Baidu, 2017).
+"""Send parts of the gradient while backward is still computing the rest, beginning with the last layers
+(Baidu, 2017).
 
-`overlap_trial` decides which steps do so.  What cannot be sent early is sent by `step`.
+`overlap_trial` decides in which steps parts are sent early.  `step` sends everything that could not be sent
+early.
 
     backward     layer 4   layer 3   layer 2   layer 1  |  step
     ready            [ bucket 1 ]        [ bucket 0 ]   |
     network              [===== bucket 1 =====][======= bucket 0 =====] vote
-                                                        ^ only what is right of here is waited for
+                                                        ^ only the part to the right is waited for
 
-A round commits as a whole, so nothing of its update is used before the last bucket has arrived.
+A round commits as a whole, so no part of its update is used before the last bucket has arrived.
 """
 
 from __future__ import annotations
@@ -35,11 +37,13 @@ log = logging.getLogger("gridtrain")
 def make_overlapper(
     flat: FlatGradient, whole: Exchanger, session: TrainingSession, overlap: Overlap, exchange: Exchange
 ) -> Overlapper | None:
-    """None if the gradient is too short to be divided into buckets: overlap would change nothing then."""
+    """Return an `Overlapper`, or None if the gradient is too short to be divided into buckets."""
     least = overlap.least_of(exchange)
     bounds = bucket_bounds(flat.sizes, overlap.buckets, least)
     if len(bounds) == 2:
-        text = "overlap is left out: %d elements in %d parameters are too few for two buckets of at least %d"
+        text = (
+            "overlap is off: %d elements in %d parameters are too few for two buckets of at least %d elements"
+        )
         log.warning(text, flat.n, len(flat.sizes), least)
         return None
     parts = make_exchanger(exchange, bounds, flat.flat_N.device, whole.feedback)
@@ -47,15 +51,15 @@ def make_overlapper(
 
 
 class Overlapper:
-    """Watches the gradients of one model, and sends each bucket when its gradients are complete.
+    """Sends each bucket of one model's gradient when all gradients of the bucket are complete.
 
     Args:
-        whole, parts: the same exchange for the whole vector and for buckets, over one error feedback.
-        trial: decides in which steps which of them is used.
+        whole, parts: the exchangers of the whole vector and of its buckets, which share one error feedback.
+        trial: the trial, which decides which of the two exchangers each step uses.
 
     Attributes:
-        backwards: backward passes in one step (`grid.batches(accumulate=)`).
-        selecting_s: seconds of the current backward pass that were spent on selection.
+        backwards: the number of backward passes in one step (`grid.batches(accumulate=)`).
+        selecting_s: the seconds of the current backward pass that were spent on selection.
     """
 
     def __init__(
@@ -73,7 +77,7 @@ class Overlapper:
         self.backwards = 1
         self.selecting_s = 0.0
         self._began_s: float | None = None  # start of this step's backward
-        self._current_plan: StepPlan | None = None  # of the latest attempt at this step
+        self._current_plan: StepPlan | None = None  # the plan of the latest attempt at this step
         self._reset()
         for index, parameter in enumerate(flat.parameters):
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
@@ -87,7 +91,7 @@ class Overlapper:
 
     @property
     def is_active(self) -> bool:
-        """Whether overlap is on, outside of trials."""
+        """Whether overlap is on outside of trials."""
         return self._trial.is_worthwhile
 
     # -- during backward -----------------------------------------------------------------------------
@@ -101,8 +105,10 @@ class Overlapper:
             self._began_s = time.perf_counter()
         if bucket in self._sent:
             raise ConfigError(
-                f"more than {self.backwards} backward passes before one step(); their gradients are sent",
-                remedy="use grid.batches(..., accumulate=a) for a backward passes a step, or overlap=None",
+                f"more than {self.backwards} backward passes ran before one step(); "
+                "the gradients were already sent",
+                remedy="use grid.batches(..., accumulate=a) for `a` backward passes per step, or "
+                "overlap=None",
             )
         self._backward_counts[index] += 1
         if self._backward_counts[index] == self.backwards:
@@ -131,9 +137,9 @@ class Overlapper:
     # -- in step -------------------------------------------------------------------------------------
 
     def take_sent(self) -> tuple[StepPlan | None, dict[int, ExchangeAttempt]]:
-        """The buckets that were sent, and the plan that they were sent for.
+        """Return the buckets that were sent, and the plan for which they were sent.
 
-        The flat vector holds the other buckets' gradients, too, after this.
+        Afterwards the flat vector also holds the gradients of the other buckets.
 
         Raises `ConfigError` if a gradient was changed after it was sent.
         """
@@ -145,30 +151,31 @@ class Overlapper:
         if changed:
             raise ConfigError(
                 "gradients were changed after they had been sent",
-                remedy="with overlap, clip by grid.optimizer(..., clip_norm=...); for anything else between "
-                "backward and step leave overlap out",
+                remedy="clip with grid.optimizer(..., clip_norm=...); to change gradients in another way "
+                "between backward and step, remove overlap=",
             )
         rest = (members for bucket, members in enumerate(self._bucket_parameters) if bucket not in sent)
         self._flat.gather([index for members in rest for index in members])
         return plan, sent
 
     def exchanger(self, plan: StepPlan) -> Exchanger:
-        """The exchanger with which all members divide their gradients in this attempt."""
+        """Return the exchanger with which all members divide their gradients in this attempt."""
         self._current_plan = plan
         return self._bucket_exchanger if self._trial.is_overlapped(plan) else self._whole_exchanger
 
     def make_trial_buffer(self, plan: StepPlan) -> DenseRingBuffer | None:
-        """A table of durations that this attempt exchanges in addition; see `overlap_trial`."""
+        """Return the table of durations that this attempt exchanges in addition, or None; see
+        `overlap_trial`."""
         return self._trial.make_table(plan)
 
     def finish_trial(self, plan: StepPlan, table: DenseRingBuffer) -> None:
-        """The round is committed, and with it the table."""
+        """Apply a table of durations after its round was committed; log the decision if it has changed."""
         text = self._trial.apply_table(plan, table.update_N)
         if text:
             log.log(logging.INFO if self._trial.is_worthwhile else logging.WARNING, "%s", text)
 
     def end_step(self) -> float:
-        """End a step; returns the seconds of selection during its backward pass."""
+        """End a step; return the seconds that selection took during its backward pass."""
         plan, self._current_plan = self._current_plan, None
         began_s, self._began_s = self._began_s, None
         if plan is not None and began_s is not None:
@@ -178,7 +185,7 @@ class Overlapper:
 
 
 def _bucket_members(sizes: Sequence[int], bounds: Sequence[int]) -> list[list[int]]:
-    """Indices of the parameters in each bucket."""
+    """Return the indices of the parameters in each bucket."""
     members: list[list[int]] = [[] for _ in bounds[1:]]
     at = bucket = 0
     for index, size in enumerate(sizes):
@@ -190,9 +197,9 @@ def _bucket_members(sizes: Sequence[int], bounds: Sequence[int]) -> list[list[in
 
 
 def check_no_scaler(optimizer: object) -> None:
-    """Raise `ConfigError` if a GradScaler is used: a bucket is sent before `step` could unscale it."""
+    """Raise `ConfigError` if a GradScaler is used, because a bucket is sent before `step` can unscale it."""
     if getattr(optimizer, "grad_scale", None) is not None:
         raise ConfigError(
-            "a GradScaler scales gradients that overlap sends before they are unscaled",
-            remedy="use bfloat16 autocast, which needs no scaler, or leave overlap out",
+            "a GradScaler is used, but overlap sends gradients before they are unscaled",
+            remedy="use bfloat16 autocast, which needs no scaler, or remove overlap=",
         )

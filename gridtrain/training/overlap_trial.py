@@ -1,7 +1,8 @@
-"""Measures whether overlap saves time, and decides it alike on all members.
+"""Measure whether overlap saves time, and make the same decision on all members.
 
-Both ends of a message must divide the gradient alike.  So the decision depends only on what all members know:
-the generation, the step, and a table that a committed round has summed.
+The sender and the receiver of a message must divide the gradient in the same way.  The decision therefore
+depends only on data that all members have: the generation, the step, and a table that a committed round has
+summed.
 
     phase (step - the generation's first)
      0 1   2 3 4   5 6 7   8 9 10  11 12 13  14       15 ...                       100 .. 111  112
@@ -11,8 +12,9 @@ the generation, the step, and a table that a committed round has summed.
     table (P, 2), each member fills its row and leaves zeros   rank 0   0.573   0.549   s: early, whole
     in the others; one more dense vector of the next round     rank 1   0.570   0.551   --> their medians
 
-The first step of each three is not counted, because it still shows effects of the other way.  Each generation
-starts again, because members and links have changed, and new members have seen no trial.
+The first of every three steps is not counted, because the previous setting still affects it.  The trial
+starts again in each generation, because members and links may have changed, and new members have no
+measurements.
 """
 
 from __future__ import annotations
@@ -32,15 +34,16 @@ TRIAL_STEPS = BLOCK_STEPS * BLOCKS
 SECOND_PHASE, PERIOD_STEPS = 100, 600
 
 MARGIN = 0.02
-"""Smallest part of backward and exchange that overlap has to save: steps vary by less, and selecting from the
-whole vector finds better entries than selecting from buckets."""
+"""The smallest fraction of the time of backward and exchange that overlap has to save.  The margin is larger
+than the variation between steps, and makes up for the better entries that a selection from the whole vector
+finds."""
 
 MOST_S = 1e6
-"""Upper bound of a duration in the table."""
+"""The upper bound of a duration in the table."""
 
 
 def last_trial_start(phase: int) -> int | None:
-    """The phase in which the latest trial began; None before the first."""
+    """Return the phase in which the latest trial began; None before the first trial."""
     if phase >= PERIOD_STEPS:
         return phase - phase % PERIOD_STEPS
     if phase >= SECOND_PHASE:
@@ -49,13 +52,13 @@ def last_trial_start(phase: int) -> int | None:
 
 
 class OverlapTrial:
-    """One member's part in the decision.
+    """One member's part in the decision whether to overlap.
 
     Args:
-        adaptive: False: overlap is always on, and nothing is measured.
+        adaptive: whether to measure; if False, overlap is always on.
 
     Attributes:
-        is_worthwhile: whether overlap is on, outside of trials.
+        is_worthwhile: whether overlap is on outside of trials.
     """
 
     def __init__(self, adaptive: bool) -> None:
@@ -71,7 +74,7 @@ class OverlapTrial:
         self._durations_s: dict[bool, list[float]] = {True: [], False: []}  # by whether it was early
 
     def is_overlapped(self, plan: StepPlan) -> bool:
-        """Whether this step's gradient is divided into buckets, on all members."""
+        """Whether all members divide this step's gradient into buckets."""
         if not self._adaptive:
             return True
         phase, start = self._phase_of(plan)
@@ -80,7 +83,7 @@ class OverlapTrial:
         return self.is_worthwhile
 
     def record_duration(self, plan: StepPlan, seconds: float) -> None:
-        """Record the seconds of this worker's backward and exchange in a step."""
+        """Record the seconds that this worker's backward and exchange took in a step."""
         phase, start = self._phase_of(plan)
         if start is None or not self._adaptive:
             return
@@ -91,7 +94,8 @@ class OverlapTrial:
             self._durations_s[self.is_overlapped(plan)].append(seconds)
 
     def make_table(self, plan: StepPlan) -> DenseRingBuffer | None:
-        """This worker's measurements, if a trial has ended and its table is not summed yet."""
+        """Return this worker's measurements if a trial has ended and its table has not been summed yet;
+        otherwise None."""
         phase, start = self._phase_of(plan)
         if not self._adaptive or start is None or self._decided_trial == start or phase < start + TRIAL_STEPS:
             return None
@@ -102,8 +106,8 @@ class OverlapTrial:
         return DenseRingBuffer(rows.reshape(-1), plan.world_size)
 
     def apply_table(self, plan: StepPlan, table: FloatArray) -> str:
-        """The round with the table is committed: decide.  Returns a text for people if the decision
-        changed."""
+        """Make the decision after the round with the table was committed; return a message if the decision
+        changed, otherwise ""."""
         phase, start = self._phase_of(plan)
         assert start is not None
         self._decided_trial = start
@@ -116,18 +120,19 @@ class OverlapTrial:
             return ""
         self._last_reported = self.is_worthwhile
         took = (
-            f"backward and exchange take {format_seconds(early_s)} with it, {format_seconds(whole_s)} without"
+            f"backward and exchange take {format_seconds(early_s)} with overlap, "
+            f"{format_seconds(whole_s)} without"
         )
         if self.is_worthwhile:
             return f"overlap is on from step {plan.step + 1}: {took}"
         again = SECOND_PHASE if phase < SECOND_PHASE else (phase // PERIOD_STEPS + 1) * PERIOD_STEPS
         return (
-            f"overlap is off from step {plan.step + 1}, because it has to save {MARGIN:.0%}: {took}; "
-            f"it is tried again in step {plan.first_step + again}"
+            f"overlap is off from step {plan.step + 1}, because it does not save at least {MARGIN:.0%}: "
+            f"{took}; overlap is tried again in step {plan.first_step + again}"
         )
 
     def _phase_of(self, plan: StepPlan) -> tuple[int, int | None]:
-        """The step's phase, and the start of the latest trial."""
+        """Return the step's phase and the start of the latest trial."""
         if plan.generation != self._generation:
             self._begin(plan.generation)
         phase = plan.step - plan.first_step

@@ -1,14 +1,14 @@
-"""Pauses of a script: it leaves the group between two steps, waits, and joins again.
+"""Pause a script: it leaves the group between two steps, waits, and joins again.
 
-The volunteer's agent decides when, and the bytes that are left of its budget.
+The volunteer's agent decides when the script pauses, and manages the byte budget.
 
     between two steps: the directive is "pause", or the next step may exceed the budget
         residual to a neighbour --> Pausing to the coordinator --> every connection is closed
         .......... nothing is sent, nothing is computed; GPU memory is freed ..........
     the directive is "run" --> Join, the group's state, a member of the next generation
 
-If a step costs more than expected, this worker cannot wait for its end: the budget check then ends
-everything at once, and the script with it; the agent starts it again when there is budget again.
+If a step transfers more than expected, this worker cannot wait for the end of the step: the budget check then
+ends the script at once, and the agent restarts it when a budget is available again.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ SetRateLimits = Callable[[float | None, float | None], None]
 POLL_INTERVAL_S = 1.0
 RETRY_FIRST_S, RETRY_MOST_S = 1.0, 30.0
 CONTROL_RESERVE_BYTES = 64 << 10
-"""Heartbeats, votes and the leave message of one step."""
+"""The bytes reserved for the heartbeats, votes and leave message of one step."""
 
 STEPS_AHEAD = 2
-"""A step may cost this many times the most expensive one so far."""
+"""The next step is assumed to transfer up to this many times the bytes of the most expensive step so far."""
 
 
 class PauseController:
-    """Obeys the agent's directives between two steps and, for rates and the budget, at any time.
+    """Carries out the agent's directives: between two steps or, for rate limits and the budget, at any time.
 
     Args:
-        connect: makes a transport to join again; None: there is no agent, and this worker never pauses.
-        limit: sets the rate limits.
+        connect: a function that creates a transport for joining again; None without an agent, in which case
+            this worker never pauses.
+        limit: a function that sets the upload and download limits in bytes per second.
 
     Attributes:
-        has_missed_end: the run was finished while this worker was paused.
+        has_missed_end: whether the run was finished while this worker was paused.
     """
 
     def __init__(
@@ -72,17 +73,17 @@ class PauseController:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the agent wants the script to end after the step."""
+        """Whether the agent requests that the script end after the current step."""
         return self._agent.directive.stop
 
     @property
     def remaining_bytes(self) -> int:
-        """Bytes that this process may still send and receive; a huge number without a limit."""
+        """The bytes that this process may still send and receive; 2**60 without a limit."""
         left = self._agent.directive.most_bytes - self._session.connection.moved_bytes
         return int(max(0.0, min(left, 1 << 60)))
 
     def begin_turn(self) -> None:
-        """A step begins: record the cost of the last one, and apply new rate limits."""
+        """Begin a step: record the bytes that the last step transferred, and apply new rate limits."""
         moved_bytes = self._session.connection.moved_bytes
         if self._turn_start_bytes is not None:
             self._max_step_bytes = max(self._max_step_bytes, moved_bytes - self._turn_start_bytes)
@@ -92,28 +93,31 @@ class PauseController:
         self._agent.report(state="training", step=snapshot.applied + 1, name=snapshot.name)
 
     def pause(self, held: CheckpointInfo | None, *, touched: bool) -> bool:
-        """Leave now and join again when the agent allows it; False if this worker is not to join again.
+        """Leave the group, and join again when the agent allows it; return False if this worker must not join
+        again.
 
-        Raises `JoinRefused`, and `CoordinatorUnreachable` if there is no answer for `Deadlines.paused_s`.
+        Raises `JoinRefused` if the coordinator refuses the worker, and `CoordinatorUnreachable` if it does
+        not answer for `Deadlines.paused_s`.
         """
         reason = self._pause_reason()
-        log.warning("paused by its owner: %s; the others go on without this worker", reason)
+        log.warning("paused by its owner: %s; the other workers continue without this worker", reason)
         self._session.pause(reason)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.empty_cache()  # for another program that wants the GPU
+            torch.cuda.empty_cache()  # for other programs that use the GPU
         self._agent.report(state="paused", reason=reason)
         self._turn_start_bytes, self._is_returning = None, True
         away_since_s = time.monotonic()
         if not self._await_permission() or not self._rejoin(held, touched):
             return False
         log.warning(
-            "this worker is back after %.0f s, and loads the group's state", time.monotonic() - away_since_s
+            "this worker has returned after %.0f s, and is loading the group's state",
+            time.monotonic() - away_since_s,
         )
         self._agent.report(state="joining")
         return True
 
     def is_run_over(self, refusal: JoinRefused) -> bool:
-        """Whether the run was finished while this worker was paused, which is no error."""
+        """Whether the run was finished while this worker was paused, which is not an error."""
         if refusal.code != "finished" or not self._is_returning:
             return False
         log.warning("the run was finished while this worker was paused")
@@ -121,7 +125,7 @@ class PauseController:
         return True
 
     def _await_permission(self) -> bool:
-        """Wait until this worker may train; False if it is to stop."""
+        """Wait until this worker may train; return False if it has to stop."""
         while self._should_pause():
             if self.should_stop:
                 return False
@@ -151,7 +155,7 @@ class PauseController:
                 return False
 
     def _should_pause(self) -> bool:
-        """Also called by the I/O thread, while the script waits between two steps."""
+        """Whether to pause now.  The I/O thread also calls it, while the script waits between two steps."""
         directive = self._agent.directive
         return not directive.run or directive.stop or self._exceeds_budget(directive)
 
@@ -168,9 +172,9 @@ class PauseController:
         return self._session.connection.moved_bytes + needed_bytes > directive.most_bytes
 
     def _budget_exhausted(self) -> str:
-        """Why everything has to end at once; "" if the budget lasts.
+        """Return the reason why the script has to end at once, or "" while the budget is not used up.
 
-        Called often by the I/O thread, also while a large state is transferred or a step waits for a slow
+        The I/O thread calls it often, also while a large state is transferred or a step waits for a slow
         link, so that new rate limits take effect at once.
         """
         directive = self._agent.directive
@@ -180,7 +184,7 @@ class PauseController:
         margin_bytes = max(CONTROL_RESERVE_BYTES, self._max_step_bytes) // 2
         if self._session.connection.moved_bytes + margin_bytes <= directive.most_bytes:
             return ""
-        # Without this the agent, which sees a few bytes left, would take the end for a failure.
+        # Without this report the agent, for which a few bytes are left, would treat the end as a failure.
         self._agent.report(state=BUDGET_EXHAUSTED)
         return f"paused in the middle of a step: {directive.spent_text}"
 

@@ -1,9 +1,9 @@
 """The residual of a worker that leaves: sent to another worker, written to disk, read back on return.
 
-    leave after step s     largest entries --> a neighbour        (sent from there; never read back here)
+    leave after step s     largest entries --> a neighbour        (which sends them; never read back)
                            the rest --------> <folder>/left       (applied, history, facts)
-    come back              the run is still after step s, with the same history: added, and the file removed
-                           otherwise: removed, and counted as lost
+    return                 the run is still after step s, with the same history: added, and the file removed
+                           otherwise: removed, and reported as lost
 
 See docs/decisions/0016.
 """
@@ -41,10 +41,10 @@ WHOLE_MODEL = Span(0, 1)
 
 @dataclass(frozen=True, slots=True)
 class LeftResidual:
-    """What remains with a worker that has left after step `applied` of a run with this history.
+    """The residual that remains with a worker that has left after step `applied` of a run with this history.
 
     Attributes:
-        layers: the stage that it belongs to; the default stands for a whole model.
+        layers: the layers of the stage to which the residual belongs; the default stands for a whole model.
     """
 
     applied: int
@@ -54,7 +54,7 @@ class LeftResidual:
 
     @property
     def text(self) -> str:
-        """The stage that it belongs to, for people; empty for a whole model."""
+        """The stage's layers, as the beginning of a log message; empty for a whole model."""
         if self.layers == WHOLE_MODEL:
             return ""
         return f"layers {self.layers.start} to {self.layers.stop - 1}, "
@@ -67,29 +67,31 @@ def transfer_residual(
     drop_from_checkpoint: Callable[[int], None] | None,
     layers: Span = WHOLE_MODEL,
 ) -> LeftResidual | None:
-    """Send the residual of a worker that leaves a run which goes on.  To be called once.
+    """Send the residual of a worker that leaves a run in progress.  Call this function only once.
 
-    Returns what remains with this worker, None if nothing does.
+    Returns the residual that remains with this worker, or None if nothing remains.
 
     Args:
-        budget_bytes: the largest entries that fit are sent.
-        drop_from_checkpoint: called with the step whose checkpoint must not bring the residual back; None if
-            there are no checkpoints.
+        budget_bytes: the maximum number of bytes to send; the largest entries that fit are sent.
+        drop_from_checkpoint: a function that is called with the step from whose checkpoint the residual must
+            be removed; None if there are no checkpoints.
     """
     timeout_s = session.config.deadlines.handover_s
     until_s = time.monotonic() + timeout_s
     residual_N = residual.take(lambda: session.connection.resolve_last_round(until_s - time.monotonic()))
     if residual_N is None and residual.size:
-        log.warning("this worker's residual is lost: its last step was interrupted while it was applied")
+        log.warning(
+            "this worker's residual is lost, because its last step was interrupted while it was being applied"
+        )
     residual_N = _merge_received(session, residual.size, residual_N, until_s)
     if residual_N is None or not residual_N.any():
         return None
     snapshot = session.snapshot
     chosen = residual_pieces.select_entries(residual_N, budget_bytes, max(1, snapshot.world_size))
     sent: bool | None = False  # None: the recipient has not answered, and may have it
-    text = "no other worker is there"
+    text = "there is no other worker"
     if chosen.entries and snapshot.world_size > 1 and not snapshot.is_finished:
-        # The deadline begins here: selecting and encoding many entries takes time, too.
+        # The deadline begins only now, because selecting and encoding many entries takes time, too.
         sent, text = session.connection.transfer_residual(
             residual_pieces.split_pieces(chosen.payload), timeout_s
         )
@@ -97,7 +99,7 @@ def transfer_residual(
     share = sent_magnitude / chosen.total_magnitude_sum
     session.report_figures({"handed_over_mass": sent_magnitude, "handed_over_share": share})
     log.warning(
-        "%.3g of the residual's magnitude %.3g (%.1f %%) handed over: %s",
+        "%.3g of the residual's magnitude %.3g (%.1f %%) transferred: %s",
         sent_magnitude,
         chosen.total_magnitude_sum,
         100 * share,
@@ -105,7 +107,7 @@ def transfer_residual(
     )
     if drop_from_checkpoint is not None and sent is not False:
         drop_from_checkpoint(snapshot.applied + 1)
-    # A recipient that has not answered may have all of it: those entries must not be added here again.
+    # A recipient that has not answered may have all entries, which must then not be added again.
     rest_N = residual_N if sent is False else chosen.remainder_N
     if rest_N is None:
         return None
@@ -115,7 +117,7 @@ def transfer_residual(
 def _merge_received(
     session: GroupSession, n: int, residual_N: npt.NDArray[np.float32] | None, until_s: float
 ) -> npt.NDArray[np.float32] | None:
-    """Add the residuals that this worker has received from others and not yet added to its own."""
+    """Add the residuals that this worker has received from other workers but not yet added to its own."""
     if not n:
         return residual_N
     received, lost_magnitude = session.connection.take_last_residuals(max(0.0, until_s - time.monotonic()))
@@ -123,22 +125,22 @@ def _merge_received(
         residual_N = np.zeros(n, np.float32) if residual_N is None else residual_N
         residual_N[entries.indices] += entries.values
         log.warning(
-            "the residual of %s, magnitude %.3g, is passed on with this worker's",
+            "the residual of %s, of magnitude %.3g, is passed on together with this worker's residual",
             peer.hex()[:8],
             residual_pieces.magnitude_sum([entries]),
         )
     if lost_magnitude:
         session.report_figures({"lost_mass": lost_magnitude})
         log.warning(
-            "magnitude %.3g of other workers' residuals is lost: this worker has accepted it and leaves "
-            "before the transfer is confirmed",
+            "magnitude %.3g of other workers' residuals is lost, because this worker has accepted it and "
+            "leaves before the transfer is confirmed",
             lost_magnitude,
         )
     return residual_N
 
 
 def save_left_residual(folder: Path, facts: Facts, left: LeftResidual) -> None:
-    """Write what a worker that leaves still has.  An error, such as a full disk, is logged."""
+    """Write the residual that a leaving worker still has.  Errors, such as a full disk, are logged."""
     path, partial = folder / LEFT_FOLDER, folder / f".{LEFT_FOLDER}.partial"
     try:
         shutil.rmtree(path, ignore_errors=True)
@@ -156,10 +158,10 @@ def save_left_residual(folder: Path, facts: Facts, left: LeftResidual) -> None:
 
 
 def load_left_residual(folder: Path, facts: Facts, n: int, layers: Span = WHOLE_MODEL) -> LeftResidual | None:
-    """Read what `save_left_residual` wrote and remove it, so that it cannot be added twice.
+    """Read and remove the residual that `save_left_residual` wrote, so that it cannot be added twice.
 
-    Returns None, with a warning if there is something, unless it is a residual of `n` elements of this
-    training.
+    Returns None if there is no residual of `n` elements with these settings; logs a warning if there is a
+    different residual.
     """
     path = folder / LEFT_FOLDER
     if not path.is_dir():
@@ -171,7 +173,7 @@ def load_left_residual(folder: Path, facts: Facts, n: int, layers: Span = WHOLE_
         left = LeftResidual(int(note["applied"]), bytes.fromhex(note["history"]), residual_N, layers)
         same = [tuple(fact) for fact in note["facts"]] == list(facts)
         if not same or residual_N.shape != (n,) or residual_N.dtype != np.float32:
-            raise ValueError("it belongs to another training")
+            raise ValueError("it was written with different training settings")
         if not np.isfinite(residual_N).all():
             raise ValueError("it has values that are not finite")
     except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
@@ -181,7 +183,8 @@ def load_left_residual(folder: Path, facts: Facts, n: int, layers: Span = WHOLE_
         shutil.rmtree(path)
     if path.exists():
         log.warning(
-            "the residual in %s cannot be removed, and is not read back: it might be added twice", path
+            "the residual in %s cannot be removed, and is not read back, because it might be added twice",
+            path,
         )
         return None
     return left

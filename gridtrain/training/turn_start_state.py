@@ -1,10 +1,10 @@
-"""What the script itself changes during a turn, as it was before the turn began.
+"""The optimizer settings and trackers as they were before a turn, during which a script changes them.
 
 A state that is sent in the middle of a turn has these values, because its receiver makes all calls of the
 turn:
 
     micro-batch or local step    1       2       3       4 = the step of the run
-    scheduler, stepped by each   s+1     s+2     s+3      |  others may ask for this worker's state here
+    scheduler, stepped by each   s+1     s+2     s+3      |  workers may request this worker's state here
     sent then                    s <----------------------+
 """
 
@@ -26,8 +26,8 @@ class TurnStartState:
     """Optimizer settings and trackers at the start of a turn.
 
     Attributes:
-        param_groups: as in a state_dict, where parameters are numbers.
-        trackers: their state_dicts by name.
+        param_groups: the optimizer's groups as in a state_dict, where parameters are numbers.
+        trackers: the trackers' state_dicts by name.
     """
 
     param_groups: list[dict[str, Any]]
@@ -35,10 +35,10 @@ class TurnStartState:
 
     @classmethod
     def capture(cls, inner: torch.optim.Optimizer, trackers: Trackers, *, averages: bool) -> TurnStartState:
-        """Copy the present settings and trackers.
+        """Copy the current settings and trackers.
 
-        `averages`: also copy large tensors of trackers.  Not needed if the script changes them only after the
-        step of the run.
+        With `averages`, also copy large tensors of trackers, which is not necessary if the script changes
+        them only after the step of the run.
         """
         groups = copy.deepcopy(inner.state_dict()["param_groups"])
         return cls(
@@ -48,7 +48,8 @@ class TurnStartState:
     def apply_to(
         self, replicated: torch.optim.Optimizer, trackers: Trackers
     ) -> tuple[torch.optim.Optimizer, Trackers]:
-        """Replacements of the optimizer and the trackers in a state that is sent now."""
+        """Return replacements for the optimizer and the trackers, from which a state can be sent during the
+        turn."""
         theirs = {
             name: _TrackerView(self.trackers[name]) if name in self.trackers else item
             for name, item in trackers.items()
@@ -58,7 +59,7 @@ class TurnStartState:
 
 @dataclass(frozen=True, slots=True)
 class _OptimizerView:
-    """An optimizer with the settings of the turn's start; its moments are those of the last step anyway."""
+    """An optimizer with the settings at the start of the turn; its moments do not change during a turn."""
 
     replicated: torch.optim.Optimizer
     param_groups: list[dict[str, Any]]
@@ -69,7 +70,7 @@ class _OptimizerView:
 
 @dataclass(frozen=True, slots=True)
 class _TrackerView:
-    """A tracker as it was at the turn's start."""
+    """A tracker with its state at the start of the turn."""
 
     state: dict[str, Any]
 

@@ -1,7 +1,7 @@
-"""An optimizer around another one, whose groups and state it shows as its own.
+"""An optimizer that wraps another optimizer and exposes its groups and state.
 
-Schedulers, GradScaler and checkpoints read `param_groups`, `state` and `state_dict`, and must find the inner
-optimizer's.
+Schedulers, GradScaler and checkpoints read `param_groups`, `state` and `state_dict`, which must be those of
+the inner optimizer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 class WrappingOptimizer(torch.optim.Optimizer):
-    """A real `torch.optim.Optimizer` without parameter groups of its own; a subclass defines `step`."""
+    """A `torch.optim.Optimizer` without parameter groups of its own; a subclass defines `step`."""
 
     inner: torch.optim.Optimizer
 

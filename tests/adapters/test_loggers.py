@@ -138,5 +138,5 @@ def test_weights_and_biases_itself_keeps_a_run_offline(tmp_path, monkeypatch) ->
 
 def test_a_missing_package_is_named(monkeypatch) -> None:
     monkeypatch.setattr("gridtrain.extras.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="needs wandb, not installed"):
+    with pytest.raises(ConfigError, match="needs wandb to be installed"):
         loggers.WeightsAndBiases().write(0, {"loss": 1.0})

@@ -69,7 +69,7 @@ def test_addresses(text: str, address: str) -> None:
     ],
 )
 def test_no_addresses(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"tcp://host:port, got .* -> write for instance tcp://"):
+    with pytest.raises(ConfigError, match=r"tcp://host:port, got .* -> write the address that .* tcp://"):
         parse_coordinator_address(text)
 
 
@@ -135,7 +135,7 @@ def test_texts_from_the_network_are_made_printable() -> None:
     "payload", [b"", b"\xff", b"[1]", b"{", b"[" * 100_000], ids=lambda payload: str(payload[:9])
 )
 def test_an_answer_that_is_no_status(payload: bytes) -> None:
-    with pytest.raises(RemoteProtocolError, match="not a status -> check that the address"):
+    with pytest.raises(RemoteProtocolError, match="not a valid status -> check that the address"):
         asked([PeerUp(THERE)], [reply(payload)])
 
 
@@ -151,7 +151,7 @@ def test_somebody_else_listens_at_the_coordinators_address() -> None:
         with (
             CoordinatorClient(address, THERE, ME) as client,
             pytest.raises(
-                CoordinatorUnreachable, match=r"something listens at .* another key.* new invitation"
+                CoordinatorUnreachable, match=r"a program listens at .* another key.* new invitation"
             ),
         ):
             client.status(0.05)
@@ -175,7 +175,7 @@ def test_another_version() -> None:
 
 
 def test_somebody_who_speaks_something_else() -> None:
-    with pytest.raises(RemoteProtocolError, match="something else: no msgpack"):
+    with pytest.raises(RemoteProtocolError, match="sent an invalid answer: no msgpack"):
         asked([TransportViolation(None, "no msgpack")])
 
 

@@ -79,7 +79,7 @@ def test_the_latest_of_all_workers_or_the_step_that_is_asked_for(tmp_path: Path)
     assert torch.equal(load(out)["embed.weight"], later["embed.weight"])
     assert export(tmp_path, out, "--step", 10).exit_code == 0
     assert torch.equal(load(out)["embed.weight"], older["embed.weight"])
-    assert complaint(tmp_path, out, "--step", 11).remedy == "there are: 5, 10, 15"
+    assert complaint(tmp_path, out, "--step", 11).remedy == "use one of the steps 5, 10, 15"
     assert torch.equal(load(out)["embed.weight"], older["embed.weight"]), "still what it was"
 
 
@@ -117,7 +117,10 @@ def test_what_cannot_be(tmp_path: Path) -> None:
     assert "there is no checkpoint in" in complaint(tmp_path, tmp_path / "m.pt").reason
     assert "cannot be read" in complaint(tmp_path / "none", tmp_path / "m.pt").reason
     write(tmp_path / "w", 5, seed=5)
-    assert "names no format" in complaint(tmp_path / "w", tmp_path / "m.bin").reason
+    assert (
+        "does not have the suffix of a supported format"
+        in complaint(tmp_path / "w", tmp_path / "m.bin").reason
+    )
     for name in ("m.pt", "m.safetensors"):
         error = complaint(tmp_path / "w", tmp_path / "missing" / name)
         assert "cannot be written" in error.reason and error.remedy

@@ -67,8 +67,8 @@ def test_a_worker_that_comes_in() -> None:
         picture((ANNA, "active", 0), let_in=(ANNA,)),
     )
     assert run.waits() == [
-        ("waiting", "waiting 10 s for them (Ctrl-C ends that)"),
-        ("let_in", "key 010101010101 was admitted; its script starts"),
+        ("waiting", "waiting 10 s for workers to join (Ctrl-C stops waiting)"),
+        ("let_in", "key 010101010101 was admitted; its script is starting"),
         ("member", "w1 is a member (rank 0); 1 of 1"),
     ]
 

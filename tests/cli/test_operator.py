@@ -158,8 +158,8 @@ def test_an_invitation_is_withdrawn(desk: Desk) -> None:
     guest = Identity.from_secret(parse(text).token).public
     assert desk.standing(guest) == "guest"
     assert fine(desk, f"invite --withdraw {text}") == ""
-    assert desk.standing(guest) == "stranger"
-    assert "no such invitation" in complaint(gridtrain(desk, f"invite --withdraw {text}"), 4)
+    assert desk.standing(guest) == "guest", "to be told that it was withdrawn"
+    assert "no valid invitation" in complaint(gridtrain(desk, f"invite --withdraw {text}"), 4)
 
 
 def test_the_coordinator_refuses(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,17 +176,24 @@ def test_an_invitation_for_this_machine_alone_says_so() -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("90s", 90.0), ("15m", 900.0), ("12h", 43_200.0), ("7d", 604_800.0), (" 1.5h ", 5400.0)],
+    [
+        ("90s", 90.0),
+        ("15m", 900.0),
+        ("12h", 43_200.0),
+        ("7d", 604_800.0),
+        (" 1.5h ", 5400.0),
+        ("7 d", 604_800.0),
+    ],
 )
 def test_durations(text: str, seconds: float) -> None:
     context = click.Context(cli)
     assert operator_arguments.parse_duration(context, cli.params[0], text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "7", "d", "7 d", "-1d", "1w", "1e3s", "9999999999s", "infd"])
+@pytest.mark.parametrize("text", ["", "7", "d", "-1d", "1w", "1e3s", "9" * 400 + "s", "infd"])
 def test_no_durations(text: str) -> None:
     result = CliRunner().invoke(cli, ["invite", "--expires", text])
-    assert result.exit_code == 2 and "write for instance 90s, 15m, 12h or 7d" in result.output
+    assert result.exit_code == 2 and "use, for instance, 90s, 15m, 12h or 7d" in result.output
 
 
 @pytest.mark.parametrize(
@@ -206,7 +213,7 @@ rank name      key          state  violations reach
    - (away)    a1a1a1c3c3c3 away            0 -
 invitation {id}: 2 of 5 uses, 59 min 59 s left
 banned d4d4d4d4d4d4: spam  [2J
-violation of [red]bert b2b2b2b2b2b2, reported by coordinator: no msgpack
+violation by [red]bert b2b2b2b2b2b2, reported by coordinator: no msgpack
 """
 
 
@@ -235,7 +242,9 @@ def test_the_same_as_json(desk: Desk) -> None:
 
 
 def test_nobody_yet(desk: Desk) -> None:
-    assert "nobody has been admitted yet: gridtrain invite" in fine(desk, "members")
+    assert "no worker has been admitted yet; create an invitation with gridtrain invite" in fine(
+        desk, "members"
+    )
 
 
 @pytest.mark.parametrize(
@@ -258,12 +267,12 @@ def test_kick_by_name_and_ban_by_key(desk: Desk) -> None:
     desk.members = MEMBERS
     desk.enrol(ANNA, BERT)
     assert (
-        fine(desk, "kick anna") == "anna: a1a1a1a1a1a1 is removed; it needs a new invitation to come back\n"
+        fine(desk, "kick anna") == "anna: a1a1a1a1a1a1 is removed; it needs a new invitation to join again\n"
     )
     assert desk.standing(ANNA) == "stranger"
     assert fine(desk, "ban b2B2b2 --reason spam") == "[red]bert: b2b2b2b2b2b2 is banned until you unban it\n"
     assert desk.door.status(time.time())["banned"] == [{"peer": BERT, "name": "[red]bert", "reason": "spam"}]
-    assert "can come back" in fine(desk, "unban b2b2b2")
+    assert "can join again" in fine(desk, "unban b2b2b2")
     assert desk.door.status(time.time())["banned"] == []
 
 
@@ -273,7 +282,7 @@ def test_a_ban_is_lifted_by_the_name_that_it_was_given_by(desk: Desk) -> None:
     fine(desk, "ban anna --reason spam")
     desk.members = [{**MEMBERS[1], "name": "anna"}]  # another one of that name, who is not banned
     assert "banned anna a1a1a1a1a1a1: spam" in fine(desk, "members")
-    lifted = "anna: a1a1a1a1a1a1 is not banned any more; with a new invitation it can come back\n"
+    lifted = "anna: a1a1a1a1a1a1 is no longer banned; it can join again with a new invitation\n"
     assert fine(desk, "unban anna") == lifted
     assert "matches no member" in complaint(gridtrain(desk, "unban anna"), 2)
 
@@ -291,7 +300,8 @@ def test_who_is_meant_must_be_clear(desk: Desk) -> None:
     assert both == "'a1a1a1' matches 2 members: anna a1a1a1a1a1a1, (away) a1a1a1c3c3c3"
     nobody = complaint(gridtrain(desk, "kick dora"), 2)
     assert nobody == (
-        "'dora' matches no member; there is anna a1a1a1a1a1a1, (away) a1a1a1c3c3c3, [red]bert b2b2b2b2b2b2"
+        "'dora' matches no member; known members: anna a1a1a1a1a1a1, (away) a1a1a1c3c3c3, "
+        "[red]bert b2b2b2b2b2b2"
     )
     assert "matches no member" in complaint(gridtrain(desk, "kick a1a1a"), 2), "5 digits are too few"
     assert "matches no member" in complaint(gridtrain(desk, "kick (away)"), 2)
@@ -301,7 +311,7 @@ def test_who_is_meant_must_be_clear(desk: Desk) -> None:
 def test_two_of_one_name_and_a_name_like_a_key() -> None:
     known = {ANNA: "anna", BERT: "anna", CARL: "b2b2b2"}
     for who in ("anna", "b2b2b2"):
-        with pytest.raises(ConfigError, match=r"matches 2 members: .*give more digits"):
+        with pytest.raises(ConfigError, match=r"matches 2 members: .*specify more digits"):
             operator_arguments.resolve_member(who, known)
     assert operator_arguments.resolve_member(CARL, known) == bytes.fromhex(CARL)
 
@@ -321,7 +331,7 @@ def test_no_coordinator_has_run_here(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "no coordinator is running" in complaint(result, 2)
     assert "gridtrain coordinator --run mine" in str(result.exception)
     for run in ("../other", ""):
-        with pytest.raises(ConfigError, match="cannot be a run"):
+        with pytest.raises(ConfigError, match="is not a valid run name"):
             CoordinatorEndpoint.find(run)
 
 
@@ -331,7 +341,7 @@ def test_the_folder_is_that_of_the_run(desk: Desk, monkeypatch: pytest.MonkeyPat
     (desk.folder / "gridtrain" / "default").symlink_to(desk.folder)
     (desk.folder / "gridtrain" / "mine").symlink_to(desk.folder)
     assert CoordinatorEndpoint.find().local_address == desk.contact.here
-    with pytest.raises(ConfigError, match='is of the run "default", not "mine" -> name it: --run default'):
+    with pytest.raises(ConfigError, match='belongs to the run "default", not to "mine" -> use --run default'):
         CoordinatorEndpoint.find("mine")
 
 

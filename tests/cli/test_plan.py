@@ -57,7 +57,7 @@ def test_the_table_can_be_checked_by_hand() -> None:
     seconds = [float(row[1].removesuffix(" ms")) / 1e3 for row in cells]
     assert seconds[0] == pytest.approx(0.5 + 4e6 / 12.5e6, rel=0.03)
     assert seconds[1] == pytest.approx(0.5 + 6e6 / 12.5e6, rel=0.03)
-    assert "Take gtopk at density 0.001 with 4 workers: a step takes" in done.output
+    assert "Use gtopk at density 0.001 with 4 workers: a step takes" in done.output
 
 
 @pytest.mark.parametrize("width", [40, 80, 100, 200])
@@ -118,7 +118,7 @@ def test_sites_come_from_a_file(tmp_path: Path) -> None:
     assert len([rate for rate in described.network(4).up_Bps if rate == 2.5e6]) == 1
     done = run("--parameters", "25.6M", "--network", str(path), "--exchange", "gtopk,dense")
     assert done.exit_code == 0, done.output
-    assert "Take gtopk at density 0.001 with 8 workers" in done.output
+    assert "Use gtopk at density 0.001 with 8 workers" in done.output
     assert "Members are ordered for each exchange by predicted time." in done.output
 
 
@@ -138,23 +138,23 @@ def test_the_picture_shows_each_exchange(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--parameters", "many"), "write 25600000, 25.6e6, 25.6M or 7B"),
-        (("--parameters", "1M", "--workers", "1..4"), 'write "2..4096" or "2,3,8"'),
-        (("--parameters", "1M", "--workers", "0..8"), 'write "2..4096" or "2,3,8"'),
-        (("--parameters", "1M", "--workers=-1..4"), 'write "2..4096" or "2,3,8"'),
-        (("--parameters", "1M", "--workers", "2..1000000"), 'write "2..4096" or "2,3,8"'),
-        (("--parameters", "1M", "--workers", "8..2"), 'write "2..4096" or "2,3,8"'),
-        (("--parameters", "1e400"), "must be 1 to 1e+15"),
-        (("--parameters", "0"), "must be 1 to 1e+15"),
-        (("--parameters", "1M", "--compute", "9" * 400 + "s"), "must be 1e-9 s to 1e+06 s"),
-        (("--parameters", "1M", "--compute", "0s"), "must be 1e-9 s to 1e+06 s"),
+        (("--parameters", "many"), "a number such as 25600000, 25.6e6, 25.6M or 7B"),
+        (("--parameters", "1M", "--workers", "1..4"), 'not a list such as "2..4096" or "2,3,8"'),
+        (("--parameters", "1M", "--workers", "0..8"), 'not a list such as "2..4096" or "2,3,8"'),
+        (("--parameters", "1M", "--workers=-1..4"), 'not a list such as "2..4096" or "2,3,8"'),
+        (("--parameters", "1M", "--workers", "2..1000000"), 'not a list such as "2..4096" or "2,3,8"'),
+        (("--parameters", "1M", "--workers", "8..2"), 'not a list such as "2..4096" or "2,3,8"'),
+        (("--parameters", "1e400"), "is not between 1 and 1e+15"),
+        (("--parameters", "0"), "is not between 1 and 1e+15"),
+        (("--parameters", "1M", "--compute", "9" * 400 + "s"), "is not between 1e-9 s and 1e+06 s"),
+        (("--parameters", "1M", "--compute", "0s"), "is not between 1e-9 s and 1e+06 s"),
         (
             ("--parameters", "1M", "--picture", "/nonexistent/x.svg"),
-            "/nonexistent is not a folder that can be written to",
+            "/nonexistent is not a writable folder",
         ),
         (("--parameters", "1M", "--network", __file__, "--link", "1Gbit"), "leave out --link and --latency"),
-        (("--parameters", "1M", "--workers", "four"), 'write "2..4096" or "2,3,8"'),
-        (("--parameters", "1M", "--exchange", "gossip"), "name some of dense, topk"),
+        (("--parameters", "1M", "--workers", "four"), 'not a list such as "2..4096" or "2,3,8"'),
+        (("--parameters", "1M", "--exchange", "gossip"), "not a list of exchanges out of dense, topk"),
         (("--parameters", "1M", "--workers", "4", "--picture", "x.svg"), "at least two numbers"),
     ],
 )
@@ -190,14 +190,14 @@ def test_configuration_errors_leave_by_exit_code_2(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "sites are []"),
-        ("[[site]]\nname='a'\nlink='1Gbit'\ncolour='red'", "has ['colour']"),
+        ("", "the names of the sites are []"),
+        ("[[site]]\nname='a'\nlink='1Gbit'\ncolour='red'", "has the unknown keys ['colour']"),
         ("[[site]]\nname='a'\nworkers=0\nlink='1Gbit'", "has 0 workers"),
         ("[[site]]\nname='a'\nup='1Mbit'", "has no link"),
         ("[[site]]\nname='a'\nlink='1Gbit'\n[[site]]\nname='b'\nlink='1Gbit'", 'between "a" and "b"'),
         ("[[site]]\nname='a'\nlink='1Gbit'\n[[between]]\nsites=['a','a']", "[[between]] of ['a', 'a']"),
-        ("[[host]]\nname='a'", "unknown host"),
-        ("[[site]]\nname='a'\nlink='1Gbit'\nup='1Mbit'", "has a link, and up or down"),
+        ("[[host]]\nname='a'", "unknown keys host"),
+        ("[[site]]\nname='a'\nlink='1Gbit'\nup='1Mbit'", "has a link as well as up or down"),
         ("[[site]]\nname='a'\nlink='100Mbit/'", "'' is not a rate"),
         (
             "[[site]]\nname='a'\nlink='1Gbit'\n[[between]]\nsites=[['a'],['b']]",
@@ -249,11 +249,11 @@ def test_a_run_that_goes_on_brings_its_own_links(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("picture", "says"),
     [
-        ({}, "nothing is measured"),
-        ({"world_size": 1, "links": []}, "nothing is measured"),
-        ({"world_size": 2, "links": [[0, 0, 0.1, None]]}, "lists a link as"),
-        ({"world_size": 2, "links": ["nonsense"]}, "lists a link as"),
-        ({"world_size": 2, "links": [[0, 1, -1.0, "fast"]]}, "nothing is measured"),
+        ({}, "has been measured yet"),
+        ({"world_size": 1, "links": []}, "has been measured yet"),
+        ({"world_size": 2, "links": [[0, 0, 0.1, None]]}, "contains the invalid link"),
+        ({"world_size": 2, "links": ["nonsense"]}, "contains the invalid link"),
+        ({"world_size": 2, "links": [[0, 1, -1.0, "fast"]]}, "has been measured yet"),
     ],
 )
 def test_a_status_without_links_is_refused(picture: dict[str, Any], says: str) -> None:

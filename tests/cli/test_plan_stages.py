@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner, Result
 from torch import nn
 
-from gridtrain.cli.layers_file import parse_bytes, read_layers
+from gridtrain.cli.layers_file import parse_size, read_layers
 from gridtrain.cli.main import cli
 from gridtrain.errors import ConfigError
 from gridtrain.pipeline import profile
@@ -107,7 +107,7 @@ def test_the_table_can_be_checked_by_hand() -> None:
     assert [row[1] for row in cells] == [f"layer{i} to layer{i + 2} (3)" for i in (0, 3, 6, 9)]
     assert [row[4] for row in cells] == ["8 B / 8 B"] * 3 + [""]
     assert [row[5] for row in cells] == ["48 MB"] * 4  # parameters, gradients, Adam's two
-    assert "As asked: 8 micro-batches of 1 of 8 samples over 4 stages" in done
+    assert "As specified: 8 micro-batches of 1 of 8 samples over 4 stages" in done
 
 
 def test_a_number_of_micro_batches_is_proposed(layers: str) -> None:
@@ -142,7 +142,7 @@ def test_what_does_not_fit_leaves_with_what_would(layers: str) -> None:
     done = run("--stages", "3", "--layers", layers, "--memory", "150MB")
     assert isinstance(done.exception, ConfigError)
     assert "no partition of 8 layers into 3 stages fits" in str(done.exception)
-    assert "stages, the further ones on cards of 150 MB" in str(done.exception)
+    assert "stages, the additional ones on cards of 150 MB" in str(done.exception)
     assert run("--stages", "3", "--layers", layers, "--memory", "200MB,300MB,200MB").exit_code == 0
 
 
@@ -171,14 +171,20 @@ def test_a_profile_becomes_a_file_of_layers(tmp_path: Path) -> None:
     [
         (("--stages", "4"), "--parameters is missing"),
         (("--stages", "0"), "not in the range"),
-        (("--layers", "12"), "give --stages as well"),
-        (("--batch", "12"), "--batch only counts for a model in stages: give --stages as well"),
+        (("--layers", "12"), "specify --stages as well"),
+        (("--batch", "12"), "--batch applies only to a model in stages; specify --stages as well"),
         (("--stages", "2", "--layers", "nowhere.toml"), "neither a file nor a number"),
-        (("--stages", "2", "--parameters", "1M", "--memory", "8GB,8GB,8GB"), "3 values for 2 stages"),
+        (
+            ("--stages", "2", "--parameters", "1M", "--memory", "8GB,8GB,8GB"),
+            "3 values were given for 2 stages",
+        ),
         (("--stages", "2", "--parameters", "1M", "--speeds", "fast"), '"fast" is not a list of numbers'),
-        (("--stages", "2", "--parameters", "1M", "--optimizer", "lbfgs"), '"lbfgs"; take one of sgd'),
+        (("--stages", "2", "--parameters", "1M", "--optimizer", "lbfgs"), '"lbfgs" is not one of sgd'),
         (("--stages", "2", "--parameters", "1M", "--micro-batches", "64"), "numbers from 1 to 32"),
-        (("--stages", "2", "--parameters", "1M", "--micro-batches", "some"), "write auto, or numbers"),
+        (
+            ("--stages", "2", "--parameters", "1M", "--micro-batches", "some"),
+            "neither auto nor a list of numbers",
+        ),
     ],
 )
 def test_what_cannot_be_is_said(arguments: tuple[str, ...], says: str) -> None:
@@ -191,14 +197,14 @@ def test_what_cannot_be_is_said(arguments: tuple[str, ...], says: str) -> None:
     ("text", "says"),
     [
         ("", "0 layers"),
-        ("[[layer]]\ncolour = 1", "has \\['colour'\\]"),
+        ("[[layer]]\ncolour = 1", "unknown keys \\['colour'\\]"),
         ("[[layer]]\nrepeat = 0", "is repeated 0 times"),
         ("[[layer]]\nforward = true", "has a time of True"),
         ("[[layer]]\nforward = 'soon'", "is not a time"),
         ("[[layer]]\nkept = 1.5", "has a size of 1.5"),
         ("[[layer]]\nkept = 'much'", "is not a size"),
         ("[[block]]\nname = 'a'", "block"),
-        ("layer = 3", "a file has input and"),
+        ("layer = 3", "use only input and"),
         ("][", "Expected|Invalid"),
     ],
 )
@@ -210,5 +216,5 @@ def test_a_file_that_describes_nothing_is_refused(text: str, says: str, tmp_path
 
 
 def test_sizes_for_people() -> None:
-    said = [parse_bytes(text) for text in ("8GB", "1.5kB", "100B", "512 MiB", "1TB")]
+    said = [parse_size(text) for text in ("8GB", "1.5kB", "100B", "512 MiB", "1TB")]
     assert said == [8 * 10**9, 1500, 100, 512 * 2**20, 10**12]

@@ -28,16 +28,16 @@ DRAWN = """\
 run default  training  2 workers since step 40
 term 1  generation 3  step 41  12.35 steps/s
 exchange: GTopK(density=0.05)
-rank name      state   reach      share step   up/s down/s comp. select comm. wait  heard
-   0 anna      active  direct         8   41 2.5 MB  950 B 21 ms   1 ms 1.2 s 0 ms 200 ms
-   - [red]bert joining behind NAT     0    0      -      -     -      -     -    -   0 ms
+rank name      state   reach      share step    up/s down/s comp. select comm. wait  heard
+   0 anna      active  direct         8   41 2.45 MB  950 B 21 ms   1 ms 1.2 s 0 ms 200 ms
+   - [red]bert joining behind NAT     0    0       -      -     -      -     -    -   0 ms
    12 s ago  joined name=anna
 """
 
 STRUCK = """\
-rank name      state   reach      violations share step   up/s down/s comp. select comm. wait  heard
-   0 anna      active  direct              0     8   41 2.5 MB  950 B 21 ms   1 ms 1.2 s 0 ms 200 ms
-   - [red]bert joining behind NAT          2     0    0      -      -     -      -     -    -   0 ms
+rank name      state   reach      violations share step    up/s down/s comp. select comm. wait  heard
+   0 anna      active  direct              0     8   41 2.45 MB  950 B 21 ms   1 ms 1.2 s 0 ms 200 ms
+   - [red]bert joining behind NAT          2     0    0       -      -     -      -     -    -   0 ms
 """
 
 
@@ -57,16 +57,22 @@ def test_strikes_are_shown_when_there_are_any() -> None:
     assert STRUCK in drawn({**PICTURE, "members": [anna, {**bert, "strikes": 2}]})
 
 
+def test_problems_that_members_report_are_below_the_table() -> None:
+    anna, bert = PICTURE["members"]
+    seen = drawn({**PICTURE, "members": [anna, {**bert, "reason": "could not write 3 checkpoints in a row"}]})
+    assert seen.splitlines()[-2] == "[red]bert could not write 3 checkpoints in a row"
+
+
 def test_it_fits_into_a_pipe() -> None:
     """Large figures, a long name: names are cut, nothing else, and no line is wrapped."""
     worst = {
         "rank": 999, "name": "n" * 64, "state": "admitted", "reach": "behind NAT",
         "strikes": 2, "share": 99_999, "step": 9_999_999, "last_heard_s": 4.999,
-        "sent_Bps": 999.9e6, "received_Bps": 999.9e6, "figures": dict.fromkeys(module.SECONDS, 999.9),
+        "sent_Bps": 1.235e6, "received_Bps": 1.235e6, "figures": dict.fromkeys(module.SECONDS, 999.9),
     }  # fmt: skip
     lines = drawn({"members": [worst]}).splitlines()
     assert max(map(len, lines)) <= module.PLAIN_WIDTH and len(lines) == 4
-    assert "n\u2026 admitted behind NAT          2 99999 9999999 999.9 MB 999.9 MB 999.9 s" in lines[3]
+    assert "n\u2026 admitted behind NAT          2 99999 9999999 1.24 MB 1.24 MB 999.9 s" in lines[3]
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
@@ -82,8 +88,8 @@ def test_names_can_be_read_on_a_narrow_terminal(width: int) -> None:
 
 
 def test_no_worker_yet() -> None:
-    assert "no worker yet" in drawn({**PICTURE, "members": []})
-    assert "nobody any more" in drawn({**PICTURE, "members": [], "finished": True})
+    assert "no worker has joined yet" in drawn({**PICTURE, "members": []})
+    assert "all workers have left" in drawn({**PICTURE, "members": [], "finished": True})
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ Decides nothing: it does what the worker's loop does with effects, for all ranks
 
     group = CollectiveGroup([DenseWorkspace(x, 3) for x in contributions], seed=7)
     group.run()
-    group.verdicts        # skip or not, as each rank knows it; None: did not complete
+    group.flags           # of all contributions, as each rank knows them; None: did not complete
 
 `lockstep` runs cores alone, without numbers, all messages taking one tick: a schedule to look at.
 """
@@ -32,6 +32,7 @@ from gridtrain.core.collectives.collective import (
     StoreFromRank,
     StoreSlice,
 )
+from gridtrain.core.group.round_flags import SKIP
 from gridtrain.core.messages import PayloadSlot
 from gridtrain.network.wire.sparse_payload import SparseVector, ValueKind, decode, encode
 from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer
@@ -59,8 +60,10 @@ class CollectiveGroup:
     ) -> None:
         world_size = len(workspaces)
         self.buffers = workspaces
-        self.cores = [w.make_collective(r, world_size, r in skipping) for r, w in enumerate(workspaces)]
-        self.verdicts: list[bool | None] = [None] * world_size
+        self.cores = [
+            w.make_collective(r, world_size, SKIP if r in skipping else 0) for r, w in enumerate(workspaces)
+        ]
+        self.flags: list[int | None] = [None] * world_size
         self.sent: list[tuple[int, int, PayloadSlot]] = []
         self.network: VirtualNetwork[int, PayloadReceived] = VirtualNetwork(seed, link)
         starts = Random(seed)
@@ -85,14 +88,14 @@ class CollectiveGroup:
     def _execute(self, rank: int, effects: Sequence[CollectiveEffect]) -> None:
         for effect in effects:
             match effect:
-                case SendTo(to_rank, place, skip):
+                case SendTo(to_rank, place, flags):
                     payload = self.buffers[rank].payload(place)
                     self.sent.append((rank, to_rank, place))
                     self.network.send(
-                        rank, to_rank, PayloadReceived(rank, place, skip, payload), len(payload)
+                        rank, to_rank, PayloadReceived(rank, place, flags, payload), len(payload)
                     )
-                case CollectiveComplete(skip):
-                    self.verdicts[rank] = skip
+                case CollectiveComplete(flags):
+                    self.flags[rank] = flags
                 case AddSlice() | StoreSlice() | StoreFromRank() | MergePayload() | ReplacePayload():
                     self.buffers[rank].apply(effect)
 
@@ -117,7 +120,7 @@ def assert_crash_is_blamed(
     group.network.call_at(Random(seed).uniform(0, within_s), lambda: group.network.crash(dead))
     group.run()
     for rank in set(ranks) - {dead}:
-        if group.verdicts[rank] is None:
+        if group.flags[rank] is None:
             assert dead in group.find_blamed(rank), f"seed {seed}: rank {rank} blames the wrong ones"
         else:
             assert group.buffers[rank].compute_digest() == undisturbed.buffers[rank].compute_digest(), (
@@ -133,7 +136,7 @@ def run_lockstep(cores: Sequence[Collective], *, max_ticks: int = 1000) -> list[
         ticks.append(sends)
         sends = []
         for rank, send in ticks[-1]:
-            arrived = PayloadReceived(rank, send.slot, send.skip, f"from {rank}")
+            arrived = PayloadReceived(rank, send.slot, send.flags, f"from {rank}")
             effects = cores[send.to_rank].handle(arrived, float(len(ticks)))
             sends += [(send.to_rank, onward) for onward in _sends(effects)]
     return ticks

@@ -116,7 +116,7 @@ class StagedRun:
                 view.applied if applied is None else applied,
                 view.history if history is None else history,
                 view.ledger if ledger is None else ledger,
-                prepared, digest, False, self.layers_of(peer),
+                prepared, digest, 0, self.layers_of(peer),
             )  # fmt: skip
             self.receive(peer, report)
 

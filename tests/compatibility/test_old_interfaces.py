@@ -49,7 +49,7 @@ def test_an_old_status_is_shown(board: Any) -> None:
 def test_the_dashboard_tells_what_it_told(board: Any) -> None:
     whole = board.full_state()
     assert set(KNOWN["board"]) <= keys_of(whole)
-    assert list(whole["columns"]) == KNOWN["columns"]
+    assert set(KNOWN["columns"]) <= set(whole["columns"])
     assert list(whole["point"]) == KNOWN["points"]
     assert set(KNOWN["worker"]) <= set(board.workers()[0])
 

@@ -203,15 +203,16 @@ def test_invitations_are_as_good_as_they_were(tmp_path: Path) -> None:
         name: Identity.from_secret(parse_invitation(text).token).public
         for name, text in KNOWN["invitations"].items()
     }
-    assert {name: door.access_role(key, wall_s).value for name, key in guests.items()} == {
-        "crew": "guest",
-        "expired": "stranger",
-        "withdrawn": "stranger",
-        "open": "guest",
-        "used up": "stranger",
-        "kept": "guest",
+    refusals = {name: door.invitation_refusal(key, wall_s) for name, key in guests.items()}
+    assert {name: refusal and refusal.reason for name, refusal in refusals.items()} == {
+        "crew": None,
+        "expired": "this invitation has expired",
+        "withdrawn": "this invitation was withdrawn by the run's owner",
+        "open": None,
+        "used up": "this invitation is used up",
+        "kept": None,
     }
-    assert {door.access_role(key, wall_s + 367 * 86_400).value for key in guests.values()} == {"stranger"}
+    assert {door.access_role(key, wall_s + 400 * 86_400).value for key in guests.values()} == {"stranger"}
 
 
 def test_the_finished_run_is_finished(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from oldformats.files import described, recorded
 from oldformats.library import (
-    MESSAGES,
+    SKIP,
     CollectivePhase,
     Identity,
     IncomingActivations,
@@ -20,6 +21,7 @@ from oldformats.library import (
     RemoteProtocolError,
     SecureChannel,
     StateSnapshot,
+    StepUpdate,
     StoreSlice,
     TensorTreeSpec,
     ValueKind,
@@ -28,68 +30,22 @@ from oldformats.library import (
     choose_residual,
     content_digest,
     cut_state,
-    decode,
     decode_sparse,
-    encode,
     encode_sparse,
     hyperparameter_digest,
     hyperparameter_lines,
     initial_digest,
+    is_skipped,
     optimizer_settings,
     pack_state,
     read_update,
     replica_digest,
     restore_state,
+    sparse_digest,
     state_digest,
     write_update,
 )
-from oldformats.positions import plain
 from oldformats.tiny_training import tiny_model, tiny_training, tree
-
-EXAMPLES = [
-    pytest.param(record["code"], example, id=f"{record['code']}-{record['name']}-{number}")
-    for record in recorded("wire/messages.json")
-    for number, example in enumerate(record["examples"])
-]
-
-
-# -- messages --------------------------------------------------------------------------------------
-
-
-def test_all_messages_of_that_time_have_their_codes_and_no_other_has_been_given_one() -> None:
-    assert sorted(record["code"] for record in recorded("wire/messages.json")) == sorted(MESSAGES)
-
-
-@pytest.mark.parametrize(("code", "example"), EXAMPLES)
-def test_an_old_message_is_read(code: int, example: dict[str, Any]) -> None:
-    frames = [bytes.fromhex(frame) for frame in example["frames"]]
-    message = decode(frames)
-    assert type(message) is MESSAGES[code].cls
-    assert plain(message) == example["fields"]
-
-
-@pytest.mark.parametrize(("code", "example"), EXAMPLES)
-def test_a_message_is_written_as_it_was(code: int, example: dict[str, Any]) -> None:
-    message = decode([bytes.fromhex(frame) for frame in example["frames"]])
-    assert [bytes(frame).hex() for frame in encode(message)] == example["frames"]
-
-
-@pytest.mark.parametrize(("code", "example"), EXAMPLES)
-def test_a_field_more_or_less_is_refused(code: int, example: dict[str, Any]) -> None:
-    """The number of fields stands in the header's first byte or bytes; short arrays take one byte."""
-    header, *payload = (bytes.fromhex(frame) for frame in example["frames"])
-    fields = header[0] - 0x90
-    assert 1 <= fields <= 15
-    longer = (
-        bytes([0x91 + fields]) + header[1:] + b"\x00"
-        if fields < 15
-        else b"\xdc\x00\x10" + header[1:] + b"\x00"
-    )
-    for wrong in (longer, header[:-1]):
-        with pytest.raises(RemoteProtocolError) as refused:
-            decode([wrong, *payload])
-        assert refused.value.remedy
-
 
 # -- sparse payloads -------------------------------------------------------------------------------
 
@@ -190,18 +146,33 @@ def test_a_state_of_another_model_is_refused_with_what_to_do() -> None:
     assert refused.value.remedy
 
 
-def test_what_a_step_did_is_read_and_written_as_it_was() -> None:
+def with_wide_flags(payload: bytes) -> bytes:
+    """The payload of an update as protocol 3 writes it: flags of 8 bytes where one byte said `skip`."""
+    end = 4 + int.from_bytes(payload[:4], "little")
+    return payload[: end + 1] + bytes(7) + payload[end + 1 :]
+
+
+def voted_digest(update: StepUpdate, flags: bytes) -> str:
+    """The digest of a vote over `update`, with flags of this width."""
+    salt = hashlib.blake2b(update.settings, digest_size=32).digest()
+    parts = [] if update.update is None else [sparse_digest(update.update), *update.other_digests]
+    return hashlib.blake2b(salt + flags + b"".join(parts), digest_size=32).hexdigest()
+
+
+def test_what_a_step_did_is_as_it_was_but_for_the_width_of_its_flags() -> None:
     known = recorded("wire/steps.json")
-    for step, name in ((7, "update"), (8, "skipped")):
-        update = read_update(step, bytes.fromhex(known[name]), known["n"])
-        assert write_update(update, known["n"]).hex() == known[name]
-        assert update.digest.hex() == known[f"digest of {name}"]
-    skipped = read_update(8, bytes.fromhex(known["skipped"]), known["n"])
-    assert (skipped.is_skipped, skipped.update, skipped.other_digests) == (True, None, (bytes(32),))
+    for step, name, skip in ((7, "update", 0), (8, "skipped", 1)):
+        payload = with_wide_flags(bytes.fromhex(known[name]))
+        update = read_update(step, payload, known["n"])
+        assert write_update(update, known["n"]) == payload
+        assert voted_digest(update, bytes([skip])) == known[f"digest of {name}"]
+        assert update.digest.hex() == voted_digest(update, skip.to_bytes(8, "little"))
+    skipped = read_update(8, with_wide_flags(bytes.fromhex(known["skipped"])), known["n"])
+    assert (skipped.flags, skipped.update, skipped.other_digests) == (SKIP, None, (bytes(32),))
     step, settings, skip, indices, values, seals = known["fields of update"]
-    update = read_update(7, bytes.fromhex(known["update"]), known["n"])
+    update = read_update(7, with_wide_flags(bytes.fromhex(known["update"])), known["n"])
     assert update.update is not None
-    assert [update.step, update.settings.hex(), update.is_skipped] == [step, settings, skip]
+    assert [update.step, update.settings.hex(), is_skipped(update.flags)] == [step, settings, skip]
     assert update.update.indices.tolist() == indices and update.update.values.tolist() == values
     assert [seal.hex() for seal in update.other_digests] == seals
 

@@ -26,6 +26,7 @@ from gridtrain.network.transport.interface import (
 from gridtrain_coordinator.access.authorization import Authorization
 from gridtrain_coordinator.access_handler import AccessHandler
 from gridtrain_coordinator.daemon import EXIT_DELAY_S, Coordinator
+from gridtrain_coordinator.diagnostics import Checkups
 from gridtrain_coordinator.journal.store import JournalStore
 from gridtrain_coordinator.run.events import (
     DialBack,
@@ -350,12 +351,38 @@ def test_a_guest_is_enrolled_durably_and_the_core_never_hears_of_it() -> None:
     assert transport.sent == [m.Enrolled("default")] and core.heard == []
 
 
-def test_an_invitation_that_was_used_up_meanwhile() -> None:
+@pytest.mark.parametrize(
+    "message",
+    [m.Enrol(b"d" * 32), m.DiagnosticRequest(b"d" * 32, ""), m.StatusRequest(), JOIN],
+    ids=lambda m: type(m).__name__,
+)
+def test_who_holds_a_used_up_invitation_is_told_that_and_nothing_else(message: m.Message) -> None:
     core = FakeCore()
-    transcript, transport = play(core, [COMES, Received(GUEST, m.Enrol(b"d" * 32), 40)])
-    assert transcript == ["log info not_enrolled", "send Refused to the guest"]
+    transcript, transport = play(core, [COMES, Received(GUEST, message, 40)])
+    assert transcript == ["log info not_enrolled", "send Refused to the guest", "hang up on the guest"]
     (refused,) = transport.sent
-    assert isinstance(refused, m.Refused) and refused.code == "invitation"
+    assert isinstance(refused, m.Refused) and refused.code == "invitation" and core.heard == []
+    assert refused.reason == "this invitation is used up"
+
+
+def test_of_who_holds_a_used_up_invitation_nothing_is_kept() -> None:
+    """Its connection is hung up on, so that nothing else would say that it is gone."""
+    core = FakeCore()
+    reception = reception_of(core, ANNA, BERT)
+    play(core, [COMES, Received(GUEST, m.StatusRequest(), 40)], reception=reception)
+    assert not reception.is_pending(GUEST)
+
+
+@pytest.mark.parametrize("message", [m.StatusRequest(), m.Enrol(b"d" * 32)], ids=["violation", "refusal"])
+def test_nor_is_the_address_of_a_guest_that_is_hung_up_on(
+    message: m.Message, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten: list[m.PeerId] = []
+    monkeypatch.setattr(Checkups, "on_disconnected", lambda self, peer: forgotten.append(peer))
+    core = FakeCore()
+    members = (ANNA,) if isinstance(message, m.StatusRequest) else (ANNA, BERT)
+    play(core, [COMES, Received(GUEST, message, 40)], reception=reception_of(core, *members))
+    assert forgotten == [GUEST]
 
 
 @pytest.mark.parametrize(

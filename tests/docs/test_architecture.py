@@ -74,7 +74,7 @@ def test_files_exist() -> None:
 
 
 def test_the_path_of_a_gradient_names_methods_of_these_files() -> None:
-    rows = [row for row in section("The path of a gradient").splitlines() if re.match(r"\| \d+ \|", row)]
+    rows = [row for row in section("The path of a gradient").splitlines() if re.match(r"\d+\. ", row)]
     assert len(rows) > 20
     wrong = []
     for row in rows:

@@ -97,6 +97,7 @@ def test_options_of_commands_exist() -> None:
 def complaint(place: str, words: list[str]) -> str:
     """What is wrong with this command line, up to the `--` before a script's own; "": nothing to be seen."""
     from gridtrain.cli.main import cli
+    from gridtrain.cli.worker_commands import worker_commands
 
     command: click.Command = cli
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
@@ -104,6 +105,8 @@ def complaint(place: str, words: list[str]) -> str:
         if sub is None:
             break
         command, words = sub, words[1:]
+    if command.name == "worker" and words and words[0] in worker_commands.commands:
+        command, words = worker_commands.commands[words[0]], words[1:]
     if command is cli:
         return f"{place}: gridtrain has no command {words[:1]}"
     ours = words[: words.index("--")] if "--" in words else words

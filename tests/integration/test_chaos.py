@@ -31,6 +31,7 @@ def test_a_short_storm_breaks_no_promise(tmp_path: Path) -> None:
         Fault(13.0, "coordinator", 0, 1.0),
         Fault(17.0, "cut", 2, 1.0),
         Fault(19.0, "disk-coordinator", 0, 1.0),
+        Fault(20.5, "stall", 1, 1.0),
     ]
     impossible = NETWORK | DISK if why_not() else frozenset()
     faults = tuple(fault for fault in storm if fault.kind not in impossible)

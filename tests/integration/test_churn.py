@@ -98,6 +98,32 @@ def test_sigkill_of_the_one_that_holds_the_state_starts_over(new_group) -> None:
     assert_every_sample_once(group)
 
 
+def test_sigkill_of_a_source_costs_no_block_twice(new_group) -> None:
+    """It dies when it is to send block 15 of 19; of the next one the newcomer requests what it lacks.
+
+    Their batch norm statistics differ, so the newcomer takes those of the second source.
+    """
+    width = 1500
+    job = {"exchange": "dense", "batch_size": 8, "steps": 6, "width": width, "batch_norm": True}
+    with new_group(min_workers=2, codes=frozenset({0, KILLED})) as group:
+        step, door = group.gate(), group.gate()
+        anna = group.add("anna", **job, held_step=3, step_gate=step.path, die="block", die_block=15)
+        group.wait("the first worker", lambda: len(group.events("joined")) == 1)
+        bert = group.add("bert", **job)
+        clara = group.add("clara", **job, join_gate=door.path)
+        group.wait("step 3 at anna", lambda: bool(anna.marked("holding") and clara.marked("loaded")))
+        door.open()
+        group.wait("a change of members", lambda: bool(group.events("freeze")))
+        step.open()
+        ends = group.finish()
+
+        assert anna.code == KILLED and anna.marked("dying")
+        (sender,) = bert.marked("end")
+    assert len(ends) == 2 and one_digest(ends)
+    state_bytes = 2 * 4 * width * width  # of the middle layer, with its momentum
+    assert 2**20 < sender["sent_bytes"]["StateBlock"] < 0.8 * state_bytes
+
+
 def test_sigterm_is_a_departure_and_the_rest_goes_on(new_group) -> None:
     with new_group(min_workers=3, codes=frozenset({0, STOPPED})) as group:
         gate = group.gate()
@@ -111,7 +137,7 @@ def test_sigterm_is_a_departure_and_the_rest_goes_on(new_group) -> None:
         ends = group.finish()
 
         assert clara.code == STOPPED
-        assert "(100.0 %) handed over: " in clara.said(), "what it had not sent"
+        assert "(100.0 %) transferred: " in clara.said(), "what it had not sent"
         heirs = [program for program in group.workers.values() if "added to this worker's" in program.said()]
         assert len(heirs) == 1 and clara not in heirs
     leaver, *others = group.events("left")

@@ -203,7 +203,7 @@ def test_a_full_disk_costs_decisions_and_checkpoints_but_nothing_else(new_group,
         before = commits(group, "anna", "bert")
         for _ in range(10):  # the next one is due at step 20
             step.open()
-        group.wait("a checkpoint that fails", lambda: "no checkpoint of step" in anna.said())
+        group.wait("a checkpoint that fails", lambda: "cannot be written to" in anna.said())
         door.open()
         group.wait("no room", lambda: bool(group.events("no_room")))
         picture = group.operator("status", "--json")

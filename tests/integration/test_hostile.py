@@ -49,13 +49,13 @@ as it came, decrypted, and handed on."""
 PROVABLE = {
     "illegal": "only the coordinator may send it|which a worker may not send",
     "garbage": "is not msgpack within the limits",
-    "bad-indices": "sparse payload of [0-9]+ bytes",
-    "held": "the largest of this run has|it sends far more than is read",
+    "bad-indices": "sparse payload has [0-9]+ bytes",
+    "held": "the largest of this run has|sends far more than this worker reads",
 }
 """Attacks, and what is said of whoever makes them."""
 
 UNPROVABLE = {
-    "flapping": "its connections broke 4 times within 30 s",
+    "flapping": "lost connections 4 times within 30 s",
     "no-votes": "delayed step [0-9]+ 3 times: .* voted NO: on purpose",
     "false-votes": "delayed step [0-9]+ 3 times: .* hold another update",
 }

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.integration
 STEP, SAMPLES = 10, 1600
 JOB = {"exchange": "dense", "batch_size": 8, "epochs": 1, "samples": SAMPLES}
 FINE, REFUSED = 0, 4
-KICKED = "ask the run's owner for a new invitation; an earlier one does not admit this worker again"
-BANNED = "ask the run's owner to lift the ban (gridtrain unban {}), and then for a new invitation"
+KICKED = "ask the run's owner for a new invitation; earlier invitations do not admit this worker again"
+BANNED = "ask the run's owner to lift the ban (gridtrain unban {}) and to send a new invitation"
 
 
 def test_a_kick_and_a_ban_while_the_run_trains(new_group) -> None:
@@ -73,10 +73,10 @@ def assert_two_of_one_name_are_told_apart(group, *both) -> None:
         {"name": "anna-2", "asked": "anna", "reason": "another worker is called anna"}
     ]
     said = "\n".join(worker.said() for worker in both)
-    assert said.count("another worker of this run is called anna: this one is called anna-2 here") == 1
-    assert said.count("it is called anna-2, this one stays anna") == 1
+    assert said.count("another worker of this run is called anna, so this worker is called anna-2") == 1
+    assert said.count("it is called anna-2, and this worker is still called anna") == 1
     told = [line["fields"]["text"] for worker in both for line in worker.lines if line.get("event") == "says"]
-    assert told.count("anna is called anna-2 in this run: gridtrain worker show --worker anna-2") == 1
+    assert told.count("anna is named anna-2 in this run: gridtrain worker show --worker anna-2") == 1
 
 
 def end_of(group, name: str) -> str:

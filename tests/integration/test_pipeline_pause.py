@@ -44,11 +44,14 @@ def test_a_paused_stage_is_waited_for_and_comes_back_without_the_loss_of_a_step(
             gate.open()
         group.wait("the pause", lambda: bool(group.events("paused")))
         paused_at = len(anna.marked("step"))
-        assert "of 2 has no worker: 1 worker is here, 2 are needed" in group.events("paused")[-1]["reason"]
+        assert (
+            "of 2 has no worker: 1 worker is present, but 2 are needed"
+            in group.events("paused")[-1]["reason"]
+        )
         tell(group, "resume", "--worker", "bert")
         group.finish()
         assert group.events("rollback") == []
-        assert "is held by this worker alone" in bert.said()
+        assert "is held by this worker only" in bert.said()
     assert HELD <= paused_at < STEPS
     for worker in (anna, bert):
         assert [line["step"] for line in worker.marked("step")] == list(range(STEPS))

@@ -13,7 +13,7 @@ import pytest
 
 from gridtrain.network.wire.sparse_payload import ValueKind, encoded_bytes
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.executed]  # each replica has a hash seed of its own
 STEPS = 200
 EXCHANGES = ("dense", "topk", "gtopk")
 DENSITY = 0.05  # of the sparse ones, in scripts/train.py

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from memory_stage_link import memory_stage_links, run_in_threads
 from torch import Tensor, nn
 
 from gridtrain.core.stages.schedule import divide_samples, one_forward_one_backward
 from gridtrain.pipeline.boundary_specs import infer_boundary_specs
 from gridtrain.pipeline.executor import ScheduleFactory, StageExecutor, StepResult
-from gridtrain.pipeline.memory_stage_link import memory_stage_links, run_in_threads
 from gridtrain.pipeline.random_seeds import derive_layer_seed
 from gridtrain.pipeline.stage import Stage, TiedParameter
 from gridtrain.pipeline.tensor_tree import TensorTreeSpec

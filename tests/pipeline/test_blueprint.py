@@ -224,7 +224,7 @@ def test_a_block_without_reset_parameters_is_refused_with_the_remedy() -> None:
     assert refused.value.reason == (
         '"gain", "steps", "mask" of block 1 ("1", Scale) got no value from reset_parameters'
     )
-    assert refused.value.remedy.startswith("give init=, a function of (block, its number)")
+    assert refused.value.remedy.startswith("pass init=, a function of (block, its number)")
 
 
 def test_init_gives_what_is_missing() -> None:
@@ -267,11 +267,11 @@ def test_values_of_a_constructor_are_not_lost_in_silence() -> None:
     ("make", "says"),
     [
         (lambda: Blueprint([nn.Linear(2, 2)]), "is on cpu"),
-        (lambda: Blueprint(lambda: [nn.LazyLinear(2)]), "is lazy"),
+        (lambda: Blueprint(lambda: [nn.LazyLinear(2)]), "is a lazy tensor"),
         (lambda: Blueprint(lambda: []), "no blocks"),
         (lambda: Blueprint(lambda: nn.Linear(2, 2)), "has its own forward"),
-        (lambda: Blueprint(lambda: [nn.Linear(2, 2)]).build(0, 2), "blocks 0 to 1 of 1"),
-        (lambda: Blueprint(lambda: [nn.Linear(2, 2)]).build(1, 1), "blocks 1 to 0 of 1"),
+        (lambda: Blueprint(lambda: [nn.Linear(2, 2)]).build(0, 2), "has 1 blocks, so blocks 0 to 1 cannot"),
+        (lambda: Blueprint(lambda: [nn.Linear(2, 2)]).build(1, 1), "has 1 blocks, so blocks 1 to 0 cannot"),
     ],
 )
 def test_what_cannot_be_built_is_refused(make: Callable[[], object], says: str) -> None:
@@ -298,7 +298,7 @@ class Rotary(nn.Module):
 
 
 def test_a_tensor_that_would_stay_on_the_meta_device_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r'"1.frequencies" of block 0 .*neither parameter') as caught:
+    with pytest.raises(ConfigError, match=r'"1.frequencies" of block 0 .*neither a parameter') as caught:
         Blueprint(lambda: [Outer(Rotary())])
     assert 'register_buffer("frequencies"' in caught.value.remedy
 

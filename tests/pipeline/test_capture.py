@@ -77,9 +77,9 @@ def test_where_the_run_stands_a_replica_may_be_gone_as_well(stage: MemberPhase) 
         defined=SimpleNamespace(whole=nn.Linear(1, 1)),
     )
     store: Any = SimpleNamespace(write_now=lambda blocks, snapshot: written.append(blocks) or True)
-    session: Any = SimpleNamespace(
-        snapshot=picture, tasks=SimpleNamespace(attach_state=lambda *_: None, attach_residual=lambda *_: None)
-    )
+    tasks = SimpleNamespace(**dict.fromkeys(("attach_state", "attach_residual"), lambda *_: None))
+    tasks.settle_absences = lambda timeout_s: None
+    session: Any = SimpleNamespace(snapshot=picture, tasks=tasks)
     state = StageModelState(session, held, CheckpointOptions(Path(), every=10, keep=2), 0)
     state._store = store
     state.rest(0)

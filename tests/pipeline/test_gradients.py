@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
+from memory_stage_link import memory_stage_links, run_in_threads
 from pipeline_models import (
     largest_difference,
     layers_of,
@@ -36,7 +37,6 @@ from torch import Tensor, nn
 from gridtrain.core.stages.schedule import Schedule, divide_samples, fill_drain, one_forward_one_backward
 from gridtrain.pipeline.boundary_specs import infer_boundary_specs
 from gridtrain.pipeline.executor import ScheduleFactory, StageExecutor
-from gridtrain.pipeline.memory_stage_link import memory_stage_links, run_in_threads
 from gridtrain.pipeline.model_blocks import Sequence
 from gridtrain.pipeline.stage import Stage
 from gridtrain.pipeline.tensor_tree import TensorTreeSpec

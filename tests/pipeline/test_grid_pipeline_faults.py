@@ -169,7 +169,7 @@ def test_a_stage_that_sends_what_was_not_agreed_is_put_out(
             assert not thread.is_alive(), f"the run does not go on: {ended}"
     put_out = {name: said for name, said in ended.items() if said != "finished"}
     assert list(put_out) == [name_of[culprit[0]]], "an honest one, whose NO it was"
-    assert "agreed" in put_out[name_of[culprit[0]]]
+    assert "does not match its spec" in put_out[name_of[culprit[0]]]
 
 
 def test_a_dead_stage_wakes_who_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ WRONG: dict[str, tuple[Callable[[Pipeline, Any, Any], Any], str]] = {
     "targets of another length": (lambda pipe, x, y: pipe.step(x, y[:3]), r"targets .* shape \(3, 1\)"),
     "a scalar": (lambda pipe, x, y: pipe.step(x, torch.tensor(1.0)), r"targets .* shape \(\)"),
     "in a nest": (lambda pipe, x, y: pipe.step({"x": x, "more": [y[1:]]}, y), r"inputs .* shape \(3, 1\)"),
-    "an array": (lambda pipe, x, y: pipe.step(np.ones((4, 2)), y), "inputs has a ndarray"),
+    "an array": (lambda pipe, x, y: pipe.step(np.ones((4, 2)), y), "the inputs contain a ndarray"),
 }
 
 
@@ -122,7 +122,9 @@ def test_no_more_micro_batches_are_on_their_way_than_a_neighbour_holds(
     schedule: Any, buffers: int, most: int
 ) -> None:
     check_in_flight(schedule(3, most), buffers)
-    with pytest.raises(ConfigError, match=rf"{most + 1} of them .* holds {most} .* micro_batches={most}"):
+    with pytest.raises(
+        ConfigError, match=rf"{most + 1} of them .* stores at most {most} .* micro_batches={most}"
+    ):
         check_in_flight(schedule(3, most + 1), buffers)
     check_in_flight(one_forward_one_backward(3, 1 << 14), buffers)  # keeps three
 
@@ -130,7 +132,7 @@ def test_no_more_micro_batches_are_on_their_way_than_a_neighbour_holds(
 @pytest.mark.parametrize(
     ("option", "text"),
     [
-        ({"micro_batches": 2049, "schedule": "fill-drain"}, "2049 of them are on their way"),
+        ({"micro_batches": 2049, "schedule": "fill-drain"}, "2049 of them are in flight"),
         ({"micro_batches": 10**12}, "micro_batches is 1000000000000; it must be at most 16384"),
     ],
 )
@@ -147,18 +149,20 @@ def test_a_scaler_and_a_pipeline_are_refused_in_either_order() -> None:
     grid = gridtrain.Grid.__new__(gridtrain.Grid)
     grid._optimizer, grid._session = None, None  # type: ignore[assignment]
     grid.scaler(device="cpu")
-    with pytest.raises(ConfigError, match=r"grid\.scaler\(\) with a pipeline.* -> train in float32"):
+    with pytest.raises(
+        ConfigError, match=r"grid\.scaler\(\) was called with a pipeline.* -> train in float32"
+    ):
         grid.pipeline(layers, torch.optim.SGD, stages=2, loss_fn=loss_fn)
     other = gridtrain.Grid.__new__(gridtrain.Grid)
     other._optimizer = Pipeline.__new__(Pipeline)
-    with pytest.raises(ConfigError, match=r"grid\.scaler\(\) with a pipeline"):
+    with pytest.raises(ConfigError, match=r"grid\.scaler\(\) was called with a pipeline"):
         other.scaler()
 
 
 def test_batches_of_a_pipeline_are_not_accumulated() -> None:
     pipe = Pipeline.__new__(Pipeline)
     pipe.set_backwards_per_step(1)
-    with pytest.raises(ConfigError, match=r"accumulate=2 with a pipeline.* micro_batches="):
+    with pytest.raises(ConfigError, match=r"accumulate is 2; it must be 1 for a pipeline.* micro_batches="):
         pipe.set_backwards_per_step(2)
 
 

@@ -68,7 +68,9 @@ def test_a_stages_only_worker_is_paused_and_the_run_goes_on_where_it_was(
         workers.wait(lambda: resting() is not None and workers.snapshot()["phase"] == "paused")
         snapshot, seen = workers.snapshot(), resting()
         assert seen is not None
-        assert f"stage {stage} of 2 has no worker: 1 worker is here, 2 are needed" in snapshot["reason"]
+        assert (
+            f"stage {stage} of 2 has no worker: 1 worker is present, but 2 are needed" in snapshot["reason"]
+        )
         assert [line["name"] for line in snapshot["resting"]] == [seen.name]
         seen.owner.directive = AgentDirective()
         workers.finish("anna", "bert")
@@ -243,8 +245,8 @@ def test_what_is_lost_with_a_seat_is_told(tmp_path: Path, caplog: pytest.LogCapt
     (moved,) = [seen for seen in survivors if seen.stages[24] == 0]
     assert figures[moved.name]["lost_mass"] > 0
     assert (
-        "residual of stage 1, magnitude" in caplog.text
-        and "lost, because this worker holds another stage now" in caplog.text
+        "the residual of stage 1, of magnitude" in caplog.text
+        and "lost, because this worker now holds another stage" in caplog.text
     )
 
 
@@ -339,6 +341,6 @@ def test_a_donor_that_gives_another_state_is_put_out_and_nobody_trains_on_it(
         (liar,) = {"anna", "bert"} - set(victims)
         workers.add("clara")
         workers.finish(liar)
-    assert "gave a state that is not this stage" in str(workers.seen[liar].end)
+    assert "sent a state that does not belong to this stage" in str(workers.seen[liar].end)
     assert "has the digest" in str(workers.seen[liar].end)
     assert workers.seen["clara"].losses == {}, "not a step from made-up weights"

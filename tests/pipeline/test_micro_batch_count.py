@@ -81,7 +81,7 @@ def test_a_state_that_nobody_has_is_refused(state: dict[str, object]) -> None:
 @pytest.mark.parametrize("chosen", [MOST_MICRO_BATCHES + 1, 10**30])
 def test_a_donor_cannot_choose_more_micro_batches_than_a_script_may(chosen: int) -> None:
     one = division()
-    with pytest.raises(ValueError, match=f"{chosen} micro-batches are chosen; at most 16384 are possible"):
+    with pytest.raises(ValueError, match=f"{chosen} micro-batches are chosen; at most 16384 are supported"):
         one.load_state_dict({"chosen": chosen, "told": []})
     assert one.number == 8, "as before"
 

@@ -76,7 +76,7 @@ def test_a_function_that_holds_parameters_is_refused(kind: str) -> None:
         "method": embed.forward,
         "default": lambda x, weight=embed.weight: x @ weight.T,
     }
-    with pytest.raises(ConfigError, match="from outside, which no stage would have"):
+    with pytest.raises(ConfigError, match="from outside, which no stage would contain"):
         Sequence(functions[kind])
 
 
@@ -93,15 +93,15 @@ def test_a_module_is_cut_at_the_parts_that_are_named() -> None:
     ("model", "names", "says"),
     [
         (Net(), (), "has its own forward"),
-        (Net(), ("embed", "tail"), r"split_at names \['tail'\]"),
-        (Net(), ("embed", "embed"), "split_at names"),
-        (Net(), ("embed", "body.a", "head"), "names no part that holds body.b.weight, body.b.bias"),
+        (Net(), ("embed", "tail"), r"split_at has unknown or duplicate names: \['tail'\]"),
+        (Net(), ("embed", "embed"), "split_at has unknown or duplicate names"),
+        (Net(), ("embed", "body.a", "head"), "no part in split_at= contains body.b.weight, body.b.bias"),
         (Net(lambda x: x * 2), PARTS, 'between "body.b" and "head" forward computes something'),
         (Net(lambda x: x.add_(1)), PARTS, 'between "body.b" and "head" forward computes something'),
         (Net(order=("b", "a")), PARTS, 'between "embed" and "body.b"|forward calls embed, body.b, body.a'),
         (Net(order=("a", "b", "a")), PARTS, "forward calls embed, body.a, body.b, body.a, head"),
         (Net(order=("a",)), PARTS, "forward calls embed, body.a, head"),
-        (Net(lambda x: x if x.sum() > 0 else -x), PARTS, "forward cannot be tried without data"),
+        (Net(lambda x: x if x.sum() > 0 else -x), PARTS, "forward cannot run without data"),
     ],
 )
 def test_a_forward_that_is_no_chain_is_refused(model: nn.Module, names: tuple[str, ...], says: str) -> None:
@@ -110,7 +110,7 @@ def test_a_forward_that_is_no_chain_is_refused(model: nn.Module, names: tuple[st
 
 
 def test_parts_want_an_example() -> None:
-    with pytest.raises(ConfigError, match="needs example="):
+    with pytest.raises(ConfigError, match="requires example="):
         blocks_of(Net(), split_at=PARTS)
 
 

@@ -53,7 +53,7 @@ def test_what_is_printed_can_be_checked_by_eye() -> None:
     assert "#" * 12 in lines[0] and " of 20 MB" in lines[0] and " of 40 MB" in lines[1]
     assert found.reason.startswith("Stages begin at block2, block6: stage ")
     assert "by computing" in found.reason
-    assert "As asked: 8 micro-batches of 4 of 32 samples over 3 stages" in found.reason
+    assert "As specified: 8 micro-batches of 4 of 32 samples over 3 stages" in found.reason
 
 
 def test_the_number_of_micro_batches_is_proposed() -> None:
@@ -123,12 +123,12 @@ def linears_of(width: int, count: int) -> list[nn.Module]:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"profile": None}, "nothing to measure with"),
-        ({"profile": EVEN[:3]}, "the profile has 3 layers, the model 8 blocks"),
+        ({"profile": None}, "neither an example nor a profile"),
+        ({"profile": EVEN[:3]}, "the profile has 3 layers, but the model has 8 blocks"),
         ({"schedule": "zigzag"}, "fill-drain"),
-        ({"micro_batches": "many"}, "micro_batches='many'"),
-        ({"micro_batches": 0}, "micro_batches=0"),
-        ({"optimizer": "lbfgs"}, "how much state lbfgs has is unknown"),
+        ({"micro_batches": "many"}, "micro_batches is 'many'"),
+        ({"micro_batches": 0}, "micro_batches is 0"),
+        ({"optimizer": "lbfgs"}, "the size of the state of lbfgs is unknown"),
         ({"stages": 9}, "8 layers cannot be divided into 9 stages"),
         ({"memory_bytes": 1e6}, "no partition of 8 layers into 4 stages fits"),
     ],

@@ -15,13 +15,13 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from memory_stage_link import memory_stage_links, run_in_threads
 from pipeline_models import bounds_of
 from torch import Tensor, nn
 
 from gridtrain.core.stages.schedule import divide_samples, fill_drain, one_forward_one_backward
 from gridtrain.pipeline.boundary_specs import infer_boundary_specs
 from gridtrain.pipeline.executor import StageExecutor
-from gridtrain.pipeline.memory_stage_link import memory_stage_links, run_in_threads
 from gridtrain.pipeline.stage import Stage
 
 pytestmark = pytest.mark.integration

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 
 import pytest
 import torch
+from brisk import WITHIN_S
 from pipeline_models import layers_of, run, stages_of
 
+from gridtrain.pipeline.blueprint import _seeded_generator
 from gridtrain.pipeline.random_seeds import borrowed_generators
+from gridtrain.training.data import sampler
 
 HOST = torch.device("cpu")
+Borrow = Callable[[], AbstractContextManager[None]]
+BORROWERS: dict[str, Borrow] = {
+    "samples": sampler.preserve_random_state,
+    "stage": partial(borrowed_generators, HOST),
+    "initial values": partial(_seeded_generator, 0, 0),
+}
 
 
 def drawn() -> float:
@@ -66,3 +78,43 @@ def test_a_generator_that_cannot_be_read_stops_no_other_stage(monkeypatch: pytes
 
     threading.Thread(target=other, daemon=True).start()
     assert done.wait(20)
+
+
+@pytest.mark.parametrize("later", BORROWERS)
+@pytest.mark.parametrize("first", BORROWERS)
+def test_workers_of_one_process_borrow_the_generators_one_after_the_other(
+    first: str, later: str, seeded: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one would draw from the other's seed, and the last one would restore a seed of the other."""
+    lock, came, returned = threading.RLock(), threading.Event(), threading.Event()
+
+    class SeenLock:
+        def __enter__(self) -> None:
+            if threading.current_thread() is other:
+                came.set()
+            lock.acquire()
+
+        def __exit__(self, *exc_info: object) -> None:
+            lock.release()
+
+    def borrow() -> None:
+        with BORROWERS[later]():
+            torch.manual_seed(2)
+            came.set()
+            returned.wait(WITHIN_S)
+
+    monkeypatch.setattr(sampler, "GENERATORS_LOCK", SeenLock(), raising=False)
+    other = threading.Thread(target=borrow, daemon=True)
+    torch.manual_seed(1)
+    expected = drawn()
+    torch.manual_seed(4)
+    try:
+        with BORROWERS[first]():
+            torch.manual_seed(1)
+            other.start()
+            assert came.wait(WITHIN_S)
+            assert drawn() == expected
+    finally:
+        returned.set()
+        other.join(WITHIN_S)
+    assert drawn() == seeded

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory_stage_link import MemoryStageLink, memory_stage_links
 from pipeline_models import (
     Block,
     largest_difference,
@@ -26,7 +27,6 @@ from gridtrain.core.stages import schedule as plan
 from gridtrain.core.stages.schedule import fill_drain
 from gridtrain.errors import ConfigError, LineBroken, LocalProtocolError
 from gridtrain.pipeline.executor import PayloadBuffers, ScheduleFactory, StageExecutor, share_tied_parameters
-from gridtrain.pipeline.memory_stage_link import MemoryStageLink, memory_stage_links
 from gridtrain.pipeline.stage import Stage
 
 SIZES = (2, 2, 2, 2)
@@ -133,10 +133,13 @@ def test_what_the_model_raises_comes_out_where_it_was_and_breaks_the_others() ->
 @pytest.mark.parametrize(
     ("act", "text"),
     [
-        (lambda buffers: buffers[:-1], "buffers where"),
-        (lambda buffers: [*buffers, memoryview(b"")], "buffers where"),
-        (lambda buffers: [buffers[0][:-1], *buffers[1:]], "bytes where"),
-        (lambda buffers: [memoryview(bytes(b"\x07" * b.nbytes)) for b in buffers], "where 0 or 1 was agreed"),
+        (lambda buffers: buffers[:-1], "got 4 buffers; expected 5"),
+        (lambda buffers: [*buffers, memoryview(b"")], "got 6 buffers; expected 5"),
+        (lambda buffers: [buffers[0][:-1], *buffers[1:]], "buffer 0 has 239 bytes; expected 240"),
+        (
+            lambda buffers: [memoryview(bytes(b"\x07" * b.nbytes)) for b in buffers],
+            "a boolean is encoded as 7; it must be 0 or 1",
+        ),
     ],
 )
 def test_bytes_that_were_not_agreed_are_refused_and_everybody_knows_whose(
@@ -186,9 +189,9 @@ def test_a_memory_line_says_one_thing_once_and_in_any_order() -> None:
 
 def test_stages_made_for_another_place_are_refused() -> None:
     stages = stages_of(layers_of(), 3)
-    with pytest.raises(ConfigError, match="only the first stage has no `input`"):
+    with pytest.raises(ConfigError, match="pass `input` to every stage except the first"):
         StageExecutor(stages[1], 0, 3)
-    with pytest.raises(ConfigError, match="only the last one no `output`"):
+    with pytest.raises(ConfigError, match="and `output` to all but the last"):
         StageExecutor(stages[2], 1, 3)
     with pytest.raises(ConfigError, match=r"exactly one of loss= and output="):
         Stage([nn.Linear(2, 2)])
@@ -216,7 +219,7 @@ def test_a_stage_s_first_layer_may_overwrite_activations(schedule: ScheduleFacto
 def test_a_layer_that_overwrites_what_is_needed_once_more_is_refused() -> None:
     layers = layers_of()
     layers[5] = Overwriting(layers[5], lambda nest: nest["side"][1][0].logical_not_())
-    with pytest.raises(ConfigError, match="inplace=False for this layer"):
+    with pytest.raises(ConfigError, match="inplace=False in this layer"):
         run(stages_of(layers, 2), (2, 2), schedule=plan.fill_drain)
 
 

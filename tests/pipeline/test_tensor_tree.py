@@ -148,7 +148,7 @@ def test_a_row_of_gradients_is_a_tuple_and_checked() -> None:
     for wrong in ((row[1], row[0], row[2]), row[:2], list(row), (row[0], 1.0, row[2])):
         with pytest.raises(ConfigError, match="was agreed before the first step"):
             spec.encode(wrong, 4)
-    with pytest.raises(RemoteProtocolError, match="2 buffers where 3 were agreed"):
+    with pytest.raises(RemoteProtocolError, match="got 2 buffers; expected 3"):
         spec.decode(spec.encode(row, 4)[:2], 4)
 
 
@@ -177,9 +177,9 @@ def test_an_output_that_is_not_as_agreed_is_refused_where_it_is_made(tree: Any, 
 @pytest.mark.parametrize(
     ("buffers", "text"),
     [
-        ([b"\x00" * 128], "1 buffers where 3 were agreed"),
-        ([b"\x00" * 127, b"\x00" * 24, b"\x00" * 8], "buffer 0 has 127 bytes where 128 were agreed"),
-        ([b"\x00" * 128, b"\x00" * 24, b""], "buffer 2 has 0 bytes where 8 were agreed: int"),
+        ([b"\x00" * 128], "got 1 buffers; expected 3"),
+        ([b"\x00" * 127, b"\x00" * 24, b"\x00" * 8], "buffer 0 has 127 bytes; expected 128"),
+        ([b"\x00" * 128, b"\x00" * 24, b""], "buffer 2 has 0 bytes; expected 8 for int"),
         ([b"\x00" * 128, b"\x00" * 24, b"\x00" * 8, b""], "4 buffers"),
     ],
 )
@@ -199,7 +199,7 @@ def test_a_mini_batch_is_split_along_its_samples() -> None:
     assert [part["x"].tolist() for part in parts] == [[0, 1, 2], [3, 4], [5, 6]]
     assert all(part["rest"][1:] == (None, 3) for part in parts)
     assert torch.equal(torch.cat([part["rest"][0] for part in parts]), tree["rest"][0])
-    with pytest.raises(ConfigError, match=r"shape \(6,\) in a mini-batch of 7 samples"):
+    with pytest.raises(ConfigError, match=r"shape \(6,\), but the mini-batch has 7 samples"):
         split_batch(torch.arange(6), (3, 2, 2))
 
 
@@ -238,10 +238,10 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("square", "only the first dimension may depend on them"),
-        ("one more", "not a fixed number for each sample"),
+        ("square", "only the first dimension may depend on the samples"),
+        ("one more", "the number of rows per sample must be fixed"),
         ("values", "cannot run without data"),
-        ("tuple", "the structure between two layers depends"),
+        ("tuple", "the structure of the values between two layers depends"),
     ],
 )
 def test_outputs_of_unknown_size_are_refused_before_the_first_step(what: str, text: str) -> None:
@@ -304,7 +304,7 @@ def test_zeros_stay_zeros(wire: WirePrecision) -> None:
 def test_a_shift_that_nobody_writes_is_refused() -> None:
     bytes_ = encode_tensor(torch.ones(2), WirePrecision.FP16)
     bytes_[:4] = torch.tensor([0, 0, 0, 0x7F], dtype=torch.uint8)
-    with pytest.raises(RemoteProtocolError, match="at most 120"):
+    with pytest.raises(RemoteProtocolError, match="the maximum is 120"):
         decode_tensor(bytes_, (2,), torch.float32, WirePrecision.FP16)
 
 
@@ -348,5 +348,5 @@ def test_a_block_that_needs_values_is_named() -> None:
 
 
 def test_a_dict_of_another_kind_is_refused_by_its_name() -> None:
-    with pytest.raises(ConfigError, match=r"is a OrderedDict, which cannot pass.*, lists and dicts"):
+    with pytest.raises(ConfigError, match=r"is a OrderedDict, which cannot be sent.*, lists and dicts"):
         infer_boundary_specs([Function(lambda x: OrderedDict(x=x))], torch.ones(2, 2))

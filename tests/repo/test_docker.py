@@ -112,7 +112,7 @@ def test_compose_test_skips_itself_with_the_reason(tmp_path: Path) -> None:
         text=True,
         timeout=60,
     )
-    assert (done.returncode, done.stdout) == (0, "compose-test SKIPPED: there is no `docker` here\n")
+    assert (done.returncode, done.stdout) == (0, "compose-test SKIPPED: `docker` is not installed\n")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_compose_test_wants_the_loss_to_fall_on_both_sides_of_the_fault(
     if falls:
         compose_test.check_losses(losses, at_kill, told.append)
     else:
-        with pytest.raises(compose_test.Failed, match="did not go on falling"):
+        with pytest.raises(compose_test.Failed, match="did not keep falling"):
             compose_test.check_losses(losses, at_kill, told.append)
     assert len(told) == 1
 

@@ -15,6 +15,13 @@ OURS = ("docs", "docker", "gridtrain", "coordinator", "worker", "tests", "benchm
 DOCUMENTS = sorted(
     path for pattern in ("*.md", *(f"{folder}/**/*.md" for folder in OURS)) for path in ROOT.glob(pattern)
 )
+PACKAGES_WITH_A_GUIDE = sorted(
+    path.parent.relative_to(ROOT).as_posix()
+    for package in ("gridtrain", "coordinator/gridtrain_coordinator", "worker/gridtrain_worker")
+    for path in (ROOT / package).rglob("__init__.py")
+    # `cli` has one file for each command.
+    if path.parent.name not in ("cli", "tools", "templates", "gridtrain", "gridtrain_coordinator")
+)
 
 
 def in_code(text: str) -> str:
@@ -68,7 +75,34 @@ def test_decisions_follow_the_format(heading: str) -> None:
         assert f"\n## {heading}\n" in path.read_text(), f"{path.name} has no section {heading!r}"
 
 
+def test_decisions_are_short() -> None:
+    words = {path.name: len(path.read_text().split()) for path in DECISIONS.glob("[0-9]*.md")}
+    assert {name: count for name, count in words.items() if count > 300} == {}
+
+
+def test_the_index_says_which_decision_supersedes_another() -> None:
+    index = {
+        row[0]: row[2]
+        for line in (DECISIONS / "README.md").read_text().splitlines()
+        if re.match(r"\| \d{4} \|", line) and (row := [cell.strip() for cell in line.strip("|").split(" | ")])
+    }
+    for path in DECISIONS.glob("[0-9]*.md"):
+        status = path.read_text().split("## Status")[1].split("##")[0]
+        found = re.search(r"(partly )?superseded by \[?(\d{4})", status)
+        expected = f"{found[1] or ''}superseded by {found[2]}" if found else "accepted"
+        assert index[path.name[:4]].removesuffix(" |") == expected, path.name
+
+
 def test_files_in_the_table_of_old_names_exist() -> None:
     with open(ROOT / "docs" / "old-names.csv", newline="", encoding="utf-8") as file:
         moved = [row["now"] for row in csv.DictReader(file) if row["kind"] == "file"]
     assert moved and not [path for path in moved if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("package", PACKAGES_WITH_A_GUIDE)
+def test_a_package_names_its_modules(package: str) -> None:
+    """A package's docstring is where a reader looks first for the right file."""
+    folder = ROOT / package
+    guide = (folder / "__init__.py").read_text(encoding="utf-8")
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
+    assert sorted(name for name in modules if not re.search(rf"\b{name}\b", guide)) == []

@@ -1,7 +1,7 @@
 """Who may import whom (docs/architecture.md), read from the source with `ast`, function-level imports too.
 
 Every file of the three packages is held against the longest row of `TABLE` that fits its name.  A
-row always allows: the standard library, `gridtrain.{errors,config,extras,_version}`
+row always allows: the standard library, `gridtrain.{errors,config,extras,quantities,_version}`
 and what lies below the row's own name.
 """
 
@@ -37,6 +37,7 @@ TABLE: dict[str, str] = {
     "gridtrain.errors":              "",
     "gridtrain.config":              "",
     "gridtrain.extras":              "",
+    "gridtrain.quantities":          "",
     "gridtrain.core":                "",
     "gridtrain.network":             "gridtrain.core",
     "gridtrain.network.wire":        "gridtrain.core.messages msgpack",
@@ -78,7 +79,13 @@ EXCEPTIONS = {
     ("gridtrain.sdk.local_group", "gridtrain_coordinator"),
 }
 
-ALWAYS = ("gridtrain.errors", "gridtrain.config", "gridtrain.extras", "gridtrain._version")
+ALWAYS = (
+    "gridtrain.errors",
+    "gridtrain.config",
+    "gridtrain.extras",
+    "gridtrain.quantities",
+    "gridtrain._version",
+)
 
 PURE = (
     "gridtrain.core",

@@ -208,4 +208,4 @@ def test_a_peer_that_floods_is_named() -> None:
 
 def test_a_burst_of_another_length_is_named() -> None:
     says = BandwidthProbe(Random(8)).handle_burst(ANNA, Burst(1, 0, b"short"), 0.0)
-    assert says == "sent a Burst of 5 bytes, must be 16384"
+    assert says == "sent a Burst of 5 bytes; it must have 16384 bytes"

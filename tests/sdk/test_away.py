@@ -99,7 +99,7 @@ def test_a_broken_line_to_the_coordinator_costs_at_most_some_batches(
     assert steps == (STEPS, STEPS, STEPS)
     assert len(set(digests)) == 1
     assert len(set(rates)) == 1
-    assert ("and the others continued without it; it is back" in caplog.text) == (cut == (1,))
+    assert ("and the group continued without it; it is connected again" in caplog.text) == (cut == (1,))
     assert "the coordinator is unreachable (" in caplog.text  # a sentence, for volunteers
     if cut == (1,):
         assert generation >= 3  # all, without worker 1, with it again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 from collections.abc import Callable
@@ -20,15 +21,15 @@ from gridtrain.training.checkpoint import checkpoint_store
 
 DATA = [(torch.tensor([float(i), 1.0]), torch.tensor([2.0 * i])) for i in range(24)]
 STEPS = 12
-SEEDED = threading.Lock()
 EXCHANGES = [gridtrain.Dense(), gridtrain.GTopK(density=0.5, momentum=0.9), gridtrain.TopK(density=0.5)]
+
+torch.manual_seed(7)
+NET = nn.Linear(2, 1)
 
 
 def train(grid: gridtrain.Grid, exchange: Any, until: int, steps: int = STEPS) -> dict[str, Any]:
     """Up to `until` steps; what the worker held at its first batch and at the end, and its samples."""
-    with SEEDED:  # the generator is the process's, and the workers are its threads
-        torch.manual_seed(7)
-        model = nn.Linear(2, 1)
+    model = copy.deepcopy(NET)  # seeding in several threads at once would give several models
     inner = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.0 if exchange.sparse else 0.9)
     optimizer = grid.optimizer(inner, model, exchange=exchange)
     seen: dict[str, Any] = {"steps": [], "first": None, "samples": []}
@@ -127,7 +128,7 @@ def test_a_checkpoint_of_another_training_is_left_alone(
     run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=8))
     (seen,) = run(tmp_path, 1, lambda grid: train(grid, gridtrain.TopK(density=0.5), until=4))
     assert seen["steps"][0] == 0
-    assert "belongs to another training" in caplog.text
+    assert "was written with different training settings" in caplog.text
 
 
 def test_a_full_disk_costs_the_checkpoint_and_not_the_training(
@@ -139,7 +140,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_training(
     monkeypatch.setattr(checkpoint_store, "_write_file", full)
     (seen,) = run(tmp_path, 1, lambda grid: train(grid, gridtrain.Dense(), until=STEPS))
     assert seen["steps"] == list(range(STEPS))
-    assert caplog.text.count("no checkpoint of step") == 1
+    assert caplog.text.count("cannot be written to") == 1
     assert not list((tmp_path / "worker-0").glob("step-*"))
 
 
@@ -148,7 +149,7 @@ def test_a_state_of_another_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "worker-0" / "step-00000006"
     body = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps(body | {"format": 99}))
-    with pytest.raises(ConfigError, match="it has format 99, this gridtrain reads 1"):
+    with pytest.raises(ConfigError, match="its format is 99; this version of gridtrain reads format 1"):
         checkpoint_store.read(path)
 
 
@@ -234,13 +235,12 @@ def test_what_another_history_left_on_the_disk_stays(
         for thread in threads:
             thread.join(60.0)
     assert kept.exists()
-    assert "not from this worker's checkpoint of step 3: it stays in" in caplog.text
+    assert "not from the checkpoint of step 3, which stays in" in caplog.text
 
 
 def steps_of(grid: gridtrain.Grid) -> Any:
     """Batches, each with a step taken after it."""
-    torch.manual_seed(7)
-    model = nn.Linear(2, 1)
+    model = copy.deepcopy(NET)
     inner = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense())
     for x, y in grid.batches(DATA, global_batch_size=6, steps=100_000):
@@ -263,7 +263,7 @@ def test_a_second_loop_is_refused_as_that_and_leaves_model_and_disk_alone(every:
         wrapped = grid._optimizer
         assert wrapped is not None
         before = wrapped.model.weight.detach().clone()
-        with pytest.raises(ConfigError, match="a second data set was given to this run"):
+        with pytest.raises(ConfigError, match="a second data set was given; a run can have only one"):
             next(iter(grid.batches(DATA, global_batch_size=6, steps=100_000)))
         assert torch.equal(wrapped.model.weight, before)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from brisk import LOSING
+from brisk import BRISK, LOSING, WITHIN_S
 from torch import nn
 
 import gridtrain
@@ -187,8 +188,80 @@ def test_a_worker_that_freezes_for_long_is_left_behind_and_comes_back() -> None:
     assert len({name[0] for name in run.committed}) >= 2, "the others went on without it"
 
 
+def train_and_wait(grid: gridtrain.Grid, wait: str) -> str:
+    """Train on `Numbered`, in steps that take a while; return the digest of the model."""
+    model = copy.deepcopy(NET)
+    inner = torch.optim.SGD(model.parameters(), lr=0.001)
+    optimizer = grid.optimizer(inner, model, exchange=EXCHANGES["gtopk"], compare_every=0, wait=wait)
+    for inputs, _ in grid.batches(Numbered(), batch_size=1, steps=120):
+        time.sleep(0.005)
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    return serialization.replica_digest(model, inner).hex()
+
+
+def missed_steps(group: LocalGroup) -> dict[str, float]:
+    members = group.snapshot()["members"]
+    return {each["name"]: each["figures"].get("missed_steps", 0.0) for each in members}
+
+
+def test_a_stalled_loop_is_left_out_and_the_status_says_how_often() -> None:
+    """The stall lasts until the status shows it, which it does while the loop still sleeps."""
+    ends: dict[str, str] = {}
+    shown = threading.Event()
+    faults = Faults().stall_at("bert", 30, seconds=0.001)
+    stall, rows = faults.stall, []
+
+    def stall_until_shown(name: str, rank: int, step: int) -> None:
+        is_due = bool(faults.pending)
+        stall(name, rank, step)
+        if is_due and not faults.pending:
+            assert shown.wait(WITHIN_S)
+
+    faults.stall = stall_until_shown  # type: ignore[method-assign]
+    with LocalGroup(min_workers=3, deadlines=BRISK, faults=faults) as group:
+
+        def work(name: str) -> None:
+            with group.join(name) as grid:
+                ends[name] = train_and_wait(grid, "auto")
+
+        threads = [threading.Thread(target=work, args=(name,)) for name in NAMES]
+        for thread in threads:
+            thread.start()
+        until_s = time.monotonic() + WITHIN_S
+        while not missed_steps(group).get("bert") and time.monotonic() < until_s:
+            time.sleep(0.02)
+        rows = group.snapshot()["members"]
+        shown.set()
+        for thread in threads:
+            thread.join(WITHIN_S)
+    ((planned, name),) = faults.fired
+    assert (planned.action, name) == ("stall", "bert") and not faults.pending
+    (bert,) = [row for row in rows if row["name"] == "bert"]
+    assert bert["figures"]["missed_steps"] >= 1
+    assert bert["reason"].startswith("was left out of ") and "its training loop had stalled" in bert["reason"]
+    assert set(ends) == set(NAMES) and len(set(ends.values())) == 1, ends
+
+
+def test_a_group_of_threads_takes_faults() -> None:
+    faults = Faults().stall_at("worker-1", 5, seconds=0.01)
+    digests = gridtrain.local(lambda grid: train_and_wait(grid, "all"), workers=2, faults=faults)
+    assert len(set(digests)) == 1 and [name for _, name in faults.fired] == ["worker-1"]
+
+
+def test_a_stall_is_of_the_training_thread_only() -> None:
+    faults = Faults().stall_at("anna", 3, seconds=0.001).slow_at("anna", 3, seconds=0.001)
+    assert [each.action for each in faults.strike("anna", 0, 3, ["before"])] == ["slow"]
+    faults.stall("anna", 0, 2)
+    assert [each.action for each in faults.pending] == ["stall"]
+    faults.stall("anna", 0, 3)
+    assert not faults.pending
+
+
 def test_the_text_of_a_plan_is_the_plan(tmp_path: Path) -> None:
     plan = Faults().kill_at("anna", 3, "after").slow_at(2, 4, 0.5).freeze_at(0, 9, 1.5).corrupt_at(1, 1)
+    plan.stall_at("bert", 7, 2.0)
     assert Faults.parse(plan.text()).pending == plan.pending
     path = tmp_path / "faults.json"
     path.write_text(plan.text())
@@ -210,3 +283,5 @@ def test_a_plan_that_cannot_be_is_refused() -> None:
         Faults().kill_at(1, -1)
     with pytest.raises(ConfigError, match="seconds"):
         Faults().freeze_at(1, 1, 0.0)
+    with pytest.raises(ConfigError, match="seconds"):
+        Faults().stall_at(1, 1, 0.0)

@@ -150,7 +150,7 @@ def test_the_others_train_on_while_it_takes_over_the_state(new_group: Any, excha
 
 
 def test_adam_follows_too(new_group: Any) -> None:
-    with pytest.warns(UserWarning, match="AdamW learns badly with a sparse exchange"):
+    with pytest.warns(UserWarning, match="AdamW converges poorly with a sparse exchange"):
         results, events = run(new_group, EXCHANGES[0], width=1000, adam=True)
     assert equal(results) >= 15
     assert any(event["event"] == "caught_up" and event["step"] >= 0 for event in events)

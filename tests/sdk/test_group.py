@@ -17,6 +17,7 @@ from torch import nn
 
 import gridtrain
 from gridtrain.config import Deadlines
+from gridtrain.core.group.member_events import MemberPhase
 from gridtrain.errors import JoinRefused
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.in_memory import EndpointKilled, FaultPlan, MemoryTransport, MessageFault
@@ -135,6 +136,46 @@ def test_a_state_goes_from_one_newcomer_to_the_next(together: Any) -> None:
     results = together(train, 4)
     assert sorted(sent for sent, _ in results) == [0, 1, 1, 1]
     assert len({digest for _, digest in results}) == 1
+
+
+def test_a_source_that_is_killed_costs_no_block_of_the_state_twice(new_group: Any) -> None:
+    """It dies at the 13th of 17 blocks; the next one sends the rest, and the buffers, which differ.
+
+    worker-0, worker-1    train, and are frozen before step 2
+    worker-2              joins, loads, trains with the one that is left
+    """
+    n = 2 << 20  # parameters; with their momentum 16 MiB
+    newcomers: list[int] = []
+
+    def train(grid: gridtrain.Grid, number: int) -> tuple[int, int, str]:
+        model = nn.Linear(n, 1, bias=False)
+        model.register_buffer("own", torch.zeros(1000))
+        optimizer = grid.optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, exchange=DENSE
+        )
+        for batch in grid.batches(range(100), batch_size=2, steps=4):
+            if grid.step == 2 and grid.is_first and not newcomers:
+                me = group.keys[f"worker-{number}"]
+                group.hub.plan = FaultPlan(MessageFault("kill", source=me, kind="StateBlock", after=12))
+                newcomers.append(group.start(train))
+                with grid.evaluation():
+                    loop = grid._session.connection.loop
+                    assert loop.mailbox.wait(lambda here: here.phase is MemberPhase.FROZEN, WITHIN_S)
+            model.own.fill_(number)
+            optimizer.zero_grad()
+            model(torch.full((2, n), float(batch.sum()))).sum().backward()
+            optimizer.step()
+        received = grid.traffic.get("StateBlock", (0, 0))[1]
+        return blocks_sent(grid), received, digest(model, optimizer)
+
+    with new_group(workers=2) as group:
+        results = [group.result(number) for number in [group.start(train), group.start(train)]]
+        results.append(group.result(newcomers[0]))
+    assert sum(isinstance(result, EndpointKilled) for result in results) == 1, results
+    survivor, newcomer = (result for result in results if not isinstance(result, EndpointKilled))
+    assert survivor[2] == newcomer[2]
+    assert survivor[0] < 8 << 20, "the shared blocks that were missing, and the buffers"
+    assert newcomer[1] < 20 << 20
 
 
 def test_all_start_from_the_state_of_one(together: Any) -> None:
@@ -388,7 +429,7 @@ def test_the_others_go_on_without_one_who_hangs(outcomes: Any) -> None:
     stayed, hung = outcomes(train, 2, deadlines=IMPATIENT)
     assert stayed == 1
     assert isinstance(hung, JoinRefused) and hung.code == "dismissed"
-    assert "showed no progress while others waited -> " in str(hung)
+    assert "made no progress while other members waited -> " in str(hung)
 
 
 # -- what people see ---------------------------------------------------------------------------------

@@ -162,8 +162,8 @@ def test_nothing_is_lost_and_nothing_counts_twice(
         assert np.abs(books.open_sum()).max() < 2.0**-18
     else:
         assert not books.open_sum().any(), "to the last bit"
-    handed = [r.message for r in caplog.records if "handed over" in r.message]
-    assert len(handed) == 1 and "(100.0 %) handed over: " in handed[0], caplog.text
+    handed = [r.message for r in caplog.records if "%) transferred: " in r.message]
+    assert len(handed) == 1 and "(100.0 %) transferred: " in handed[0], caplog.text
     assert sum("added to this worker's" in record.message for record in caplog.records) == 1
 
 
@@ -193,7 +193,7 @@ def test_an_heir_that_leaves_before_it_counts_hands_it_on(
         ended = [group.result(number) for number in range(3)]
     assert sorted(ended) == [LEAVES, LEAVES, STEPS] and ended[1] == LEAVES
     assert np.abs(books.open_sum()).max() < 2.0**-18, "but for the rounding of thirds: shares may be 3 and 1"
-    passed_on = sum("is passed on with this worker's" in record.message for record in caplog.records)
+    passed_on = sum("is passed on together with this worker's" in record.message for record in caplog.records)
     added = sum("added to this worker's" in record.message for record in caplog.records)
     assert (passed_on, added) in ((1, 1), (0, 2)), "0, 2: the View was there first, and it counted already"
 
@@ -236,7 +236,7 @@ def test_where_the_budget_is_too_small_the_largest_go_and_the_rest_is_told(
     assert np.array_equal(books.open_sum(), chosen[0].remainder_N), "what is missing is what was reported"
     assert 0 < chosen[0].magnitude_sum < chosen[0].total_magnitude_sum
     assert (
-        f"({100 * chosen[0].magnitude_sum / chosen[0].total_magnitude_sum:.1f} %) handed over: "
+        f"({100 * chosen[0].magnitude_sum / chosen[0].total_magnitude_sum:.1f} %) transferred: "
         in caplog.text
     )
 
@@ -255,7 +255,7 @@ def test_an_heir_that_does_not_answer_costs_the_deadline_and_the_report(
     assert bool(books.open_sum().any()) == (kind == "ResidualBlock"), (
         "an answer that was lost changes nothing"
     )
-    assert "handed over: no answer within" in caplog.text
+    assert "transferred: no answer within" in caplog.text
 
 
 def test_what_the_choice_takes_is_not_the_heirs_time(
@@ -275,7 +275,7 @@ def test_what_the_choice_takes_is_not_the_heirs_time(
         for _ in range(2):
             group.start(training(books, EXCHANGES[0], before_the_step))
         assert group.result(0) == STEPS
-    assert "(100.0 %) handed over: " in caplog.text and not books.open_sum().any()
+    assert "(100.0 %) transferred: " in caplog.text and not books.open_sum().any()
 
 
 def test_all_leave_at_once_and_nobody_waits_long(new_group: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -142,22 +142,23 @@ def another_models_optimizer(grid: gridtrain.Grid) -> None:
 
 ERRORS = {
     not_wrapped: "the optimizer has not been wrapped yet -> call optimizer = grid.optimizer(optimizer, model",
-    wrapped_twice: "grid.optimizer was called twice -> one run trains one model",
-    step_before_the_data: "a step was begun before the data was named -> iterate over grid.batches(dataset",
+    wrapped_twice: "grid.optimizer was called twice -> call grid.optimizer only once, because a run trains",
+    step_before_the_data: "a step was begun before the data set was given -> iterate over grid.batches(",
     forgotten_step: "optimizer.step() was called 0 times for the batch of step 0; each batch is one step "
-    "-> call it once for each batch",
+    "-> call optimizer.step() once for each batch",
     step_of_the_inner_optimizer: "optimizer.step() was called 0 times for the batch of step 0; ",
-    two_steps_for_one_batch: "optimizer.step() was called 2 times for the batch of step 0; ",
-    a_step_for_each_part_of_one: "optimizer.step() was called 2 times for the batch of step 0; each batch is "
-    "one step -> call it once for each batch, or once for every a batches of grid.batches(..., accumulate=a)",
+    two_steps_for_one_batch: "optimizer.step() was called twice for the batch of step 0; ",
+    a_step_for_each_part_of_one: "optimizer.step() was called twice for the batch of step 0; each batch is "
+    "one step -> call optimizer.step() once for each batch, or once for every a batches of "
+    "grid.batches(..., accumulate=a)",
     step_after_the_end: "optimizer.step() was called after the end of the run -> leave the loop when",
-    a_second_data_set: "a second data set was given to this run; its ledger has one -> call grid.batches",
+    a_second_data_set: "a second data set was given; a run can have only one -> call grid.batches",
     exchanged_twice: "exchange() was called twice for one step -> call optimizer.step() after each",
     a_closure: "step() was called with a closure; a gradient is exchanged once and cannot be re-evaluated ->",
-    a_group_added_later: "a parameter group was added after the optimizer was wrapped, when the flat layout",
+    a_group_added_later: "a parameter group was added after grid.optimizer had fixed the flat layout",
     sparse_embedding: "parameter 'weight' has sparse gradients, which the flat vector cannot hold -> ",
     momentum_twice: "SGD has momentum 0.9, and GTopK(density=0.01, momentum=0.9, values=fp16) applies "
-    "momentum, too -> keep the exchange's and build SGD with momentum=0",
+    "momentum, too -> keep the exchange's momentum and build SGD with momentum=0",
     another_models_optimizer: "the optimizer has 2 parameters that the model does not have -> build the",
 }
 
@@ -185,7 +186,7 @@ def test_adam_after_a_sparse_exchange(together: Any) -> None:
         together(train, 1)
     (warning,) = caught
     assert str(warning.message) == (
-        "AdamW learns badly with a sparse exchange, because most elements of an update are zero -> "
+        "AdamW converges poorly with a sparse exchange, because most elements of an update are zero -> "
         "use exchange=Dense(), SGD with GTopK(momentum=0.9), or LocalSteps(every=32, exchange=GTopK())"
     )
     assert warning.filename == __file__
@@ -234,8 +235,9 @@ def test_a_learning_rate_of_ones_own(outcomes: Any) -> None:
     with pytest.raises(
         ConfigError,
         match=r"^step 3 cannot be committed: rank \d has lr=0\.002, but 2 of 3 workers \(rank \d\) have "
-        r"lr=0\.01; they go on without rank \d -> change the optimizer's settings on all workers alike: "
-        r"step ReduceLROnPlateau by grid\.mean\(loss\), and name schedulers in grid\.track\(scheduler=",
+        r"lr=0\.01; they continue without rank \d -> "
+        r"change the optimizer's settings in the same way on all workers: "
+        r"step ReduceLROnPlateau with grid\.mean\(loss\), and name schedulers in grid\.track\(scheduler=",
     ):
         raise changed
     assert first == third == [3, 3, 3, 2, 2, 2]
@@ -256,7 +258,7 @@ def test_a_fork_is_found_through_a_bad_gradient(outcomes: Any) -> None:
         return alone_at(3, me, spoil)(grid, me) if me < 2 else alone_at(3, -1, spoil)(grid, me)
 
     first, changed, third = outcomes(train, 3)
-    assert isinstance(changed, ConfigError) and "have lr=0.01; they go on" in str(changed)
+    assert isinstance(changed, ConfigError) and "have lr=0.01; they continue" in str(changed)
     assert first == third == [3, 3, 3, 2, 2, 2]
 
 

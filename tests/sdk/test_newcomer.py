@@ -35,7 +35,7 @@ from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.stack import build_stack
 from gridtrain.network.transport.zmq import zeromq_transport
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
-from gridtrain.runtime.client.enrollment import INVALID_INVITATION, present_invitation
+from gridtrain.runtime.client.enrollment import UNKNOWN_INVITATION, present_invitation
 from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient
 from gridtrain.sdk import grid as grid_module
 from gridtrain.sdk.grid import Grid
@@ -140,9 +140,9 @@ def test_a_script_without_an_agent_and_without_an_invitation() -> None:
     done = run(sys.executable, "-c", "import gridtrain; gridtrain.join()")
     assert done.returncode == 2
     assert done.stderr.strip() == (
-        "gridtrain: <string>, line 1: ConfigError: this script does not know which run to join -> "
-        "start it with `gridtrain worker INVITATION -- python train.py`, or pass the invitation: "
-        'gridtrain.join("gridtrain1:...")'
+        "gridtrain: <string>, line 1: ConfigError: no invitation was given, so it is unknown which run "
+        "to join -> start the script with `gridtrain worker INVITATION -- python train.py`, or pass the "
+        'invitation: gridtrain.join("gridtrain1:...")'
     )
 
 
@@ -157,7 +157,7 @@ def test_what_is_no_invitation(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         gridtrain.join(text)
     assert str(caught.value) == (
-        f"{text.replace(' ', '')!r} is not an invitation, which begins with gridtrain1: -> "
+        f"{text.replace(' ', '')!r} is not an invitation; an invitation begins with gridtrain1: -> "
         "copy the whole line that the run's owner gave you"
         + ("" if text else "; if a command was meant to print it, read that command's output")
     )
@@ -165,7 +165,7 @@ def test_what_is_no_invitation(text: str) -> None:
 
 def test_an_invitation_that_lost_its_end() -> None:
     text = Invitation("tcp://10.0.0.5:7700", bytes(32), bytes(32), "default").text()
-    with pytest.raises(ConfigError, match=r"was cut short or changed on its way -> copy the whole line"):
+    with pytest.raises(ConfigError, match=r"was cut short or altered in transit -> copy the whole line"):
         gridtrain.join(text[:-5])
 
 
@@ -183,7 +183,7 @@ def test_the_same_invitation_finds_the_same_place_again(
     for _ in range(2):
         gridtrain.join(text).close()
     assert [key.name for key in state.rglob("*.key")] == ["worker-0.key"]
-    with gridtrain.join(text), pytest.raises(JoinRefused, match="not valid: it was used up") as caught:
+    with gridtrain.join(text), pytest.raises(JoinRefused, match="this invitation is used up") as caught:
         gridtrain.join(text)
     assert caught.value.code == "invitation"
     assert len(list(state.rglob("*.key"))) == 2, "a second worker of this machine is somebody else"
@@ -192,7 +192,7 @@ def test_the_same_invitation_finds_the_same_place_again(
 def test_an_invitation_of_another_coordinator(start_coordinator: StartCoordinator) -> None:
     """Its key does not answer at that address: nobody there can pretend to be it."""
     foreign = start_coordinator().invitation(coordinator=Identity.generate().public)
-    with pytest.raises(CoordinatorUnreachable, match=f"something listens at {foreign.address}, but"):
+    with pytest.raises(CoordinatorUnreachable, match=f"a program listens at {foreign.address}, but"):
         present_invitation(foreign, Identity.generate().public, 1.0)
 
 
@@ -200,7 +200,7 @@ def test_a_token_that_nobody_gave(start_coordinator: StartCoordinator) -> None:
     forged = start_coordinator().invitation(token=b"t" * 32)
     with pytest.raises(JoinRefused) as caught:
         gridtrain.join(forged.text())
-    assert str(caught.value) == f"{INVALID_INVITATION} -> ask the run's owner for a new one"
+    assert str(caught.value) == f"{UNKNOWN_INVITATION} -> ask the run's owner for a new one"
 
 
 def test_a_run_in_the_clear_is_joined_only_on_purpose() -> None:
@@ -208,7 +208,7 @@ def test_a_run_in_the_clear_is_joined_only_on_purpose() -> None:
     with pytest.raises(ConfigError, match=r'"default" is not encrypted, .* -> ask its owner for'):
         gridtrain.join(clear.text())
     sealed = replace(clear, encrypted=True)
-    with pytest.raises(ConfigError, match=r'"default" is encrypted, .* -> leave --unencrypted out'):
+    with pytest.raises(ConfigError, match=r'"default" is encrypted, .* -> omit --unencrypted'):
         gridtrain.join(sealed.text(), unencrypted=True)
 
 
@@ -267,9 +267,12 @@ def test_somebody_else_is_there() -> None:
 @pytest.mark.parametrize(
     ("listen", "told"),
     [
-        ("taken", "the port is taken -> stop the program that uses it, choose another port, or use port 0"),
+        (
+            "taken",
+            "the port is taken -> stop the program that uses the port, choose another port, or use port 0",
+        ),
         ("tcp://192.0.2.1:0", "no interface of this machine has that address -> listen at"),
-        ("7701", '-> an address looks like "tcp://0.0.0.0:7000", with port 0 for any free one'),
+        ("7701", '-> use an address such as "tcp://0.0.0.0:7000"; port 0 stands for any free port'),
     ],
 )
 def test_where_to_listen(start_coordinator: StartCoordinator, listen: str, told: str) -> None:
@@ -309,7 +312,7 @@ def test_another_version(start_coordinator: StartCoordinator, monkeypatch: pytes
     with monkeypatch.context() as patch:
         patch.setattr(zeromq_transport, "PROTOCOL_VERSION", 9)
         text = start_coordinator().invitation().text()
-    told = r"protocol 9, this software speaks 2 .* -> install the same version of gridtrain on both machines"
+    told = r"version 9, but this software uses version 3 .* -> install the same version of gridtrain on both"
     with pytest.raises(JoinRefused, match=told) as caught:
         gridtrain.join(text)
     assert caught.value.code == "version"
@@ -335,7 +338,7 @@ def test_a_package_of_the_extra_is_missing(without: Callable[[str], dict[str, st
     done = run(sys.executable, "-c", "import gridtrain; gridtrain.join()", **without(package))
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        f"gridtrain.errors.ConfigError: gridtrain.join needs {package}, not installed here -> "
+        f"gridtrain.errors.ConfigError: gridtrain.join needs {package} to be installed -> "
         f"{install_command('torch')} (or install the torch build that fits your GPU first)"
     )
 
@@ -346,7 +349,7 @@ def test_the_demo_without_torch(without: Callable[[str], dict[str, str]], tmp_pa
     done = run(sys.executable, "-m", "gridtrain.cli", "demo", "--out", str(out), **without("torch"))
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("gridtrain: gridtrain demo needs torch, not installed here -> pip install")
+    assert line.startswith("gridtrain: gridtrain demo needs torch to be installed -> pip install")
     assert not out.exists()
 
 
@@ -410,9 +413,9 @@ def test_a_script_that_raises(start_coordinator: StartCoordinator, tmp_path: Pat
     *_, traceback_end, contributed, agents_line = shown
     assert (given := json.loads(contributed)["fields"])["steps"] == 3 and 0 < given["share"] < 1
     agents_line = json.loads(agents_line)["fields"]["text"]
-    assert traceback_end == "ValueError: no such column"
+    assert json.loads(traceback_end)["fields"]["text"] == "ValueError: no such column"
     assert agents_line.startswith("the script ended with exit code 1 after ")
-    assert agents_line.endswith("-> its own message is above; with --restarts N it is started again")
+    assert agents_line.endswith("-> its own message is above; use --restarts N to start it again")
 
     assert agents[0].returncode == 0, err
     assert out.splitlines() == [f"step {step} of a group of {2 if step <= 3 else 1}" for step in range(1, 7)]
@@ -420,6 +423,7 @@ def test_a_script_that_raises(start_coordinator: StartCoordinator, tmp_path: Pat
     assert (tmp_path / "anna" / "final.safetensors").exists()
 
 
+@pytest.mark.executed
 def test_a_script_that_is_refused(start_coordinator: StartCoordinator, tmp_path: Path) -> None:
     """A mistake in the script's own calls ends in one sentence, too, under the agent as without it."""
     script = tmp_path / "train.py"
@@ -431,10 +435,9 @@ def test_a_script_that_is_refused(start_coordinator: StartCoordinator, tmp_path:
     assert "Traceback" not in done.stderr
     *_, sentence, agents_line = done.stderr.splitlines()
     agents_line = json.loads(agents_line)["fields"]["text"]
-    assert sentence == (
-        "gridtrain: train.py, line 10: ConfigError: "
-        "the run's end is epochs=1, steps=6; exactly one must be given -> "
-        "give grid.batches either epochs= or steps="
+    assert json.loads(sentence)["fields"]["text"] == (
+        "gridtrain: train.py, line 10: ConfigError: epochs is 1 and steps is 6; exactly one of "
+        "them must be given -> pass either epochs= or steps= to grid.batches"
     )
     assert agents_line.startswith("the script ended with exit code 2 after ")
 

@@ -276,7 +276,7 @@ def test_a_gradient_that_is_changed_behind_autograds_back(together: Any) -> None
 
 
 def test_two_backward_passes_that_nobody_announced(together: Any) -> None:
-    with pytest.raises(ConfigError, match="more than 1 backward passes before one step"):
+    with pytest.raises(ConfigError, match="more than 1 backward passes ran before one step"):
         failing(together, lambda m, _, batch: backward(m, batch))
 
 

@@ -147,8 +147,8 @@ def test_all_measure_decide_and_say_it_once(
     assert cut_steps == {2, 3, 4, 8, 9, 10}
     said = [text for text in caplog.messages if text.startswith("overlap is")]
     assert said == 2 * [
-        f"overlap is off from step {DECIDED}, because it has to save 2%: backward and exchange take "
-        "2 s with it, 1 s without; it is tried again in step 100"
+        f"overlap is off from step {DECIDED}, because it does not save at least 2%: backward and "
+        "exchange take 2 s with overlap, 1 s without; overlap is tried again in step 100"
     ]
 
 

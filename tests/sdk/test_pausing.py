@@ -172,7 +172,7 @@ def test_one_is_paused_two_go_on_and_it_comes_back(
     assert back and back[0] >= 20 and back == list(range(back[0], STEPS)), "it takes part in each step again"
     assert all(size == 3 for step, size in scene.seen["worker-0"] if step > back[0])
     assert "worker-1 left: paused by its owner: battery" in _reasons(scene)
-    assert "this worker is back after" in caplog.text
+    assert "this worker has returned after" in caplog.text
 
 
 def _reasons(scene: Scene) -> str:
@@ -295,7 +295,7 @@ def test_the_agent_is_told_that_a_step_does_not_fit() -> None:
     owner.directive = AgentDirective(most_bytes=10_000_000)
     assert asked[0]() == "" and not owner.reported
     owner.directive = AgentDirective(most_bytes=910_000)
-    assert asked[0]() == "paused in the middle of a step: the day's bytes are used up"
+    assert asked[0]() == "paused in the middle of a step: the day's traffic budget is used up"
     assert owner.reported == [{"state": BUDGET_EXHAUSTED}]
 
 

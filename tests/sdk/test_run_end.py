@@ -57,12 +57,12 @@ def test_a_finished_worker_waits_for_nobody(new_group: Any, caplog: pytest.LogCa
         for key in group.keys.values():
             group.hub.disconnect(key, group.key)
         for _ in range(200):
-            if caplog.text.count("this worker waits for nobody") == 2:
+            if caplog.text.count("this worker is no longer waiting") == 2:
                 break
             threading.Event().wait(0.05)
         ended.set()
         assert [group.result(number) for number in range(2)] == [True, True]
-    assert caplog.text.count("the run is finished, and this worker waits for nobody") == 2
+    assert caplog.text.count("the run is finished, and this worker is no longer waiting") == 2
     assert "tries to reach it again" not in caplog.text and "paused:" not in caplog.text
 
 

@@ -119,7 +119,7 @@ OTHER = [*DATA[:-1], (torch.tensor([9.0, 9.0]), torch.tensor([9.0]))]
 )  # fmt: skip
 def test_another_script(turned_away: Any, second: Script, told: str) -> None:
     error = turned_away(Script(), second)
-    with pytest.raises(JoinRefused, match=rf"^this worker would train something else: {told}"):
+    with pytest.raises(JoinRefused, match=rf"^this worker's training setup differs from the run's: {told}"):
         raise error
 
 
@@ -180,9 +180,9 @@ def test_numbers_of_numpy_are_numbers(outcomes: Any) -> None:
     [
         (
             Script(sizes=(("batch_size", 2), ("global_batch_size", 4))),
-            "batch_size=2, global_batch_size=4; give exactly one -> batch_size=32 for",
+            "batch_size=2, global_batch_size=4; pass exactly one of them -> pass batch_size=32 for",
         ),
-        (Script(sizes=()), "batch_size=None, global_batch_size=None; give exactly one -> "),
+        (Script(sizes=()), "batch_size=None, global_batch_size=None; pass exactly one of them -> "),
         (Script(sizes=(("batch_size", 0),)), "batch_size is 0; it must be >= 1 -> try batch_size=32"),
         (
             Script(sizes=(("batch_size", 2), ("accumulate", 0))),
@@ -190,20 +190,23 @@ def test_numbers_of_numpy_are_numbers(outcomes: Any) -> None:
         ),
         (
             Script(ends=()),
-            "the run's end is epochs=None, steps=None; exactly one must be given -> give grid.batches",
+            "epochs is None and steps is None; exactly one of them must be given -> pass either",
         ),
-        (Script(ends=(("steps", 4), ("epochs", 1))), "the run's end is epochs=1, steps=4; exactly one"),
-        (Script(ends=(("epochs", 0),)), "epochs=0 over 8 samples; it must be at least 1"),
-        (Script(ends=(("steps", 1e3),)), "steps is 1000.0, and not a whole number -> give an int: steps=32"),
-        (Script(sizes=(("batch_size", "2"),)), "batch_size is '2', and not a whole number -> "),
-        (Script(sizes=(("batch_size", 2), ("seed", None))), "seed is None, and not a whole number -> "),
+        (Script(ends=(("steps", 4), ("epochs", 1))), "epochs is 1 and steps is 4; exactly one"),
+        (Script(ends=(("epochs", 0),)), "epochs is 0 and the data set has 8 samples; epochs must be at"),
+        (
+            Script(ends=(("steps", 1e3),)),
+            "steps is 1000.0; it must be a whole number -> pass an int: steps=32",
+        ),
+        (Script(sizes=(("batch_size", "2"),)), "batch_size is '2'; it must be a whole number -> "),
+        (Script(sizes=(("batch_size", 2), ("seed", None))), "seed is None; it must be a whole number -> "),
         (Script(data=[]), "a list without samples or without a length .* -> use a map-style data set"),
         (
             Script(data=iter(DATA)),
-            "the list_iterator does not say how many samples .* -> give grid.batches",
+            "the list_iterator has no length, so .* -> call grid.batches",
         ),
         (Script(clip_norm=-1.0), "clip_norm is -1.0; it must be > 0 and finite -> try clip_norm=1.0"),
-        (Script(kind=torch.optim.LBFGS), "LBFGS cannot take its gradients from a group -> use SGD or AdamW"),
+        (Script(kind=torch.optim.LBFGS), "LBFGS cannot be used in a run -> use SGD or AdamW"),
     ],
     ids=str,
 )

@@ -82,7 +82,7 @@ def in_a_group(
         plans = [e["plan"] for e in group.snapshot()["events"] if e["event"] == "generation"]
     assert all(isinstance(result, tuple) for result in results), results
     print(*plans, sep="\n")
-    assert "even shares: no speed is measured yet" in plans[0]
+    assert "even shares: no speed has been measured yet" in plans[0]
     assert f"{WHOLE} samples shared by measured speed: " in plans[1]
     return [result[0] for result in results], [result[1] for result in results]
 

@@ -41,7 +41,7 @@ from gridtrain.runtime.state_transfer.residual_pieces import IncomingResiduals
 A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
 ROSTER = tuple(m.Member(peer, "", "", 1, False) for peer in (A, B, C))
 ROUND = m.RoundId(1, 5, 7, 0)
-DATA = [50, [1, 2, 3, 0], [0, 0, 0], [0, 0, 0, 0], False]
+DATA = [50, [1, 2, 3, 0], [0, 0, 0], [0, 0, 0, 0], 0]
 N, K = 64, 4
 
 
@@ -70,7 +70,7 @@ def a_map_is_built() -> Any:
     try:
         decode([header(54, {f"{i:0100}": i for i in range(300)})])
     except RemoteProtocolError as error:
-        return "holds a map" in error.reason or None
+        return "contains a map" in error.reason or None
 
 
 def a_cursor_that_moves() -> Any:
@@ -161,9 +161,9 @@ def a_nan_in_the_sum() -> Any:
 
 def anothers_turn() -> Any:
     """Rank 0 of three: what is due comes from rank 2; rank 1 sends it."""
-    ring = RingAllReduce(0, 3, slices=1, skip=False)
+    ring = RingAllReduce(0, 3, slices=1, flags=0)
     ring.start(0.0)
-    return ring.handle(PayloadReceived(1, m.PayloadSlot(m.CollectivePhase.REDUCE, 0, 2), False, "mine"), 0.0)
+    return ring.handle(PayloadReceived(1, m.PayloadSlot(m.CollectivePhase.REDUCE, 0, 2), 0, "mine"), 0.0)
 
 
 def a_state(blobs: list[bytes], *, total: int | None = None) -> list[m.StateBlock]:
@@ -244,13 +244,13 @@ def another_vote_afterwards() -> Any:
 def attempts_of_rank_1(voted: bool = False) -> Attempts:
     mine = Attempts(RankAssignment(B, 1, 5, ROSTER), step=7)
     if voted:
-        mine.submit(ROUND, {m.Channel(): RingAllReduce(1, 3, 1, False)}, 5.0, 0.0)
+        mine.submit(ROUND, {m.Channel(): RingAllReduce(1, 3, 1, 0)}, 5.0, 0.0)
         mine.advance(Prepared(b"u"), 0.0)
     return mine
 
 
 def data(round_id: m.RoundId, payload: bytes = b"") -> m.Data:
-    return m.Data(round_id, m.Channel(), m.PayloadSlot(m.CollectivePhase.REDUCE), False, payload)
+    return m.Data(round_id, m.Channel(), m.PayloadSlot(m.CollectivePhase.REDUCE), 0, payload)
 
 
 def a_step_that_others_did_not_commit() -> Any:

@@ -6,10 +6,12 @@ bounds one by one in tests/network/wire/test_limits.py, and each defence with it
 
 from __future__ import annotations
 
+import os
 import struct
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -44,7 +46,8 @@ from gridtrain.runtime.buffers.collective_buffers import (
 )
 from gridtrain.runtime.buffers.direct_buffer import DirectBuffer
 from gridtrain.runtime.buffers.star_buffers import DenseStarBuffer, SparseStarBuffer, TreeBuffer
-from gridtrain.runtime.state_transfer.blobs import BLOCK_BYTES, MAX_BLOBS, BlobReceiver, split_blocks
+from gridtrain.runtime.state_transfer.blobs import MAX_BLOBS, BlobReceiver, split_blocks
+from gridtrain.runtime.state_transfer.block_buffer import BLOCK_BYTES
 from gridtrain.sparsify.merge import largest_summable
 
 Seeds = Callable[[int], Iterator[int]]
@@ -267,7 +270,7 @@ def test_without_the_bound_an_honest_member_is_blamed_for_a_sum_that_overflows()
 @pytest.mark.parametrize("world_size", range(1, 40))
 def test_the_members_behind_each_hop_are_those_that_were_merged(world_size: int, core: Any) -> None:
     """Counted by letting sets of ranks go through the exchange instead of payloads."""
-    cores = [core(rank, world_size, False) for rank in range(world_size)]
+    cores = [core(rank, world_size, 0) for rank in range(world_size)]
     mine = [{rank} for rank in range(world_size)]
     queue: list[tuple[int, CollectiveEffect]] = []
     for rank, core in enumerate(cores):
@@ -275,8 +278,8 @@ def test_the_members_behind_each_hop_are_those_that_were_merged(world_size: int,
     while queue:
         rank, effect = queue.pop(0)
         match effect:
-            case SendTo(to_rank, place, skip):
-                arrived = PayloadReceived(rank, place, skip, set(mine[rank]))
+            case SendTo(to_rank, place, flags):
+                arrived = PayloadReceived(rank, place, flags, set(mine[rank]))
                 queue += [(to_rank, e) for e in cores[to_rank].handle(arrived, 0.0)]
             case CollectiveComplete():
                 assert mine[rank] == set(range(world_size))
@@ -319,27 +322,27 @@ def attempts_of(me: m.PeerId, roster: tuple[m.Member, ...] = ROSTER) -> Attempts
 
 
 def begin(mine: Attempts) -> list[Any]:
-    ring = RingAllReduce(mine.rank, mine.rank_assignment.world_size, 1, False)
+    ring = RingAllReduce(mine.rank, mine.rank_assignment.world_size, 1, 0)
     return mine.submit(mine.next_round, {m.Channel(): ring}, 5.0, 0.0)
 
 
 def reduce(segment: int, hop: int = 0, *, at: m.RoundId | None = None, channel: int = 0) -> m.Data:
     place = m.PayloadSlot(m.CollectivePhase.REDUCE, hop, segment)
-    return m.Data(at or round_id(), m.Channel(index=channel), place, False, b"")
+    return m.Data(at or round_id(), m.Channel(index=channel), place, 0, b"")
 
 
 REFUSED = [
     pytest.param(B, C, reduce(1), "rank 2 sent PayloadSlot", id="another's turn"),
     pytest.param(
-        B, A, reduce(2), "rank 0 sent PayloadSlot.*due was PayloadSlot.*hop=1", id="a place that is not due"
+        B, A, reduce(2), "rank 0 sent PayloadSlot.*expected PayloadSlot.*hop=1", id="a place that is not due"
     ),
     pytest.param(B, A, reduce(0, channel=9), "rank 0 sent data for Channel.*1 chan", id="unknown channel"),
     pytest.param(B, A, reduce(0, at=round_id(STEP + 2)), "rank 0 is at step 9", id="two steps ahead"),
     pytest.param(B, A, reduce(0, at=round_id(2**63 - 1)), "at step 9223372036854775807", id="absurd step"),
     pytest.param(B, A, reduce(0, at=round_id(attempt=2)), "attempt 2; no member", id="a third attempt"),
-    pytest.param(B, C, m.Vote(round_id(), True, b"", ""), "rank 2 voted at rank 1", id="vote at a member"),
+    pytest.param(B, C, m.Vote(round_id(), True, b"", ""), "rank 2 sent its vote", id="vote at a member"),
     pytest.param(
-        B, C, m.Vote(round_id(STEP - 1), True, b"", ""), "rank 2 voted at rank 1", id="old vote at a member"
+        B, C, m.Vote(round_id(STEP - 1), True, b"", ""), "rank 2 sent its vote", id="old vote at a member"
     ),
     pytest.param(
         B, C, m.Decision(round_id(), m.Verdict.ABORT, ""), "rank 2 sent a decision", id="a member decides"
@@ -402,7 +405,7 @@ def test_the_same_payload_twice() -> None:
     mine = attempts_of(B)
     begin(mine)
     mine.receive(A, reduce(0), 100, 0.0)
-    with pytest.raises(RemoteProtocolError, match=r"rank 0 sent PayloadSlot.*due was PayloadSlot"):
+    with pytest.raises(RemoteProtocolError, match=r"rank 0 sent PayloadSlot.*expected PayloadSlot"):
         mine.receive(A, reduce(0), 100, 0.0)
 
 
@@ -413,10 +416,10 @@ def test_a_payload_is_blamed_on_its_sender_also_when_it_is_merged_later() -> Non
     mine = Attempts(RankAssignment(peers[1], 1, 5, roster), STEP)
 
     def swap(phase: m.CollectivePhase, hop: int) -> m.Data:
-        return m.Data(round_id(), m.Channel(), m.PayloadSlot(phase, hop), False, b"")
+        return m.Data(round_id(), m.Channel(), m.PayloadSlot(phase, hop), 0, b"")
 
     mine.receive(peers[0], swap(m.CollectivePhase.SWAP, 0), 100, 0.0)  # held here, then by the butterfly
-    mine.submit(mine.next_round, {m.Channel(): ButterflyExchange(1, 6, False)}, 5.0, 0.0)
+    mine.submit(mine.next_round, {m.Channel(): ButterflyExchange(1, 6, 0)}, 5.0, 0.0)
     mine.receive(peers[3], swap(m.CollectivePhase.SWAP, 1), 100, 0.0)
     effects = mine.receive(peers[5], swap(m.CollectivePhase.FOLD, 0), 100, 0.0)
     assert [e.peer for e in effects if isinstance(e, ApplyToBuffer)] == [peers[5], peers[0], peers[3]]
@@ -522,6 +525,11 @@ def test_our_own_bug_is_not_blamed_on_a_peer(early: bool) -> None:
 # -- a joiner's state ------------------------------------------------------------------------------
 
 
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def blocks_of(*blobs: bytes, generation: int = 5, total: int | None = None) -> list[m.StateBlock]:
     cuts = split_blocks(blobs)
     return [m.StateBlock(1, generation, i, total or len(cuts), block) for i, block in enumerate(cuts)]
@@ -548,6 +556,26 @@ def test_a_connection_that_breaks_is_nobodys_offence() -> None:
     assert intake.take_blobs() == (1, 5, list(BLOBS))
 
 
+def test_a_table_alone_takes_no_memory() -> None:
+    """A few bytes that announce a large state, which never comes."""
+    intake, lengths = BlobReceiver(), (10, 2 << 30)
+    before = resident_bytes()
+    for generation in range(1, 20):
+        intake.receive(m.StateBlock(1, generation, 0, 2 + (lengths[1] >> 20), struct.pack("<2Q", *lengths)))
+    assert resident_bytes() - before < 256 << 20
+
+
+def test_only_the_state_source_starts_over() -> None:
+    """What the source has sent would be lost, as often as the forwarding member likes."""
+    intake, blocks = BlobReceiver(), blocks_of(*BLOBS)
+    for block in blocks[:3]:
+        intake.receive(block)
+    intake.receive(blocks[0], vouched=False)
+    assert intake.received_blocks(5) == 3
+    intake.receive(blocks[0])
+    assert intake.received_blocks(5) == 1
+
+
 def test_a_block_without_its_table_is_dropped() -> None:
     intake, blocks = BlobReceiver(), blocks_of(*BLOBS)
     intake.receive(blocks[2])
@@ -564,7 +592,11 @@ def test_a_newer_generation_begins_anew() -> None:
 
 
 LIES = [
-    pytest.param([blocks_of(bytes(2000))[0]], "a state of 2000 bytes; at most 1000", id="too large"),
+    pytest.param(
+        [blocks_of(bytes(2000))[0]],
+        "the state has 2000 bytes; this worker accepts at most 1000",
+        id="too large",
+    ),
     pytest.param(
         [m.StateBlock(1, 5, 0, 2, struct.pack("<2Q", 2**63, 2**63))], "at most 1000", id="absurd lengths"
     ),
@@ -572,9 +604,11 @@ LIES = [
     pytest.param(
         [m.StateBlock(1, 5, 0, 2, bytes(8 * MAX_BLOBS + 8))], "table of lengths has 32776", id="many blobs"
     ),
-    pytest.param(blocks_of(b"abc", total=9), "a state of 9 blocks; .* makes 2", id="more blocks than bytes"),
     pytest.param(
-        [blocks_of(b"abc")[0], m.StateBlock(1, 5, 1, 7, b"abc")], "a state of 7 blocks", id="another total"
+        blocks_of(b"abc", total=9), "the state has 9 blocks; .* have 2", id="more blocks than bytes"
+    ),
+    pytest.param(
+        [blocks_of(b"abc")[0], m.StateBlock(1, 5, 1, 7, b"abc")], "the state has 7 blocks", id="another total"
     ),
     pytest.param(
         [blocks_of(b"abc")[0], m.StateBlock(1, 5, 1, 2, b"abcd")],

@@ -57,11 +57,11 @@ NO_RUN = [name for name in HOSTILE if not RUN_NAME.fullmatch(name)]
 
 @pytest.mark.parametrize("run", NO_RUN, ids=lambda name: repr(name[:12]))
 def test_a_run_of_such_a_name_is_neither_made_nor_asked_for_nor_invited_to(run: str, base: Path) -> None:
-    with pytest.raises(ConfigError, match="run's name"):
+    with pytest.raises(ConfigError, match="valid run name"):
         Settings(run=run)
-    with pytest.raises(ConfigError, match="run's name"):
+    with pytest.raises(ConfigError, match="valid run name"):
         CoordinatorEndpoint.find(run)
-    with pytest.raises(ConfigError, match="run's name"):
+    with pytest.raises(ConfigError, match="valid run name"):
         Invitation("tcp://h:1", bytes(32), bytes(range(32)), run)
     assert not base.exists()
 

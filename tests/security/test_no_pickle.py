@@ -62,12 +62,14 @@ BY_NAME = {
 
 RUN_OUR_OWN = {
     "tests/adapters/scripts/run_example.py": "runs the examples of this repository",
+    "tests/common/declared_defaults.py": "imports the modules of this repository whose defaults it lists",
+    "tests/common/forkserver.py": "runs the programs that tests start, in the place of an interpreter",
     "tests/pipeline/oracle.py": "torch's own pipelines, which read what their processes have written",
 }
 """Programs of the tests that may execute: nothing of what they read comes from elsewhere."""
 
 COMPILES_OUR_SOURCE = re.compile(
-    r"tests/fuzz/gridfuzz/\w+\.py:\d+: (calls compile|calls exec|imports by name)$"
+    r"tests/(fuzz/gridfuzz|mutation)/\w+\.py:\d+: (calls compile|calls exec|imports by name)$"
 )
 
 
@@ -132,7 +134,7 @@ def test_nothing_in_the_product_executes_data() -> None:
 
 
 def test_nor_do_the_helpers_of_the_tests() -> None:
-    """But for `RUN_OUR_OWN`, and the fuzzer, which compiles our source to see what an input has reached."""
+    """But for `RUN_OUR_OWN`, the fuzzer and the mutants, which compile our source."""
     helpers = (
         path
         for path in sources("tests")

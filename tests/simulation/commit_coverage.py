@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
+from gridtrain.core.group.round_flags import is_skipped
 from gridtrain.core.member.member import MemberCore
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run import events as cio
@@ -134,8 +135,8 @@ class CommitCoverage:
             match effect:
                 case io.Send(_, message):
                     self._record_sent(message)
-                case io.ResolveRound(round_id, True, skip, reason):
-                    self._record_commit(round_id, skip, reason, coordinator_up=coordinator_up)
+                case io.ResolveRound(round_id, True, flags, reason):
+                    self._record_commit(round_id, is_skipped(flags), reason, coordinator_up=coordinator_up)
                 case io.LogEvent("old_coordinator"):
                     self.mark("11 a lower term is refused")
 
@@ -155,7 +156,7 @@ class CommitCoverage:
 
     def _record_sent(self, message: m.Message) -> None:
         match message:
-            case m.Vote(_, True, _, reason):
+            case m.Vote(_, True, _, reason, _):
                 self.mark(
                     "2 PREPARED, then YES" if not reason else "3 the decision is repeated after a break"
                 )
@@ -239,7 +240,7 @@ class CommitCoverage:
             self.mark("4 the link is at fault: the plan goes round it")
         elif name == "lost" and reason.startswith("was not ready"):
             self.mark("12 a joiner is not READY: the next VIEW without it")
-        elif name == "paused" and "are away" in reason:
+        elif name == "paused" and "are disconnected" in reason:
             self.mark("13 all are away: they are waited for")
         elif name == "rollback":
             to = "a checkpoint" if fields["to"] else "the beginning"

@@ -788,9 +788,9 @@ class Trouble:
             )
             place = m.PayloadSlot(phase, hop, segment)
             to_member: tuple[m.Message, ...] = (
-                m.Data(round_id, m.Channel(index=self._dice.randint(0, 1)), place, False, b"nothing"),
-                m.Vote(round_id, True, digest, ""),
-                m.Vote(round_id, False, b"", "does not like it"),
+                m.Data(round_id, m.Channel(index=self._dice.randint(0, 1)), place, 0, b"nothing"),
+                m.Vote(round_id, True, digest, "", None),
+                m.Vote(round_id, False, b"", "does not like it", None),
                 m.Decision(round_id, m.Verdict.COMMIT, ""),
                 m.Decision(round_id, m.Verdict.ABORT, "does not like it"),
                 m.RoundProgress(round_id, 1000),
@@ -811,7 +811,7 @@ class Trouble:
                 m.ReplicaDigest(core.term, generation, core.applied, digest),
                 m.Ready(core.term, generation, digest),
                 m.FreezeReport(
-                    core.term, generation, True, step, digest, core.replica_state.ledger, None, b"", False
+                    core.term, generation, True, step, digest, core.replica_state.ledger, None, b"", 0
                 ),
                 m.CurrentGeneration(core.term, generation + 3, tuple((peer, 3) for peer in peers)),
                 m.CatchUpReport(step, digest),
@@ -969,7 +969,7 @@ def _layers(dice: Random, stages: int) -> tuple[list[int], list[int]]:
 class BareWorkspace:
     """Stands for the numbers of a collective that is run without any."""
 
-    def __init__(self, make: Callable[[int, int, bool], Collective]) -> None:
+    def __init__(self, make: Callable[[int, int, int], Collective]) -> None:
         self.make_collective = make
 
     def apply(self, effect: BufferEffect) -> None: ...
@@ -988,7 +988,7 @@ def collectives(seed: int) -> None:
     names = (*NEIGHBOURS, "telling", "subgroups", "activations")
     name = names[seed % len(names)]
     values = [_gradient(dice.randrange(1000)) for _ in range(size)]
-    bare: dict[str, Callable[[int, int, bool], Collective]] = {
+    bare: dict[str, Callable[[int, int, int], Collective]] = {
         "telling": make_allgather,
         "subgroups": _in_subgroups,
         "activations": _activation,
@@ -1007,17 +1007,17 @@ def collectives(seed: int) -> None:
     group.run()
 
 
-def _in_subgroups(rank: int, world_size: int, skip: bool) -> Collective:
+def _in_subgroups(rank: int, world_size: int, flags: int) -> Collective:
     """Even ranks among themselves, odd ones as well."""
     ranks = range(rank % 2, world_size, 2)
-    return Subgroup(RingAllReduce(ranks.index(rank), len(ranks), 2, skip), ranks)
+    return Subgroup(RingAllReduce(ranks.index(rank), len(ranks), 2, flags), ranks)
 
 
-def _activation(rank: int, world_size: int, skip: bool) -> Collective:
+def _activation(rank: int, world_size: int, flags: int) -> Collective:
     """From each even rank to the next one, in three pieces."""
     if rank % 2:
         return ActivationReceiver(rank, rank - 1, world_size)
-    return ActivationSender(rank, rank + 1, 3) if rank + 1 < world_size else RingAllReduce(0, 1, 1, skip)
+    return ActivationSender(rank, rank + 1, 3) if rank + 1 < world_size else RingAllReduce(0, 1, 1, flags)
 
 
 def modelled_links(seed: int) -> None:

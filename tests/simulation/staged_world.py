@@ -59,8 +59,8 @@ class PipelineStep:
     A payload is stored when it arrives, and whatever it makes possible is sent immediately.
     """
 
-    def __init__(self, rank: int, layout: RankLayout, skip: bool) -> None:
-        self._rank, self._layout, self._any_skip = rank, layout, skip
+    def __init__(self, rank: int, layout: RankLayout, flags: int) -> None:
+        self._rank, self._layout, self._flags = rank, layout, flags
         self._before, self._after = (
             _known(layout.previous_stage_rank(rank)),
             _known(layout.next_stage_rank(rank)),
@@ -85,7 +85,7 @@ class PipelineStep:
         due = (rank, slot) if rank in self._due.get(kind, ()) else None
         check_expected(f"pipeline, rank {self._rank}", event, due)
         self._due[kind].discard(rank)
-        self._any_skip |= event.skip
+        self._flags |= event.flags
         source = Provenance(rank, 1, self._layout.world_size, roundings=0)
         return [StoreFromRank(rank, event.payload, source), *self._go_on()]
 
@@ -105,10 +105,10 @@ class PipelineStep:
         ):
             if possible and kind not in self._sent:
                 self._sent.add(kind)
-                effects += [SendTo(rank, _slot_of(kind), self._any_skip) for rank in sorted(to)]
+                effects += [SendTo(rank, _slot_of(kind), self._flags) for rank in sorted(to)]
         if shared and not self._due[SEAL] and not self.complete:
             self.complete = True
-            effects.append(CollectiveComplete(self._any_skip))
+            effects.append(CollectiveComplete(self._flags))
         return effects
 
 
@@ -129,8 +129,8 @@ class StageStateBuffer:
         self.shares: dict[int, State] = {}
         self.digests: dict[int, str] = {}
 
-    def make_collective(self, rank: int, world_size: int, skip: bool) -> PipelineStep:
-        return PipelineStep(rank, self.placement.layout, skip)
+    def make_collective(self, rank: int, world_size: int, flags: int) -> PipelineStep:
+        return PipelineStep(rank, self.placement.layout, flags)
 
     def apply(self, effect: BufferEffect) -> None:
         assert isinstance(effect, StoreFromRank)

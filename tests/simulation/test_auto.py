@@ -141,15 +141,29 @@ def test_nothing_is_chosen_before_all_have_computed() -> None:
     assert used
 
 
+def troubled(seed: int) -> tuple[AutoWorld, Any, dict[m.RoundId, str]]:
+    """A history with faults, run to its end."""
+    random = Random(seed)
+    world, book, used = build(seed, workers=random.randint(1, 5))
+    world.turn_s, world.slow_first = random.choice((0.5, 1.0, 2.0)), random.random() < 0.5
+    group.Trouble(world, random).plan(events=random.randint(0, 6))
+    world.run(900.0)
+    return world, book, used
+
+
+def test_a_process_that_is_sent_its_predecessor_s_view_still_holds_its_checkpoint() -> None:
+    """Seed 203: a frozen coordinator answers the Join of a process that has died since, and its VIEW reaches
+    the next one.  The run starts over from that one's checkpoint, which nobody else holds."""
+    world, book, _ = troubled(203)
+    group.check(world, book)
+    assert world.finished and world.log.restarted_processes == 1 and world.log.rollbacks == 1
+
+
 def test_promises_hold_while_the_exchange_changes(seeds: Seeds) -> None:
     totals: Counter[tuple[str, str]] = Counter()
     count = 0
     for seed in seeds(16):
-        random = Random(seed)
-        world, book, used = build(seed, workers=random.randint(1, 5))
-        world.turn_s, world.slow_first = random.choice((0.5, 1.0, 2.0)), random.random() < 0.5
-        group.Trouble(world, random).plan(events=random.randint(0, 6))
-        world.run(900.0)
+        world, book, used = troubled(seed)
         group.check(world, book)
         totals += switches(world, used)
         count += 1

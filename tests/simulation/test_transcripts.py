@@ -17,7 +17,8 @@ BASELINE = load(Path(__file__).parent / "transcripts" / "baseline.json")
 
 
 @pytest.mark.parametrize("name", sorted(HISTORIES))
-def test_histories_are_as_recorded(name: str) -> None:
-    """The first three seeds of each kind; the script checks all of them."""
-    for seed, digest in list(BASELINE[name].items())[:3]:
-        assert record(name, seed).digest == digest, f"compare `--show {name} {seed}` of both trees"
+@pytest.mark.parametrize("number", range(3))
+def test_histories_are_as_recorded(number: int, name: str) -> None:
+    """The first three seeds of each kind, one of them in `make test`; the script checks all of them."""
+    seed, digest = list(BASELINE[name].items())[number]
+    assert record(name, seed).digest == digest, f"compare `--show {name} {seed}` of both trees"

@@ -1,13 +1,13 @@
 """The whole group on the virtual network, with workers that join, leave, crash and lose connections.
 
-Every seed is checked against guarantees 1 (same model), 2 (no gradient lost), 3 (all or none), 4 (every
-sample once) and 5 (never a hang).
+Every seed is checked against guarantees 1 (same model), 2 (no gradient silently dropped), 3 (all or none),
+4 (every sample counts once) and 5 (no unbounded wait).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import permutations
@@ -57,7 +57,9 @@ WHAT_HAPPENS = (
     "restarted_processes",
     "caught_up",
 )
-Seeds = Callable[[int], Iterator[int]]
+COVERING = (33, 35, 46, 180, 380, 399, 426, 485, 512, 528, 604, 671, 715, 717, 769)
+"""Seeds that reach every counted rule, each at least twice where two of 800 do (`choose_seeds.py`)."""
+Seeds = Any
 
 
 @cache
@@ -134,6 +136,35 @@ class ToyTrainer:
         self._book[round_id].append(attempt)
         return {m.Channel(): attempt.workspace}
 
+    def prepare_empty(self, round_id: m.RoundId, seat: RankAssignment) -> dict[m.Channel, Any]:
+        zeros = np.zeros(N, np.float32)
+        earlier = replace(round_id, attempt=round_id.attempt - 1)
+        before = self.attempts.get(earlier) if round_id.attempt else None
+        if before is not None and self.kind == "dense":
+            attempt = before
+        else:
+            make: Callable[[], Any]
+            if self.kind in DENSE:
+                of_kind, world_size = DENSE[self.kind], seat.world_size
+                make = lambda: of_kind(np.zeros(N, np.float32), world_size, 16)  # noqa: E731
+            else:
+                payload = encode(np.empty(0, np.int64), np.empty(0, np.float32), **FORMAT)
+                numbers: Any = {"n": N, "k": K, "kind": ValueKind.FP16}
+                make = partial(AllGatherBuffer, seat.rank, seat.world_size, payload, **numbers)
+                if self.kind != "topk":
+                    make = partial(MERGING[self.kind], payload, **numbers)
+            attempt = self.Attempt(seat.rank, zeros, zeros, make)
+            attempt.workspace = attempt.make()
+        self.attempts[round_id] = attempt
+        self._book[round_id].append(attempt)
+        return {m.Channel(): attempt.workspace}
+
+    def apply_missed(self, workspaces: dict[m.Channel, Any]) -> None:
+        mine = workspaces[m.Channel()]
+        attempt = next(each for each in self.attempts.values() if each.workspace is mine)
+        self.model = self.model + attempt.update
+        self.residual = self.residual + attempt.residual
+
     def commit(self, workspaces: dict[m.Channel, Any], skip: bool) -> None:
         if skip:
             return
@@ -154,13 +185,13 @@ class ToyTrainer:
 
 
 def build(
-    seed: int, kind: str, workers: int, *, follows: bool | None = None, **more: Any
+    seed: int, kind: str, workers: int, *, follows: bool | None = None, samples: int = SAMPLES, **more: Any
 ) -> tuple[World, dict[m.RoundId, list[ToyTrainer.Attempt]]]:
     book: dict[m.RoundId, list[ToyTrainer.Attempt]] = defaultdict(list)
     if follows is None:  # newcomers take over the state while the others train on
         follows = Random(seed).random() < 0.5
     begins = Random(seed ^ 0xA11CE).choice((b"", b"as built"))  # all build the same model: do they say so?
-    spec = m.LedgerSpec(SAMPLES, 1, epochs=2)
+    spec = m.LedgerSpec(samples, 1, epochs=2)
     setup = m.Setup((("kind", kind),), spec, 3, None, can_catch_up=follows, initial_state_digest=begins)
     more = {
         "behind_nat": Random(seed).choice((0.0, 0.0, 0.5, 1.0)),
@@ -390,7 +421,7 @@ def divided(world: World) -> bool:
     return False
 
 
-def check(world: World, book: dict[m.RoundId, list[ToyTrainer.Attempt]]) -> None:
+def check(world: World, book: dict[m.RoundId, list[ToyTrainer.Attempt]], samples: int = SAMPLES) -> None:
     log = world.log
     if divided(world):
         return
@@ -417,7 +448,7 @@ def check(world: World, book: dict[m.RoundId, list[ToyTrainer.Attempt]]) -> None
     assert len(committed) == last + 1
     assert len({w.trainer.model.tobytes() for w in survivors}) == 1
     # 4: every position in exactly one committed round.
-    seen = [0] * (2 * SAMPLES)
+    seen = [0] * (2 * samples)
     counted = with_what_was_there(log.submissions, book, committed)
     for submission in log.submissions:
         if (submission.peer, submission.round) in counted:
@@ -427,6 +458,7 @@ def check(world: World, book: dict[m.RoundId, list[ToyTrainer.Attempt]]) -> None
     assert set(seen) == {1}, f"positions not counted once: {[i for i, c in enumerate(seen) if c != 1]}"
     # 2: nothing lost and nothing invented in any committed round, to the last bit.
     model = np.zeros(N, np.float32)
+    committed_by = {(peer, round_id) for peer, round_id, _ in log.commits}
     for round_id in sorted(committed - log.skipped):
         attempts = as_if_nobody_had_died(book[round_id])
         before = sum(a.before + a.contribution for a in attempts)
@@ -436,6 +468,8 @@ def check(world: World, book: dict[m.RoundId, list[ToyTrainer.Attempt]]) -> None
         left = {attempt.rank: attempt.residual.tobytes() for attempt in attempts}
         for worker in survivors:
             mine = worker.trainer.attempts.get(round_id)
+            if (worker.peer, round_id) not in committed_by:
+                continue  # it was cut off before all parts had come, and has received the state since
             assert mine is None or mine.residual.tobytes() == left[mine.rank]
         model += attempts[0].update
     assert np.array_equal(model, survivors[0].trainer.model)
@@ -509,27 +543,38 @@ def history(seed: int, kind: str) -> tuple[World, dict[m.RoundId, list[ToyTraine
     return world, book
 
 
+def reached_by(world: World) -> dict[str, int]:
+    """How often a history has reached each counted rule, and what happened in it."""
+    return {name: getattr(world.log, name) for name in WHAT_HAPPENS} | world.coverage.reached
+
+
+def churn(seed: int) -> World:
+    world, book = history(seed, KINDS[seed % len(KINDS)])
+    check(world, book)
+    return world
+
+
 def test_promises_hold_under_churn(seeds: Seeds) -> None:
-    """750 histories over the three exchanges in `make test`; `make sweep` for more.
+    """Histories over the three exchanges: those of `COVERING` and 50 others in `make test`, all in a sweep.
 
     Prints a table of the commit rules that they have reached.
     """
-    totals: dict[str, int] = defaultdict(int)
+    totals: Counter[str] = Counter()
     reached = []
-    for seed in seeds(750):
-        world, book = history(seed, KINDS[seed % len(KINDS)])
-        check(world, book)
+    for seed in seeds(750, always=COVERING, drawn=50):
+        world = churn(seed)
         reached.append(world.coverage.reached)
-        for name in WHAT_HAPPENS:
-            totals[name] += getattr(world.log, name)
+        totals.update(reached_by(world))
     print(f"\n{len(reached)} histories: {dict(totals)}\n{table(reached)}")
-    if len(reached) >= 750:  # a sweep in which nothing happened would prove nothing
-        assert all(totals[name] > 0 for name in WHAT_HAPPENS), dict(totals)
+    if seeds.is_replay:
+        return
+    assert all(totals[name] > 0 for name in WHAT_HAPPENS), dict(totals)
+    assert unreached_rules(reached) == [], "choose other seeds: tests/simulation/choose_seeds.py"
+    if len(reached) >= 750:
         assert totals["rollbacks"] < 0.2 * len(reached)
-        assert unreached_rules(reached) == []
 
 
 def test_promises_hold_on_the_other_topologies(seeds: Seeds) -> None:
-    for seed in seeds(150):
+    for seed in seeds(150, always=range(len(OTHER_KINDS)), drawn=30):
         world, book = history(seed, OTHER_KINDS[seed % len(OTHER_KINDS)])
         check(world, book)

@@ -43,21 +43,21 @@ def make_cores(load: Workload, world_size: int) -> list[Collective]:
     match load.kind:
         case ExchangeKind.DENSE:
             slices = slice_count(load, world_size)
-            return [RingAllReduce(rank, world_size, slices, False) for rank in range(world_size)]
+            return [RingAllReduce(rank, world_size, slices, 0) for rank in range(world_size)]
         case ExchangeKind.DIRECT:
             slices = slice_count(load, world_size)
-            return [DirectAllReduce(rank, world_size, slices, False) for rank in range(world_size)]
+            return [DirectAllReduce(rank, world_size, slices, 0) for rank in range(world_size)]
         case ExchangeKind.TOPK:
-            return [AllGather(rank, world_size, False) for rank in range(world_size)]
+            return [AllGather(rank, world_size, 0) for rank in range(world_size)]
         case ExchangeKind.GTOPK:
-            return [ButterflyExchange(rank, world_size, False) for rank in range(world_size)]
+            return [ButterflyExchange(rank, world_size, 0) for rank in range(world_size)]
         case ExchangeKind.TREE:
-            return [TreeExchange(rank, world_size, False) for rank in range(world_size)]
+            return [TreeExchange(rank, world_size, 0) for rank in range(world_size)]
         case ExchangeKind.STAR:
             slices = slice_count(load, world_size)
-            return [DenseStar(rank, world_size, slices, False) for rank in range(world_size)]
+            return [DenseStar(rank, world_size, slices, 0) for rank in range(world_size)]
         case ExchangeKind.STAR_GTOPK:
-            return [SparseStar(rank, world_size, False) for rank in range(world_size)]
+            return [SparseStar(rank, world_size, 0) for rank in range(world_size)]
 
 
 @dataclass(slots=True)
@@ -101,10 +101,10 @@ class CollectiveSimulation:
         now_s = max(now_s, self._free_s.get(rank, 0.0))
         for effect in effects:
             match effect:
-                case SendTo(to_rank, slot, skip):
+                case SendTo(to_rank, slot, flags):
                     self.sent.append((rank, to_rank))
                     reached_s, last_s = self._traffic.depart(rank, to_rank, self.payload_bytes, now_s)
-                    self._schedule(reached_s, to_rank, PayloadReceived(rank, slot, skip, None), last_s)
+                    self._schedule(reached_s, to_rank, PayloadReceived(rank, slot, flags, None), last_s)
                 case CollectiveComplete():
                     self.complete_s[rank] = now_s
                 case AddSlice():

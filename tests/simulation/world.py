@@ -16,12 +16,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.core.group.rank_layout import RankAssignment
+from gridtrain.core.group.round_flags import SKIP, absent_flag, is_skipped
 from gridtrain.core.member.member import MemberCore
 from gridtrain.core.messages import RELAY_PREFIX, relay_of
 from gridtrain.errors import JoinRefused, RemoteProtocolError
@@ -62,6 +63,18 @@ class SimTrainer(Protocol):
         ...
 
 
+class StallingTrainer(SimTrainer, Protocol):
+    """A trainer without which steps may commit while it is stalled."""
+
+    def prepare_empty(self, round_id: m.RoundId, assignment: RankAssignment) -> dict[m.Channel, Any]:
+        """Collective buffers for an attempt to which the stalled trainer contributes nothing."""
+        ...
+
+    def apply_missed(self, buffers: dict[m.Channel, Any]) -> None:
+        """Apply a committed step, with the buffers that `prepare_empty` has made for it."""
+        ...
+
+
 RESIDUAL_TRANSFER_S = 3.0
 MOST_FOLLOWING_S = 2.0
 
@@ -87,6 +100,9 @@ class History:
     """What happened, for tests."""
 
     submissions: list[Submission] = field(default_factory=list)
+    absences: list[tuple[m.PeerId, m.RoundId]] = field(default_factory=list)  # committed without its trainer
+    late_submissions: int = 0  # batches of steps that were committed before
+    declined: int = 0  # requests to be absent that came too late
     commits: list[tuple[m.PeerId, m.RoundId, bytes]] = field(default_factory=list)
     aborts: int = 0
     joins: int = 0
@@ -146,6 +162,10 @@ class SimWorker:
         self._state_requests: list[tuple[m.PeerId, int, int, bool]] = []
         self._forward_requests: list[tuple[m.PeerId, int, int]] = []  # who is sent the state that we receive
         self._received_block: m.StateBlock | None = None
+        self._begun: tuple[m.Span, ...] = ()  # the batch that is computed, or was computed last
+        self._stalled_until_s = 0.0  # the trainer alone; the core and the connections go on
+        self._is_absent = False  # from the open round
+        self._missed: list[tuple[dict[m.Channel, Any], bool]] = []  # buffers of committed steps, skipped
         self._progress = 0
         self._is_round_failed = False  # a payload of the open round was refused
         self._pending_residuals: dict[
@@ -160,6 +180,46 @@ class SimWorker:
         once."""
         self._frozen = True
         self.world.later(for_s, self.peer, self._thaw)
+
+    def stall(self, for_s: float) -> None:
+        """Stop the trainer only."""
+        self._stalled_until_s = max(self._stalled_until_s, self.world.now_s + for_s)
+        self.world.later(for_s, self.peer, self._go_on)
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether a step was committed without this worker's batch, which is still to be contributed."""
+        return any(batch.peer == self.peer for batch in self.core.replica_state.ledger.late)
+
+    @property
+    def _is_stalled(self) -> bool:
+        return self.world.now_s < self._stalled_until_s
+
+    def _contribute_if_absent(self) -> None:
+        absent, assignment = self.core.absent_round, self.core.rank_assignment
+        if absent is None or assignment is None or not self.alive:
+            return
+        round_id, _ = absent
+        if self.world.declines_absence(self.peer, round_id.step):
+            self.world.log.declined += 1
+            self._execute(self._run_core(io.StayPresent(round_id)))
+            return
+        self._is_absent, self._is_round_failed = True, False
+        self._buffers = cast(StallingTrainer, self.trainer).prepare_empty(round_id, assignment)
+        flag = absent_flag(assignment.rank)
+        collectives = {
+            channel: buffer.make_collective(assignment.rank, assignment.world_size, flag)
+            for channel, buffer in self._buffers.items()
+        }
+        self.handle(io.SubmitRound(round_id, collectives, is_absent=True))
+
+    def _apply_missed(self) -> None:
+        """What the trainer does first once it runs again."""
+        missed, self._missed = self._missed, []
+        for buffers, skipped in missed:
+            if not skipped:
+                cast(StallingTrainer, self.trainer).apply_missed(buffers)
+        self.handle(io.TrainerReturned())
 
     def _thaw(self) -> None:
         self._frozen, missed, self._missed_events = False, self._missed_events, []
@@ -202,7 +262,8 @@ class SimWorker:
         self.tick()
 
     def enter(self) -> None:
-        self.handle(io.TrainerJoined(self._setup, self.world.edges, None, self.world.choices))
+        may_be_absent = self.world.may_be_absent
+        self.handle(io.TrainerJoined(self._setup, self.world.edges, None, self.world.choices, may_be_absent))
 
     def _execute(self, effects: list[io.MemberEffect]) -> None:
         queue = list(effects)
@@ -219,6 +280,7 @@ class SimWorker:
                     else io.ProtocolViolation(culprit, error.reason)
                 )
                 queue.extend(self._run_core(event))
+        self._contribute_if_absent()
         self._go_on()
 
     def _execute_one(self, effect: io.MemberEffect) -> list[io.MemberEffect]:
@@ -228,20 +290,20 @@ class SimWorker:
                 world.send(self.peer, peer, message)
             case io.SendPayload() | io.ApplyToBuffer() | io.ComputeDigest() if self._is_round_failed:
                 pass
-            case io.SendPayload(peer, round_id, channel, slot, skip):
+            case io.SendPayload(peer, round_id, channel, slot, flags):
                 if not world.connected(self.peer, peer):
                     return self._run_core(io.RoundFailed("edge is down"))
                 payload = bytes(self._buffers[channel].payload(slot))
-                world.send(self.peer, peer, m.Data(round_id, channel, slot, skip, payload))
+                world.send(self.peer, peer, m.Data(round_id, channel, slot, flags, payload))
             case io.ApplyToBuffer(channel, fill):
                 self._progress += 1
                 self._buffers[channel].apply(fill)
-            case io.ComputeDigest(skip):
-                digest = b"" if skip else self._buffers[m.Channel()].compute_digest()
+            case io.ComputeDigest(flags):
+                digest = b"" if is_skipped(flags) else self._buffers[m.Channel()].compute_digest()
                 flipped, self.flip_next = self.flip_next, False
-                return self._run_core(io.DigestComputed(digest + bytes([skip, flipped])))
-            case io.ResolveRound(round_id, committed, skip, _):
-                self._resolve(round_id, committed, skip)
+                return self._run_core(io.DigestComputed(digest + bytes([flags, flipped])))
+            case io.ResolveRound(round_id, committed, flags, _):
+                self._resolve(round_id, committed, is_skipped(flags))
             case io.Dial(peer, address):
                 world.dial(self.peer, peer, address)
             case io.Disconnect(peer):
@@ -258,6 +320,8 @@ class SimWorker:
             case io.ExpectStateDigest():
                 pass  # the simulator forwards no wrong state
             case io.StoreStateBlock(_, block):
+                if self._has_state_of(block):
+                    return []  # sent twice: complete already
                 world.log.state_transfers += 1
                 self._offered = self._received_block = block
                 self._forward_state()
@@ -309,6 +373,8 @@ class SimWorker:
         if self.world.now_s >= self._leave_deadline_s:
             self.depart()
             return
+        if self._missed:
+            self._apply_missed()
         ready = (
             open_round(self.core) is None
             and not self._pending_residuals
@@ -343,6 +409,11 @@ class SimWorker:
         """What the training thread does when it is idle: send its state, begin a step."""
         if not self.alive or self._computing or self._frozen or self._leave_deadline_s is not None:
             return
+        if self._is_stalled:
+            return
+        if self._missed:
+            self._apply_missed()
+            return
         if self._offered is not None:
             # Loading takes a while, in which the group may change once more.
             self._computing, block, self._offered = True, self._offered, None
@@ -360,7 +431,11 @@ class SimWorker:
         if self.core.next_round is None or (self._is_exchange_undecided and self.has_computed):
             return
         self._computing = True
-        fresh = self._batch_step != self.core.step
+        assert self.core.current_generation is not None
+        spans = self.core.current_generation.data_assignment().get(self.peer, ())
+        is_late = self._is_late and bool(spans) and spans == self._begun  # computed already
+        fresh = self._batch_step != self.core.step and not is_late
+        self._begun = spans
         self.world.later(self.world.compute_s(self.peer) if fresh else 0.0, self.peer, self._submit)
 
     @property
@@ -368,6 +443,11 @@ class SimWorker:
         """The coordinator chooses the exchange, and has not done so yet."""
         choices, assignment = self.world.choices, self.core.rank_assignment
         return bool(choices) and assignment is not None and not assignment.exchange and "" not in choices
+
+    def _has_state_of(self, block: m.StateBlock) -> bool:
+        received = self._received_block
+        generation = None if received is None else (received.term, received.generation)
+        return generation == (block.term, block.generation)
 
     def _forward_state(self) -> None:
         """Forward the received state; the I/O loop does this while the trainer computes."""
@@ -381,12 +461,13 @@ class SimWorker:
 
     def _restored(self, block: m.StateBlock) -> None:
         self._computing = False
-        self._batch_step = -1  # a batch in hand was for another model
+        self._batch, self._batch_step = (), -1  # a batch in hand was for another model
+        self._missed.clear()  # the state contains these steps
         self.trainer.restore(block.payload)
         self.handle(io.StateLoaded(block.term, block.generation))
 
     def _submit(self) -> None:
-        if self._frozen:
+        if self._frozen or self._is_stalled:
             self.world.later(0.1, self.peer, self._submit)
             return
         self._computing = False
@@ -394,6 +475,9 @@ class SimWorker:
         round_id, assignment = self.core.next_round, self.core.rank_assignment
         if not self.alive or round_id is None or assignment is None or self._leave_deadline_s is not None:
             self._go_on()
+            return
+        if self._missed:  # the batch is late
+            self._apply_missed()
             return
         self.has_computed = True
         if self._is_exchange_undecided:  # the gradient waits for an exchange
@@ -403,18 +487,25 @@ class SimWorker:
         if self._batch_step == self.core.step and spans not in ((), self._batch):
             self.world.log.voided += 1  # it was removed, and its batch is assigned to other workers
         self._batch, self._batch_step = spans, self.core.step
-        self._is_round_failed = False
+        self._is_round_failed = self._is_absent = False
+        self.world.log.late_submissions += self._is_late and bool(spans)
         skip = self.world.is_skipped(self.peer, round_id.step)
         self._buffers = self.trainer.prepare(round_id, assignment, spans, skip)
         self.world.log.submissions.append(Submission(self.peer, round_id, spans))
         collectives = {
-            channel: buffer.make_collective(assignment.rank, assignment.world_size, skip)
+            channel: buffer.make_collective(assignment.rank, assignment.world_size, SKIP if skip else 0)
             for channel, buffer in self._buffers.items()
         }
         self.handle(io.SubmitRound(round_id, collectives))
 
     def _resolve(self, round_id: m.RoundId, committed: bool, skip: bool) -> None:
-        if committed:
+        if committed and self._is_absent:
+            self._missed.append((self._buffers, skip))
+            self.world.log.absences.append((self.peer, round_id))
+            self.world.log.commits.append((self.peer, round_id, self.core.history))
+            if skip:
+                self.world.log.skipped.add(round_id)
+        elif committed:
             self.trainer.commit(self._buffers, skip)
             self.world.log.commits.append((self.peer, round_id, self.core.history))
             if skip:
@@ -426,7 +517,7 @@ class SimWorker:
                 self.disk = WorkerDisk(checkpoint, self.trainer.capture())
         else:
             self.world.log.aborts += 1
-        self._buffers = {}
+        self._buffers, self._is_absent = {}, False
 
 
 class World:
@@ -440,6 +531,8 @@ class World:
         behind_nat: probability that a worker cannot be dialled.
         skips: probability that a worker's gradient is not finite.
         slow_restore: probability that loading a state takes longer than anybody waits.
+        may_be_absent: whether steps commit without workers whose trainers have stalled.
+        declines: probability that a worker cannot be absent from a step.
     """
 
     def __init__(
@@ -458,8 +551,11 @@ class World:
         checkpoint_every: int = 3,
         choices: Mapping[str, Callable[[int, int], frozenset[int]]] = MappingProxyType({}),
         reshare_s: float = 30.0,
+        may_be_absent: bool = False,
+        declines: float = 0.0,
     ) -> None:
         self.choices = choices
+        self.may_be_absent, self._declines = may_be_absent, declines
         self.random = Random(seed)
         self.coverage = CommitCoverage()
         self.checkpoint_every = checkpoint_every
@@ -587,6 +683,11 @@ class World:
         for pair in sorted((p for p in self._connections if peer in p), key=sorted):
             self._disconnect(pair)
         self.network.crash(peer)
+
+    def ask_status(self, peer: m.PeerId, after_s: float, for_s: float) -> None:
+        """The agent of a dead worker asks the coordinator for the run's status, with the worker's key."""
+        self.later_at_coordinator(after_s, cio.PeerConnected(peer, "open"))
+        self.later_at_coordinator(after_s + for_s, cio.PeerDisconnected(peer, "closed"))
 
     def leave(self, peer: m.PeerId) -> None:
         """Leave immediately, without a residual transfer."""
@@ -897,6 +998,12 @@ class World:
     def is_skipped(self, peer: m.PeerId, step: int) -> bool:
         """Whether the gradient is not finite; the same for each attempt."""
         return bool(self._skips) and Random(f"{self._seed} {peer.hex()} {step}").random() < self._skips
+
+    def declines_absence(self, peer: m.PeerId, step: int) -> bool:
+        """Whether the worker has to take part in the step; the same for each attempt."""
+        if not self._declines:
+            return False
+        return Random(f"{self._seed} {peer.hex()} {step} declines").random() < self._declines
 
     def figures(self, worker: SimWorker) -> tuple[tuple[str, float], ...]:
         """Figures of a worker's heartbeat."""

@@ -240,14 +240,14 @@ def test_parts_that_are_not_the_whole_are_our_own_bug():
     feedback = ErrorFeedback(4, "cpu")
     first, second = feedback.prepare(vector(1, 2), 1, FP16), feedback.prepare(vector(3, 4), 1, FP16, start=2)
     for parts in ([first], [second], [first, first], [first, second, second], []):
-        with pytest.raises(LocalProtocolError, match="commit of"):
+        with pytest.raises(LocalProtocolError, match="must cover"):
             feedback.commit_parts([(part, []) for part in parts])
     assert feedback.residual_N.tolist() == [0, 0, 0, 0]
     feedback.commit_parts([(second, []), (first, [])])
     assert feedback.residual_N.tolist() == [1, 0, 3, 0]
     with pytest.raises(LocalProtocolError, match="another round"):
         feedback.commit_parts([(first, []), (second, [])])
-    with pytest.raises(LocalProtocolError, match=r"part 3 \.\. 5 of a residual of 4"):
+    with pytest.raises(LocalProtocolError, match=r"part 3 \.\. 5 .* residual's 4 elements"):
         feedback.prepare(vector(1, 2), 1, FP16, start=3)
 
 
@@ -261,3 +261,12 @@ def test_what_is_below_the_floor_stays():
     assert not nothing.skip and nothing.threshold == 0.0
     feedback.commit(nothing, [])
     assert feedback.residual_N.tolist() == [1, -4, 2, 3, 0]
+
+
+def test_another_residual_is_added_as_a_whole_or_not_at_all():
+    feedback = ErrorFeedback(4, "cpu")
+    where = np.array([0, 2])
+    assert feedback.add_residual(where, np.array([1.5, -2.0], np.float32), limit=2.0) is True
+    assert feedback.residual_N.tolist() == [1.5, 0, -2, 0]
+    assert feedback.add_residual(where, np.array([0.0, -0.5], np.float32), limit=2.0) is False
+    assert feedback.residual_N.tolist() == [1.5, 0, -2, 0]

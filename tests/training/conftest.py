@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from gridtrain.core.collectives.collective import CollectiveComplete, PayloadReceived, SendTo
+from gridtrain.core.group.round_flags import is_skipped
 from gridtrain.runtime.step_plan import RoundOutcome, StepPlan
 from gridtrain.training.session_interface import TrainingSession
 
@@ -82,18 +83,18 @@ class PerfectNetwork:
             )
 
     def _run(self, sides):
-        cores = [w.make_collective(rank, self.world_size, skip) for rank, (w, skip) in enumerate(sides)]
+        cores = [w.make_collective(rank, self.world_size, int(skip)) for rank, (w, skip) in enumerate(sides)]
         skips = [None] * self.world_size
         mail = deque()
 
         def execute(rank, effects):
             for effect in effects:
                 match effect:
-                    case SendTo(to_rank, place, skip):
+                    case SendTo(to_rank, place, flags):
                         payload = bytes(sides[rank][0].payload(place))
-                        mail.append((to_rank, PayloadReceived(rank, place, skip, payload)))
-                    case CollectiveComplete(skip):
-                        skips[rank] = skip
+                        mail.append((to_rank, PayloadReceived(rank, place, flags, payload)))
+                    case CollectiveComplete(flags):
+                        skips[rank] = is_skipped(flags)
                     case _:
                         sides[rank][0].apply(effect)
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from gridtrain.core.group.round_flags import SKIP
 from gridtrain.errors import ConfigError
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 from gridtrain.runtime.step_plan import StepPlan
@@ -26,7 +27,7 @@ def summed(optimizers, skipping=()):
         for rank, one in enumerate(optimizers)
     ]
     for rank, part in enumerate(parts):
-        part.make_collective(rank, len(parts), rank in skipping)
+        part.make_collective(rank, len(parts), SKIP if rank in skipping else 0)
     return sum(part.update_N for part in parts)
 
 
@@ -69,7 +70,7 @@ def test_in_words():
     rates = [{"lr": 0.1}, {"lr": 0.1}, {"lr": 0.01, "momentum": 0.9, "nesterov": True}]
     assert told(summed([sgd(**options) for options in rates]), 3)[2] == (
         "step 7 cannot be committed: rank 2 has lr=0.01, momentum=0.9, nesterov=True, but 2 of 3 workers "
-        "(rank 0) have lr=0.1, momentum=0, nesterov=False; they go on without rank 2"
+        "(rank 0) have lr=0.1, momentum=0, nesterov=False; they continue without rank 2"
     )
 
 

@@ -415,7 +415,7 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_happened(network):
 def test_a_state_with_another_velocity_is_refused(network):
     _, optimizer = trained(network)
     plain = wrap(network().session(), small_model(), GTopK(density=0.2))
-    with pytest.raises(RemoteProtocolError, match="an outer velocity is on one side only"):
+    with pytest.raises(RemoteProtocolError, match="only one of the two states has an outer velocity"):
         plain.restore_state(optimizer.capture_state())
     document, tensors = optimizer.pack()
     for broken in (
@@ -430,7 +430,7 @@ def test_a_state_with_another_velocity_is_refused(network):
         state = optimizer.replicated.state_dict() | {"state": broken}
         with pytest.raises(ValueError, match="velocity"):
             optimizer.replicated.load_state_dict(state)
-    with pytest.raises(RemoteProtocolError, match="moments of AdamW do not fit"):
+    with pytest.raises(RemoteProtocolError, match="moments of AdamW do not match"):
         optimizer.unpack(document | {"moments": {"dict": []}}, tensors)
 
 

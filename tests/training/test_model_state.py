@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ def state(tmp_path: Path) -> Any:
         return left  # type: ignore[no-any-return]
 
     made: Any = WholeModelState.__new__(WholeModelState)
+    made._session = SimpleNamespace(tasks=SimpleNamespace(settle_absences=lambda timeout_s: None))
     made._options, made._facts, made._left = CheckpointOptions(tmp_path, every=10, keep=2), (), None
     made._transfer_residual, made._keep_for_pause = transfer, lambda: None
     return made

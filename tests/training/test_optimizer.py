@@ -455,7 +455,7 @@ def wrap(make_optimizer, model=None, exchange=None, **options):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: wrap(lambda m: torch.optim.LBFGS(m.parameters())), "LBFGS cannot take its gradients"),
+        (lambda: wrap(lambda m: torch.optim.LBFGS(m.parameters())), "LBFGS cannot be used in a run"),
         (lambda: wrap(lambda m: wrap(sgd, m), None), "already wrapped"),
         (lambda: wrap(lambda m: sgd(small_model())), "4 parameters that the model does not have"),
         (lambda: wrap(lambda m: sgd(m[0])), r"2 trainable parameters are in no group .* '2\.weight'"),
@@ -466,7 +466,8 @@ def wrap(make_optimizer, model=None, exchange=None, **options):
         (lambda: wrap(sgd, clip_norm=0.0), r"clip_norm is 0\.0"),
         (
             lambda: wrap(lambda m: sgd(m, momentum=0.9), exchange=GTopK(momentum=0.9)),
-            r"SGD has momentum 0\.9, and GTopK.* -> keep the exchange's and build SGD with momentum=0",
+            r"SGD has momentum 0\.9, and GTopK.* -> "
+            r"keep the exchange's momentum and build SGD with momentum=0",
         ),
     ],
 )
@@ -515,7 +516,7 @@ def test_a_group_that_the_inner_optimizer_is_given_later_is_refused(network, exc
     wrapped = kind(inner, model, exchange, session)
     backward(model, 0)
     inner.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    with pytest.raises(ConfigError, match="was given other parameters"):
+    with pytest.raises(ConfigError, match="was given further parameters"):
         wrapped.step()
 
 

@@ -73,8 +73,8 @@ def test_what_saves_nothing_is_turned_off():
     members = Members(3).run(120, lambda rank, early: 1.1 if early else 1.0)
     assert members.line == "ww" + TRIAL + "W" + "w" * THEN + TRIAL + "W" + "w" * 7
     assert members.told == [
-        "overlap is off from step 15, because it has to save 2%: backward and exchange take 1.1 s with it, "
-        "1 s without; it is tried again in step 100"
+        "overlap is off from step 15, because it does not save at least 2%: backward and exchange take "
+        "1.1 s with overlap, 1 s without; overlap is tried again in step 100"
     ]
 
 
@@ -83,7 +83,7 @@ def test_what_saves_time_stays_on():
     # The table travels in a step of the way that was taken before: whole at first.
     assert members.line == "ww" + TRIAL + "W" + "E" * THEN + TRIAL + "E" + "E" * 7
     assert members.told == [
-        "overlap is on from step 15: backward and exchange take 900 ms with it, 1 s without"
+        "overlap is on from step 15: backward and exchange take 900 ms with overlap, 1 s without"
     ]
 
 
@@ -96,9 +96,9 @@ def test_it_is_turned_on_again_where_a_later_trial_says_so():
     assert members.line[113:600] == "E" * 487
     assert members.line[613:] == "w" * 7
     assert [text.split(":")[0] for text in members.told] == [
-        "overlap is off from step 15, because it has to save 2%",
+        "overlap is off from step 15, because it does not save at least 2%",
         "overlap is on from step 113",
-        "overlap is off from step 613, because it has to save 2%",
+        "overlap is off from step 613, because it does not save at least 2%",
     ]
 
 
@@ -203,5 +203,6 @@ def test_what_cannot_be_cut_is_not_overlapped_and_that_is_said(network, caplog):
     wrapped = GridOptimizer(sgd, model, exchange, session, overlap=gridtrain.Overlap())
     assert not wrapped.is_overlapping
     assert caplog.messages == [
-        "overlap is left out: 160400 elements in 2 parameters are too few for two buckets of at least 600000"
+        "overlap is off: 160400 elements in 2 parameters are too few for two buckets of at least "
+        "600000 elements"
     ]

@@ -21,19 +21,19 @@ def test_as_many_names_as_are_shown():
     figures = ReportedFigures()
     for step in range(3):
         assert len(figures.filter_valid({f"figure {i}": step for i in range(MAX_FIGURES)})) == MAX_FIGURES
-    with pytest.raises(ConfigError, match=r"^49 different figures were reported; at most 48 are shown -> "):
+    with pytest.raises(ConfigError, match=r"^49 different figures were reported; the maximum is 48 -> "):
         figures.filter_valid({"one more": 1.0})
     assert figures.filter_valid({"figure 0": 1.0}) == {"figure 0": 1.0}
 
 
 @pytest.mark.parametrize("name", ["x" * 65, "\N{GREEK SMALL LETTER MU}" * 33, "a\x1b[31m", "a\nb"], ids=repr)
 def test_a_name_that_cannot_travel(name):
-    bound = "must be at most 64 bytes of UTF-8 without control characters -> choose a shorter, plain one$"
-    with pytest.raises(ConfigError, match=f"^the name of a figure is .*, {bound}"):
+    bound = "must be at most 64 bytes of UTF-8 without control characters -> choose a shorter, plain string$"
+    with pytest.raises(ConfigError, match=f"^the name of a figure is .*; it {bound}"):
         ReportedFigures().filter_valid({name: 1.0})
-    with pytest.raises(ConfigError, match=f"^the name of this worker is .*, {bound}"):
+    with pytest.raises(ConfigError, match=f"^the name of this worker is .*; it {bound}"):
         check_names(JoinConfig("tcp://127.0.0.1:7700", "0" * 64, name=name))
-    with pytest.raises(ConfigError, match=f"^the name of the run is .*, {bound}"):
+    with pytest.raises(ConfigError, match=f"^the name of the run is .*; it {bound}"):
         check_names(JoinConfig("tcp://127.0.0.1:7700", "0" * 64, run=name))
 
 

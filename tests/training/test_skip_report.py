@@ -10,7 +10,8 @@ from gridtrain.training.skip_report import SkipReport
 
 
 def test_a_worker_whose_gradient_is_not_finite_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
-    report = SkipReport()
+    figures: dict[str, float] = {}
+    report = SkipReport(figures.update)
     with caplog.at_level(logging.INFO, "gridtrain"):
         report.record_skipped(7, is_own=True)
         report.record_applied()
@@ -19,11 +20,11 @@ def test_a_worker_whose_gradient_is_not_finite_is_told_so(caplog: pytest.LogCapt
     assert own.levelno == logging.WARNING and "step 7 is skipped" in own.message
     assert "this worker's gradient is not finite" in own.message
     assert others.levelno == logging.INFO and "another worker's gradient is not finite" in others.message
-    assert report.total == 2
+    assert report.total == 2 and figures == {"own_skipped_steps": 1.0}
 
 
 def test_many_in_a_row_have_few_lines(caplog: pytest.LogCaptureFixture) -> None:
-    report = SkipReport()
+    report = SkipReport(lambda figures: None)
     for step in range(20):
         report.record_skipped(step, is_own=True)
     assert [record.args[0] for record in caplog.records] == [0, 1, 3, 7, 15]  # type: ignore[index]

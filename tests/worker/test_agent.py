@@ -26,10 +26,11 @@ from gridtrain.core.group.invitation import Invitation
 from gridtrain.core.messages import RemoveWorker
 from gridtrain.errors import ConfigError, CoordinatorUnreachable, JoinRefused
 from gridtrain.network.transport.identity import Identity
-from gridtrain.runtime.client.enrollment import INVALID_INVITATION, Enrollment
+from gridtrain.runtime.client.enrollment import UNKNOWN_INVITATION, Enrollment
 from gridtrain_worker import agent as agent_module
 from gridtrain_worker import policy_enforcer
 from gridtrain_worker.agent import Job, check_joinable, supervise
+from gridtrain_worker.console import JsonConsole
 from gridtrain_worker.control_socket import ask_agent, find_worker
 
 pytestmark = pytest.mark.integration
@@ -90,7 +91,7 @@ def test_a_worker_that_was_removed_gets_no_advice_to_restart(
 
     def tell(line: str) -> None:
         said.append(line)
-        if "joins run" in line:
+        if "is joining the run" in line:
             with coordinator.operator_client() as operator:
                 (peer,) = {bytes.fromhex(m["peer"]) for m in coordinator.access()["enrolled"]} - before
                 operator.order(RemoveWorker(peer, False, "too slow"))
@@ -110,12 +111,12 @@ def test_a_script_that_does_not_stop_is_ended(
 
     def tell(line: str) -> None:
         said.append(line)
-        if "joins run" in line:
+        if "is joining the run" in line:
             threading.Timer(0.5, lambda: ask_agent(find_worker(""), {"ask": "stop"})).start()
 
     job = Job(python("import time; time.sleep(600)"), invitation, grace_s=5.0)
     assert supervise(job, tell) == 128 + signal.SIGTERM
-    assert said[-1] == "the script did not stop within 0.2 s; it is ended with SIGTERM"
+    assert said[-1] == "the script did not stop within 0.2 s; terminating it with SIGTERM"
 
 
 def test_a_script_that_was_killed_is_reported(
@@ -135,11 +136,13 @@ def test_the_script_finds_its_run_in_the_environment(
         python(code),
         invitation,
         name="anna",
-        advertise="tcp://10.0.0.5:7001",
-        upload_limit="20Mbit",
-        export_dir=str(tmp_path),
-        state_dir=str(tmp_path / "mine"),
-        checkpoint_every=0,
+        settings={
+            "advertise": "tcp://10.0.0.5:7001",
+            "upload_limit": "20Mbit",
+            "export_dir": str(tmp_path),
+            "state_dir": str(tmp_path / "mine"),
+            "checkpoint_every": "0",
+        },
     )
     assert supervise(job) == 0
     found = json.loads(capfd.readouterr().out)
@@ -156,7 +159,6 @@ def test_the_script_finds_its_run_in_the_environment(
         "GRIDTRAIN_EXPORT_DIR": str(tmp_path),
         "GRIDTRAIN_STATE_DIR": str(tmp_path / "mine"),
         "GRIDTRAIN_CHECKPOINT_EVERY": "0",
-        "GRIDTRAIN_RELAY": "yes",
         "GRIDTRAIN_CONTRIBUTION": str(identities(state, invitation) / "worker-0.now.json"),
     }
 
@@ -169,8 +171,18 @@ def test_a_script_begins_with_the_caps_that_were_set(
     folder.mkdir(parents=True)
     (folder / "controls.json").write_text('{"upload": "5Mbit"}')
     shows = "import os; print(os.environ['GRIDTRAIN_UPLOAD_LIMIT'], os.environ['GRIDTRAIN_DOWNLOAD_LIMIT'])"
-    assert supervise(Job(python(shows), invitation, download_limit="50Mbit")) == 0
+    assert supervise(Job(python(shows), invitation, settings={"download_limit": "50Mbit"})) == 0
     assert capfd.readouterr().out == "5Mbit 50Mbit\n"
+
+
+def test_a_json_log_has_no_other_lines(invitation: Invitation, capfd: pytest.CaptureFixture[str]) -> None:
+    code = "import sys; print('out'); print('one', file=sys.stderr); sys.stderr.write('two')"
+    console = JsonConsole(sys.stderr)
+    assert supervise(Job(python(code), invitation), console.say, console=console) == 0
+    captured = capfd.readouterr()
+    lines = [json.loads(line) for line in captured.err.splitlines()]
+    assert [line["fields"]["text"] for line in lines if line["event"] == "output"] == ["one", "two"]
+    assert captured.out == "out\n"
 
 
 def test_a_prefix_only_if_asked(invitation: Invitation, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,7 +200,7 @@ def test_no_coordinator(tmp_path: Path) -> None:
     mark = tmp_path / "started"
     job = Job(python(f"open({str(mark)!r}, 'w')"), NOBODY, connect_s=0.3)
     with pytest.raises(
-        CoordinatorUnreachable, match=r"tcp://127\.0\.0\.1:1.*within 0\.3 s -> check the address"
+        CoordinatorUnreachable, match=r"tcp://127\.0\.0\.1:1.*within 0\.3 s -> check that the address"
     ):
         supervise(job)
     assert not mark.exists()
@@ -214,7 +226,7 @@ def test_an_invitation_that_does_not_let_in_starts_nothing(
     never = replace(coordinator.invitation(), token=b"t" * 32)
     mark = tmp_path / "started"
     with pytest.raises(
-        JoinRefused, match=f"^{INVALID_INVITATION} -> ask the run's owner for a new one$"
+        JoinRefused, match=f"^{UNKNOWN_INVITATION} -> ask the run's owner for a new one$"
     ) as caught:
         supervise(Job(python(f"open({str(mark)!r}, 'w')"), never))
     assert caught.value.code == "invitation" and not mark.exists()
@@ -223,7 +235,7 @@ def test_an_invitation_that_does_not_let_in_starts_nothing(
 @pytest.mark.parametrize("encrypted", [True, False])
 def test_encryption_is_as_both_sides_were_told(encrypted: bool) -> None:
     job = Job(python("pass"), replace(NOBODY, encrypted=encrypted), unencrypted=encrypted)
-    with pytest.raises(ConfigError, match="encrypted, and this worker was") as caught:
+    with pytest.raises(ConfigError, match="encrypted, but this worker was") as caught:
         supervise(job)
     assert "--unencrypted" in caught.value.remedy
 
@@ -244,7 +256,7 @@ def test_a_program_that_does_not_exist(invitation: Invitation) -> None:
 )
 def test_a_job_that_cannot_work_is_refused_at_once(wrong: dict[str, str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        Job(**{"command": ("python", "train.py"), "invitation": NOBODY, **wrong})  # type: ignore[arg-type]
+        Job(**{"command": ("python", "train.py"), "invitation": NOBODY, "settings": wrong})  # type: ignore[arg-type]
     assert caught.value.remedy
 
 
@@ -402,7 +414,7 @@ def leave(number, frame):
     with open(FEEL, "w") as file:
         file.write('{"on_battery": false}')
     print("plugged in again", flush=True)
-    time.sleep(2)  # the agent looks twice a second
+    open(GATE).read()
     sys.exit(7)
 signal.signal(signal.SIGTERM, leave)
 print("ready", flush=True)
@@ -518,18 +530,21 @@ def test_a_script_that_was_ended_as_it_did_not_pause_is_started_again(
     agent: StartAgent, tmp_path: Path
 ) -> None:
     """Also where the reason for the pause goes while the script is still ending: no restart is used up."""
-    feel = tmp_path / "sensors.json"
+    feel, gate = tmp_path / "sensors.json", tmp_path / "gate"
     feel.write_text('{"on_battery": false}')
-    ends = TAKES_ITS_TIME.replace("FEEL", repr(str(feel)))
+    os.mkfifo(gate)
+    ends = TAKES_ITS_TIME.replace("FEEL", repr(str(feel))).replace("GATE", repr(str(gate)))
     process = agent(ends, sensors=str(feel), controls=[["battery", "pause"]], obey_s=0.1)
     feel.write_text('{"on_battery": true}')
-    assert process.stdout is not None
+    assert process.stdout is not None and process.stderr is not None
     assert process.stdout.readline() == "plugged in again\n"
+    assert any("may train again" in line for line in process.stderr)
+    gate.write_text("")  # from here on the script ends
+    assert any("it will be started again when it may train (now)" in line for line in process.stderr)
     assert process.stdout.readline() == "ready\n", "the second script"
     process.terminate()
-    _, err = process.communicate(timeout=WITHIN_S)
+    process.communicate(timeout=WITHIN_S)
     assert process.returncode == 128 + signal.SIGTERM
-    assert "it is started again when it may train (now)" in err
 
 
 @pytest.mark.parametrize("code", [LEAVES_GRACEFULLY, IGNORES_SIGNALS], ids=["graceful", "ignores signals"])

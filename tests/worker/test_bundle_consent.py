@@ -113,7 +113,7 @@ def test_a_digest_that_was_accepted_beforehand_is_the_only_one_that_is_run(
 ) -> None:
     digest = owner.serve()
     for given in (digest[:-1] + ("0" if digest[-1] != "0" else "1"), digest[:20]):
-        with pytest.raises(NotAccepted, match="but --accept names"):
+        with pytest.raises(NotAccepted, match="but --accept specifies"):
             supervise(Job((), invitation, accept=given))
     assert owner.ran() == ""
     assert supervise(Job((), invitation, accept=digest.removeprefix("sha256:"))) == 0
@@ -179,7 +179,7 @@ def test_a_coordinator_that_sends_something_else(
     shelf = coordinator.daemon._bundle_server
     honest = b"".join(shelf._blocks)
     shelf._blocks = [honest.replace(b"one", b"two")]
-    with pytest.raises(RemoteProtocolError, match="was asked for"):
+    with pytest.raises(RemoteProtocolError, match="was requested"):
         supervise(Job((), invitation), ask=lambda offer: True)
     shelf._blocks = [honest[:-512]]
     with pytest.raises(RemoteProtocolError, match="were announced"):
@@ -196,7 +196,7 @@ def test_a_coordinator_that_sends_something_else(
      {"digest": f"sha256:{64 * 'a'}", "bytes": True}, {"digest": 7, "bytes": 1}],
 )  # fmt: skip
 def test_an_announcement_that_cannot_be(said: object) -> None:
-    with pytest.raises(RemoteProtocolError, match="announces an impossible bundle"):
+    with pytest.raises(RemoteProtocolError, match="announces an invalid bundle"):
         bundle_fetch.AnnouncedBundle.from_status({"bundle": said})
 
 
@@ -222,7 +222,7 @@ def test_packages(requires: tuple[tuple[str, str], ...], missing: str) -> None:
     if not missing:
         bundle_consent.check_packages(run)
         return
-    with pytest.raises(ConfigError, match=f"needs {missing}, not installed") as caught:
+    with pytest.raises(ConfigError, match=f"packages that are not installed: {missing}") as caught:
         bundle_consent.check_packages(run)
     assert f"-m pip install '{missing}'" in caught.value.remedy
     assert "or use the image registry.example/x" in caught.value.remedy
@@ -241,12 +241,14 @@ def test_data_is_known_by_its_digest(tmp_path: Path) -> None:
         script="t.py",
         data=DatasetDescription("sets/corpus.bin", digest_of(b"words"), "https://example.org/c"),
     )
-    with pytest.raises(ConfigError, match="is not here") as caught:
+    with pytest.raises(ConfigError, match="is missing") as caught:
         bundle_consent.find_data_file(run, data_dir, files)
-    assert "get it: https://example.org/c; then name its folder with --data-dir" in caught.value.remedy
+    assert (
+        "download it: https://example.org/c; then specify its folder with --data-dir" in caught.value.remedy
+    )
     path = data_dir / "sets" / "corpus.bin"
     path.write_bytes(b"wards")
-    with pytest.raises(ConfigError, match="and the run's data set has") as caught:
+    with pytest.raises(ConfigError, match="but the run's data set has") as caught:
         bundle_consent.find_data_file(run, data_dir, files)
     path.write_bytes(b"words")
     assert bundle_consent.find_data_file(run, data_dir, files) == path
@@ -261,7 +263,7 @@ def test_the_script_is_told_where_the_data_lies(
     owner.describe(f'[run.data]\nfile = "sets/corpus.bin"\ndigest = "{digest_of(b"words")}"\n')
     digest = owner.serve()
     monkeypatch.chdir(tmp_path)
-    assert supervise(Job((), invitation, accept=digest, data_dir="mine")) == 0
+    assert supervise(Job((), invitation, accept=digest, settings={"data_dir": "mine"})) == 0
     assert owner.ran() == f"{tmp_path / 'mine'} one"
 
 
@@ -279,7 +281,7 @@ def test_a_disk_that_takes_nothing(owner: Owner, invitation: Invitation, state: 
     (state / "gridtrain" / "default" / "bundles").write_text("in the way")
     with pytest.raises(ConfigError, match="cannot be written to") as caught:
         supervise(Job((), invitation), ask=lambda offer: True)
-    assert "make room" in caught.value.remedy
+    assert "free space" in caught.value.remedy
 
 
 def test_the_log_of_the_coordinator_has_no_violation(coordinator: LiveCoordinator) -> None:

@@ -98,7 +98,7 @@ class Full(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    "kind", [TerminalConsole, JsonConsole, lambda stream: SilentConsole()], ids=["terminal", "lines", "none"]
+    "kind", [TerminalConsole, TextConsole, lambda stream: SilentConsole()], ids=["terminal", "lines", "none"]
 )
 def test_a_log_without_room_costs_its_lines_and_a_reader_that_went_ends_it(
     kind: Callable[[TextIO], Console],
@@ -115,6 +115,20 @@ def test_a_log_without_room_costs_its_lines_and_a_reader_that_went_ends_it(
     out.error = None
     voice.write_output("loss 0.8\n", out)
     assert out.getvalue().endswith("loss 0.8\n")
+
+
+def test_in_a_json_log_the_lines_of_the_script_are_json_too() -> None:
+    out, other = io.StringIO(), io.StringIO()
+    voice = JsonConsole(out)
+    for piece in ("Traceback:\n  fi", "le\r\n\n", "x" * 70_000, " no end"):
+        voice.write_output(piece, out)
+        voice.show_progress(GIVEN, 0.0)
+    voice.write_output("loss 1.0\n", other)
+    voice.end_output()
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    texts = [line["fields"]["text"] for line in lines if line["event"] == "output"]
+    assert texts == ["Traceback:", "  file", "", "x" * 65_536, "x" * 4_464 + " no end"]
+    assert other.getvalue() == "loss 1.0\n", "stdout is the script's own"
 
 
 def test_a_tally_is_written_once_a_second_and_read_back(tmp_path: Path) -> None:

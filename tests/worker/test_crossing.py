@@ -49,7 +49,7 @@ def test_an_invitation_that_was_not_needed_lets_the_other_worker_in(
     a = stack.enter_context(enroll(first, WITHIN_S))  # used up: it takes what the other one did not need
     assert key(a) != known
     assert second.text() not in book.read_text(), "it is spent"
-    with pytest.raises(JoinRefused, match=r"in use by its other workers -> .* one more invitation"):
+    with pytest.raises(JoinRefused, match=r"in use by other workers -> .* another invitation"):
         stack.enter_context(enroll(first, WITHIN_S))  # two invitations are two workers
 
 

@@ -136,8 +136,8 @@ def test_two_of_one_name_are_told_apart(folder: Path, sensors: FakeSensors) -> N
             find_worker("0a1b2")
         line = AgentLink(first.path, lambda: 0)
         line.report(state="training", name="anna-2")
-        until(lambda: "is called" in said[-1])
-        assert said[-1:] == ["anna is called anna-2 in this run: gridtrain worker show --worker anna-2"]
+        until(lambda: "is named" in said[-1])
+        assert said[-1:] == ["anna is named anna-2 in this run: gridtrain worker show --worker anna-2"]
         assert find_worker("anna-2") == folder / SOCKET and find_worker("anna") == other / SOCKET
 
 
@@ -246,10 +246,10 @@ def test_a_rule_without_its_sensor_is_refused_by_name(
 ) -> None:
     key, _, value = rule.partition("=")
     sensors.say(on_battery=None, temperature_C=None, gpu_used=None, idle_s=None)
-    with pytest.raises(ConfigError, match=f"the sensor of {key} cannot be read: the fake sensors"):
+    with pytest.raises(ConfigError, match=f'the "{key}" sensor cannot be read: the fake sensors'):
         make(**{key: value})
     make()
-    with pytest.raises(ConfigError, match=f"the sensor of {key} cannot be read"):
+    with pytest.raises(ConfigError, match=f'the "{key}" sensor cannot be read'):
         ask_agent(folder / SOCKET, {"ask": "set", "settings": {key: value}})
     assert not (folder / RULES_FILE).exists(), "nothing of it was taken on"
 
@@ -286,7 +286,7 @@ def test_a_restart_knows_what_its_owner_said_last(
         rules = again._policy.rules.texts()
         assert (rules["upload"], rules["download"], rules["hours"]) == ("5Mbit", "50Mbit", "22:00-07:00")
         assert again.decision.reasons[0] == "on request" and not again.decision.may_train
-        assert "upload=5Mbit applies, as it was set after the 20Mbit of this start" in said
+        assert "upload=5Mbit applies instead of 20Mbit, because it was set later" in said
         ask_agent(folder / SOCKET, {"ask": "resume"})
     with PolicyEnforcer(folder, "anna", {"upload": "8Mbit"}, said.append, sensors=sensors) as edited:
         assert edited._policy.rules.upload == "8Mbit"
@@ -345,7 +345,7 @@ def test_a_file_of_sensors_that_goes_away_pauses(tmp_path: Path, folder: Path) -
         assert enforcer.decision.may_train
         file.unlink()
         until(lambda: not enforcer.decision.may_train)
-        assert "the sensor of battery cannot be read (the sensors in" in enforcer.decision.text()
+        assert 'the "battery" sensor cannot be read (the sensors in' in enforcer.decision.text()
         file.write_text('{"on_battery": false}')
         until(lambda: enforcer.decision.may_train)
     assert len(said) == 2, said

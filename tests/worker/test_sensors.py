@@ -139,7 +139,9 @@ def test_where_nobody_lists_who_is_there_the_sensor_is_absent(
     """A container has no such list, nor have some systems: that is not the same as an empty one."""
     monkeypatch.setattr(module, "UTMP", tmp_path / "none")
     found = machine()
-    assert "neither a desktop session nor a terminal tells" in found.read((), ("idle",)).why_absent("idle")
+    assert "neither a desktop session nor a terminal reports idle time" in found.read(
+        (), ("idle",)
+    ).why_absent("idle")
     sessions = {"list-sessions": "3 1000 anna - pts/0\n", "show-session": f"Type=tty\nTTY={terminal}\n"}
     monkeypatch.setattr(module, "_command_output", lambda *command: sessions[command[1]])
     idle_s = machine().read((), ("idle",)).idle_s

@@ -71,7 +71,7 @@ def test_what_is_given_adds_up_over_a_pause_and_a_failure(
     assert supervise(job, tell, console=ear) == 0
     assert len(list(tmp_path.glob("life-*"))) == 3
     order = [
-        "joins run",
+        "is joining the run",
         "paused: battery",
         "started again when",
         "may train again",

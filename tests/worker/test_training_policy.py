@@ -91,7 +91,7 @@ def test_each_sensor_holds_the_script_back(rule: str, readings: SensorReadings, 
 def test_a_sensor_that_cannot_be_read_holds_it_back_by_name(rule: str) -> None:
     name, controls = rule.partition("=")[0], TrainingPolicy(rules(rule))
     gone = SensorReadings(absent={name: "its driver is gone"})
-    assert said(controls, gone) == f"the sensor of {name} cannot be read (its driver is gone)"
+    assert said(controls, gone) == f'the "{name}" sensor cannot be read (its driver is gone)'
     assert controls.unreadable(gone) == {name: "its driver is gone"}
     assert controls.unreadable(QUIET) == {}
 
@@ -155,20 +155,20 @@ def test_rules_survive_being_written_and_read() -> None:
     ("word", "expected"),
     [
         ("batery=pause", "did you mean battery?"),
-        ("x=1", "the rules are upload, download"),
+        ("x=1", "use one of upload, download"),
         ("battery=yes", "battery=pause or battery=run"),
         ("hours=25:00-07:00", "22:00-07:00"),
         ("hours=07:00-07:00", "shorter than a day"),
         ("budget=lots", "500MB"),
         ("budget=-1", "500MB"),
-        ("budget=0", "off: no limit"),
+        ("budget=0", 'or "off"'),
         ("budget=" + "9" * 400, "500MB"),
         ("hours=00:00-24:00", "shorter than a day"),
         ("idle=soon", "such as 10m"),
         ("temperature=80/90", "80/70"),
         ("temperature=500", "80/70"),
         ("upload=fast", "20Mbit"),
-        ("nothing", "the keys are"),
+        ("nothing", "one of the keys"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(word: str, expected: str) -> None:

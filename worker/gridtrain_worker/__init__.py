@@ -1,12 +1,13 @@
-"""The worker agent: supervises a training script on a volunteer's machine.
+"""Supervise a training script on a volunteer's machine: the worker agent.
 
 agent              starts, stops and restarts the script
 bundle_consent     fetches the run's script, and asks the volunteer to accept it
 training_policy    decides whether the volunteer's rules allow training (pure)
-sensors, budget    readings and the day's traffic, from which it decides
+sensors, budget    read the sensors (and define which load counts as use of the GPU), and count the
+                   day's traffic, for this decision
 policy_enforcer    applies the decision to the running script
 control_socket     connects the agent with its script and its owner's commands
-saved_settings     rules and pauses that outlast a restart
-console, contribution_stats    what the volunteer is shown
-machine_info       name and CPU cores of this machine
+saved_settings     stores rules and pauses, so that they survive a restart
+console, contribution_stats    show messages and contributions to the volunteer
+machine_info       determines the name and the CPU cores of this machine
 """

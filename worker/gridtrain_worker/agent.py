@@ -1,4 +1,4 @@
-"""The worker agent: starts, supervises and restarts a training script on a volunteer's machine.
+"""Start, supervise and restart a training script on a volunteer's machine: the worker agent.
 
     gridtrain worker INVITATION -- python train.py
       |-- registers this machine's key with the coordinator (the first time) and asks for the run's status
@@ -6,14 +6,16 @@
       |     `-- its child processes (data loaders, ...)
       `-- watchdog: a shell that kills the group when the agent is gone, even by SIGKILL
 
-The owner's rules always apply (`policy_enforcer`).  While they do not allow training, no script is started,
-and a running script leaves the group and waits.  A script that does not leave in time is ended, and started
-again when it may train.
+The owner's rules always apply (`policy_enforcer`).  While they forbid training, no script is started, and a
+running script leaves the group and waits.  A script that does not leave in time is terminated, and started
+again when training is allowed.
 
-A signal is passed to the script, which leaves the run; after `grace_s`, or at a second signal, the whole
-process group is killed.  Ctrl-Z stops the script together with the agent, and `fg` continues both.
+The agent passes a signal on to the script, which then leaves the run.  After `grace_s`, or at a second
+signal, it kills the whole process group.  Ctrl-Z stops the script together with the agent, and `fg` continues
+both.
 
-The agent takes no part in the training: the SDK inside the script talks to the coordinator and the peers.
+The agent takes no part in the training: the SDK inside the script communicates with the coordinator and the
+peers.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, TextIO
@@ -44,7 +46,7 @@ from gridtrain.runtime.client.enrollment import Enrollment, enroll, is_still_adm
 from gridtrain.runtime.client.worker_naming import default_listen_address
 from gridtrain.tools.options import PROGRAMS
 from gridtrain_worker.bundle_consent import Ask, BundleOffer, fetch_offer, require_consent
-from gridtrain_worker.console import Console, SilentConsole, TerminalConsole
+from gridtrain_worker.console import Console, JsonConsole, SilentConsole, TerminalConsole
 from gridtrain_worker.contribution_stats import ContributionStats
 from gridtrain_worker.machine_info import MachineInfo
 from gridtrain_worker.policy_enforcer import LOOK_S, PolicyEnforcer, load_sensors
@@ -56,23 +58,24 @@ KEY_DIGITS = 12  # as the coordinator shows it
 _clock = time.monotonic  # replaced by tests
 TICK_S = 0.05
 GROUP_EXIT_TIMEOUT_S = 3.0
-"""Time between SIGTERM and SIGKILL for processes that the script leaves in its group."""
+"""Time between SIGTERM and SIGKILL for processes that remain in the script's group."""
 
 ANSWER_S = 2.0
-"""Time the coordinator has, after a failure, to say whether this worker is still admitted."""
+"""How long to wait, after a failure, for the coordinator's answer whether this worker is still admitted."""
 
 ACCESS_CHECK_S = 5.0
-"""A worker that is refused for this long has been removed.  A single refused handshake proves nothing:
-anybody on the path can cause one, and so can a coordinator that is restarting."""
+"""A worker that is refused for this long is considered removed.  A single refused handshake proves nothing,
+because anyone on the network path can cause it, and so can a coordinator that is restarting."""
 
 ACCESS_RETRY_S = 0.5
 
 MAX_BACKOFF_S = 30.0
 BACKOFF_RESET_S = 10.0
-"""After a run of this length the pause before a restart begins at `Job.backoff_s` again."""
+"""If the script ran for this long, the pause before its restart is `Job.backoff_s` again."""
 
 FINAL_EXIT_CODES = (ConfigError.exit_code, JoinRefused.exit_code)
-"""Exit codes of scripts that would fail again: a wrong configuration, a refusal by the coordinator."""
+"""Exit codes of scripts that would fail again, because of a wrong configuration or the coordinator's
+refusal."""
 
 WATCHDOG = """
 read -r group && ! read -r done && kill -s TERM -- "-$group" || exit
@@ -80,49 +83,40 @@ i=0
 while [ "$i" -lt "$1" ] && kill -s 0 -- "-$group"; do sleep 1; i=$((i + 1)); done
 kill -s KILL -- "-$group"
 """
-"""POSIX shell; $1: grace period in seconds.  Reads the process group, then "done" if the script has ended."""
+"""A POSIX shell script; $1 is the grace period in seconds.  It reads the process group, then "done" if the
+training script has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to run, and in which run.  Texts as in `gridtrain.config.JoinConfig`.
+    """The command to run, the run to join, and the settings of both.
 
     Attributes:
-        command: (): the command of the run's bundle, once it has been accepted.
-        invitation: from the run's owner.
-        folder: working folder of the command; "": the current one.
-        accept: the digest of a bundle accepted in advance; "": ask.
-        dry_run: do everything except joining.
-        relay: forward messages between members that cannot reach each other.
-        unencrypted: join a run that does not encrypt.
-        state_dir, checkpoint_every, checkpoint_keep: this worker's checkpoints, as in `gridtrain.join`.
-        restarts: how often a failed script is started again.
-        controls: the owner's rules by key, see `training_policy.KEYS`.
-        sensors: a file with sensor readings; "": read this machine's sensors.
-        prefix: start each line of the script's output with the worker's name.
-        grace_s: time between a signal and SIGKILL, for the script to leave the run.
-        backoff_s: pause before the first restart; doubled with each further early failure.
+        command: the command with its arguments; empty to use the command of the run's bundle.
+        invitation: the invitation from the run's owner.
+        folder: the working folder of the command; empty for the current folder.
+        name: the worker's name; empty to choose one at random.
+        accept: the digest of a bundle accepted in advance; empty to ask.
+        dry_run: whether to stop before joining, and only show what would run.
+        settings: the values of `gridtrain.config.JoinConfig` by name, and "data_dir", for the script.
+        unencrypted: whether to join a run that does not encrypt.
+        restarts: how often to restart a failed script.
+        controls: the owner's rules by key; see `training_policy.KEYS`.
+        sensors: a file with sensor readings; empty to read this machine's sensors.
+        prefix: whether to start each line of the script's output with the worker's name.
+        grace_s: the time between a signal and SIGKILL, in which the script leaves the run.
+        backoff_s: the pause before the first restart; it doubles with each further early failure.
+        connect_s: how long to wait for the coordinator.
 
     Raises:
-        ConfigError: a malformed rate limit.
+        ConfigError: a rate limit or a rule is malformed.
     """
 
     command: tuple[str, ...]
     invitation: Invitation
     folder: str = ""
     name: str = ""
-    listen: str = ""
-    advertise: str = ""
-    upload_limit: str = ""
-    download_limit: str = ""
-    donate_limit: str = ""
-    export_dir: str = ""
-    state_dir: str = ""
-    data_dir: str = ""
-    checkpoint_every: int | None = None
-    checkpoint_keep: int | None = None
-    handover_mib: int | None = None
-    relay: bool = True
+    settings: Mapping[str, str] = field(default_factory=dict)
     unencrypted: bool = False
     restarts: int = 0
     prefix: bool = False
@@ -137,7 +131,7 @@ class Job:
     def __post_init__(self) -> None:
         for name in ("upload_limit", "download_limit", "donate_limit"):
             try:
-                if limit := getattr(self, name):
+                if limit := self.settings.get(name):
                     parse_rate(limit)
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error.reason}", remedy=error.remedy) from None
@@ -145,33 +139,23 @@ class Job:
 
     @property
     def rules(self) -> dict[str, str]:
-        """All rules given at the start, by key."""
-        rates = {"upload": self.upload_limit, "download": self.download_limit}
+        """All rules given at the start of the agent, by key."""
+        rates = {key: self.settings.get(f"{key}_limit", "") for key in ("upload", "download")}
         return {key: text for key, text in rates.items() if text} | dict(self.controls)
 
     def environment(
         self, machine: MachineInfo, entry: Enrollment, control: str = "", contribution: Path | None = None
     ) -> dict[str, str]:
-        """Variables that `gridtrain.join` reads in the script; none of them is secret."""
+        """Return the environment variables that `gridtrain.join` reads in the script; none is secret."""
         variables = {
-            **{name.upper(): value for name, value in entry.join_options().items()},
-            "NAME": machine.name,
-            "LISTEN": self.listen or default_listen_address(entry.coordinator),
-            "ADVERTISE": self.advertise,
-            "UPLOAD_LIMIT": self.upload_limit,
-            "DOWNLOAD_LIMIT": self.download_limit,
-            "EXPORT_DIR": self.export_dir,
-            "DONATE_LIMIT": self.donate_limit,
-            "STATE_DIR": self.state_dir,
-            "DATA_DIR": self.data_dir,
-            "CHECKPOINT_EVERY": "" if self.checkpoint_every is None else str(self.checkpoint_every),
-            "CHECKPOINT_KEEP": "" if self.checkpoint_keep is None else str(self.checkpoint_keep),
-            "HANDOVER_MIB": "" if self.handover_mib is None else str(self.handover_mib),
-            "RELAY": "yes" if self.relay else "no",
-            "CONTROL": control,
-            "CONTRIBUTION": "" if contribution is None else str(contribution),
+            "listen": default_listen_address(entry.coordinator),
+            **self.settings,
+            **entry.join_options(),
+            "name": machine.name,
+            "control": control,
+            "contribution": "" if contribution is None else str(contribution),
         }
-        return {ENV_PREFIX + name: value for name, value in variables.items() if value}
+        return {ENV_PREFIX + name.upper(): value for name, value in variables.items() if value}
 
 
 def supervise(
@@ -184,25 +168,25 @@ def supervise(
 ) -> int:
     """Run the script to its end; return the exit code for this process.
 
-    The exit code is the script's own, 128 + signal if a signal killed the script, and 128 + SIGINT or SIGTERM
-    if this process was stopped.  Must be called in the main thread.
+    The exit code is that of the script, 128 + signal if a signal killed the script, or 128 + SIGINT or
+    SIGTERM if this process was stopped.  Must be called in the main thread.
 
     Args:
         console: shows the script's output and this machine's contribution.
-        ask: asks a person to accept a bundle; None: nobody can be asked.
-        show: receives what a dry run would run.
+        ask: asks the user to accept a bundle; None if there is no user to ask.
+        show: shows the job and its bundle in a dry run.
 
     Raises:
         CoordinatorUnreachable: the coordinator does not answer.
         JoinRefused: the coordinator refuses this worker, or has removed it while the script ran.
-        ConfigError: the program does not exist, or the key files cannot be used.
+        ConfigError: the program does not exist, a key file cannot be used, or a rule cannot be enforced.
         NotAccepted: the run's bundle was not accepted.
     """
     machine = MachineInfo.detect(job.name)
     with enroll(job.invitation, job.connect_s, unencrypted=job.unencrypted) as entry:
         check_joinable(entry)
         job = replace(job, name=machine.name)
-        offer = None if job.command else fetch_offer(entry, job.data_dir, job.connect_s)
+        offer = None if job.command else fetch_offer(entry, job.settings.get("data_dir", ""), job.connect_s)
         if job.dry_run:
             show(job, offer)
             return 0
@@ -211,7 +195,8 @@ def supervise(
             job = with_bundle(job, offer)
         stats = ContributionStats(entry.identity, console)
         tell(
-            f'{machine.name} ({machine.cpus} CPU cores) joins run "{entry.run}" at {entry.coordinator}: '
+            f'{machine.name} ({machine.cpus} CPU cores) is joining the run "{entry.run}" at '
+            f"{entry.coordinator}: "
             f"{entry.status.get('reason')}"
         )
         sensors, folder = load_sensors(job.sensors), entry.identity.with_suffix("")
@@ -226,14 +211,15 @@ def supervise(
 
 
 def with_bundle(job: Job, offer: BundleOffer) -> Job:
-    """The job with the bundle's command and folder; the volunteer's own folders become absolute paths."""
-    own = {
-        name: os.path.abspath(path) for name in ("export_dir", "state_dir") if (path := getattr(job, name))
-    }
+    """Return the job with the bundle's command and folder; make the volunteer's folders absolute paths."""
+    settings = dict(job.settings)
+    for name in settings.keys() & {"export_dir", "state_dir"}:
+        settings[name] = os.path.abspath(settings[name])
     data = offer.folder if offer.data is None else offer.data.parent
     if offer.data is not None and offer.bundle.run.data is not None:
         data = Path(str(offer.data).removesuffix(offer.bundle.run.data.file))
-    return replace(job, command=offer.command, folder=str(offer.folder), data_dir=str(data.absolute()), **own)
+    settings["data_dir"] = str(data.absolute())
+    return replace(job, command=offer.command, folder=str(offer.folder), settings=settings)
 
 
 def check_joinable(entry: Enrollment) -> None:
@@ -265,8 +251,9 @@ def _run(
         in_a_row = failures = 0
         while _await_permission(enforcer, signals):
             started_s = time.monotonic()
-            rules = enforcer.rules  # the present rate limits hold from the script's first byte
-            capped = replace(job, upload_limit=rules.upload, download_limit=rules.download)
+            rules = enforcer.rules  # the current rate limits apply from the script's first byte
+            limits = {"upload_limit": rules.upload, "download_limit": rules.download}
+            capped = replace(job, settings={**job.settings, **limits})
             variables = capped.environment(machine, entry, enforcer.path, stats.path)
             code = _run_once(job, variables, machine, signals, enforcer, console, stats)
             stats.script_ended()
@@ -278,7 +265,7 @@ def _run(
                 return code
             if enforcer.has_ended_script or not enforcer.decision.may_train:
                 why = enforcer.decision.text() or "now"
-                tell(f"the script has ended; it is started again when it may train ({why})")
+                tell(f"the script has ended; it will be started again when it may train ({why})")
                 continue
             ran_s = time.monotonic() - started_s
             is_removed = _is_removed(entry, signals)
@@ -299,9 +286,9 @@ def _run(
 
 
 def _is_removed(entry: Enrollment, signals: SignalWatcher) -> bool:
-    """Whether the coordinator has refused this worker for `ACCESS_CHECK_S`.
+    """Whether the coordinator keeps refusing this worker for `ACCESS_CHECK_S`.
 
-    False if it admits the worker, if nobody answers, or if a signal arrives first.
+    False if it admits the worker or does not answer, or if a signal arrives first.
     """
     until_s = _clock() + ACCESS_CHECK_S
     while not is_still_admitted(entry, ANSWER_S):
@@ -313,7 +300,7 @@ def _is_removed(entry: Enrollment, signals: SignalWatcher) -> bool:
 
 
 def _await_permission(enforcer: PolicyEnforcer, signals: SignalWatcher) -> bool:
-    """Wait until the owner's rules allow training.  False: the worker is stopping."""
+    """Wait until the owner's rules allow training; return False if the worker is stopping."""
     while not enforcer.is_stopping and not signals.count:
         enforcer.raise_fault()
         if enforcer.decision.may_train:
@@ -325,11 +312,11 @@ def _await_permission(enforcer: PolicyEnforcer, signals: SignalWatcher) -> bool:
 class SignalWatcher:
     """Records SIGINT, SIGTERM and SIGTSTP (Ctrl-Z); a context manager that restores the previous handlers.
 
-    Plain attributes without a lock: a handler must not wait for a lock that the interrupted code may hold.
+    It uses no lock, because a handler must not wait for a lock that the interrupted code may hold.
 
     Attributes:
-        first: number of the first SIGINT or SIGTERM; 0: none yet.
-        count: how many of them have arrived.
+        first: the number of the first SIGINT or SIGTERM; 0 if none has arrived.
+        count: how many SIGINT and SIGTERM have arrived.
     """
 
     def __init__(self) -> None:
@@ -356,9 +343,10 @@ class SignalWatcher:
         self._stop_requested = True
 
     def suspend_if_requested(self, group: int = 0) -> None:
-        """After Ctrl-Z: stop this process and the script's group until SIGCONT.
+        """Stop this process and the script's group after Ctrl-Z, until SIGCONT.
 
-        The terminal does not stop the group, which would train on without anybody to enforce the rules.
+        The terminal does not stop the group, which would otherwise continue to train while no agent enforces
+        the rules.
         """
         if not self._stop_requested:
             return
@@ -370,7 +358,7 @@ class SignalWatcher:
             _signal_group(group, signal.SIGCONT)
 
     def wait(self, pause_s: float) -> bool:
-        """Wait at most `pause_s` for SIGINT or SIGTERM; whether one has arrived."""
+        """Wait at most `pause_s` for SIGINT or SIGTERM; return whether one has arrived."""
         until_s = time.monotonic() + pause_s
         while not self.count and (left_s := until_s - time.monotonic()) > 0:
             self.suspend_if_requested()
@@ -390,7 +378,7 @@ def _run_once(
     console: Console,
     stats: ContributionStats,
 ) -> int:
-    """Run the script once and return its exit code; its whole process group has ended by then."""
+    """Run the script once, until its whole process group has ended; return its exit code."""
     with _watchdog(job.grace_s) as watch, _running_script(job, variables, machine, console) as script:
         watch(script.pid)
         enforcer.set_script(script.pid)
@@ -411,7 +399,10 @@ def _run_once(
 
 
 def _poll(script: subprocess.Popen[bytes]) -> int | None:
-    """The exit code, or None after `TICK_S`.  `Popen.wait(timeout)` would poll 140 times a second."""
+    """Wait at most `TICK_S` for the script; return its exit code, or None if it is still running.
+
+    `Popen.wait(timeout)` would poll 140 times a second.
+    """
     try:
         handle = os.pidfd_open(script.pid)
     except (AttributeError, OSError):  # not Linux, or it has ended
@@ -429,7 +420,7 @@ def _poll(script: subprocess.Popen[bytes]) -> int | None:
 
 @contextlib.contextmanager
 def _watchdog(grace_s: float) -> Iterator[Callable[[int], None]]:
-    """A shell that ends a process group if this process dies and its pipe closes.
+    """Start a shell that ends a process group if this process dies and its pipe closes.
 
     Yields a function that sets the process group.
     """
@@ -461,22 +452,22 @@ def _watchdog(grace_s: float) -> Iterator[Callable[[int], None]]:
 def _running_script(
     job: Job, variables: Mapping[str, str], machine: MachineInfo, console: Console
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the script; on exit its whole process group is ended."""
+    """Start the script and yield it; on exit end its whole process group."""
     chosen = {one.variable for one in PROGRAMS["worker"]}  # one of them is the secret invitation
     inherited = {name: value for name, value in os.environ.items() if name not in chosen}
     environment = {**inherited, **variables}
     piped = job.prefix or isinstance(console, TerminalConsole)  # the live line is cleared before output
     if piped:
         environment.setdefault("PYTHONUNBUFFERED", "1")  # a pipe buffers lines otherwise
-    output = subprocess.PIPE if piped else None
+    is_wrapped = isinstance(console, JsonConsole)  # the lines of stderr become JSON
     try:
         script = subprocess.Popen(
             job.command,
             env=environment,
             cwd=job.folder or None,
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
+            stdout=subprocess.PIPE if piped else None,
+            stderr=subprocess.PIPE if piped or is_wrapped else None,
             process_group=0,  # Ctrl-C reaches the agent alone; data loaders end with the script
         )
     except OSError as error:
@@ -499,6 +490,7 @@ def _running_script(
         _end_group(script)
         for copier in copiers:
             copier.join(GROUP_EXIT_TIMEOUT_S)
+        console.end_output()
 
 
 def _end_group(script: subprocess.Popen[bytes]) -> None:
@@ -506,7 +498,9 @@ def _end_group(script: subprocess.Popen[bytes]) -> None:
     alive = _signal_group(script.pid, signal.SIGTERM)
     while alive and time.monotonic() < until_s:
         time.sleep(TICK_S)
-        with contextlib.suppress(ChildProcessError):  # as process 1 of a container the agent inherits them
+        with contextlib.suppress(
+            ChildProcessError
+        ):  # as process 1 of a container, the agent inherits these processes
             os.waitpid(-script.pid, os.WNOHANG)
         alive = _signal_group(script.pid, 0)
     _signal_group(script.pid, signal.SIGKILL)
@@ -514,7 +508,7 @@ def _end_group(script: subprocess.Popen[bytes]) -> None:
 
 
 def _signal_group(group: int, number: int) -> bool:
-    """Whether the group still has a process."""
+    """Send signal `number` to the process group; return whether the group still exists."""
     try:
         os.killpg(group, number)
     except (ProcessLookupError, PermissionError):  # PermissionError: only zombies are left (macOS)
@@ -535,17 +529,17 @@ def _copy(pipe: IO[bytes], stream: TextIO, name: str, console: Console) -> None:
 
 
 def _failure(job: Job, code: int, ran_s: float, *, suggest_restarts: bool) -> str:
-    """One sentence about a script that failed, and what to do next."""
+    """Return a sentence that says how the script failed and what to do next."""
     command = shlex.join(job.command)
     if code > 128 and code - 128 in {*signal.Signals}:
         name = _signal_name(code - 128)
         hint = "its last lines are above"
         if name == "SIGKILL":
-            hint = "often a lack of memory: see the system's log"
+            hint = "this is often a lack of memory; see the system's log"
         return f"the script was killed by {name} after {ran_s:.1f} s ({command}) -> {hint}"
     hint = "its own message is above"
     if suggest_restarts and code not in FINAL_EXIT_CODES:
-        hint += "; with --restarts N it is started again"
+        hint += "; use --restarts N to start it again"
     return f"the script ended with exit code {code} after {ran_s:.1f} s ({command}) -> {hint}"
 
 

@@ -1,9 +1,9 @@
-"""Counts the bytes moved each day, in one small file that outlasts restarts.
+"""Count the bytes moved each day, in a small file that survives restarts.
 
     {"day": "2026-11-21", "bytes": 1234567, "others": {"1970-01-01": 890}}
                      replaced as a whole, and on disk before `add` returns
 
-`others` are other days: a machine whose clock was wrong for a while does not lose what it has counted.
+`others` has the bytes of other days, so that a machine whose clock was wrong for a while keeps its counts.
 """
 
 from __future__ import annotations
@@ -21,24 +21,29 @@ MAX_DAYS = 8
 
 
 class Budget:
-    """The file `FILE` in a worker's folder.
+    """Counts the bytes of each day in the file `FILE` in a worker's folder.
 
-    Raises `ConfigError` if the file cannot be written or understood: a budget that cannot be enforced must
-    not
-    look as if it were."""
+    Its methods raise `ConfigError` if the file cannot be read or written, because a budget that cannot be
+    enforced must not appear to be enforced.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
-        self._days = self._read()  # the one that was counted last is the last one
+        self._days = self._read()  # the day that was counted last is the last key
         self._kept = True
 
     def today_bytes(self, today: date) -> int:
         return self._days.get(today.isoformat(), 0)
 
     def add(self, nbytes: int, today: date, *, sure: bool = True) -> None:
-        """Count bytes at the time of the report: some of yesterday's last bytes count as today's.
+        """Add bytes to the count of `today`.
 
-        `sure`: they are on disk when this returns."""
+        Bytes are counted on the day on which they are reported, so yesterday's last bytes may count for
+        today.
+
+        Args:
+            sure: whether to return only when the count is on disk.
+        """
         if nbytes:
             total = self._days.pop(today.isoformat(), 0) + nbytes
             self._days[today.isoformat()] = total
@@ -48,7 +53,7 @@ class Budget:
         self.keep(sure=sure)
 
     def keep(self, *, sure: bool = True) -> None:
-        """Write what could not be written before."""
+        """Write the counts, unless they are already in the file."""
         if self._kept:
             return
         *others, (day, nbytes) = self._days.items()
@@ -64,7 +69,7 @@ class Budget:
         except OSError as error:
             raise ConfigError(
                 f"{self._path} cannot be written: {error.strerror}, so the day's traffic cannot be counted",
-                remedy="make room, or check who may write there",
+                remedy="free space on the disk, or check the folder's permissions",
             ) from None
         self._kept = True
 
@@ -75,7 +80,7 @@ class Budget:
             found = [
                 *body.get("others", {}).items(),
                 (body["day"], body["bytes"]),
-            ]  # once there were no others
+            ]  # older files have no others
             for day, nbytes in found:
                 if date.fromisoformat(day).isoformat() != day or type(nbytes) is not int or nbytes < 0:
                     raise ValueError(f"{nbytes!r} bytes on {day!r}")
@@ -84,6 +89,6 @@ class Budget:
             return {}
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ConfigError(
-                f"{self._path} does not say how many bytes were moved today: {error}",
-                remedy="remove the file; the day then counts from nothing",
+                f"today's traffic cannot be read from {self._path}: {error}",
+                remedy="remove the file; today's count then starts at 0",
             ) from None

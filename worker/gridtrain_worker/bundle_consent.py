@@ -1,11 +1,11 @@
-"""Fetches the bundle that a coordinator serves, and runs it only with the consent of this machine's owner.
+"""Fetch the bundle that a coordinator serves, and require the consent of this machine's owner.
 
     status.bundle --fetch--> archive --digest, form--> Bundle --> bundles/COORDINATOR/DIGEST/
                                  |                                    |
                         cached for later           BundleOffer --ask--> accepted.json --> command, folder
 
-Consent is a digest that was accepted before, that is given in advance, or that a person accepts now.  Nothing
-is executed here; files are written only below this machine's state folder of the run.
+A bundle is accepted if its digest was accepted earlier or is given in advance, or if the user accepts it now.
+This module executes nothing, and writes files only below this machine's state folder of the run.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ class BundleOffer:
     """A script that a volunteer is asked to run.
 
     Attributes:
-        folder: its files, for reading.
-        previous_digest: the digest that was accepted last; "": none.
-        data: the data set's file, found and checked; None: the run names none.
+        bundle: the script and its files.
+        entry: the worker's admission to the run.
+        folder: the folder with the bundle's files, for the user to read.
+        previous_digest: the digest that was accepted last; empty if there is none.
+        data: the data set's file, with its digest checked; None if the run names no data set.
     """
 
     bundle: Bundle
@@ -59,21 +61,22 @@ class BundleOffer:
 
     @property
     def coordinator_digest(self) -> str:
-        """Digest of the coordinator's key, for people to compare: eight groups of four digits."""
+        """The first 32 digits of the coordinator's key in groups of four, for users to compare."""
         digits = self.entry.coordinator_key.hex()[:32]
         return " ".join(digits[i : i + 4] for i in range(0, len(digits), 4))
 
 
 Ask = Callable[[BundleOffer], bool]
-"""Shows the offer to a person; True: accepted."""
+"""Shows the offer to the user; returns whether the user accepts it."""
 
 
 def fetch_offer(entry: Enrollment, data_dir: str, timeout_s: float) -> BundleOffer:
-    """Fetch and unpack the coordinator's bundle; nothing of it is executed.
+    """Fetch and unpack the coordinator's bundle without executing any of it.
 
     Raises:
-        ConfigError: the run has no bundle, or a package or the data set is missing. CoordinatorUnreachable,
-        JoinRefused, RemoteProtocolError: see `fetch_bundle` and `Bundle.from_archive`.
+        ConfigError: the run has no bundle, or a package or the data set is missing.
+        CoordinatorUnreachable, JoinRefused, RemoteProtocolError: see `fetch_bundle` and
+            `Bundle.from_archive`.
     """
     announced = AnnouncedBundle.from_status(entry.status)
     if announced is None:
@@ -96,11 +99,11 @@ def fetch_offer(entry: Enrollment, data_dir: str, timeout_s: float) -> BundleOff
 
 
 def require_consent(offer: BundleOffer, given: str, ask: Ask | None) -> None:
-    """Return if this very bundle is accepted, and remember that.
+    """Check that exactly this bundle is accepted, and store its acceptance.
 
     Args:
-        given: a digest that was accepted in advance; "": none.
-        ask: None: nobody can be asked.
+        given: a digest that was accepted in advance; empty if there is none.
+        ask: asks the user to accept the bundle; None if there is no user to ask.
 
     Raises:
         NotAccepted: the bundle is not accepted.
@@ -109,17 +112,20 @@ def require_consent(offer: BundleOffer, given: str, ask: Ask | None) -> None:
     accepted = _read_consents(home)
     if given and _plain(given) != digest:
         raise NotAccepted(
-            f"the run's bundle is {digest}, but --accept names {given}",
-            remedy="look at the new one with --dry-run, then give its digest to --accept",
+            f"the run's bundle is {digest}, but --accept specifies {given}",
+            remedy="inspect the new bundle with --dry-run, then pass its digest to --accept",
         )
     if digest not in accepted:
         if not given and ask is None:
             raise NotAccepted(
                 f"the run's bundle {digest} has not been accepted on this machine",
-                remedy=f"look at it with --dry-run, then add --accept {digest}, or start this in a terminal",
+                remedy=f"inspect it with --dry-run, then add --accept {digest}, or start this in a terminal",
             )
         if not given and ask is not None and not ask(offer):
-            raise NotAccepted("you did not accept the run's bundle", remedy="nothing of it was run")
+            raise NotAccepted(
+                "you did not accept the run's bundle, so none of it was run",
+                remedy="start the worker again to accept it",
+            )
     with _disk(home):
         latest = [*(known for known in accepted if known != digest), digest][-MAX_CONSENTS:]
         _put(home / ACCEPTED, json.dumps(latest).encode())
@@ -130,13 +136,13 @@ def is_accepted(offer: BundleOffer) -> bool:
 
 
 def _plain(digest: str) -> str:
-    """The digest with its prefix "sha256:"."""
+    """Return the digest in lower case with the prefix "sha256:"."""
     text = digest.strip().lower()
     return text if text.startswith("sha256:") else f"sha256:{text}"
 
 
 def _read_consents(home: Path) -> list[str]:
-    """Accepted digests, the latest last; none if the file cannot be read."""
+    """Return the accepted digests, the latest last; none if the file cannot be read."""
     try:
         found = json.loads((home / ACCEPTED).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -162,13 +168,13 @@ def check_packages(run: RunDescription) -> None:
         image = f", or use the image {run.image}" if run.image else ""
         quoted = " ".join(f"'{name}'" for name in missing)
         raise ConfigError(
-            f"the run's script needs {', '.join(missing)}, not installed here",
-            remedy=f"{sys.executable} -m pip install {quoted}{image}",
+            f"the run's script needs packages that are not installed: {', '.join(missing)}",
+            remedy=f"run {sys.executable} -m pip install {quoted}{image}",
         )
 
 
 def _number(text: str) -> tuple[int, ...]:
-    """The release number: (2, 10) of "2.10.0+cpu"."""
+    """Return the release number of a version without trailing zeros, such as (2, 10) for "2.10.0+cpu"."""
     match = re.match(r"\d+(?:\.\d+)*", text)
     numbers = [int(part) for part in match[0].split(".")] if match else [0]
     while numbers and numbers[-1] == 0:
@@ -177,7 +183,11 @@ def _number(text: str) -> tuple[int, ...]:
 
 
 def find_data_file(run: RunDescription, data_dir: Path, files: Path) -> Path | None:
-    """The data set's file, with its digest checked.  Raises `ConfigError`."""
+    """Find the data set's file and check its digest; return None if the run names no data set.
+
+    Raises:
+        ConfigError: the file is missing or has another digest.
+    """
     if run.data is None:
         return None
     for path in (data_dir / run.data.file, files / run.data.file):
@@ -186,14 +196,14 @@ def find_data_file(run: RunDescription, data_dir: Path, files: Path) -> Path | N
                 found = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
             if found != run.data.digest:
                 raise ConfigError(
-                    f"{path} has the digest {found}, and the run's data set has {run.data.digest}",
-                    remedy=f"get it again{': ' + run.data.where if run.data.where else ''}",
+                    f"{path} has the digest {found}, but the run's data set has {run.data.digest}",
+                    remedy=f"download it again{': ' + run.data.where if run.data.where else ''}",
                 )
             return path
     raise ConfigError(
-        f"the run's data set is not here: there is no {data_dir / run.data.file}",
-        remedy=(f"get it: {run.data.where}; then " if run.data.where else "")
-        + "name its folder with --data-dir",
+        f"the run's data set is missing: there is no file {data_dir / run.data.file}",
+        remedy=(f"download it: {run.data.where}; then " if run.data.where else "")
+        + "specify its folder with --data-dir",
     )
 
 
@@ -201,7 +211,7 @@ def find_data_file(run: RunDescription, data_dir: Path, files: Path) -> Path | N
 
 
 def _cached_archive(path: Path, announced: AnnouncedBundle) -> Bundle | None:
-    """The bundle fetched before, if it is still the announced one."""
+    """Return the bundle that was fetched earlier, or None unless it is still the announced one."""
     with contextlib.suppress(OSError, RemoteProtocolError), path.open("rb") as file:
         return Bundle.from_archive(file.read(MAX_BUNDLE_BYTES + 1), announced.digest)
     return None
@@ -215,7 +225,10 @@ def _fetch_archive(entry: Enrollment, announced: AnnouncedBundle, timeout_s: flo
 
 
 def _put(path: Path, content: bytes) -> None:
-    """Write the file for its owner alone, unless it has this content; other workers may do the same."""
+    """Write a file that only its owner can read, unless it already has this content.
+
+    Other workers may write the same file at the same time.
+    """
     if not path.is_symlink() and path.is_file() and path.read_bytes() == content:
         return
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -236,5 +249,5 @@ def _disk(home: Path) -> Any:
     except OSError as error:
         raise ConfigError(
             f"the run's bundle cannot be written to {error.filename or home}: {error.strerror}",
-            remedy="make room there, or set XDG_STATE_HOME to another folder",
+            remedy="free space on that disk, or set XDG_STATE_HOME to another folder",
         ) from None

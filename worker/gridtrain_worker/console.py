@@ -1,10 +1,11 @@
-"""How the agent's messages and figures are written, on a terminal, in a text log or as JSON.
+"""Write the agent's messages and figures to a terminal, as a text log or as JSON.
 
 terminal    the script's output, and below it one live line:
             step 410, 4 workers | this machine: 380 steps, 12160 samples (24 % of the run), 9.1 MB up
 text        the same as ordinary lines, for files and pipes with --log-format text
 JSON        {"ts": ..., "level": "info", "event": "contribution", "fields": {"step": 410, ...}}
-            one object a line, as the coordinator's log
+            one object per line, as in the coordinator's log, also for lines that the script writes to
+            the same stream: {..., "event": "output", "fields": {"text": "step 47 is skipped ..."}}
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Protocol, TextIO
 
+from gridtrain.quantities import format_bytes
 from gridtrain.runtime.contribution import Contribution
 
 CLEAR = "\r\x1b[K"
 LINES_EVERY_S = 10.0
-"""Least time between two lines of figures in a log."""
+"""Minimum time between two lines of figures in a log."""
+
+MAX_LINE = 1 << 16
+"""Longest part of a script's line in one JSON object, in characters; the rest follows in further objects."""
 
 
 class Console(Protocol):
@@ -29,20 +34,24 @@ class Console(Protocol):
         ...
 
     def show_progress(self, given: Contribution, now_s: float) -> None:
-        """Show the present figures."""
+        """Show the current figures."""
         ...
 
     def show_summary(self, given: Contribution, total: Contribution) -> None:
-        """Show what this start has contributed, and this machine in all."""
+        """Show the contributions of this start (`given`) and of all starts on this machine (`total`)."""
         ...
 
     def write_output(self, text: str, stream: TextIO) -> None:
         """Write a piece of the script's output."""
         ...
 
+    def end_output(self) -> None:
+        """Write the rest of the script's last line; called when the script has ended."""
+        ...
+
 
 class SilentConsole:
-    """Writes the script's output only; for agents inside a program."""
+    """A console for agents inside a program; it writes the script's output only."""
 
     def say(self, text: str) -> None: ...
 
@@ -53,14 +62,20 @@ class SilentConsole:
     def write_output(self, text: str, stream: TextIO) -> None:
         _put(stream, text)
 
+    def end_output(self) -> None: ...
+
 
 class JsonConsole:
-    """For programs: one JSON object a line."""
+    """A console for programs that writes one JSON object per line.
+
+    The script's output to any other stream stays unchanged.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._next_s = float("-inf")
         self._shown: Contribution | None = None
+        self._unended = ""  # the part of the script's last line that is written so far
         self._lock = threading.Lock()
 
     def say(self, text: str) -> None:
@@ -79,7 +94,21 @@ class JsonConsole:
         self._line("contributed", {**_figures(given), "total": _figures(total)})
 
     def write_output(self, text: str, stream: TextIO) -> None:
-        _put(stream, text)
+        if stream is not self._stream:
+            _put(stream, text)
+            return
+        *lines, unended = (self._unended + text).split("\n")
+        while len(unended) > MAX_LINE:
+            lines.append(unended[:MAX_LINE])
+            unended = unended[MAX_LINE:]
+        self._unended = unended
+        for line in lines:
+            self._line("output", {"text": line.rstrip("\r")})
+
+    def end_output(self) -> None:
+        if self._unended:
+            self._line("output", {"text": self._unended})
+            self._unended = ""
 
     def _line(self, event: str, fields: dict[str, object], level: str = "info") -> None:
         ts = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -89,7 +118,7 @@ class JsonConsole:
 
 
 class TextConsole:
-    """Sentences and figures as lines of text, for files and pipes."""
+    """A console for files and pipes that writes messages and figures as lines of text."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -110,9 +139,11 @@ class TextConsole:
     def write_output(self, text: str, stream: TextIO) -> None:
         _put(stream, text)
 
+    def end_output(self) -> None: ...
+
 
 class TerminalConsole:
-    """For a terminal.  The live line is the last one, and is erased before anything else is written."""
+    """A console for a terminal, whose last line shows live figures and is erased before other output."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -149,6 +180,8 @@ class TerminalConsole:
             self._mid_line = not text.endswith("\n")
             self._draw()
 
+    def end_output(self) -> None: ...
+
     def _wipe(self) -> None:
         if self._drawn:
             _put(self._stream, CLEAR)
@@ -162,7 +195,11 @@ class TerminalConsole:
 
 
 def _put(stream: TextIO, text: str) -> None:
-    """Write; drop what cannot be written (full disk, closed terminal).  Raises `BrokenPipeError`."""
+    """Write a text, or drop it if it cannot be written (full disk, closed terminal).
+
+    Raises:
+        BrokenPipeError: the reader of the pipe has closed it.
+    """
     try:
         stream.write(text)
         stream.flush()
@@ -173,26 +210,31 @@ def _put(stream: TextIO, text: str) -> None:
 
 
 def console_for(stream: TextIO, log_format: str = "") -> TerminalConsole | TextConsole | JsonConsole:
-    """`log_format`: "text" or "json"; "": text on a terminal, JSON elsewhere."""
+    """Make the console for a stream.
+
+    Args:
+        log_format: "text" or "json"; by default text on a terminal and JSON elsewhere.
+    """
     if log_format == "json" or (not log_format and not stream.isatty()):
         return JsonConsole(stream)
     return TerminalConsole(stream) if stream.isatty() else TextConsole(stream)
 
 
 def live_line(given: Contribution) -> str:
-    """The figures in one line."""
+    """Format the current figures in one line."""
     workers = f"{given.world_size} worker{'' if given.world_size == 1 else 's'}"
     return (
         f"step {given.step:,}, {workers} | this machine: {given.steps:,} steps, {given.samples:,} samples "
-        f"({_share(given)} of the run), {_bytes(given.sent_bytes)} up, {_bytes(given.received_bytes)} down"
+        f"({_share(given)} of the run), {format_bytes(given.sent_bytes)} up, "
+        f"{format_bytes(given.received_bytes)} down"
     )
 
 
 def summary(given: Contribution, total: Contribution) -> str:
-    """The figures at the end."""
+    """Format the final figures."""
     text = (
         f"thank you: {given.steps:,} steps, {given.samples:,} samples ({_share(given)} of the run), "
-        f"{_bytes(given.sent_bytes)} sent, {_bytes(given.received_bytes)} received"
+        f"{format_bytes(given.sent_bytes)} sent, {format_bytes(given.received_bytes)} received"
     )
     if total.steps > given.steps:
         text += f"; with earlier starts {total.samples:,} samples ({_share(total)})"
@@ -205,11 +247,3 @@ def _figures(given: Contribution) -> dict[str, object]:
 
 def _share(given: Contribution) -> str:
     return f"{100 * given.share:.1f} %"
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    raise AssertionError

@@ -1,7 +1,7 @@
-"""Adds up what this machine has contributed: while the script runs, at its end, and over all starts.
+"""Sum up the contributions of this machine while the script runs, at its end, and over all starts.
 
 The figures come from the script's process, through a file that only this agent and its script use.  They are
-shown to the volunteer, and sent to nobody.
+shown to the volunteer only, and never sent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ContributionStats:
         self._total_file = identity.with_suffix(".given.json")
         self._console = voice
         self._next_read_s = float("-inf")
-        self._finished = Contribution()  # of scripts of this stay that were started again
+        self._finished = Contribution()  # of earlier scripts since the agent started
         self._current: Contribution | None = None
         self._is_reported = False
         self.path.unlink(missing_ok=True)
@@ -50,7 +50,7 @@ class ContributionStats:
         self._current = None
 
     def finish(self) -> None:
-        """Show and store the total, if there is any.  Idempotent."""
+        """Show and store the total if there is a contribution.  Idempotent."""
         if self._is_reported or self._finished.steps == 0:
             return
         self._is_reported = True
@@ -61,7 +61,7 @@ class ContributionStats:
 
 
 def add_contributions(before: Contribution, now: Contribution) -> Contribution:
-    """The sum of both; step, run and world size are those of `now`."""
+    """Return the sum of both contributions; step, run and world size are those of `now`."""
     return replace(
         now,
         steps=before.steps + now.steps,

@@ -1,6 +1,6 @@
-"""The Unix socket over which a worker's owner, and its training script, talk to the agent.
+"""Connect the agent with its owner's commands and its training script over a Unix socket.
 
-Its file mode is 0600: only this user can connect.  `PolicyEnforcer` handles the messages.
+The file mode of the socket is 0600, so only this user can connect.  `PolicyEnforcer` handles the messages.
 
     gridtrain worker set ... -- one JSON line --> ControlSocket --> answer(...) -- one JSON line -->
     the script               -- {"role": "script"}, then its state, line by line --> hear(...)
@@ -27,7 +27,10 @@ from gridtrain.runtime.client.worker_naming import state_directory
 
 SOCKET = "control.sock"
 MAX_PATH_BYTES = 100
-"""Some systems allow 103 bytes for a socket's path; a longer one becomes a link to a short path."""
+"""The longest path at which the socket is created, because some systems allow only 103 bytes.
+
+If the path would be longer, the socket is created at a shorter path, and a link leads to it.
+"""
 
 MAX_CONNECTIONS = 16
 MAX_LISTED = 10
@@ -43,7 +46,7 @@ class ControlSocket:
 
     Args:
         folder: this worker's private folder.
-        answer: answers a request of the owner; a `GridtrainError` becomes a refusal.
+        answer: answers a request of the owner; if it raises a `GridtrainError`, the request is refused.
         greet: returns the first directive for a script, given its process id.
         hear: receives a script's status.
     """
@@ -70,7 +73,7 @@ class ControlSocket:
         except OSError as error:
             raise ConfigError(
                 f"cannot create the control socket {self.path}: {error.strerror}",
-                remedy="check the folder, or set XDG_STATE_HOME to another one",
+                remedy="check the folder, or set XDG_STATE_HOME to another folder",
             ) from None
         finally:
             os.umask(before)
@@ -155,9 +158,10 @@ def _lines(talk: socket.socket) -> Iterator[bytes]:
 
 
 def _free(place: Path) -> tuple[str, Path | None]:
-    """The path to listen at, and the temporary folder it lies in if `place` is too long.
+    """Prepare a path to listen on, and remove the socket of an agent that was killed.
 
-    Removes the socket of an agent that was killed.
+    Returns (path, temporary folder).  The folder is None unless `place` is too long; then `place` becomes a
+    link to a socket in that folder.
     """
     place.unlink(missing_ok=True)
     if len(os.fsencode(place)) <= MAX_PATH_BYTES:
@@ -168,9 +172,9 @@ def _free(place: Path) -> tuple[str, Path | None]:
 
 
 def _short_folder() -> str | None:
-    """systemd's runtime folder of this service, as its /tmp may be private; None: /tmp.
+    """Return the runtime folder of this systemd service, whose /tmp may be private; None to use /tmp.
 
-    A login session's runtime folder is not used: it is removed when the session ends.
+    The runtime folder of a login session is not used, because it is removed when the session ends.
     """
     place = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0]
     room = MAX_PATH_BYTES - len(f"/gridtrain-12345678/{SOCKET}")
@@ -181,11 +185,11 @@ def _short_folder() -> str | None:
 
 
 def ask_agent(path: Path, question: Body) -> Body:
-    """Send one request to the agent at `path`.
+    """Send one request to the agent whose socket is `path`; return its answer.
 
     Raises:
-        ConfigError: it refuses.
-        OSError: no agent listens there.
+        ConfigError: the agent refuses the request.
+        OSError: no agent is listening at `path`.
     """
     target = os.readlink(path) if path.is_symlink() else str(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as talk:
@@ -200,7 +204,7 @@ def ask_agent(path: Path, question: Body) -> Body:
 
 
 def running_workers() -> list[tuple[Path, Body]]:
-    """This user's workers on this machine: socket path and answer to `show`."""
+    """Return the socket path and the answer to `show` of each worker of this user on this machine."""
     found: list[tuple[Path, Body]] = []
     base = state_directory("default").parent
     for path in sorted(base.glob(f"*/identities/*/*/{SOCKET}")):
@@ -210,9 +214,14 @@ def running_workers() -> list[tuple[Path, Body]]:
 
 
 def find_worker(who: str) -> Path:
-    """The socket of one worker, given by name, RUN/NAME or at least `LEAST_DIGITS` digits of its key.
+    """Return the socket of one worker.
 
-    "" means the only worker.  Raises `ConfigError` if no worker or several are meant.
+    Args:
+        who: the worker's name, RUN/NAME, or at least `LEAST_DIGITS` digits of its key; empty for the only
+            worker.
+
+    Raises:
+        ConfigError: no worker matches, or several workers match.
     """
     found = _found_workers()
     meant = [path for path, shown in found if not who or _matches(who, shown)]
@@ -228,12 +237,12 @@ def find_worker(who: str) -> Path:
         )
     raise ConfigError(
         f"{who!r} matches {len(meant)} workers: {names}",
-        remedy="add the run or give the key: --worker RUN/NAME, or --worker KEY",
+        remedy="specify the run or the key: --worker RUN/NAME, or --worker KEY",
     )
 
 
 def find_workers() -> list[Path]:
-    """The sockets of all workers of this user on this machine.  Raises `ConfigError` if there are none."""
+    """Return the sockets of this user's workers on this machine; raise `ConfigError` if there are none."""
     return [path for path, _ in _found_workers()]
 
 
@@ -242,7 +251,7 @@ def _found_workers() -> list[tuple[Path, Body]]:
     if not found:
         raise ConfigError(
             "none of your workers is running on this machine",
-            remedy="start one: gridtrain worker INVITATION; --set battery=pause sets a rule from the start",
+            remedy="start one with gridtrain worker INVITATION; add --set battery=pause for a rule",
         )
     return found
 

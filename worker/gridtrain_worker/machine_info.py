@@ -1,6 +1,6 @@
-"""Name and CPU cores of this machine.
+"""Determine the name and the number of CPU cores of this machine.
 
-A default name is random: host and user names are personal, and never read.
+The default name is random: host and user names are personal data and are never read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from gridtrain.runtime.client.worker_naming import random_name
 
 @dataclass(frozen=True, slots=True)
 class MachineInfo:
-    """This machine and its name in the run.  `cpus`: number of cores that this process may use."""
+    """A description of this machine.
+
+    Attributes:
+        name: the machine's name in the run.
+        cpus: the number of cores that this process may use.
+    """
 
     name: str
     cpus: int

@@ -1,4 +1,4 @@
-"""Applies the owner's rules to a running script: reads sensors and the day's traffic, and directs the script.
+"""Apply the owner's rules to a running script: read sensors and the day's traffic, and direct the script.
 
 every LOOK_S:  sensors, clock, Budget --> TrainingPolicy.decide --> a directive, sent to the script
 set, show, pause, resume, stop <-------- the owner, over the control socket
@@ -17,6 +17,7 @@ from pathlib import Path
 from gridtrain.core.group.sensor_readings import SensorReadings
 from gridtrain.errors import ConfigError
 from gridtrain.network.transport.rate_limiter import parse_rate
+from gridtrain.quantities import parse_duration_s
 from gridtrain.runtime.client.agent_link import BUDGET_EXHAUSTED
 from gridtrain.testing.fake_sensors import FileSensors
 from gridtrain_worker.budget import Budget
@@ -28,18 +29,17 @@ from gridtrain_worker.training_policy import (
     PolicyDecision,
     Rules,
     TrainingPolicy,
-    parse_duration_s,
 )
 
 LOOK_S = 0.5
 OBEY_TIMEOUT_S = 120.0
-"""Time for a script to finish its step after pause or stop; then it gets SIGTERM."""
+"""How long a script may take to finish its step after a pause or stop command before it receives SIGTERM."""
 
 MAX_PAUSE_S = 366 * 86_400.0
 
 
 def load_sensors(path: str) -> Sensors:
-    """Sensors that read the file `path`; "": this machine's sensors."""
+    """Return sensors that read the file `path`, or this machine's sensors if `path` is empty."""
     return FileSensors(Path(path)) if path else MachineSensors()
 
 
@@ -47,11 +47,13 @@ class PolicyEnforcer:
     """Enforces one worker's rules from a background thread; a context manager.
 
     Args:
-        folder: this worker's rules, budget and socket.
-        name: the worker's name, until the run gives it another one.
-        run, key: identify the worker beside its name, see `control_socket.find_worker`.
-        given: rules of the command line; rules saved by `set` apply as well.
-        now: local time, without a time zone.
+        folder: the folder for this worker's rules, budget and socket.
+        name: the worker's name, until the run gives it another name.
+        given: the rules of the command line; rules saved by `set` apply as well.
+        tell: shows a message to the owner.
+        run, key: identify the worker together with its name; see `control_socket.find_worker`.
+        sensors: the sensors to read; by default this machine's.
+        now: returns the local time without a time zone.
 
     Raises:
         ConfigError: a rule cannot be enforced on this machine.
@@ -106,11 +108,14 @@ class PolicyEnforcer:
         until = self._saved_settings.until
         if self._saved_settings.is_paused and (until is None or until > self._now()):
             self._policy.pause(until)
-            self._tell("still paused, by its owner in an earlier start; to continue: gridtrain worker resume")
+            self._tell(
+                "still paused, because its owner paused it before it was restarted; to continue, run "
+                "gridtrain worker resume"
+            )
         for key, text in self._saved_settings.later_rules(self._start_settings).items():
             if key in self._start_settings:
                 self._tell(
-                    f"{key}={text} applies, as it was set after the {self._start_settings[key]} of this start"
+                    f"{key}={text} applies instead of {self._start_settings[key]}, because it was set later"
                 )
 
     def __enter__(self) -> PolicyEnforcer:
@@ -125,7 +130,7 @@ class PolicyEnforcer:
     # -- called by the agent ---------------------------------------------------------------------
 
     def set_script(self, pid: int) -> None:
-        """The script was started with this `pid`; 0: it has ended."""
+        """Record that the script was started with this `pid`; 0 if it has ended."""
         with self._lock:
             self._pids = (pid,) if pid else ()
             self._script_status, self._moved_bytes, self._disobeyed_since_s = {}, 0, None
@@ -137,13 +142,14 @@ class PolicyEnforcer:
             return self._policy.rules
 
     def raise_fault(self) -> None:
-        """Raise `RuntimeError` if the background thread has failed: without it nothing may train."""
+        """Raise `RuntimeError` if the background thread has failed; no script may train without this
+        thread."""
         if self._fault is not None:
             raise RuntimeError("this worker's rules are no longer enforced") from self._fault
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the script has not paused or stopped within `OBEY_TIMEOUT_S` of being told to."""
+        """Whether the script was told to pause or stop, and has not done so within `OBEY_TIMEOUT_S`."""
         with self._lock:
             has_paused = self.decision.may_train or self._script_status.get("state") == "paused"
             if has_paused and not self.is_stopping:
@@ -153,10 +159,10 @@ class PolicyEnforcer:
             return time.monotonic() - self._disobeyed_since_s >= OBEY_TIMEOUT_S
 
     def note_script_ended(self) -> None:
-        """The agent ends the script because it is overdue; reset when the next script starts."""
+        """Record that the agent terminates the script because it is overdue; reset at the next script."""
         self.has_ended_script = True
         what = "stop" if self.is_stopping else "pause"
-        self._tell(f"the script did not {what} within {OBEY_TIMEOUT_S:g} s; it is ended with SIGTERM")
+        self._tell(f"the script did not {what} within {OBEY_TIMEOUT_S:g} s; terminating it with SIGTERM")
 
     # -- called over the socket, by the owner ----------------------------------------------------
 
@@ -185,11 +191,11 @@ class PolicyEnforcer:
             return self._status()
 
     def _save(self, write: Callable[[], None]) -> None:
-        """Save the owner's command; it applies now even if the disk is full."""
+        """Save the owner's command; if that fails, it still applies until the next start."""
         try:
             write()
         except ConfigError as error:
-            self._tell(f"{error.reason}: after a restart this worker will not know of it")
+            self._tell(f"{error.reason}: this command will not apply after a restart")
 
     def _change_rules(self, settings: dict[str, str]) -> None:
         changed = TrainingPolicy(self._policy.rules.with_settings(settings))
@@ -200,7 +206,7 @@ class PolicyEnforcer:
         self._tell("its rules are now " + ", ".join(f"{k}={v}" for k, v in settings.items()))
 
     def _read_sensors(self, names: Collection[str]) -> SensorReadings:
-        """Present readings; all are absent where the sensors cannot be read."""
+        """Return the current readings; all are absent if the sensors cannot be read."""
         try:
             return self._sensors.read(self._pids, names)
         except ConfigError as error:
@@ -209,10 +215,10 @@ class PolicyEnforcer:
     def _check_readable(self, policy: TrainingPolicy) -> None:
         missing = policy.unreadable(self._readings)
         if missing:
-            said = "; ".join(f"the sensor of {name} cannot be read: {why}" for name, why in missing.items())
+            said = "; ".join(f'the "{name}" sensor cannot be read: {why}' for name, why in missing.items())
             raise ConfigError(
                 said,
-                remedy="leave the rule out, or make its sensor readable",
+                remedy="remove the rule, or make its sensor readable",
             )
 
     def _until(self, text: str) -> datetime | None:
@@ -220,7 +226,9 @@ class PolicyEnforcer:
             return None
         length_s = parse_duration_s(text)
         if length_s is None or not 0 < length_s <= MAX_PAUSE_S:
-            raise ConfigError(f"{text!r} is not a duration", remedy="write for instance 30m or 2h")
+            raise ConfigError(
+                f"{text!r} is not a duration of at most a year", remedy="use a duration such as 30m or 2h"
+            )
         return self._now() + timedelta(seconds=length_s)
 
     def _status(self) -> Body:
@@ -248,7 +256,7 @@ class PolicyEnforcer:
         }
 
     def _state(self) -> str:
-        """What the script does now, or is about to do after the latest command."""
+        """Return the script's state, or the state that it will have after the latest command."""
         if not self.decision.may_train:
             return "paused"
         state = str(self._script_status.get("state", "starting"))
@@ -283,7 +291,7 @@ class PolicyEnforcer:
 
     def _update_name(self, name: str) -> None:
         if name != self._name:
-            self._tell(f"{self._name} is called {name} in this run: gridtrain worker show --worker {name}")
+            self._tell(f"{self._name} is named {name} in this run: gridtrain worker show --worker {name}")
             self._name = name
 
     # -- the background thread -------------------------------------------------------------------
@@ -316,7 +324,7 @@ class PolicyEnforcer:
             )
 
     def _retry_budget(self) -> None:
-        """Try again to write the traffic that could not be saved."""
+        """Retry writing the traffic counts that could not be saved."""
         with contextlib.suppress(ConfigError):
             self._budget.keep()
             self._budget_error = ""
@@ -344,7 +352,7 @@ class PolicyEnforcer:
 
 
 def _ignore_write_errors(tell: Callable[[str], None]) -> Callable[[str], None]:
-    """A line that cannot be written (full disk, closed terminal) is dropped."""
+    """Return a `tell` that drops a line that cannot be written (full disk, closed terminal)."""
 
     def tell_if_possible(line: str) -> None:
         with contextlib.suppress(OSError):

@@ -1,10 +1,11 @@
-"""What a worker's owner has set, stored for the next start: rules and a pause.
+"""Store the rules and the pause that a worker's owner has set, for the next start.
 
     controls.json   {"upload": "5Mbit"}                                          gridtrain worker set
     word.json       {"paused": true, "until": null, "over": {"upload": "20Mbit"}}
 
-`over` is the value of the command line when a rule was set.  If the next start has the same value, as a
-restarted service does, the rule set later applies; if it has another one, the command line applies.
+`over` has the values of the command line at the time when rules were set.  If the next start has the same
+value, as a restarted service does, the rule that was set later applies; if it has a different value, the
+command line applies.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ MAX_FILE_BYTES = 16_384
 
 
 class SavedSettings:
-    """The two files in a worker's folder.  All methods raise `ConfigError` if they cannot be used."""
+    """Reads and writes the two files in a worker's folder; raises `ConfigError` if a file cannot be read or
+    written."""
 
     def __init__(self, folder: Path) -> None:
         self._rules_file, self._owner_file = folder / RULES_FILE, folder / OWNER_FILE
@@ -34,11 +36,11 @@ class SavedSettings:
         self.until = _time(self._owner_file, word.get("until")) if self.is_paused else None
 
     def effective_rules(self, given: Mapping[str, str]) -> dict[str, str]:
-        """All rules that apply, by key; `given`: of this start."""
+        """Return all rules that apply, by key; `given` are the rules of this start."""
         return dict(given) | self.later_rules(given)
 
     def later_rules(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Rules that were set, and that this start does not replace."""
+        """Return the saved rules that the rules `given` at this start do not replace."""
         return {
             key: text
             for key, text in self._rules.items()
@@ -46,7 +48,7 @@ class SavedSettings:
         }
 
     def save_rules(self, settings: Mapping[str, str], given: Mapping[str, str]) -> None:
-        """Save rules that were set during a start with the rules `given`."""
+        """Save rules that are set now; `given` are the rules of this start."""
         rules = {**self._rules, **settings}
         over = {key: text for key, text in self._overridden.items() if key not in settings}
         over |= {key: given[key] for key in settings if key in given}
@@ -73,7 +75,7 @@ def _read(path: Path) -> dict[str, Any]:
         with open(path, "rb") as file:
             body: Any = json.loads(file.read(MAX_FILE_BYTES))
         if not isinstance(body, dict):
-            raise ValueError("it holds no JSON object")
+            raise ValueError("it does not contain a JSON object")
         return body
     except FileNotFoundError:
         return {}
@@ -83,7 +85,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _texts(path: Path, body: object) -> dict[str, str]:
     if not isinstance(body, dict):
-        raise _unreadable(path, "it holds no rules")
+        raise _unreadable(path, "it does not contain rules")
     return {str(key): str(value) for key, value in body.items()}
 
 
@@ -96,7 +98,7 @@ def _time(path: Path, text: object) -> datetime | None:
 
 def _unreadable(path: Path, why: object) -> ConfigError:
     return ConfigError(
-        f"the rules in {path} cannot be read: {why}", remedy="remove the file, and set them again"
+        f"the rules in {path} cannot be read: {why}", remedy="remove the file, and set the rules again"
     )
 
 
@@ -109,5 +111,6 @@ def _write(path: Path, body: Mapping[str, object]) -> None:
         os.replace(partial, path)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written: {error.strerror}", remedy="make room, or check who may write there"
+            f"{path} cannot be written: {error.strerror}",
+            remedy="free space on the disk, or check the folder's permissions",
         ) from None

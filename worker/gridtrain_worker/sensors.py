@@ -1,12 +1,12 @@
-"""Reads this machine's battery, GPU use, idle time and temperature.
+"""Read this machine's battery, GPU use, idle time and temperature.
 
-    battery      psutil; a machine without a battery counts as plugged in
-    gpu          nvidia-ml-py: processes of others; absent where these are hidden (containers)
+    battery      psutil; a machine without a battery is considered plugged in
+    gpu          nvidia-ml-py: other programs' processes; absent if these are hidden (containers)
     idle         logind (Linux desktop), terminals, HIDIdleTime (macOS): the latest use counts
-    temperature  nvidia-ml-py: GPUs; psutil: the rest
+    temperature  nvidia-ml-py for GPUs, psutil for other parts
 
 Each source is read at most every `EVERY_S`, and only if a rule needs it; a program has `ASK_S` to answer.
-For tests and for users there is `gridtrain.testing.FakeSensors`.
+Use `gridtrain.testing.FakeSensors` in tests.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ EVERY_S = 2.0
 ASK_S = 1.0
 GPU_BUSY_PERCENT = 5
 GPU_DRAWN_PERCENT = 10
-"""On a GPU that we use ourselves: drawing above this is a game, below it the desktop."""
+"""The GPU utilisation above which another program is considered a game rather than the desktop."""
 
 _SYSTEM_SESSION_CLASSES = ("manager", "background")
 """Classes of sessions that systemd opens for services and timers, without a login."""
 
 UTMP = Path("/var/run/utmp")
-"""The list of logins on Linux; containers and some newer systems have none."""
+"""The list of logins on Linux; containers and some newer systems do not have it."""
 
 PID_NAMESPACE, OF_THE_HOST = Path("/proc/self/ns/pid"), 0xEFFFFFFC
 """Inode of the host's PID namespace, in which all processes are visible."""
@@ -46,17 +46,20 @@ _HID_IDLE = re.compile(r'"HIDIdleTime"\s*=\s*(\d+)')
 
 
 class Sensors(Protocol):
-    """Read every few seconds; `FakeSensors` is another implementation."""
+    """The sensors of a machine, read every few seconds; `FakeSensors` is another implementation."""
 
     def read(self, ours: Collection[int], names: Collection[str] = SENSORS) -> SensorReadings:
-        """`ours`: ids of our processes, whose GPU use does not count; `names`: sensors to read.
+        """Read the sensors; must not block for long.
 
-        Must not block for long."""
+        Args:
+            ours: the ids of the worker's own processes, whose GPU use does not count.
+            names: the sensors to read.
+        """
         ...
 
 
 class MachineSensors:
-    """This machine's sensors.  What cannot be read is in `SensorReadings.absent`, with the reason."""
+    """This machine's sensors; `SensorReadings.absent` names the sensors that cannot be read, with reasons."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -76,13 +79,13 @@ class MachineSensors:
 
         def asked(name: str, ask: Callable[[], Any]) -> Any:
             if name not in wanted:
-                absent[name] = "not asked: no rule needs it"
+                absent[name] = "not read, because no rule needs it"
                 return None
             try:
                 return ask()
             except _SensorUnavailable as why:
                 absent[name] = str(why)
-            except Exception as error:  # a driver's own: the sensor is gone, not the worker
+            except Exception as error:  # an error of the driver: only the sensor fails, not the worker
                 absent[name] = f"{type(error).__name__}: {error}"
             return None
 
@@ -98,7 +101,7 @@ class MachineSensors:
         if self._psutil is None:
             raise _SensorUnavailable(NO_PSUTIL)
         if not hasattr(self._psutil, "sensors_battery"):
-            raise _SensorUnavailable(f"psutil reads no battery on {sys.platform}")
+            raise _SensorUnavailable(f"psutil reports no battery on {sys.platform}")
         battery = self._psutil.sensors_battery()
         return battery is not None and battery.power_plugged is False
 
@@ -113,13 +116,13 @@ class MachineSensors:
         """Whether another program computes or draws on a GPU, as most games do."""
         gpus = self._gpus()
         if not _sees_all_processes():
-            raise _SensorUnavailable("in a container nobody can tell who else uses the GPU")
+            raise _SensorUnavailable("other programs that use the GPU cannot be detected in a container")
         known = _family(self._psutil, ours)
         for gpu in gpus:
             running = {p.pid for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
             if running - known:
                 return True
-            if running & known:  # also while our script rests: it stays on the GPU
+            if running & known:  # also while our script is paused, because it stays on the GPU
                 if self._is_drawn_by_others(gpu, known):
                     return True
             elif self._busy_percent(gpu) > GPU_BUSY_PERCENT:
@@ -130,7 +133,7 @@ class MachineSensors:
         since_us = int((time.time() - 2 * EVERY_S) * 1e6)
         try:
             told = self._nvml.nvmlDeviceGetProcessUtilization(gpu, since_us)
-        except self._nvml.NVMLError:  # nobody has used it since, or an old card that does not tell
+        except self._nvml.NVMLError:  # no program has used it since then, or an old card does not report it
             return False
         return any(one.pid not in known and one.smUtil > GPU_DRAWN_PERCENT for one in told)
 
@@ -147,27 +150,31 @@ class MachineSensors:
             found += [part.current for parts in read().values() for part in parts if part.current]
         if not found:
             raise _SensorUnavailable(
-                NO_PSUTIL if self._psutil is None else "this machine shows no temperature"
+                NO_PSUTIL if self._psutil is None else "this machine reports no temperature"
             )
         return max(found)
 
-    # -- is somebody there? ----------------------------------------------------------------------
+    # -- idle time -------------------------------------------------------------------------------
 
     def _idle_s(self) -> float:
-        """Time since the latest use of any kind."""
+        """Return the seconds since a person last used this machine, at a desktop or a terminal."""
         desktops = [idle_s for ask in (_logind_idle_s, _hid_idle_s) if (idle_s := ask()) is not None]
         terminals_s = self._terminals_idle_s(desktop_told=bool(desktops))
         found = [*desktops, *([] if terminals_s is None else [terminals_s])]
         if not found:
             raise _SensorUnavailable(
-                NO_PSUTIL if self._psutil is None else "neither a desktop session nor a terminal tells"
+                NO_PSUTIL
+                if self._psutil is None
+                else "neither a desktop session nor a terminal reports idle time"
             )
         return min(found)
 
     def _terminals_idle_s(self, *, desktop_told: bool) -> float | None:
-        """Time since the last key press at a terminal; very long if nobody is logged in.
+        """Return the seconds since the last key press at a terminal; `NOBODY_IDLE_S` if no user is logged in.
 
-        None: unknown, as there is no list of logins, or somebody is at a desktop that does not report."""
+        Returns None if the time is unknown, because there is no list of logins, or because a user is at a
+        desktop that does not report idle time.
+        """
         if self._psutil is None or (sys.platform == "linux" and not UTMP.exists()):
             return None
         idle_s = NOBODY_IDLE_S
@@ -181,15 +188,15 @@ class MachineSensors:
 
 
 NOBODY_IDLE_S = 1e6
-"""Idle time of a machine at which nobody is logged in."""
+"""Idle time of a machine on which no user is logged in."""
 
 
 class _SensorUnavailable(Exception):
-    """Why a sensor cannot be read."""
+    """A sensor cannot be read; the message is the reason."""
 
 
 def _psutil() -> Any:
-    """The module; None: not installed."""
+    """Import psutil; return None if it is not installed."""
     try:
         import psutil
     except ImportError:
@@ -198,7 +205,7 @@ def _psutil() -> Any:
 
 
 def _nvml() -> tuple[Any, str]:
-    """The initialized library, or None and the reason."""
+    """Return the initialized NVML library and "", or None and the reason why there is none."""
     try:
         import pynvml
     except ImportError:
@@ -206,13 +213,13 @@ def _nvml() -> tuple[Any, str]:
     library: Any = pynvml
     try:
         library.nvmlInit()
-    except Exception as error:  # its errors are made at run time
+    except Exception as error:  # its error classes are created at run time
         return None, f"no NVIDIA driver answers: {error}"
     return library, ""
 
 
 def _family(psutil: Any, ours: Collection[int]) -> set[int]:
-    """Our processes and their descendants: a launcher's children use the GPU."""
+    """Return the ids of our processes and their descendants, because a launcher's children use the GPU."""
     known = {os.getpid(), *ours}
     if psutil is not None:
         for pid in tuple(known):
@@ -222,9 +229,10 @@ def _family(psutil: Any, ours: Collection[int]) -> set[int]:
 
 
 def _logind_idle_s() -> float | None:
-    """Idle time of the sessions that systemd knows; None: unknown, or there is no systemd.
+    """Return the seconds for which all sessions of systemd have been idle; None if they are unknown.
 
-    Very long if these sessions are nobody's, and no list of logins may have others."""
+    Returns `NOBODY_IDLE_S` if no user has a session, unless there is also a list of logins to examine.
+    """
     listed = _command_output("loginctl", "list-sessions", "--no-legend")
     if listed is None:
         return None
@@ -253,7 +261,7 @@ def _logind_idle_s() -> float | None:
 
 
 def _hid_idle_s() -> float | None:
-    """macOS: time since the last key or mouse event."""
+    """Return the seconds since the last key or mouse event on macOS; None on other systems."""
     if sys.platform != "darwin":
         return None
     match = _HID_IDLE.search(_command_output("ioreg", "-c", "IOHIDSystem", "-d", "4") or "")
@@ -261,7 +269,7 @@ def _hid_idle_s() -> float | None:
 
 
 def _terminal_touched_s(terminal: str | None) -> float | None:
-    """Wall-clock time of the last key press at a terminal; None: it is not a terminal."""
+    """Return the wall-clock time of the last key press at a terminal; None if it is not a terminal."""
     try:
         return os.stat(f"/dev/{terminal}").st_atime if terminal else None
     except OSError:
@@ -269,7 +277,7 @@ def _terminal_touched_s(terminal: str | None) -> float | None:
 
 
 def _sees_all_processes() -> bool:
-    """Whether this process sees other users' processes: not in a container, nor in WSL."""
+    """Whether the processes of other users are visible; they are not in a container or in WSL."""
     if sys.platform != "linux":
         return True
     try:
@@ -279,7 +287,7 @@ def _sees_all_processes() -> bool:
 
 
 def _command_output(*command: str) -> str | None:
-    """Output of a program; None: not installed, failed, or too slow."""
+    """Run a program; return its output, or None if it is not installed, fails or is too slow."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False)
     except (OSError, subprocess.TimeoutExpired):

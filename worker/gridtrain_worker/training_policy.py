@@ -1,12 +1,13 @@
-"""What a volunteer allows: decides from rules and sensor readings whether the script may train now.
+"""Decide from a volunteer's rules and sensor readings whether the script may train now.
 
     rules (gridtrain worker set) ------+
     readings (sensors.py, testing) ----+--> TrainingPolicy.decide --> PolicyDecision(may_train, reasons)
     bytes moved today, the clock ------+
     pause and resume, from the owner --+
 
-Pure: readings and time are arguments.  A rule whose sensor cannot be read pauses the script, as nobody can
-tell whether the rule is kept.  Rate limits are only parsed here; the transport enforces them.
+This module is pure: readings and time are arguments.  `sensors` decides which load counts as use of the GPU.
+A rule whose sensor cannot be read pauses the script, because it is unknown whether the script would break the
+rule.  This module only parses rate limits; the transport enforces them.
 """
 
 from __future__ import annotations
@@ -21,25 +22,24 @@ from difflib import get_close_matches
 from gridtrain.core.group.sensor_readings import SensorReadings
 from gridtrain.errors import ConfigError
 from gridtrain.network.transport.rate_limiter import parse_rate
+from gridtrain.quantities import parse_bytes, parse_duration_s
 
 OFF = "off"
 SENSORS = ("battery", "gpu", "idle", "temperature")
-"""Sensors, by the name of the rule that needs them."""
+"""The sensors; each has the name of the rule that needs it."""
 
 COOL_BY_C = 5.0
-"""Default distance in degrees Celsius between the limits for pausing and for continuing."""
+"""Default difference in degrees Celsius between the limits for pausing and for continuing."""
 
 GPU_QUIET_S = 30.0
-"""Time without use of the GPU by others before the script continues: a game between two levels uses none."""
+"""How long other programs must not use the GPU before the script continues; a game may leave it
+unused between two levels."""
 
 MAX_WINDOWS = 16
 MAX_BYTES = 1 << 50
 
 _WINDOW = re.compile(r"(\d{1,2}):(\d{2})-(\d{1,2}):(\d{2})")
-_BYTES = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([kKmMgGtT]?)i?B?")
-_PREFIX = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
-_UNIT_s = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_UNITS = ("B", "kB", "MB", "GB", "TB")
 _DEGREES = re.compile(r"(\d{2,3})(?:/(\d{2,3}))?C?")
 
 
@@ -64,13 +64,14 @@ class Rules:
     """One volunteer's rules.
 
     Attributes:
-        upload, download: rates as text, such as "20Mbit"; "": no limit.
-        budget_bytes: sent and received in a day, together; 0: no limit.
-        hours: train only in these parts of the day, local time; (): at any time.
-        battery: pause while the computer runs on battery.
-        gpu: pause while another program computes on the GPU.
-        idle_s: pause until nobody has used the computer for this long; 0: do not.
-        hot_C, cool_C: pause at hot_C, continue below cool_C; infinite: no limit.
+        upload, download: the rate limits as text, such as "20Mbit"; empty for no limit.
+        budget_bytes: the limit of bytes sent and received in a day; 0 for no limit.
+        hours: the parts of the day in which training is allowed, local time; empty for any time.
+        battery: whether to pause while the computer runs on battery.
+        gpu: whether to pause while another program uses the GPU.
+        idle_s: how long the computer must be unused before training is allowed; 0 for no such rule.
+        hot_C: the temperature at which to pause; infinite for no limit.
+        cool_C: the temperature below which to continue.
     """
 
     upload: str = ""
@@ -85,7 +86,7 @@ class Rules:
 
     @property
     def sensors(self) -> tuple[str, ...]:
-        """Sensors that these rules need."""
+        """The sensors that these rules need."""
         needed = {
             "battery": self.battery,
             "gpu": self.gpu,
@@ -95,10 +96,10 @@ class Rules:
         return tuple(name for name in SENSORS if needed[name])
 
     def with_settings(self, settings: Mapping[str, str]) -> Rules:
-        """These rules with other values by key, see `KEYS`.
+        """Return these rules with new values for some keys; see `KEYS`.
 
         Raises:
-            ConfigError: an unknown key (the nearest one is named), or a value that cannot be parsed.
+            ConfigError: a key is unknown (the remedy names the nearest one), or a value cannot be parsed.
         """
         rules = self
         for key, text in settings.items():
@@ -106,18 +107,18 @@ class Rules:
                 near = get_close_matches(key, KEYS, 1)
                 raise ConfigError(
                     f"there is no rule {key!r}",
-                    remedy=f"did you mean {near[0]}?" if near else f"the rules are {', '.join(KEYS)}",
+                    remedy=f"did you mean {near[0]}?" if near else f"use one of {', '.join(KEYS)}",
                 )
             rules = KEYS[key](rules, text.strip())
         return rules
 
     def texts(self) -> dict[str, str]:
-        """Texts by key, such that `Rules().with_settings(rules.texts()) == rules`."""
+        """Return these rules as texts by key, so that `Rules().with_settings(rules.texts()) == rules`."""
         hot = f"{self.hot_C:.0f}/{self.cool_C:.0f}" if self.hot_C < math.inf else OFF
         return {
             "upload": self.upload or OFF,
             "download": self.download or OFF,
-            "budget": _format_bytes(self.budget_bytes) if self.budget_bytes else OFF,
+            "budget": _exact_bytes(self.budget_bytes) if self.budget_bytes else OFF,
             "hours": ",".join(map(str, self.hours)) or OFF,
             "battery": "pause" if self.battery else "run",
             "gpu": "pause" if self.gpu else "run",
@@ -130,7 +131,7 @@ class Rules:
 
 
 def _wrong(key: str, text: str, remedy: str) -> ConfigError:
-    return ConfigError(f"{key}={text[:80]} cannot be used", remedy=remedy)
+    return ConfigError(f"{key}={text[:80]} is not valid", remedy=remedy)
 
 
 def _rate(name: str) -> Callable[[Rules, str], Rules]:
@@ -138,7 +139,7 @@ def _rate(name: str) -> Callable[[Rules, str], Rules]:
         if text in (OFF, ""):
             text = ""
         else:
-            parse_rate(text)  # raises in its own words
+            parse_rate(text)  # raises its own ConfigError
         return replace(rules, upload=text) if name == "upload" else replace(rules, download=text)
 
     return change
@@ -147,17 +148,16 @@ def _rate(name: str) -> Callable[[Rules, str], Rules]:
 def _budget(rules: Rules, text: str) -> Rules:
     if text in (OFF, ""):
         return replace(rules, budget_bytes=0)
-    match = _BYTES.fullmatch(text)
-    nbytes = round(float(match[1]) * _PREFIX[match[2].lower()]) if match is not None else 0
+    nbytes = parse_bytes(text) or 0
     if not 1 <= nbytes <= MAX_BYTES:
-        raise _wrong("budget", text, "write bytes a day, such as 500MB or 5GB; off: no limit")
+        raise _wrong("budget", text, 'use a number of bytes per day, such as 500MB or 5GB, or "off"')
     return replace(rules, budget_bytes=nbytes)
 
 
-def _format_bytes(nbytes: int) -> str:
-    """As `_budget` reads it, exactly: in the largest unit that divides it."""
-    unit = next(unit for unit, factor in reversed(_PREFIX.items()) if nbytes % factor == 0)
-    return f"{nbytes // _PREFIX[unit]}{unit.upper() if unit != 'k' else unit}B"
+def _exact_bytes(nbytes: int) -> str:
+    """Format a number of bytes exactly, in the largest unit that divides it."""
+    power = max(power for power in range(len(_UNITS)) if nbytes % 1000**power == 0)
+    return f"{nbytes // 1000**power}{_UNITS[power]}"
 
 
 def _hours(rules: Rules, text: str) -> Rules:
@@ -168,30 +168,24 @@ def _hours(rules: Rules, text: str) -> Rules:
         match = _WINDOW.fullmatch(part.strip())
         numbers = [int(group) for group in match.groups()] if match is not None else []
         if not numbers or numbers[0] > 23 or numbers[2] > 24 or max(numbers[1], numbers[3]) > 59:
-            raise _wrong("hours", text, "write for instance 22:00-07:00 or 22:00-07:00,12:00-13:00")
+            raise _wrong("hours", text, "use a value such as 22:00-07:00 or 22:00-07:00,12:00-13:00")
         since, until = numbers[0] * 60 + numbers[1], numbers[2] * 60 + numbers[3]
         if until > 1440 or since == until % 1440:
-            raise _wrong("hours", text, "each part has to be shorter than a day; off: at any time")
+            raise _wrong("hours", text, 'use parts shorter than a day, or "off" to train at any time')
         windows.append(DailyWindow(since, until % 1440))
     if len(windows) > MAX_WINDOWS:
-        raise _wrong("hours", text, f"give at most {MAX_WINDOWS} parts of the day")
+        raise _wrong("hours", text, f"use at most {MAX_WINDOWS} parts of the day")
     return replace(rules, hours=tuple(windows))
 
 
 def _switch(name: str) -> Callable[[Rules, str], Rules]:
     def change(rules: Rules, text: str) -> Rules:
         if text not in ("pause", "run", OFF):
-            raise _wrong(name, text, f"write {name}=pause or {name}=run")
+            raise _wrong(name, text, f"use {name}=pause or {name}=run")
         pauses = text == "pause"
         return replace(rules, battery=pauses) if name == "battery" else replace(rules, gpu=pauses)
 
     return change
-
-
-def parse_duration_s(text: str) -> float | None:
-    """Seconds from "90s", "15m", "12h" or "7d"; None: it is not a duration."""
-    match = _SPAN.fullmatch(text)
-    return float(match[1]) * _UNIT_s[match[2]] if match is not None else None
 
 
 def _idle(rules: Rules, text: str) -> Rules:
@@ -199,7 +193,11 @@ def _idle(rules: Rules, text: str) -> Rules:
         return replace(rules, idle_s=0.0)
     idle_s = parse_duration_s(text)
     if idle_s is None or not 1 <= idle_s <= 86_400:
-        raise _wrong("idle", text, "write a time without use, such as 10m; off: do not pause for it")
+        raise _wrong(
+            "idle",
+            text,
+            'use a time from 1s to 24h, such as 10m, or "off" to train while the computer is in use',
+        )
     return replace(rules, idle_s=idle_s)
 
 
@@ -211,7 +209,7 @@ def _temperature(rules: Rules, text: str) -> Rules:
     cool_C = float(match[2]) if match is not None and match[2] else hot_C - COOL_BY_C
     if not 30 <= hot_C <= 120 or not 20 <= cool_C < hot_C:
         raise _wrong(
-            "temperature", text, "write degrees Celsius: 80, or 80/70 to continue below 70; off: no limit"
+            "temperature", text, 'use degrees Celsius, such as 80, or 80/70 to continue below 70, or "off"'
         )
     return replace(rules, hot_C=hot_C, cool_C=cool_C)
 
@@ -229,26 +227,34 @@ KEYS: dict[str, Callable[[Rules, str], Rules]] = {
 
 
 def parse_pairs(words: Iterable[str]) -> dict[str, str]:
-    """Rules from "key=value" words.  Raises `ConfigError`."""
+    """Parse "key=value" words into texts by key; raise `ConfigError` if a word has another form."""
     settings: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key:
-            raise ConfigError(f"{word!r} is not KEY=VALUE", remedy=f"the keys are {', '.join(KEYS)}")
+            raise ConfigError(
+                f"{word!r} does not have the form KEY=VALUE", remedy=f"use one of the keys {', '.join(KEYS)}"
+            )
         settings[key] = value
     return settings
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyDecision:
-    """Whether the script may train; if not, the reasons and the expected end (None: not known)."""
+    """The decision whether the script may train, with the reasons and the expected end of a pause.
+
+    Attributes:
+        may_train: whether the script may train.
+        reasons: the reasons why it may not.
+        until: when training is expected to be allowed again; None if it is not known.
+    """
 
     may_train: bool
     reasons: tuple[str, ...] = ()
     until: datetime | None = None
 
     def text(self) -> str:
-        """As "battery, until 22:00"; "" if training is allowed."""
+        """Return the reasons as text, such as "battery, until 22:00"; empty if training is allowed."""
         if self.may_train:
             return ""
         until = f", until {self.until:%H:%M}" if self.until is not None else ""
@@ -256,11 +262,11 @@ class PolicyDecision:
 
 
 class TrainingPolicy:
-    """One worker's rules, its pause by the owner, and what earlier readings still mean.
+    """Decides for one worker, from its rules, its owner's pause, and current and earlier readings.
 
     Attributes:
-        rules: replaced as a whole when they change.
-        is_paused: the owner has paused the worker.
+        rules: the worker's rules, replaced as a whole when they change.
+        is_paused: whether the owner has paused the worker.
     """
 
     def __init__(self, rules: Rules | None = None) -> None:
@@ -271,7 +277,7 @@ class TrainingPolicy:
         self._gpu_last_used: datetime | None = None
 
     def pause(self, until: datetime | None = None) -> None:
-        """Pause for the owner until then, or until `resume`."""
+        """Pause at the owner's request, until the given time or until `resume`."""
         self.is_paused, self._paused_until = True, until
 
     def resume(self) -> None:
@@ -279,12 +285,18 @@ class TrainingPolicy:
         self.is_paused, self._paused_until = False, None
 
     def unreadable(self, readings: SensorReadings) -> dict[str, str]:
-        """Sensors that a rule needs and that cannot be read, each with the reason."""
+        """Return the sensors that a rule needs but that cannot be read, with the reasons."""
         found = {name: readings.why_absent(name) for name in self.rules.sensors}
         return {name: why for name, why in found.items() if why}
 
     def decide(self, readings: SensorReadings, moved_today_bytes: int, now: datetime) -> PolicyDecision:
-        """Apply all rules.  `now`: local time without a time zone; `moved_today_bytes`: since midnight."""
+        """Apply all rules, and end a pause that has expired.
+
+        Args:
+            readings: the current readings of the sensors.
+            moved_today_bytes: the bytes sent and received since midnight.
+            now: local time without a time zone.
+        """
         blocking: list[tuple[str, datetime | None]] = []
         if self.is_paused and self._paused_until is not None and now >= self._paused_until:
             self.resume()
@@ -297,7 +309,7 @@ class TrainingPolicy:
         for name in self.rules.sensors:
             why = readings.why_absent(name)
             said = (
-                f"the sensor of {name} cannot be read ({why})"
+                f'the "{name}" sensor cannot be read ({why})'
                 if why
                 else self._sensor_reason(name, readings, now)
             )
@@ -308,7 +320,7 @@ class TrainingPolicy:
         return PolicyDecision(not blocking, tuple(reason for reason, _ in blocking), until)
 
     def _sensor_reason(self, name: str, readings: SensorReadings, now: datetime) -> str:
-        """Why the readings of sensor `name` pause the script; "": they do not."""
+        """Return why the reading of sensor `name` pauses the script; empty if it does not."""
         match name:
             case "battery":
                 return "battery" if readings.on_battery else ""
@@ -325,12 +337,15 @@ class TrainingPolicy:
         if used:
             self._gpu_last_used = now
         since = self._gpu_last_used
-        # A clock that was set back must not pause the script for ever.
+        # A clock that was set back must not pause the script forever.
         quiet = since is None or not timedelta() <= now - since < timedelta(seconds=GPU_QUIET_S)
         return "" if quiet else "the GPU is in use"
 
     def _heat(self, temperature_C: float) -> str:
-        """Two limits (hysteresis), so that the script does not start and stop every few seconds."""
+        """Return why the temperature pauses the script; empty if it does not.
+
+        Two limits (hysteresis) prevent the script from pausing and continuing every few seconds.
+        """
         self._hot = temperature_C >= (self.rules.cool_C if self._hot else self.rules.hot_C)
         return f"hot: {temperature_C:.0f} C, continues below {self.rules.cool_C:.0f}" if self._hot else ""
 

@@ -4,20 +4,21 @@
                   (a token with a number of uses and an end)        |             (needs a new invitation)
                                                                     +--ban--> banned --unban--> stranger
 
-Access depends on keys alone: a name proves nothing.  A member's key stays a member's over restarts of both
-sides.  Only the digest of an invitation's public key is stored, so that a reader of the journal cannot use or
-recognize an invitation.  A worker whose invitation is not valid hears only that; one whose invitation is
-valid hears why its key is not admitted again.
+Access depends on keys alone: a name proves nothing.  A member's key keeps its access when the worker or the
+coordinator restarts.  Only the digest of an invitation's public key is stored, so that a reader of the
+journal cannot use or recognize an invitation.  A peer that connects with the key of an ended invitation is
+told only how the invitation ended; a peer with an unknown invitation is a stranger, and receives no reply.
 
-`wall_s` is the wall clock, as invitations outlive a restart; `now_s` is any clock.  What must be durable is
-returned as journal entries, to be written before any reply is sent; `recover_authorization` reads them.
+`wall_s` is wall-clock time, because invitations outlive a restart; `now_s` is the time of any clock.  Durable
+changes are returned as journal entries, which the caller writes before it sends any reply;
+`recover_authorization` reads these entries.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -28,11 +29,11 @@ from gridtrain_coordinator.access.violations import ViolationLog, ViolationRecor
 from gridtrain_coordinator.run.events import JournalEntry
 
 MAX_LISTED = 1000
-"""Of each kind in `status`."""
+"""The largest number of rows of each kind in `status`."""
 
 
 class AccessRole(StrEnum):
-    """The values of `ConnectionRole` in the transport, which a pure package must not import."""
+    """The role of a key; the values equal those of `ConnectionRole`, which a pure package must not import."""
 
     STRANGER = "stranger"
     GUEST = "guest"
@@ -41,7 +42,7 @@ class AccessRole(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AccessReply:
-    """A reply, the entries to write first, and the members to remove with the reasons."""
+    """A reply, the journal entries to write before it, and the members to remove with the reasons."""
 
     reply: m.Enrolled | m.OperatorReply | m.Refused
     entries: tuple[JournalEntry, ...] = ()
@@ -50,12 +51,14 @@ class AccessReply:
 
 @dataclass(frozen=True, slots=True)
 class ViolationOutcome:
-    """What follows from a violation.
+    """The consequences of a violation.
 
     Attributes:
+        entries: journal entries to write.
         removed: members to remove, with the reasons.
         restored: members that were removed because of a false accusation, and are members again.
-        is_counted: False: the accuser is suspected, or has made enough accusations.
+        is_counted: whether the violation counts; False if the accuser is suspected, or has already made the
+            largest number of accusations that are recorded.
         violation_count: the number of the accused's violations that count now.
     """
 
@@ -72,11 +75,22 @@ class _Invitation:
     uses: int
     until_s: float
     used: int = 0
+    is_withdrawn: bool = False
+
+    def refusal(self, wall_s: float) -> m.Refused | None:
+        """Return the refusal of an ended invitation; None if the invitation is valid."""
+        if self.is_withdrawn:
+            return rules.WITHDRAWN_INVITATION
+        if rules.is_used_up(self.used, self.uses):
+            return rules.USED_UP_INVITATION
+        if rules.has_expired(self.until_s, wall_s):
+            return rules.EXPIRED_INVITATION
+        return None
 
 
 @dataclass(frozen=True, slots=True)
 class _Removal:
-    serial: int  # of the latest invitation at that time; only a later one admits the key again
+    serial: int  # of the latest invitation at that time; only a later invitation admits the key again
     is_for_violations: bool
     reason: str
 
@@ -85,13 +99,14 @@ class _Removal:
 
 
 class Authorization:
-    """The keys that may connect.
+    """Decides which keys may connect, and in which role.
 
     Args:
-        run: the run's name, for replies.
-        operator: the key that may give orders; None: nobody may.
-        coordinator: the coordinator's own key, which nobody else can have.
-        open_to_all: every key is a peer unless it was kicked or banned; for groups within one process.
+        run: the run's name, which replies contain.
+        operator: the key that may give orders; None if no key may.
+        coordinator: the coordinator's own key, which no worker may use.
+        open_to_all: whether every key is a peer unless it was kicked or banned; for groups within one
+            process.
     """
 
     def __init__(
@@ -117,13 +132,22 @@ class Authorization:
         self._joins: dict[m.PeerId, deque[float]] = {}
 
     def access_role(self, key: m.PeerId, wall_s: float) -> AccessRole:
-        """The role of `key` now; asked at each handshake and for each message."""
+        """Return the current role of `key`; called at each handshake and for each message.
+
+        The key of an ended invitation has the role GUEST as well, so that its holder can be told how the
+        invitation ended.
+        """
         if self.is_operator(key) or self._is_member(key):
             return AccessRole.PEER
         invitation = self._invitations.get(invitation_digest(key))
-        if invitation is not None and _is_valid(invitation, wall_s):
+        if invitation is not None and not rules.is_forgotten(invitation.until_s, wall_s):
             return AccessRole.GUEST
         return AccessRole.STRANGER
+
+    def invitation_refusal(self, invitation_key: m.PeerId, wall_s: float) -> m.Refused | None:
+        """Return the refusal of an unknown or ended invitation; None if the invitation is valid."""
+        invitation = self._invitations.get(invitation_digest(invitation_key))
+        return rules.UNKNOWN_INVITATION if invitation is None else invitation.refusal(wall_s)
 
     def is_operator(self, key: m.PeerId) -> bool:
         return rules.is_operator(key, self._operator)
@@ -133,16 +157,18 @@ class Authorization:
     def enrol(self, invitation_key: m.PeerId, peer: m.PeerId, host: str, wall_s: float) -> AccessReply:
         """Handle `Enrol`: make `peer` a member if the invitation with this key is valid.
 
-        A key that is a member already costs no use of the invitation.
+        Enrolling a key that already belongs to a member does not use up the invitation.
 
         Args:
-            host: from where the connection comes.
+            host: the address from which the connection comes.
         """
         name = invitation_digest(invitation_key)
         invitation = self._invitations.get(name)
         removal = self._removed.get(peer)
-        if invitation is None or not _is_valid(invitation, wall_s):
-            return AccessReply(rules.INVALID_INVITATION)
+        if invitation is None:
+            return AccessReply(rules.UNKNOWN_INVITATION)
+        if (refusal := invitation.refusal(wall_s)) is not None:
+            return AccessReply(refusal)
         if rules.is_banned(peer, self._banned):
             return AccessReply(rules.banned_refusal(peer, self._banned[peer]))
         if peer in self._members:
@@ -166,14 +192,17 @@ class Authorization:
         )
 
     def allow_join(self, peer: m.PeerId, now_s: float) -> bool:
-        """Count this attempt; False: to be refused with `TOO_MANY_JOINS`."""
+        """Whether the worker may join now; count the attempt if it may.
+
+        The caller refuses other attempts with `TOO_MANY_JOINS`.
+        """
         joins = self._joins.pop(peer, None) or deque(maxlen=rules.MAX_JOINS_PER_WORKER)
         while joins and joins[0] <= now_s - rules.JOIN_WINDOW_S:
             joins.popleft()
         allowed = not rules.exceeds_join_rate(len(joins))
         if allowed:
             joins.append(now_s)
-        self._joins[peer] = joins  # reinserted last: the first entries have been quiet for longest
+        self._joins[peer] = joins  # reinserted last, so that the first entry is the least recent
         if len(self._joins) > rules.MAX_JOINERS:
             del self._joins[next(iter(self._joins))]
         return allowed
@@ -186,7 +215,10 @@ class Authorization:
         )
 
     def _exceeds_enrolment_rate(self, where: str, wall_s: float) -> bool:
-        """Ignores times in the future, from before the wall clock was set back."""
+        """Whether too many keys were enrolled recently, from this range of addresses or in total.
+
+        Times in the future, which were recorded before the wall clock was set back, are ignored.
+        """
         self._recent_enrolments = [
             entry for entry in self._recent_enrolments if 0 <= wall_s - entry[0] < rules.ENROL_WINDOW_S
         ]
@@ -200,7 +232,11 @@ class Authorization:
     def handle_order(
         self, sender: m.PeerId, message: m.Invite | m.RemoveWorker | m.Unban, wall_s: float, name: str = ""
     ) -> AccessReply:
-        """Handle an order from any sender; `name`: of the worker that is removed, if it is known."""
+        """Carry out an order if the operator sent it, otherwise refuse it.
+
+        Args:
+            name: the name of the worker to remove, if it is known.
+        """
         if not self.is_operator(sender):
             return AccessReply(rules.NOT_OPERATOR)
         match message:
@@ -212,31 +248,36 @@ class Authorization:
                 return self.pardon(peer)
 
     def invite(self, key: m.PeerId, uses: int, expires_s: float, wall_s: float) -> AccessReply:
-        """Register `key` as an invitation's; with `expires_s` 0, withdraw that invitation."""
+        """Register `key` as the key of an invitation; if `expires_s` is 0, withdraw that invitation."""
         name = invitation_digest(key)
         if expires_s <= 0:
-            if name not in self._invitations:
+            if self.invitation_refusal(key, wall_s) is not None:
                 return _refused(
-                    "unknown", "there is no such invitation", "it has ended, or belongs to another run"
+                    "unknown",
+                    "this run has no valid invitation with this key",
+                    "check that the invitation has not expired and belongs to this run",
                 )
             entry = self._apply_and_journal("invitation", key=name, uses=uses, until_s=wall_s, at_s=wall_s)
             return AccessReply(
-                m.OperatorReply("the invitation is withdrawn; workers that used it stay"), (entry,)
+                m.OperatorReply("the invitation is withdrawn; workers that used it remain members"), (entry,)
             )
         if uses > rules.MAX_USES or expires_s > rules.MAX_EXPIRES_S:
             return _refused(
                 "bounds",
-                f"an invitation of {uses} uses and {expires_s / 86_400:.4g} days is over the bounds "
-                f"of {rules.MAX_USES} uses and {rules.MAX_EXPIRES_S / 86_400:.0f} days",
-                "make it smaller; another one can follow",
+                f"the invitation has {uses} uses and lasts {expires_s / 86_400:.4g} days; the limits are "
+                f"{rules.MAX_USES} uses and {rules.MAX_EXPIRES_S / 86_400:.0f} days",
+                "stay within these limits, and create further invitations later",
             )
         if name in self._invitations or key in self._members or key in self._reserved_keys:
-            return _refused("known", "this key is in use", "let `gridtrain invite` make a new one")
-        if sum(_is_valid(known, wall_s) for known in self._invitations.values()) >= rules.MAX_INVITATIONS:
+            return _refused("known", "this key is in use", "run `gridtrain invite`, which creates a new key")
+        if (
+            sum(known.refusal(wall_s) is None for known in self._invitations.values())
+            >= rules.MAX_INVITATIONS
+        ):
             return _refused(
                 "too-many",
                 f"{rules.MAX_INVITATIONS} invitations are open",
-                "make one with more uses (--uses), or wait until some have ended",
+                "create one invitation with more uses (--uses), or wait until some have expired",
             )
         entry = self._apply_and_journal(
             "invitation", key=name, uses=uses, until_s=wall_s + expires_s, at_s=wall_s
@@ -245,39 +286,47 @@ class Authorization:
         return AccessReply(m.OperatorReply(f"the invitation {name[:8]} can be used {times}"), (entry,))
 
     def expel(self, peer: m.PeerId, ban: bool, reason: str, name: str = "") -> AccessReply:
-        """Kick a member, or ban a key, whether or not it is a member's."""
-        reason = rules.clean_reason(reason) or "the run's owner decided so"
+        """Kick a member, or ban a key, whether or not the key belongs to a member."""
+        reason = rules.clean_reason(reason) or "the run's owner gave no reason"
         if peer in self._reserved_keys:
-            return _refused("ours", "this is the coordinator's or your own key", "name a worker")
+            return _refused("ours", "this is the coordinator's or your own key", "specify a worker's key")
         if rules.is_banned(peer, self._banned):
-            return AccessReply(m.OperatorReply(f"{_short(peer)} is banned already: {self._banned[peer]}"))
+            return AccessReply(m.OperatorReply(f"{_short(peer)} is already banned: {self._banned[peer]}"))
         if not ban and not self._is_member(peer):
             return _refused(
-                "unknown", f"{_short(peer)} is no member", "`gridtrain members` lists them; ban takes any key"
+                "unknown",
+                f"{_short(peer)} is not a member",
+                "list the members with `gridtrain members`, or ban the key",
             )
         if ban and len(self._banned) >= rules.MAX_BANNED:
-            return _refused("too-many", f"{rules.MAX_BANNED} keys are banned", "unban some")
+            return _refused("too-many", f"{rules.MAX_BANNED} keys are banned", "unban some keys")
         cause = "liar" if self._violations.is_suspected(peer) else "order"
         entries, _ = self._remove(peer, ban, reason, cause, rules.clean_reason(name) if ban else "")
-        done = "is banned until you unban it" if ban else "is removed; it needs a new invitation to come back"
+        done = (
+            "is banned until you unban it" if ban else "is removed; it needs a new invitation to join again"
+        )
         return AccessReply(m.OperatorReply(f"{_short(peer)} {done}"), tuple(entries), ((peer, reason),))
 
     def pardon(self, peer: m.PeerId) -> AccessReply:
         """Lift a ban; with `open_to_all`, also undo a kick."""
         if peer not in self._banned and not (self._open_to_all and peer in self._removed):
             return _refused(
-                "unknown", f"{_short(peer)} is not banned", "`gridtrain members` lists the banned"
+                "unknown", f"{_short(peer)} is not banned", "list banned keys with `gridtrain members`"
             )
         entry = self._apply_and_journal("pardoned", peer=peer.hex())
-        then = "it can come back" if self._open_to_all else "with a new invitation it can come back"
-        return AccessReply(m.OperatorReply(f"{_short(peer)} is not banned any more; {then}"), (entry,))
+        then = "it can join again" if self._open_to_all else "it can join again with a new invitation"
+        return AccessReply(m.OperatorReply(f"{_short(peer)} is no longer banned; {then}"), (entry,))
 
     # -- violations ----------------------------------------------------------------------------
 
     def record_violation(
         self, peer: m.PeerId, reason: str, accuser: m.PeerId | None, now_s: float
     ) -> ViolationOutcome:
-        """`accuser` reports that `peer` broke the protocol; None: the coordinator saw it."""
+        """Record that `peer` broke the protocol.
+
+        Args:
+            accuser: the member that reports it; None if the coordinator itself noticed it.
+        """
         violation = ViolationRecord(accuser, rules.clean_reason(reason))
         if not self._is_member(peer) or not self._violations.add(peer, violation):
             return ViolationOutcome(violation_count=self._violations.count(peer))
@@ -287,7 +336,7 @@ class Authorization:
         return self._evaluate_violations([entry], now_s, peer, accuser)
 
     def tick(self, now_s: float) -> ViolationOutcome:
-        """To be called once a second: remove accusers that nobody has confirmed in time."""
+        """Remove accusers whose accusations no other member has confirmed in time; call once a second."""
         return self._evaluate_violations([], now_s, None, None)
 
     def _evaluate_violations(
@@ -297,7 +346,7 @@ class Authorization:
         restored: list[m.PeerId] = []
         for liar in self._violations.review_suspects(now_s):
             count = len(self._violations.accused_by(liar))
-            reason = f"accused {count} members, and nobody else confirmed it"
+            reason = f"accused {count} members, and no other member confirmed the accusations"
             removed_members += [(liar, reason)] if self._is_member(liar) else []
             removal_entries, reinstated = self._remove(liar, False, reason, "liar")
             entries += removal_entries
@@ -319,7 +368,10 @@ class Authorization:
     def _remove(
         self, peer: m.PeerId, ban: bool, reason: str, cause: str, name: str = ""
     ) -> tuple[list[JournalEntry], list[m.PeerId]]:
-        """Entries to write, and the members that are restored because this liar had accused them."""
+        """Remove a member; return the journal entries, and the members that are restored.
+
+        If the cause is "liar", the members that its false accusations had removed are restored.
+        """
         victims = self._violations.accused_by(peer) if cause == "liar" else []
         named = {"name": name} if name else {}
         entries = [
@@ -346,7 +398,7 @@ class Authorization:
         return JournalEntry(kind, body)
 
     def apply_entry(self, kind: str, body: Mapping[str, Any]) -> None:
-        """Apply a journal entry; entries of other kinds are ignored.
+        """Apply a journal entry; ignore entries of other kinds.
 
         Raises `KeyError`, `TypeError` or `ValueError` for an entry that no coordinator wrote.
         """
@@ -382,20 +434,27 @@ class Authorization:
         name, uses = rules.parse_key(body["key"]).hex(), body["uses"]
         until_s, at_s = rules.parse_seconds(body["until_s"]), rules.parse_seconds(body["at_s"])
         if type(uses) is not int or not 1 <= uses < 2**31:
-            raise ValueError(f"{uses!r} uses")
-        self._invitations = {
-            key: known
-            for key, known in self._invitations.items()
-            if key != name
-            and not rules.has_expired(known.until_s, at_s)
-            and not rules.is_used_up(known.used, known.uses)
-        }
+            raise ValueError(f"uses is {uses!r}; it must be an integer between 1 and 2147483647")
+        earlier = self._invitations.pop(name, None)
         self._serial += 1
         if until_s > at_s:
             self._invitations[name] = _Invitation(self._serial, uses, until_s)
+        elif earlier is not None:
+            self._invitations[name] = replace(earlier, until_s=until_s, is_withdrawn=True)
+        self._forget_ended_invitations(at_s)
+
+    def _forget_ended_invitations(self, wall_s: float) -> None:
+        """Keep the valid invitations and the latest ended invitations."""
+        ended = [name for name, known in self._invitations.items() if known.refusal(wall_s) is not None]
+        surplus = set(ended[: max(0, len(ended) - rules.MAX_ENDED_INVITATIONS)])
+        self._invitations = {
+            name: known
+            for name, known in self._invitations.items()
+            if name not in surplus and not rules.is_forgotten(known.until_s, wall_s)
+        }
 
     def _apply_enrolled(self, peer: m.PeerId, invitation: str) -> None:
-        """Without an invitation: a member is restored."""
+        """Make `peer` a member; `invitation` is empty if the member is restored after a false accusation."""
         if invitation:
             self._violations.clear(peer)
         if invitation in self._invitations:
@@ -405,7 +464,7 @@ class Authorization:
 
     def _apply_expelled(self, peer: m.PeerId, ban: object, reason: str, cause: object) -> None:
         if type(ban) is not bool or cause not in ("order", "strikes", "liar"):
-            raise ValueError(f"expelled with ban {ban!r} and cause {cause!r}")
+            raise ValueError(f"ban is {ban!r} and cause is {cause!r}, which no coordinator writes")
         self._members.pop(peer, None)
         self._removed.pop(peer, None)
         self._removed[peer] = _Removal(self._serial, cause == "strikes", reason)
@@ -419,11 +478,11 @@ class Authorization:
     # -- what is seen from outside -------------------------------------------------------------
 
     def status(self, wall_s: float) -> dict[str, Any]:
-        """For `gridtrain members`; JSON-able and bounded; reveals no invitation."""
+        """Return the rows of `gridtrain members`: JSON-serializable, bounded, and without secrets."""
         valid = [
             (name, invitation)
             for name, invitation in self._invitations.items()
-            if _is_valid(invitation, wall_s)
+            if invitation.refusal(wall_s) is None
         ]
         members, banned = list(self._members)[-MAX_LISTED:], list(self._banned.items())[-MAX_LISTED:]
         return {
@@ -453,7 +512,7 @@ class Authorization:
         }
 
     def violation_count(self, peer: m.PeerId) -> int:
-        """The number of violations that count now."""
+        """Return the number of the peer's violations that currently count."""
         return self._violations.count(peer)
 
     def _banned_row(self, peer: m.PeerId, reason: str) -> dict[str, Any]:
@@ -477,7 +536,9 @@ def recover_authorization(
     operator: m.PeerId | None = None,
     coordinator: m.PeerId | None = None,
 ) -> Authorization:
-    """Read the journal; recent joins and enrolments are counted from zero again.
+    """Return access control as these entries of the journal record it.
+
+    The counts of recent joins and enrolments start again at zero.
 
     Raises `KeyError`, `TypeError` or `ValueError` for entries that no coordinator wrote.
     """
@@ -485,11 +546,6 @@ def recover_authorization(
     for kind, body in entries:
         authorization.apply_entry(kind, body)
     return authorization
-
-
-def _is_valid(invitation: _Invitation, wall_s: float) -> bool:
-    expired = rules.has_expired(invitation.until_s, wall_s)
-    return not expired and not rules.is_used_up(invitation.used, invitation.uses)
 
 
 def _refused(code: str, reason: str, remedy: str) -> AccessReply:

@@ -1,7 +1,7 @@
-"""Single rules of access control: bounds, limits, refusals, and the parsing of journal entries.
+"""The individual rules of access control: bounds, limits, refusals, and the parsing of journal entries.
 
-Each function answers one question without state.  `authorization` looks them up in this module at each use,
-so that a test can disable one and show what happens without it.
+Each function answers one question and keeps no state.  `authorization` looks a function up in this module at
+each use, so that a test can disable the function and show what happens without it.
 """
 
 from __future__ import annotations
@@ -11,19 +11,26 @@ from collections.abc import Container
 
 from gridtrain.core import messages as m
 
-MAX_INVITATIONS = 1000  # valid ones
+MAX_INVITATIONS = 1000  # valid invitations
+MAX_ENDED_INVITATIONS = 1000
+ENDED_KNOWN_S = 30 * 86_400.0
+"""How long an ended invitation is remembered, so that its holder can be told how it ended."""
+
 MAX_USES = 10_000
 MAX_EXPIRES_S = 366 * 86_400.0
 MAX_MEMBERS = 10_000
 MAX_BANNED = 10_000
-MAX_REMOVED = 10_000  # beyond it the oldest are forgotten, and any valid invitation admits them again
+MAX_REMOVED = 10_000  # the oldest removals are forgotten first; any valid invitation then admits the keys
 
 MAX_ENROLS_PER_RANGE, ENROL_WINDOW_S = 64, 600.0
-"""Most enrolments from one range of addresses within that time."""
+"""The largest number of enrolments from one range of addresses within `ENROL_WINDOW_S`."""
 
 MAX_ENROLS = 4096  # from all ranges within that time
 MAX_JOINS_PER_WORKER, JOIN_WINDOW_S = 20, 60.0
-"""Most joins of one key within that time, so that a worker that crashes at its start does no harm."""
+"""The largest number of joins of one key within `JOIN_WINDOW_S`.
+
+It limits the load that a worker causes if it crashes at startup and is restarted again and again.
+"""
 
 MAX_JOINERS = 20_000
 MAX_REASON_BYTES = 200
@@ -37,6 +44,10 @@ def has_expired(until_s: float, wall_s: float) -> bool:
     return wall_s >= until_s
 
 
+def is_forgotten(until_s: float, wall_s: float) -> bool:
+    return wall_s >= until_s + ENDED_KNOWN_S
+
+
 def is_used_up(used: int, uses: int) -> bool:
     return used >= uses
 
@@ -46,7 +57,7 @@ def is_banned(key: m.PeerId, banned: Container[m.PeerId]) -> bool:
 
 
 def predates_removal(invitation_serial: int, kicked_at_serial: int) -> bool:
-    """A kicked key needs an invitation that was made after the kick."""
+    """Whether an invitation is older than a removal; a removed key needs a later invitation."""
     return invitation_serial <= kicked_at_serial
 
 
@@ -63,9 +74,10 @@ def exceeds_join_rate(joins: int) -> bool:
 
 
 def address_range(host: str) -> str:
-    """Roughly one connection or household: an IPv4 /24, an IPv6 /48, or `host` itself.
+    """Return the range of addresses to which `host` belongs: an IPv4 /24, an IPv6 /48, or `host` itself.
 
-    Loopback is a range like any other; the limit is large enough for the workers of one machine.
+    A range is roughly one connection or household.  Loopback is a range like any other; the limit is large
+    enough for the workers of one machine.
     """
     try:
         address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
@@ -77,7 +89,7 @@ def address_range(host: str) -> str:
 
 
 def clean_reason(reason: str) -> str:
-    """The part of a reason that is stored and shown to others: printable, at most `MAX_REASON_BYTES`."""
+    """Return a reason without unprintable characters, cut to at most `MAX_REASON_BYTES` bytes."""
     plain = "".join(letter if letter.isprintable() else " " for letter in reason)
     return plain.encode(errors="replace")[:MAX_REASON_BYTES].decode(errors="ignore").strip()
 
@@ -85,28 +97,37 @@ def clean_reason(reason: str) -> str:
 # -- refusals ----------------------------------------------------------------------------------------
 
 _ASK = "ask the run's owner for a new one"
-INVALID_INVITATION = m.Refused("invitation", "this invitation is not valid (any more)", _ASK)
-KEY_IN_USE = m.Refused("key", "this key belongs to somebody else", "start the worker with a key of its own")
-NOT_OPERATOR = m.Refused("operator", "only the run's owner may do that", "use the machine of the coordinator")
+UNKNOWN_INVITATION = m.Refused("invitation", "this coordinator has no such invitation", _ASK)
+EXPIRED_INVITATION = m.Refused("invitation", "this invitation has expired", _ASK)
+WITHDRAWN_INVITATION = m.Refused("invitation", "this invitation was withdrawn by the run's owner", _ASK)
+USED_UP_INVITATION = m.Refused(
+    "invitation",
+    "this invitation is used up",
+    f"start a worker that it admitted before, under the same account on the same machine, or {_ASK}",
+)
+KEY_IN_USE = m.Refused("key", "this key is already in use", "start the worker with a key of its own")
+NOT_OPERATOR = m.Refused(
+    "operator", "only the run's owner may do that", "run the command on the coordinator's machine"
+)
 TOO_MANY_ENROLMENTS = m.Refused(
     "too-many",
     f"too many workers enrolled from your range of addresses in the last {ENROL_WINDOW_S / 60:.0f} minutes, "
-    "or there are too many in total",
+    "or too many workers have enrolled in total",
     f"try again in {ENROL_WINDOW_S / 60:.0f} minutes",
 )
 TOO_MANY_JOINS = m.Refused(
     "too-often",
     f"this worker joined {MAX_JOINS_PER_WORKER} times within {JOIN_WINDOW_S:.0f} s",
-    "look in its output for why it ends, then try again in a minute",
+    "find the cause in the worker's output, then try again in a minute",
 )
 
 
 def removed_refusal(reason: str) -> m.Refused:
-    """To a removed key whose invitation was made before it was removed."""
+    """Return the refusal for a removed key whose invitation is older than the removal."""
     return m.Refused(
         "kicked",
         f"this worker was removed from the run: {reason}",
-        "ask the run's owner for a new invitation; an earlier one does not admit it again",
+        "ask the run's owner for a new invitation; earlier invitations do not admit this worker again",
     )
 
 
@@ -115,7 +136,7 @@ def banned_refusal(key: m.PeerId, reason: str) -> m.Refused:
     return m.Refused(
         "banned",
         f"the run's owner has banned this worker's key {digits}: {reason}",
-        f"ask the run's owner to lift it (gridtrain unban {digits}), and for a new invitation",
+        f"ask the run's owner to lift the ban (gridtrain unban {digits}) and to send a new invitation",
     )
 
 
@@ -125,19 +146,19 @@ def banned_refusal(key: m.PeerId, reason: str) -> m.Refused:
 def parse_key(text: object) -> bytes:
     key = bytes.fromhex(parse_text(text))
     if len(key) != 32:
-        raise ValueError(f"a key of {len(key)} bytes")
+        raise ValueError(f"a key has {len(key)} bytes; it must have 32")
     return key
 
 
 def parse_text(text: object) -> str:
     if not isinstance(text, str):
-        raise TypeError(f"a text is {text!r}")
+        raise TypeError(f"got {text!r}; expected a string")
     return text
 
 
 def parse_seconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"a time is {value!r}")
+        raise TypeError(f"a time is {value!r}; it must be a number of seconds")
     if not -MAX_WALL_S <= value <= MAX_WALL_S:  # NaN is refused as well
-        raise ValueError(f"a time is {value!r}")
+        raise ValueError(f"a time is {value!r}; it must be between -1e12 and 1e12 s")
     return float(value)

@@ -3,16 +3,17 @@
     accuser         accused                             what follows
     (coordinator)   anna                                always counts
     bert            anna, anna, anna                    all count: anna is removed
-    bert            anna, carl   and nobody else does   bert is the common end of both: suspected
+    bert            anna, carl   and nobody else does   bert is the only accuser of both: suspected
     dora            anna                                bert is no longer the only accuser of anna: believed
 
-Accusations of a suspected accuser do not count, and new ones are not recorded.  If nobody else confirms one
-of them within `CONFIRMATION_TIMEOUT_S`, the accuser is removed and all its accusations are withdrawn.
+Accusations by a suspected accuser do not count, and its new accusations are not recorded.  If no other member
+confirms one of its accusations within `CONFIRMATION_TIMEOUT_S`, the accuser is removed and all its
+accusations are withdrawn.
 
-Guaranteed: one liar costs the group at most one other member, which is restored when the liar is found out.
-A member whose broken memory or middle box corrupts what it receives is found, too.  Not guaranteed: which of
-two members is at fault if nobody else is involved (three accusations are then enough), or any protection if
-the liars work together or only one honest member is accused.
+One liar can have at most one other member removed, which is restored when the liar is identified.  A member
+whose received data is corrupted by its memory or by a middlebox is identified in the same way.  If only two
+members are involved, it cannot be decided which of them is at fault; three accusations are then enough to
+remove the accused.  There is no protection if liars cooperate, or if a liar accuses only one honest member.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ from gridtrain.core.messages import PeerId
 
 VIOLATIONS_BEFORE_REMOVAL = 3
 CONFIRMATION_TIMEOUT_S = 5.0
-"""Two members that attack everybody at once are accused by everybody within this time."""
+"""How long other members have to confirm an accusation.
+
+If two members attack all others at the same time, all others have accused both of them within this time.
+"""
 
 MAX_ACCUSED = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class ViolationRecord:
-    """`accuser` None: the coordinator saw it."""
+    """One violation; `accuser` is None if the coordinator itself noticed it."""
 
     accuser: PeerId | None
     reason: str
@@ -42,22 +46,23 @@ def exceeds_limit(violations: int) -> bool:
 
 
 def is_common_accuser(alone_with: Collection[PeerId]) -> bool:
-    """An accuser whom nobody confirms about two different members is probably at fault itself."""
+    """Whether an accuser is probably at fault, because it is the only accuser of two or more members."""
     return len(alone_with) >= 2
 
 
 class ViolationLog:
     """The accusations in a run.
 
-    Bounded: `MAX_ACCUSED` members (the oldest is forgotten), `VIOLATIONS_BEFORE_REMOVAL` from each accuser.
+    Keeps at most `MAX_ACCUSED` accused members (the oldest is forgotten), and for each of them at most
+    `VIOLATIONS_BEFORE_REMOVAL` violations from each accuser.
     """
 
     def __init__(self) -> None:
         self._records: dict[PeerId, list[ViolationRecord]] = {}
-        self._suspects: dict[PeerId, float] = {}  # with the time until when they may be confirmed
+        self._suspects: dict[PeerId, float] = {}  # with the deadline for confirmations
 
     def add(self, accused: PeerId, record: ViolationRecord) -> bool:
-        """False: it is not recorded, and changes nothing."""
+        """Record a violation; return False if it is ignored and changes nothing."""
         records = self._records.get(accused, [])
         count = sum(earlier.accuser == record.accuser for earlier in records)
         if (
@@ -72,7 +77,7 @@ class ViolationLog:
         return True
 
     def review_suspects(self, now_s: float) -> list[PeerId]:
-        """Update the suspects; returns those that nobody has confirmed in time."""
+        """Update the suspects; return the suspects whose accusations were not confirmed in time."""
         alone: dict[PeerId, list[PeerId]] = {}
         for accused, records in self._records.items():
             accusers = {record.accuser for record in records}
@@ -95,11 +100,11 @@ class ViolationLog:
         return accuser in self._suspects
 
     def members_over_limit(self) -> list[PeerId]:
-        """Members with enough violations from accusers that are not suspected."""
+        """Return the members whose violations by unsuspected accusers are enough for a removal."""
         return [accused for accused in self._records if exceeds_limit(self.count(accused))]
 
     def count(self, accused: PeerId) -> int:
-        """Violations that count."""
+        """Return the number of the accused's violations that currently count."""
         return sum(not self.is_suspected(record.accuser) for record in self._records.get(accused, ()))
 
     def records_of(self, accused: PeerId) -> Sequence[ViolationRecord]:
@@ -109,7 +114,7 @@ class ViolationLog:
         return list(self._records)
 
     def withdraw_accusations(self, accuser: PeerId) -> None:
-        """Delete all its accusations."""
+        """Delete all accusations that `accuser` has made."""
         self._suspects.pop(accuser, None)
         for accused, records in list(self._records.items()):
             remaining = [record for record in records if record.accuser != accuser]

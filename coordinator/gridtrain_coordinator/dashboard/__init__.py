@@ -1,8 +1,13 @@
-"""The page on which people watch a run: served by the coordinator, by default for its own machine only.
+"""The web page that shows a run, served by the coordinator, by default only to its own machine.
 
     daemon's loop --publish(status)--> dashboard_service --> board --> http_api: page, API, /metrics, /healthz
       (never waits)  <---orders------  (its own thread)        |    \\
                                                             history  event_stream, for all open pages
 
-Nothing is imported here: without the extra `coordinator` the daemon runs without a dashboard.
+Shown: `topology_graph`, `straggler` (the worker for which the others wait), `prometheus` (metrics);
+`sanitize` makes values from workers safe.  HTTP: `startup`, `listen_address`, `guard` (checks each request),
+`connection_timeouts`.
+
+This module imports nothing, so that the daemon can run without a dashboard if the extra `coordinator` is not
+installed.
 """

@@ -1,9 +1,9 @@
-"""The state of the dashboard: the latest status of the run, what changed in it, events, curves.
+"""The state of the dashboard: the latest status of the run, its changes, its events and its curves.
 
     update(status)   --> rows, run, topology, history --> full_state()    everything, for a page that opens
     add_event(event) --> events                       --> take_changes()  what changed since the last call
 
-Has no clock, socket or thread.  Everything that workers report is sanitized.
+The board uses no clock, socket or thread.  Everything that workers report is sanitized.
 """
 
 from __future__ import annotations
@@ -16,27 +16,39 @@ from typing import Any
 from gridtrain_coordinator.dashboard import sanitize
 from gridtrain_coordinator.dashboard.history import COLUMNS as POINT
 from gridtrain_coordinator.dashboard.history import History, Point, shortened
-from gridtrain_coordinator.dashboard.topology_graph import build_graph, find_straggler, parse_load
+from gridtrain_coordinator.dashboard.straggler import find_straggler
+from gridtrain_coordinator.dashboard.topology_graph import build_graph, parse_load
 
 MAX_EVENTS = 600
 MAX_EVENTS_A_TICK = 60
 MAX_DEPARTED = 50
 DEPARTED_RETENTION_S = 600.0
-"""How long workers that are gone stay in the table, with the reason."""
+"""How long workers that have left stay in the table, with the reason."""
 
 LIVE_COLUMNS = (
     "state", "rank", "share", "step", "strikes", "heard_s", "stage", "loss", "computing_s", "selecting_s",
     "communicating_s", "waiting_s", "applying_s", "sent_Bps", "received_Bps", "sent_bytes", "received_bytes",
+    "missed_steps",
 )  # fmt: skip
 _FIGURES = LIVE_COLUMNS[LIVE_COLUMNS.index("loss") : LIVE_COLUMNS.index("sent_Bps")]
 _OWN_FIGURES = {*LIVE_COLUMNS, "computed_samples", "computed_s", "exchanged_bytes"}
 
 FAULTS = {
     "lost", "stalled", "drifted", "rollback", "violation", "refused", "no_route", "no_room", "backup_failed",
-    "recalled", "superseded", "not_following", "overslept", "strike", "dashboard_failed",
+    "recalled", "superseded", "not_following", "source_replaced", "overslept", "strike", "dashboard_failed",
+    "step_skipped", "step_missed", "checkpoint_failed",
 }  # fmt: skip
 CHANGES = {"generation", "training", "paused", "waiting", "finished", "started", "freeze", "room_again"}
-ARRIVAL_EVENTS = {"joined", "left", "caught_up", "following", "enrolled", "restored", "worker_finished"}
+ARRIVAL_EVENTS = {
+    "joined",
+    "left",
+    "caught_up",
+    "following",
+    "enrolled",
+    "restored",
+    "worker_finished",
+    "checkpoint_written",
+}
 EVENT_FIELDS = 12
 PAUSED_STATE = "paused"
 """The state of a worker that its owner has paused."""
@@ -49,7 +61,7 @@ STATE_REASONS = {
 
 
 def event_kind(event: str) -> str:
-    """Kind of an event on the timeline."""
+    """Return the kind of an event on the timeline."""
     if event in FAULTS:
         return "fault"
     return "change" if event in CHANGES else "worker" if event in ARRIVAL_EVENTS else "other"
@@ -57,7 +69,7 @@ def event_kind(event: str) -> str:
 
 @dataclass(slots=True)
 class WorkerRow:
-    """One worker in the table; `id` is short and never reused."""
+    """The row of one worker in the table; its `id` is short and never reused."""
 
     id: int
     description: dict[str, Any]
@@ -68,7 +80,7 @@ class WorkerRow:
 
 
 class Board:
-    """What the pages show."""
+    """The data that the pages show."""
 
     def __init__(self) -> None:
         self.history = History()
@@ -92,7 +104,7 @@ class Board:
     # -- what comes in -------------------------------------------------------------------------
 
     def add_event(self, at_s: float, level: str, event: str, fields: Mapping[str, Any]) -> None:
-        """Record an event of the coordinator's log."""
+        """Add an event of the coordinator's log."""
         name = sanitize.text(event, 40)
         shown = {
             key: value
@@ -123,7 +135,7 @@ class Board:
                     row.description["ended"] = event
 
     def update(self, status: Mapping[str, Any], at_s: float) -> None:
-        """Record the daemon's status at this time of the wall clock."""
+        """Store the daemon's status; `at_s` is the time of the wall clock."""
         self.updated_s = at_s
         self.access = sanitize.tree(status.get("door", {}), 6)
         facts = {sanitize.text(k, 64): sanitize.text(v) for k, v in status.get("facts", {}).items()}
@@ -246,19 +258,17 @@ class Board:
             member.get("share"),
             member.get("step"),
             member.get("strikes", 0),
-            round(heard_s)
-            if heard_s >= 2
-            else 0,  # up to the usual second between heartbeats, nothing changes
+            round(heard_s) if heard_s >= 2 else 0,  # constant while heartbeats arrive every second, as usual
             member.get("stage") if self._staged else None,
             *(_brief(values[name]) for name in _FIGURES),
             *(_brief(sanitize.number(member.get(name)), 3) for name in ("sent_Bps", "received_Bps")),
-            *(sanitize.number(figures.get(name)) for name in ("sent_bytes", "received_bytes")),
+            *(sanitize.number(figures.get(name)) for name in LIVE_COLUMNS[-3:]),
         ]
 
     def _count_bytes(
         self, members: list[Mapping[str, Any]], step: int, status: Mapping[str, Any], run_load: Any
     ) -> None:
-        """Count bytes sent for exchanges, and those that a dense ring of float32 would have sent."""
+        """Count the bytes sent for exchanges, and the bytes that a dense float32 ring would have sent."""
         for member in members:
             reported = member.get("figures", {})
             sent = sanitize.number(reported.get("exchanged_bytes", reported.get("sent_bytes")))
@@ -289,7 +299,7 @@ class Board:
         return [row.id for row in sorted(self._active(), key=lambda row: row.live[1])]
 
     def _loss(self) -> float | None:
-        """The mean of the `loss` that members report, weighted by their shares."""
+        """Return the mean of the `loss` that members report, weighted by their shares."""
         at = LIVE_COLUMNS.index("loss")
         reported = [
             (row.live[at], max(row.live[2] or 0, 1)) for row in self._active() if row.live[at] is not None
@@ -315,7 +325,7 @@ class Board:
     # -- what goes out -------------------------------------------------------------------------
 
     def workers(self) -> list[dict[str, Any]]:
-        """For the JSON API: one object for each worker, members first, in rank order."""
+        """Return one object per worker for the JSON API: first the members in rank order, then the others."""
         far = 1 << 30
         rows = sorted(
             self._rows.values(), key=lambda row: (far if row.live[1] is None else row.live[1], row.id)
@@ -330,7 +340,7 @@ class Board:
         return row.address if row is not None else ""
 
     def full_state(self) -> dict[str, Any]:
-        """Everything that a page needs when it opens."""
+        """Return everything that a page needs when it opens."""
         return {
             "run": self.run,
             "columns": LIVE_COLUMNS,
@@ -345,7 +355,7 @@ class Board:
         }
 
     def take_changes(self) -> dict[str, Any]:
-        """What changed since the last call, with the latest point of the curves."""
+        """Return what has changed since the last call, with the latest point of the curves."""
         last_run, last_topology, last_event = self._last_sent
         last_rows = self._last_sent_rows
         rows = {row.id: (row.description, row.live) for row in self._rows.values()}
@@ -368,19 +378,19 @@ class Board:
 
 
 def _paused_rows(status: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Paused workers as rows without a rank."""
+    """Return the paused workers as rows without a rank."""
     reported = [entry for entry in status.get("resting", ()) if isinstance(entry, Mapping)]
     return [{**entry, "state": PAUSED_STATE, "last_heard_s": entry.get("since_s")} for entry in reported]
 
 
 def _brief(value: float | None, digits: int = 4) -> float | None:
-    """Rounded to what a table shows, so that less is sent."""
+    """Round a value to the precision that the table shows, to send fewer bytes."""
     if value is None or value == 0:
         return value
     return float(f"{value:.{digits}g}")
 
 
 def _plan_text(status: Mapping[str, Any]) -> str:
-    """The reasons for the exchange, where the coordinator chose it, and for the rank order."""
+    """Return the reasons for the exchange, if the coordinator chose it, and for the rank order."""
     why = (status.get("exchange_reason"), status.get("plan_reason"))
     return sanitize.text("; ".join(str(entry) for entry in why if entry), 2 * sanitize.MAX_CHARACTERS)

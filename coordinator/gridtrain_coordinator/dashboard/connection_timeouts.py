@@ -1,10 +1,10 @@
-"""Closes connections that are open without being used.
+"""Closes connections that make no progress.
 
     connect ...... request's head | answer ........ | request's head | ...
     `- REQUEST_S at most -------' `- ANSWER_S ----' `- REQUEST_S --'
 
 A client has `REQUEST_S` from one answer to the end of its next request's head, and `ANSWER_S` to take a
-further part of an answer.  uvicorn has no such limits, so that a few silent clients could use up all
+further part of an answer.  Without these limits, which uvicorn lacks, a few silent clients could use up all
 connections.  Event streams have their own limit (`EventStream`).
 """
 
@@ -21,14 +21,19 @@ LOOK_S = 1.0
 
 
 class Cycle(Protocol):
-    """A request and its answer in uvicorn."""
+    """A request and its answer, as uvicorn represents them.
+
+    Attributes:
+        response_complete: whether the answer has been written.
+        scope: the ASGI scope of the request.
+    """
 
     response_complete: bool
     scope: Mapping[str, Any]
 
 
 class Connection(Protocol):
-    """What is used of uvicorn's connection; `cycle` is None until the first head is complete."""
+    """The part of uvicorn's connection that is used; `cycle` is None until the first head is complete."""
 
     cycle: Cycle | None
     transport: asyncio.Transport
@@ -39,7 +44,7 @@ _Progress = tuple[Cycle | None, bool, int]
 
 
 class ConnectionTimeouts:
-    """Remembers since when each connection has made no progress.
+    """Records when each connection last made progress.
 
     Args:
         streaming_paths: paths whose answers have no time limit.
@@ -50,7 +55,7 @@ class ConnectionTimeouts:
         self._since: dict[Connection, tuple[_Progress, float]] = {}
 
     def expired(self, connections: Collection[Connection], now_s: float) -> list[Connection]:
-        """Connections whose time is over."""
+        """Return the connections that have exceeded their time limit."""
         since: dict[Connection, tuple[_Progress, float]] = {}
         expired = []
         for connection in connections:
@@ -73,7 +78,7 @@ async def close_expired(
     streaming_paths: Collection[str],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Close expired connections, until cancelled."""
+    """Close expired connections until cancelled."""
     timeouts = ConnectionTimeouts(streaming_paths)
     while True:
         await asyncio.sleep(LOOK_S)

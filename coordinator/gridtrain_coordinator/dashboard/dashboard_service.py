@@ -1,12 +1,12 @@
-"""The dashboard's thread beside the daemon's loop.
+"""Runs the dashboard in a thread beside the daemon's loop.
 
     daemon's thread                             dashboard's thread (asyncio, uvicorn)
       publish(status) -- latest status ------> Board.update -> EventStream.publish -> open pages
       note(event) ------ at most 500 --------> Board.add_event
       take_orders() <--- at most 16 ---------- POST /api/v1/workers/KEY/kick
 
-The daemon never waits here: the status is stored and the loop woken, events go into a bounded queue, orders
-are fetched when the daemon asks for them.
+The daemon never waits for the dashboard: it stores the status and wakes the dashboard's loop, puts events
+into a bounded queue, and fetches orders when it is ready for them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_LOGGED_ERRORS = 20
 END_S = 3.0
 
 RecordedTick = tuple[float, Mapping[str, Any], Sequence[tuple[float, str, str, dict[str, Any]]]]
-"""Time of the wall clock, status, events before it."""
+"""The time of the wall clock, a status, and the events before it."""
 
 Order = tuple[RemoveWorker | Unban, "Future[OperatorReply | Refused]"]
 
@@ -49,10 +49,10 @@ class DashboardService:
     """Serves the dashboard.
 
     Args:
-        bound: a bound socket, which is closed here.
-        token: authorizes orders.
-        log: called if the dashboard fails.
-        allowed_hosts: host names in requests that are accepted.
+        bound: a bound socket; `close` closes it.
+        token: the text that authorizes orders.
+        log: a function that is called if the dashboard fails.
+        allowed_hosts: the host names by which requests may address the dashboard.
     """
 
     def __init__(
@@ -74,7 +74,11 @@ class DashboardService:
     # -- the daemon's side: nothing here waits -----------------------------------------------------
 
     def publish(self, status: Mapping[str, Any], at_s: float | None = None) -> None:
-        """`status` must not be changed afterwards.  `at_s`: wall clock; None: now."""
+        """Show a status, which must not be changed afterwards.
+
+        Args:
+            at_s: the time of the wall clock; None means now.
+        """
         self._latest = (time.time() if at_s is None else at_s, status)
         self._call(self._tick)
 
@@ -83,7 +87,7 @@ class DashboardService:
         self._events.append((time.time() if at_s is None else at_s, level, event, dict(fields)))
 
     def replay(self, ticks: Sequence[RecordedTick]) -> None:
-        """Record the past of a simulated run; waits until it is done."""
+        """Add the recorded statuses and events of a simulated run; wait until all are added."""
         done: Future[None] = Future()
 
         def take() -> None:
@@ -97,13 +101,16 @@ class DashboardService:
         done.result(300.0)
 
     def take_orders(self) -> Iterator[Order]:
-        """The operator's orders since the last call; each must be answered."""
+        """Yield the operator's orders since the last call; the caller must answer each order."""
         with contextlib.suppress(queue.Empty):
             while True:
                 yield self._orders.get_nowait()
 
     def start(self) -> None:
-        """Raises nothing: if the dashboard cannot run there is an event in the log."""
+        """Start the thread.
+
+        Raises no exception: if the dashboard cannot run, an event in the log reports the reason.
+        """
         self._thread.start()
         self._started.wait(END_S)
 
@@ -132,7 +139,9 @@ class DashboardService:
         except BaseException as error:  # including SystemExit, which uvicorn raises if it cannot start
             reason = f"{type(error).__name__}: {error}"
             self._log(
-                "error", "dashboard_failed", {"reason": reason, "remedy": "the run continues without it"}
+                "error",
+                "dashboard_failed",
+                {"reason": reason, "remedy": "restart the coordinator to open the dashboard again"},
             )
         finally:
             self._started.set()
@@ -179,7 +188,7 @@ class DashboardService:
             watching.cancel()
 
     def _tick(self) -> None:
-        """Called in the dashboard's loop once a second."""
+        """Pass the latest events and status to the open pages; called in the dashboard's loop."""
         latest, self._latest = self._latest, None
         if latest is None or self._stream is None:
             return
@@ -194,7 +203,7 @@ class DashboardService:
         try:
             self._orders.put_nowait((order, answer))
         except queue.Full:
-            reason = f"{MAX_ORDERS} orders are waiting already"
+            reason = f"{MAX_ORDERS} commands are waiting to be handled"
             answer.set_result(Refused("busy", reason, "try again in a second"))
         return answer
 
@@ -209,14 +218,14 @@ class _ErrorHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         reason = record.getMessage().partition("\n")[0]
-        if self._left and not reason.startswith("Cancel "):  # of pages that are open at the end
+        if self._left and not reason.startswith("Cancel "):  # logged for pages that are open at the end
             self._left -= 1
             error = record.exc_info[1] if record.exc_info else None
             self._log("error", "dashboard_failed", {"reason": f"{reason} {error!r}" if error else reason})
 
 
 def encoded(status: Mapping[str, Any]) -> bytes:
-    """JSON in one line."""
+    """Encode a status as JSON in one line."""
     return json.dumps(status, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode(
         "utf-8", "replace"
     )

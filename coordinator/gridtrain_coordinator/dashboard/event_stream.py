@@ -1,9 +1,9 @@
-"""Server-sent events for all open pages: one a second, encoded once.
+"""Sends server-sent events to all open pages: one event a second, encoded once.
 
     publish(frame) --> the last `FRAME_HISTORY` frames --> each page: `whole`, then `tick`, `tick`, ...
 
-No method waits for a browser: a page that lags behind receives the full state again, one that does not read
-at all is disconnected.
+No method waits for a browser: a page that lags behind receives the full state again, and a page that does not
+read at all is disconnected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 MAX_PAGES = 32
 FRAME_HISTORY = 8  # a page that is further behind receives the full state again
 SEND_TIMEOUT_S = 20.0
-"""A page that reads nothing for this time is disconnected."""
+"""How long a page may read nothing before it is disconnected."""
 
 HEARTBEAT_S = 15.0
 RETRY_MS = 2000
@@ -26,15 +26,15 @@ HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 
 
 def frame(event: str, data: bytes) -> bytes:
-    """One server-sent event; `data` is JSON without line breaks."""
+    """Encode one server-sent event; `data` is JSON without line breaks."""
     return b"event: " + event.encode() + b"\ndata: " + data + b"\n\n"
 
 
 class EventStream:
-    """The latest frames.  All methods belong to the dashboard's loop.
+    """Sends the latest frames to all open pages.  Call all methods in the dashboard's loop.
 
     Args:
-        full_state: the full state as JSON.
+        full_state: a function that returns the full state as JSON.
     """
 
     def __init__(self, full_state: Callable[[], bytes]) -> None:
@@ -64,7 +64,7 @@ class EventStream:
         return self.page_count >= MAX_PAGES
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI response that lasts as long as the page is open."""
+        """Serve one page as an ASGI response, which lasts as long as the page is open."""
         self.page_count += 1
         writing = asyncio.create_task(self._write(send))
         watching = asyncio.create_task(_left(receive))

@@ -1,7 +1,7 @@
 """Checks every request, and adds headers to every answer.
 
-A page elsewhere can point its own host name to this machine ("DNS rebinding"); its requests carry that
-name, so only addresses and known names are accepted.
+A web page of another site can point its own host name to this machine ("DNS rebinding").  Its requests carry
+that name, so only addresses and known names are accepted.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ HEADERS = {
 
 
 def problem(status: int, code: str, reason: str, remedy: str) -> JSONResponse:
-    """The form of every refusal."""
+    """Return a refusal as a JSON response; all refusals have this form."""
     return JSONResponse({"code": code, "reason": reason, "remedy": remedy}, status)
 
 
 def is_host_allowed(host: str, allowed_hosts: Collection[str]) -> bool:
-    """Whether a request may carry this Host: an address, localhost, or a name that the owner has allowed.
+    """Whether a request may carry this Host header.
 
-    Others can point only names to this machine, so addresses need no list.
+    IP addresses, localhost and the names in `allowed_hosts` are allowed.  Another site can make only names,
+    not addresses, refer to this machine, so every address is allowed.
     """
     name = _without_port(host.strip().lower()).rstrip(".")
     if name in ("localhost", *allowed_hosts):
@@ -59,13 +60,13 @@ def _without_port(host: str) -> str:
 
 
 def bearer(headers: Headers, token: str) -> bool:
-    """Whether the request carries the token; compared in constant time."""
+    """Whether the request carries the token, which is compared in constant time."""
     scheme, _, credentials = headers.get("authorization", "").partition(" ")
     return scheme.lower() == "bearer" and secrets.compare_digest(credentials.strip().encode(), token.encode())
 
 
 class Guard:
-    """The outermost layer of the application: hosts, sizes, headers."""
+    """The outermost layer of the application, which checks hosts and sizes, and adds headers."""
 
     def __init__(self, app: ASGIApp, allowed_hosts: Collection[str]) -> None:
         self._app = app
@@ -95,15 +96,15 @@ class Guard:
             return problem(
                 421,
                 "host",
-                f"this dashboard does not answer to the name {host[:80]!r}",
-                "open it by its address, or name the host with --dashboard-host",
+                f"this dashboard does not serve the host name {host[:80]!r}",
+                "open it at its address, or specify the host with --dashboard-host",
             )
         length = headers.get("content-length", "0")
         if not length.isdigit() or int(length) > MAX_BODY_BYTES or "transfer-encoding" in headers:
             return problem(
                 413,
                 "size",
-                f"a body of {length[:20]} bytes is over the bound of {MAX_BODY_BYTES}",
-                "send less",
+                f"the body's length is {length[:20]}; a body must have at most {MAX_BODY_BYTES} bytes",
+                "send a smaller body",
             )
         return None

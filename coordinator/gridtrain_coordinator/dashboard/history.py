@@ -1,8 +1,8 @@
 """The curves of a run in bounded memory.
 
 recent   the last 600 points
-whole    at most 1,440 points, each the mean of `stride` points; when it is full, neighbours are merged
-         and the stride doubles, so that a run of any length fits
+whole    at most 1,440 points, each the mean of `stride` points; when this number is reached, neighbours are
+         merged and the stride doubles, so that a run of any length fits
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ WHOLE_POINTS = 1440  # even, as neighbours are merged in pairs
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Values at one time; None: not known.
+    """The values at one time; None if a value is not known.
 
     Attributes:
-        at_s: seconds of the wall clock.
-        bytes: sent by all workers for exchanges since this coordinator started.
-        dense_bytes: what a dense ring of float32 would have sent for the same steps.
+        at_s: the time of the wall clock in seconds.
+        bytes: bytes that all workers have sent for exchanges since this coordinator started.
+        dense_bytes: bytes that a dense ring of float32 would have sent for the same steps.
     """
 
     at_s: float
@@ -35,7 +35,7 @@ class Point:
     sent_Bps: float | None
 
     def row(self) -> list[float | None]:
-        """In the order of `COLUMNS`, rounded to what a plot can show."""
+        """Return the values in the order of `COLUMNS`, rounded to the precision of a plot."""
         return [shortened(getattr(self, name)) for name in COLUMNS]
 
 
@@ -53,7 +53,7 @@ class History:
 
     @property
     def stride(self) -> int:
-        """Number of points that are merged into one of the whole run."""
+        """The number of points that are merged into one point of the whole run."""
         return self._stride
 
     def add(self, point: Point) -> None:
@@ -68,12 +68,12 @@ class History:
             self._stride *= 2
 
     def all_points(self) -> list[Point]:
-        """The whole run, from the first point to the latest."""
+        """Return the points of the whole run, from the first to the latest."""
         return [*self._thinned, *([mean(self._open)] if self._open else [])]
 
 
 def mean(points: Sequence[Point]) -> Point:
-    """Time, step and totals of the last point, with the means of the other values."""
+    """Merge points: keep the time, step and totals of the last point, and average the other values."""
     last = points[-1]
 
     def of(name: str) -> float | None:
@@ -93,7 +93,11 @@ def mean(points: Sequence[Point]) -> Point:
 
 
 def shortened(value: float | None) -> float | None:
-    """Six digits for small numbers, milliseconds and whole numbers for large ones, so that less is sent."""
+    """Round a value, to send fewer bytes.
+
+    Whole numbers become integers; other numbers keep three decimals from 1000 upwards, and six significant
+    digits below 1000.
+    """
     if value is None or isinstance(value, int):
         return value
     if value == int(value) and abs(value) < 2**53:

@@ -6,8 +6,8 @@
     POST  /api/v1/workers/KEY/kick  .../ban  .../unban                   token
     GET   /metrics  /healthz
 
-Everybody who can reach the port may read (by default: this machine); orders and the members' addresses
-require the token.
+Everyone who can reach the port may read, which by default are only programs on this machine; orders and the
+members' addresses require the token.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from gridtrain_coordinator.dashboard.history import COLUMNS
 from gridtrain_coordinator.dashboard.prometheus import exposition
 
 STALE_S = 10.0
-"""The daemon publishes its status every second; without one for this time it counts as stuck."""
+"""The age of the status, published every second, from which the daemon is considered unhealthy."""
 
 ORDER_S = 5.0
 MAX_LISTED = 1000
@@ -64,8 +64,8 @@ class Api:
     """The handlers of all routes.
 
     Args:
-        submit_order: passes an order to the daemon.
-        wall: seconds of the wall clock.
+        submit_order: a function that passes an order to the daemon.
+        wall: a function that returns the time of the wall clock in seconds.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Api:
         peer = _key(request)
         row = next((row for row in self._board.workers() if row["peer"] == peer), None)
         if row is None:
-            return problem(404, "unknown", "no worker has this key", "GET /api/v1/workers lists them")
+            return problem(404, "unknown", "no worker has this key", "list the keys with GET /api/v1/workers")
         if bearer(request.headers, self._token):
             row = row | {"address": self._board.address(peer)}
         return JSONResponse(row)
@@ -139,7 +139,7 @@ class Api:
             )  # the answer to GET would never end
         if self._stream.is_full:
             refusal = problem(
-                503, "full", f"{self._stream.page_count} pages are open", "close one, or try again"
+                503, "full", f"{self._stream.page_count} pages are open", "close a page, or try again later"
             )
             refusal.headers["retry-after"] = "10"
             return refusal
@@ -170,7 +170,10 @@ class Api:
             )
         except TimeoutError:
             return problem(
-                504, "no-answer", f"the daemon has not answered within {ORDER_S:.0f} s", "look at its log"
+                504,
+                "no-answer",
+                f"the daemon has not answered within {ORDER_S:.0f} s",
+                "see the daemon's log",
             )
         if isinstance(reply, Refused):
             return problem(409, reply.code, reply.reason, reply.remedy)
@@ -186,7 +189,7 @@ class Api:
 
 
 def create_app(api: Api, *, allowed_hosts: Collection[str] = ()) -> ASGIApp:
-    """The application with all routes, behind the guard."""
+    """Return the application with all routes, behind the guard."""
     get, post = ["GET"], ["POST"]
     v1 = "/api/v1"
     routes = [
@@ -213,19 +216,27 @@ def create_app(api: Api, *, allowed_hosts: Collection[str] = ()) -> ASGIApp:
 _ERROR_TEXTS = {
     401: (
         "token",
-        "this requires the token",
+        "this request requires the token",
         "open the address that the coordinator printed, with #token=...",
     ),
-    404: ("unknown", "there is nothing at this address", "GET /api/v1/openapi.json lists what there is"),
-    405: ("method", "this method is not allowed here", "GET /api/v1/openapi.json says how"),
-    503: ("starting", "there is no status yet", "ask again in a second"),
+    404: (
+        "unknown",
+        "there is nothing at this address",
+        "read the list of addresses with GET /api/v1/openapi.json",
+    ),
+    405: (
+        "method",
+        "this address does not allow this method",
+        "read the list of methods with GET /api/v1/openapi.json",
+    ),
+    503: ("starting", "there is no status yet", "try again in a second"),
 }
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code, reason, remedy = _ERROR_TEXTS.get(
-        error.status_code, ("wrong", "", "GET /api/v1/openapi.json says how")
+        error.status_code, ("wrong", "", "read the description with GET /api/v1/openapi.json")
     )
     answer = problem(error.status_code, code, error.detail if error.status_code == 400 else reason, remedy)
     answer.headers.update(error.headers or {})
@@ -235,7 +246,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 def _key(request: Request) -> str:
     key = str(request.path_params["key"]).lower()
     if not _KEY.fullmatch(key):
-        raise HTTPException(400, "a worker's key is 64 hexadecimal digits")
+        raise HTTPException(400, "a worker's key must have 64 hexadecimal digits")
     return key
 
 
@@ -253,7 +264,7 @@ async def _reason(request: Request) -> str:
     try:
         answer = json.loads(body)
     except (ValueError, RecursionError):
-        raise HTTPException(400, "the body is no JSON") from None
+        raise HTTPException(400, "the body is not JSON") from None
     reason = answer.get("reason", "") if isinstance(answer, dict) else None
     if not isinstance(reason, str):
         raise HTTPException(400, 'the body must be an object such as {"reason": "why"}')

@@ -1,9 +1,9 @@
-"""Where the dashboard listens, and the token that authorizes orders.
+"""Chooses the address at which the dashboard listens, and loads the token that authorizes orders.
 
     "127.0.0.1:7780"  this port, or the next free one of 20      ":7780"  the same, on 127.0.0.1
     "0.0.0.0:7780"    only with `open_to_network`
 
-Imports only the standard library, so that without the extra it can say what is missing.
+Imports no package of the extra, so that it can name the missing packages.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _TOKEN = re.compile(r"[A-Za-z0-9_-]{32,128}")
 
 @dataclass(frozen=True, slots=True)
 class DashboardAddress:
-    """The owner's choice.
+    """The owner's choice of an address for the dashboard.
 
     Attributes:
-        host, port: where to listen; port 0: any free one.
-        is_required: the owner named the address, so that it is an error if it cannot be used.
-        allows_network: others may reach the address.
-        allowed_hosts: host names by which it may be opened, besides addresses and localhost.
+        host, port: the address and the port to listen on; port 0 means any free port.
+        is_required: whether the owner named the address, so that it is an error if it cannot be used.
+        allows_network: whether other machines may reach the address.
+        allowed_hosts: host names by which the dashboard may be opened, besides addresses and localhost.
     """
 
     host: str = HOST
@@ -49,20 +49,20 @@ class DashboardAddress:
     def __post_init__(self) -> None:
         if not self.allows_network and not is_loopback(self.host):
             raise ConfigError(
-                f"--dashboard {self.host}:{self.port} can be reached from other machines, unencrypted",
+                f"other machines could open --dashboard {self.host}:{self.port} without encryption",
                 remedy="leave it on 127.0.0.1 and use `ssh -L 7780:127.0.0.1:7780`, put a web server "
-                "with TLS in front of it, or add --dashboard-open if that is intended",
+                "with TLS in front of it, or add --dashboard-open to allow this",
             )
 
 
 def parse_address(
     text: str, *, open_to_network: bool = False, allowed_hosts: tuple[str, ...] = ()
 ) -> DashboardAddress:
-    """Parse "HOST:PORT", "HOST", ":PORT" or "".  Raises `ConfigError`."""
+    """Parse "HOST:PORT", "HOST", ":PORT" or "".  Raises `ConfigError` for any other text."""
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^:\s/]*)(?::(\d{1,5}))?", text.strip())
     if match is None or int(match[2] or PORT) > 65535:
         raise ConfigError(
-            f"--dashboard {text!r} is no HOST:PORT", remedy="write for instance 127.0.0.1:7780, or :0"
+            f"--dashboard {text!r} is not of the form HOST:PORT", remedy="use, for example, 127.0.0.1:7780"
         )
     host = (match[1] or HOST).strip("[]")
     return DashboardAddress(host, int(match[2] or PORT), bool(text), open_to_network, allowed_hosts)
@@ -78,14 +78,14 @@ def is_loopback(host: str) -> bool:
 
 
 def missing_packages() -> list[str]:
-    """Packages of the extra that are not installed."""
+    """Return the packages of the extra that are not installed."""
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
 def bind(address: DashboardAddress) -> socket.socket:
-    """A bound socket at the address, or at one of the next ports if the owner has not named one.
+    """Return a socket bound to the address, or to one of the next ports if the owner has not named one.
 
-    Raises `ConfigError` if none is free.
+    Raises `ConfigError` if no port is free.
     """
     ports = (
         [address.port]
@@ -105,22 +105,23 @@ def bind(address: DashboardAddress) -> socket.socket:
         else:
             return candidate
     raise ConfigError(
-        f"the dashboard cannot listen at {address.host}, port {address.port}: {failure}",
-        remedy="name a free port with --dashboard HOST:PORT, or leave it out with --no-dashboard",
+        f"the dashboard cannot listen on {address.host}, port {address.port}: {failure}",
+        remedy="choose a free port with --dashboard HOST:PORT, or omit the dashboard with --no-dashboard",
     )
 
 
 def url(bound: socket.socket) -> str:
-    """The address for a browser on this machine."""
+    """Return the address for a browser on this machine."""
     host, port = bound.getsockname()[:2]
     local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{local}]:{port}/" if ":" in local else f"http://{local}:{port}/"
 
 
 def load_token(folder: Path) -> str:
-    """The token beside the keys, made if it is missing; whoever can read the file can give orders.
+    """Return the token from its file beside the keys; create the file if it is missing.
 
-    Raises `ConfigError` if it cannot be used, or if others may read it.
+    Anyone who can read the file can give orders.  Raises `ConfigError` if the file cannot be used, or if
+    other users may read it.
     """
     path = folder / TOKEN_FILE
     try:
@@ -138,7 +139,7 @@ def load_token(folder: Path) -> str:
 
 
 def _read(path: Path) -> str:
-    remedy = "delete it: the next start makes another"
+    remedy = "delete the file; the next start creates a new one"
     try:
         with open(path, "rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -150,5 +151,5 @@ def _read(path: Path) -> str:
             f"{path} can be read by others (mode {mode:04o}), who could then remove workers", remedy=remedy
         )
     if not _TOKEN.fullmatch(text):
-        raise ConfigError(f"{path} holds no token", remedy=remedy)
+        raise ConfigError(f"{path} does not contain a valid token", remedy=remedy)
     return text

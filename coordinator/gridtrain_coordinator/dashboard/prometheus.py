@@ -1,4 +1,4 @@
-"""The dashboard's state as Prometheus metrics.  Counters start at zero with the coordinator."""
+"""Exports the dashboard's state as Prometheus metrics; counters are zero when the coordinator starts."""
 
 from __future__ import annotations
 
@@ -13,30 +13,40 @@ from gridtrain_coordinator.dashboard.board import Board
 
 OF_RUN = {
     "step": ("gridtrain_step", "Latest step of the run."),
-    "generation": ("gridtrain_generation", "Generation of the members."),
+    "generation": ("gridtrain_generation", "Number of the current generation."),
     "term": ("gridtrain_term", "How often the coordinator has started."),
-    "world_size": ("gridtrain_world_size", "Members of the generation."),
-    "loss": ("gridtrain_loss", "Mean of what members report as loss, by their shares."),
-    "steps_per_s": ("gridtrain_steps_per_second", "Steps of the run per second."),
+    "world_size": ("gridtrain_world_size", "Number of members in the current generation."),
+    "loss": ("gridtrain_loss", "Mean of the losses that members report, weighted by their shares."),
+    "steps_per_s": ("gridtrain_steps_per_second", "Steps that the run commits per second."),
     "samples_per_s": ("gridtrain_samples_per_second", "Samples that all members take per second."),
     "sent_Bps": ("gridtrain_sent_bytes_per_second", "Bytes that all workers send per second."),
     "uptime_s": ("gridtrain_uptime_seconds", "Seconds since the coordinator started."),
 }
 OF_WORKER = {
-    "step": ("gridtrain_worker_step", "Latest step of the worker."),
-    "rank": ("gridtrain_worker_rank", "Rank in the generation."),
-    "share": ("gridtrain_worker_share_samples", "Samples of a step."),
-    "strikes": ("gridtrain_worker_strikes", "Violations that count against it."),
-    "heard_s": ("gridtrain_worker_heard_seconds", "Seconds since its last message."),
-    "computing_s": ("gridtrain_worker_computing_seconds", "Computing, of the latest step."),
-    "selecting_s": ("gridtrain_worker_selecting_seconds", "Selecting, of the latest step."),
-    "communicating_s": ("gridtrain_worker_communicating_seconds", "Communicating, of the latest step."),
-    "waiting_s": ("gridtrain_worker_waiting_seconds", "Waiting for others, of the latest step."),
-    "loss": ("gridtrain_worker_loss", "What the worker reports as loss."),
+    "step": ("gridtrain_worker_step", "Latest step that the worker reports."),
+    "rank": ("gridtrain_worker_rank", "Rank of the worker in the current generation."),
+    "share": ("gridtrain_worker_share_samples", "Samples that the worker takes in a step."),
+    "strikes": ("gridtrain_worker_strikes", "Violations that count against the worker."),
+    "heard_s": ("gridtrain_worker_heard_seconds", "Seconds since the worker's last message."),
+    "computing_s": ("gridtrain_worker_computing_seconds", "Seconds spent computing in the latest step."),
+    "selecting_s": ("gridtrain_worker_selecting_seconds", "Seconds spent selecting in the latest step."),
+    "communicating_s": (
+        "gridtrain_worker_communicating_seconds",
+        "Seconds spent communicating in the latest step.",
+    ),
+    "waiting_s": ("gridtrain_worker_waiting_seconds", "Seconds spent waiting for others in the latest step."),
+    "loss": ("gridtrain_worker_loss", "Loss that the worker reports."),
 }
 COUNTED = {
     "sent_bytes": ("gridtrain_worker_sent_bytes", "Bytes that the worker has sent since its start."),
-    "received_bytes": ("gridtrain_worker_received_bytes", "Bytes that it has received since its start."),
+    "received_bytes": (
+        "gridtrain_worker_received_bytes",
+        "Bytes that the worker has received since its start.",
+    ),
+    "missed_steps": (
+        "gridtrain_worker_missed_steps",
+        "Steps that the group committed without the worker, because its training loop had stalled.",
+    ),
 }
 PHASES = ("waiting", "training", "paused", "finished")
 
@@ -53,12 +63,14 @@ class _BoardCollector(Collector):
             if run[name] is not None:
                 yield GaugeMetricFamily(metric, text, value=run[name])
         phase = GaugeMetricFamily(
-            "gridtrain_phase", "1 for the phase that the run is in.", labels=["run", "phase"]
+            "gridtrain_phase",
+            "1 for the current phase of the run, 0 for other phases.",
+            labels=["run", "phase"],
         )
         for phase_name in PHASES:
             phase.add_metric([run["run"], phase_name], float(run["phase"] == phase_name))
         yield phase
-        states = GaugeMetricFamily("gridtrain_workers", "Workers by state.", labels=["state"])
+        states = GaugeMetricFamily("gridtrain_workers", "Number of workers by state.", labels=["state"])
         for state, count in run["workers"].items():
             states.add_metric([state], count)
         yield states
@@ -66,7 +78,9 @@ class _BoardCollector(Collector):
         dense = "Bytes that a dense ring of float32 would have sent for the same steps."
         yield CounterMetricFamily("gridtrain_exchanged_bytes", sent, value=run["exchanged_bytes"])
         yield CounterMetricFamily("gridtrain_dense_bytes", dense, value=run["dense_bytes"])
-        events = CounterMetricFamily("gridtrain_events", "Events in the coordinator's log.", labels=["event"])
+        events = CounterMetricFamily(
+            "gridtrain_events", "Number of events in the coordinator's log.", labels=["event"]
+        )
         for event, count in sorted(self._board.event_counts.items()):
             events.add_metric([event], count)
         yield events
@@ -89,7 +103,7 @@ class _BoardCollector(Collector):
 
 
 def exposition(board: Board) -> bytes:
-    """In Prometheus's text format."""
+    """Return the metrics in Prometheus's text format."""
     registry = CollectorRegistry()
     registry.register(_BoardCollector(board))
     return generate_latest(registry)

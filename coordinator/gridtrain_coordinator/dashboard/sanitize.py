@@ -1,6 +1,6 @@
-"""Makes values from workers fit to be shown: bounded, without control characters or bidirectional overrides.
+"""Makes values from workers safe to show: bounded, without control characters or bidirectional overrides.
 
-That nothing is read as markup is ensured by the page, which writes text nodes only.
+Markup needs no treatment, because the page writes text nodes only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _HIDDEN = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp"}  # controls, bidirectional overri
 
 
 def text(value: object, most: int = MAX_CHARACTERS) -> str:
-    """`value` in one line of at most `most` characters."""
+    """Return `value` as one line of at most `most` characters."""
     raw = str(value)
     cut = raw if len(raw) <= most else raw[: most - 1] + "…"
     if cut.isascii() and cut.isprintable():
@@ -26,12 +26,12 @@ def text(value: object, most: int = MAX_CHARACTERS) -> str:
 
 
 def number(value: object) -> float | None:
-    """A finite number; None: it is not one."""
+    """Return `value` if it is a finite number, else None."""
     return value if type(value) in (int, float) and math.isfinite(value) else None  # type: ignore[arg-type,return-value]
 
 
 def tree(value: object, depth: int = 4) -> Any:
-    """A JSON-able copy with sanitized texts and bounded lists and mappings."""
+    """Return a JSON-serializable copy with sanitized strings and bounded lists and mappings."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int | float):

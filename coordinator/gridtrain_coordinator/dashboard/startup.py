@@ -1,7 +1,7 @@
-"""Opens the dashboard, and tells the owner where it is.
+"""Opens the dashboard, and reports its address to the owner.
 
-A missing package or a taken port is an error only if the owner asked for the dashboard.  The web server is
-imported only if there is a dashboard.
+A missing package or a port in use is an error only if the owner requested the dashboard explicitly.  The web
+server is imported only if there is a dashboard.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class DashboardStartup:
-    """A dashboard that listens, or the reason why there is none."""
+    """A dashboard that listens, or the reason why there is no dashboard."""
 
     def __init__(
         self, service: DashboardService | None, address: str, token: str, failure: str, warning: str
@@ -46,7 +46,7 @@ class DashboardStartup:
             self.service.close()
 
     def startup_lines(self, *, is_terminal: bool) -> list[str]:
-        """Lines for the owner; the token is shown only on a terminal."""
+        """Return the lines to print for the owner; they contain the token only on a terminal."""
         if self.service is None:
             return [f"  no dashboard:        {self._failure}"] if self._failure else []
         key = f"#token={self._token}" if is_terminal else ""
@@ -57,9 +57,9 @@ class DashboardStartup:
 
 
 def open_dashboard(address: DashboardAddress | None, folder: Path, log: Log) -> DashboardStartup:
-    """Bind the port and read the token, or record why that fails.  The service is not started yet.
+    """Bind the port and read the token, or record why this failed.  The service has not been started yet.
 
-    Raises `ConfigError` if the owner asked for the dashboard and it cannot be used.
+    Raises `ConfigError` if the dashboard cannot be opened although the owner requested it explicitly.
     """
     if address is None:
         return DashboardStartup(None, "", "", "", "")
@@ -74,7 +74,7 @@ def open_dashboard(address: DashboardAddress | None, folder: Path, log: Log) -> 
 def _open(address: DashboardAddress, folder: Path, log: Log) -> DashboardStartup:
     missing = missing_packages()
     if missing:
-        raise ConfigError(f"{', '.join(missing)} not installed", remedy=INSTALL)
+        raise ConfigError(f"the dashboard needs {', '.join(missing)}", remedy=INSTALL)
     from gridtrain_coordinator.dashboard.dashboard_service import DashboardService
 
     token = load_token(folder)
@@ -83,7 +83,7 @@ def _open(address: DashboardAddress, folder: Path, log: Log) -> DashboardStartup
     warning = ""
     if not is_loopback(address.host):
         warning = (
-            "OPEN TO THE NETWORK: anybody who reaches this port sees the run, and the token is not encrypted"
+            "OPEN TO THE NETWORK: anyone who reaches this port can see the run; the token is not encrypted"
         )
     service = DashboardService(bound, token, log, allowed_hosts=address.allowed_hosts)
     return DashboardStartup(service, page, token, "", warning)

@@ -1,14 +1,12 @@
-"""The graph that the dashboard draws: which members exchange with each other, and which one is slowest.
+"""The graph that the dashboard draws: which members exchange with each other.
 
 ring 0-1-2-3-0    butterfly 0-1 2-3 0-2 1-3    tree, star: towards rank 0    stages: rows of replicas
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from gridtrain.core.collectives import allgather, butterfly, direct, ring, star, tree
@@ -20,10 +18,6 @@ from gridtrain.errors import LocalProtocolError
 from gridtrain_coordinator.dashboard import sanitize
 
 MAX_DRAWN_NODES = 40  # with more members no edges are drawn
-SLOW = 1.25
-"""A worker that computes this many times as long as the median delays the others."""
-
-NOTICEABLE_S = 0.005
 
 _Neighbours = Callable[[int, int], frozenset[int]]
 TOPOLOGIES: dict[ExchangeKind, tuple[str, _Neighbours]] = {
@@ -38,7 +32,7 @@ TOPOLOGIES: dict[ExchangeKind, tuple[str, _Neighbours]] = {
 
 
 def parse_load(facts: Mapping[str, str]) -> Workload | None:
-    """The run's exchange; None: the facts do not describe it."""
+    """Return the workload of the run's exchange; None if the facts do not describe it."""
     return workload_of(Setup(tuple(facts.items()), LedgerSpec(size=1, seed=0, steps=1), 1, None))
 
 
@@ -48,9 +42,11 @@ class TopologyGraph:
 
     Attributes:
         kind: ring, direct, butterfly, tree, star, all-gather or stages.
-        edges: pairs of ranks with the rate (bytes per second), the round trip (seconds) and the rank of the
-            relay, -1: the coordinator; None: not known, or a direct route.  Empty above `MAX_DRAWN_NODES`.
-        stages: of a pipeline; else 1.
+        size: the number of members.
+        stages: the number of stages of a pipeline; otherwise 1.
+        edges: pairs of ranks, with the rate (bytes per second), the round trip (seconds) and the rank of the
+            relay (-1 for the coordinator); None for a value that is not known, or a direct route.  Empty
+            above `MAX_DRAWN_NODES`.
     """
 
     kind: str
@@ -64,7 +60,7 @@ class TopologyGraph:
 
 
 def build_graph(status: Mapping[str, Any], run_load: Workload | None) -> TopologyGraph:
-    """The graph for a status."""
+    """Return the graph of the generation in a status."""
     size, stages = int(status.get("world_size", 0)), int(status.get("stages", 1))
     name, neighbours = TOPOLOGIES[run_load.kind] if run_load is not None else ("ring", ring.neighbours)
     pairs: set[tuple[int, int]] = set()
@@ -85,7 +81,7 @@ def _pairs(neighbours: _Neighbours, ranks: Sequence[int]) -> set[tuple[int, int]
 
 
 def _pipeline_edges(stages: int, size: int) -> set[tuple[int, int]]:
-    """Rings of the replicas of each stage, and the pipelines through the stages."""
+    """Return the edges of the rings of each stage's replicas, and of the pipelines through the stages."""
     try:
         replicas = RankLayout.for_world_size(stages, size).replicas
     except LocalProtocolError:
@@ -99,7 +95,7 @@ def _pipeline_edges(stages: int, size: int) -> set[tuple[int, int]]:
 def _undirected_links(
     links: Sequence[Sequence[Any]],
 ) -> dict[tuple[int, int], tuple[float | None, float | None]]:
-    """By (smaller rank, larger rank): the smaller rate and the longer round trip of both directions."""
+    """Return the lower rate and the longer round trip of both directions, by (smaller, larger) rank."""
     known_links: dict[tuple[int, int], tuple[float | None, float | None]] = {}
     for a, b, rtt_s, rate_Bps in links:
         pair = (min(a, b), max(a, b))
@@ -111,25 +107,3 @@ def _undirected_links(
             float(f"{max(trips):.4g}") if trips else None,
         )
     return known_links
-
-
-def find_straggler(busy_s: Mapping[str, float | None]) -> tuple[str, str] | None:
-    """The worker for which the others wait, and why; None: nobody stands out.
-
-    Args:
-        busy_s: by worker, time of computing and selecting in its latest step.
-    """
-    known = {
-        who: seconds for who, seconds in busy_s.items() if seconds is not None and math.isfinite(seconds)
-    }
-    if len(known) < 2:
-        return None
-    usual_s = median(known.values())
-    slowest = max(known, key=lambda who: known[who])
-    if known[slowest] < SLOW * usual_s or known[slowest] - usual_s < NOTICEABLE_S:
-        return None
-    return slowest, f"computes {_seconds(known[slowest])} a step, the median {_seconds(usual_s)}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -2,6 +2,6 @@
 
 store            the SQLite journal, with migrations/
 keys             the key files beside it
-backups          copies of journal and keys, and the start from one
-disk_full_mode   the coordinator while nothing can be written
+backups          copies of journal and keys, and how to start from a copy
+disk_full_mode   what the coordinator does while nothing can be written
 """

@@ -1,12 +1,12 @@
-"""Backups of the coordinator's state while it runs, and the start of a standby coordinator from one.
+"""Backs up the coordinator's state while it runs, and starts a standby coordinator from a backup.
 
-FOLDER/backup-3-00000042/          of term 3, up to the journal's entry 42
+FOLDER/backup-3-00000042/          term 3, up to entry 42 of the journal
     journal.sqlite                 SQLite's online copy
     coordinator.key  operator.key  0600: a reader of a backup can impersonate the coordinator
-    .backup-....partial            while it is written; renamed when all of it is on disk
+    .backup.partial                while a backup is written; renamed when all of it is on disk
 
-gridtrain coordinator --backup-to FOLDER                     the running one
-gridtrain coordinator --state NEW --from-backup FOLDER       the next one, at the same address
+gridtrain coordinator --backup-to FOLDER                     the running coordinator
+gridtrain coordinator --state NEW --from-backup FOLDER       its successor, at the same address
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from gridtrain_coordinator.journal.store import JournalStore
 JOURNAL = "journal.sqlite"
 EVERY_S, KEEP = 5.0, 3
 MAX_TIME_FRACTION = 0.05
-"""A backup that took 1 s delays the next one by 20 s, so that the loop stays responsive."""
+"""The largest fraction of the loop's time that backups may take, so that the loop stays responsive.
+
+After a backup that took 1 s, the next one is made 20 s later at the earliest.
+"""
 
 _NAME = re.compile(r"backup-(\d+)-(\d{8,})")
 _KEYS = (COORDINATOR_KEY, OPERATOR_KEY)
@@ -35,23 +38,23 @@ class Backups:
     """The backups of one coordinator in one folder.
 
     Args:
-        folder: made if necessary, readable only by its owner.
-        state: the folder of the keys.
-        every_s: shortest time between two backups.
-        keep: number of backups to keep.
+        folder: the folder of the backups; created if necessary, readable only by its owner.
+        state: the folder of the journal and the keys.
+        every_s: the shortest time between two backups in seconds.
+        keep: the number of backups to keep.
 
     Attributes:
-        failure: why the latest entries have no backup; empty: they have one.
-        written_s: when the latest was finished; None: there is none yet.
+        failure: the reason why the latest backup failed; empty if it succeeded or none has been attempted.
+        written_s: the time at which the latest backup was finished; None before the first backup.
     """
 
     def __init__(self, folder: Path, state: Path, *, every_s: float = EVERY_S, keep: int = KEEP) -> None:
         if keep < 1:
-            raise ConfigError(f"{keep} backups to keep; it must be >= 1", remedy=f"try {KEEP}")
+            raise ConfigError(f"keep is {keep}; it must be at least 1", remedy=f"use --backup-keep {KEEP}")
         if folder.absolute() == state.absolute():
             raise ConfigError(
-                f"{folder} is the folder of the journal itself",
-                remedy="name a folder on another disk with --backup-to",
+                f"backups cannot be written to {folder}, because it is the folder of the journal itself",
+                remedy="choose a folder on another disk with --backup-to",
             )
         self.folder = folder
         self.failure = ""
@@ -63,7 +66,7 @@ class Backups:
     def check_folder(self) -> None:
         """Write a file and remove it, so that an unusable folder is noticed at the start.
 
-        Raises `ConfigError`.
+        Raises `ConfigError` if the file cannot be written.
         """
         probe = self.folder / ".backup.trial"
         try:
@@ -73,11 +76,11 @@ class Backups:
         except OSError as error:
             raise ConfigError(
                 f"no backup can be written to {self.folder}: {error.strerror or error}",
-                remedy="name a folder on another disk with --backup-to",
+                remedy="choose a folder on another disk with --backup-to",
             ) from None
 
     def request(self) -> None:
-        """The journal has a new entry."""
+        """Request a backup after a new entry in the journal."""
         self._is_pending = True
 
     @property
@@ -89,7 +92,10 @@ class Backups:
         return self._next_s if self._is_pending else float("inf")
 
     def make(self, store: JournalStore, began_s: float) -> Path:
-        """Write a backup.  Raises `JournalError`, and leaves the earlier ones as they are."""
+        """Write a backup; return its folder.
+
+        Raises `JournalError` if the backup cannot be written; earlier backups stay as they are.
+        """
         self._next_s = began_s + self._interval_s
         partial = self.folder / ".backup.partial"
         try:
@@ -112,12 +118,12 @@ class Backups:
             shutil.rmtree(partial, ignore_errors=True)
             reason = str(error.strerror or error) if isinstance(error, OSError) else error.reason
             self.failure = f"no backup can be written to {self.folder}: {reason}"
-            raise JournalError(self.failure, remedy="make room there, or check its permissions") from None
+            raise JournalError(self.failure, remedy="free disk space, or check the permissions") from None
         self._is_pending, self.failure = False, ""
         return path
 
     def status(self, now_s: float) -> dict[str, object]:
-        """For `gridtrain status`."""
+        """Return what `gridtrain status` shows about backups."""
         age_s = None if self.written_s is None else round(now_s - self.written_s, 1)
         return {
             "folder": str(self.folder),
@@ -127,26 +133,32 @@ class Backups:
         }
 
     def _check_same_run(self, store: JournalStore) -> None:
-        """Backups of two runs in one folder would delete each other.  Raises `ConfigError`."""
+        """Raise `ConfigError` if the folder contains backups of another coordinator.
+
+        Two coordinators with one backup folder would delete each other's backups.
+        """
         for path in _complete_backups(self.folder)[-1:]:
             if (key := Identity.read(path / COORDINATOR_KEY).public) != store.key():
-                raise ConfigError(f"{path} is of another coordinator ({key.hex()[:12]})")
+                raise ConfigError(f"{path} belongs to another coordinator (key {key.hex()[:12]})")
 
     def record_duration(self, now_s: float, duration_s: float) -> None:
-        """Set the time of the next backup by the duration of this one."""
+        """Record the end of a backup, and delay the next one in proportion to its duration."""
         self.written_s = now_s
         self._next_s = max(self._next_s, now_s + duration_s / MAX_TIME_FRACTION)
 
 
 def latest_backup(folder: Path) -> Path:
-    """`folder` if it is a backup itself, else the latest in it.  Raises `ConfigError`."""
+    """Return `folder` if it is a backup itself, else the latest backup in it.
+
+    Raises `ConfigError` if there is none.
+    """
     if (folder / JOURNAL).is_file():
         return folder
     found = _complete_backups(folder)
     if not found:
         raise ConfigError(
             f"there is no backup in {folder}",
-            remedy="name what --backup-to named, or one backup in it",
+            remedy="specify the folder that was given to --backup-to, or one backup in that folder",
         )
     return found[-1]
 
@@ -157,13 +169,13 @@ def restore(backup: Path, state: Path) -> Path:
     Returns the backup that was used.
 
     Raises:
-        ConfigError: there is a journal already, or no backup.
+        ConfigError: `state` already contains a journal, or there is no backup.
         JournalError: the backup is damaged, or cannot be copied.
     """
     if (state / JOURNAL).exists():
         raise ConfigError(
-            f"there is a journal in {state} already, which a backup must not replace",
-            remedy="leave --from-backup out to continue with it, or name a new folder with --state",
+            f"{state} already contains a journal, which a backup must not replace",
+            remedy="omit --from-backup to continue with this journal, or choose a new folder with --state",
         )
     source = latest_backup(backup)
     partial = state / f".{JOURNAL}.partial"
@@ -176,19 +188,19 @@ def restore(backup: Path, state: Path) -> Path:
         JournalStore.open(partial).close()  # checks that it is complete
         for (
             suffix
-        ) in _BESIDE:  # left behind where only the journal was removed: SQLite would apply it to this one
+        ) in _BESIDE:  # left behind if only the journal was removed; SQLite would apply it to the copy
             (state / f"{JOURNAL}{suffix}").unlink(missing_ok=True)
         os.rename(partial, state / JOURNAL)
         _sync(state)
     except OSError as error:
         raise JournalError(
             f"the backup {source} cannot be copied to {state}: {error.strerror}",
-            remedy="make room, or check the permissions of both folders",
+            remedy="free disk space, or check the permissions of both folders",
         ) from None
     except JournalError as error:
         raise JournalError(
             f"the backup {source} cannot be used: {error.reason}",
-            remedy="name an older one with --from-backup",
+            remedy="choose an older backup with --from-backup",
         ) from None
     finally:
         for path in state.glob(f".{JOURNAL}.partial*"):
@@ -197,7 +209,7 @@ def restore(backup: Path, state: Path) -> Path:
 
 
 def _complete_backups(folder: Path) -> list[Path]:
-    """The oldest first."""
+    """Return the complete backups in `folder`, the oldest first."""
     if not folder.is_dir():
         return []
     names = ((path, _NAME.fullmatch(path.name)) for path in folder.iterdir())
@@ -206,7 +218,7 @@ def _complete_backups(folder: Path) -> list[Path]:
 
 
 def _put(partial: Path, path: Path) -> None:
-    """Rename to `path`, replacing a backup of the same entries if there is one."""
+    """Rename `partial` to `path`, replacing a backup of the same entries if there is one."""
     old = path.with_name(".backup.old")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():

@@ -1,13 +1,14 @@
-"""The coordinator while its disk is full: no decisions until the last ones are written.
+"""What the coordinator does while its disk is full: it decides nothing until the last decisions are written.
 
     turn --JournalFull--> DiskFullMode(effects of that turn) --once a second: is there room?--> the effects,
                               | events: queued in order, bounded                             then the events
                               | status: answered, with the reason
                               | pending members, the operator: refused, with the remedy
-                              + the core's clock stands still, so that no deadline passes
+                              + the core's clock is stopped, so that no deadline passes
 
-Nobody has heard of anything that is not durable, so to everybody else the coordinator only seems slow: a
-running generation trains on (commit rule 10), and no second decision can contradict the first.
+Decisions are announced only once they are durable, so a full disk has the same effect as a slow coordinator:
+the current generation continues training (commit rule 10), and no later decision can contradict an earlier
+one that is not durable yet.
 """
 
 from __future__ import annotations
@@ -21,19 +22,22 @@ from gridtrain_coordinator.run import events as io
 
 RETRY_S = 1.0
 MAX_EVENTS = 20_000
-"""Events that are queued; a peer whose event would be one too many is disconnected, and comes back."""
+"""The largest number of queued events.
 
-REMEDY = "try again when its owner has made room"
+A peer whose event would exceed this number is disconnected, and connects again later.
+"""
+
+REMEDY = "try again when the run's owner has freed disk space"
 
 
 class DiskFullMode:
-    """One interval without room on the disk.
+    """One period during which the disk is full.
 
     Args:
-        cause: why the journal cannot be written.
-        effects: what was decided, to be carried out in this order once it is durable.
-        began_s: by the real clock.
-        core_s: where the core's clock stopped.
+        cause: the reason why the journal cannot be written.
+        effects: the decided effects, to be carried out in this order once they are durable.
+        began_s: the time at which the period began, on the real clock.
+        core_s: the time at which the core's clock stopped.
     """
 
     def __init__(self, cause: str, effects: Sequence[io.Effect], *, began_s: float, core_s: float) -> None:
@@ -45,10 +49,10 @@ class DiskFullMode:
 
     @property
     def reason(self) -> str:
-        """For `RunStateUpdate` and `gridtrain status`."""
+        """The reason shown in `RunStateUpdate` and `gridtrain status`."""
         return (
             f"the coordinator makes no decisions, because {self.cause}; training continues until a member is "
-            "missing, and everything continues when there is room"
+            "lost, and decisions resume when disk space is available"
         )
 
     @property
@@ -56,13 +60,16 @@ class DiskFullMode:
         return str(io.RunPhase.PAUSED)
 
     def refusal(self) -> m.Refused:
-        return m.Refused("no-room", f"nothing can be decided now, because {self.cause}", REMEDY)
+        return m.Refused("no-room", f"the coordinator cannot decide now, because {self.cause}", REMEDY)
 
     def state(self) -> m.RunStateUpdate:
         return m.RunStateUpdate(self.phase, self.reason)
 
     def queue_event(self, event: TransportEvent) -> list[io.Effect]:
-        """Keep an event for later, except heartbeats: the next one says the same."""
+        """Keep an event for later; return the effects to carry out now.
+
+        Heartbeats are dropped, because the next heartbeat replaces them.
+        """
         if isinstance(event, Received) and isinstance(event.message, m.Heartbeat):
             return []
         if len(self.events) < MAX_EVENTS or not isinstance(event, Received | PeerUp):

@@ -4,7 +4,7 @@
     coordinator.key  its secret key                                    0600
     operator.key     authorizes orders: invite, kick, ban              0600
 
-A journal belongs to one key: workers know the coordinator by it, so with another one none would come back.
+A journal belongs to one key, by which workers recognize the coordinator; they reject any other key.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from gridtrain.runtime.client.endpoint_file import COORDINATOR_KEY, OPERATOR_KEY
 
 
 def coordinator_identity(journal: Path, known: PeerId | None, adopt: Callable[[PeerId], None]) -> Identity:
-    """The coordinator's key pair, made at the journal's first start.
+    """Return the coordinator's key pair; create it at the first start with this journal.
 
     Args:
-        known: the public key in the journal; None: there is none yet, and `adopt` writes it.
+        journal: the path of the journal.
+        known: the public key in the journal; None if the journal has no key yet.
+        adopt: a function that writes the public key to a journal without a key.
 
     Raises:
         JournalError: the journal belongs to another key, or the key file is missing.
-        ConfigError: the file cannot be read or written, or others may read it.
+        ConfigError: the key file cannot be read or written, or other users may read it.
     """
     path = journal.absolute().parent / COORDINATOR_KEY
     if known is not None and not path.exists():
         raise JournalError(
-            f"the journal {journal} belongs to the key {known.hex()[:12]}, but there is no {path}",
-            remedy=f"restore {path} from a backup; or start a new run: name another folder with --state",
+            f"the journal {journal} belongs to the key {known.hex()[:12]}, but {path} does not exist",
+            remedy=f"restore {path} from a backup, or choose another folder with --state to start a new run",
         )
     identity = Identity.load_or_create(path)
     if known is None:
@@ -40,15 +42,16 @@ def coordinator_identity(journal: Path, known: PeerId | None, adopt: Callable[[P
     elif identity.public != known:
         raise JournalError(
             f"the journal {journal} belongs to the key {known.hex()[:12]}, "
-            f"and {path} holds {identity.public.hex()[:12]}: no worker would recognize this coordinator",
-            remedy=f"restore {path} from a backup; or start a new run: name another folder with --state",
+            f"but {path} contains the key {identity.public.hex()[:12]}, which no worker would recognize",
+            remedy=f"restore {path} from a backup, or choose another folder with --state to start a new run",
         )
     return identity
 
 
 def operator_identity(journal: Path) -> Identity:
-    """The key of the operator: whoever can read this file can give orders.
+    """Return the operator's key pair; anyone who can read its file can give orders.
 
-    Made if it is missing, so deleting it replaces it at the next start.  Raises `ConfigError`.
+    The file is created if it is missing, so deleting it replaces the key at the next start.  Raises
+    `ConfigError` if the file cannot be used.
     """
     return Identity.load_or_create(journal.absolute().parent / OPERATOR_KEY)

@@ -1,13 +1,13 @@
-"""The journal: what the coordinator must still know after it was killed.
+"""The journal: what the coordinator must still know after it has been killed.
 
     migrations/0001_journal.sql ... --applied in order, each in a transaction--> PRAGMA user_version
 
-An entry is a kind and a JSON body, whose meaning is not known here.  One connection holds the file
-exclusively (two coordinators on one journal would give two verdicts), in WAL mode with synchronous=FULL: when
-`append` returns, the entry survives SIGKILL and power loss.
+An entry consists of a kind and a JSON body, which this module does not interpret.  One connection locks the
+file exclusively, because two coordinators on one journal could reach two verdicts.  It uses WAL mode with
+synchronous=FULL: when `append` returns, the entry survives SIGKILL and power loss.
 
-Each entry carries a digest of itself and the digest before it, checked when the journal is opened, so that a
-flipped bit cannot change a verdict.  A file that is refused is left unchanged.
+Each entry contains a digest over itself and the digest before it.  The digests are checked when the journal
+is opened, so that a flipped bit cannot change a verdict.  A file that is refused is left unchanged.
 """
 
 from __future__ import annotations
@@ -36,29 +36,35 @@ APPLICATION_ID = 0x67726964  # "grid", to recognize other programs' databases
 BUSY_S = 1.0
 CHAIN_BYTES = 16
 DAMAGED_REMEDY = (
-    "start from a backup: --from-backup FOLDER with a new --state; or name a new folder with --state"
+    "start from a backup with --from-backup FOLDER and a new --state, or choose a new folder with --state"
 )
 
 
 class JournalFull(JournalError):
-    """There is no room for an entry: nothing was written, and it can be tried again."""
+    """The disk is full: nothing was written, and writing can be tried again."""
 
 
 _REMEDIES = {  # SQLite's result code -> (what happened, what to do)
-    "SQLITE_NOTADB": ("is not a journal: not an SQLite database", "name another folder with --state"),
+    "SQLITE_NOTADB": (
+        "is not a journal, because it is not an SQLite database",
+        "choose another folder with --state",
+    ),
     "SQLITE_CORRUPT": ("is damaged", DAMAGED_REMEDY),
-    "SQLITE_BUSY": ("is in use", "stop the other coordinator, or name another folder with --state"),
-    "SQLITE_LOCKED": ("is in use", "stop the other coordinator, or name another folder with --state"),
-    "SQLITE_FULL": ("cannot grow: the disk is full", "make room, then start the coordinator again"),
+    "SQLITE_BUSY": ("is in use", "stop the other coordinator, or choose another folder with --state"),
+    "SQLITE_LOCKED": ("is in use", "stop the other coordinator, or choose another folder with --state"),
+    "SQLITE_FULL": ("cannot grow: the disk is full", "free disk space, then start the coordinator again"),
     "SQLITE_IOERR": ("cannot be read or written", "check the disk, then start the coordinator again"),
     "SQLITE_CANTOPEN": (
         "cannot be opened",
-        "check the folder's permissions, or name another folder with --state",
+        "check the folder's permissions, or choose another folder with --state",
     ),
-    "SQLITE_READONLY": ("may not be written", "change its permissions, or name another folder with --state"),
+    "SQLITE_READONLY": (
+        "may not be written",
+        "change its permissions, or choose another folder with --state",
+    ),
     "SQLITE_CONSTRAINT": (
-        "refused a change of its content",
-        "this is a bug in gridtrain: please report it",
+        "rejected a change of its content",
+        "report this as a bug in gridtrain",
     ),
 }
 
@@ -74,7 +80,7 @@ class StoredEntry:
 
 
 class JournalStore:
-    """An open journal, for one thread at a time.  Every method raises `JournalError`."""
+    """An open journal, for one thread at a time.  Every method may raise `JournalError`."""
 
     def __init__(self, connection: sqlite3.Connection, path: str) -> None:
         self._connection = connection
@@ -84,17 +90,19 @@ class JournalStore:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> JournalStore:
-        """Open the journal at `path`, create or migrate it if necessary; ":memory:" is not stored.
+        """Open the journal at `path`; create or migrate it if necessary.
+
+        The journal ":memory:" is not stored on disk.
 
         Raises:
-            JournalError: the directory is missing, or the file is no journal, damaged, in use, not writable,
-                or of a newer version of gridtrain.
+            JournalError: the directory does not exist, or the file is not a journal, is damaged, in use or
+                not writable, or was written by a newer version of gridtrain.
         """
         name = os.fspath(path)
         if name != MEMORY and not Path(name).absolute().parent.is_dir():
             folder = Path(name).absolute().parent
             raise JournalError(
-                f"the journal's directory {folder} does not exist", remedy=f"mkdir -p {folder}"
+                f"the journal's directory {folder} does not exist", remedy=f"create it: mkdir -p {folder}"
             )
         created = name != MEMORY and _created(Path(name))
         with _explained(name):
@@ -104,7 +112,7 @@ class JournalStore:
             with _explained(name):
                 store._check(created)
                 store._prepare()
-            store.entries()  # checks that they are unchanged
+            store.entries()  # checks the digests
         except BaseException:
             connection.close()
             if created:
@@ -116,9 +124,10 @@ class JournalStore:
         self._connection.close()
 
     def identity(self) -> Identity:
-        """The coordinator's key pair: `coordinator.key` beside the journal, made at the first start.
+        """Return the coordinator's key pair; create it at the journal's first start.
 
-        With ":memory:", a new one for each store.
+        The key pair is in the file `coordinator.key` beside the journal.  Each store with ":memory:" has a
+        key pair of its own.
 
         Raises:
             JournalError: this journal belongs to another key.
@@ -130,7 +139,7 @@ class JournalStore:
         return coordinator_identity(Path(self._path), self.key(), self._adopt)
 
     def key(self) -> PeerId | None:
-        """The coordinator's public key in the journal; None: there is none yet."""
+        """Return the coordinator's public key in the journal; None if the journal has no key yet."""
         with _explained(self._path):
             row = self._connection.execute("SELECT key FROM coordinator").fetchone()
         if row is not None and not isinstance(row[0], bytes):
@@ -142,7 +151,10 @@ class JournalStore:
             self._connection.execute("INSERT INTO coordinator VALUES (1, ?)", (key,))
 
     def next_term(self) -> int:
-        """One more than the highest term in the journal; durable before it is returned."""
+        """Write the next term to the journal; return it once it is durable.
+
+        It is one more than the highest term in the journal.
+        """
         with self._transaction():
             (last,) = self._connection.execute("SELECT max(term) FROM terms").fetchone()
             term = (last or 0) + 1
@@ -156,14 +168,14 @@ class JournalStore:
     def append_all(self, entries: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
         """Make several entries durable together (in one transaction), or none.
 
-        Raises `JournalFull` if there is no room.
+        Raises `JournalFull` if the disk is full.
         """
         with self._transaction():
             for kind, body in entries:
                 self._insert(kind, body)
 
     def entries(self) -> list[StoredEntry]:
-        """All entries, oldest first.  Raises `JournalError` if one is not as it was written."""
+        """Return all entries, the oldest first.  Raises `JournalError` if an entry has been altered."""
         with _explained(self._path):
             rows = self._connection.execute(
                 "SELECT id, at, kind, body, chain FROM journal ORDER BY id"
@@ -171,21 +183,21 @@ class JournalStore:
         chain, chained = b"", False
         for row_id, at, kind, body, written in rows:
             chain, chained = _chain_digest(chain, row_id, at, kind, body), chained or written is not None
-            if chained and written != chain:  # early versions wrote none
-                raise self._damaged(f"entry {row_id} is not what was written")
+            if chained and written != chain:  # early versions wrote no digests
+                raise self._damaged(f"entry {row_id} has been altered")
         self._chain = chain
         try:
             return [StoredEntry(row_id, at, kind, json.loads(body)) for row_id, at, kind, body, _ in rows]
-        except (ValueError, TypeError) as error:  # of a version without digests
-            raise self._damaged(f"an entry is no JSON: {error}") from None
+        except (ValueError, TypeError) as error:  # in a journal without digests
+            raise self._damaged(f"an entry is not JSON: {error}") from None
 
     def copy_to(self, path: Path) -> tuple[int, int]:
-        """Copy the journal to the new 0600 file `path`; returns the copy's term and last entry number.
+        """Copy the journal to the new file `path` (mode 0600); return the copy's term and last entry number.
 
         Uses SQLite's online backup, which includes the contents of the WAL.
 
         Raises:
-            JournalError: the copy cannot be written; an incomplete file stays.
+            JournalError: the copy cannot be written; an incomplete file is left behind.
         """
         with _explained(str(path)), contextlib.closing(_new_file(path)) as copy:
             self._connection.backup(copy)
@@ -197,7 +209,7 @@ class JournalStore:
     # -- inside --------------------------------------------------------------------------------
 
     def _check(self, created: bool) -> None:
-        """Check that the file may be written; changes nothing, so that a refused file stays as it was."""
+        """Check that the file can be used, without changing it, so that a refused file stays unchanged."""
         run = self._connection.execute
         run("PRAGMA locking_mode = EXCLUSIVE")
         (tables,) = run("SELECT count(*) FROM sqlite_master").fetchone()
@@ -205,8 +217,8 @@ class JournalStore:
         (application,) = run("PRAGMA application_id").fetchone()
         if tables and application != APPLICATION_ID:
             raise JournalError(
-                f"{self._path} is not a journal: it is another program's database",
-                remedy="name another folder with --state",
+                f"{self._path} is not a journal, because it is another program's database",
+                remedy="choose another folder with --state",
             )
         key = Path(self._path).absolute().parent / COORDINATOR_KEY
         if not tables and not created and self._path != MEMORY and key.exists():
@@ -214,8 +226,8 @@ class JournalStore:
         known = len(_migrations())
         if version > known:
             raise JournalError(
-                f"{self._path} has journal version {version}; this gridtrain knows up to {known}",
-                remedy="install the gridtrain that wrote it, or a newer one",
+                f"{self._path} has journal version {version}; this gridtrain supports versions up to {known}",
+                remedy="install the version of gridtrain that wrote the journal, or a newer version",
             )
         (verdict, *_) = run("PRAGMA integrity_check(1)").fetchone()
         if verdict != "ok":
@@ -270,13 +282,16 @@ class JournalStore:
 
 
 def _chain_digest(before: bytes, row_id: int, at: str, kind: str, body: str) -> bytes:
-    """The digest of an entry: over the one before it and all of its fields."""
+    """Return the digest of an entry, over the digest before it and all of its fields."""
     text = f"{row_id}\0{at}\0{kind}\0{body}".encode(errors="surrogatepass")
     return hashlib.blake2b(before + text, digest_size=CHAIN_BYTES).digest()
 
 
 def _created(path: Path) -> bool:
-    """Create the file, readable only by its owner, as it holds members' addresses; False: it exists."""
+    """Create the file, readable only by its owner, because it contains members' addresses.
+
+    Returns False if the file exists or cannot be created.
+    """
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
     except OSError:  # it exists, or SQLite reports what is wrong
@@ -289,14 +304,14 @@ def _new_file(path: Path) -> sqlite3.Connection:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
     except OSError as error:
         raise JournalError(
-            f"{path} cannot be made: {error.strerror}",
+            f"{path} cannot be created: {error.strerror}",
             remedy="check the folder's permissions and the free space",
         ) from None
     return sqlite3.connect(path, isolation_level=None)
 
 
 def _migrations() -> list[str]:
-    """The scripts in order; number n is called 000n_*.sql."""
+    """Return the migration scripts in order; script n is named 000n_*.sql."""
     folder = resources.files("gridtrain_coordinator.journal") / "migrations"
     files = sorted(
         (file for file in folder.iterdir() if file.name.endswith(".sql")), key=lambda file: file.name

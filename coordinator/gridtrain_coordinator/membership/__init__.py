@@ -5,5 +5,8 @@
                                          `--> pipeline_recovery                      pipelines
                         `--> member_recovery <-- generation_reports                  journal behind the run
 
+`readiness` limits the wait for members that receive or load a state, and `forming_sources` replaces a source
+that does not send the state; `catch_up` chooses the sources for workers that catch up while members train.
+
 All parts share `run.run_state.RunState`; each returns effects, which `Membership` passes on in their order.
 """

@@ -1,11 +1,11 @@
-"""Newcomers that receive the state while the members train: which members are their state sources.
+"""Chooses the state sources of newcomers, which receive the state while the members train.
 
 admitted --CatchUpFrom(sources)--> catching up --CatchUpReport--> enters the next generation
                                       | +-- PeersUnreachable: CatchUpFrom with other routes
                                       |
                                       +-- no progress for `NO_PROGRESS_TIMEOUT_S`: enters all the same,
                                           and the members wait for it
-sources <--ServeCatchUp(step, newcomers)-- the longest-serving members; sent again when it changes
+sources <--ServeCatchUp(step, newcomers)-- the longest-serving members; sent again when its content changes
 """
 
 from __future__ import annotations
@@ -23,17 +23,24 @@ from gridtrain_coordinator.run.run_state import MAX_STEPS, RunState
 MAX_STATE_SOURCES = 3
 MAX_CATCHING_UP = 64
 NO_PROGRESS_TIMEOUT_S = 60.0
-"""A state source may be in a long step, and sends its state after it."""
+"""The longest time that a newcomer may take without making progress.
+
+A state source may be in a long step, and sends its state only after that step.
+"""
 
 SNAPSHOT_LEAD_S, SNAPSHOT_LEAD_STEPS = 1.5, 1
-"""All sources take their snapshots after the same step, so it has to be one that none has begun yet."""
+"""How far ahead the step of the snapshots is chosen, in seconds and steps.
+
+All sources take their snapshots after the same step, so no source may have begun the step when the message
+arrives.
+"""
 
 SNAPSHOT_LATE_S = 4.0
-"""If the group has not reached that step by then, it has become slower, and a nearer step is chosen."""
+"""If the group has not reached the step of the snapshots after this time, a nearer step is chosen."""
 
 
 class CatchUp:
-    """Remembers what newcomers and state sources were told."""
+    """Introduces newcomers and state sources to each other, and records which messages they were sent."""
 
     def __init__(self, run: RunState, addresses: AddressBook) -> None:
         self._run, self._addresses = run, addresses
@@ -47,7 +54,7 @@ class CatchUp:
 
     @property
     def is_active(self) -> bool:
-        """Somebody is catching up, or has to be told that it is over."""
+        """Whether a worker is catching up, or a state source has to be told that catch-up is over."""
         return bool(self._announced or self._state_sources or self._started_s)
 
     def advance(self, now_s: float) -> list[Effect]:
@@ -59,12 +66,12 @@ class CatchUp:
         # All members were ready: those that joined with this generation hold the state by now.
         holders = run.connected_members
         if run.present_members and not holders:
-            return []  # as when this coordinator's own link breaks for a moment: they may come back
+            return []  # for example after a short failure of the coordinator's link: they may come back
         if not holders or run.view is None:
             for worker in newcomers:
                 worker.mark_caught_up()  # nobody can send the state
             newcomers = []
-        # The median of what they report, so that one liar changes nothing.
+        # The median of the reported steps, so that one liar changes nothing.
         latest = min(median_low([run.workers[x].step for x in holders] or [-1]), MAX_STEPS)
         before = run.view.applied if run.view is not None else -1
         step = choose_snapshot_step(latest, latest - before, now_s - run.view_change.last_installed_s)
@@ -76,9 +83,9 @@ class CatchUp:
         """Send what has changed.
 
         Args:
-            newcomers: admitted, and not caught up.
+            newcomers: admitted workers that have not caught up.
             holders: members that hold the state, the longest-serving first.
-            step: after which snapshots are to be taken.
+            step: the step after which snapshots are to be taken.
             latest: the members' last step.
         """
         entering = [worker for worker in self._run.newcomers() if worker.has_caught_up]
@@ -119,13 +126,19 @@ class CatchUp:
         return effects
 
     def _send_fetch(self, peer: m.PeerId, sources: Sequence[m.PeerId], now_s: float) -> list[Effect]:
-        """Both ends are told: the generation may be another one since the newcomer was announced."""
+        """Tell a newcomer and its state sources how to connect to each other.
+
+        The sources are told as well, because the generation may have changed since the last message to them.
+        """
         self._fetch_sent_s[peer] = now_s
         addresses = tuple((source, self._addresses.address(peer, source)) for source in sources)
         return [*self._addresses.connect(peer, sources), Send(peer, m.CatchUpFrom(self._run.term, addresses))]
 
     def handle_no_route(self, worker: Worker, message: m.PeersUnreachable, now_s: float) -> list[Effect]:
-        """A newcomer is connected with no state source: it uses other routes, without another generation."""
+        """Send other routes to a newcomer that cannot connect to its state sources.
+
+        No other generation is needed for this.
+        """
         run, peer, limits = self._run, worker.peer, self._run.limits
         sent_s = self._fetch_sent_s.get(peer)
         missed = run.members & set(message.peers) - {peer}
@@ -139,14 +152,14 @@ class CatchUp:
         return [note, *self._send_fetch(peer, self._state_sources, now_s)]
 
     def on_reconnected(self, peer: m.PeerId) -> None:
-        """Its connection is restored: what it was told may have been lost, and is sent again."""
+        """Forget what was sent to a worker that has reconnected, so that lost messages are sent again."""
         self._state_sources = tuple(source for source in self._state_sources if source != peer)
         self._announced = tuple(known for known in self._announced if known != peer)
 
     def _is_snapshot_step_late(self, step: int, latest: int, now_s: float) -> bool:
-        """Whether the step of the snapshots is late, and the nearer `step` is to be used instead.
+        """Whether the step of the snapshots is late, so that the nearer `step` replaces it.
 
-        Forgets the step once the group has reached it, and looks at it every `SNAPSHOT_LATE_S`.
+        Forgets the step once the group has reached it; until then, checks it every `SNAPSHOT_LATE_S`.
         """
         if self._snapshot_step is None or latest >= self._snapshot_step[0]:
             self._snapshot_step = None  # the snapshots are taken
@@ -154,11 +167,11 @@ class CatchUp:
         chosen, since_s = self._snapshot_step
         if now_s < since_s + SNAPSHOT_LATE_S:
             return False
-        self._snapshot_step = chosen, now_s  # looked at again later
+        self._snapshot_step = chosen, now_s  # checked again later
         return step < chosen
 
     def deadline_s(self) -> float:
-        """When a newcomer may have stalled, or the step of the snapshots is late."""
+        """Return the time at which a newcomer may have stalled or the step of the snapshots may be late."""
         workers = self._run.workers
         late_s = math.inf if self._snapshot_step is None else self._snapshot_step[1] + SNAPSHOT_LATE_S
         progressed_s = [
@@ -169,11 +182,12 @@ class CatchUp:
 
 
 def choose_snapshot_step(latest: int, made: int, running_s: float) -> int:
-    """A step that no member has begun when it hears of it.
+    """Choose a step that no member will have begun when the message about it arrives.
 
     Args:
         latest: the members' last step.
-        made: steps made in the last `running_s` seconds.  A time below `SNAPSHOT_LEAD_S` counts as that, as a
+        made: the number of steps made in the last `running_s` seconds.
+        running_s: the time in which the steps were made; at least `SNAPSHOT_LEAD_S` is assumed, because a
             few quick steps at the beginning say little about the rate.
     """
     rate_Hz = made / max(running_s, SNAPSHOT_LEAD_S)

@@ -1,12 +1,12 @@
-"""What members report about each other, and what follows from it.
+"""Handles what members report about each other.
 
     ConnectionLost     again and again ------------> the member that all broken connections share is dismissed
     RoundStalled       a round makes no progress --> a member that delays a step repeatedly is dismissed
     PeersUnreachable   cannot connect as planned --> another route in the next generation
-    ReplicaDigest      differs from most others ---> the member is notified, and gets the state again
+    ReplicaDigest      differs from most others ---> the member is notified, and receives the state again
     ViolationReport    broke the protocol ---------> a violation, counted elsewhere
 
-One member's word against another's is never enough to dismiss either.
+A report by one member against another is never enough to dismiss either of them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Complaints:
         self._stalled_step = StalledStep(run)
 
     def handle_no_route(self, worker: Worker, message: m.PeersUnreachable) -> list[Effect]:
-        """Members cannot connect: the next generation uses another route between them."""
+        """Give up routes on which members cannot connect, so that the next generation uses other routes."""
         run = self._run
         is_current = run.is_current(message.term, message.generation)
         if not is_current or run.view_change.is_freezing or worker.peer not in run.members:
@@ -60,26 +60,31 @@ class Complaints:
         return [LogEvent("warning", "no_route", {"name": worker.name, "to": names, "tried": tried})]
 
     def handle_broken_link(self, worker: Worker, message: m.ConnectionLost, now_s: float) -> list[Effect]:
-        """A connection between two members broke."""
+        """Handle a broken connection between two members.
+
+        If connections break repeatedly, the member that they share is dismissed, or the next ring avoids
+        these pairs of members.
+        """
         run, failures, size = self._run, self._planner.link_failures, len(self._run.members)
         is_current = run.is_current(message.term, message.generation)
         if not is_current or not {worker.peer, message.peer} <= run.members or worker.peer == message.peer:
             return []
+        if message.peer not in run.workers:
+            return []  # it has left, and is forgotten already
         failures.record(worker.peer, message.peer, now_s)
-        if message.peer in run.workers:
-            run.workers[message.peer].record_link_broken(now_s)
+        run.workers[message.peer].record_link_broken(now_s)
         centre = run.member_order[0] if self._planner.exchange_choice.is_star else None
         flapping = failures.common_endpoint(now_s, size, centre)
         if flapping is not None:
-            reason = f"its connections broke {FAILURES_BEFORE_AVOIDING} times within {WINDOW_S:.0f} s"
+            reason = f"lost connections {FAILURES_BEFORE_AVOIDING} times within {WINDOW_S:.0f} s"
             return self._departures.dismiss(flapping, reason)
         if not run.view_change.reason and (common := failures.next_to_avoid(now_s, size)) is not None:
             name = run.workers.display_name(common)
-            run.view_change.request(f"connections of {name} broke repeatedly: the next ring avoids them")
+            run.view_change.request(f"connections of {name} broke repeatedly, so the next ring avoids them")
         return []
 
     def handle_stall(self, worker: Worker, stalled: m.RoundStalled, now_s: float) -> list[Effect]:
-        """A round makes no progress: request a generation without the members at fault."""
+        """Handle a round without progress: request a generation without the members at fault."""
         run = self._run
         is_current = run.is_current(stalled.round.term, stalled.round.generation)
         if (
@@ -89,7 +94,7 @@ class Complaints:
             or run.view is None
         ):
             return []
-        # The generation's first step identifies the stall: it does not depend on the reporter's word.
+        # The generation's first step identifies the stall, because no reporter can choose it.
         step, reason = run.view.applied + 1, stalled.reason
         times = self._stalled_step.record(step, stalled)
         fields = {"name": worker.name, "step": step, "times": times, "reason": reason}
@@ -100,7 +105,7 @@ class Complaints:
         return effects
 
     def compare_digest(self, peer: m.PeerId, message: m.ReplicaDigest) -> list[Effect]:
-        """Compare the members' states; a member that differs from most of them gets the state again."""
+        """Compare the members' states; a member that differs from most of them receives the state again."""
         run = self._run
         if not run.is_current(message.term, message.generation) or not run.view_change.is_idle:
             return []
@@ -111,7 +116,7 @@ class Complaints:
             notice = self._divergence.notify(
                 diverged, m.ReplicaDiverged(run.term, run.generation, message.step)
             )
-            run.view_change.request(f"the state of {worker.name} differs from most others'")
+            run.view_change.request(f"the state of {worker.name} differs from the state of most members")
             fields = {
                 "name": worker.name,
                 "step": message.step,
@@ -121,19 +126,19 @@ class Complaints:
         return effects
 
     def handle_accusation(self, peer: m.PeerId, message: m.ViolationReport) -> list[Effect]:
-        """A member reports that another one broke the protocol."""
+        """Return the violation of which one member accuses another, to be recorded."""
         are_members = {peer, message.peer} <= self._run.members and peer != message.peer
         return [RecordViolation(message.peer, message.reason, accuser=peer)] if are_members else []
 
 
 class StalledStep:
-    """The latest step that stalled: in how many generations, and how often each member was suspected.
+    """The latest stalled step: in how many generations it stalled, and how often each member was suspected.
 
     stall of step 7   suspect    made progress   dismissed
     1st               bert       no              bert
     1st, 2nd          clara      yes             nobody
     3rd               clara      yes             clara      she was suspected three times
-    6th               dora       yes             erik       the newest member, as somebody is at fault
+    6th               dora       yes             erik       the newest member, because a member is at fault
     """
 
     def __init__(self, run: RunState) -> None:
@@ -143,7 +148,7 @@ class StalledStep:
         self._suspicions: Counter[m.PeerId] = Counter()
 
     def record(self, step: int, stalled: m.RoundStalled) -> int:
-        """Returns in how many generations the step has stalled."""
+        """Record a stall; return in how many generations the step has stalled."""
         if step != self._step:
             self._step, self._stall_count = step, 0
             self._suspicions.clear()
@@ -152,12 +157,12 @@ class StalledStep:
         return self._stall_count
 
     def find_at_fault(self, stalled: m.RoundStalled, now_s: float) -> dict[m.PeerId, str]:
-        """Members to dismiss, with the reasons."""
+        """Return the members to dismiss, with the reasons."""
         workers, step, reason = self._run.workers, self._step, stalled.reason
         present = self._run.present_members
         if self._stall_count >= STALLS_BEFORE_REMOVING_NEWEST and len(present) > 1:
             times = self._stall_count
-            text = f"step {step} failed in {times} generations, so the newest member is removed: {reason}"
+            text = f"is the newest member, and step {step} failed in {times} generations: {reason}"
             return {max(present, key=workers.seniority): text}
         patience_s = max(stalled.silent_s, self._run.limits.patience_floor_s)
         found: dict[m.PeerId, str] = {}
@@ -165,7 +170,7 @@ class StalledStep:
             if peer not in workers:
                 continue
             if stalled.silent_s > 0 and patience_s <= now_s - workers[peer].progressed_s:
-                found[peer] = "showed no progress while others waited"
+                found[peer] = "made no progress while other members waited"
             elif self._suspicions[peer] >= STALLS_BEFORE_REMOVAL:
                 found[peer] = f"delayed step {step} {self._suspicions[peer]} times: {reason}"
         return found

@@ -1,13 +1,13 @@
-"""How workers leave the registry, and what that means for the others.
+"""Removes workers from the registry, and requests another generation if they were members.
 
                registered   address known   waited for   is told
     lost           no            yes            yes      Rejoin, when it sends something
-    replaced       no            yes            no       (the new process is let in)
+    replaced       no            yes            no       (the new process is admitted)
     left           no            no             no
     dismissed      no            no             no       Refused, with the reason
     refused        no            yes            no       Refused, with the reason
 
-Other parts decide that a worker has to go: heartbeat timeouts, stalls, bad links, the operator.
+Other parts decide when to remove a worker: heartbeat timeouts, stalls, bad links, the operator.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from gridtrain_coordinator.run.generation_plan import GenerationPlanner
 from gridtrain_coordinator.run.registry import Worker, worker_count_text
 from gridtrain_coordinator.run.run_state import RunState
 
-RESTART = "restart this worker to join again; `gridtrain worker --restarts N` does so by itself"
+RESTART = "restart this worker to join again, or let `gridtrain worker --restarts N` restart it"
 
 
 class Departures:
-    """Removes workers, and requests another generation where a member is removed."""
+    """Removes workers, and requests another generation if a removed worker was a member."""
 
     def __init__(
         self,
@@ -37,19 +37,26 @@ class Departures:
         self._addresses, self._divergence = addresses, divergence
 
     def remove_lost(self, peer: m.PeerId, reason: str) -> list[Effect]:
-        """The worker does not answer.  It may come back: its next message is answered with `Rejoin`."""
+        """Remove a worker that does not respond.
+
+        If the worker comes back, its next message is answered with `Rejoin`.
+        """
         worker = self._run.workers.get(peer)
         return [self._unregister(worker, reason, is_final=False)] if worker is not None else []
 
     def leave(self, peer: m.PeerId, reason: str) -> list[Effect]:
-        """The worker leaves of its own accord."""
+        """Remove a worker that leaves of its own accord."""
         worker = self._run.workers.get(peer)
         if worker is None:
             return [Disconnect(peer)]
         return [*self._remove(worker, f"left: {reason}", is_voluntary=True), Disconnect(peer)]
 
     def dismiss(self, peer: m.PeerId, reason: str, *, notify: bool = True) -> list[Effect]:
-        """Exclude a worker.  `notify`: tell it why; False: it has been told."""
+        """Remove and disconnect a worker.
+
+        Args:
+            notify: whether to send the reason to the worker; False if the reason has already been sent.
+        """
         worker = self._run.workers.get(peer)
         if worker is None:
             return [Disconnect(peer)]
@@ -59,9 +66,12 @@ class Departures:
         return [*effects, Disconnect(peer)]
 
     def replace_process(self, peer: m.PeerId, name: str) -> list[Effect]:
-        """Another process joins with the worker's key: the earlier one is lost, with all that it held."""
+        """Remove the earlier process of a worker when another process joins with the worker's key.
+
+        The state of the earlier process is lost.
+        """
         self._divergence.forget(peer)
-        reason = "its process has ended, and another one came with its key"
+        reason = "its process has ended, and another process joined with its key"
         worker = self._run.workers.get(peer)
         if worker is not None:
             return [self._unregister(worker, reason, cause=f"{worker.name} is lost: {reason}")]
@@ -69,7 +79,7 @@ class Departures:
         return []
 
     def refuse(self, peer: m.PeerId, code: str, reason: str, remedy: str) -> list[Effect]:
-        """The worker does not fit into the run, or comes too late."""
+        """Refuse a worker that does not fit the run or joins too late."""
         worker = self._run.workers.pop(peer, None)
         name = worker.name if worker is not None else "a worker"
         self._record_departure(peer, f"{name} was refused: {reason}")
@@ -81,7 +91,7 @@ class Departures:
         return self.refuse(peer, "finished", reason, "ask the run's owner for the result")
 
     def finish_run(self) -> list[Effect]:
-        """The run is over: tell the members, and refuse all other workers."""
+        """Finish the run: tell the members, and refuse all other workers."""
         run = self._run
         reason = f"{worker_count_text(len(run.member_list))} reached the end of the run"
         effects: list[Effect] = [
@@ -107,18 +117,23 @@ class Departures:
         is_voluntary: bool = False,
         is_final: bool = True,
     ) -> LogEvent:
-        """`cause`: why there is another generation, if the worker was a member; default: name and reason."""
+        """Remove a worker from the registry; return the event for the log.
+
+        Args:
+            cause: the reason for the next generation, if the worker was a member; by default its name and
+                `reason`.
+        """
         run, peer = self._run, worker.peer
         del run.workers[peer]
         if peer in run.members:
-            run.record_step(worker.step)  # so that a rollback is counted from there
+            run.record_step(worker.step)  # so that a rollback is measured from this step
         self._record_departure(peer, cause or f"{worker.name} {reason}", is_final=is_final)
         is_normal = is_voluntary or run.is_finished
         level, event = ("info", "left") if is_normal else ("warning", "lost")
         return LogEvent(level, event, {"name": worker.name, "reason": reason})
 
     def _record_departure(self, peer: m.PeerId, cause: str, *, is_final: bool = True) -> None:
-        """If a member is gone, the others need another generation."""
+        """Forget what was measured about a worker; if it was a member, request another generation."""
         run = self._run
         self._planner.forget(peer)
         run.view_change.discard_report(peer)

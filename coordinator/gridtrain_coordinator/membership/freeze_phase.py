@@ -1,6 +1,6 @@
-"""From `Freeze` to the next generation: whose reports are waited for, and how long (commit rules 5, 6, 11).
+"""Collects the reports between `Freeze` and the next generation, and limits the wait (commit rules 5, 6, 11).
 
-TRAINING --another one is wanted--> Freeze --all present members have reported, or time is up--> the next one
+TRAINING --view change requested--> Freeze --all present members have reported, or time is up--> next view
    |                                  ^                     nobody who reports holds a state --+
    |                                  | some are back                                          |
    +--all members are away--> delayed until `regather_s` <-------------------------------------+
@@ -29,7 +29,8 @@ class FreezePhase:
     """Freezes the members and collects their reports.
 
     Attributes:
-        delayed_until_s: while members come back the `Freeze` is delayed, until then; None: it is not delayed.
+        delayed_until_s: the time until which the `Freeze` is delayed, so that members can come back; None if
+            it is not delayed.
     """
 
     def __init__(
@@ -45,14 +46,14 @@ class FreezePhase:
         self._view_installer, self._pipeline_recovery = view_installer, pipeline_recovery
         self._divergence, self._generation_reports = divergence, generation_reports
         self.delayed_until_s: float | None = None
-        self._is_awaiting_members = False  # all members are away, and waited for
+        self._is_awaiting_members = False  # all members are absent, and awaited
         self._return_deadline_s = -math.inf
-        self._has_delayed = False  # members that are not back yet have had their time
+        self._has_delayed = False  # absent members have had their time to return
 
     # -- how it begins -----------------------------------------------------------------------------
 
     def freeze_members(self, now_s: float) -> list[Effect]:
-        """Stop the members that train."""
+        """Send `Freeze` to the members that are training."""
         run = self._run
         note, freeze = self._begin(now_s), run.freeze_message()
         return [note, *(Send(peer, freeze) for peer in run.present_members)]
@@ -64,37 +65,38 @@ class FreezePhase:
         return LogEvent("info", "freeze", fields)
 
     def await_members(self, now_s: float) -> list[Effect]:
-        """All members are away.  Unless they left for good, or none had started, they are waited for."""
+        """Wait for the members, which are all disconnected.
+
+        Starts over if all members have left for good, or if the run had not started.
+        """
         run = self._run
         if not run.has_started or run.members <= run.departed_members:
             return self._start_over()
         self.delay_freeze(now_s)
-        reason = f"all {len(run.member_list)} members are away; waiting for them to come back"
+        reason = f"all {len(run.member_list)} members are disconnected; waiting for them to come back"
         return [run.enter_phase(RunPhase.PAUSED, reason), LogEvent("error", "paused", {"reason": reason})]
 
     def delay_freeze(self, now_s: float) -> None:
-        """The members are to come back, and are frozen when they have."""
+        """Wait for the members to come back, and freeze all of them together."""
         self.freeze_on_return(now_s)
         self.delayed_until_s = math.inf
 
     def freeze_on_return(self, now_s: float) -> None:
-        """The members are to come back; those that are here are frozen at once."""
+        """Wait for the members to come back, and freeze each member as soon as it is back."""
         self._return_deadline_s = now_s + self._run.limits.regather_s
         self._run.view_change.begin_freezing(self._return_deadline_s)
         self._is_awaiting_members = True
         self.delayed_until_s = None
 
     def _start_over(self) -> list[Effect]:
-        """Nobody is left who holds the model: wait for workers, and start from their checkpoints, or at 0."""
+        """Start over, because no worker holds the model, from new workers' checkpoints or at step 0."""
         run = self._run
         run.lose_model()
         run.view_change.withdraw()
         run.view_change.reset()
         self._is_awaiting_members, self.delayed_until_s = False, None
         self._view_installer.clear_initial_state()
-        reason = (
-            "all workers that held the model are gone; the next ones start from a checkpoint, or at step 0"
-        )
+        reason = "all workers that held the model have left; new workers start from a checkpoint or at step 0"
         return [
             run.enter_phase(RunPhase.WAITING, reason, reached=run.highest_step),
             LogEvent("error", "waiting", {"reason": reason}),
@@ -105,16 +107,19 @@ class FreezePhase:
 
     @property
     def _is_journal_behind(self) -> bool:
-        """Some members know a later generation than the journal: others may, too."""
+        """Whether members are awaited, and a worker has reported a generation later than the journal's.
+
+        The other members may report the later generation as well.
+        """
         return self._is_awaiting_members and self._generation_reports.is_journal_behind
 
     def handle_report(self, worker: Worker, report: m.FreezeReport, now_s: float) -> list[Effect]:
-        """How far a member of the frozen generation has come; an impossible report is a violation."""
+        """Record how far a member of the frozen generation has come; an impossible report is a violation."""
         run, view_change = self._run, self._run.view_change
         if not view_change.is_freezing or report.generation != run.generation:
             return []
         if worker.peer not in run.members:
-            return [RecordViolation(worker.peer, "reported on a generation of which it is no member")]
+            return [RecordViolation(worker.peer, "reported on a generation to which it does not belong")]
         if worker.peer in run.departed_members:
             return []  # another process with its key: what it has on disk is in its `Setup`
         is_sound = (
@@ -123,25 +128,25 @@ class FreezePhase:
         is_sound = is_sound and run.partition.can_hold(report.layers)
         least = run.view.applied if run.view is not None else -1
         if report.is_synced and (not is_sound or report.applied < least):
-            return [RecordViolation(worker.peer, "reported a step and a ledger that are impossible")]
+            return [RecordViolation(worker.peer, "reported an impossible step, ledger or stage")]
         if report.is_synced and worker.setup is None:
-            return []  # it was away; its setup follows this answer to an earlier `Freeze`
+            return []  # it was disconnected; its setup follows this answer to an earlier `Freeze`
         report = self._divergence.without_diverged_state(worker.peer, report)
         view_change.record_report(worker.peer, report)
         if report.is_synced and not self._is_journal_behind:
-            # This report is enough to decide: members that are away get only a heartbeat timeout.
+            # This report is enough to decide, so absent members are awaited only for a heartbeat timeout.
             view_change.shorten_deadline(now_s + run.limits.silence_s)
         return []
 
     def shorten_delay(self, generation: int, now_s: float) -> None:
-        """Members wait for one that is away: do not delay the `Freeze` much longer."""
+        """Shorten the delay before `Freeze`, because a member has reported a stalled round."""
         if self.delayed_until_s is not None and generation == self._run.generation:
             self.delayed_until_s = min(self.delayed_until_s, now_s + self._run.limits.report_s)
 
     # -- how it ends -------------------------------------------------------------------------------
 
     def advance(self, now_s: float) -> list[Effect]:
-        """Decide once all present members have reported, or time is up."""
+        """Decide on the next generation once all present members have reported or the time is up."""
         run, view_change = self._run, self._run.view_change
         if self._is_delayed(now_s):
             return []
@@ -175,9 +180,11 @@ class FreezePhase:
         return effects + self._decide(now_s)
 
     def _is_delayed(self, now_s: float) -> bool:
-        """Members that come back train until all are there; one `Freeze` then stops them only for a moment.
+        """Whether the `Freeze` is still delayed.
 
-        Members that stay away are not waited for long: by commit rule 6 those that report can decide.
+        Members that come back train until all are present; a single `Freeze` then stops them only briefly.
+        Absent members are not awaited for long, because by commit rule 6 the members that report are enough
+        to decide.
         """
         if self.delayed_until_s is None:
             return False
@@ -190,7 +197,7 @@ class FreezePhase:
         return not awaited <= present and now_s < min(self.delayed_until_s, run.view_change.deadline_s)
 
     def _silent_members(self) -> frozenset[m.PeerId]:
-        """Members that have not reported."""
+        """Return the members that have not reported."""
         run = self._run
         absent = run.members - set(run.view_change.reports) - run.departed_members
         if self._is_journal_behind:
@@ -199,14 +206,17 @@ class FreezePhase:
         return absent
 
     def _has_unaddressed_worker(self) -> bool:
-        """It is not known yet how others reach one of the next members."""
+        """Whether the dial-back of a member of the next generation is still in progress."""
         # Reports count as well: they include members whose process was replaced.
         run = self._run
         candidates = {*run.view_change.reports, *run.eligible_workers()}
         return any(not run.workers[peer].is_addressable for peer in candidates if peer in run.workers)
 
     def _keeps_waiting(self, absent: frozenset[m.PeerId], now_s: float) -> bool:
-        """All members that hold the model are away: give them up only if other workers can start over."""
+        """Whether to keep waiting for the members that hold the model, which are all disconnected.
+
+        The wait ends only if other workers can start over.
+        """
         run = self._run
         self._has_delayed = False
         if now_s < self._return_deadline_s:

@@ -4,12 +4,12 @@
                                                         generation 12 of dora                by dora, a liar
              most reported: generation 9, two reports against one
 
-Every member is waited for that the journal or the most reported generation names, so that a liar that is
-quick does not win before the others are there.
+The coordinator waits for all members that the journal or the most reported generation names, so that a quick
+liar does not win before the others have reported.
 
-Where a reported term is higher, the coordinator raises its own and makes a new generation.  Workers that the
-journal names are believed at once.  One invitation may make many keys, so all others together are believed at
-most once in `TERM_RAISE_INTERVAL_S`, then the highest of their terms.
+If a reported term is higher, the coordinator raises its own term and makes a new generation.  Reports by
+workers that the journal names take effect at once.  One invitation may admit many keys, so the reports of all
+other workers take effect at most once in `TERM_RAISE_INTERVAL_S`, with the highest of their terms.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from itertools import pairwise
 from gridtrain.core import messages as m
 
 MAX_AHEAD = 1_000_000
-"""Terms, or generations, that a journal may be behind; a report of more is not believed."""
+"""How many terms or generations a journal may be behind; a report beyond this number is rejected."""
 
 TERM_RAISE_INTERVAL_S = 30.0
 
 GenerationReport = tuple[int, tuple[tuple[m.PeerId, int], ...], tuple[int, ...]]
-"""Generation, its members with their shares in rank order, and the stage bounds of a pipeline."""
+"""The number of a generation, its members with their shares in rank order, and its stage bounds."""
 
 
 class GenerationReports:
     """The reports of generations that the journal does not contain.
 
     Args:
-        members: of the journal's last generation.
-        generation: the journal's last.
+        members: the members of the journal's last generation.
+        generation: the number of the journal's last generation.
     """
 
     def __init__(self, members: frozenset[m.PeerId] = frozenset(), generation: int = 0) -> None:
@@ -47,11 +47,11 @@ class GenerationReports:
 
     @property
     def is_journal_behind(self) -> bool:
-        """A worker knows a later generation."""
+        """Whether a worker has reported a later generation."""
         return bool(self._reporters)
 
     def record(self, peer: m.PeerId, claim: m.CurrentGeneration) -> bool:
-        """False: the worker has reported before; only its first report counts."""
+        """Record a worker's first report; return False if it has reported before."""
         if peer in self._reporters:
             return False
         self._reporters.add(peer)
@@ -61,32 +61,38 @@ class GenerationReports:
         return True
 
     def most_reported(self, is_valid: Callable[[tuple[int, ...]], bool]) -> GenerationReport | None:
-        """What most workers report; of equal numbers the generation with more members, then the later one.
+        """Return the generation that most workers report; None if there is none.
+
+        A tie is decided in favour of the generation with more members, then of the later generation.
 
         Args:
-            is_valid: whether the run's model can have these stage bounds.
+            is_valid: a function that checks whether the run's model can have the given stage bounds.
         """
         votes = Counter(report for report in self._reports.values() if is_valid(report[2]))
         return max(votes, key=lambda report: (votes[report], len(report[1]), report[0]), default=None)
 
 
 class TermRaise:
-    """When the term is raised because of what workers report."""
+    """Decides when the term is raised because of the terms that workers report."""
 
     def __init__(self) -> None:
         self._reported_term = 0
         self.deadline_s = math.inf  # when the highest reported term takes effect; infinite: never
-        self._next_unknown_s = -math.inf  # workers that the journal does not name have no effect before
+        self._next_unknown_s = -math.inf  # reports by unknown workers take effect no earlier
 
     def record(self, term: int, *, is_known: bool, now_s: float) -> None:
-        """`is_known`: the journal names the worker that reports the term."""
+        """Record a reported term.
+
+        Args:
+            is_known: whether the journal names the worker that reports the term.
+        """
         self._reported_term = max(self._reported_term, term)
         self.deadline_s = min(self.deadline_s, now_s if is_known else max(now_s, self._next_unknown_s))
         if not is_known:
             self._next_unknown_s = max(self._next_unknown_s, self.deadline_s + TERM_RAISE_INTERVAL_S)
 
     def due_term(self, now_s: float) -> int | None:
-        """The highest reported term, once, if it takes effect now; else None."""
+        """Return the highest reported term, once, when it takes effect; otherwise None."""
         if now_s < self.deadline_s:
             return None
         self.deadline_s = math.inf
@@ -94,7 +100,7 @@ class TermRaise:
 
 
 def is_credible(claim: m.CurrentGeneration, term: int, generation: int) -> bool:
-    """Not implausibly far ahead of the journal, and no stage is empty."""
+    """Whether a report is credible: not too far ahead of the journal, and without empty stages."""
     bounds = claim.stage_bounds
     is_sound = not bounds or (bounds[0] == 0 and len(bounds) > 1 and all(a < b for a, b in pairwise(bounds)))
     return is_sound and claim.term <= term + MAX_AHEAD and claim.generation <= generation + MAX_AHEAD

@@ -1,11 +1,12 @@
-"""Recovers the run from its members where the journal is older than they are (commit rule 11).
+"""Recovers the run from its members if the journal is older than the members' state (commit rule 11).
 
     CurrentGeneration(term 3, generation 9)   known here -------------------> nothing
                                               not credible -----------------> a violation
-                                              of a later coordinator -------> a warning: that one decides
+                                              of a later coordinator -------> a warning: the later one decides
                                               lost from the journal --------> a higher term, and Freeze
 
-No generation is made here: the members of the recovered one are frozen and report, as after any restart.
+This module makes no generation: members of the recovered generation are frozen and report, as after any
+restart.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ class MemberRecovery:
 
     @property
     def deadline_s(self) -> float:
-        """When the term is to be raised; infinite: it is not."""
+        """The time at which the term will be raised; infinite if no higher term is reported."""
         return self._term_raise.deadline_s
 
     def handle_report(self, worker: Worker, claim: m.CurrentGeneration, now_s: float) -> list[Effect]:
-        """A worker reports the generation in which it is."""
+        """Handle a worker's report of its generation."""
         run, reports = self._run, self._generation_reports
         has_installed = run.view_change.has_installed  # then this coordinator's own generations bind
         latest = run.generation if has_installed else reports.journaled_generation
         if claim.term <= run.term and claim.generation <= latest:
             return []
         if not is_credible(claim, run.term, latest) or not run.partition.is_valid(claim.stage_bounds):
-            reason = f"reported term {claim.term}, generation {claim.generation}, which cannot be"
+            reason = f"reported the impossible term {claim.term} or generation {claim.generation}"
             return [RecordViolation(worker.peer, reason)]
         followed_us = worker.peer in run.accepted_workers or (has_installed and not self._has_majority())
         if followed_us and claim.term > run.term:
-            # Not a backup: workers that were here have gone to a later coordinator, which alone decides.
+            # Not a backup: earlier workers have moved to a later coordinator, which alone decides.
             return [LogEvent("warning", "superseded", {"name": worker.name, "term": claim.term})]
         effects: list[Effect] = []
         is_first = not reports.is_journal_behind
@@ -58,7 +59,7 @@ class MemberRecovery:
         return effects if has_installed else effects + self._adopt_reported_generation(now_s)
 
     def _adopt_reported_generation(self, now_s: float) -> list[Effect]:
-        """Wait for the members of the generation that most workers report, unless that is done already."""
+        """Wait for the members of the generation that most workers report, unless this has already begun."""
         run = self._run
         reported = self._generation_reports.most_reported(run.partition.is_valid)
         shares = tuple((x.peer, x.share) for x in run.member_list)
@@ -83,7 +84,7 @@ class MemberRecovery:
         ]
 
     def raise_term(self, now_s: float) -> list[Effect]:
-        """Raise the term above the reported ones, if that is due."""
+        """Raise the term above the reported terms if a reported term takes effect now."""
         run, view_change = self._run, self._run.view_change
         reported = self._term_raise.due_term(now_s)
         if reported is None:
@@ -96,5 +97,5 @@ class MemberRecovery:
         return [run.term_entry(), *(run.welcome_message(peer) for peer in run.workers)]
 
     def _has_majority(self) -> bool:
-        """More than half of the generation is connected to this coordinator."""
+        """Whether more than half of the generation is connected to this coordinator."""
         return 2 * len(self._run.connected_members) > len(self._run.member_list)

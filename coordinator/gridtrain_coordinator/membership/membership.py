@@ -6,11 +6,12 @@
                                  |   v                    v
                                FREEZING <-----------------+      (Freeze sent, waiting for FreezeReports)
 
-Implements commit rules 5 to 8 (docs/architecture.md).  If all members are lost the run waits and starts over.
+Implements commit rules 5 to 8 (docs/architecture.md).  If all members are lost, the run waits and starts
+over.
 
 `Membership` takes events, passes each to the part that handles it, and then takes every step towards the next
-generation that is possible.  It sees no gradient, and touches no socket, clock or disk: what must be durable
-leaves as a `JournalEntry`, and the caller writes it before it carries out the effects that follow.
+generation that is possible.  It handles no gradients, and uses no socket, clock or disk: durable decisions
+are returned as `JournalEntry` effects, which the caller writes before it carries out the effects that follow.
 
     shared state    RunState: registered workers, members, phase; ViewChange: the next generation
     workers         WorkerAdmission (join)  Departures (leave)  CatchUp (receive the state)  Complaints
@@ -32,6 +33,7 @@ from gridtrain.core.group.stall_detection import LoopStallDetector
 from gridtrain_coordinator.membership.catch_up import CatchUp
 from gridtrain_coordinator.membership.complaints import Complaints
 from gridtrain_coordinator.membership.departures import Departures
+from gridtrain_coordinator.membership.forming_sources import StateSources
 from gridtrain_coordinator.membership.freeze_phase import FreezePhase
 from gridtrain_coordinator.membership.generation_reports import GenerationReports
 from gridtrain_coordinator.membership.member_recovery import MemberRecovery
@@ -74,12 +76,13 @@ class Membership:
     Args:
         me: the coordinator's key.
         run: the run's name; joins for another run are refused.
-        term: how often the coordinator has started; already in the journal.
-        min_workers: number of workers that the run needs to start.
-        deadlines: see `gridtrain.config.Deadlines`.
-        software: this program's version, sent to workers.
-        recovered: the run as an earlier term left it; its members are waited for.
-        plans: False: ranks are in the order of joining, whatever the links are.
+        term: how often the coordinator has started; the journal already contains this number.
+        min_workers: the number of workers that the run needs to start.
+        deadlines: the time limits; see `gridtrain.config.Deadlines`.
+        software: this program's version, which is sent to workers.
+        recovered: the run that the journal describes, for whose members the coordinator waits; None for a
+            new run.
+        plans: whether ranks are ordered by the measured links; otherwise they are in the order of joining.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class Membership:
         self._restore(recovered)
 
     def _create_parts(self, reports: GenerationReports, quorum: CheckpointQuorum, *, by_links: bool) -> None:
-        """Each part knows only parts that are created before it."""
+        """Create the parts of the core, each of which uses only parts that are created before it."""
         run, addresses, divergence = self.run, self._addresses, self._divergence
         self._catch_up = CatchUp(run, addresses)
         planner = self._planner = GenerationPlanner(run, addresses, by_links=by_links)
@@ -119,9 +122,10 @@ class Membership:
         self._admission = WorkerAdmission(
             run, planner, departures, checkpoints, addresses, self._paused_workers
         )
-        self._readiness = Readiness(run, planner, departures)
+        sources = StateSources()
+        self._readiness = Readiness(run, planner, departures, sources)
         installer = self._view_installer = ViewInstaller(
-            run, planner, self._readiness, addresses, divergence, reports
+            run, planner, self._readiness, addresses, divergence, reports, sources
         )
         self._pipeline_recovery = PipelineRecovery(
             run, departures, installer, StagePlacement(run, planner, checkpoints), checkpoints
@@ -174,7 +178,7 @@ class Membership:
             case PeerConnected(peer, host):
                 self._addresses.on_connected(peer, host)
                 if worker is not None:
-                    worker.record_connected(now_s)
+                    worker.record_connected()
             case PeerDisconnected(peer, _):
                 self._addresses.on_disconnected(peer)
                 if worker is not None:
@@ -195,7 +199,7 @@ class Membership:
         return self._log_events(effects, now_s)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """To be called when `deadline_s` has passed."""
+        """Handle the passing of time; call it when `deadline_s` is reached."""
         self._settled_reason = None
         run = self.run
         effects = self._compensate_own_stall(now_s)
@@ -210,23 +214,26 @@ class Membership:
             effects += [*raised, *(x for peer in list(run.workers) for x in self._resend_missed(peer))]
         effects += self._advance(now_s)
         if run.view_change.is_idle and run.view_change.deadline_s <= now_s:
-            run.view_change.reset()  # the worker that was waited for, or that asked for it, is gone
+            run.view_change.reset()  # the awaited or requesting worker has left
         self._cached_deadline_s = None
         return self._log_events(effects, now_s)
 
     def introduce_pending_member(
         self, pending: m.PeerId, most: int
     ) -> tuple[list[Effect], tuple[tuple[m.PeerId, str], ...]]:
-        """At most `most` members with their addresses, to which a pending member may measure its links."""
+        """Choose up to `most` members to which a pending member may measure its links.
+
+        Returns the messages that tell these members to expect probes, and the members' keys and addresses.
+        """
         return self._addresses.introduce_pending_member(pending, self.run.member_order, most)
 
     def worker_name(self, peer: m.PeerId) -> str:
-        """Name of a registered or paused worker; empty: there is none with this key."""
+        """Return the name of a registered or paused worker; empty if no such worker has this key."""
         worker = self.run.workers.get(peer)
         return worker.name if worker is not None else self._paused_workers.worker_name(peer)
 
     def snapshot(self, now_s: float) -> dict[str, Any]:
-        """What `gridtrain status` shows; JSON-able."""
+        """Return the status for `gridtrain status`, a JSON-serializable dictionary."""
         run, choice, stages = self.run, self._planner.exchange_choice, self.run.partition.stage_count
         rank_of = {peer: rank for rank, peer in enumerate(run.member_order)}
         stage_of = {p: n for n, group in enumerate(group_by_stage(run.member_order, stages)) for p in group}
@@ -270,13 +277,16 @@ class Membership:
 
     @property
     def deadline_s(self) -> float:
-        """When `tick` is to be called; infinite: never."""
+        """The time at which `tick` must be called; infinite if it need not be called."""
         if self._cached_deadline_s is None:
             self._cached_deadline_s = self._compute_deadline_s()
         return self._cached_deadline_s
 
     def _compute_deadline_s(self) -> float:
-        """Heartbeats only postpone it, so the result is cached until it passes or another event comes."""
+        """Return the time at which `tick` must be called.
+
+        Heartbeats only postpone this time, so it is cached until it passes or another event arrives.
+        """
         run, view_change, delayed_s = self.run, self.run.view_change, self._freeze_phase.delayed_until_s
         times = [view_change.deadline_s, *(worker.deadline_s(run.limits) for worker in run.workers.values())]
         if delayed_s is not None:
@@ -295,10 +305,13 @@ class Membership:
         return min(times)
 
     def _earliest_view_change_s(self) -> float:
-        """At most one generation in `generation_gap_s`; workers that join together start together."""
+        """Return the earliest time of the next generation.
+
+        At most one generation is made per `generation_gap_s`, so that joins are batched.
+        """
         run, limits, installed_s = self.run, self.run.limits, self.run.view_change.last_installed_s
         if len(run.present_members) < len(run.member_order):
-            return installed_s  # a member is lost: the others wait for nothing else
+            return installed_s  # a member is lost, and the others must not wait any longer
         workers = run.workers.values()
         newest_s = max((w.joined_s for w in workers), default=-math.inf)
         unsettled = [w for w in workers if not w.is_admitted and w.setup is not None]
@@ -306,7 +319,7 @@ class Membership:
         return max(installed_s + limits.generation_gap_s, settled_s)
 
     def _compensate_own_stall(self, now_s: float) -> list[Effect]:
-        """If this coordinator's own loop stalled, no worker is timed out for messages that were not read."""
+        """Extend timeouts after a stall of this coordinator's own loop, which left messages unread."""
         if not self._loop_stalls.may_have_stalled(now_s):
             self._loop_stalls.record_call(now_s)
             return []
@@ -326,7 +339,7 @@ class Membership:
         if isinstance(message, m.Join):
             return self._handle_join(peer, message, now_s)
         if worker is None:
-            reason = f"a {type(message).__name__} came from a worker that is not registered"
+            reason = f"a worker that is not registered sent {type(message).__name__}"
             return [Send(peer, m.Rejoin(reason))]
         match message:
             case m.Setup():
@@ -380,12 +393,12 @@ class Membership:
 
     def _handle_heartbeat(self, worker: Worker, beat: m.Heartbeat, now_s: float) -> list[Effect]:
         run = self.run
-        worker.record_heartbeat(beat, now_s)
+        notes = worker.record_heartbeat(beat, now_s)
         self._planner.record_compute_metrics(worker.peer, worker.figures)
         self._planner.request_if_faster(now_s)
         if run.view_change.is_idle and worker.peer in run.members:
             run.record_step(beat.step)  # so that a rollback is recognized as one
-        return [Send(worker.peer, m.HeartbeatReply(run.term, beat.sequence))]
+        return [*notes, Send(worker.peer, m.HeartbeatReply(run.term, beat.sequence))]
 
     def _handle_join(self, peer: m.PeerId, join: m.Join, now_s: float) -> list[Effect]:
         if refused := self._admission.check_join(peer, join):
@@ -399,7 +412,7 @@ class Membership:
         return [*effects, *self._divergence.resend(peer), *self._resend_missed(peer)]
 
     def _is_new_process(self, peer: m.PeerId, join: m.Join) -> bool:
-        """The process that joins is not the one that is known by this key."""
+        """Whether the joining process is not the process that is known by this key."""
         run, worker = self.run, self.run.workers.get(peer)
         is_member = peer in run.members - run.departed_members
         is_known = is_member or (worker is not None and worker.setup is not None)
@@ -419,7 +432,7 @@ class Membership:
         return [refused, *self._departures.dismiss(peer, event.reason, notify=False)]
 
     def _resend_missed(self, peer: m.PeerId) -> list[Effect]:
-        """What a worker may have missed while its connection was broken."""
+        """Return the messages that a worker may have missed while its connection was broken."""
         run = self.run
         if peer not in run.members:
             return self._pipeline_recovery.mark_standby([peer]) if run.workers[peer].standby_reason else []

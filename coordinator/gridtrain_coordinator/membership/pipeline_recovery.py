@@ -1,10 +1,10 @@
-"""View changes of a pipeline: when it continues, rolls back or pauses, and which workers stand by.
+"""View changes of a pipeline: when it continues, rolls back or pauses, and which workers are on standby.
 
-    all reports are here --> every stage is held in memory or on disk -----> the next generation
+    all reports received --> every stage is held in memory or on disk -----> the next generation
                              no, but that of an earlier step on disks -----> rollback, the next generation
                              neither --------------------------------------> PAUSED, until a worker comes
     fewer workers than stages: PAUSED for `recut_s`, then repartitioned over the present workers, if it fits
-    generation installed --> workers without a rank stand by, and are told why
+    generation installed --> workers without a rank are on standby, and are told why
 
 The step is chosen by `stages.whole_state`, the partition and the ranks by `stages.placement`.
 """
@@ -29,7 +29,7 @@ from gridtrain_coordinator.stages.whole_state import RestartPoint, find_restart_
 
 
 class PipelineRecovery:
-    """Decides how a pipeline continues once it is known who is here and what they hold."""
+    """Decides how a pipeline continues, from the workers that are present and the states that they hold."""
 
     def __init__(
         self,
@@ -45,7 +45,10 @@ class PipelineRecovery:
     # -- the next generation -----------------------------------------------------------------------
 
     def begin_first(self, now_s: float) -> list[Effect]:
-        """Nobody is a member.  Committed steps can be restored only from checkpoints of all stages."""
+        """Install a generation when there are no members.
+
+        Committed steps can then be restored only from checkpoints of all stages.
+        """
         run = self._run
         restart = self._find_restart_point(None, run.highest_step - 1, {}, has_committed=run.highest_step > 0)
         if restart.outcome is None and not run.highest_step:
@@ -60,11 +63,13 @@ class PipelineRecovery:
     def decide(
         self, reports: Mapping[m.PeerId, m.FreezeReport], patience_s: float, now_s: float
     ) -> list[Effect]:
-        """All present members have reported: continue if every stage is held by somebody, else pause.
+        """Continue if each stage is held by some worker, otherwise pause.
+
+        Called when all present members have reported.
 
         Args:
-            reports: of the members that hold a state.
-            patience_s: until when absent members are waited for if something is missing.
+            reports: the reports of the members that hold a state.
+            patience_s: the time until which to wait for absent members if a stage or a worker is missing.
         """
         run = self._run
         assert run.definition is not None
@@ -97,9 +102,9 @@ class PipelineRecovery:
     def _place(
         self, outcome: Outcome | None, restart: RestartPoint, last: int, live: LiveStates, now_s: float
     ) -> tuple[RestartPoint, PlacementResult | str]:
-        """Ranks for the restart point.
+        """Place the workers for the restart point; return the restart point that was used, and the ranks.
 
-        Where possible, nobody needs a state that only the memory of a worker with a full disk holds.
+        If possible, no member needs a state that exists only in the memory of a worker with a full disk.
         """
         in_memory = live if outcome is not None and restart.outcome is outcome else {}
         result = self._placement.place(restart, in_memory, now_s)
@@ -123,7 +128,11 @@ class PipelineRecovery:
     def _find_restart_point(
         self, outcome: Outcome | None, last: int, live: LiveStates, *, has_committed: bool = True
     ) -> RestartPoint:
-        """See `whole_state.find_restart_point`.  `has_committed`: false reports could undo steps."""
+        """Return the restart point for these states and the workers' checkpoints.
+
+        Args:
+            has_committed: whether steps were committed, which false reports could undo.
+        """
         run = self._run
         assert run.definition is not None
         quorum = self._checkpoints.quorum if has_committed else None
@@ -140,25 +149,31 @@ class PipelineRecovery:
         return effects + self.mark_standby(placement.standbys)
 
     def _roll_back(self, last: int, applied: int, *, is_certain: bool) -> list[Effect]:
-        """Model and ledger together, in the journal and shown; `is_certain`: members have reported `last`."""
+        """Roll back model and ledger together; return the journal entry and the log event.
+
+        Args:
+            last: the last committed step.
+            applied: the step after which the run continues.
+            is_certain: whether members have reported `last`.
+        """
         run = self._run
         run.roll_back(applied)
         self._checkpoints.roll_back(applied)
-        if last <= applied:  # nobody is left who knows how far the run had come, or it is the beginning
+        if last <= applied:  # no worker is left that knows the last step, or the run begins
             return [LogEvent("warning", "restored", {"step": applied + 1})] if applied >= 0 else []
         lost = {"from": last + 1, "to": applied + 1, "at_least": not is_certain}
-        reason = f"nobody holds a stage of step {last + 1} any more; back to step {applied + 1}"
+        reason = f"a stage of step {last + 1} is lost, so the run returns to step {applied + 1}"
         before = run.view_change.reason
         run.view_change.replace_reason(f"{before}; {reason}" if before else reason)
         return [run.phase_entry(run.phase, reason, rollback=lost), LogEvent("error", "rollback", lost)]
 
     def _pause(self, reason: str) -> list[Effect]:
-        """Pause the run until a worker comes; after each message it is checked whether it can continue."""
+        """Pause the run; the coordinator checks after each message whether the run can continue."""
         run = self._run
         if (run.phase, run.reason) == (RunPhase.PAUSED, reason):
             return []
         run.enter_phase(RunPhase.PAUSED, reason)
-        # The journal of a run without members says that it waits, as no member can come back to it.
+        # Without members the journal records the phase WAITING, because no member can come back.
         phase = RunPhase.PAUSED if run.member_list else RunPhase.WAITING
         return [
             run.phase_entry(phase, reason, reached=run.highest_step),
@@ -169,21 +184,24 @@ class PipelineRecovery:
     # -- standbys ----------------------------------------------------------------------------------
 
     def consider_newcomers(self, newcomers: Sequence[Worker]) -> list[Effect] | None:
-        """Tell newcomers once that they stand by; None: another generation with them is worth it."""
+        """Tell newcomers once that they are on standby.
+
+        Returns None if these newcomers justify another generation.
+        """
         if self._placement.adds_replica_or_stage(newcomers):
             return None
         return self.mark_standby([worker.peer for worker in newcomers if not worker.standby_reason])
 
     def mark_standby(self, peers: Sequence[m.PeerId]) -> list[Effect]:
-        """These workers have no rank; the members are no standbys any more."""
+        """Record that these workers are on standby, and that no present member does; return the notices."""
         run, view = self._run, self._run.view
         if view is None:
             return []
         layout = RankLayout.for_world_size(run.partition.stage_count, len(run.member_list))
         reason = (
-            f"standby: {layout.stages} stages x {layout.replicas} replicas are "
-            f"{worker_count_text(layout.world_size)}; it replaces a worker that leaves, or joins a further "
-            f"replica when {layout.stages} workers stand by"
+            f"standby: {layout.stages} stages x {layout.replicas} replicas use "
+            f"{worker_count_text(layout.world_size)}; this worker replaces a worker that leaves, or joins a "
+            f"further replica when {layout.stages} workers are on standby"
         )
         for peer in run.present_members:
             run.workers[peer].standby_reason = ""
@@ -195,7 +213,10 @@ class PipelineRecovery:
     # -- the end -----------------------------------------------------------------------------------
 
     def _is_finished(self, outcome: Outcome) -> bool:
-        """The last step is committed, and each stage of it is held, or was held by a member that finished."""
+        """Whether the last step of the run is committed, and no stage of its state is lost.
+
+        A stage is not lost if a member holds it, or held it when it finished the run.
+        """
         run = self._run
         assert run.definition is not None
         if not data_ledger.is_finished(run.definition.ledger, outcome.ledger):
@@ -204,7 +225,7 @@ class PipelineRecovery:
         return done >= set(range(run.partition.stage_count))
 
     def _finish_run(self, outcome: Outcome) -> list[Effect]:
-        """Some members have left at the end; the others are told without another generation."""
+        """Finish a run that some members have left at its end; notify the others without a new generation."""
         run, reason = self._run, "the run is over"
         notice = m.StandbyNotice(
             run.term, run.generation + 1, outcome.applied, outcome.history, outcome.ledger, reason

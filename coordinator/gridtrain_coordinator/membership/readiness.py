@@ -1,7 +1,8 @@
-"""While a generation forms: which members are ready, and how long the others are waited for (commit rule 8).
+"""Waits for the members of a forming generation to be ready, for a limited time (commit rule 8).
 
 MembershipView --> all members are ready with one history ---------> StartGeneration
-                   time is up, and no state makes progress --------> late members are dismissed
+                   time is up, and no state makes progress --------> another source, another generation
+                                                                     or late members are dismissed
                    a member is lost, or has another history -------> another generation
                    members cannot connect, and no state comes -----> another generation
 """
@@ -12,41 +13,63 @@ import math
 from collections.abc import Collection
 
 from gridtrain.core import messages as m
+from gridtrain.core.planning.exchange_choice import seconds_per_sample
 from gridtrain_coordinator.membership.departures import Departures
+from gridtrain_coordinator.membership.forming_sources import StateSources
 from gridtrain_coordinator.run.events import Effect, LogEvent, RunPhase, Send
 from gridtrain_coordinator.run.generation_plan import GenerationPlanner
-from gridtrain_coordinator.run.registry import worker_count_text
+from gridtrain_coordinator.run.registry import Worker, worker_count_text
 from gridtrain_coordinator.run.run_state import RunState
 
 MAX_FORMING_S = 900.0
-"""Longest time for a generation to form, whatever progress its members report; the time that the bytes of
-their states need on the slowest link is added."""
+"""The longest time for a generation to form, whatever progress its members report.
 
-STATE_BYTES_PER_PARAMETER = 16
-"""A parameter with the moments of its optimizer, and buffers."""
+The time that the transfer of their states takes over the slowest link is added.
+"""
+
+STATE_BYTES_PER_PARAMETER, MAX_STATE_BYTES_PER_PARAMETER = 16, 256
+"""Bytes per parameter with optimizer moments and buffers: the usual number, and the largest one accepted."""
 
 DEFAULT_RATE_Bps, MIN_RATE_Bps = 2.5e6, 125e3
-"""Rate of a link that is not measured; and the slowest rate that is waited for."""
+"""The rate assumed for a link without a measurement, and the lowest rate that deadlines assume."""
+
+MIN_RATE_SHARE = 1 / 16
+"""The smallest fraction of its link's rate at which a state transfer is considered to make progress.
+
+Without this limit, a member that sends or receives very slowly could delay the other members.
+"""
+
+LOADING_PERIODS = 6
+"""How long a member may take to load a state that has arrived, in multiples of `Deadlines.ready_s`."""
 
 
 class Readiness:
     """Waits for the members' `Ready` messages."""
 
-    def __init__(self, run: RunState, planner: GenerationPlanner, departures: Departures) -> None:
-        self._run, self._planner, self._departures = run, planner, departures
-        self._forming_limit_s = -math.inf  # whatever progress is reported
+    def __init__(
+        self, run: RunState, planner: GenerationPlanner, departures: Departures, sources: StateSources
+    ) -> None:
+        self._run, self._planner, self._departures, self._sources = run, planner, departures, sources
+        self._forming_limit_s = -math.inf  # the latest deadline, whatever progress is reported
 
     def begin(self, now_s: float) -> None:
-        """A generation was installed."""
+        """Start waiting for the members of a generation that was just installed."""
         joining = [member.peer for member in self._run.member_list if member.joining]
         holders = [member.peer for member in self._run.member_list if not member.joining]
         workload = self._planner.exchange_choice.workload
         parameters = workload.parameters if workload is not None else None
-        rate_Bps = self._planner.min_rate_Bps(holders, joining)
+        rate_Bps = self._planner.min_rate_Bps([*holders, *joining], joining)
         self._forming_limit_s = now_s + max_forming_s(len(joining), parameters, rate_Bps)
+        step_bytes = MIN_RATE_SHARE * waited_rate_Bps(rate_Bps) * self._run.limits.ready_s
+        max_bytes = MAX_STATE_BYTES_PER_PARAMETER * parameters if parameters else math.inf
+        for peer in joining:
+            self._run.workers[peer].state_progress.begin(step_bytes, max_bytes, now_s)
 
     def advance(self, now_s: float) -> tuple[list[Effect], bool]:
-        """Start the generation once all members are ready; True: it is abandoned for another one."""
+        """Start the generation once all members are ready; return the effects.
+
+        The second value is True if the generation is abandoned for another one.
+        """
         run, view_change = self._run, self._run.view_change
         assert run.view is not None
         effects: list[Effect] = []
@@ -60,7 +83,10 @@ class Readiness:
             view_change.reset()
             return effects, True
         if late and now_s >= view_change.deadline_s:
-            effects += self._handle_late(late, now_s)
+            more, is_abandoned = self._handle_late(late, now_s)
+            effects += more
+            if is_abandoned:
+                return effects, True
         if wrong or len(run.present_members) < len(run.member_order):
             view_change.reset()
             return effects, True
@@ -69,6 +95,8 @@ class Readiness:
     def _start(self) -> list[Effect]:
         run = self._run
         assert run.view is not None
+        if (source := self._state_source()) is not None:
+            self._sources.record_success(source, self._joining())
         run.view_change.reset()
         size, step = len(run.member_order), run.view.applied + 1
         entry = run.enter_phase(RunPhase.TRAINING, f"{worker_count_text(size)} since step {step}")
@@ -76,21 +104,26 @@ class Readiness:
         start = m.StartGeneration(run.term, run.generation)
         return [entry, LogEvent("info", "training", fields), *(Send(p, start) for p in run.member_order)]
 
-    def _handle_late(self, late: Collection[m.PeerId], now_s: float) -> list[Effect]:
-        """Time is up: wait on, or dismiss members.
+    def _handle_late(self, late: Collection[m.PeerId], now_s: float) -> tuple[list[Effect], bool]:
+        """Handle members that are not ready in time: keep waiting, use another source, or dismiss members.
+
+        The second value is True if another generation is needed.
 
         The longest-serving member that holds the model always stays.  If it waits for parts of its stage, the
         members that were to send them are dismissed.
         """
         run, ready_s = self._run, self._run.limits.ready_s
-        progressed_s = max(run.workers[p].progressed_s for p in late)
+        progressed_s = max(self._progressed_s(run.workers[p]) for p in late)
         if progressed_s + ready_s > now_s < self._forming_limit_s:  # a large state is being received
             run.view_change.wait_until(progressed_s + ready_s)
-            return []
+            return [], False
         run.view_change.wait_until(now_s + ready_s)
         holders = [member.peer for member in run.member_list if not member.joining]
         if self._is_source_computing(holders, late, now_s):
-            return []
+            return [], False
+        staying = self._record_failure(holders, late, now_s)
+        if staying:
+            return self._replace_source(late, staying)
         eldest = min((p for p in holders if p in run.workers), key=run.workers.seniority, default=None)
         reasons = dict.fromkeys((p for p in late if p != eldest), f"was not ready within {ready_s:.0f} s")
         if eldest in late:
@@ -101,21 +134,105 @@ class Readiness:
         effects: list[Effect] = []
         for peer, reason in reasons.items():
             effects += self._departures.dismiss(peer, reason)
-        return effects
+        return effects, False
+
+    def _progressed_s(self, worker: Worker) -> float:
+        """Return the time at which a late member last made progress towards being ready.
+
+        Its progress counter proves only that it is alive.  A member that has received all bytes of its state
+        may be busy loading it, but only for a limited time.
+        """
+        transfer, ready_s = worker.state_progress, self._run.limits.ready_s
+        if self._run.partition.is_pipeline or worker.peer not in self._joining():
+            return worker.progressed_s
+        if transfer.left_bytes > 0:
+            return transfer.progressed_s
+        alive_s = min(worker.progressed_s, transfer.progressed_s + LOADING_PERIODS * ready_s)
+        return max(transfer.progressed_s, alive_s) if transfer.has_begun else alive_s
+
+    def _joining(self) -> frozenset[m.PeerId]:
+        return frozenset(member.peer for member in self._run.member_list if member.joining)
+
+    def _state_source(self) -> m.PeerId | None:
+        """Return the member that sends the state of a model in one piece; None if no member does."""
+        run = self._run
+        holders = [rank for rank, member in enumerate(run.member_list) if not member.joining]
+        if run.partition.is_pipeline or not holders or not self._joining():
+            return None
+        named = next((x.donor for x in run.member_list if x.joining), -1)
+        return run.member_order[named if named >= 0 else holders[0]]
 
     def _is_source_computing(
         self, holders: Collection[m.PeerId], late: Collection[m.PeerId], now_s: float
     ) -> bool:
-        """The state source is in a long first step, after which it sends its state."""
+        """Whether the state source is in a long step, after which it sends its state."""
         run, installed_s = self._run, self._run.view_change.last_installed_s
-        if not holders or set(late) & set(holders) or now_s >= installed_s + run.limits.first_step_s:
+        if not holders or set(late) & set(holders):
             return False
-        named = next((x.donor for x in run.member_list if x.joining and not run.partition.is_pipeline), -1)
-        source = run.workers.get(run.member_order[named] if named >= 0 else next(iter(holders)))
-        return source is not None and source.progressed_s < installed_s
+        source = run.workers.get(self._state_source() or next(iter(holders)))
+        if source is None or source.progressed_s >= installed_s:
+            return False
+        return now_s < installed_s + self._longest_step_s(source)
+
+    def _longest_step_s(self, worker: Worker) -> float:
+        """Return how long a step of this worker may take, in seconds.
+
+        Without a measured step, this is the limit for a first step, which may compile the model.
+        """
+        limits = self._run.limits
+        share = next((x.share for x in self._run.member_list if x.peer == worker.peer), 0)
+        step_s = share * seconds_per_sample(worker.figures)
+        if not 0 < step_s < math.inf:
+            return limits.first_step_s
+        return min(limits.first_step_s, limits.patience_floor_s + limits.patience_factor * step_s)
+
+    # -- sources that do not send ------------------------------------------------------------------
+
+    def _record_failure(
+        self, holders: Collection[m.PeerId], late: Collection[m.PeerId], now_s: float
+    ) -> list[m.PeerId]:
+        """Record which late members received too little; return the members that need another source."""
+        run, source = self._run, self._state_source()
+        is_shared = run.view is not None and run.view.applied >= 0  # before, one member's state is the run's
+        if source is None or not is_shared or set(late) & set(holders):
+            return []
+        self._sources.record_success(source, [peer for peer in self._joining() if peer not in late])
+        waiting = [peer for peer in late if not self._is_busy(run.workers[peer], now_s)]
+        if not waiting:
+            return []
+        self._sources.record_failure(source, waiting)
+        present = [peer for peer in holders if peer in run.workers]
+        sources = self._sources
+        return [peer for peer in waiting if not sources.is_at_fault(peer) and sources.untried(peer, present)]
+
+    def _is_busy(self, worker: Worker, now_s: float) -> bool:
+        """Whether the worker is busy and not waiting for bytes, so that the source is not the cause."""
+        is_alive = worker.progressed_s + self._run.limits.ready_s > now_s
+        return is_alive and worker.state_progress.left_bytes == 0
+
+    def _replace_source(
+        self, late: Collection[m.PeerId], staying: Collection[m.PeerId]
+    ) -> tuple[list[Effect], bool]:
+        run, ready_s, source = self._run, self._run.limits.ready_s, self._state_source()
+        assert source is not None
+        effects: list[Effect] = []
+        for peer in late:
+            if peer not in staying:
+                effects += self._departures.dismiss(peer, f"was not ready within {ready_s:.0f} s")
+        name = run.workers.display_name
+        fields = {"source": name(source), "names": ", ".join(map(name, staying))}
+        effects.append(LogEvent("warning", "source_replaced", fields))
+        run.view_change.replace_reason(
+            f"the state did not arrive from {name(source)}, so another member sends it"
+        )
+        run.view_change.reset()
+        return effects, True
 
     def state_transfer_deadline_s(self) -> float:
-        """Until when a state counts as on its way; another generation would start its transfer over."""
+        """Return the time until which a state transfer is considered in progress.
+
+        Another generation would restart the transfer.
+        """
         run = self._run
         awaited = [run.workers[p] for p in run.present_members if p not in run.view_change.ready_histories]
         deadlines_s = [worker.state_progress.deadline_s(run.limits.ready_s) for worker in awaited]
@@ -123,12 +240,23 @@ class Readiness:
 
 
 def max_forming_s(receivers: int, parameters: int | None, rate_Bps: float | None) -> float:
-    """The longest time for a generation to form.
+    """Return the longest time for a generation to form, in seconds.
 
     Args:
-        receivers: members that lack the state.
-        parameters: of the model; None: not known.
-        rate_Bps: of the slowest measured link from a member that holds the state; None: not measured.
+        receivers: the number of members that lack the state.
+        parameters: the number of the model's parameters; None if it is not known.
+        rate_Bps: the rate of the slowest measured link to a member that lacks the state; None if no link is
+            measured.
     """
-    slowest_Bps = max(MIN_RATE_Bps, rate_Bps if rate_Bps is not None else DEFAULT_RATE_Bps)
-    return MAX_FORMING_S + receivers * STATE_BYTES_PER_PARAMETER * (parameters or 0) / slowest_Bps
+    return MAX_FORMING_S + receivers * STATE_BYTES_PER_PARAMETER * (parameters or 0) / waited_rate_Bps(
+        rate_Bps
+    )
+
+
+def waited_rate_Bps(rate_Bps: float | None) -> float:
+    """Return the rate that deadlines assume for the slowest link, in bytes per second.
+
+    Args:
+        rate_Bps: the measured rate; None if the link has not been measured.
+    """
+    return max(MIN_RATE_Bps, rate_Bps if rate_Bps is not None else DEFAULT_RATE_Bps)

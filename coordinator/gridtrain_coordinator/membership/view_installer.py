@@ -4,7 +4,8 @@
     eligible workers ----------+--install--> JournalEntry, then for each member its pages of the member list
     the plan ------------------+             (with the addresses that it uses) and the `MembershipView`
 
-The state with which a model in one piece goes on is chosen here; that of a pipeline by `PipelineRecovery`.
+This module chooses the state from which a model in one piece continues; for a pipeline, `PipelineRecovery`
+does.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY
 from gridtrain.core.commit.verdict import Outcome, decide_outcome
 from gridtrain.core.group.rank_layout import group_by_stage
 from gridtrain.core.stages.rank_placement import RankPlacement
+from gridtrain_coordinator.membership.forming_sources import StateSources
 from gridtrain_coordinator.membership.generation_reports import GenerationReports
 from gridtrain_coordinator.membership.readiness import Readiness
 from gridtrain_coordinator.run.addressing import AddressBook
@@ -32,32 +34,32 @@ MEMBERS_PER_PAGE = 128
 
 
 class InitialState:
-    """Workers that built the same initial state as the run starts with, so that it need not be sent to them.
+    """The workers that built the run's initial state themselves, so that they need not receive it.
 
     Compares the digests in `Setup.initial_state_digest`, which cover all bits that a joining member receives:
 
         anna   3f..   the longest-serving: the run starts with her state
-        bert   3f..   has the same
+        bert   3f..   has the same state
         clara  77..   another seed, or another kind of processor: receives the state
         dora   ""     was in the run before: receives the state
 
-    After the first committed step nobody has it any more.
+    After the first committed step, no worker has the initial state any more.
     """
 
     def __init__(self) -> None:
-        self._digest = b""  # of the state with which the run starts; empty: not known
+        self._digest = b""  # of the state with which the run starts; empty if not known
 
     def start_with(self, eldest: Worker, workers: Iterable[Worker]) -> frozenset[m.PeerId]:
-        """The run starts with the state of `eldest`; returns the workers that have it."""
+        """Start the run with the state of `eldest`; return the workers that have the same state."""
         self._digest = _initial_digest(eldest)
         return self.holders(workers) | {eldest.peer}
 
     def holders(self, workers: Iterable[Worker]) -> frozenset[m.PeerId]:
-        """Workers that have the state with which the run starts."""
+        """Return the workers that have the state with which the run starts."""
         return frozenset(w.peer for w in workers if self._digest and _initial_digest(w) == self._digest)
 
     def clear(self, workers: Iterable[Worker]) -> None:
-        """The run starts over: these workers have trained, and their model is another one now."""
+        """Forget the initial state when the run starts over; training has changed these workers' models."""
         self._digest = b""
         for worker in workers:
             worker.clear_initial_state()
@@ -79,15 +81,16 @@ class ViewInstaller:
         addresses: AddressBook,
         divergence: DivergenceDetector,
         generation_reports: GenerationReports,
+        sources: StateSources,
     ) -> None:
-        self._run, self._planner, self._readiness = run, planner, readiness
+        self._run, self._planner, self._readiness, self._sources = run, planner, readiness, sources
         self._addresses, self._divergence = addresses, divergence
         self._generation_reports, self._initial_state = generation_reports, InitialState()
 
     # -- the state with which it starts ------------------------------------------------------------
 
     def install_next(self, reports: Mapping[m.PeerId, m.FreezeReport], now_s: float) -> list[Effect]:
-        """The reports of the members that hold a state decide the outcome of the open step."""
+        """Decide the open step from the reports of the members that hold a state; install a generation."""
         run = self._run
         assert run.definition is not None
         shares = [(member.peer, member.share) for member in run.member_list]
@@ -104,7 +107,7 @@ class ViewInstaller:
         return self.install(outcome, now_s, source=source)
 
     def install_first(self, now_s: float) -> list[Effect]:
-        """Nobody is a member: continue from the latest checkpoint, or start (commit rule 13)."""
+        """Install a first generation from the latest checkpoint or at step 0 (commit rule 13)."""
         run = self._run
         admitted = run.workers.sort_by_seniority([w.peer for w in run.workers.values() if w.is_admitted])
         outcome, source = self._latest_checkpoint(admitted), None
@@ -118,17 +121,17 @@ class ViewInstaller:
         step = outcome.applied + 1
         if run.highest_step > step:
             lost = {"from": run.highest_step, "to": step}
-            reason = f"nobody holds step {run.highest_step} any more; back to step {step}"
+            reason = f"the state of step {run.highest_step} is lost, so the run returns to step {step}"
             effects = [run.phase_entry(run.phase, reason, rollback=lost), LogEvent("error", "rollback", lost)]
             run.roll_back(outcome.applied)
         return effects + self.install(outcome, now_s, source=source)
 
     def clear_initial_state(self) -> None:
-        """Nobody is left who holds the model."""
+        """Forget the initial state, because no remaining worker holds the model."""
         self._initial_state.clear(self._run.workers.values())
 
     def _latest_checkpoint(self, eldest_first: list[m.PeerId]) -> Outcome | None:
-        """The state of the latest checkpoint that one of these workers has; None: they have none."""
+        """Return the state of the latest checkpoint of these workers; None if they have no checkpoint."""
         run = self._run
         checkpoints = {
             peer: setup.checkpoint
@@ -155,18 +158,22 @@ class ViewInstaller:
         placement: RankPlacement | None = None,
         source: m.PeerId | None = None,
     ) -> list[Effect]:
-        """Write the next generation to the journal, then send it to its members.
+        """Make the next generation; return its journal entry and the messages to its members, in order.
 
         Args:
-            placement: of a pipeline, the ranks.
-            source: the only state source, as the other holders' state is known from their word alone.
+            placement: the ranks of a pipeline; None for a model in one piece.
+            source: the only state source, if the other holders merely claim to hold the state; otherwise
+                None.
         """
         run = self._run
+        assert run.definition is not None
         order, shares = self._planner.plan(run.eligible_workers(), outcome.holders, now_s, placement)
         self._addresses.begin_generation(order)
         if placement is None:
-            placement = _replicated_placement(order, outcome, source)
             lacking = set(order) - outcome.holders
+            holders = [peer for peer in order if peer in outcome.holders]
+            source = source or self._sources.choose(holders, lacking)
+            placement = _replicated_placement(order, outcome, source)
         else:
             lacking = set(placement.state_sources)
         members = tuple(
@@ -180,7 +187,7 @@ class ViewInstaller:
             decided_round=outcome.decided_round,
             applied=outcome.applied,
             history=outcome.history,
-            ledger=outcome.ledger,
+            ledger=data_ledger.release_late(run.definition.ledger, outcome.ledger, order),
             reason=run.view_change.begin_forming(now_s + run.limits.ready_s, now_s),
             exchange=self._planner.exchange_choice.view_exchange,
             stage_bounds=run.partition.recorded_bounds,
@@ -221,7 +228,7 @@ class ViewInstaller:
     # -- sending it --------------------------------------------------------------------------------
 
     def view_messages(self, viewer: m.PeerId) -> list[Send]:
-        """The member list, with each member's address as `viewer` is to use it, and the view."""
+        """Return the member list, with the addresses that `viewer` has to use, and the view."""
         run = self._run
         if run.view is None:
             return []  # only the members know this generation
@@ -235,7 +242,10 @@ class ViewInstaller:
         return [*(Send(viewer, page) for page in listed), Send(viewer, run.view)]
 
     def resend_view(self, peer: m.PeerId) -> list[Effect]:
-        """What a member may have missed while its connection was broken; it ignores what it knows."""
+        """Return the messages that a member may have missed while its connection was broken.
+
+        A member ignores messages that it has received before.
+        """
         run = self._run
         if peer in run.departed_members:
             return []  # another process with its key knows nothing of the generation
@@ -248,13 +258,16 @@ class ViewInstaller:
 
 
 def initial_outcome() -> Outcome:
-    """Of a run in which no step was committed."""
+    """Return the outcome of a run in which no step was committed."""
     return Outcome(m.Verdict.ABORT, None, -1, EMPTY_HISTORY, m.LedgerState(), frozenset())
 
 
 def _replicated_placement(
     order: tuple[m.PeerId, ...], outcome: Outcome, source: m.PeerId | None
 ) -> RankPlacement:
-    """Members that lack the state receive it from `source`; None: from a near member that holds it."""
+    """Return a placement in which members that lack the state receive it from `source`.
+
+    If `source` is None, each of them receives the state from a nearby member that holds it.
+    """
     joiners = set(order) - outcome.holders if source is not None else set()
     return RankPlacement(order, {peer: order.index(source) for peer in joiners if source is not None}, (), "")

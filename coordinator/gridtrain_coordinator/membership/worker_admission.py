@@ -1,10 +1,10 @@
-"""Admission of workers: the name, whether they train the same thing, and the measurement of their links.
+"""Admits workers: assigns names, checks that the setups match, and requests measurements of the links.
 
     Join --> registered, named --DialBackResult--> addressable ---+
     Setup -> fits the run (the first setup defines it) -----------+--> Admitted: it measures its links
     LinkLatencies, or `probe_s` is over ---------------------------> may be in the next generation
 
-Who may connect at all is decided by keys (`access.authorization`).
+Whether a worker may connect at all depends on its key (`access.authorization`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ MAX_PROBES = 256
 
 
 class WorkerAdmission:
-    """Registers workers, refuses those that do not fit, and introduces the others to each other."""
+    """Registers workers, refuses workers that do not fit the run, and introduces admitted workers to each
+    other."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class WorkerAdmission:
         self._addresses, self._paused_workers, self._worker_names = addresses, paused_workers, WorkerNames()
 
     def check_join(self, peer: m.PeerId, join: m.Join) -> list[Effect]:
-        """The refusal; empty: the worker may join."""
+        """Return the refusal of a join; empty if the worker may join."""
         run = self._run
         if join.run != run.name:
             return self._departures.refuse(
@@ -58,12 +59,12 @@ class WorkerAdmission:
         if run.is_finished:
             return self._departures.refuse_late(peer)
         if len(run.workers) >= MAX_WORKERS and peer not in run.workers:
-            reason = f"the run has {len(run.workers)} workers, and at most {MAX_WORKERS} are possible"
+            reason = f"the run has {len(run.workers)} workers; it can have at most {MAX_WORKERS}"
             return self._departures.refuse(peer, "full", reason, "try again when a worker has left")
         return []
 
     def register(self, peer: m.PeerId, join: m.Join, now_s: float) -> list[Effect]:
-        """Register a worker, or register it again."""
+        """Register a worker, or update its registration if it joins again."""
         run = self._run
         worker = run.workers.get(peer)
         if worker is None:
@@ -82,7 +83,7 @@ class WorkerAdmission:
         ]
 
     def handle_setup(self, worker: Worker, setup: m.Setup, now_s: float) -> list[Effect]:
-        """A worker reports what it would train; it is refused if that does not fit the run."""
+        """Handle a worker's setup; refuse the worker if its setup does not fit the run."""
         run, peer = self._run, worker.peer
         if run.is_finished:
             return self._departures.refuse_late(peer)
@@ -106,7 +107,7 @@ class WorkerAdmission:
         return effects + (self._introduce(worker, now_s) if worker.is_addressable else [])
 
     def _incompatibility(self, setup: m.Setup) -> tuple[str, str, str] | None:
-        """Code, reason and remedy of the refusal; None: the setup fits."""
+        """Return the code, reason and remedy of the refusal; None if the setup fits."""
         reference = self._run.definition
         if reference is None:
             reference = setup
@@ -116,24 +117,24 @@ class WorkerAdmission:
             except ConfigError as error:
                 return "ledger", error.reason, error.remedy
         if differing := setup_differences(reference, setup):
-            reason = "this worker would train something else: " + "; ".join(differing)
+            reason = "this worker's training setup differs from the run's: " + "; ".join(differing)
             return "different-run", reason, "start every worker with the same script, data and options"
         own = setup.checkpoint
         if own is not None and not (
             data_ledger.is_balanced(own.ledger) and own.ledger.step == own.applied + 1
         ):
-            reason = f"the checkpoint of step {own.applied + 1} has a ledger that does not add up"
-            return "checkpoint", reason, "move this worker's checkpoints away"
+            reason = f"the ledger in the checkpoint of step {own.applied + 1} is inconsistent"
+            return "checkpoint", reason, "move this worker's checkpoints to another folder"
         if setup.batch_size < 1 and setup.global_batch_size is None:
-            reason = f"batch_size is {setup.batch_size}; it must be >= 1"
-            return "batch-size", reason, "give grid.batches a batch_size"
+            reason = f"batch_size is {setup.batch_size}; it must be at least 1"
+            return "batch-size", reason, "pass a batch_size of at least 1 to grid.batches"
         if any(is_impossible(checkpoint, reference) for checkpoint in setup.stage_checkpoints):
-            reason = "a checkpoint has a stage that the run does not have, or a ledger that does not add up"
-            return "checkpoint", reason, "move this worker's checkpoints away"
+            reason = "a checkpoint has a stage that the run does not have, or an inconsistent ledger"
+            return "checkpoint", reason, "move this worker's checkpoints to another folder"
         return None
 
     def handle_dial_back_result(self, peer: m.PeerId, address: str, now_s: float) -> list[Effect]:
-        """It is known now how others reach the worker."""
+        """Record how other workers reach a worker, and introduce the worker if its setup is known."""
         worker = self._run.workers.get(peer)
         if worker is None or not (effects := self._addresses.on_dial_back_result(worker, address)):
             return []
@@ -142,15 +143,15 @@ class WorkerAdmission:
     def _introduce(self, worker: Worker, now_s: float) -> list[Effect]:
         self._planner.record_introduction(worker.peer)
         worker.begin_probing(now_s + self._run.limits.probe_s)
-        # Workers that are still measuring count, too: of workers that join together each pair is measured.
-        # The latest is measured first, so that not all of them start with the same worker.
+        # Workers that are still measuring are included, so that each pair of workers that join together is
+        # measured.  The latest worker comes first, so that not all workers start with the same one.
         others = [w for w in self._run.workers.values() if w.is_introduced and w is not worker]
         others.sort(key=lambda other: -other.probe_deadline_s)
         return self._addresses.introduce(worker.peer, [other.peer for other in others[:MAX_PROBES]])
 
 
 def _definition_entry(setup: m.Setup) -> dict[str, Any]:
-    """For the journal; `journal_recovery.recover_run` reads it."""
+    """Return the journal entry of the definition, which `journal_recovery.recover_run` reads."""
     return {
         "facts": dict(setup.facts),
         "ledger": asdict(setup.ledger),

@@ -1,12 +1,15 @@
-"""What the coordinator knows of the run.  Pure: no sockets, threads, clocks or tensors.
+"""What the coordinator knows about the run.  Pure: no sockets, threads, clocks or tensors.
 
 run_state          the shared state: registered workers, members, phase, with
                    registry, view_change, stage_bounds
 events             what `Membership` takes and returns
 generation_plan    measurements of workers and links --> rank order, exchange, shares; with
-                   link_reports (which reports count), link_failures (connections that break)
+                   reorder_limits (which reports count, and when they reorder ranks),
+                   link_failures (connections that break)
 addressing         how workers reach each other; route_table chooses the routes
 divergence         compares the digests of the members' states
-journal_recovery   the run as the journal left it
-worker_names, paused_workers
+journal_recovery   reads the run back from the journal
+worker_names       names of workers, unique within the run
+paused_workers     workers that their owners have paused
+worker_problems    skipped steps, missed steps and failed checkpoints that workers report
 """

@@ -1,4 +1,4 @@
-"""How workers reach each other: what the coordinator finds out, and what it tells each of them.
+"""Finds out at which addresses workers can be reached, and tells each worker how to reach the other workers.
 
     Join --DialBack--> (the coordinator dials back) --DialBackResult--> Reachability, addressable
     Setup, addressable ---> ExpectProbes to the others, Admitted with their addresses
@@ -24,10 +24,10 @@ MAX_LISTED = 32  # members whose relays the status shows
 
 
 class AddressBook:
-    """Addresses and routes of all workers.
+    """The addresses of all workers, and the routes between them.
 
     Args:
-        coordinator: its key; the relay of last resort.
+        coordinator: the coordinator's key; the coordinator is the relay of last resort.
     """
 
     def __init__(self, coordinator: m.PeerId) -> None:
@@ -49,11 +49,14 @@ class AddressBook:
         self._route_table.forget(peer)
 
     def reachability_text(self, peer: m.PeerId) -> str:
-        """For the status: whether others can dial the worker."""
+        """Return "direct", "behind NAT" or, if this is still unknown, "?", as the status shows it."""
         return self._route_table.reachability_text(peer)
 
     def request_dial_back(self, worker: Worker, can_relay: bool) -> list[Effect]:
-        """Dial back, to learn whether others can reach the worker; not needed if nothing has changed."""
+        """Request a dial-back, to learn whether other workers can reach the worker.
+
+        Does nothing if the worker's location has not changed since the last dial-back.
+        """
         current = PeerLocation(worker.address, self._hosts.get(worker.peer, ""), "", can_relay)
         known = self._route_table.location(worker.peer)
         if known is not None and replace(known, verified_address="") == current:
@@ -64,14 +67,14 @@ class AddressBook:
         return [DialBack(worker.peer, dial_back_addresses(current))]
 
     def on_dial_back_result(self, worker: Worker, address: str) -> list[Effect]:
-        """Handle the answer, unless it is about an earlier address of the worker."""
+        """Record the result of a dial-back, unless it is about an earlier address of the worker."""
         location = self._route_table.location(worker.peer)
         if (
             location is None
             or worker.is_addressable
             or (address and address not in dial_back_addresses(location))
         ):
-            return []  # in the last case it has joined again, and another answer follows
+            return []  # in the last case the worker has joined again, and another result follows
         self._route_table.set_location(worker.peer, replace(location, verified_address=address))
         worker.is_addressable = True
         fields = {
@@ -82,7 +85,7 @@ class AddressBook:
         return [LogEvent("info", "called_back", fields), Send(worker.peer, m.Reachability(address))]
 
     def introduce(self, newcomer: m.PeerId, others: Sequence[m.PeerId]) -> list[Effect]:
-        """Ask the newcomer to measure its links to the others, which are addresses to expect it."""
+        """Ask the newcomer to measure its links to the other workers, and tell them to expect its probes."""
         relays = self._route_table.relay_candidates(others)
         effects: list[Effect] = []
         for other in others:
@@ -98,7 +101,10 @@ class AddressBook:
     def introduce_pending_member(
         self, pending: m.PeerId, members: Sequence[m.PeerId], most: int
     ) -> tuple[list[Effect], tuple[tuple[m.PeerId, str], ...]]:
-        """Members to which a pending member may measure its links, with their addresses."""
+        """Choose at most `most` members to which a pending member may measure its links.
+
+        Returns the messages that tell these members to expect probes, and the members' keys and addresses.
+        """
         locations = ((peer, self._route_table.location(peer)) for peer in members)
         probe = [
             (peer, location.verified_address)
@@ -108,11 +114,14 @@ class AddressBook:
         return [Send(peer, m.ExpectProbes(((pending, ""),))) for peer, _ in probe], tuple(probe)
 
     def address(self, viewer: m.PeerId, other: m.PeerId) -> str:
-        """How `viewer` reaches `other`, over the relays of the generation if necessary."""
+        """Return the address at which `viewer` reaches `other`, over a relay if necessary."""
         return self._route_table.address(viewer, other, self._relays)
 
     def relayed_pairs(self, members: Sequence[m.PeerId]) -> list[list[int]]:
-        """For the status: [rank, other rank, rank of the relay; -1: the coordinator] of the first members."""
+        """Return [rank, other rank, rank of the relay] for each pair that uses a relay, for the status.
+
+        Covers the first `MAX_LISTED` members.  The coordinator as a relay has rank -1.
+        """
         shown = members[:MAX_LISTED]
         if all(self._route_table.is_directly_reachable(peer) for peer in shown):
             return []
@@ -125,18 +134,18 @@ class AddressBook:
         return [[a, b, rank_of.get(relay, -1)] for a, b, relay in routes if relay is not None]
 
     def all_direct(self, members: Sequence[m.PeerId]) -> bool:
-        """Any two of them can connect without a relay, as far as is known."""
+        """Whether any two of these members can connect without a relay, as far as the coordinator knows."""
         pairs = combinations(members, 2)
         return all(relay_of(self._route_table.address(viewer, other, ())) is None for viewer, other in pairs)
 
     def begin_generation(self, members: Iterable[m.PeerId]) -> None:
-        """A generation of these members is being made."""
+        """Choose the relays of a new generation of these members, and clear the previous one's caches."""
         self._address_cache.clear()
         self._blocked_pairs.clear()
         self._relays = self._route_table.relay_candidates(members)
 
     def members_for(self, viewer: m.PeerId, members: Iterable[m.Member]) -> tuple[m.Member, ...]:
-        """The member list with each member's address as `viewer` is to use it."""
+        """Return the member list with the addresses that `viewer` has to use."""
         return tuple(
             self._with_address(
                 x, self._route_table.address(viewer, x.peer, self._relays) if x.peer != viewer else ""
@@ -145,9 +154,10 @@ class AddressBook:
         )
 
     def _with_address(self, member: m.Member, address: str) -> m.Member:
-        """The member with this address; cached, as N members each receive N of them.
+        """Return a copy of the member with this address.
 
-        Addresses over relays are not cached: hardly two viewers use the same.
+        Copies are cached, because each of N members receives a list of N members.  Copies with the address of
+        a relay are not cached, because different viewers rarely use the same relay.
         """
         if address.startswith(RELAY_PREFIX):
             return replace(member, address=address)
@@ -157,9 +167,9 @@ class AddressBook:
         return known[1]
 
     def reroute(self, newcomer: m.PeerId, others: Iterable[m.PeerId]) -> list[str]:
-        """A worker outside the generation is connected with none of these, whichever side was to dial.
+        """Give up the failed routes between a worker outside the generation and these members.
 
-        Returns the routes that are not used again.
+        Returns the routes that were given up.
         """
         pairs = ((newcomer, other) for other in others)
         routes = [
@@ -169,7 +179,10 @@ class AddressBook:
         return list(dict.fromkeys(routes))
 
     def connect(self, newcomer: m.PeerId, others: Iterable[m.PeerId]) -> list[Effect]:
-        """Tell these how to connect with a worker outside the generation; it is told separately."""
+        """Tell these members how to connect to a worker outside the generation.
+
+        The worker itself receives a separate message.
+        """
         addresses: dict[m.PeerId, dict[m.PeerId, str]] = {}
         for other in others:
             route = self.address(other, newcomer)
@@ -182,9 +195,10 @@ class AddressBook:
         return [Send(viewer, m.ExpectProbes(tuple(routes.items()))) for viewer, routes in addresses.items()]
 
     def block_routes(self, viewer: m.PeerId, others: Iterable[m.PeerId]) -> list[str]:
-        """`viewer` could not reach these as planned; returns the routes that are not used again.
+        """Give up the routes by which `viewer` could not reach these members, and return these routes.
 
-        Blocks a pair once in a generation, as nobody has been told the route after that one yet.
+        A pair gives up at most one route in a generation, because its members learn the next route only from
+        the next view.
         """
         new = [other for other in others if frozenset((viewer, other)) not in self._blocked_pairs]
         self._blocked_pairs |= {frozenset((viewer, other)) for other in new}

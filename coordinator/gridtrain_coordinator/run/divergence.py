@@ -1,12 +1,13 @@
-"""Detects members whose model differs from the others' (guarantee 1), while they train.
+"""Detects members whose model differs from the other members' models (guarantee 1), while they train.
 
     every N steps   member --ReplicaDigest(step, digest of parameters, optimizer, settings)--> coordinator
-    coordinator     once all digests of a step are here, or the next comparison has begun with most of them:
-                    the largest group of equal digests is right, of equal groups that with the lowest rank
-                    --ReplicaDiverged(step)--> the other members, which get the state again
+    coordinator     when it has all digests of a step, or most of them as the next comparison begins:
+                    the largest group of equal digests is right (if sizes are equal, the group with the lowest
+                    rank)
+                    --ReplicaDiverged(step)--> the other members, which receive the state again
 
 Equal updates do not prove equal models: memory may flip a bit, another kind of processor may round
-differently, a script may change what it holds.
+differently, and a script may change its model.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from gridtrain.core.messages import PeerId
 from gridtrain_coordinator.run.events import Effect, Send
 
 MAX_OPEN_COMPARISONS = 4
-"""Comparisons in progress; with more of them the oldest is abandoned."""
+"""The largest number of comparisons in progress; the oldest is abandoned first."""
 
 
 class DigestComparison:
     """The comparisons of one group of replicas in one generation.
 
     Args:
-        members: in rank order.
+        members: the replicas, in rank order.
     """
 
     def __init__(self, members: Sequence[PeerId] = ()) -> None:
@@ -35,7 +36,7 @@ class DigestComparison:
         self._digests: dict[int, dict[int, bytes]] = {}  # by step and rank
 
     def add(self, peer: PeerId, step: int, digest: bytes) -> list[PeerId]:
-        """Record a member's digest; returns the members that are now known to differ."""
+        """Record a member's digest; return the members that are now known to differ."""
         if peer not in self._ranks:
             return []
         diverged: list[PeerId] = []
@@ -49,7 +50,10 @@ class DigestComparison:
         return diverged
 
     def _decide(self, steps: Sequence[int]) -> list[PeerId]:
-        """Close the comparisons of these steps for which most members have reported."""
+        """Close the comparisons of these steps for which most members have reported.
+
+        Returns the members that differ.
+        """
         diverged: list[PeerId] = []
         for step in steps:
             digests = self._digests[step]
@@ -63,8 +67,9 @@ class DigestComparison:
 class DivergenceDetector:
     """Compares the replicas of each stage of the latest generation, and notifies members that differ.
 
-    The history of a diverged member equals the others', so it would take its state for the run's.  It is
-    therefore notified again whenever its connection is restored, and before another generation.
+    A diverged member has the same history as the other members, so it would report its state as the run's
+    state.  The member is therefore notified again when its connection is restored and before another
+    generation.
 
     Attributes:
         divergence_count: how often a member's state was found to differ.
@@ -82,7 +87,7 @@ class DivergenceDetector:
         }
 
     def add(self, peer: PeerId, step: int, digest: bytes) -> list[PeerId]:
-        """Record a member's digest; returns the members that are now known to differ."""
+        """Record a member's digest; return the members that are now known to differ."""
         return self._comparisons[peer].add(peer, step, digest) if peer in self._comparisons else []
 
     def notify(self, peer: PeerId, notice: m.ReplicaDiverged) -> Send:
@@ -91,26 +96,32 @@ class DivergenceDetector:
         return Send(peer, notice)
 
     def resend(self, peer: PeerId) -> list[Effect]:
-        """The notice once more, as it may have been lost; the member ignores what it knows."""
+        """Return the member's notice once more, because it may have been lost.
+
+        A member ignores a notice that it has received before.
+        """
         return [Send(peer, self._notices[peer])] if peer in self._notices else []
 
     def without_diverged_state(self, peer: PeerId, report: m.FreezeReport) -> m.FreezeReport:
-        """The report of a member; one that diverged in this generation does not hold the run's state."""
+        """Return the member's report, marked as not synced if the member diverged in this generation."""
         notice = self._notices.get(peer)
         if notice is not None and notice.generation == report.generation:
             return replace(report, is_synced=False)
         return report
 
     def clear_if_recovered(self, peer: PeerId, generation: int) -> None:
-        """The member holds the state of this generation."""
+        """Forget the member's notice if the member holds the state of a later generation."""
         if (notice := self._notices.get(peer)) is not None and notice.generation < generation:
             del self._notices[peer]
 
     def forget(self, peer: PeerId) -> None:
-        """The worker left, or its process was replaced."""
+        """Forget the notice to a worker that has left or whose process was replaced."""
         self._notices.pop(peer, None)
 
 
 def minority_ranks(digests: dict[int, bytes]) -> list[int]:
-    """Ranks outside the largest group of equal digests; of groups of one size, that with the lowest rank."""
+    """Return the ranks outside the largest group of equal digests.
+
+    If several groups have the largest size, the group with the lowest rank is taken as the largest.
+    """
     return sorted(set(digests) - set(largest_agreeing_group(digests)))

@@ -1,4 +1,4 @@
-"""Events that `Membership` handles, and effects that it returns, to be carried out in their order."""
+"""Events that `Membership` handles, and effects that it returns, which are carried out in order."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from gridtrain.core import messages as m
 
 Log = Callable[[str, str, Mapping[str, Any]], None]
-"""(level, event, fields), level one of "info", "warning", "error"."""
+"""Takes (level, event, fields); the level is "info", "warning" or "error"."""
 
 
 class RunPhase(StrEnum):
-    """Phase of a run, as people see it."""
+    """The phase of a run, as the status shows it."""
 
     WAITING = "waiting"
     TRAINING = "training"
@@ -33,7 +33,7 @@ class MessageReceived:
 
 @dataclass(frozen=True, slots=True)
 class PeerConnected:
-    """`host`: the address from which the connection comes."""
+    """A peer has connected from the address `host`."""
 
     peer: m.PeerId
     host: str = ""
@@ -41,7 +41,7 @@ class PeerConnected:
 
 @dataclass(frozen=True, slots=True)
 class PeerDisconnected:
-    """The connection broke; the peer may come back within `Deadlines.regreet_s`."""
+    """A connection broke; the peer may come back within `Deadlines.regreet_s`."""
 
     peer: m.PeerId
     reason: str
@@ -57,7 +57,11 @@ class ProtocolViolation:
 
 @dataclass(frozen=True, slots=True)
 class DialBackResult:
-    """Answer to `DialBack`: the address at which the worker was reached; empty: at none."""
+    """The answer to `DialBack`.
+
+    Attributes:
+        address: the address at which the worker was reached; empty if it was reached at none.
+    """
 
     peer: m.PeerId
     address: str
@@ -89,7 +93,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """Must be durable before any later effect is carried out.  `body` is JSON-able."""
+    """An entry for the journal, which must be durable before any later effect is carried out.
+
+    `body` is JSON-serializable.
+    """
 
     kind: str
     body: dict[str, Any]
@@ -110,9 +117,10 @@ class DialBack:
 
 @dataclass(frozen=True, slots=True)
 class RecordViolation:
-    """The worker broke the protocol; violations are counted as long as the worker is known.
+    """The worker broke the protocol; its violations are counted until it is removed from the run.
 
-    `accuser`: the member that reports it; None: the coordinator saw it.
+    Attributes:
+        accuser: the member that reported the violation; None if the coordinator itself noticed it.
     """
 
     peer: m.PeerId

@@ -1,4 +1,4 @@
-"""Plans a generation from what is measured, and requests another one where a better plan is worth it.
+"""Plans the next generation from measurements, and requests a generation when a better plan justifies it.
 
 LinkLatencies, LinkRates --+                  +--plan--> rank order, shares, `plan_reason`
 Heartbeat (metrics) -------+--> measurements -+
@@ -21,13 +21,13 @@ from gridtrain.core.stages.rank_placement import PairCost, RankPlacement, pair_c
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.events import RunPhase
 from gridtrain_coordinator.run.link_failures import LinkFailures
-from gridtrain_coordinator.run.link_reports import LinkReports
 from gridtrain_coordinator.run.registry import (
     AVOIDED_PAIR_RTT_S,
     assign_shares,
     batch_limits,
     round_trip_times,
 )
+from gridtrain_coordinator.run.reorder_limits import ReorderLimits
 from gridtrain_coordinator.run.run_state import RunState
 
 
@@ -35,10 +35,10 @@ class GenerationPlanner:
     """Chooses rank order, exchange, topology and shares.
 
     Args:
-        by_links: False: ranks are in the order of joining, whatever the links are.
+        by_links: whether ranks are ordered by the measured links; otherwise they are in the order of joining.
 
     Attributes:
-        plan_reason: of the latest plan, for people.
+        plan_reason: the reason for the latest plan, as the status shows it.
     """
 
     def __init__(self, run: RunState, addresses: AddressBook, *, by_links: bool) -> None:
@@ -48,38 +48,42 @@ class GenerationPlanner:
         self.link_failures = LinkFailures()
         self.exchange_choice = ExchangeChoice(rate_timeout_s=run.limits.probe_s)
         self._batch_shares = WorkerSpeeds()
-        self._link_reports = LinkReports(run.limits.reshare_s)
-        self._exchange_checked_s = -math.inf  # when it was last checked whether another one is worth it
+        self._reorder_limits = ReorderLimits(run.limits.reshare_s)
+        self._exchange_checked_s = -math.inf  # when another exchange was last considered
         self._shares_checked_s = -math.inf
 
     # -- measurements ------------------------------------------------------------------------------
 
     def record_introduction(self, peer: m.PeerId) -> None:
-        """The worker is asked to measure its links."""
-        self._link_reports.record_introduction(peer)
+        """Record that a worker was asked to measure its links."""
+        self._reorder_limits.record_introduction(peer)
 
     def record_rates(self, peer: m.PeerId, rates: m.LinkRates) -> None:
         known = [rate for rate in rates.rates_Bps if rate[0] in self._run.workers]
-        if self.measured_links.record(peer, self._link_reports.accept(peer, known)):
-            self._link_reports.mark_changed(peer)
+        if self.measured_links.record(peer, self._reorder_limits.accept(peer, known)):
+            self._reorder_limits.mark_changed(peer)
 
     def record_compute_metrics(self, peer: m.PeerId, figures: Mapping[str, float]) -> None:
-        """The metrics of a heartbeat."""
+        """Record the compute times from a heartbeat's metrics."""
         self._batch_shares.observe(peer, figures)
 
     def forget(self, peer: m.PeerId) -> None:
         self.link_failures.forget(peer)
         self._batch_shares.forget(peer)
         self.measured_links.forget(peer)
-        self._link_reports.forget(peer)
+        self._reorder_limits.forget(peer)
 
     def min_rate_Bps(self, senders: Collection[m.PeerId], receivers: Collection[m.PeerId]) -> float | None:
-        """Of the measured links; None: none is measured."""
+        """Return the lowest measured rate from `senders` to `receivers`, or None without measurements."""
         rates = [self.measured_links.rate_Bps(a, b) for a in senders for b in receivers]
         return min((rate for rate in rates if rate is not None), default=None)
 
     def link_cost(self, peers: Sequence[m.PeerId], now_s: float) -> PairCost | None:
-        """Of the links between these workers; None: links do not matter, or are not measured."""
+        """Return the cost of the links between these workers.
+
+        Returns None if ranks are not ordered by links, if there are fewer than three workers, or if the links
+        are not measured.
+        """
         if not self._by_links or len(peers) < 3:
             return None
         workers = [self._run.workers[peer] for peer in peers]
@@ -97,16 +101,16 @@ class GenerationPlanner:
         now_s: float,
         placement: RankPlacement | None = None,
     ) -> tuple[tuple[m.PeerId, ...], tuple[int, ...]]:
-        """The members in rank order, and their shares.
+        """Plan the next generation; return its members in rank order, and their shares.
 
         Args:
             peers: the members, the longest-serving first.
             holders: the members that hold the state; the first of them has rank 0.
-            placement: the ranks in a pipeline.
+            placement: the ranks of a pipeline; None for a model in one piece.
         """
         avoided = self.link_failures.begin_avoiding(now_s)
         self.measured_links.rtt_s = round_trip_times([self._run.workers[peer] for peer in peers], avoided)
-        self._link_reports.clear_changes()
+        self._reorder_limits.clear_changes()
         self._choose_exchange(peers, now_s)
         network = self._rated(peers)
         self.exchange_choice.choose_dense_topology(
@@ -118,7 +122,9 @@ class GenerationPlanner:
         else:
             ranks = placement
         shares = self._assign_shares(ranks.order, is_pipeline=placement is not None)
-        broken = f"connections of {len(avoided)} pairs broke: each counts as {AVOIDED_PAIR_RTT_S:g} s"
+        broken = (
+            f"a round trip of {AVOIDED_PAIR_RTT_S:g} s is assumed for {len(avoided)} pairs with broken links"
+        )
         topology = self.exchange_choice.dense_topology.reason
         reasons = [ranks.reason, *([broken] if avoided else []), *([topology] if topology else [])]
         self.plan_reason = "; ".join([*reasons, shares.reason])
@@ -144,35 +150,38 @@ class GenerationPlanner:
         return reference.global_batch_size if reference is not None else None
 
     def _choose_exchange(self, peers: Sequence[m.PeerId], now_s: float) -> None:
-        """A generation is made anyway, so that another exchange costs nothing extra."""
+        """Choose the exchange again, which costs nothing extra because a generation is made anyway."""
         if self.exchange_choice.is_open:
             if len(peers) == 1:  # a single worker needs no measurements
                 self.exchange_choice.choose_first(peers, {}, None, now_s)
         elif self._run.members != set(peers):
             self.exchange_choice.reconsider(*self._current_measurements(peers))
 
-    # -- a faster one ------------------------------------------------------------------------------
+    # -- a faster plan -----------------------------------------------------------------------------
 
     def request_if_faster(self, now_s: float) -> None:
-        """After a heartbeat: request a generation if another exchange, order or other shares are worth it."""
+        """Request a generation if another exchange, rank order or division into shares is worthwhile.
+
+        Called after each heartbeat.
+        """
         self._check_exchange(now_s)
         self._check_shares(now_s)
         self._check_links(now_s)
 
     def _may_replan(self, now_s: float) -> bool:
-        """Whether a generation may be requested only because another one would be faster."""
+        """Whether a generation may be requested merely because it would be faster."""
         run, installed_s = self._run, self._run.view_change.last_installed_s
         is_due = now_s >= installed_s + run.limits.reshare_s
         return self._is_training_undisturbed and not run.partition.is_pipeline and is_due
 
     @property
     def _is_training_undisturbed(self) -> bool:
-        """No other generation is in progress or requested."""
+        """Whether the run is training, and no other generation is in progress or requested."""
         run = self._run
         return run.view_change.is_idle and run.phase is RunPhase.TRAINING and not run.view_change.reason
 
     def _check_exchange(self, now_s: float) -> None:
-        """Make the first choice of an exchange, or another one that is faster now."""
+        """Choose the first exchange, or a faster one, and request a generation that uses it."""
         run, choice = self._run, self.exchange_choice
         if not (choice.is_auto and self._is_training_undisturbed):
             return
@@ -189,22 +198,22 @@ class GenerationPlanner:
             run.view_change.request(f"the exchange is chosen: {choice.chosen_text}")
 
     def _check_shares(self, now_s: float) -> None:
-        """Other shares where that gains noticeably."""
+        """Request a generation if different shares would make the steps noticeably faster."""
         run = self._run
         is_early = now_s < self._shares_checked_s + run.limits.beat_s
         if self._global_batch_size is None or not self._may_replan(now_s) or is_early:
             return
-        self._shares_checked_s = now_s  # N workers send 2 N heartbeats a second, and each check is over all
+        self._shares_checked_s = now_s  # N workers send 2 N heartbeats a second, and each check covers all
         if len(run.present_members) == len(run.member_order):
             most = batch_limits([run.workers[peer] for peer in run.member_order])
             shares = [member.share for member in run.member_list]
             run.view_change.request(self._batch_shares.rebalance_reason(run.member_order, shares, most))
 
     def _check_links(self, now_s: float) -> None:
-        """Another rank order where links have changed so much that it gains noticeably."""
+        """Request a generation if changed links make another rank order or topology noticeably faster."""
         if not self._by_links or not self._may_replan(now_s):
             return
-        if reporters := self._link_reports.due_reporters(now_s):
+        if reporters := self._reorder_limits.due_reporters(now_s):
             run = self._run
             self.measured_links.rtt_s = round_trip_times(
                 list(run.workers.values()), self.link_failures.avoided_pairs(now_s)
@@ -214,27 +223,33 @@ class GenerationPlanner:
                     self.exchange_choice.workload, self.measured_links, run.member_order, present
                 )
                 run.view_change.request(reason or self._topology_reason(present))
-            self._link_reports.record_evaluation(reporters, now_s, found=bool(run.view_change.reason))
+            self._reorder_limits.record_evaluation(reporters, now_s, found=bool(run.view_change.reason))
 
     def _topology_reason(self, peers: Sequence[m.PeerId]) -> str:
         network = self._rated(peers)
         return self.exchange_choice.ring_reason(len(peers), network) if network is not None else ""
 
-    # -- links and computing of a group ------------------------------------------------------------
+    # -- links and compute times of a group ------------------------------------------------------------
 
     @property
     def _has_rates(self) -> bool:
         return bool(self.measured_links.sent_Bps or self.measured_links.received_Bps)
 
     def _rated(self, peers: Sequence[m.PeerId]) -> NetworkModel | None:
-        """Links of a group for which a topology is to be chosen; None: there is no choice, or no rate."""
+        """Return the links between these workers.
+
+        Returns None if there is no choice of topologies, or if no rate has been measured.
+        """
         has_choice = 2 < len(peers) <= MAX_DIRECT_MEMBERS
         return self.measured_links.build_network(peers) if self._has_rates and has_choice else None
 
     def _first_batch_measurements(
         self, peers: Sequence[m.PeerId]
     ) -> tuple[dict[m.PeerId, float], NetworkModel | None]:
-        """Seconds of their first batches, and their links if a rate is known."""
+        """Return the seconds of each worker's first batch, and the links between the workers.
+
+        Returns None for the links if no rate is known, or if there is only one worker.
+        """
         workers = [self._run.workers[peer] for peer in peers]
         figures = {w.peer: w.figures[FIRST_STEP_FIGURE] for w in workers if FIRST_STEP_FIGURE in w.figures}
         valid = {peer: seconds for peer, seconds in figures.items() if 0 < seconds < math.inf}
@@ -246,7 +261,7 @@ class GenerationPlanner:
     def _current_measurements(
         self, peers: Sequence[m.PeerId]
     ) -> tuple[int, NetworkModel | None, list[float]]:
-        """Arguments of `ExchangeChoice.reconsider`, with the computing time at the members' shares."""
+        """Return the arguments for `ExchangeChoice.reconsider`; compute times assume the current shares."""
         shares = {member.peer: member.share for member in self._run.member_list}
         members = [peer for peer in peers if shares.get(peer)]
         times_s = [shares[peer] * seconds_per_sample(self._run.workers[peer].figures) for peer in members]

@@ -1,7 +1,7 @@
-"""Reads the journal of an earlier term (commit rule 11), and builds the entries that are read.
+"""Reads the run back from the journal (commit rule 11), and builds the journal's entries.
 
-The entries are those of the `JournalEntry` effects, in their order.  The latest view binds, whether or not a
-member has received it: members that come back receive it, and are then frozen.
+The entries are those of the `JournalEntry` effects, in order.  The latest view is binding, whether or not a
+member has received it: members that come back receive the view, and are then frozen.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from gridtrain.core.commit.ledger_record import ledger_entry, parse_ledger
 from gridtrain_coordinator.run.events import RunPhase
 
 StateId = tuple[int, bytes, m.LedgerState]
-"""Step, history, and the ledger with which the run goes on from there."""
+"""A state of the run: its step, its history, and the ledger with which the run continues from that step."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveredRun:
-    """The run according to the journal; by default, that of an empty one.
+    """The run according to the journal; the defaults describe the run of an empty journal.
 
     Attributes:
-        definition: what all workers must agree with; None: no worker has joined yet.
-        generation: the latest; 0: none was installed.
-        view, roster: of the latest generation; None, (): nobody held the model.
-        has_started: a generation has trained, so that somebody holds a model worth waiting for.
-        highest_step: number of committed steps, where nobody held the model any more.
-        checkpoints: of a pipeline: the confirmed ones with the digests of their stages (`CheckpointQuorum`).
+        definition: the setup that all workers must agree with; None if no worker has joined yet.
+        generation: the latest generation; 0 if none was installed.
+        view, roster: the view and members of the latest generation; None and () if no worker held the model.
+        has_started: whether a generation has trained, so that a worker holds a model worth waiting for.
+        highest_step: the number of committed steps if no worker held the model any more; otherwise 0.
+        checkpoints: the confirmed checkpoints of a pipeline, with the digests of their stages
+            (`CheckpointQuorum`).
     """
 
     definition: m.Setup | None = None
@@ -42,7 +43,10 @@ class RecoveredRun:
 
 
 def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRun:
-    """Raises `KeyError`, `TypeError` or `ValueError` for entries that no coordinator wrote."""
+    """Return the run that these entries of the journal describe.
+
+    Raises `KeyError`, `TypeError` or `ValueError` for entries that no coordinator wrote.
+    """
     definition: m.Setup | None = None
     latest: Mapping[str, Any] | None = None
     phase, has_started, highest_step = "", False, 0
@@ -81,14 +85,14 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
 
 
 def checkpoint_entry(state: StateId, digests: Mapping[m.Span, Collection[bytes]]) -> dict[str, Any]:
-    """The journal's entry for a confirmed checkpoint; a later entry replaces it."""
+    """Return the journal entry for a confirmed checkpoint; it replaces earlier entries for the same state."""
     applied, history, ledger = state
     blocks = [[[span.start, span.stop], sorted(d.hex() for d in them)] for span, them in digests.items()]
     return {"step": applied + 1, "digest": history.hex(), "ledger": ledger_entry(ledger), "blocks": blocks}
 
 
 def generation_entry(view: m.MembershipView, roster: Sequence[m.Member]) -> dict[str, Any]:
-    """The journal's entry for a generation; JSON-able."""
+    """Return the journal entry for a generation, a JSON-serializable dictionary."""
     return {
         "term": view.term,
         "generation": view.generation,

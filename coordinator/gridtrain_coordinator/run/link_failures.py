@@ -2,18 +2,18 @@
 
              anna   bert   carl   dora    failures of each pair within `WINDOW_S`
     mallory   5      4      0      5      three pairs with `FAILURES_BEFORE_AVOIDING` each: mallory's link
-    anna      -      0      0      0      only one pair of hers failed: not hers
+    anna      -      0      0      0      only one of her pairs failed: not her link
 
-A report is only about a connection of the reporter itself, so a liar alone can blame nobody else: each member
-that it names needs further reports.  Two liars could name a third member.  In a group of three they are the
+A report concerns only a connection of the reporter itself, so a single liar cannot blame other members,
+because further reports are required.  Two liars could blame a third member.  In a group of three they are the
 majority anyway; in a larger group a member is to blame when `MIN_REPORTS` of its pairs failed:
 
     in 30 s    mallory - anna, mallory - bert      only two: the next ring avoids these pairs, once, and they
                                                    are remembered for `REMEMBERED_S`
-    then       mallory - dora                      her new neighbour reports it, too: mallory
+    then       mallory - dora                      a new neighbour reports a failure: mallory is to blame
                (nobody)                            the link of an honest member does not break
 
-A member whose own link is bad reports each of its connections: that counts like the other end's report.
+A member whose own link is bad reports each of its connections; its reports count like any other reports.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ SMALL_GROUP, SMALL_GROUP_MIN_REPORTS, MIN_REPORTS = 3, 2, 3
 REMEMBERED_S = 600.0
 
 Pair = tuple[PeerId, PeerId]
-"""The smaller key first."""
+"""Two members, the one with the smaller key first."""
 
 
 class LinkFailures:
-    """Recent failures; at most `FAILURES_BEFORE_AVOIDING` times for each end of a pair."""
+    """The recent connection failures between members.
+
+    Keeps at most `FAILURES_BEFORE_AVOIDING` failure times for each end of a pair.
+    """
 
     def __init__(self) -> None:
         self._times_s: dict[tuple[PeerId, PeerId], deque[float]] = {}  # (reporter, peer)
@@ -45,9 +48,12 @@ class LinkFailures:
             self._broken_s[_pair(reporter, peer)] = now_s
 
     def common_endpoint(self, now_s: float, members: int, centre: PeerId | None = None) -> PeerId | None:
-        """The member to which too many connections broke; None: there is none, or it cannot be told.
+        """Return the member to which too many connections broke; None if no member can be blamed.
 
-        `centre`: of a star, to which every bad link leads: more than half of its links have to fail.
+        Args:
+            members: the number of members.
+            centre: the centre of a star; None for other topologies.  Every bad link leads to the centre, so
+                it is to blame only if more than half of its links have failed.
         """
         small = members <= SMALL_GROUP
         others = self._failed_peers(now_s, WINDOW_S if small else REMEMBERED_S)
@@ -57,7 +63,10 @@ class LinkFailures:
         return max(ends, key=lambda member: (len(others[member]), member), default=None)
 
     def next_to_avoid(self, now_s: float, members: int) -> PeerId | None:
-        """The member whose failed pairs the ring does not avoid yet; to be followed by `begin_avoiding`."""
+        """Return a member with failed pairs that the ring does not avoid yet; None if there is none.
+
+        The plan of the next generation avoids these pairs (`begin_avoiding`).
+        """
         if members <= SMALL_GROUP:
             return None
         for member, theirs in sorted(self._failed_peers(now_s, WINDOW_S).items()):
@@ -67,24 +76,24 @@ class LinkFailures:
         return None
 
     def begin_avoiding(self, now_s: float) -> frozenset[Pair]:
-        """Pairs that are not to be neighbours in the next ring, if there is another one."""
+        """Start avoiding all pairs whose connection failed too often recently, and return them."""
         self._failed_peers(now_s, REMEMBERED_S)
         self._avoided = set(self._broken_s)
         return frozenset(self._avoided)
 
     def avoided_pairs(self, now_s: float) -> frozenset[Pair]:
-        """Pairs that the current ring avoids, as far as they are still remembered."""
+        """Return the pairs that the current ring avoids and whose failures are still remembered."""
         self._failed_peers(now_s, REMEMBERED_S)
         return frozenset(self._avoided)
 
     def forget(self, peer: PeerId) -> None:
-        """It is no member any more."""
+        """Forget a worker that is no longer a member."""
         self._times_s = {pair: times for pair, times in self._times_s.items() if peer not in pair}
         self._broken_s = {pair: at_s for pair, at_s in self._broken_s.items() if peer not in pair}
         self._avoided &= self._broken_s.keys()
 
     def _failed_peers(self, now_s: float, within_s: float) -> dict[PeerId, set[PeerId]]:
-        """By member, the other ends of its failed pairs; forgets old failures."""
+        """Return, by member, the other ends of its failed pairs; drop old failures."""
         for pair in [pair for pair, at_s in self._broken_s.items() if at_s < now_s - REMEMBERED_S]:
             del self._broken_s[pair]
         self._avoided &= self._broken_s.keys()

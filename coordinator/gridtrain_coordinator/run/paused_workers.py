@@ -1,4 +1,4 @@
-"""Workers that their owners have paused.  They are no members, and nobody waits for them.
+"""Workers that their owners have paused.  They are not members, and no worker waits for them.
 
 TemporaryLeave(reason) --> paused --Join--> joins like any other worker
                              +--after a week--> forgotten
@@ -23,7 +23,7 @@ class _PausedWorker:
 
 
 class PausedWorkers:
-    """Stored in memory only: a coordinator that restarts knows no paused workers."""
+    """The paused workers, stored in memory only: a restarted coordinator knows of none."""
 
     def __init__(self) -> None:
         self._workers: dict[m.PeerId, _PausedWorker] = {}
@@ -38,19 +38,22 @@ class PausedWorkers:
         self._workers.pop(peer, None)
 
     def reason_text(self, peer: m.PeerId) -> str:
-        """For people and the log."""
+        """Return the reason for the worker's pause as text."""
         return f"paused by its owner: {self._workers[peer].reason}"
 
     def worker_name(self, peer: m.PeerId) -> str:
-        """Empty: it is not paused."""
+        """Return the worker's name; empty if the worker is not paused."""
         return self._workers[peer].name if peer in self._workers else ""
 
     def reserved_names(self, besides: m.PeerId) -> set[str]:
-        """Names of other paused workers."""
+        """Return the names of all paused workers except `besides`."""
         return {paused.name for peer, paused in self._workers.items() if peer != besides}
 
     def status_rows(self, now_s: float) -> list[dict[str, Any]]:
-        """For `gridtrain status`; JSON-able."""
+        """Return the paused workers as JSON-serializable rows of `gridtrain status`.
+
+        Drops pauses older than a week.
+        """
         self._workers = {
             peer: paused for peer, paused in self._workers.items() if now_s - paused.since_s < RETENTION_S
         }

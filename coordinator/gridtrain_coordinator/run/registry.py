@@ -1,4 +1,4 @@
-"""Registered workers: what the coordinator knows of each, and what follows from that alone."""
+"""Registered workers: what the coordinator knows about each worker, and what it derives from that."""
 
 from __future__ import annotations
 
@@ -13,36 +13,61 @@ from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.group.stall_detection import extend_start
 from gridtrain.core.planning.batch_shares import BatchShares, WorkerSpeeds
+from gridtrain_coordinator.run.events import LogEvent
+from gridtrain_coordinator.run.worker_problems import WorkerProblems
 
 AVOIDED_PAIR_RTT_S = 10.0
-"""Round trip assumed for pairs of workers that the ring avoids where it can."""
+"""The round trip assumed for pairs of workers that the ring avoids where it can."""
+
+MAX_RESTARTS = 2
+"""How many times a worker may restart the transfer of its state in one generation."""
 
 
 class StateTransferProgress:
-    """How many bytes of its state a worker still lacks, and when that number last changed.
+    """How many bytes of its state a worker still lacks, and when it last made progress.
 
-    A state counts as on its way for `patience_s` after each change:
+    A decrease of at least `step_bytes` since progress was last recorded counts as progress, and so does the
+    arrival of the last byte.  An increase counts at most `MAX_RESTARTS` times: a forwarded state may turn out
+    to be wrong and is then sent again.
 
-        reported   102e6 .. 87e6 .. 71e6 .. 0         on its way until it is there
-                   87e6 .. 87e6 .. (patience_s) 87e6  stalled
+        reported   (begins) 102e6 .. 87e6 .. 71e6 .. 0         in progress until the last byte
+                   (begins) 102e6 .. 101e6 .. (patience_s)     stalled
     """
 
-    __slots__ = ("left_bytes", "progressed_s")
+    __slots__ = ("_mark_bytes", "_max_bytes", "_restarts_left", "_step_bytes", "left_bytes", "progressed_s")
 
     def __init__(self) -> None:
-        self.left_bytes, self.progressed_s = 0.0, 0.0
+        self.begin(1.0, math.inf, 0.0)
+
+    def begin(self, step_bytes: float, max_bytes: float, now_s: float) -> None:
+        """Start over for a new generation, in which the worker receives a state of at most `max_bytes`."""
+        self.left_bytes, self.progressed_s = 0.0, now_s
+        self._mark_bytes, self._step_bytes, self._max_bytes = math.inf, step_bytes, max_bytes
+        self._restarts_left = MAX_RESTARTS
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any bytes have arrived."""
+        return self._mark_bytes < math.inf
 
     def update(self, left_bytes: float, now_s: float) -> None:
-        """With each heartbeat."""
-        if left_bytes != self.left_bytes:
-            self.left_bytes, self.progressed_s = left_bytes, now_s
+        """Record the number of missing bytes that a heartbeat reports."""
+        self.left_bytes = left_bytes = min(left_bytes, self._max_bytes)
+        if left_bytes > self._mark_bytes + self._step_bytes and self._restarts_left > 0:
+            self._restarts_left -= 1
+        elif left_bytes <= 0:
+            if not 0 < self._mark_bytes < math.inf:
+                return  # nothing has arrived yet, or the last byte is known to have arrived
+        elif self._mark_bytes - left_bytes < self._step_bytes:
+            return
+        self._mark_bytes, self.progressed_s = left_bytes, now_s
 
     def excuse_stall(self, stalled_s: float) -> None:
-        """The coordinator did not read messages for `stalled_s`."""
+        """Extend the deadline by the time `stalled_s` during which the coordinator read no messages."""
         self.progressed_s += stalled_s
 
     def deadline_s(self, patience_s: float) -> float:
-        """Until when the state counts as on its way; -inf: nothing is missing."""
+        """Return the time until which the transfer is considered in progress; -inf if no byte is missing."""
         return self.progressed_s + patience_s if self.left_bytes > 0 else -math.inf
 
 
@@ -51,18 +76,20 @@ class Worker:
     """One worker that has joined.
 
     Attributes:
-        is_addressable: the coordinator knows how others reach it; until then it is not admitted.
-        is_admitted: its setup fits, and its links are measured or the time for that is over.
-        has_caught_up: it holds the members' state, or cannot catch up while they train (`CatchUp`).
-        disconnected_s: when its connection broke; None: the connection is open.
-        link_broken_s: when a member last reported that its connection to this worker broke.
-        checkpoints: stage checkpoints on its disk.
-        is_disk_full: it could not write a state to disk that it alone holds and others need.
-        standby_reason: why it has no rank although it may have one; empty: it has, or it may not.
-        progress, progressed_s: the latest progress counter of its heartbeats, and when it changed.
-        is_loading_state: it receives the state for a generation that forms.  Many workers that load at once
-            on few cores miss heartbeats, and only that generation waits for them.
-        state_progress: what it reports about a state that it receives.
+        is_addressable: whether the coordinator knows how other workers reach it; required for admission.
+        is_admitted: whether its setup fits, and the measurement of its links is complete or has timed out.
+        has_caught_up: whether it holds the members' state, or cannot catch up while they train (`CatchUp`).
+        is_connected: whether a connection with its key is open, from the worker or another program.
+        disconnected_s: the time at which its connection broke; None if it has joined since then.
+        link_broken_s: the time at which a member last reported a broken connection to this worker.
+        checkpoints: the stage checkpoints on its disk.
+        is_disk_full: whether it failed to write a state to disk that it alone holds and other workers need.
+        standby_reason: the reason why it has no rank although it is eligible; otherwise empty.
+        progress, progressed_s: the latest progress counter in its heartbeats, and when the counter changed.
+        is_loading_state: whether it is receiving the state for a generation that is forming.  Many workers
+            that load a state at once on few cores miss heartbeats, so their timeout is longer.
+        state_progress: the progress of the state transfer that it reports.
+        problems: the skipped steps, missed steps and failed checkpoints that it reports.
     """
 
     peer: m.PeerId
@@ -75,6 +102,7 @@ class Worker:
     is_admitted: bool = False
     has_caught_up: bool = False
     probe_deadline_s: float = math.inf
+    is_connected: bool = True
     disconnected_s: float | None = None
     link_broken_s: float = -math.inf
     checkpoints: tuple[m.CheckpointInfo, ...] = ()
@@ -84,6 +112,7 @@ class Worker:
     progressed_s: float = 0.0
     is_loading_state: bool = False
     state_progress: StateTransferProgress = field(default_factory=StateTransferProgress)
+    problems: WorkerProblems = field(default_factory=WorkerProblems)
     step: int = 0
     figures: dict[str, float] = field(default_factory=dict)
     rtt_s: dict[m.PeerId, float] = field(default_factory=dict)
@@ -91,33 +120,41 @@ class Worker:
 
     # -- what it reports -----------------------------------------------------------------------------
 
-    def record_connected(self, now_s: float) -> None:
-        self.disconnected_s, self.link_broken_s, self.last_heard_s = None, -math.inf, now_s
+    def record_connected(self) -> None:
+        """Record a connection with the worker's key.
+
+        Only a `Join` proves that the worker itself is back, because its agent connects with the same key.
+        """
+        self.is_connected = True
 
     def record_disconnected(self, now_s: float) -> None:
-        self.disconnected_s = now_s
+        self.is_connected = False
+        if self.disconnected_s is None:
+            self.disconnected_s = now_s
 
     def record_message(self, now_s: float) -> None:
         self.last_heard_s = now_s
 
     def record_link_broken(self, now_s: float) -> None:
-        """A member reports that its connection to this worker broke."""
+        """Record that a member's connection to this worker broke."""
         self.link_broken_s = now_s
 
     def record_join(self, address: str) -> None:
-        self.address, self.disconnected_s = address, None
+        self.address, self.disconnected_s, self.link_broken_s = address, None, -math.inf
 
     def record_setup(self, setup: m.Setup) -> None:
         self.setup, self.checkpoints = setup, setup.stage_checkpoints
 
-    def record_heartbeat(self, beat: m.Heartbeat, now_s: float) -> None:
+    def record_heartbeat(self, beat: m.Heartbeat, now_s: float) -> list[LogEvent]:
+        """Record a heartbeat; return log events about the problems that it reports."""
         if beat.progress > self.progress:
             self.progress, self.progressed_s = beat.progress, now_s
         self.step, self.figures = beat.step, dict(beat.metrics)
         self.state_progress.update(self.figures.get(m.STATE_LEFT, 0.0), now_s)
+        return self.problems.update(self.name, beat.step, self.figures, now_s)
 
     def record_round_trips(self, rtt_s: dict[m.PeerId, float]) -> None:
-        """It has measured its links."""
+        """Store the round trips that the worker has measured, and admit it if its setup is known."""
         self.rtt_s, self.is_admitted = rtt_s, self.setup is not None
 
     def record_checkpoints(self, checkpoints: tuple[m.CheckpointInfo, ...]) -> None:
@@ -126,7 +163,7 @@ class Worker:
     # -- what it is asked to do --------------------------------------------------------------------
 
     def begin_probing(self, deadline_s: float) -> None:
-        """It is asked to measure its links until then."""
+        """Give the worker until `deadline_s` to measure its links."""
         self.probe_deadline_s = deadline_s
 
     def admit(self) -> None:
@@ -139,17 +176,17 @@ class Worker:
         self.is_loading_state = is_loading
 
     def roll_back(self, applied: int) -> None:
-        """The run continues after step `applied`."""
+        """Drop later steps and checkpoints, because the run continues after step `applied`."""
         self.step = min(self.step, applied + 1)
         self.checkpoints = tuple(x for x in self.checkpoints if x.applied <= applied)
 
     def clear_initial_state(self) -> None:
-        """It no longer holds the initial state that it built."""
+        """Record that the worker no longer holds the initial state that it built."""
         if self.setup is not None:
             self.setup = replace(self.setup, initial_state_digest=b"")
 
     def excuse_stall(self, stalled_s: float, until_s: float, limits: Deadlines) -> None:
-        """The coordinator did not read messages for `stalled_s`: wait at least until `until_s`."""
+        """Extend the timeouts to at least `until_s`, because no message was read for `stalled_s` seconds."""
         self.last_heard_s = extend_start(self.last_heard_s, limits.silence_s, until_s)
         self.probe_deadline_s = max(self.probe_deadline_s, until_s)
         self.progressed_s += stalled_s
@@ -161,31 +198,34 @@ class Worker:
 
     @property
     def is_catching_up(self) -> bool:
-        """It receives the state while the members train, and may not enter a generation yet."""
+        """Whether the worker is still receiving the state while the members train."""
         can_catch_up = self.setup is not None and self.setup.can_catch_up
         return self.is_admitted and not self.has_caught_up and can_catch_up
 
     @property
     def is_introduced(self) -> bool:
-        """It was asked to measure its links; workers that join later measure theirs to this one."""
+        """Whether the worker was asked to measure its links.
+
+        Workers that join later measure their links to this worker.
+        """
         return self.is_admitted or self.probe_deadline_s < math.inf
 
     @property
     def is_eligible(self) -> bool:
-        """It may be in the next generation."""
+        """Whether the worker may be in the next generation."""
         return self.is_admitted and not self.is_catching_up
 
     def failure_reason(self, limits: Deadlines, now_s: float) -> str:
-        """Why this worker counts as lost; empty: it does not."""
+        """Return the reason why this worker is considered lost; empty if it is not lost."""
         if self.disconnected_s is not None and now_s >= self._reconnect_deadline_s(limits):
             if self._is_link_broken(limits):
-                return "its connections to this coordinator and to a member broke"
-            return "its connection broke and did not come back"
+                return "lost its connections to this coordinator and to a member"
+            return "lost its connection and did not reconnect"
         silence_s = self._heartbeat_timeout_s(limits)
-        return f"silent for {silence_s:.1f} s" if now_s >= self.last_heard_s + silence_s else ""
+        return f"sent nothing for {silence_s:.1f} s" if now_s >= self.last_heard_s + silence_s else ""
 
     def deadline_s(self, limits: Deadlines) -> float:
-        """When `failure_reason` or its admission may change."""
+        """Return the next time at which the worker may have to be removed or admitted."""
         probe_s = math.inf if self.is_admitted else self.probe_deadline_s
         silent_s = self.last_heard_s + self._heartbeat_timeout_s(limits)
         return min(silent_s, self._reconnect_deadline_s(limits), probe_s)
@@ -194,12 +234,13 @@ class Worker:
         return max(limits.silence_s, limits.ready_s) if self.is_loading_state else limits.silence_s
 
     def _reconnect_deadline_s(self, limits: Deadlines) -> float:
-        """Until when a broken connection may come back.
+        """Return the time until which a broken connection may be restored.
 
-        A cut cable or a frozen machine resets no connection.  Where two connections of one worker break at
-        once its process has ended, so the wait is short.
+        A cut cable or a frozen machine does not reset connections.  If two connections of one worker break at
+        the same time, its process has ended, so the wait is short.  While a connection is open, a `Join` may
+        still arrive, so there is no deadline.
         """
-        if self.disconnected_s is None:
+        if self.disconnected_s is None or self.is_connected:
             return math.inf
         has_ended = self._is_link_broken(limits)
         return self.disconnected_s + (
@@ -211,7 +252,7 @@ class Worker:
         return at_s is not None and abs(self.link_broken_s - at_s) <= limits.regreet_s
 
     def status_row(self, rank: int | None, roster: Sequence[m.Member], now_s: float) -> dict[str, Any]:
-        """For `gridtrain status`; JSON-able."""
+        """Return the worker's row in `gridtrain status`, a JSON-serializable dictionary."""
         admitted = "spare" if self.standby_reason else "admitted"
         state = "following" if self.is_catching_up else admitted if self.is_admitted else "joining"
         state = "active" if rank is not None else state
@@ -223,6 +264,7 @@ class Worker:
             "address": self.address,
             "share": roster[rank].share if rank is not None else 0,
             "spare": self.standby_reason if rank is None else "",
+            "reason": self.problems.text(now_s),
             "step": self.step,
             "progress": self.progress,
             "last_heard_s": round(now_s - self.last_heard_s, 3),
@@ -235,41 +277,47 @@ class Registry(dict[m.PeerId, Worker]):
     """The registered workers by key, in the order of joining."""
 
     def seniority(self, peer: m.PeerId) -> tuple[float, m.PeerId]:
-        """Sort key; the longest-serving worker is first."""
+        """Return a sort key that puts the longest-serving worker first."""
         return (self[peer].joined_s, peer)
 
     def sort_by_seniority(self, peers: Collection[m.PeerId]) -> list[m.PeerId]:
         return sorted(peers, key=self.seniority)
 
     def display_name(self, peer: m.PeerId) -> str:
-        """Name of a worker; of one that is not registered, the beginning of its key."""
+        """Return the worker's name, or the beginning of its key if it is not registered."""
         return self[peer].name if peer in self else peer.hex()[:8]
 
 
 def worker_count_text(count: int) -> str:
-    """As in "2 workers"."""
+    """Return a count as text, such as "2 workers"."""
     return "1 worker" if count == 1 else f"{count} workers"
 
 
 def round_trip_times(
     workers: Sequence[Worker], avoided: Collection[tuple[m.PeerId, m.PeerId]] = ()
 ) -> dict[tuple[m.PeerId, m.PeerId], float]:
-    """Round trips in seconds by directed pair; `avoided` pairs get a long one."""
+    """Return round trips in seconds by directed pair, with `AVOIDED_PAIR_RTT_S` for `avoided` pairs."""
     links = {(worker.peer, other): rtt_s for worker in workers for other, rtt_s in worker.rtt_s.items()}
-    if avoided and not links:  # the planner treats pairs without measurement like the others
+    if avoided and not links:  # else the planner would treat all pairs like the avoided pairs
         links = {(one.peer, other.peer): 0.0 for one, other in itertools.combinations(workers, 2)}
     return links | {pair: AVOIDED_PAIR_RTT_S for pair in avoided}
 
 
 def batch_limits(workers: Sequence[Worker]) -> list[int]:
-    """With a global batch size, the largest number of samples of a step for each worker; 0: no limit."""
+    """Return each worker's batch size.
+
+    With a global batch size, this is the most samples of a step for the worker; 0 means no limit.
+    """
     return [worker.setup.batch_size if worker.setup is not None else 0 for worker in workers]
 
 
 def assign_shares(
     workers: Sequence[Worker], global_batch_size: int | None, sharing: WorkerSpeeds
 ) -> BatchShares:
-    """Batch sizes in the workers' order: their own, or the global batch size divided by speed."""
+    """Return the shares in the workers' order.
+
+    A share is the worker's own batch size, or the part of the global batch size that fits the worker's speed.
+    """
     if global_batch_size is None:
         return BatchShares(tuple(batch_limits(workers)), "each worker takes its own batch size")
     peers, names = [worker.peer for worker in workers], [worker.name for worker in workers]
@@ -277,7 +325,7 @@ def assign_shares(
 
 
 def setup_differences(reference: m.Setup, setup: m.Setup) -> list[str]:
-    """Sentences about what differs from the run as the first worker defined it."""
+    """Return sentences that describe how `setup` differs from `reference`, the run's definition."""
     run, here = _described(reference), _described(setup)
     return [
         f"{name} is {here.get(name, 'missing')} here and {run.get(name, 'missing')} in the run"
@@ -287,7 +335,10 @@ def setup_differences(reference: m.Setup, setup: m.Setup) -> list[str]:
 
 
 def _model_lines(model: m.StagedModel | None) -> dict[str, str]:
-    """What the stages consist of.  Measured times may differ; those of the first worker are used."""
+    """Describe the stages, for a comparison with the stages of another setup.
+
+    Measured times are left out, because they may differ; the run uses the first worker's times.
+    """
     if model is None:
         return {}
     sizes = ", ".join(f"{b.parameter_bytes} {b.trainable_bytes}" for b in model.blocks)

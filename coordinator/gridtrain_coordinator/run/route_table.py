@@ -1,15 +1,15 @@
-"""How each worker reaches each other one: directly, dialled by the other side, or through a relay.
+"""Chooses how workers reach each other: directly, dialled by the other side, or through a relay.
 
     a reaches b at           who dials                      address of b in the member list for a
     b's verified address     a (both can: the larger key)   tcp://...
     nothing, but b reaches a b                              (empty: b dials)
     neither                  both, to a third               relay:<its key>
 
-A worker's own word is not enough: an address is given to others only if the coordinator reached the worker
-there, or to workers behind the same router.
+A worker's claim is not enough: others are told its address only if the coordinator has reached the worker
+at this address, or if they are behind the same router.
 
-A route on which a pair could not connect (`PeersUnreachable`) is not tried again.  The next one is used: the
-verified address, then the address inside a common network, then relays, at last the coordinator itself.
+A route on which a pair could not connect (`PeersUnreachable`) is not tried again.  The pair then uses the
+next of these routes: the verified address, the address inside a common network, a relay, the coordinator.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from hashlib import blake2b
 from gridtrain.core.messages import RELAY_PREFIX, PeerId
 
 _NUMERIC = re.compile(r"tcp://(\d{1,3}(\.\d{1,3}){3}|\[[0-9A-Fa-f:.]+\]):\d{1,5}|memory://.+")
-"""Only numeric addresses: a name is a worker's word, and would be looked up by the worker that dials."""
+"""Matches numeric addresses only, so that no worker resolves a host name that another worker claims."""
 
 MAX_BLOCKED = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLocation:
-    """Where a worker is.
+    """The addresses of a worker.
 
     Attributes:
-        claimed_address: at which it listens, by its own word.
-        host: from where its connection to the coordinator comes.
-        verified_address: at which the coordinator reached it; empty: at none, it is behind NAT.
-        can_relay: it is willing to forward messages of others.
+        claimed_address: the address at which the worker says that it listens.
+        host: the address from which its connection to the coordinator comes.
+        verified_address: the address at which the coordinator reached it; empty if it is behind NAT.
+        can_relay: whether it is willing to forward messages between other workers.
     """
 
     claimed_address: str
@@ -45,7 +45,10 @@ class PeerLocation:
 
 
 def dial_back_addresses(location: PeerLocation) -> tuple[str, ...]:
-    """Addresses at which to dial a worker: the claimed one, and the same port at its connection's host."""
+    """Return the addresses at which to dial a worker.
+
+    These are the claimed address, and the same port at the host from which the worker's connection comes.
+    """
     host, _, port = location.claimed_address.removeprefix("tcp://").rpartition(":")
     if (
         not location.claimed_address.startswith("tcp://")
@@ -61,7 +64,7 @@ class RouteTable:
     """The locations of all workers, and the routes that failed.
 
     Args:
-        coordinator: its key; the relay of last resort.
+        coordinator: the coordinator's key; the coordinator is the relay of last resort.
     """
 
     def __init__(self, coordinator: PeerId) -> None:
@@ -73,17 +76,17 @@ class RouteTable:
         return self._locations.get(peer)
 
     def reachability_text(self, peer: PeerId) -> str:
-        """For the status: whether others can dial the worker."""
+        """Return "direct", "behind NAT" or, if this is still unknown, "?", as the status shows it."""
         location = self._locations.get(peer)
         return "?" if location is None else "direct" if location.verified_address else "behind NAT"
 
     def is_directly_reachable(self, peer: PeerId) -> bool:
-        """Everybody can dial it, and no route has failed."""
+        """Whether every worker can dial this worker, and no route between any two workers has failed."""
         location = self._locations.get(peer)
         return location is not None and bool(location.verified_address) and not self._blocked
 
     def set_location(self, peer: PeerId, location: PeerLocation) -> None:
-        """Set a worker's location; if it has changed, failed routes are forgotten."""
+        """Set a worker's location; if it has changed, forget the failed routes to and from the worker."""
         if self._locations.get(peer) != location:
             self.forget(peer)
             self._locations[peer] = location
@@ -93,7 +96,7 @@ class RouteTable:
         self._blocked = {route for route in self._blocked if peer not in route[:2]}
 
     def block(self, viewer: PeerId, other: PeerId, relays: Sequence[PeerId]) -> str:
-        """`viewer` could not connect to `other` as it was told; returns the route that is given up."""
+        """Give up the route by which `viewer` could not connect to `other`, and return the route."""
         route = self.address(viewer, other, relays)
         if route and len(self._blocked) < MAX_BLOCKED:
             self._blocked.add((viewer, other, route))
@@ -102,10 +105,12 @@ class RouteTable:
         return route
 
     def address(self, viewer: PeerId, other: PeerId, relays: Sequence[PeerId]) -> str:
-        """What `viewer` is told about `other`; empty: `other` dials.  The answers for both sides match.
+        """Return the address at which `viewer` reaches `other`; empty if `other` dials.
+
+        The results for the two ends of a pair are consistent.
 
         Args:
-            relays: members to choose from, in rank order.
+            relays: the members that may serve as relays, in rank order.
         """
         here, there = self._locations.get(viewer), self._locations.get(other)
         if here and there and here.verified_address and there.verified_address and not self._blocked:
@@ -121,7 +126,7 @@ class RouteTable:
         return "" if backward else RELAY_PREFIX + self._relay(viewer, other, relays).hex()
 
     def relay_candidates(self, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
-        """Those of `peers` that can serve as relays."""
+        """Return the peers among `peers` that can serve as relays."""
         return tuple(
             p
             for p in peers
@@ -129,7 +134,7 @@ class RouteTable:
         )
 
     def _direct(self, viewer: PeerId, other: PeerId) -> _Route | None:
-        """The best address at which `viewer` can dial `other`; None: there is none."""
+        """Return the best address at which `viewer` can dial `other`; None if it cannot."""
         here, there = self._locations.get(viewer), self._locations.get(other)
         if there is None:
             return None
@@ -146,7 +151,10 @@ class RouteTable:
         return next((route for route in routes if (viewer, other, route.address) not in self._blocked), None)
 
     def _relay(self, viewer: PeerId, other: PeerId, relays: Sequence[PeerId]) -> PeerId:
-        """A member that both can dial, chosen by the pair's keys to spread the load; else the coordinator."""
+        """Return a member that both workers can dial, or the coordinator if there is no such member.
+
+        The choice depends on the pair's keys, to spread the load.
+        """
         pair = b"".join(sorted((viewer, other)))
         first = int.from_bytes(blake2b(pair, digest_size=4).digest(), "big")
         for i in range(len(relays)):

@@ -1,10 +1,10 @@
-"""The run as the coordinator knows it: who is registered, who is a member, and how far the run has come.
+"""The state of the run that the coordinator knows: registered workers, members and progress.
 
     workers       registered                      anna  bert  clara  dora
     member_list   the generation, by rank           0     1     2      -
     partition     the stage of each member          0     0     1      -
 
-All parts of the coordinator's core share this state; they change it only through the methods here.
+All parts of the coordinator's core share this state, and change it only through the methods of `RunState`.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ from gridtrain_coordinator.run.stage_bounds import StageBounds
 from gridtrain_coordinator.run.view_change import ViewChange
 
 MAX_STEPS = 2**62
-"""Bound of a step that a worker reports, so that a sum with it still fits into a field of the protocol."""
+"""The highest step that is accepted from a worker, so that sums with it fit into a field of the protocol."""
 
 
 class RunState:
-    """State of one run.
+    """The state of one run.
 
     Args:
-        name: joins for another run are refused.
-        term: how often the coordinator has started; already in the journal.
-        limits: see `gridtrain.config.Deadlines`.
-        min_workers: number of workers that the run needs to start.
-        software: this program's version, sent to workers.
+        name: the run's name; joins for another run are refused.
+        term: how often the coordinator has started; the journal already contains this number.
+        limits: the time limits; see `gridtrain.config.Deadlines`.
+        min_workers: the number of workers that the run needs to start.
+        software: this program's version, which is sent to workers.
 
     Attributes:
-        phase: shown to people together with `reason`.
-        generation: the latest; 0: none was installed.
-        definition: what all workers must agree with; None: nobody has defined the run yet.
+        phase: the phase of the run, which the status shows together with `reason`.
+        generation: the latest generation; 0 if none was installed.
+        definition: the setup that all workers must agree with; None until a worker has defined the run.
         workers: registered workers, in the order of joining.
-        view: of the latest generation; None: nobody holds the model, or only the members know the view.
+        view: the view of the latest generation; None if no worker holds the model, or if only the members
+            know the view.
         view_change: the view change in progress.
         partition: how the model is divided into stages.
         highest_step: the highest step that generations and finished workers have reported.
-        has_started: somebody holds, or held, a model worth waiting for.
-        accepted_workers: workers that take part, or took part, in the run as this coordinator defines it.
-        departed_members: members that left or were dismissed; nobody waits for them.
+        has_started: whether a worker holds, or held, a model worth waiting for.
+        accepted_workers: workers whose setup this coordinator has accepted, including those that have left.
+        departed_members: members that left or were dismissed, and are no longer awaited.
         finished_members: members that have reached the end of the run.
     """
 
@@ -73,7 +74,7 @@ class RunState:
         self._set_members(())
 
     def restore(self, recovered: RecoveredRun) -> None:
-        """Continue the run that an earlier term left behind."""
+        """Continue the run that was recovered from the journal."""
         self.generation, self.definition = recovered.generation, recovered.definition
         if recovered.definition is not None:
             self.partition.define(recovered.definition)
@@ -92,7 +93,7 @@ class RunState:
             )
 
     def _set_members(self, members: tuple[m.Member, ...]) -> None:
-        self.member_list = members  # in rank order; (): nobody holds the model
+        self.member_list = members  # in rank order; () if no worker holds the model
         self.member_order = tuple(member.peer for member in members)  # their keys
         self.members = frozenset(self.member_order)
 
@@ -105,7 +106,7 @@ class RunState:
 
     @property
     def connected_members(self) -> list[m.PeerId]:
-        """Members whose connection to the coordinator is open, in rank order."""
+        """Members that have joined over their current connection, in rank order."""
         return [peer for peer in self.present_members if self.workers[peer].disconnected_s is None]
 
     @property
@@ -113,22 +114,25 @@ class RunState:
         return self.phase is RunPhase.FINISHED
 
     def is_current(self, term: int, generation: int) -> bool:
-        """A message with this term and generation is about the current generation."""
+        """Whether a message with this term and generation belongs to the current generation."""
         return (term, generation) == (self.term, self.generation)
 
     def eligible_workers(self) -> list[m.PeerId]:
-        """Workers that may be in the next generation, the longest-serving first."""
-        # A member whose process was restarted has no setup yet; it joins once it has sent one.
+        """Return the workers that may be in the next generation, the longest-serving first."""
+        # A member whose process was restarted has no setup yet; it is eligible once it has sent its setup.
         workers = self.workers.values()
         ready = (w for w in workers if w.is_eligible or (w.peer in self.members and w.setup is not None))
         return self.workers.sort_by_seniority([w.peer for w in ready])
 
     def newcomers(self) -> list[Worker]:
-        """Workers that may enter the next generation and are not in the current one."""
+        """Return the workers that may enter the next generation and are not in the current one."""
         return [w for w in self.workers.values() if w.is_eligible and w.peer not in self.members]
 
     def stage_of(self, peer: m.PeerId) -> int:
-        """Stage of a member by its rank; 0 for others, and where the ranks do not fill all stages."""
+        """Return the stage of a member by its rank.
+
+        Returns 0 for other workers, and if the ranks do not fill all stages.
+        """
         if len(self.member_order) % self.partition.stage_count or peer not in self.member_order:
             return 0
         layout = RankLayout.for_world_size(self.partition.stage_count, len(self.member_order))
@@ -136,14 +140,14 @@ class RunState:
 
     @property
     def required_workers(self) -> int:
-        """Number of workers needed to start; a pipeline that has started can be repartitioned over fewer."""
+        """The number of workers needed to start; a started pipeline can be repartitioned over fewer."""
         defined = self.definition.stages if self.definition is not None else 1
         has_begun = self.partition.is_pipeline and self.highest_step > 0
         return max(self._min_workers, 1 if has_begun else defined)
 
     @property
     def reason(self) -> str:
-        """Why the run is in its phase; while it waits for workers, also how many have joined."""
+        """The reason for the phase; while the run waits for workers, also how many have joined."""
         here = len(self.workers)
         if self.phase is not RunPhase.WAITING or not 0 < here < self.required_workers:
             return self._reason
@@ -152,14 +156,14 @@ class RunState:
     # -- transitions -------------------------------------------------------------------------------
 
     def define(self, setup: m.Setup) -> None:
-        """The first worker's setup defines the run."""
+        """Define the run by the first worker's setup."""
         self.definition = setup
         self.partition.define(setup)
         if setup.stages > self._min_workers and self.phase is RunPhase.WAITING:
             self._reason = f"waiting for {worker_count_text(setup.stages)}, one for each stage of the model"
 
     def install(self, view: m.MembershipView, members: tuple[m.Member, ...]) -> None:
-        """The next generation; it was written to the journal, or will be before anybody hears of it."""
+        """Make the next generation the current one; the caller journals it before any worker receives it."""
         self._set_members(members)
         self.generation, self.view = view.generation, view
         self.record_step(view.applied + 1)
@@ -167,13 +171,13 @@ class RunState:
         self.departed_members.clear()
 
     def adopt_reported(self, generation: int, members: tuple[m.Member, ...], bounds: tuple[int, ...]) -> None:
-        """A generation that only its members know, as they report it."""
+        """Adopt a generation that is not in the journal, as its members report it."""
         self.generation, self.view, self.has_started = generation, None, True
         self.partition.adopt(bounds)
         self._set_members(members)
 
     def lose_model(self) -> None:
-        """Nobody is left who holds the model."""
+        """Remove all members, because no remaining worker holds the model."""
         self._set_members(())
         self.view, self.has_started = None, False
         self.departed_members.clear()
@@ -187,15 +191,15 @@ class RunState:
         self.highest_step = max(self.highest_step, step)
 
     def roll_back(self, applied: int) -> None:
-        """The run continues after step `applied`."""
+        """Lower the highest step, because the run continues after step `applied`."""
         self.highest_step = applied + 1
 
     def record_departure(self, peer: m.PeerId) -> None:
-        """A member left for good."""
+        """Record that a member left for good."""
         self.departed_members.add(peer)
 
     def record_finish(self, peer: m.PeerId, applied: int) -> None:
-        """A worker has reached the end of the run, after step `applied`."""
+        """Record that a worker has reached the end of the run, after step `applied`."""
         self.finished_members.add(peer)
         if peer in self.members:  # other workers have finished nothing
             self.record_step(min(applied, MAX_STEPS) + 1)
@@ -206,13 +210,13 @@ class RunState:
         return JournalEntry("state", {"state": str(phase), "reason": reason, **more})
 
     def enter_phase(self, phase: RunPhase, reason: str, **more: Any) -> JournalEntry:
-        """Change the phase; returns the entry for the journal."""
+        """Change the phase; return the entry for the journal."""
         self.phase, self._reason = phase, reason
         self.has_started = self.has_started or phase is RunPhase.TRAINING
         return self.phase_entry(phase, reason, **more)
 
     def term_entry(self) -> JournalEntry:
-        """To be durable before anybody hears of the term."""
+        """Return the journal entry of the term, which must be durable before the term is announced."""
         return JournalEntry("term", {"term": self.term, "run": self.name, "software": self._software})
 
     def welcome_message(self, peer: m.PeerId) -> Send:

@@ -7,10 +7,12 @@ from gridtrain.core.stages.repartition import defined_cuts
 
 
 class StageBounds:
-    """The first layer of each stage, then the number of layers; without stages, one stage of one layer.
+    """The first layer of each stage, followed by the number of layers.
+
+    A model in one piece has one stage of one layer.
 
     Attributes:
-        recorded_bounds: as the generation's view names them; (): as the run is defined.
+        recorded_bounds: the bounds that the generation's view names; () if it uses the definition's bounds.
     """
 
     def __init__(self) -> None:
@@ -18,7 +20,7 @@ class StageBounds:
         self._definition: m.Setup | None = None
 
     def define(self, setup: m.Setup) -> None:
-        """The run is defined.  Bounds that a member reported before and that do not fit are dropped."""
+        """Set the definition of the run; drop bounds that a member reported earlier if they do not fit."""
         self._definition = setup
         if not self.is_valid(self.recorded_bounds):
             self.recorded_bounds = ()
@@ -28,7 +30,7 @@ class StageBounds:
 
     @property
     def is_pipeline(self) -> bool:
-        """The run is defined with more than one stage."""
+        """Whether the run is defined with more than one stage."""
         return self._definition is not None and self._definition.stages > 1
 
     @property
@@ -39,17 +41,20 @@ class StageBounds:
 
     @property
     def stage_count(self) -> int:
-        """Stages of the generation; before there is one, stages of the definition."""
+        """The number of stages in the generation, or in the definition before the first generation."""
         return len(self.bounds) - 1
 
     def is_valid(self, bounds: tuple[int, ...]) -> bool:
-        """The model can be divided so; anything is accepted before the run is defined."""
+        """Whether the model can be divided at these bounds; True for all bounds before the run is defined."""
         if self._definition is None or not bounds:
             return True
         return self.is_pipeline and bounds[-1] == defined_cuts(self._definition)[-1]
 
     def can_hold(self, layers: m.Span) -> bool:
-        """A member may hold the state of these layers: a stage's or, after a repartition, of an older one."""
+        """Whether a member may hold the state of these layers.
+
+        The layers may be those of a stage or, after a repartition, of an earlier stage.
+        """
         if not self.is_pipeline:
             return layers == m.Span(0, 1)
         return layers.start < layers.stop <= self.bounds[-1]

@@ -1,4 +1,4 @@
-"""The view change in progress: why another generation is wanted, and what its members have answered.
+"""The view change in progress: why another generation is requested, and what its members have answered.
 
       request(reason)              begin_freezing            begin_forming               reset
 IDLE ----------------> IDLE, reason ------------> FREEZING ----------------> FORMING ------------> IDLE
@@ -21,14 +21,15 @@ class ViewChangePhase(StrEnum):
 
 
 class ViewChange:
-    """State of the view change; other objects read the attributes and change them through the methods.
+    """The state of the view change; other objects read the attributes and change them through the methods.
 
     Attributes:
-        deadline_s: when waiting for the members' answers ends.
-        reason: why another generation is wanted; empty: none is.
-        unrouted_reason: why another generation is wanted instead of the one that forms, unless its members
-            connect after all.
-        last_installed_s: when this coordinator installed its latest generation; -inf: it has installed none.
+        deadline_s: the time at which waiting for the members' answers ends.
+        reason: the reason for another generation; empty if no generation is requested.
+        unrouted_reason: the reason for replacing the forming generation, unless its members connect after
+            all.
+        last_installed_s: the time at which this coordinator installed its latest generation; -inf if it has
+            installed none.
         reports: the members' `FreezeReport` messages.
         ready_histories: by member, the history in its `Ready` message.
     """
@@ -56,7 +57,7 @@ class ViewChange:
 
     @property
     def has_installed(self) -> bool:
-        """This coordinator has installed a generation since it started."""
+        """Whether this coordinator has installed a generation since it started."""
         return self.last_installed_s > -math.inf
 
     # -- phases ------------------------------------------------------------------------------------
@@ -66,7 +67,7 @@ class ViewChange:
         self.reports.clear()
 
     def begin_forming(self, deadline_s: float, now_s: float) -> str:
-        """A generation was installed; returns the reason for it."""
+        """Wait for the members of an installed generation to be ready; return the generation's reason."""
         self.phase, self.deadline_s, self.last_installed_s = ViewChangePhase.FORMING, deadline_s, now_s
         self.unrouted_reason = ""
         self.ready_histories.clear()
@@ -74,25 +75,25 @@ class ViewChange:
         return reason
 
     def reset(self) -> None:
-        """Wait for nobody any more."""
+        """End the view change: stop waiting for the members' answers."""
         self.phase, self.deadline_s = ViewChangePhase.IDLE, math.inf
 
     # -- reasons -----------------------------------------------------------------------------------
 
     def request(self, reason: str) -> None:
-        """Ask for another generation; the first reason is kept."""
+        """Request another generation; the first reason is kept."""
         self.reason = self.reason or reason
 
     def replace_reason(self, reason: str) -> None:
-        """Ask for another generation for this reason, whatever was the reason before."""
+        """Request another generation for this reason, which replaces any earlier reason."""
         self.reason = reason
 
     def withdraw(self) -> None:
-        """No other generation is wanted."""
+        """Withdraw the request for another generation."""
         self.reason = ""
 
     def mark_unrouted(self, reason: str) -> None:
-        """Members of the generation that forms cannot connect; the first reason is kept."""
+        """Record that members of the generation that forms cannot connect; the first reason is kept."""
         self.unrouted_reason = self.unrouted_reason or reason
 
     # -- deadline ----------------------------------------------------------------------------------
@@ -101,11 +102,11 @@ class ViewChange:
         self.deadline_s = deadline_s
 
     def extend_deadline(self, deadline_s: float) -> None:
-        """Wait at least until then."""
+        """Postpone the deadline until at least `deadline_s`."""
         self.deadline_s = max(self.deadline_s, deadline_s)
 
     def shorten_deadline(self, deadline_s: float) -> None:
-        """Wait at most until then."""
+        """Bring the deadline forward to `deadline_s` at the latest."""
         self.deadline_s = min(self.deadline_s, deadline_s)
 
     # -- answers -----------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ class ViewChange:
         self.reports[peer] = report
 
     def discard_report(self, peer: m.PeerId) -> None:
-        """The member has gone."""
+        """Discard the report of a member that has left."""
         self.reports.pop(peer, None)
 
     def record_ready(self, peer: m.PeerId, history: bytes) -> None:

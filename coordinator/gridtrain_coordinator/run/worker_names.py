@@ -1,6 +1,6 @@
-"""Names of workers, unique within the run, so that people can tell them apart: `gridtrain kick anna-2`.
+"""Names of workers, unique within the run, so that users can distinguish workers: `gridtrain kick anna-2`.
 
-A name proves nothing: access is decided by keys (`access.authorization`).
+A name proves nothing, because access depends on keys (`access.authorization`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_REMEMBERED = 10_000
 
 
 class WorkerNames:
-    """Numbers workers of one name, and gives a worker that comes back the name it had.
+    """Numbers workers that share a name, and gives a returning worker its previous name.
 
         "anna", key 1a..  -> anna            1a.. leaves and comes back          -> anna
         "anna", key 2b..  -> anna-2          2b.. comes back, 1a.. is not there  -> anna-2
@@ -27,7 +27,7 @@ class WorkerNames:
         self._assigned: dict[m.PeerId, tuple[str, str]] = {}  # (requested, assigned)
 
     def assign(self, peer: m.PeerId, requested: str, taken: Collection[str]) -> str:
-        """The name of `peer`, which is none of the `taken` names of other workers."""
+        """Assign a name to `peer` that is not in `taken`, and return the name."""
         before, name = self._assigned.pop(peer, ("", ""))
         if requested not in (before, name) or name in taken:
             before, name = requested, unique_name(requested, taken)
@@ -38,7 +38,7 @@ class WorkerNames:
 
 
 def rename_events(requested: str, name: str) -> list[LogEvent]:
-    """For the log and the events of `gridtrain status`; empty: the worker has the name it asked for."""
+    """Return log events about a changed name; empty if the worker has the name that it requested."""
     if requested == name:
         return []
     reason = f"another worker is called {requested}"
@@ -46,7 +46,7 @@ def rename_events(requested: str, name: str) -> list[LogEvent]:
 
 
 def unique_name(name: str, taken: Collection[str]) -> str:
-    """The name, with a number where it is taken: "anna", "anna-2", "anna-3"; at most `MAX_NAME_BYTES`."""
+    """Return the name, numbered if it is taken ("anna", "anna-2", "anna-3"), in at most `MAX_NAME_BYTES`."""
     free, number = name, 1
     while free in taken:
         number += 1

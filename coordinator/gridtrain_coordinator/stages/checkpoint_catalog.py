@@ -6,14 +6,14 @@
                                    violation
     StageCheckpointList while a generation forms --> a part is missing --> another generation
 
-Full disks, where the model is repartitioned:
+Example of a full disk when the model is repartitioned:
 
-    view, repartitioned           anna, who has layers [0 3) in memory, writes them to disk, and others take
-                                  their stages from there
-    list without [0 3)            her disk is full.  Her memory still has them, so in the previous partition
-                                  nobody needs her disk; where that lacks a stage the run goes back to
-                                  checkpoints
-    list with new checkpoints     her disk takes data again
+    view, repartitioned           anna, who has layers [0 3) in memory, writes them to disk, from which other
+                                  workers take their stages
+    list without [0 3)            her disk is full.  Her memory still has them, so with the previous partition
+                                  no worker needs her disk; if that partition lacks a stage, the run returns
+                                  to checkpoints
+    list with new checkpoints     her disk can be written again
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CheckpointCatalog:
     """The stage checkpoints of all workers.
 
     Args:
-        quorum: with what the journal knows.
+        quorum: the record of confirmed checkpoints, which starts with the checkpoints in the journal.
     """
 
     def __init__(self, run: RunState, quorum: CheckpointQuorum) -> None:
@@ -47,22 +47,25 @@ class CheckpointCatalog:
     # -- reports -----------------------------------------------------------------------------------
 
     def update(self, worker: Worker, message: m.StageCheckpointList) -> list[Effect]:
-        """A worker reports what is on its disk; an impossible checkpoint is a violation."""
-        is_current = message.generation == self._run.generation  # else it crossed the view on its way
+        """Record the checkpoints that a worker reports; an impossible checkpoint is a violation."""
+        is_current = message.generation == self._run.generation  # else the report and the view crossed
         for checkpoint in message.checkpoints:
             if is_impossible(checkpoint, self._run.definition):
-                reason = f"reported a checkpoint of step {checkpoint.applied + 1} that is impossible"
+                reason = f"reported an impossible checkpoint of step {checkpoint.applied + 1}"
                 return [
                     RecordViolation(worker.peer, reason),
                     *self.replan_if_missing(worker, is_current=is_current),
                 ]
         if set(message.checkpoints) - set(worker.checkpoints):
-            worker.is_disk_full = False  # its disk takes data again
+            worker.is_disk_full = False  # its disk can be written again
         worker.record_checkpoints(message.checkpoints)
         return [*self.journal_confirmed(), *self.replan_if_missing(worker, is_current=is_current)]
 
     def journal_confirmed(self) -> list[Effect]:
-        """Entries for checkpoints that most members report by now, for when these members are gone."""
+        """Return journal entries for newly confirmed checkpoints, which most members report.
+
+        With these entries, the checkpoints stay confirmed after these members have left.
+        """
         run = self._run
         if run.definition is None or not run.partition.is_pipeline:
             return []
@@ -74,7 +77,7 @@ class CheckpointCatalog:
         return [run.phase_entry(run.phase, run.reason, checkpoint=entry) for entry in entries]
 
     def roll_back(self, applied: int) -> None:
-        """Later checkpoints no longer count."""
+        """Forget the checkpoints of steps after step `applied`."""
         self.quorum.roll_back(applied)
         for worker in self._run.workers.values():
             worker.roll_back(applied)
@@ -82,14 +85,14 @@ class CheckpointCatalog:
     # -- what a placement may rely on --------------------------------------------------------------
 
     def trusted_checkpoints(self) -> dict[m.PeerId, tuple[m.CheckpointInfo, ...]]:
-        """By eligible worker, its checkpoints without those that are known to hold something else."""
+        """Return the checkpoints of each eligible worker whose content is not known to differ."""
         return {
             peer: tuple(x for x in self._run.workers[peer].checkpoints if self.quorum.is_trusted(x))
             for peer in self._run.eligible_workers()
         }
 
     def add_digests(self, placement: RankPlacement, outcome: Outcome) -> RankPlacement:
-        """With the digests of the checkpoints that members receive, as the workers that have them report."""
+        """Add the digests of the checkpoints that members receive, as the holders report them."""
         at = outcome.applied, outcome.history
         known = {
             (peer, x.layers): x.digest
@@ -107,7 +110,7 @@ class CheckpointCatalog:
     def _stage_digests(
         self, placement: RankPlacement, outcome: Outcome, known: Mapping[tuple[m.PeerId, m.Span], bytes]
     ) -> dict[m.PeerId, bytes]:
-        """Digests of whole stages; a state in memory has none."""
+        """Return, by receiving member, the digest of its stage; a state in memory has no digest."""
         order, spans = placement.order, stage_spans(self._run.partition.bounds)
         layout = RankLayout.for_world_size(self._run.partition.stage_count, len(order))
         digests: dict[m.PeerId, bytes] = {}
@@ -122,17 +125,17 @@ class CheckpointCatalog:
     def depends_on_full_disks(
         self, placement: RankPlacement, outcome: Outcome, live: Mapping[m.PeerId, m.Span]
     ) -> bool:
-        """A member needs a state that another one has only in memory and cannot write to disk."""
+        """Whether a member needs a state that another worker has only in memory and cannot write to disk."""
         full = {peer for peer, worker in self._run.workers.items() if worker.is_disk_full}
         return bool(full) and depends_on_unwritten(placement, outcome, full, live, self.trusted_checkpoints())
 
     # -- a placement that relied on a missing checkpoint -------------------------------------------
 
     def replan_if_missing(self, worker: Worker, *, is_current: bool = False) -> list[Effect]:
-        """Request another generation if others wait for a checkpoint that this worker does not have.
+        """Request another generation if members wait for a checkpoint that this worker does not have.
 
         Args:
-            is_current: the worker has reported its checkpoints in this generation.
+            is_current: whether the worker has reported its checkpoints in this generation.
         """
         run = self._run
         if not run.view_change.is_forming or not run.partition.is_pipeline:
@@ -143,7 +146,7 @@ class CheckpointCatalog:
         if layers is None:
             return []
         ends = f"blocks {layers.start} to {layers.stop - 1}"
-        run.view_change.request(f"{worker.name} has no checkpoint of {ends}, of which it is the source")
+        run.view_change.request(f"{worker.name} has no checkpoint of {ends}, which it was to provide")
         run.view_change.reset()
         return [LogEvent("warning", "no_such_piece", {"name": worker.name, "blocks": ends})]
 
@@ -155,7 +158,10 @@ class CheckpointCatalog:
             worker.is_disk_full = worker.is_disk_full or has_failed
 
     def _missing_checkpoint(self, worker: Worker) -> m.Span | None:
-        """Layers that members, this one included, are to receive from this one, and that it does not have."""
+        """Return layers that this member has to provide or to hold, but does not have.
+
+        Returns None if no layers are missing.
+        """
         run, view = self._run, self._run.view
         if view is None or worker.peer not in run.member_order:
             return None
@@ -163,7 +169,7 @@ class CheckpointCatalog:
         available = {x.layers for x in worker.checkpoints if (x.applied, x.history) == at}
         report = run.view_change.reports.get(worker.peer)
         if report is not None and report.is_synced and not worker.is_disk_full:
-            available.add(report.layers)  # in memory: it is written to disk for those that need it
+            available.add(report.layers)  # in memory: the worker writes it to disk for its receivers
         layout = RankLayout.for_world_size(run.partition.stage_count, len(run.member_order))
         spans = stage_spans(run.partition.bounds)
         wanted = [layers for member in run.member_list for layers, rank in member.pieces if rank == own_rank]
@@ -178,7 +184,7 @@ class CheckpointCatalog:
 
 
 def is_impossible(checkpoint: m.CheckpointInfo, definition: m.Setup | None) -> bool:
-    """It is no checkpoint of the run; before the run is defined (None) there can be none."""
+    """Whether a checkpoint cannot belong to this run; before the run is defined (None), no checkpoint can."""
     if definition is None or not data_ledger.is_balanced(checkpoint.ledger):
         return True
     ledger = data_ledger.release_holders(definition.ledger, checkpoint.ledger)
@@ -196,11 +202,12 @@ def failed_to_write(
     report: m.FreezeReport | None,
     checkpoints: Collection[m.CheckpointInfo],
 ) -> bool:
-    """Whether this member was to write its memory to disk for `view`, and could not.
+    """Whether this member had to write the state in its memory to disk for `view`, and failed.
 
     Args:
-        report: what it reported of its memory before the view.
-        checkpoints: what it has reported since, which it does once it has written its memory, or failed to.
+        report: the member's report before the view, which names the layers in its memory.
+        checkpoints: the checkpoints that the member has reported since then; it reports them once it has
+            written its state or has failed to write it.
     """
     order = [member.peer for member in members]
     if report is None or not report.is_synced or peer not in order:
@@ -217,10 +224,11 @@ def depends_on_unwritten(
     live: Mapping[m.PeerId, m.Span],
     checkpoints: ReportedCheckpoints,
 ) -> bool:
-    """Whether a member assembles its stage from what a worker in `full` has only in memory.
+    """Whether a member assembles its stage from a state that a worker in `full` has only in memory.
 
     Args:
-        live: layers of the states in memory, which are of the step that `outcome` names.
+        full: the workers whose disks are full.
+        live: the layers of each worker's state in memory at the step of `outcome`, by worker.
     """
     at = outcome.applied, outcome.history
     for layers, rank in {piece for pieces in placement.pieces.values() for piece in pieces}:

@@ -1,15 +1,15 @@
-"""Which stage checkpoints are of states that the run really reached, judged by a quorum of the members.
+"""Decides by a quorum of the members which stage checkpoints belong to states that the run has reached.
 
     while all train      anna, bert, clara report step 500, history h, ledger l: most of the generation's
                          members, so (500, h, l) is confirmed, and written to the journal
-    later, bert is dead  dora reports step 700, all stages: nobody confirms it, so it does not count
+    later, bert is dead  dora reports step 700, all stages: no member confirms it, so it does not count
 
 The digest of each stage, as reported by the members that trained it, is recorded as well.  A checkpoint with
 another digest is not used, and a worker that receives one compares the digest (`Member.digest`).
 
 A member counts once, however many stages it reports, and only while it is a member: workers that join later
-cannot confirm a state.  Where nothing is known (a new coordinator, a lost journal) most of the present
-workers have to agree.
+cannot confirm a state.  If nothing is known about the run (for example, after the loss of the journal), most
+of the workers that are present have to agree.
 """
 
 from __future__ import annotations
@@ -23,27 +23,32 @@ from gridtrain.core.commit import data_ledger
 from gridtrain_coordinator.run.journal_recovery import StateId as StateId
 
 MAX_CONFIRMED = 64
-"""More than any disk holds; beyond it the oldest are forgotten."""
+"""The largest number of confirmed states to keep, more than any disk holds; the oldest are dropped first."""
 
 
 def state_id(spec: m.LedgerSpec, checkpoint: m.CheckpointInfo) -> StateId:
-    """The state of which a checkpoint holds a stage."""
+    """Return the state to which a stage checkpoint belongs."""
     ledger = data_ledger.release_holders(spec, checkpoint.ledger)
     return checkpoint.applied, checkpoint.history, ledger
 
 
 ReportedCheckpoints = Mapping[m.PeerId, Sequence[m.CheckpointInfo]]
-"""By worker, the checkpoints that it reports."""
+"""The checkpoints that each worker reports."""
 
 
 def count_reports(spec: m.LedgerSpec, reported: ReportedCheckpoints) -> Counter[StateId]:
-    """How many workers report each state."""
+    """Return how many workers report each state."""
     states = ({state_id(spec, x) for x in checkpoints} for checkpoints in reported.values())
     return Counter(state for theirs in states for state in theirs)
 
 
 class ConfirmedState:
-    """One state: by the layers of a stage, the digests that the members reported that trained it."""
+    """A confirmed state, with the digests of its stages.
+
+    Attributes:
+        generation: the generation that confirmed the state; 0 if the state comes from the journal.
+        digests: the digests that the members of a stage reported for it, by the layers of the stage.
+    """
 
     def __init__(
         self, generation: int, digests: Mapping[m.Span, Iterable[bytes]] = MappingProxyType({})
@@ -56,7 +61,7 @@ class CheckpointQuorum:
     """The confirmed states of one run.
 
     Args:
-        known: from the journal.
+        known: the confirmed states in the journal, with the digests of their stages.
     """
 
     def __init__(
@@ -75,10 +80,10 @@ class CheckpointQuorum:
         """Confirm the states that most members report, with each member's digest of its own stage.
 
         Args:
-            stages: by member of this generation, the layers of its stage.
+            stages: the layers of each member's stage, by member of this generation.
 
         Returns:
-            The new and changed states, for the journal.
+            The new and changed states, which the caller writes to the journal.
         """
         theirs = {peer: reported.get(peer, ()) for peer in stages}
         count = count_reports(spec, theirs)
@@ -106,11 +111,11 @@ class CheckpointQuorum:
             del self._confirmed[state]
 
     def roll_back(self, applied: int) -> None:
-        """Later states are of a history that was given up."""
+        """Forget states after step `applied`, which belong to an abandoned history."""
         self._confirmed = {state: known for state, known in self._confirmed.items() if state[0] <= applied}
 
     def is_trusted(self, checkpoint: m.CheckpointInfo) -> bool:
-        """False: another digest of this stage is recorded."""
+        """Whether the checkpoint's digest is recorded for its stage, or no digest is recorded."""
         for state, known in self._confirmed.items():
             digests = known.digests.get(checkpoint.layers)
             if state[:2] == (checkpoint.applied, checkpoint.history) and digests:
@@ -118,18 +123,18 @@ class CheckpointQuorum:
         return True
 
     def confirmed_states(self, spec: m.LedgerSpec, reported: ReportedCheckpoints) -> frozenset[StateId]:
-        """Reported states that are confirmed, or that most of these workers report."""
+        """Return the reported states that are confirmed, or that most of these workers report."""
         counts = count_reports(spec, reported).items()
         return frozenset(s for s, count in counts if s in self._confirmed or 2 * count > len(reported))
 
 
 class ReporterMajority:
-    """The quorum of a coordinator that knows of no step, so that a false report can undo nothing.
+    """The quorum before any step is known to be committed, when a false report can undo nothing.
 
-    Workers without checkpoints do not count, as a new worker says nothing about an old run.
+    Workers without checkpoints do not count, because a new worker has no information about an old run.
     """
 
     def confirmed_states(self, spec: m.LedgerSpec, reported: ReportedCheckpoints) -> frozenset[StateId]:
-        """States that most of the workers with checkpoints report."""
+        """Return the states that most of the workers with checkpoints report."""
         reporters = sum(bool(checkpoints) for checkpoints in reported.values())
         return frozenset(s for s, count in count_reports(spec, reported).items() if 2 * count > reporters)

@@ -1,6 +1,6 @@
-"""Partition and ranks of a pipeline's next generation, from the workers' states, memory and links.
+"""Chooses the partition and ranks of a pipeline's next generation from the workers' states, memory and links.
 
-    as many workers as stages --> the defined partition; where a memory is too small, another one
+    as many workers as stages --> the defined partition; where a memory is too small, another partition
     fewer ----------------------> wait `recut_s` for a worker to come back, then repartition over all present
     a disk is full -------------> the previous partition, in which nobody needs that disk
     newcomers ------------------> a further replica or, where there are too few stages, a further stage?
@@ -27,16 +27,16 @@ from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog
 from gridtrain_coordinator.stages.whole_state import RestartPoint, locate_state, too_few_reason
 
 LiveStates = Mapping[m.PeerId, m.Span]
-"""Layers of the states in memory."""
+"""The layers of each worker's state in memory, by worker."""
 
 PlacementResult = tuple[RankPlacement, tuple[int, ...]]
-"""The ranks, and the bounds of the stages."""
+"""The ranks and the bounds of the stages."""
 
 
 class RepartitionCache:
-    """Remembers the latest results, needed after each message while the run is paused.
+    """Caches the latest results, which are needed after each message while the run is paused.
 
-    All but `is_worthwhile` raise `ConfigError` if nothing fits.
+    All methods but `is_worthwhile` raise `ConfigError` if no partition fits.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,10 @@ class RepartitionCache:
         self._last_result: tuple[Hashable, Repartition | ConfigError] | None = None
 
     def is_worthwhile(self, setup: m.Setup, cuts: tuple[int, ...], stages: int) -> bool:
-        """See `repartition.is_worth_more_stages`; at most the number of stages of the definition."""
+        """Return the result of `repartition.is_worth_more_stages`, from the cache if possible.
+
+        At most as many stages as the definition has are considered.
+        """
         key = cuts, min(stages, setup.stages)
         if self._last_gain is None or self._last_gain[0] != key:
             self._last_gain = key, repartition.is_worth_more_stages(setup, *key)
@@ -53,7 +56,7 @@ class RepartitionCache:
     def fit_fewer_stages(
         self, setup: m.Setup, peers: Sequence[m.PeerId], cards: Mapping[m.PeerId, Card], held: HeldSpans
     ) -> Repartition:
-        """See `repartition.partition_over_fewer`."""
+        """Return the result of `repartition.partition_over_fewer`, from the cache if possible."""
         key = "fewer", tuple(peers), tuple(cards.values()), tuple(held.items())
         return self._cached(key, lambda: repartition.partition_over_fewer(setup, peers, cards, held))
 
@@ -64,7 +67,10 @@ class RepartitionCache:
         cards: Mapping[m.PeerId, Card],
         cost_s: PairCost | None,
     ) -> Repartition:
-        """See `device_assignment.assign_devices`; links change, so only failures are remembered."""
+        """Return the result of `device_assignment.assign_devices`.
+
+        Only failures are cached, because links change.
+        """
         key = "begin", tuple(peers), tuple(cards.values())
         result = self._cached(key, lambda: device_assignment.assign_devices(setup, peers, cards, cost_s))
         self._last_result = None
@@ -89,8 +95,8 @@ class StagePlacement:
         self._run, self._planner, self._checkpoints = run, planner, checkpoints
         self._repartition_cache = RepartitionCache()
         self._previous_bounds: tuple[int, ...] = ()  # before the latest repartition
-        self._too_few_since_s: float | None = None  # fewer workers than stages are here
-        # Workers that do not fit into further ranks of these bounds.
+        self._too_few_since_s: float | None = None  # since when workers are fewer than stages
+        # The workers, and the bounds for which they have no memory for further ranks.
         self._rejected_placement: tuple[frozenset[m.PeerId], tuple[int, ...]] | None = None
 
     @property
@@ -100,13 +106,13 @@ class StagePlacement:
 
     @property
     def _has_too_few_stages(self) -> bool:
-        """The model is divided into fewer stages than the run is defined with."""
+        """Whether the model is divided into fewer stages than the run is defined with."""
         return self._run.definition is not None and self._run.partition.stage_count < self._setup.stages
 
     # -- while the run trains ----------------------------------------------------------------------
 
     def adds_replica_or_stage(self, newcomers: Sequence[Worker]) -> bool:
-        """Whether another generation with these newcomers is worth it."""
+        """Whether these newcomers justify another generation, with a further replica or stage."""
         run, stages, bounds = self._run, self._run.partition.stage_count, self._run.partition.bounds
         if self._rejected_placement == (frozenset(run.eligible_workers()), bounds):
             return False  # they do not have the memory for further ranks
@@ -118,7 +124,10 @@ class StagePlacement:
     # -- for the next generation -------------------------------------------------------------------
 
     def place(self, restart: RestartPoint, live: LiveStates, now_s: float) -> PlacementResult | str:
-        """Ranks and bounds of the next generation; else the reason why the run cannot continue."""
+        """Choose the ranks and stage bounds of the next generation.
+
+        Returns the reason, as text, if the run cannot continue.
+        """
         setup, stages = self._setup, self._run.partition.stage_count
         self._run.view_change.wait_until(math.inf)
         peers = self._run.eligible_workers()
@@ -129,7 +138,7 @@ class StagePlacement:
         if restart.outcome is None:
             return reason if len(peers) < stages else restart.reason
         if restart.outcome.applied < 0 and not has_enough:
-            return reason  # nothing is lost by waiting for all
+            return reason  # no step is lost by waiting for all workers
         try:
             if has_enough:
                 return self._place_all_stages(restart, live, now_s)
@@ -139,19 +148,22 @@ class StagePlacement:
             elif self._is_waiting_for_rejoin(now_s):
                 wait = f"{self._run.limits.recut_s:g} s"
                 return (
-                    f"{reason}, or {wait} later over {worker_count_text(len(plan.cuts) - 1)}, repartitioned"
+                    f"{reason}, or, repartitioned over {worker_count_text(len(plan.cuts) - 1)}, after {wait}"
                 )
             return self._place_ranks(plan, restart, live, now_s)
         except ConfigError as error:
             why = repartition.error_text(error)
             if not reason:
-                return f"{worker_count_text(len(peers))} are here, but their memory is too small: {why}"
-            return f"{reason}; repartitioned it does not fit: {why}" if why else reason
+                return f"the run has {worker_count_text(len(peers))}, but too little memory: {why}"
+            return f"{reason}; the model does not fit even if it is repartitioned: {why}" if why else reason
 
     def place_in_previous_partition(
         self, restart: RestartPoint, live: LiveStates, now_s: float
     ) -> PlacementResult | None:
-        """In the partition of the workers whose disks are full; None: that is impossible."""
+        """Place the workers in a partition that includes the stages of the workers whose disks are full.
+
+        Returns None if no such partition is possible.
+        """
         spans = [span for peer, span in live.items() if self._run.workers[peer].is_disk_full]
         bounds = find_partition(spans, self._run.partition.bounds, self._previous_bounds)
         peers = self._run.eligible_workers()
@@ -167,7 +179,7 @@ class StagePlacement:
         return result
 
     def adopt_partition(self, bounds: tuple[int, ...]) -> None:
-        """The next generation has these bounds."""
+        """Use these stage bounds for the next generation."""
         run = self._run
         if run.member_list and bounds != run.partition.bounds:
             self._previous_bounds = run.partition.bounds
@@ -175,7 +187,7 @@ class StagePlacement:
         self._too_few_since_s = None
 
     def _is_waiting_for_rejoin(self, now_s: float) -> bool:
-        """A worker that comes back soon makes the repartition unnecessary."""
+        """Whether to wait for a worker to come back, which would make the repartition unnecessary."""
         since_s = self._too_few_since_s = now_s if self._too_few_since_s is None else self._too_few_since_s
         if now_s >= since_s + self._run.limits.recut_s:
             return False
@@ -185,7 +197,11 @@ class StagePlacement:
     # -- partitions --------------------------------------------------------------------------------
 
     def _place_all_stages(self, restart: RestartPoint, live: LiveStates, now_s: float) -> PlacementResult:
-        """There are workers for all stages; where a memory is too small the model is divided as it fits."""
+        """Place the workers when there are enough of them for all stages.
+
+        If some workers have too little memory, only the workers that hold a stage are placed, or fewer stages
+        are used.
+        """
         assert restart.outcome is not None
         try:
             return self._place_ranks(self._defined_partition(restart, live, now_s), restart, live, now_s)
@@ -199,7 +215,10 @@ class StagePlacement:
         return self._place_ranks(plan, restart, live, now_s)
 
     def _defined_partition(self, restart: RestartPoint, live: LiveStates, now_s: float) -> Repartition:
-        """There are workers for all stages."""
+        """Return a partition with all stages over the workers that have enough memory.
+
+        Raises `ConfigError` if too few workers have enough memory.
+        """
         assert restart.outcome is not None
         setup, peers = self._setup, self._run.eligible_workers()
         bounds = defined_cuts(setup) if self._has_too_few_stages else self._run.partition.bounds
@@ -209,13 +228,16 @@ class StagePlacement:
             return self._repartition_cache.assign(setup, peers, cards, self._planner.link_cost(peers, now_s))
         peers = device_assignment.able_workers(setup, bounds, peers, cards)
         if len(peers) < setup.stages:
-            raise ConfigError(f"{worker_count_text(len(peers))} have memory for a stage", remedy="wait")
+            raise ConfigError(
+                f"a stage fits into the memory of only {worker_count_text(len(peers))}",
+                remedy="add workers with more memory",
+            )
         return repartition.repartition_at(bounds, peers, self._locate_state(restart, bounds, live))
 
     def _current_holders_only(self, restart: RestartPoint, live: LiveStates) -> Repartition | None:
-        """The workers that hold a stage in memory, without newcomers whose memory is too small.
+        """Return the current partition with only the workers that hold a stage in memory.
 
-        None: no worker holds one of the stages in memory.
+        Leaves out newcomers whose memory is too small.  Returns None if a stage is in no worker's memory.
         """
         run, bounds = self._run, self._run.partition.bounds
         stage_of = self._locate_state(restart, bounds, live).in_memory
@@ -224,7 +246,7 @@ class StagePlacement:
         replicas = min(map(len, holders))
         chosen = {peer for stage in holders for peer in stage[:replicas]}
         members = tuple(peer for peer in eligible if peer in chosen)
-        reason = "the others' memory is too small"
+        reason = "the other workers have too little memory"
         return Repartition(bounds, members, reason=reason) if replicas else None
 
     def _partition_fewer_stages(self, restart: RestartPoint) -> Repartition:
@@ -241,7 +263,13 @@ class StagePlacement:
         return self._assign_ranks(plan, self._locate_state(restart, plan.cuts, live), now_s), plan.cuts
 
     def _assign_ranks(self, plan: Repartition, states: StateLocations, now_s: float) -> RankPlacement:
-        """`states`: in the plan's partition.  Raises `ConfigError` if a memory is too small for its stage."""
+        """Assign ranks to the plan's members.
+
+        Raises `ConfigError` if a worker's memory is too small for its stage.
+
+        Args:
+            states: the locations of the state, by the stages of the plan's partition.
+        """
         run, peers = self._run, plan.members
         states = repartition.restricted_to(states, peers)
         if plan.cuts == run.partition.bounds:
@@ -262,7 +290,7 @@ class StagePlacement:
         return replace(placement, standbys=(*placement.standbys, *standbys), pieces=pieces, reason=reason)
 
     def _devices(self, peers: Sequence[m.PeerId]) -> dict[m.PeerId, Card]:
-        """Memory as the workers declared it, and speed as they measured it, relative to each other."""
+        """Return the memory that each worker declared and its measured relative speed, by worker."""
         setups = {peer: self._run.workers[peer].setup for peer in peers}
         speeds = device_assignment.relative_speeds(
             {p: s.flops if s is not None else 0.0 for p, s in setups.items()}
@@ -273,11 +301,11 @@ class StagePlacement:
         }
 
     def _locate_state(self, restart: RestartPoint, bounds: Sequence[int], live: LiveStates) -> StateLocations:
-        """What the workers hold of the stages with these bounds."""
+        """Find the workers that hold the stages with these bounds."""
         assert restart.outcome is not None
         return locate_state(restart.outcome, live, self._checkpoints.trusted_checkpoints(), bounds)
 
 
 def find_partition(spans: Collection[m.Span], *candidates: tuple[int, ...]) -> tuple[int, ...]:
-    """The first of the candidate bounds of which all these spans are stages; (): none."""
+    """Return the first candidate bounds whose stages include all these spans; () if there are none."""
     return next((bounds for bounds in candidates if bounds and set(spans) <= set(stage_spans(bounds))), ())

@@ -1,13 +1,13 @@
-"""From which state a pipeline continues: the latest one of which every stage is held by somebody.
+"""The state from which a pipeline continues: the latest state whose stages are all held by some worker.
 
     step             10        20        23 (the last committed one)
     anna, stage 0    0, 1      0, 1      0           (which layers they have, in memory or on disk)
     bert, stage 1    1, 2      1         1
-    clara, stage 2   2, 0      2, 0      2           <- dies: nobody has layer 2 of step 23 or 20 any more
+    clara, stage 2   2, 0      2, 0      2           <- dies: no worker has layer 2 of step 23 or 20 any more
     dora, new        -         -         -           rollback to step 10: dora receives stage 2 from bert
 
-A state in memory counts only if it is that of the last committed step.  States are recorded by layers, so
-that a state of one partition serves another; in this table a stage is one layer.
+A state in memory counts only if it is the state of the last committed step.  States are recorded by layers,
+so that a state of one partition can be used in another; in this table a stage is one layer.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from gridtrain_coordinator.stages.checkpoint_quorum import (
 def locate_state(
     outcome: Outcome, live: Mapping[m.PeerId, m.Span], reported: ReportedCheckpoints, bounds: Sequence[int]
 ) -> StateLocations:
-    """Which workers hold which part of the state that `outcome` names, by stages with these `bounds`.
+    """Find the workers that hold each part of the state that `outcome` names.
 
     Args:
-        live: by holder, the layers of its state in memory.
+        live: the layers of each holder's state in memory, by worker.
         reported: the checkpoints of all eligible workers, in the order of joining.
+        bounds: the bounds of the stages to which the result refers.
     """
     at = (outcome.applied, outcome.history)
     number = {span: stage for stage, span in enumerate(stage_spans(bounds))}
@@ -54,7 +55,7 @@ def locate_state(
 
 
 def missing_stages(locations: StateLocations, bounds: Sequence[int]) -> list[int]:
-    """Stages with a layer that nobody has."""
+    """Return the stages with a layer that no worker holds."""
     gaps = uncovered_spans([span for spans in locations.held_spans.values() for span in spans], bounds[-1])
     lost = {n for n, span in enumerate(stage_spans(bounds)) if any(overlap_layers(span, gap) for gap in gaps)}
     return sorted(lost - set(locations.initial_stages))
@@ -68,13 +69,16 @@ def latest_whole_state(
     history: bytes | None = None,
     quorum: CheckpointQuorum | None = None,
 ) -> Outcome | None:
-    """The latest confirmed step of which these workers have a checkpoint of every layer; None: there is none.
+    """Return the latest confirmed state of which these workers have checkpoints of all layers.
+
+    Returns None if there is none.
 
     Args:
-        layers: number of layers of the model.
-        before: the last committed step; a later one is of a history that was given up.  None: not known.
-        history: that of step `before`; a checkpoint of that step with another one does not count.
-        quorum: confirms states.  None: nothing is known of the run yet.
+        layers: the number of layers of the model.
+        before: the last committed step, after which checkpoints belong to an abandoned history; None if
+            unknown.
+        history: the history of step `before`; a checkpoint of that step with another history does not count.
+        quorum: the quorum that confirms states; None if nothing is known about the run yet.
     """
     confirmed = (quorum or ReporterMajority()).confirmed_states(spec, reported)
     count = count_reports(spec, reported)
@@ -96,9 +100,10 @@ class RestartPoint:
     """The state with which the next generation starts.
 
     Attributes:
-        outcome: names the state; None: there is none, for the `reason`.
-        state_locations: which workers hold it.
-        last_step_locations: which workers hold the state of the last committed step.
+        outcome: the outcome that names the state; None if there is no state.
+        reason: the reason why there is no state; empty if there is a state.
+        state_locations: the workers that hold the state.
+        last_step_locations: the workers that hold the state of the last committed step.
     """
 
     outcome: Outcome | None
@@ -116,13 +121,13 @@ def find_restart_point(
     bounds: Sequence[int],
     quorum: CheckpointQuorum | None = None,
 ) -> RestartPoint:
-    """Where to continue, for any number of workers and any partition.
+    """Find the state from which the run continues, for any number of workers and any partition.
 
     Args:
-        outcome: according to the members' reports; None: nobody holds a state in memory.
-        last: the last step that is known to be committed; -1: none.
+        outcome: the outcome according to the members' reports; None if no worker holds a state in memory.
+        last: the last step that is known to be committed; -1 if there is none.
         live, reported: see `locate_state`.
-        bounds: of the stages that the locations in the result are about.
+        bounds: the bounds of the stages to which the result's locations refer.
         quorum: see `latest_whole_state`.
     """
     locations = locate_state(outcome, live, reported, bounds) if outcome is not None else StateLocations()
@@ -139,30 +144,30 @@ def find_restart_point(
 
 
 def too_few_reason(stages: int, here: int, locations: StateLocations) -> str:
-    """Why the run waits although there are workers."""
+    """Explain why the run waits for further workers."""
     held = set(locations.in_memory.values())
-    present = f"{worker_count_text(here)} {'is' if here == 1 else 'are'} here"
+    present = f"{worker_count_text(here)} {'is' if here == 1 else 'are'} present"
     if not held:
         return f"the model has {stages} stages, and {present}"
     empty = next((stage for stage in range(stages) if stage not in held), stages - 1)
     missing = stages - here
     return (
-        f"stage {empty} of {stages} has no worker: {present}, {stages} are needed; "
+        f"stage {empty} of {stages} has no worker: {present}, but {stages} are needed; "
         f"training continues when {'one joins' if missing == 1 else f'{missing} join'}"
     )
 
 
 def missing_stages_reason(stages: int, lost: Sequence[int], applied: int) -> str:
-    """Why the run waits although there are enough workers."""
+    """Explain why the run waits although there are enough workers."""
     which = f"stage {lost[0]}" if len(lost) == 1 else "stages " + ", ".join(map(str, lost))
     return (
-        f"no worker here holds {which} of {stages} after step {applied}, and of no earlier step there are "
-        "checkpoints of all stages; training continues when a worker that has it comes back"
+        f"no present worker holds {which} of {stages} after step {applied}, and no earlier step has "
+        "checkpoints of all stages; training continues when a worker that holds the state comes back"
     )
 
 
 def unconfirmed_reason(spec: m.LedgerSpec, reported: ReportedCheckpoints, layers: int, last: int) -> str:
-    """About a whole state that is reported but not confirmed; empty: there is none."""
+    """Describe a whole state that is reported but not confirmed; return "" if there is none."""
     spans: dict[StateId, list[m.Span]] = {}
     for checkpoints in reported.values():
         for x in checkpoints:
@@ -172,6 +177,6 @@ def unconfirmed_reason(spec: m.LedgerSpec, reported: ReportedCheckpoints, layers
     if not step:
         return ""
     return (
-        f"; step {step} is reported, but neither the journal nor most of the workers here confirm it: "
-        "one more worker with its checkpoint would"
+        f"; step {step} is reported, but neither the journal nor most of the present workers confirm it; "
+        "training continues when another worker reports a checkpoint of this step"
     )

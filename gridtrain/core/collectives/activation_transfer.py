@@ -6,9 +6,9 @@
       ACTIVATION hop = 3, slice 2 --------------->  complete: all three have arrived
       complete at once: the transport delivers
 
-`PayloadSlot.hop` is the number of slices, so the first one to arrive tells how many there are.  A channel
-(group, kind, index) names one transfer: `group` is made of the numbers of both stages; `kind` of payload and
-`index` (the micro-batch) are the pipeline's (`core.stages.schedule`).
+`PayloadSlot.hop` is the number of slices, so each slice that arrives contains this number.  A channel (group,
+kind, index) identifies one transfer: `group` combines the numbers of both stages, and the pipeline chooses
+`kind`, the kind of payload, and `index`, the micro-batch (`core.stages.schedule`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gridtrain.core.messages import MAX_STAGES, Channel, CollectivePhase, Payloa
 from gridtrain.errors import RemoteProtocolError
 
 STAGE_SUMMARY_KIND = 16
-"""`Channel.kind` of the all-gather in which each member says what its stage did."""
+"""`Channel.kind` of the all-gather in which each member sends a summary of its stage's step."""
 
 MAX_PIECES = 1 << 14
 
@@ -34,12 +34,12 @@ STAGE_SUMMARY_CHANNEL = Channel(kind=STAGE_SUMMARY_KIND)
 
 
 def stage_channel(from_stage: int, to_stage: int, channel: Channel) -> Channel:
-    """The channel of a transfer between two stages; other pairs of stages may use the same kind and index."""
+    """Return the channel of a transfer between two stages; each pair of stages has a group of its own."""
     return Channel(from_stage * MAX_STAGES + to_stage, int(channel.kind), channel.index)
 
 
 class ActivationSender:
-    """The sender's side of a transfer in `pieces` slices."""
+    """Sender of a transfer in `pieces` slices."""
 
     __slots__ = ("_label", "_pieces", "_to_rank", "complete")
 
@@ -54,10 +54,10 @@ class ActivationSender:
             PayloadSlot(CollectivePhase.ACTIVATION, hop=self._pieces, slice=piece)
             for piece in range(self._pieces)
         )
-        return [*(SendTo(self._to_rank, slot, False) for slot in slots), CollectiveComplete(False)]
+        return [*(SendTo(self._to_rank, slot, 0) for slot in slots), CollectiveComplete(0)]
 
     def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
-        check_expected(self._label, event, None, "nothing: this rank sends here")
+        check_expected(self._label, event, None, "no payload, because this rank only sends")
         return []
 
     def waiting_for(self) -> frozenset[int]:
@@ -65,7 +65,7 @@ class ActivationSender:
 
 
 class ActivationReceiver:
-    """The receiver's side."""
+    """Receiver of a transfer; it takes the number of slices from the first slice that arrives."""
 
     __slots__ = ("_from_rank", "_label", "_missing", "_pieces", "_world_size", "complete")
 
@@ -87,10 +87,10 @@ class ActivationReceiver:
         due = PayloadSlot(CollectivePhase.ACTIVATION, hop=self._pieces, slice=slot.slice)
         is_missing = slot.slice in self._missing
         check_expected(self._label, event, (self._from_rank, due) if is_missing else None, "no such slice")
-        if event.skip:
+        if event.flags:
             raise RemoteProtocolError(
-                f"{self._label}: rank {event.from_rank} sent a slice with the skip mark",
-                remedy="drop that peer; an honest one of the same version never sends this",
+                f"{self._label}: rank {event.from_rank} sent a slice with flags",
+                remedy="disconnect the peer; a correct peer of the same version never sends this message",
             )
         self._missing.discard(slot.slice)
         provenance = Provenance(event.from_rank, 1, self._world_size, roundings=0)
@@ -98,7 +98,7 @@ class ActivationReceiver:
         if self._missing:
             return [stored]
         self.complete = True
-        return [stored, CollectiveComplete(False)]
+        return [stored, CollectiveComplete(0)]
 
     def waiting_for(self) -> frozenset[int]:
         return frozenset() if self.complete else frozenset({self._from_rank})

@@ -1,7 +1,7 @@
-"""gTop-k as a butterfly, for any number of ranks P >= 1 (after Shi et al., 2019, which is a tree).
+"""gTop-k as a butterfly, for any number of ranks P >= 1 (after Shi et al., 2019, who use a tree).
 
-With Q the largest power of two <= P, ranks >= Q first send theirs down, then all ranks < Q swap with rank XOR
-1, 2, 4 .. Q/2, and the result goes back up.  P = 6, Q = 4:
+Let Q be the largest power of two <= P.  First the ranks >= Q send their payloads down to rank - Q, then each
+rank < Q swaps payloads with rank XOR 1, 2, 4 .. Q/2, and finally the result is sent back up.  P = 6, Q = 4:
 
     rank    0      1      2      3      4      5
     FOLD    <-------------------------- 4
@@ -12,9 +12,10 @@ With Q the largest power of two <= P, ranks >= Q first send theirs down, then al
     UNFOLD  --------------------------> 4
                    --------------------------> 5
 
-Before SWAP with distance d, the d ranks of an aligned block hold the same payload; after it, 2 d do.  All of
-those compute the same merge, so exactly one must keep what the merge drops or rounds: at index i the one with
-rank mod 2 d == i mod 2 d.  In the fold only one rank merges, and it keeps all: (1, 0).
+Before the SWAP at distance d, the d ranks of an aligned block hold the same payload; afterwards 2 d ranks do.
+Since these 2 d ranks compute the same merge, exactly one of them must keep the value or rounding error that
+the merge drops at index i: the rank with rank mod 2 d == i mod 2 d.  In the FOLD only one rank merges, and it
+keeps all dropped values (owner_modulus 1, owner_residue 0).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from gridtrain.core.messages import CollectivePhase, PayloadSlot
 
 
 def schedule(rank: int, world_size: int) -> list[Hop]:
-    """All hops of `rank` in order: the butterfly as data."""
+    """Return all hops of `rank` in order."""
     base = 1 << (world_size.bit_length() - 1)  # Q
     fold, unfold = PayloadSlot(CollectivePhase.FOLD), PayloadSlot(CollectivePhase.UNFOLD)
     hops = base.bit_length() - 1
@@ -43,7 +44,7 @@ def schedule(rank: int, world_size: int) -> list[Hop]:
 def _swap(rank: int, world_size: int, hop: int) -> Hop:
     distance, base = 1 << hop, 1 << (world_size.bit_length() - 1)
     partner = rank ^ distance
-    first = partner - partner % distance  # of the aligned block whose sum the partner holds
+    first = partner - partner % distance  # first rank of the aligned block whose sum the partner holds
     folded = max(0, min(first + distance, world_size - base) - first)
     return Hop(
         PayloadSlot(CollectivePhase.SWAP, hop),
@@ -52,19 +53,19 @@ def _swap(rank: int, world_size: int, hop: int) -> Hop:
         is_receiver=True,
         owner_modulus=2 * distance,
         contributors=distance + folded,
-        roundings=hop + 2,  # by the sender's own encoding, the fold, and each swap before
+        roundings=hop + 2,  # the sender's own encoding, the fold, and each earlier swap
     )
 
 
 def neighbours(rank: int, world_size: int) -> frozenset[int]:
-    """Ranks that this one must be connected to."""
+    """Return the ranks to which `rank` must be connected."""
     return frozenset(hop.partner for hop in schedule(rank, world_size))
 
 
 class ButterflyExchange(HopExchange):
-    """One gTop-k exchange by `schedule`; `skip`: this rank's contribution is not finite."""
+    """One gTop-k exchange by `schedule`; `flags` are those of this rank's contribution."""
 
     __slots__ = ()
 
-    def __init__(self, rank: int, world_size: int, skip: bool) -> None:
-        super().__init__("butterfly", schedule(rank, world_size), rank, world_size, skip)
+    def __init__(self, rank: int, world_size: int, flags: int) -> None:
+        super().__init__("butterfly", schedule(rank, world_size), rank, world_size, flags)

@@ -1,17 +1,18 @@
-"""Interface between a collective and the loop that runs it.
+"""Interface between a collective and the I/O loop that runs it.
 
-A collective (ring, all-gather, butterfly) decides who sends what to whom and when; it opens no payload.  The
-numbers are in a collective buffer (`gridtrain.runtime.buffers`), which the loop owns.  Effects are executed
-strictly in the order in which they are returned, so `MergePayload` followed by `SendTo` sends the merged
-payload.
+A collective (ring, all-gather, butterfly, ..) decides which rank sends which payload to which rank, and when;
+it never reads the contents of a payload.  The values are in a collective buffer
+(`gridtrain.runtime.buffers`), which the loop owns.  The loop executes effects strictly in the order in which
+they are returned, so `MergePayload` followed by `SendTo` sends the merged payload.
 
        PayloadReceived                      effects, in order
     wire ------------> Collective.handle ------------------> loop: buffer.apply(effect)
                                                                    transport.send(buffer.payload(slot))
 
-An effect that changes a buffer carries its `Provenance`: the sender of a payload is responsible for it even
-where it only forwarded it, because a payload is checked before it is merged, stored or sent on.  If the
-buffer refuses a payload, the following effects of the same round are void: nothing of it travels further.
+An effect that changes a buffer carries the `Provenance` of its payload.  The sender is held responsible even
+for a payload that it has only forwarded, because every member checks a payload before merging, storing or
+forwarding it.  If the buffer rejects a payload, the remaining effects of that round are not executed, so the
+payload does not spread.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from gridtrain.errors import RemoteProtocolError
 
 @dataclass(frozen=True, slots=True)
 class PayloadReceived:
-    """The only event: a payload of this round and channel arrived from `from_rank`."""
+    """A payload of this round and channel arrived from `from_rank`; collectives handle no other events."""
 
     from_rank: int
     slot: PayloadSlot
-    skip: bool
+    flags: int
     payload: Any
 
 
@@ -38,13 +39,13 @@ class PayloadReceived:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """The sender of a payload, and what the payload is if all members were honest.
+    """The sender of a payload, and bounds that the payload satisfies if all members are correct.
 
     Attributes:
-        rank: the sender's, which need not be the origin's.
-        contributors: largest number of members whose contributions are summed in it.
+        rank: rank of the sender, which may have forwarded another member's payload.
+        contributors: largest number of members whose contributions the payload sums.
         world_size: number of members of the round.
-        roundings: largest number of times that a value in it was rounded.
+        roundings: largest number of times that any value of the payload was rounded.
     """
 
     rank: int
@@ -55,16 +56,16 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True)
 class SendTo:
-    """Send what the buffer now holds at `slot`."""
+    """Send the payload that the buffer holds at `slot` when this effect is executed."""
 
     to_rank: int
     slot: PayloadSlot
-    skip: bool
+    flags: int
 
 
 @dataclass(frozen=True, slots=True)
 class AddSlice:
-    """buffer[segment][slice] += payload."""
+    """Add the payload to a slice: buffer[segment][slice] += payload."""
 
     segment: int
     slice: int
@@ -74,7 +75,7 @@ class AddSlice:
 
 @dataclass(frozen=True, slots=True)
 class StoreSlice:
-    """buffer[segment][slice] = payload."""
+    """Replace a slice with the payload: buffer[segment][slice] = payload."""
 
     segment: int
     slice: int
@@ -84,7 +85,7 @@ class StoreSlice:
 
 @dataclass(frozen=True, slots=True)
 class StoreFromRank:
-    """Store the payload of `rank`; the sum is taken in rank order at the end."""
+    """Store the payload of `rank`; at the end the buffer sums all payloads in rank order."""
 
     rank: int
     payload: Any
@@ -93,8 +94,11 @@ class StoreFromRank:
 
 @dataclass(frozen=True, slots=True)
 class MergePayload:
-    """own = truncate(own + payload).  What is dropped or rounded at index i goes to this member's residual
-    iff i % owner_modulus == owner_residue (1, 0: all of it)."""
+    """Merge a received payload into this member's payload: own = truncate(own + payload).
+
+    A value or rounding error that is dropped at index i is added to this member's residual if and only if
+    i % owner_modulus == owner_residue; with modulus 1 and residue 0 the member keeps all of them.
+    """
 
     payload: Any
     owner_modulus: int
@@ -104,7 +108,7 @@ class MergePayload:
 
 @dataclass(frozen=True, slots=True)
 class ReplacePayload:
-    """own = payload, bit for bit."""
+    """Replace this member's payload with the received payload, bit for bit."""
 
     payload: Any
     provenance: Provenance
@@ -112,9 +116,9 @@ class ReplacePayload:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveComplete:
-    """The buffer holds the whole update.  `skip`: a contribution to it is not finite."""
+    """The buffer holds the whole update; `flags` combines those of all contributions."""
 
-    skip: bool
+    flags: int
 
 
 BufferEffect = AddSlice | StoreSlice | StoreFromRank | MergePayload | ReplacePayload
@@ -122,10 +126,10 @@ CollectiveEffect = SendTo | BufferEffect | CollectiveComplete
 
 
 class Collective(Protocol):
-    """One exchange of one round on one channel, as one member sees it.
+    """One exchange of a round on one channel, as seen by one member.
 
-    `handle` raises `RemoteProtocolError` for a payload that cannot belong to this collective (wrong sender
-    for the slot, impossible slot, the same slot twice); an early one is held.
+    `handle` raises `RemoteProtocolError` for a payload that cannot belong to this collective (a wrong sender
+    for the slot, an impossible slot, or the same slot twice), and holds a payload that arrives early.
     """
 
     complete: bool
@@ -135,25 +139,25 @@ class Collective(Protocol):
     def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]: ...
 
     def waiting_for(self) -> frozenset[int]:
-        """Ranks whose payloads are awaited."""
+        """Return the ranks whose payloads are awaited."""
         ...
 
 
 class CollectiveBase:
-    """State that collectives have in common.
+    """State and helper methods that most collectives share.
 
     Args:
-        name: of the collective, for error texts.
-        skip: this rank's contribution is not finite.
+        name: name of the collective in error messages.
+        flags: flags of this rank's contribution (`core.group.round_flags`).
     """
 
-    __slots__ = ("_name", "_rank", "_skip", "_world_size", "complete")
+    __slots__ = ("_flags", "_name", "_rank", "_world_size", "complete")
 
-    def __init__(self, name: str, rank: int, world_size: int, skip: bool) -> None:
+    def __init__(self, name: str, rank: int, world_size: int, flags: int) -> None:
         self._name = name
         self._rank = rank
         self._world_size = world_size
-        self._skip = skip  # and later, whether any contribution that has arrived is not finite
+        self._flags = int(flags)  # and later, combined with those of the contributions that have arrived
         self.complete = False
 
     @property
@@ -164,7 +168,7 @@ class CollectiveBase:
         self,
         event: PayloadReceived,
         due: tuple[int, PayloadSlot] | None,
-        otherwise: str = "nothing (more) here",
+        otherwise: str = "no further payload",
     ) -> None:
         check_expected(self._label, event, due, otherwise)
 
@@ -173,24 +177,24 @@ class CollectiveBase:
 
     def _completed(self) -> list[CollectiveEffect]:
         self.complete = True
-        return [CollectiveComplete(self._skip)]
+        return [CollectiveComplete(self._flags)]
 
 
 def check_expected(
-    core: str, event: PayloadReceived, due: tuple[int, PayloadSlot] | None, otherwise: str = "nothing"
+    core: str, event: PayloadReceived, due: tuple[int, PayloadSlot] | None, otherwise: str = "no payload"
 ) -> None:
-    """Raise `RemoteProtocolError` unless this payload is the one that is due.
+    """Raise `RemoteProtocolError` unless the payload is the expected one.
 
     Args:
-        core: the collective, for the text: "ring, rank 1 of 4".
-        due: (sender's rank, slot); None: no payload is due there.
-        otherwise: text for None.
+        core: name of the collective in the error message, for example "ring, rank 1 of 4".
+        due: (sender's rank, slot) of the expected payload; None if no payload is expected.
+        otherwise: description of the expectation in the error message if `due` is None.
     """
     if not _is_expected(event, due):
         expected = otherwise if due is None else f"{due[1]} from rank {due[0]}"
         raise RemoteProtocolError(
-            f"{core}: rank {event.from_rank} sent {event.slot}; due was {expected}",
-            remedy="drop that peer; a repeated or impossible slot means a faulty or hostile one",
+            f"{core}: rank {event.from_rank} sent {event.slot}; expected {expected}",
+            remedy="disconnect the peer; only a faulty or hostile peer sends a repeated or impossible slot",
         )
 
 

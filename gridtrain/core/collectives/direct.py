@@ -1,23 +1,22 @@
-"""Dense all-reduce in two hops: each member sends its part of a segment to the owner, each owner the sum to
-all.
+"""Dense all-reduce in two hops: members send their parts of a segment to its owner, which returns the sum.
 
-The vector is split into P segments, a segment into slices, as in a ring.  Rank s owns segment s.  Here
-segment 0 at P = 4:
+The vector is split into P segments, and each segment into slices, as in a ring.  Rank s owns segment s.  For
+example, segment 0 for P = 4:
 
     REDUCE   1 --> 0 <-- 2        GATHER   1 <-- 0 --> 2
                    ^                             |
                    3                             3
 
-All owners do so at once, so each link carries what a ring's does, 2 (P - 1) / P vectors each way, but a value
-passes two hops and not 2 (P - 1): for vectors so small that hops cost more than bytes.  Each member is
-connected to each other one.
+All segments are exchanged at the same time, so each member sends and receives as much as in a ring,
+2 (P - 1) / P vectors, but a value passes 2 hops instead of 2 (P - 1).  This is faster for vectors so small
+that hops cost more time than bytes.  Every member is connected to every other member.
 
-An owner starts with its own part and adds the others' in the ring's order, those of rank s + 1, s + 2 .. s -
-1, so both exchanges end with the same bits.  A payload that arrives before its turn is held: at most one for
-each sender and slice, and none that is longer than the slice.
+The owner of segment s starts with its own part and adds the parts of ranks s + 1, s + 2 .. s - 1, in the same
+order as a ring, so both exchanges produce the same bits.  A payload that arrives before its turn is held; at
+most one payload is held for each sender and slice, and none that is longer than the slice.
 
-All slices of a member carry the same skip mark, so when a slice is complete, the verdict on skipping is
-known.  A retry starts from the beginning: it repeats only two hops.
+All slices of a member carry the same flags, so the decision whether to skip the step is known when one
+slice is complete.  A retry starts from the beginning, because it repeats only two hops.
 """
 
 from __future__ import annotations
@@ -36,36 +35,38 @@ from gridtrain.errors import RemoteProtocolError
 
 
 def count_slices(segment_bytes: int) -> int:
-    """Number of slices of a segment; the same on all ranks.
+    """Return the number of slices of a segment, which is the same on all ranks.
 
-    Slices have the ring's largest size: smaller ones would only be more work, as links are busy with other
-    segments while a slice is added.
+    Slices have the largest size that a ring uses.  Smaller slices would only cause more work, because the
+    links are busy with other segments while a slice is added.
     """
     return max(1, -(-segment_bytes // MAX_SLICE_BYTES))
 
 
 def neighbours(rank: int, world_size: int) -> frozenset[int]:
-    """Ranks that this one must be connected to: all others."""
+    """Return the ranks to which `rank` must be connected: all other ranks."""
     return frozenset(range(world_size)) - {rank}
 
 
 class DirectAllReduce(CollectiveBase):
-    """One all-reduce with `slices` >= 1 for each segment.
+    """One all-reduce; each segment has `slices` >= 1 slices.
 
     Args:
-        skip: this rank's contribution is not finite.
-        most_bytes: length of the longest slice of this rank's segment; None: payloads have no length.
+        flags: flags of this rank's contribution (`core.group.round_flags`).
+        most_bytes: length of the longest slice of this rank's segment; None if payloads have no length, as in
+            a simulation.
     """
 
     __slots__ = ("_early", "_missing", "_most_bytes", "_others", "_slices", "_turns")
 
     def __init__(
-        self, rank: int, world_size: int, slices: int, skip: bool, most_bytes: int | None = None
+        self, rank: int, world_size: int, slices: int, flags: int, most_bytes: int | None = None
     ) -> None:
-        super().__init__("direct", rank, world_size, skip)
+        super().__init__("direct", rank, world_size, flags)
         self._most_bytes = most_bytes
         self._slices = slices
-        # The ring's order, and also that of sending, so that no rank is the first receiver of all others.
+        # The ring's order of additions, also used for sending, so that the members do not all send first to
+        # the same rank.
         self._others = [(rank + distance) % world_size for distance in range(1, world_size)]
         self._missing = {
             (sender, slot)
@@ -73,14 +74,14 @@ class DirectAllReduce(CollectiveBase):
             for i in range(slices)
             for slot in (_contribution_slot(rank, i), _sum_slot(sender, i))
         }
-        self._turns = [0] * slices  # of the own segment: number of other parts in its sum
+        self._turns = [0] * slices  # by slice of this rank's segment: number of parts added
         self._early: dict[tuple[int, int], PayloadReceived] = {}  # by (slice, sender)
 
     def start(self, now_s: float) -> list[CollectiveEffect]:
         if not self._missing:
             return self._completed()
         return [
-            SendTo(owner, _contribution_slot(owner, i), self._skip)
+            SendTo(owner, _contribution_slot(owner, i), self._flags)
             for i in range(self._slices)
             for owner in self._others
         ]
@@ -91,7 +92,7 @@ class DirectAllReduce(CollectiveBase):
         if slot.phase is CollectivePhase.REDUCE:
             self._check_length(event)
         self._missing.remove(key)
-        self._skip |= event.skip
+        self._flags |= event.flags
         effects: list[CollectiveEffect]
         if slot.phase is CollectivePhase.REDUCE:
             self._early[slot.slice, event.from_rank] = event
@@ -105,16 +106,19 @@ class DirectAllReduce(CollectiveBase):
         return frozenset(sender for sender, _ in self._missing)
 
     def _check_length(self, event: PayloadReceived) -> None:
-        """Before the payload is held: the buffer checks it only at its turn, and it may have up to 64 MiB."""
+        """Raise `RemoteProtocolError` if the payload is too long to be held until its turn.
+
+        A payload may have up to 64 MiB; the buffer checks the exact length only when it adds the payload.
+        """
         if self._most_bytes is not None and len(event.payload) > self._most_bytes:
             raise RemoteProtocolError(
                 f"{self._label}: rank {event.from_rank} sent {len(event.payload)} bytes for {event.slot}; "
-                f"a slice of this segment has at most {self._most_bytes}",
-                remedy="drop the peer; all members of a run train the same model",
+                f"a slice of this segment has at most {self._most_bytes} bytes",
+                remedy="disconnect the peer; all members of a run train the same model",
             )
 
     def _add(self, index: int) -> list[CollectiveEffect]:
-        """Add all parts whose turn it is; after the last one, send the sum."""
+        """Add the parts that have arrived, in rank order; after the last one, send the sum."""
         effects: list[CollectiveEffect] = []
         while self._turns[index] < len(self._others):
             event = self._early.pop((index, self._others[self._turns[index]]), None)
@@ -123,14 +127,14 @@ class DirectAllReduce(CollectiveBase):
             provenance = self._provenance(event, contributors=1, roundings=1)
             effects.append(AddSlice(self._rank, index, event.payload, provenance))
             self._turns[index] += 1
-        return effects + [SendTo(rank, _sum_slot(self._rank, index), self._skip) for rank in self._others]
+        return effects + [SendTo(rank, _sum_slot(self._rank, index), self._flags) for rank in self._others]
 
 
 def _contribution_slot(owner: int, index: int) -> PayloadSlot:
-    """Slot of a part that another rank sends to the segment's owner."""
+    """Return the slot of a part that another rank sends to the segment's owner."""
     return PayloadSlot(CollectivePhase.REDUCE, 0, owner, index)
 
 
 def _sum_slot(owner: int, index: int) -> PayloadSlot:
-    """Slot of the sum that the owner sends to the other ranks."""
+    """Return the slot of the sum that the segment's owner sends to the other ranks."""
     return PayloadSlot(CollectivePhase.GATHER, 0, owner, index)

@@ -1,9 +1,9 @@
-"""Executes a schedule of hops: what the butterfly and the tree have in common.
+"""Execution of a schedule of hops, as used by the butterfly and the tree.
 
     schedule   fold <- 5    swap <-> 0    swap <-> 3    unfold -> 5
                             ^ the current hop: own payload sent; the partner's awaited, or held
 
-A hop is over when the payload that it awaits has been merged or adopted; only then the next one sends.
+A hop ends when the awaited payload, if any, has been merged or adopted; only then does the next hop send.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from gridtrain.core.messages import PayloadSlot
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One hop of a rank's schedule: send the own payload to `partner`, receive the partner's, or both.
+    """One hop of a rank's schedule: send this rank's payload to `partner`, receive the partner's, or both.
 
     Attributes:
-        owner_modulus: number of ranks that compute the same merge of what arrives; 0: it is not merged.
-        contributors, roundings: of what arrives, see `collective.Provenance`.
+        owner_modulus: number of ranks that compute the same merge with the received payload; 0 if the
+            received payload replaces this rank's payload instead.
+        contributors, roundings: upper bounds for the received payload (see `collective.Provenance`).
     """
 
     slot: PayloadSlot
@@ -43,17 +44,17 @@ class Hop:
 class HopExchange(CollectiveBase):
     """One gTop-k exchange along a schedule.
 
-    A partner may be hops ahead; at most one early payload is held for each hop.
+    A partner may be several hops ahead; at most one early payload is held for each hop.
 
     Args:
-        name: of the exchange, for error texts.
-        skip: this rank's contribution is not finite.
+        name: name of the exchange in error messages.
+        flags: flags of this rank's contribution (`core.group.round_flags`).
     """
 
     __slots__ = ("_arrived", "_awaited", "_hops", "_started")
 
-    def __init__(self, name: str, hops: Sequence[Hop], rank: int, world_size: int, skip: bool) -> None:
-        super().__init__(name, rank, world_size, skip)
+    def __init__(self, name: str, hops: Sequence[Hop], rank: int, world_size: int, flags: int) -> None:
+        super().__init__(name, rank, world_size, flags)
         self._hops = list(hops)  # the first one is the current one
         self._awaited = {hop.slot: (hop.partner, hop.slot) for hop in self._hops if hop.is_receiver}
         self._arrived: dict[PayloadSlot, PayloadReceived] = {}
@@ -73,23 +74,23 @@ class HopExchange(CollectiveBase):
         return frozenset() if self.complete else frozenset({self._hops[0].partner})
 
     def _advance(self) -> list[CollectiveEffect]:
-        """Execute the hops as far as the payloads that have arrived allow."""
+        """Execute all hops whose payloads have arrived, up to the first one whose payload is missing."""
         effects: list[CollectiveEffect] = []
         while self._hops and (not self._hops[0].is_receiver or self._hops[0].slot in self._arrived):
             hop = self._hops.pop(0)
             if hop.is_receiver:
                 event = self._arrived.pop(hop.slot)
-                self._skip |= event.skip
+                self._flags |= event.flags
                 effects.append(self._take(hop, event))
             effects += self._begin_hop()
         return effects
 
     def _begin_hop(self) -> list[CollectiveEffect]:
-        """Send the own payload as it is before the partner's is merged into it."""
+        """Send this rank's payload before the partner's is merged into it; complete after the last hop."""
         if not self._hops:
             return self._completed()
         hop = self._hops[0]
-        return [SendTo(hop.partner, hop.slot, self._skip)] if hop.is_sender else []
+        return [SendTo(hop.partner, hop.slot, self._flags)] if hop.is_sender else []
 
     def _take(self, hop: Hop, event: PayloadReceived) -> CollectiveEffect:
         provenance = self._provenance(event, hop.contributors, hop.roundings)

@@ -1,21 +1,22 @@
-"""A single reducer, as in a parameter server: all send to rank 0, rank 0 sends the result to all.
+"""A single reducer, as in a parameter server: all ranks send to rank 0, which sends the result to all.
 
     TO_ROOT   1 --> 0 <-- 2      FROM_ROOT   1 <-- 0 --> 2
                     ^                              |
                     3                              3
 
-Each member needs only one connection: the topology for a group in which all but one are behind NAT.  The
-root's link carries P - 1 times what another's does, so this is also the baseline that rings were made
-against.
+Each member except the root needs only one connection, so this is the topology for a group in which all
+members but one are behind NAT.  The root's link carries P - 1 times as much as any other.  This is the
+bottleneck that rings were designed to avoid, so the star is also the baseline for comparisons with rings.
 
-    SparseStar   the root has all payloads, sums them in rank order and truncates once: the k largest of the
-                 sum of all that was selected.  What it drops or rounds goes to its residual.
-    DenseStar    the vector in slices; the root adds each slice as it arrives, and sends it on when it is
-                 complete, while later slices are still arriving.
+    SparseStar   the root receives all payloads, sums them in rank order and truncates the sum once, to its k
+                 largest entries.  It keeps dropped values and rounding errors in its residual.
+    DenseStar    the vector is sent in slices; the root adds each slice as it arrives, and sends its sum as
+                 soon as it is complete, while later slices are still arriving.
 
-All slices of a member carry the same skip mark, so when a slice is complete, the verdict on skipping is
-known.  Only the root adds, and all take its bits, so they are equal on all members.  The order of the
-additions may differ from run to run: a fixed order would mean to hold the vectors of all but the slowest.
+All slices of a member carry the same flags, so the decision whether to skip the step is known when one
+slice is complete.  Only the root adds, and all members take over its bits, so the results are equal.  The
+order of the additions may differ between runs, because with a fixed order the root would have to hold the
+vectors of all members except the slowest.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ ROOT = 0
 
 
 def neighbours(rank: int, world_size: int) -> frozenset[int]:
-    """Ranks that this one must be connected to: the root, or, for the root, all others."""
+    """Return the ranks to which `rank` must be connected: the root or, for the root, all other ranks."""
     return frozenset({ROOT}) if rank != ROOT else frozenset(range(1, world_size))
 
 
 class _Star(CollectiveBase):
-    """What both stars have in common: the expected payloads, and the result to all.
+    """Base class of both stars, which tracks the expected payloads and sends the result to all.
 
     `PayloadSlot.segment` is the sender's rank, `slice` the index of a slice.
     """
 
     __slots__ = ("_missing", "_slices")
 
-    def __init__(self, rank: int, world_size: int, slices: int, skip: bool) -> None:
-        super().__init__("star", rank, world_size, skip)
+    def __init__(self, rank: int, world_size: int, slices: int, flags: int) -> None:
+        super().__init__("star", rank, world_size, flags)
         self._slices = slices
         senders = range(1, world_size) if rank == ROOT else (ROOT,)
         self._missing = {(sender, index) for sender in senders for index in range(slices)}
@@ -57,22 +58,22 @@ class _Star(CollectiveBase):
     def start(self, now_s: float) -> list[CollectiveEffect]:
         if self._rank == ROOT:
             return [] if self._missing else self._completed()
-        return [SendTo(ROOT, self._slot(self._rank, i), self._skip) for i in range(self._slices)]
+        return [SendTo(ROOT, self._slot(self._rank, i), self._flags) for i in range(self._slices)]
 
     def waiting_for(self) -> frozenset[int]:
         return frozenset(sender for sender, _ in self._missing)
 
     def _accept(self, event: PayloadReceived) -> None:
-        """Check that the payload is expected, and take its skip mark."""
+        """Check that the payload is expected, and take its flags into account."""
         key = (event.from_rank, event.slot.slice)
         due = (event.from_rank, self._slot(*key)) if key in self._missing else None
         self._check(event, due)
         self._missing.remove(key)
-        self._skip |= event.skip
+        self._flags |= event.flags
 
     def _send_result(self, index: int) -> list[CollectiveEffect]:
         slot = self._slot(ROOT, index)
-        return [SendTo(rank, slot, self._skip) for rank in range(1, self._world_size)]
+        return [SendTo(rank, slot, self._flags) for rank in range(1, self._world_size)]
 
     def _slot(self, sender: int, index: int) -> PayloadSlot:
         phase = CollectivePhase.FROM_ROOT if sender == ROOT else CollectivePhase.TO_ROOT
@@ -80,12 +81,12 @@ class _Star(CollectiveBase):
 
 
 class SparseStar(_Star):
-    """One gTop-k exchange; `skip`: this rank's contribution is not finite."""
+    """One gTop-k exchange; `flags` are those of this rank's contribution."""
 
     __slots__ = ()
 
-    def __init__(self, rank: int, world_size: int, skip: bool) -> None:
-        super().__init__(rank, world_size, 1, skip)
+    def __init__(self, rank: int, world_size: int, flags: int) -> None:
+        super().__init__(rank, world_size, 1, flags)
 
     def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:
         self._accept(event)
@@ -98,12 +99,12 @@ class SparseStar(_Star):
 
 
 class DenseStar(_Star):
-    """One dense sum in `slices` >= 1; `skip`: this rank's contribution is not finite."""
+    """One dense sum in `slices` >= 1; `flags` are those of this rank's contribution."""
 
     __slots__ = ("_missing_parts",)
 
-    def __init__(self, rank: int, world_size: int, slices: int, skip: bool) -> None:
-        super().__init__(rank, world_size, slices, skip)
+    def __init__(self, rank: int, world_size: int, slices: int, flags: int) -> None:
+        super().__init__(rank, world_size, slices, flags)
         self._missing_parts = [world_size - 1] * slices  # the root's, by slice
 
     def handle(self, event: PayloadReceived, now_s: float) -> list[CollectiveEffect]:

@@ -1,10 +1,10 @@
-"""A collective among some of a generation's ranks, which it numbers 0, 1, ..
+"""A collective among some of a generation's ranks, which are numbered 0, 1, .. within the collective.
 
     ranks (2, 3) of 4          inner, rank 1 of 2: SendTo(0) ----> SendTo(2)
     rank 3                     PayloadReceived(from 0) <---------- PayloadReceived(from 2)
                                a payload of any other rank violates the protocol
 
-The replicas of one stage exchange their gradients like this (`core.group.rank_layout`).
+The replicas of a stage exchange their gradients in a subgroup (`core.group.rank_layout`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gridtrain.errors import RemoteProtocolError
 
 
 class Subgroup:
-    """The collective `inner` over `ranks`, in their order."""
+    """Runs the collective `inner` among `ranks`; rank i of the collective is `ranks[i]`."""
 
     __slots__ = ("_inner", "_ranks", "_within", "complete")
 
@@ -40,8 +40,8 @@ class Subgroup:
         sender = self._within.get(event.from_rank)
         if sender is None:
             raise RemoteProtocolError(
-                f"rank {event.from_rank} sent {event.slot} in an exchange of only the ranks {self._ranks}",
-                remedy="drop that peer; an honest one of the same version never sends this",
+                f"rank {event.from_rank} sent {event.slot} to an exchange of only the ranks {self._ranks}",
+                remedy="disconnect the peer; a correct peer of the same version never sends this message",
             )
         return self._to_global_ranks(self._inner.handle(replace(event, from_rank=sender), now_s))
 
@@ -53,7 +53,7 @@ class Subgroup:
         return [self._to_global_rank(effect) for effect in effects]
 
     def _to_global_rank(self, effect: CollectiveEffect) -> CollectiveEffect:
-        """Translate senders and receivers; ranks that index a buffer stay those of the subgroup."""
+        """Translate the ranks of senders and receivers; leave ranks that index a buffer unchanged."""
         match effect:
             case SendTo(to_rank):
                 return replace(effect, to_rank=self._ranks[to_rank])
@@ -67,6 +67,6 @@ class Subgroup:
 def neighbours_within(
     neighbours: Callable[[int, int], frozenset[int]], ranks: Sequence[int], rank: int
 ) -> frozenset[int]:
-    """Ranks that `rank` must be connected to for an exchange among `ranks`."""
+    """Return the ranks to which `rank` must be connected for an exchange among `ranks`."""
     within = tuple(ranks)
     return frozenset(within[other] for other in neighbours(within.index(rank), len(within)))

@@ -1,8 +1,8 @@
-"""gTop-k as the paper has it: merges up a tree, then the result down again (Shi et al., 2019, algorithm 3).
+"""gTop-k on a tree, as in the paper: merge up the tree, then send the result down (Shi et al., 2019, alg. 3).
 
-A binomial tree for any number of ranks P >= 1, with rank 0 at its root.  Rank r sends its payload to r - 2^j,
-where 2^j is the lowest bit of r; before that it has merged those of the ranks r + 1, r + 2 .. r + 2^(j-1), as
-far as they exist.  P = 6:
+The tree is binomial, for any number of ranks P >= 1, with rank 0 at its root.  Rank r sends its payload to
+rank r - 2^j, where 2^j is the lowest bit of r, after it has merged the payloads of those of the ranks r + 1,
+r + 2 .. r + 2^(j-1) that exist.  P = 6:
 
     rank         0      1      2      3      4      5
     TO_ROOT 0    <----- 1      <----- 3      <----- 5
@@ -10,9 +10,10 @@ far as they exist.  P = 6:
     TO_ROOT 2    <-------------------------- 4
     FROM_ROOT    the same links backwards, the longest first
 
-The paper loses what a merge drops.  Here only one rank computes each merge, and keeps all of it: (1, 0).  A
-rank sends and receives at most once on each link, which is the least that any exchange can do: the topology
-for members that can only be leaves.  It takes twice as many hops as the butterfly, half of them idle.
+The paper's algorithm loses the values that a merge drops.  In this implementation, the rank that computes a
+merge keeps all of them in its residual (owner_modulus 1, owner_residue 0).  A rank sends and receives at most
+once on each link, which is the minimum for any exchange, so this topology suits members that can only be
+leaves.  It takes twice as many hops as the butterfly, and each rank is idle in half of the hops.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from gridtrain.core.messages import CollectivePhase, PayloadSlot
 
 
 def schedule(rank: int, world_size: int) -> list[Hop]:
-    """All hops of `rank` in order: the tree as data."""
+    """Return all hops of `rank` in order."""
     height = (world_size - 1).bit_length()
     own = (rank & -rank).bit_length() - 1 if rank else height  # the hop at which it sends to its parent
     children = [hop for hop in range(own) if rank + (1 << hop) < world_size]
@@ -53,14 +54,14 @@ def _merge(rank: int, world_size: int, hop: int) -> Hop:
 
 
 def neighbours(rank: int, world_size: int) -> frozenset[int]:
-    """Ranks that this one must be connected to: its parent and its children."""
+    """Return the ranks to which `rank` must be connected: its parent and its children."""
     return frozenset(hop.partner for hop in schedule(rank, world_size))
 
 
 class TreeExchange(HopExchange):
-    """One gTop-k exchange by `schedule`; `skip`: this rank's contribution is not finite."""
+    """One gTop-k exchange by `schedule`; `flags` are those of this rank's contribution."""
 
     __slots__ = ()
 
-    def __init__(self, rank: int, world_size: int, skip: bool) -> None:
-        super().__init__("tree", schedule(rank, world_size), rank, world_size, skip)
+    def __init__(self, rank: int, world_size: int, flags: int) -> None:
+        super().__init__("tree", schedule(rank, world_size), rank, world_size, flags)

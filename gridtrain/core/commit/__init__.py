@@ -1,6 +1,6 @@
-"""How one optimizer step becomes final on all members or on none (commit rules 1 to 6), and the data ledger.
+"""The commit of an optimizer step on all members or on none (commit rules 1 to 6), and the data ledger.
 
-`attempts` runs the attempts at one step, `two_phase_commit` the vote on each.  `verdict` settles a step that
-a freeze interrupted (rule 6).  `data_ledger` assigns every sample to exactly one committed step, and
-`ledger_record` is its form in the coordinator's journal and in checkpoints.
+`attempts` runs the attempts at one step, and `two_phase_commit` the vote on each attempt.  `verdict` decides
+a step that a freeze interrupted (rule 6).  `data_ledger` assigns every sample to exactly one committed step,
+and `ledger_record` converts the ledger to JSON for the coordinator's journal and for checkpoints.
 """

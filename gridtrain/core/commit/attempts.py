@@ -4,17 +4,16 @@
                      ^                                                ABORT: the next attempt, same gradient
                      +---- early messages, held ----+                 two in a row: the root requests a FREEZE
 
-While the trainer still computes its last buckets, the first ones may be exchanged already (`begin`).  No
-attempt is open then: votes, decisions and failures wait, as they do for a trainer that has not submitted at
-all.
+The first buckets may be exchanged while the trainer is still computing the last ones (`begin`).  No attempt
+is open at that time, so votes, decisions and failures wait until the trainer has submitted the rest.
 
-A pipeline's attempt is open from its first activation on (`submit(has_more=True)`), as its members wait for
-each other long before there is a gradient: a member that is lost, or votes NO, ends the wait of all.  Its
-trainer is notified of each complete collective (`CollectiveCompleted`) and adds further ones
+The attempt of a pipeline is open from its first activation on (`submit(has_more=True)`), because the members
+wait for each other long before there is a gradient; if a member is lost or votes NO, all stop waiting.  The
+trainer is notified of each complete collective (`CollectiveCompleted`) and adds further collectives
 (`add_collectives`) up to the last one.
 
-A message that an honest member may have sent is processed, held or dropped; any other raises
-`RemoteProtocolError`.  PROTOCOL.md section 6 has the rules.
+A message that a correct member may have sent is processed, held or dropped; any other message raises
+`RemoteProtocolError`.  Section 6 of PROTOCOL.md defines the rules.
 """
 
 from __future__ import annotations
@@ -62,43 +61,47 @@ from gridtrain.core.group.member_events import (
     SendPayload,
 )
 from gridtrain.core.group.rank_layout import RankAssignment
+from gridtrain.core.group.round_flags import absent_flag, is_absent
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 
 ABORTS_BEFORE_FREEZE = 2
 
 MAX_EARLY_MESSAGES = 8192
-"""Largest number of early messages held for one peer."""
+"""Largest number of early messages that are held for one peer."""
 
 MAX_EARLY_BYTES = (32 + 64 + 1) << 20
-"""Largest size of their frames: the flow control window, one largest message beyond it, and small
-messages."""
+"""Largest total size of the early messages that are held for one peer.
+
+It covers a flow control window, one message beyond the window, and small messages.
+"""
 
 MAX_STALE_MESSAGES = 20_000
-"""Largest number of messages of past rounds from one peer between two commits: an honest one has no more in
-flight."""
+"""Largest number of messages of past rounds that a correct peer can send between two commits."""
 
 MAX_STEPS_AHEAD = 1
-"""Step s + 1 begins when s is committed, which takes all votes, so no member is further ahead than this."""
+"""Largest number of steps by which a member can be ahead of another member.
 
-_REMEDY = "drop that peer; an honest one of the same version never sends this"
+Step s + 1 begins only after step s is committed, which requires the votes of all members.
+"""
+
+_REMEDY = "disconnect the peer; a correct peer of the same version never sends this message"
 
 AttemptMessage = m.Data | m.Vote | m.Decision
 
 
 @dataclass(frozen=True, slots=True)
 class StepCommitted:
-    """The open step is committed: the caller applies it to history and ledger."""
+    """The open step is committed; the caller updates history and ledger."""
 
     round: m.RoundId
     digest: bytes
-    skip: bool
+    flags: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class EarlyViolation:
-    """A message held for the round violates the protocol, as is known now: treat it as
-    `ProtocolViolation`."""
+    """A held message has turned out to violate the protocol; handle this effect like `ProtocolViolation`."""
 
     peer: m.PeerId
     reason: str
@@ -109,7 +112,7 @@ AttemptEffect = MemberEffect | StepCommitted | EarlyViolation
 
 @dataclass(slots=True)
 class _EarlyMessages:
-    """Messages that one peer sent early, in order, each with its size in bytes."""
+    """Messages that one peer sent too early, in order, each with its size in bytes."""
 
     messages: list[tuple[AttemptMessage, int]] = field(default_factory=list)
     nbytes: int = 0
@@ -119,19 +122,24 @@ class Attempts:
     """The attempts of one member in one generation.
 
     Args:
-        step: the generation's first.
+        step: the generation's first step.
 
     Attributes:
-        rank: of this member.
-        open_attempt: None between two attempts.
-        skip: a contribution to the round is not finite, so that its update will be empty.
-        abort_reason, suspects, silent_s: of the latest abort, see `two_phase_commit.Decided`.
+        rank: rank of this member.
+        open_attempt: the attempt in progress; None between two attempts.
+        flags: the flags of the contributions to the round that have arrived (`core.group.round_flags`).
+        is_absent: whether this member's contribution to the open attempt is empty.
+        compute_s: the time from the previous commit to the trainer's submission, for the vote; None if the
+            trainer is absent.
+        abort_reason, suspects, silent_s: details of the latest abort, see `two_phase_commit.Decided`.
     """
 
     def __init__(self, assignment: RankAssignment, step: int) -> None:
         self.rank = assignment.rank
         self.open_attempt: TwoPhaseCommit | None = None
-        self.skip = False
+        self.flags = 0
+        self.is_absent = False
+        self.compute_s: float | None = None
         self.abort_reason = ""
         self.suspects: tuple[m.PeerId, ...] = ()
         self.silent_s = 0.0
@@ -155,7 +163,7 @@ class Attempts:
 
     @property
     def is_stuck(self) -> bool:
-        """Too many attempts in a row were aborted: only another generation helps."""
+        """Whether so many consecutive attempts were aborted that only a new generation can continue."""
         return self._aborts >= ABORTS_BEFORE_FREEZE
 
     @property
@@ -164,23 +172,23 @@ class Attempts:
 
     @property
     def prepared_attempt(self) -> TwoPhaseCommit | None:
-        """The attempt that this member voted YES for and that is not decided."""
+        """The undecided attempt for which this member voted YES, or None."""
         return self.open_attempt if self.open_attempt is not None and self.open_attempt.is_prepared else None
 
     @property
-    def prepared_vote(self) -> tuple[m.RoundId, bytes, bool] | None:
-        """The round of the prepared attempt, its digest, and whether it is skipped."""
+    def prepared_vote(self) -> tuple[m.RoundId, bytes, int] | None:
+        """The round of the prepared attempt, its digest, and its flags; None if there is none."""
         prepared = self.prepared_attempt
-        return (prepared.round_id, prepared.digest, self.skip) if prepared is not None else None
+        return (prepared.round_id, prepared.digest, self.flags) if prepared is not None else None
 
     def early_bytes(self, peer: m.PeerId) -> int:
-        """Bytes of this peer's early messages that are held: flow control has not acknowledged them."""
+        """Return the size in bytes of this peer's held messages, which flow control has not acknowledged."""
         return self._early[peer].nbytes if peer in self._early else 0
 
     # -- events ----------------------------------------------------------------------------------
 
     def begin(self, collectives: Mapping[m.Channel, Collective], now_s: float) -> list[AttemptEffect]:
-        """Start the collectives of a bucket; `submit` follows with the rest."""
+        """Start the collectives of some buckets before the attempt opens; `submit` adds the rest."""
         if self.open_attempt is not None:
             raise LocalProtocolError(
                 f"a part of round {self.next_round} was begun while {self.open_attempt.round_id} is open"
@@ -193,31 +201,37 @@ class Attempts:
         collectives: Mapping[m.Channel, Collective],
         timeout_s: float,
         now_s: float,
+        *,
         has_more: bool = False,
+        is_absent: bool = False,
     ) -> list[AttemptEffect]:
-        """Open the attempt with the trainer's part, or the rest of it.  `has_more`: `add_collectives`
-        follows."""
+        """Open the attempt with the collectives that `begin` has not started.
+
+        Args:
+            has_more: whether `add_collectives` adds further collectives later.
+            is_absent: whether the contribution is empty, because the trainer has stalled.
+        """
         if self.open_attempt is not None:
             raise LocalProtocolError(
                 f"round {round_id} was submitted while {self.open_attempt.round_id} is open"
             )
         world_size = self.rank_assignment.world_size
         self.open_attempt = TwoPhaseCommit(round_id, self.rank, world_size, timeout_s, now_s)
-        self._has_more = has_more
+        self._has_more, self.is_absent = has_more, is_absent
         before, self._aborted_collectives = self._aborted_collectives, {}
         loss_reason, self._loss_reason = self._loss_reason, ""
         failure = loss_reason and f"{loss_reason}, before the round began"
         if not _can_resume({**self._collectives, **collectives}, before):
-            failure = "the part of this ring that had arrived is no longer held"
+            failure = "the messages of the ring's aborted attempt are no longer held"
         if failure:
             self._collectives |= collectives
             effects = self.advance(Failed(failure), now_s)
         else:
-            effects = self._add(collectives, now_s) + self._check_complete()
+            effects = [*self._add(collectives, now_s), *self._check_complete()]
         return effects + self._replay_all(now_s)
 
     def add_collectives(self, event: AddCollectives, now_s: float) -> list[AttemptEffect]:
-        """Further collectives of the open round; ignored if it is over, or was voted on."""
+        """Start further collectives; ignore them if their round is over or this member has voted on it."""
         attempt = self.open_attempt
         if attempt is None or attempt.round_id != event.round or attempt.vote is not None:
             return []
@@ -226,20 +240,38 @@ class Attempts:
         if not self._has_more:
             raise LocalProtocolError(f"round {event.round} was extended after its last collective")
         self._has_more = event.has_more
-        return self._add(event.collectives, now_s) + self._check_complete() + self._replay_all(now_s)
+        return [*self._add(event.collectives, now_s), *self._check_complete(), *self._replay_all(now_s)]
+
+    def deliver_data(self, rank: int, data: m.Data, now_s: float) -> list[MemberEffect] | None:
+        """Process a payload for a collective of the open attempt.
+
+        Return None without processing the payload if it belongs to no such collective; the caller then passes
+        the payload to `receive`.
+
+        Raises:
+            RemoteProtocolError: a correct member would not have sent the payload.
+        """
+        attempt, collective = self.open_attempt, self._collectives.get(data.channel)
+        if attempt is None or attempt.vote is not None or collective is None:
+            return None
+        if data.round != attempt.round_id:
+            return None
+        return self._advance_collective(collective, rank, data, now_s)
 
     def receive(
         self, peer: m.PeerId, message: AttemptMessage, nbytes: int, now_s: float
     ) -> list[AttemptEffect]:
-        """Messages of past rounds are dropped, those of later ones held, bounded for each peer (commit rule
-        1).
+        """Process a message according to its round (commit rule 1).
+
+        A message of the open round is delivered, a message of a past round is dropped, and a message of a
+        later round is held.
 
         Args:
             peer: a member of this generation.
-            nbytes: size of all frames of the message; counted while it is held.
+            nbytes: size of all frames of the message, which counts towards the peer's limit while it is held.
 
         Raises:
-            RemoteProtocolError: `peer` cannot be an honest member.
+            RemoteProtocolError: a correct member would not have sent the message, or a limit is exceeded.
         """
         here, there, rank = self._current_round, message.round, self._rank(peer)
         if _is_foreign(there, here):
@@ -260,48 +292,53 @@ class Attempts:
         return []
 
     def drop_early(self, peer: m.PeerId) -> None:
-        """The peer has violated the protocol: drop its held messages."""
+        """Drop the held messages of a peer that has violated the protocol."""
         self._early.pop(peer, None)
 
     def advance(self, event: CommitEvent, now_s: float) -> list[AttemptEffect]:
-        """An event of the open attempt; ignored if none is open."""
+        """Pass an event to the open attempt; without one, only record the reason for a failure."""
         if self.open_attempt is None:
             if self._collectives and isinstance(event, Failed):
                 self._loss_reason = event.reason
             return []
         if isinstance(event, Prepared) and self.open_attempt.vote is not None:
             return []  # an effect before ComputeDigest failed, and the vote was NO
+        if isinstance(event, Prepared) and (problem := self.find_wrong_flag()):
+            event = Failed(problem)
         return self._process_commit_effects(self.open_attempt, self.open_attempt.handle(event, now_s))
 
     def tick(self, now_s: float) -> list[AttemptEffect]:
-        """The root aborts an attempt that has timed out."""
+        """Abort the open attempt if this member is the root and a timeout has passed."""
         attempt = self.open_attempt
         return self._process_commit_effects(attempt, attempt.tick(now_s)) if attempt is not None else []
 
     def extend_timeouts(self, until_s: float) -> None:
-        """Our own loop stalled: no timeout ends before `until_s`."""
+        """Extend all timeouts to at least `until_s` after a stall of this worker's loop."""
         if self.open_attempt is not None:
             self.open_attempt.extend_timeouts(until_s)
 
     def peer_connected(self, peer: m.PeerId) -> list[AttemptEffect]:
-        """Repeat the vote: it, or the decision, may have been lost with the connection to the root."""
+        """Repeat the vote if the root has reconnected, because the vote or the decision may be lost."""
         attempt = self.open_attempt
         if attempt is None or attempt.vote is None or self.rank_assignment.rank_of(peer) != ROOT:
             return []
-        return [Send(peer, m.Vote(attempt.round_id, attempt.vote, attempt.digest, "repeated"))]
+        return [Send(peer, m.Vote(attempt.round_id, attempt.vote, attempt.digest, "repeated", None))]
 
     def peer_disconnected(self, reason: str, now_s: float) -> list[AttemptEffect]:
-        """Payloads may be lost: of this round or, as peers can be a step ahead, of the next."""
+        """Vote NO, because payloads of this round (or of the next, if the peer is ahead) may be lost."""
         self._loss_reason = reason if self.open_attempt is None or self.open_attempt.vote is not None else ""
         return self.advance(Failed(reason), now_s)
 
     def record_progress(self, peer: m.PeerId, message: m.RoundProgress, now_s: float) -> None:
-        """A member makes progress.  Raises `RemoteProtocolError` for a step that no member can have
-        reached."""
+        """Record that a member is alive, and whether it has made progress.
+
+        Raises:
+            RemoteProtocolError: no member can have reached the step that the message names.
+        """
         here, there, rank = self._current_round, message.round, self._rank(peer)
         if _is_foreign(there, here):
             return
-        # After the last abort it names the next attempt, which is never begun.
+        # After the last abort, the message names the next attempt, which is never begun.
         _check_not_ahead(replace(there, attempt=0), here, rank)
         before = self._progress_of.get(peer, 0)
         self._progress_of[peer] = max(before, message.progress)
@@ -336,7 +373,7 @@ class Attempts:
 
     def _add(self, collectives: Mapping[m.Channel, Collective], now_s: float) -> list[AttemptEffect]:
         if not self._collectives:
-            self.skip = False
+            self.flags = 0
         self._collectives |= collectives
         return [
             effect
@@ -349,7 +386,7 @@ class Attempts:
         return [effect for peer, early in held.items() for effect in self._replay(peer, early, now_s)]
 
     def _replay(self, peer: m.PeerId, early: _EarlyMessages, now_s: float) -> list[AttemptEffect]:
-        """Process held messages; those of later rounds are held again."""
+        """Process a peer's held messages; hold messages of later rounds again."""
         effects: list[AttemptEffect] = []
         for message, nbytes in early.messages:
             try:
@@ -371,7 +408,7 @@ class Attempts:
             )
 
     def _handle_late(self, peer: m.PeerId, message: AttemptMessage) -> list[AttemptEffect]:
-        """The root repeats its verdict to a voter whose connection broke; the rest is dropped."""
+        """Repeat the root's verdict to a voter whose connection may have broken; drop other messages."""
         there, here = message.round, self.next_round
         if not isinstance(message, m.Vote) or self.rank != ROOT:
             return []
@@ -383,41 +420,55 @@ class Attempts:
 
     def _deliver(self, rank: int, message: AttemptMessage, now_s: float) -> list[AttemptEffect]:
         match message:
-            case m.Vote(_, yes, digest, reason):
+            case m.Vote(_, yes, digest, reason, _):
                 return self.advance(VoteReceived(rank, yes, digest, reason), now_s)
             case m.Decision(_, verdict, reason):
                 return self.advance(DecisionReceived(rank, verdict, reason), now_s)
-            case m.Data(_, channel, slot, skip, payload):
+            case m.Data(_, channel):
                 if self.open_attempt is not None and self.open_attempt.vote is False:
                     return []
                 collective = self._collectives.get(channel)
                 if collective is None:
                     raise RemoteProtocolError(
-                        f"rank {rank} sent data for {channel}, which is none of the "
+                        f"rank {rank} sent data for {channel}, which is not one of the "
                         f"{len(self._collectives)} channels of round {self._current_round}",
                         remedy=_REMEDY,
                     )
-                effects = collective.handle(PayloadReceived(rank, slot, skip, payload), now_s)
-                return self._translate(channel, effects) + self._check_complete()
+                return list(self._advance_collective(collective, rank, message, now_s))
 
-    def _translate(self, channel: m.Channel, effects: list[CollectiveEffect]) -> list[AttemptEffect]:
-        out: list[AttemptEffect] = []
+    def _advance_collective(
+        self, collective: Collective, rank: int, data: m.Data, now_s: float
+    ) -> list[MemberEffect]:
+        effects = collective.handle(PayloadReceived(rank, data.slot, data.flags, data.payload), now_s)
+        translated = self._translate(data.channel, effects)
+        return translated + self._check_complete() if collective.complete else translated
+
+    def _translate(self, channel: m.Channel, effects: list[CollectiveEffect]) -> list[MemberEffect]:
+        out: list[MemberEffect] = []
         for effect in effects:
             match effect:
-                case SendTo(to_rank, slot, skip):
-                    out.append(SendPayload(self._peer(to_rank), self._current_round, channel, slot, skip))
-                case CollectiveComplete(skip):
-                    self.skip = self.skip or skip
+                case SendTo(to_rank, slot, flags):
+                    out.append(SendPayload(self._peer(to_rank), self._current_round, channel, slot, flags))
+                case CollectiveComplete(flags):
+                    self.flags |= flags
                     if self._has_more:
-                        out.append(CollectiveCompleted(channel, skip))
+                        out.append(CollectiveCompleted(channel, flags))
                 case _:
                     out.append(ApplyToBuffer(channel, effect, self._peer(effect.provenance.rank)))
         return out
 
-    def _check_complete(self) -> list[AttemptEffect]:
+    def _check_complete(self) -> list[MemberEffect]:
         if self.open_attempt is None or self.open_attempt.vote is not None or self._has_more:
             return []
-        return [ComputeDigest(self.skip)] if all(c.complete for c in self._collectives.values()) else []
+        return [ComputeDigest(self.flags)] if all(c.complete for c in self._collectives.values()) else []
+
+    def find_wrong_flag(self) -> str:
+        """Return how the flags of the complete round contradict what this member knows; "" if they do not."""
+        if is_absent(self.flags, self.rank) != self.is_absent:
+            return f"the round's flags say that this member is {'present' if self.is_absent else 'absent'}"
+        if self.flags >= absent_flag(self.rank_assignment.world_size):
+            return f"the round's flags {self.flags:#x} name a rank that is no member"
+        return ""
 
     def _process_commit_effects(
         self, attempt: TwoPhaseCommit, effects: list[CommitEffect]
@@ -426,7 +477,9 @@ class Attempts:
         for effect in effects:
             match effect:
                 case CastVote(yes, digest, reason):
-                    out.append(Send(self._peer(ROOT), m.Vote(attempt.round_id, yes, digest, reason)))
+                    out.append(
+                        Send(self._peer(ROOT), m.Vote(attempt.round_id, yes, digest, reason, self.compute_s))
+                    )
                 case AnnounceDecision(verdict, reason):
                     decision, at = m.Decision(attempt.round_id, verdict, reason), self.rank_assignment
                     out += [Send(x.peer, decision) for x in at.members if x.peer != at.own_id]
@@ -441,7 +494,7 @@ class Attempts:
         self._last_committed = ended.round_id
         self._stale_messages.clear()
         self._step, self._attempt, self._aborts = ended.round_id.step + 1, 0, 0
-        return StepCommitted(ended.round_id, ended.digest, self.skip, reason)
+        return StepCommitted(ended.round_id, ended.digest, self.flags, reason)
 
     def _abort(self, ended: TwoPhaseCommit, decided: Decided) -> list[AttemptEffect]:
         self.open_attempt, self._aborted_collectives, self._collectives = None, self._collectives, {}
@@ -449,11 +502,14 @@ class Attempts:
         self.abort_reason, self.silent_s = decided.reason, decided.silent_s
         self.suspects = tuple(self._peer(rank) for rank in decided.suspects)
         fields = {"step": ended.round_id.step, "attempt": ended.round_id.attempt, "reason": decided.reason}
-        return [LogEvent("aborted", fields), ResolveRound(ended.round_id, False, False, decided.reason)]
+        return [LogEvent("aborted", fields), ResolveRound(ended.round_id, False, 0, decided.reason)]
 
 
 def _can_resume(now: Mapping[m.Channel, Collective], before: Mapping[m.Channel, Collective]) -> bool:
-    """Whether the rings can resume where they were aborted: those of all members resume, or none may."""
+    """Whether each ring is the next attempt of the aborted ring of its channel, or else a first attempt.
+
+    A ring can be resumed only if all members resume it.
+    """
     for channel, collective in now.items():
         earlier = before.get(channel)
         due = earlier.attempt + 1 if isinstance(earlier, RingAllReduce) else 0
@@ -463,7 +519,10 @@ def _can_resume(now: Mapping[m.Channel, Collective], before: Mapping[m.Channel, 
 
 
 def _check_role(message: AttemptMessage, from_rank: int, rank: int) -> None:
-    """Members vote, the root decides.  Checked on arrival, even where the message is held."""
+    """Raise `RemoteProtocolError` if the sender may not send this message to this rank.
+
+    Members vote and the root decides.  A message is checked on arrival, even if it is then held.
+    """
     match message:
         case m.Vote():
             check_vote(from_rank, rank)
@@ -472,11 +531,14 @@ def _check_role(message: AttemptMessage, from_rank: int, rank: int) -> None:
 
 
 def _check_not_ahead(there: m.RoundId, here: m.RoundId, from_rank: int) -> None:
-    """A message of a round that no member can have reached would be held forever."""
+    """Raise `RemoteProtocolError` for a round that no member can have reached.
+
+    Such a message would be held forever.
+    """
     if there.step > here.step + MAX_STEPS_AHEAD or there.attempt >= ABORTS_BEFORE_FREEZE:
         raise RemoteProtocolError(
             f"rank {from_rank} is at step {there.step}, attempt {there.attempt}; no member can be past step "
-            f"{here.step + MAX_STEPS_AHEAD} while this one is at {here.step}, nor past attempt "
+            f"{here.step + MAX_STEPS_AHEAD} while this member is at step {here.step}, nor past attempt "
             f"{ABORTS_BEFORE_FREEZE - 1}",
             remedy=_REMEDY,
         )
@@ -486,7 +548,7 @@ def _check_early_limits(from_rank: int, messages: int, nbytes: int) -> None:
     if messages > MAX_EARLY_MESSAGES or nbytes > MAX_EARLY_BYTES:
         raise RemoteProtocolError(
             f"rank {from_rank} has sent {messages} early messages of {nbytes} bytes; at most "
-            f"{MAX_EARLY_MESSAGES} and {MAX_EARLY_BYTES} are held for one member",
+            f"{MAX_EARLY_MESSAGES} messages and {MAX_EARLY_BYTES} bytes are held for one member",
             remedy=_REMEDY,
         )
 
@@ -496,7 +558,10 @@ def _is_foreign(there: m.RoundId, here: m.RoundId) -> bool:
 
 
 def exceeds_stale_limit(messages: int) -> bool:
-    """Reading a message that is of no use costs as much as reading any other."""
+    """Whether a peer sent more messages of past rounds than are tolerated.
+
+    Reading a message that is then dropped costs as much as reading any other.
+    """
     return messages > MAX_STALE_MESSAGES
 
 
@@ -505,6 +570,9 @@ def _is_over(there: m.RoundId, here: m.RoundId) -> bool:
 
 
 def _proves_commit(from_rank: int) -> bool:
-    """Commit rule 3: a member at the next step knows this step's verdict.  Only the root's message counts:
-    from another member, which has the verdict from the root, it could make this member apply alone."""
+    """Whether a message of the next step from this rank proves that this step was committed (commit rule 3).
+
+    A member at the next step has received the verdict on this step.  Only the root is trusted, because a
+    faulty member could otherwise make this member alone apply the update.
+    """
     return from_rank == ROOT

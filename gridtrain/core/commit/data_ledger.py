@@ -1,25 +1,31 @@
-"""Which samples each worker processes in each step, so that every sample is in exactly one committed step.
+"""Assignment of samples to workers and steps, so that every sample is in exactly one committed step.
 
-Positions number the samples in the order in which the run assigns them: position p belongs to pass p //
-size.  The sampler maps positions to samples, by a permutation of each pass from `LedgerSpec.seed`.
+Positions number the samples in the order in which the run assigns them: position p belongs to pass p // size
+over the data.  The sampler maps positions to samples by a permutation of each pass, which `LedgerSpec.seed`
+determines.
 
     size = 10, shares 2 + 2             |<------ pass 0 ------>|<- pass 1
     positions                           0 1 2 3 4 5 6 7 8 9   10 11 12 ..
     consumed by steps 0 and 1           # # # # # # # #
-    step 2, the tail: a short one                       a b
+    step 2, the end of the pass: a short step           a b
     step 3 begins the next pass                               a a b b
 
-The state is replicated.  It changes only where a step commits (`commit`), or where a VIEW follows an aborted
-step (`reassign`); everything else is computed from it, equally on every worker, without a message.  An
-invariant, which `commit` and `reassign` check:
+The state is replicated.  It changes only when a step commits (`commit`), or when a VIEW follows an aborted
+step (`reassign`).  All other values are computed from the state, with equal results on every worker.
+`commit` and `reassign` check an invariant:
 
-    cursor == consumed + requeued + held by the members that a VIEW named
+    cursor == consumed + requeued + held by the members that a VIEW named + late
 
-A share is a batch size in samples.  A step takes the sum of all shares, fewer where a pass ends: it goes from
-the cursor at most to the end of the pass, so that no step has samples of two passes unless some are
-re-queued.  A short step is split in proportion to the shares (largest remainder, ties to the lower rank):
-filling rank after rank would leave the last ones idle while the first have full batches, and a step lasts as
-long as its slowest worker.
+A member may be absent from a step that commits, because its trainer has stalled.  Its batch is then late: it
+stays the member's only assignment until the member takes part in a committed step again, which consumes the
+batch.  Meanwhile the share of the member counts as 0.  A batch that is late by more than `MAX_LATE_STEPS` is
+re-queued for other members.
+
+A share is a batch size in samples.  A step takes as many samples as the sum of all shares, or fewer at the
+end of a pass, because it extends at most from the cursor to the end of the pass.  Therefore, no step has
+samples of two passes unless some samples are re-queued.  A short step is split in proportion to the shares
+(largest remainder, ties to the lower rank).  If the ranks were filled one after the other, the last ranks
+would be idle while the first have full batches, and a step takes as long as its slowest worker.
 """
 
 from __future__ import annotations
@@ -29,10 +35,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from gridtrain.core.messages import LedgerSpec, LedgerState, PeerId, Span
+from gridtrain.core.messages import LateBatch, LedgerSpec, LedgerState, PeerId, Span
 from gridtrain.errors import ConfigError, LocalProtocolError
 
-MAX_POSITION = 2**63 - 1  # positions and counts travel as signed 64-bit integers
+MAX_POSITION = 2**63 - 1  # positions and counts are sent as signed 64-bit integers
+
+MAX_LATE_STEPS = 16
+"""Largest number of committed steps after which a late batch still counts (staleness bound)."""
 
 Assignment = Mapping[PeerId, tuple[Span, ...]]
 
@@ -41,34 +50,35 @@ def validate(spec: LedgerSpec) -> None:
     """Raise `ConfigError` unless `spec` describes a data set that is not empty and a run that ends."""
     if spec.size < 1:
         raise ConfigError(
-            f"the data set has {spec.size} samples, at least 1 is needed",
+            f"the data set has {spec.size} samples; it must have at least 1",
             remedy="check the path or the filter that built the data set",
         )
     if not 0 <= spec.seed <= MAX_POSITION:
-        raise ConfigError(f"the data seed is {spec.seed}; it must be >= 0 and < 2**63", remedy="try seed=0")
+        raise ConfigError(f"the data seed is {spec.seed}; it must be >= 0 and < 2**63", remedy="use seed=0")
     if (spec.epochs is None) == (spec.steps is None):
         raise ConfigError(
-            f"the run's end is epochs={spec.epochs}, steps={spec.steps}; exactly one must be given",
-            remedy="give grid.batches either epochs= or steps=",
+            f"epochs is {spec.epochs} and steps is {spec.steps}; exactly one of them must be given",
+            remedy="pass either epochs= or steps= to grid.batches",
         )
     if spec.epochs is not None and not 1 <= spec.epochs * spec.size <= MAX_POSITION:
         raise ConfigError(
-            f"epochs={spec.epochs} over {spec.size} samples; it must be at least 1 and below 2**63 samples",
-            remedy="try epochs=1",
+            f"epochs is {spec.epochs} and the data set has {spec.size} samples; epochs must be at least 1, "
+            "and the product of both must be < 2**63",
+            remedy="use epochs=1",
         )
     if spec.steps is not None and not 1 <= spec.steps <= MAX_POSITION:
-        raise ConfigError(f"steps={spec.steps}; it must be >= 1 and < 2**63", remedy="try steps=1000")
+        raise ConfigError(f"steps is {spec.steps}; it must be >= 1 and < 2**63", remedy="use steps=1000")
 
 
 def is_finished(spec: LedgerSpec, state: LedgerState) -> bool:
-    """Whether the run is over: all passes consumed, or all steps committed."""
+    """Whether the run is over, because all passes are consumed or all steps are committed."""
     if spec.epochs is not None:
         return state.consumed >= spec.epochs * spec.size
     return spec.steps is not None and state.step >= spec.steps
 
 
 def count_samples(spans: Iterable[Span]) -> int:
-    """Number of positions in `spans`."""
+    """Return the number of positions in `spans`."""
     return sum(span.stop - span.start for span in spans)
 
 
@@ -81,39 +91,47 @@ def assign(
         shares: the generation's members in rank order, each with its share in samples.
 
     Returns:
-        The spans of each member, in rank order.  Each lies within one pass; () means that the member takes
-        part with a zero contribution.  In a finished run all are ().
+        The spans of each member, in rank order.  Each span lies within one pass.  A member without spans
+        takes part with a zero contribution; in a finished run no member has spans.
 
     Raises:
-        LocalProtocolError: the shares are invalid (a negative one, none above 0, a member twice), or a holder
-            that a VIEW fixed is no member.
+        LocalProtocolError: the shares are invalid (a share is negative, none is above 0, or a member occurs
+            twice), or a worker to which a VIEW has assigned positions is not a member.
     """
     peers = [peer for peer, _ in shares]
     wanted = sum(share for _, share in shares)
     if len(set(peers)) != len(peers) or wanted < 1 or any(share < 0 for _, share in shares):
         raise LocalProtocolError(
             f"shares of step {state.step} are {[(peer.hex()[:8], share) for peer, share in shares]}; "
-            "members must differ, shares be >= 0, and their sum >= 1"
+            "no member may occur twice, no share may be negative, and their sum must be at least 1"
         )
+    late = {batch.peer: batch.spans for batch in state.late}
     if state.holders is not None:
-        held = dict(state.holders)
+        held = dict(state.holders) | late
         if strangers := held.keys() - set(peers):
             names = sorted(peer.hex()[:8] for peer in strangers)
-            raise LocalProtocolError(f"step {state.step} has holders that are no members: {names}")
+            raise LocalProtocolError(f"positions of step {state.step} are held by non-members: {names}")
         return {peer: held.get(peer, ()) for peer in peers}
     if is_finished(spec, state):
         return {peer: () for peer in peers}
 
     queue = deque((*state.requeued, *_rest_of_pass(spec, state.cursor)))
-    counts = _split(min(count_samples(queue), wanted), [share for _, share in shares])
-    return {peer: _take_first(queue, count) for peer, count in zip(peers, counts, strict=True)}
+    present = [0 if peer in late else share for peer, share in shares]
+    counts = _split(min(count_samples(queue), sum(present)), present)
+    return {
+        peer: late[peer] if peer in late else _take_first(queue, count)
+        for peer, count in zip(peers, counts, strict=True)
+    }
 
 
 def predict_assignments(
     spec: LedgerSpec, state: LedgerState, shares: Sequence[tuple[PeerId, int]], peer: PeerId, count: int
 ) -> list[tuple[Span, ...]]:
-    """The spans of `peer` in the `count` steps after `state.step`, if all commit and no member joins or
-    leaves."""
+    """Return the spans of `peer` in each of the `count` steps after `state.step`.
+
+    The prediction holds if all steps commit and no member joins or leaves.  The list is shorter if the run
+    ends earlier.
+    """
     ahead: list[tuple[Span, ...]] = []
     for _ in range(count):
         state = commit(spec, state, assign(spec, state, shares), skipped=False)
@@ -123,26 +141,57 @@ def predict_assignments(
     return ahead
 
 
-def commit(spec: LedgerSpec, state: LedgerState, assignment: Assignment, *, skipped: bool) -> LedgerState:
-    """The state after step `state.step` committed: exactly what was assigned is consumed.
+def count_total(state: LedgerState, assignment: Assignment, peer: PeerId | None = None) -> int:
+    """Return the number of samples by which the contributions to step `state.step` are weighted.
 
     Args:
-        assignment: what `assign` returned for this step.
-        skipped: the committed update was empty, as a member's gradient was not finite.
+        assignment: the result of `assign` for this step.
+        peer: the contributor; a late batch is weighted by the total of the step that handed it out.
+    """
+    late = {batch.peer: batch for batch in state.late}
+    if peer is not None and peer in late:
+        return late[peer].total_samples
+    return sum(count_samples(spans) for member, spans in assignment.items() if member not in late)
+
+
+def commit(
+    spec: LedgerSpec,
+    state: LedgerState,
+    assignment: Assignment,
+    *,
+    skipped: bool,
+    absent: Collection[PeerId] = (),
+) -> LedgerState:
+    """Return the state after step `state.step` was committed, which consumes exactly the assigned samples.
+
+    Args:
+        assignment: the result of `assign` for this step.
+        skipped: whether the committed update was empty, because a member's gradient was not finite.
+        absent: members whose contribution was empty; their batches are late and not consumed.
 
     Raises:
-        LocalProtocolError: `assignment` is not one of this state.
+        LocalProtocolError: `assignment` does not belong to this state.
     """
-    taken = [span for spans in assignment.values() for span in spans]
+    taken, total = _newly_assigned(state, assignment), count_total(state, assignment)
+    known = {batch.peer: batch for batch in state.late}
+    consumed = count_samples(
+        span for peer, spans in assignment.items() if peer not in absent for span in spans
+    )
+    late = [
+        known.get(peer) or LateBatch(peer, assignment[peer], total, state.step) for peer in sorted(absent)
+    ]
+    expired = [batch for batch in late if state.step - batch.step >= MAX_LATE_STEPS]
+    too_late = [span for batch in expired for span in batch.spans]
     return _check_balanced(
         replace(
             state,
             step=state.step + 1,
             cursor=_cursor_after(state, taken),
-            requeued=_coalesce(spec, _subtract(state.requeued, taken)),
-            consumed=state.consumed + count_samples(taken),
-            skipped=state.skipped + (count_samples(taken) if skipped else 0),
+            requeued=_coalesce(spec, [*_subtract(state.requeued, taken), *too_late]),
+            consumed=state.consumed + consumed,
+            skipped=state.skipped + (consumed if skipped else 0),
             holders=None,
+            late=tuple(replace(batch, spans=()) if batch in expired else batch for batch in late),
         )
     )
 
@@ -150,44 +199,55 @@ def commit(spec: LedgerSpec, state: LedgerState, assignment: Assignment, *, skip
 def reassign(
     spec: LedgerSpec, state: LedgerState, assignment: Assignment, survivors: Collection[PeerId]
 ) -> LedgerState:
-    """The state after step `state.step` aborted and a VIEW follows; survivors keep their gradients.
+    """Return the state for the VIEW that follows the abort of step `state.step`.
 
-    Survivors keep exactly their positions, and with them the gradients that they have computed; the others'
-    are re-queued and assigned first in the next step.  If no survivor has any, the step commits without
-    samples, as a batch that a trainer has begun must not change.  The step may abort again: call this with
-    the assignment of the new state.
+    Survivors keep exactly their positions, and therefore the gradients that they have computed.  The
+    positions of the other members are re-queued and assigned first in the next step.  If no survivor has any
+    positions, the step commits without samples, because a batch that a trainer has begun must not change.  If
+    the step aborts again, call this function with the assignment of the new state.
 
     Args:
-        assignment: what `assign` returned for the aborted step.
+        assignment: the result of `assign` for the aborted step.
         survivors: members that are also in the next generation.
 
     Raises:
-        LocalProtocolError: `assignment` is not one of this state.
+        LocalProtocolError: `assignment` does not belong to this state.
     """
-    taken = [span for spans in assignment.values() for span in spans]
-    holders = {peer: spans for peer, spans in assignment.items() if peer in survivors and spans}
-    lost = [span for peer, spans in assignment.items() if peer not in holders for span in spans]
-    return _check_balanced(
-        replace(
-            state,
-            cursor=_cursor_after(state, taken),
-            requeued=_coalesce(spec, [*_subtract(state.requeued, taken), *lost]),
-            holders=tuple(sorted(holders.items())),
-        )
+    taken = _newly_assigned(state, assignment)
+    late = {batch.peer for batch in state.late}
+    new = {peer: spans for peer, spans in assignment.items() if peer not in late}
+    holders = {peer: spans for peer, spans in new.items() if peer in survivors and spans}
+    lost = [span for peer, spans in new.items() if peer not in holders for span in spans]
+    reassigned = replace(
+        state,
+        cursor=_cursor_after(state, taken),
+        requeued=_coalesce(spec, [*_subtract(state.requeued, taken), *lost]),
+        holders=tuple(sorted(holders.items())),
     )
+    return release_late(spec, reassigned, survivors)
+
+
+def release_late(spec: LedgerSpec, state: LedgerState, survivors: Collection[PeerId]) -> LedgerState:
+    """Return the ledger with the late batches of all members but `survivors` re-queued."""
+    late = tuple(batch for batch in state.late if batch.peer in survivors)
+    if late == state.late:
+        return _check_balanced(state)
+    lost = [span for batch in state.late if batch not in late for span in batch.spans]
+    return _check_balanced(replace(state, requeued=_coalesce(spec, [*state.requeued, *lost]), late=late))
 
 
 def release_holders(spec: LedgerSpec, state: LedgerState) -> LedgerState:
-    """The same state for another group of workers: positions held for single members are re-queued."""
+    """Return the ledger with all positions re-queued that are assigned to particular members."""
     held = [span for _, spans in state.holders or () for span in spans]
-    return _check_balanced(replace(state, requeued=_coalesce(spec, [*state.requeued, *held]), holders=None))
+    released = replace(state, requeued=_coalesce(spec, [*state.requeued, *held]), holders=None)
+    return release_late(spec, released, ())
 
 
 # -- spans ---------------------------------------------------------------------------------------
 
 
 def _take_first(queue: deque[Span], count: int) -> tuple[Span, ...]:
-    """Remove the first `count` positions from the queue, or all if it has fewer."""
+    """Remove the first `count` positions from the queue, or all if it has fewer, and return them."""
     taken: list[Span] = []
     while count > 0 and queue:
         span = queue.popleft()
@@ -199,9 +259,15 @@ def _take_first(queue: deque[Span], count: int) -> tuple[Span, ...]:
     return tuple(taken)
 
 
+def _newly_assigned(state: LedgerState, assignment: Assignment) -> list[Span]:
+    """Return the assigned spans that were not late already."""
+    late = {batch.peer for batch in state.late}
+    return [span for peer, spans in assignment.items() if peer not in late for span in spans]
+
+
 def _split(total: int, shares: Sequence[int]) -> list[int]:
-    """Split `total` samples in proportion to the shares; no member gets more than its share."""
-    whole = sum(shares)
+    """Split `total` samples in proportion to the shares, so that no member gets more than its share."""
+    whole = max(1, sum(shares))
     counts = [total * share // whole for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda rank: (-(total * shares[rank] % whole), rank))
     for rank in by_remainder[: total - sum(counts)]:
@@ -210,14 +276,14 @@ def _split(total: int, shares: Sequence[int]) -> list[int]:
 
 
 def _rest_of_pass(spec: LedgerSpec, cursor: int) -> tuple[Span, ...]:
-    """From the cursor to the end of its pass; () once the run's last pass is assigned."""
+    """Return the positions from the cursor to the end of its pass, or () once the last pass is assigned."""
     if spec.epochs is not None and cursor >= spec.epochs * spec.size:
         return ()
     return (Span(cursor, (cursor // spec.size + 1) * spec.size),)
 
 
 def _coalesce(spec: LedgerSpec, spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Sort, and join adjacent spans, but never across the end of a pass."""
+    """Sort the spans and join adjacent ones, but never across the end of a pass."""
     joined: list[Span] = []
     for span in sorted(spans, key=lambda span: span.start):
         if joined and joined[-1].stop == span.start and span.start % spec.size != 0:
@@ -228,7 +294,7 @@ def _coalesce(spec: LedgerSpec, spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def _subtract(spans: Iterable[Span], taken: Iterable[Span]) -> list[Span]:
-    """The positions of `spans` that are not in `taken`."""
+    """Return the positions of `spans` that are not in `taken`."""
     holes = sorted(taken, key=lambda span: span.start)
     rest: list[Span] = []
     for span in spans:
@@ -250,33 +316,40 @@ def _cursor_after(state: LedgerState, taken: Iterable[Span]) -> int:
 
 def is_balanced(state: LedgerState) -> bool:
     """Whether every position below the cursor is accounted for exactly once."""
+    return state.cursor == state.consumed + count_samples(state.requeued) + _count_held(state)
+
+
+def _count_held(state: LedgerState) -> int:
+    """Return the number of samples that are assigned to particular members."""
     held = sum(count_samples(spans) for _, spans in state.holders or ())
-    return state.cursor == state.consumed + count_samples(state.requeued) + held
+    return held + sum(count_samples(batch.spans) for batch in state.late)
 
 
 def is_sound(state: LedgerState, members: Collection[PeerId]) -> bool:
-    """Whether an honest member of this generation may hold `state`; checked as others compute with it.
+    """Whether a correct member of this generation may hold `state`.
 
-    No position below the cursor occurs twice, none is beyond it, only members are holders, and the numbers
-    are far enough from overflow for more steps than any run takes.
+    This is the case if the state balances, no position occurs twice or lies beyond the cursor, positions are
+    assigned only to members, and the step and the cursor are so far from overflow that no run reaches it.
     """
-    holders = state.holders or ()
+    holders = [*(state.holders or ()), *((batch.peer, batch.spans) for batch in state.late)]
     spans = sorted((*state.requeued, *(s for _, held in holders for s in held)), key=lambda s: s.start)
     is_disjoint = all(one.stop <= other.start for one, other in pairwise(spans))
     is_inside = all(0 <= span.start < span.stop <= state.cursor for span in spans)
     is_known = len(dict(holders)) == len(holders) and all(peer in members for peer, _ in holders)
-    has_room = max(state.step, state.cursor) <= MAX_POSITION // 2
+    has_room = (
+        max(state.step, state.cursor, *(batch.total_samples for batch in state.late)) <= MAX_POSITION // 2
+    )
     is_plausible = is_known and has_room and state.skipped <= state.consumed
     return is_balanced(state) and is_disjoint and is_inside and is_plausible
 
 
 def _check_balanced(state: LedgerState) -> LedgerState:
-    """Return `state`; raises `LocalProtocolError` if it does not balance."""
+    """Return `state`, or raise `LocalProtocolError` if it does not balance."""
     if not is_balanced(state):
-        held = sum(count_samples(spans) for _, spans in state.holders or ())
         requeued = count_samples(state.requeued)
         raise LocalProtocolError(
             f"the ledger does not balance at step {state.step}: cursor {state.cursor} != consumed "
-            f"{state.consumed} + requeued {requeued} + held {held}; the assignment is not this state's"
+            f"{state.consumed} + requeued {requeued} + held {_count_held(state)}; the assignment belongs "
+            "to another state"
         )
     return state

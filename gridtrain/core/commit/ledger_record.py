@@ -1,4 +1,4 @@
-"""The data ledger as a JSON record: in the coordinator's journal and in the header of a checkpoint."""
+"""Conversion of the data ledger to JSON, for the coordinator's journal and the headers of checkpoints."""
 
 from __future__ import annotations
 
@@ -10,19 +10,30 @@ from gridtrain.core import messages as m
 
 
 def ledger_entry(state: m.LedgerState) -> dict[str, Any]:
-    """The record of `state`; `parse_ledger` reads it back."""
+    """Return `state` as a JSON object; `parse_ledger` reads it back."""
     body = asdict(state)
     if state.holders is not None:
         body["holders"] = [[peer.hex(), [asdict(s) for s in spans]] for peer, spans in state.holders]
+    del body["late"]
+    if state.late:  # absent in the usual case, and in records of earlier versions
+        body["late"] = [asdict(batch) | {"peer": batch.peer.hex()} for batch in state.late]
     return body
 
 
 def parse_ledger(body: Mapping[str, Any]) -> m.LedgerState:
-    """Raises `KeyError`, `TypeError` or `ValueError` for what `ledger_entry` did not make."""
+    """Return the ledger state that a JSON object written by `ledger_entry` describes.
+
+    Raises:
+        KeyError, TypeError, ValueError: `body` does not describe a ledger state.
+    """
     holders = body["holders"]
     if holders is not None:
         holders = tuple((bytes.fromhex(peer), _spans(spans)) for peer, spans in holders)
-    return m.LedgerState(**{**body, "requeued": _spans(body["requeued"]), "holders": holders})
+    late = tuple(
+        m.LateBatch(**{**batch, "peer": bytes.fromhex(batch["peer"]), "spans": _spans(batch["spans"])})
+        for batch in body.get("late", ())
+    )
+    return m.LedgerState(**{**body, "requeued": _spans(body["requeued"]), "holders": holders, "late": late})
 
 
 def _spans(records: Iterable[Mapping[str, int]]) -> tuple[m.Span, ...]:

@@ -8,8 +8,8 @@
     Decided                     Decided
 
 After a YES a member never aborts by itself: it waits for the root, or for the coordinator's FREEZE.  The root
-aborts after `timeout_s` in which a member neither voted nor reported progress, or in which nothing moved on
-any member (a payload was lost with a connection, and all wait for it).
+aborts when a member has neither voted nor reported that it is alive for `timeout_s`, or when no member has
+made progress for that time (because a payload was lost with a connection, and all members wait for it).
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 
 ROOT = 0
 EMPTY_HISTORY = bytes(32)
-_REMEDY = "drop that peer; an honest one of the same version never sends this"
+_REMEDY = "disconnect the peer; a correct peer of the same version never sends this message"
 
 
 def extend_history(history: bytes, digest: bytes) -> bytes:
-    """Chain one more update's digest: equal histories mean the same updates from the same start."""
+    """Return `history` extended by an update's digest.
+
+    Equal histories mean that the same updates were applied to the same initial state.
+    """
     return hashlib.blake2b(history + digest, digest_size=32).digest()
 
 
 def largest_agreeing_group(values: Mapping[int, Hashable]) -> list[int]:
-    """The ranks of the largest group with equal values; of equally large ones, that with the lowest rank."""
+    """Return the ranks of the largest group with equal values; ties go to the group with the lowest rank."""
     groups: dict[Hashable, list[int]] = {}
     for rank in sorted(values):
         groups.setdefault(values[rank], []).append(rank)
@@ -46,14 +49,14 @@ def largest_agreeing_group(values: Mapping[int, Hashable]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """This member holds the complete update, and the new residual beside the old one."""
+    """This member holds the complete update, and the new residual in addition to the old residual."""
 
     digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The exchange cannot complete on this member: vote NO."""
+    """The exchange cannot complete on this member, which must vote NO."""
 
     reason: str
 
@@ -75,14 +78,14 @@ class DecisionReceived:
 
 @dataclass(frozen=True, slots=True)
 class LaterStepSeen:
-    """A message of the next step in the same generation: this step was committed (commit rule 3)."""
+    """A message of the next step in this generation arrived, which proves the commit (commit rule 3)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressReceived:
-    """The member is alive: its trainer computes, or waits for the others inside of gridtrain.
+    """The member is alive: its trainer computes, or waits inside gridtrain for the other members.
 
-    `has_moved`: it also made progress (a payload, a step of its computation).
+    `has_moved` is True if it has also made progress, for example received a payload or computed a layer.
     """
 
     rank: int
@@ -106,7 +109,7 @@ class CastVote:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceDecision:
-    """The root's Decision, to every other member."""
+    """Send the root's Decision to every other member."""
 
     verdict: Verdict
     reason: str
@@ -117,8 +120,8 @@ class Decided:
     """The verdict is known on this member.
 
     Attributes:
-        suspects: ranks that were silent for `silent_s`; if that is 0, ranks that voted NO or whose update
-            differs from the majority's.
+        suspects: if `silent_s` > 0, ranks that were silent for that time; otherwise ranks that voted NO, or
+            whose update differs from the majority's.
     """
 
     verdict: Verdict
@@ -131,12 +134,12 @@ CommitEffect = CastVote | AnnounceDecision | Decided
 
 
 class TwoPhaseCommit:
-    """One attempt, as the member of rank `rank` sees it.
+    """One attempt, as seen by the member with rank `rank`.
 
     Attributes:
-        vote: this member's own vote; None before it.
-        digest: the digest that this member voted YES for; empty otherwise.
-        verdict: None until it is known.
+        vote: this member's vote; None until it has voted.
+        digest: digest of the update for which this member voted YES; empty otherwise.
+        verdict: verdict on the attempt; None until it is known.
     """
 
     def __init__(self, round_id: RoundId, rank: int, world_size: int, timeout_s: float, now_s: float) -> None:
@@ -153,12 +156,12 @@ class TwoPhaseCommit:
 
     @property
     def is_prepared(self) -> bool:
-        """Voted YES and waiting for the verdict."""
+        """Whether this member has voted YES and waits for the verdict."""
         return self.vote is True and self.verdict is None
 
     @property
     def deadline_s(self) -> float:
-        """When the next timeout ends; infinite once the verdict is known."""
+        """The time at which the next timeout ends; infinite once the verdict is known."""
         if self.verdict is not None:
             return math.inf
         last_s = [self._last_progress_s[rank] for rank in self._awaited_ranks()]
@@ -189,7 +192,10 @@ class TwoPhaseCommit:
                 )
 
     def tick(self, now_s: float) -> list[CommitEffect]:
-        """Root: ABORT after a timeout.  Other members only wait; the caller reports to the coordinator."""
+        """Decide ABORT if this member is the root and a timeout has passed.
+
+        Other members only wait; the caller reports to the coordinator.
+        """
         if now_s < self.deadline_s or self.rank != ROOT:
             return []
         late = tuple(r for r in self._awaited_ranks() if now_s >= self._last_progress_s[r] + self.timeout_s)
@@ -200,7 +206,7 @@ class TwoPhaseCommit:
         return self._decide(Verdict.ABORT, reason, late, self.timeout_s if late else 0.0)
 
     def extend_timeouts(self, until_s: float) -> None:
-        """Our own loop stalled: no timeout ends before `until_s`."""
+        """Extend all timeouts to at least `until_s` after a stall of this worker's loop."""
         self._last_progress_s = {
             rank: extend_start(last_s, self.timeout_s, until_s)
             for rank, last_s in self._last_progress_s.items()
@@ -208,7 +214,7 @@ class TwoPhaseCommit:
         self._last_movement_s = extend_start(self._last_movement_s, self.timeout_s, until_s)
 
     def _awaited_ranks(self) -> list[int]:
-        """Root: members that have not voted.  Other members: the root."""
+        """Return the awaited ranks: for the root, all that have not voted; for other members, the root."""
         if self.rank == ROOT:
             return [rank for rank in range(self.world_size) if rank not in self._votes]
         return [ROOT]
@@ -216,7 +222,7 @@ class TwoPhaseCommit:
     def _cast_vote(self, vote: VoteReceived, now_s: float) -> list[CommitEffect]:
         if self.vote is not None:
             raise LocalProtocolError(
-                f"round {self.round_id}: a second vote of this member; the first was {self.vote}"
+                f"this member voted twice in round {self.round_id}; its first vote was {self.vote}"
             )
         if self.verdict is not None:
             return []
@@ -245,7 +251,7 @@ class TwoPhaseCommit:
             return self._decide(Verdict.COMMIT, f"{self.world_size} of {self.world_size} voted YES")
         others = tuple(sorted(set(self._votes) - set(majority)))
         reason = (
-            f"updates differ: ranks {_format_ranks(majority)} agree, ranks {_format_ranks(others)} do not"
+            f"updates differ: ranks {_format_ranks(majority)} agree, but ranks {_format_ranks(others)} differ"
         )
         return self._decide(Verdict.ABORT, reason, others)
 
@@ -269,15 +275,15 @@ class TwoPhaseCommit:
 
 
 def check_vote(from_rank: int, rank: int) -> None:
-    """Raises `RemoteProtocolError` for a vote at a member that is not the root."""
+    """Raise `RemoteProtocolError` if the vote was sent to a member that is not the root."""
     if not _counts_votes(rank):
         raise RemoteProtocolError(
-            f"rank {from_rank} voted at rank {rank}; the root is rank {ROOT}", remedy=_REMEDY
+            f"rank {from_rank} sent its vote to rank {rank}; the root is rank {ROOT}", remedy=_REMEDY
         )
 
 
 def check_decision(from_rank: int, rank: int) -> None:
-    """Raises `RemoteProtocolError` for a decision that is not the root's, or that is sent to the root."""
+    """Raise `RemoteProtocolError` if the decision was not sent by the root, or was sent to the root."""
     if not _decides(from_rank, rank):
         raise RemoteProtocolError(
             f"rank {from_rank} sent a decision to rank {rank}; only rank {ROOT} decides", remedy=_REMEDY

@@ -4,8 +4,8 @@
     at A - 1   the member is prepared for A, and applies it
     at A       all of S are prepared for one (round, digest) of step A + 1: COMMIT it, otherwise ABORT
 
-This is safe: a member that applied A + 1 had the YES of all members, so of all of S.  The coordinator's
-journal stores the result, and a journalled verdict never changes.
+This is safe, because a step is applied only after all members, including all of S, have voted YES.  The
+coordinator's journal stores the verdict, which never changes afterwards.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
 from gridtrain.core.commit.two_phase_commit import extend_history
+from gridtrain.core.group.round_flags import absent_ranks, is_skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,8 @@ class Outcome:
 
     Attributes:
         decided_round: the round that was committed; None for ABORT.
-        applied, history, ledger: those after the verdict.
-        holders: members that hold the state that these name, or will by executing the verdict.
+        applied, history, ledger: the state after the verdict.
+        holders: members that hold this state, or will hold it once they have executed the verdict.
     """
 
     verdict: m.Verdict
@@ -43,25 +44,27 @@ def decide_outcome(
     *,
     in_stages: bool = False,
 ) -> Outcome:
-    """The verdict, and what every member must hold after it.
+    """Decide whether the interrupted step is committed; return the state that all members must then hold.
 
     Args:
-        reports: of the members that hold a state, at least one; the longest-serving member first.  Where
-            histories differ, that of most members is the run's, and the others receive the state.
-        shares: of the frozen generation, in rank order.
-        in_stages: the members of a pipeline share a gradient, so that an aborted step is assigned and
-            computed again as a whole.
+        reports: reports of the members that hold a state (at least one), beginning with the longest-serving
+            member's.  If the histories differ, the run continues with the history that most members have.
+        shares: shares of the frozen generation's members, in rank order.
+        in_stages: whether the model is in stages.  The members of a pipeline then share a gradient, so an
+            aborted step is assigned and computed again as a whole.
     """
     applied = _highest_credible_step([report.applied for report in reports.values()])
     reports = {peer: report for peer, report in reports.items() if report.applied <= applied}
     first = _majority_report([report for report in reports.values() if report.applied == applied])
     history, state = first.history, first.ledger
     verdict, decided = m.Verdict.ABORT, None
-    prepared = {(report.prepared, report.digest) for report in reports.values()}
+    prepared = {(report.prepared, report.digest, report.flags) for report in reports.values()}
     if len(prepared) == 1 and first.prepared is not None and first.prepared.step == applied + 1:
         verdict, decided, applied = m.Verdict.COMMIT, first.prepared, applied + 1
         history = extend_history(history, first.digest)
-        state = data_ledger.commit(spec, state, data_ledger.assign(spec, state, shares), skipped=first.skip)
+        absent = {shares[rank][0] for rank in absent_ranks(first.flags) if rank < len(shares)}
+        assignment, skipped = data_ledger.assign(spec, state, shares), is_skipped(first.flags)
+        state = data_ledger.commit(spec, state, assignment, skipped=skipped, absent=absent)
     elif not data_ledger.is_finished(spec, state):
         survivors = () if in_stages else set(reports)
         state = data_ledger.reassign(spec, state, data_ledger.assign(spec, state, shares), survivors)
@@ -71,17 +74,18 @@ def decide_outcome(
 
 
 def _highest_credible_step(applied: Sequence[int]) -> int:
-    """The highest step that can be true; `applied`: as reported, the longest-serving member's first.
+    """Return the highest credible step in `applied`, which begins with the longest-serving member's step.
 
-    A step takes the YES of all members, so honest members of a generation are at most one step apart.  A
-    claim further than that above the median is ignored; of two members the longer-serving one is believed.
+    A step requires the YES of all members, so correct members of a generation are at most one step apart.  A
+    step that exceeds the median by more than one is ignored.  Of two members, the longer-serving one is
+    trusted.
     """
     median = applied[0] if len(applied) == 2 else sorted(applied)[(len(applied) - 1) // 2]
     return max(claim for claim in applied if claim <= median + 1)
 
 
 def _majority_report(reports: Sequence[m.FreezeReport]) -> m.FreezeReport:
-    """The report whose history and ledger most members share; with a tie, the longest-serving member's."""
+    """Return the report whose history and ledger most members share; ties go to the longer-serving member."""
     claims = [(report.history, report.ledger) for report in reports]
     return max(reports, key=lambda report: claims.count((report.history, report.ledger)))
 

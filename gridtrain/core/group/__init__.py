@@ -1,6 +1,7 @@
-"""What worker and coordinator both say of a group.
+"""Definitions that worker and coordinator share.
 
-`rank_layout` places ranks in stages and replicas, `member_events` are the events and effects of a worker's
-core, `invitation` is the text that admits a volunteer, `stall_detection` finds out that our own loop stood
-still, and `sensor_readings` are what a volunteer's machine reports about itself.
+`rank_layout` assigns ranks to stages and replicas, `member_events` defines the events and effects of a
+worker's state machine, `round_flags` the flags of a round, `invitation` the text that admits a volunteer, and
+`sensor_readings` the sensor values of a worker's machine.  `stall_detection` detects that this worker's loop
+has stalled.
 """

@@ -4,10 +4,10 @@
                  flags  coordinator's key  token    n  run      address   checksum
                  1      32                 32       1  n bytes  the rest  8 bytes
 
-The token is a CURVE secret key that the run's owner generates: the volunteer connects with its key pair, and
-the coordinator only stores a digest of the public key (`invitation_digest`).  The checksum detects accidents;
-it is not keyed, as anybody who can alter an invitation in transit has read it.  Whether an invitation is
-still valid is the coordinator's decision (`gridtrain_coordinator.access`).
+The token is a CURVE secret key that the run's owner generates.  The volunteer connects with its key pair, and
+the coordinator stores only a digest of the public key (`invitation_digest`).  The checksum detects accidental
+changes; it is not keyed, because anyone who can alter an invitation in transit can also read it.  The
+coordinator decides whether an invitation is still valid (`gridtrain_coordinator.access`).
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from gridtrain.errors import ConfigError
 PREFIX = "gridtrain1:"
 MAX_TEXT_LENGTH = 400
 MAX_PASTED_LENGTH = 2000
-"""Longest text that is read, including the line breaks and quotation marks that mail programs add."""
+"""Longest text that is parsed, including the line breaks and quotation marks that mail programs add."""
 
 KEY_BYTES, CHECKSUM_BYTES = 32, 8
 MAX_ADDRESS_BYTES = 128
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""A run's name may become a folder name, so it has no separator and is not `..`."""
+"""Pattern of a run's name.  The name may become a folder name, so it has no separator and is not `..`."""
 
 _ADDRESS = re.compile(r"(tcp|memory)://[!-~]+")
 _VERSION = re.compile(r"gridtrain(\d{1,9}):")
 _ENCRYPTED = 1
 _QUOTES = "'\"`<>\u2018\u2019\u201c\u201d\u00ab\u00bb"
-_INVISIBLE = "\u200b\ufeff\u00ad"  # what some programs put between letters so that lines may break
+_INVISIBLE = "\u200b\ufeff\u00ad"  # inserted by some programs to allow line breaks
 _COPY_AGAIN = "copy the whole line again, from gridtrain1: to its end, or ask the run's owner for a new one"
 
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """An invitation.  Raises `ConfigError` if a field is out of bounds.
+    """An invitation to a run.  Raises `ConfigError` if a field is out of bounds.
 
     Attributes:
-        address: of the coordinator.
-        coordinator: its public key.
-        token: the secret key of the invitation: `Identity.from_secret(token)`.  Never shown by `repr`.
-        run: the run's name.
-        encrypted: False: the coordinator was started without encryption.
+        address: address of the coordinator.
+        coordinator: public key of the coordinator.
+        token: secret key of the invitation, for `Identity.from_secret(token)`; `repr` omits it.
+        run: name of the run.
+        encrypted: whether connections are encrypted; False if the coordinator was started without encryption.
     """
 
     address: str
@@ -60,20 +60,22 @@ class Invitation:
     def __post_init__(self) -> None:
         for key in (self.coordinator, self.token):
             if len(key) != KEY_BYTES:
-                raise ConfigError(f"an invitation's keys have {KEY_BYTES} bytes, not {len(key)}")
+                raise ConfigError(
+                    f"a key of the invitation has {len(key)} bytes; it must have {KEY_BYTES} bytes"
+                )
         if not RUN_NAME.fullmatch(self.run):
             raise ConfigError(
-                f"{self.run!r} cannot be a run's name",
-                remedy="use 1 to 64 letters, digits, '.', '_' or '-', the first a letter or a digit",
+                f"{self.run!r} is not a valid run name",
+                remedy="use 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or a digit",
             )
         if not _ADDRESS.fullmatch(self.address) or len(self.address) > MAX_ADDRESS_BYTES:
             raise ConfigError(
-                f"{self.address[:MAX_ADDRESS_BYTES]!r} cannot be a coordinator's address",
-                remedy=f"write tcp://host:port, at most {MAX_ADDRESS_BYTES} letters",
+                f"{self.address[:MAX_ADDRESS_BYTES]!r} is not a valid coordinator address",
+                remedy=f"write tcp://host:port, with at most {MAX_ADDRESS_BYTES} characters",
             )
 
     def text(self) -> str:
-        """The line to give away: at most `MAX_TEXT_LENGTH` characters, none special to a shell."""
+        """Return the invitation as at most `MAX_TEXT_LENGTH` characters that need no quoting in any shell."""
         run = self.run.encode()
         body = bytes([_ENCRYPTED if self.encrypted else 0]) + self.coordinator + self.token
         body += bytes([len(run)]) + run + self.address.encode()
@@ -82,34 +84,34 @@ class Invitation:
 
 
 def looks_like(text: str) -> bool:
-    """Whether this is meant as an invitation, of any version, and not as an address, for example."""
+    """Whether the text has the form of an invitation of any version, rather than, for example, an address."""
     return _VERSION.match(_strip_decoration(text)) is not None
 
 
 def parse(text: str) -> Invitation:
-    """The invitation in `text`; white space anywhere in it and quotation marks around it are ignored.
+    """Parse an invitation, ignoring white space anywhere in `text` and quotation marks around it.
 
     Raises:
-        ConfigError: it is no invitation, was altered, or was made by a newer gridtrain.
+        ConfigError: `text` is not an invitation, was altered, or was made by a newer gridtrain.
     """
     line = _strip_decoration(text)
     version = _VERSION.match(line)
     if version is None:
         raise ConfigError(
-            f"{line[:24]!r} is not an invitation, which begins with {PREFIX}",
+            f"{line[:24]!r} is not an invitation; an invitation begins with {PREFIX}",
             remedy="copy the whole line that the run's owner gave you"
             + ("" if line else "; if a command was meant to print it, read that command's output"),
         )
     if version[0] != PREFIX:
         newer = int(version[1]) > 1
         raise ConfigError(
-            f"this invitation begins with {version[0]}, and this gridtrain reads {PREFIX}"
-            + (": it was made by a newer gridtrain" if newer else ""),
-            remedy="pip install --upgrade gridtrain, then try again" if newer else _COPY_AGAIN,
+            f"this invitation begins with {version[0]}, but this gridtrain reads only {PREFIX}"
+            + ("; it was made by a newer gridtrain" if newer else ""),
+            remedy="run: pip install --upgrade gridtrain" if newer else _COPY_AGAIN,
         )
     invitation = _unpack(line.removeprefix(PREFIX)) if len(line) <= MAX_TEXT_LENGTH else None
     if invitation is None:
-        raise ConfigError("this invitation was cut short or changed on its way", remedy=_COPY_AGAIN)
+        raise ConfigError("this invitation was cut short or altered in transit", remedy=_COPY_AGAIN)
     return invitation
 
 
@@ -118,7 +120,7 @@ def checksum(body: bytes) -> bytes:
 
 
 def is_intact(body: bytes, expected: bytes) -> bool:
-    """Whether `body` has this checksum."""
+    """Whether the checksum of `body` is `expected`."""
     return checksum(body) == expected
 
 
@@ -128,13 +130,13 @@ def _strip_decoration(text: str) -> str:
 
 
 def _unpack(packed: str) -> Invitation | None:
-    """None: it is damaged."""
+    """Decode the text after the prefix; return None if it is damaged."""
     try:
         data = base64.b64decode(packed + "=" * (-len(packed) % 4), altchars=b"-_", validate=True)
     except (ValueError, binascii.Error):
         return None
     if base64.urlsafe_b64encode(data).decode().rstrip("=") != packed:
-        return None  # unused bits of the last letter are not 0, or a letter is of another alphabet
+        return None  # unused bits of the last character are not 0, or a character is invalid
     body, expected = data[:-CHECKSUM_BYTES], data[-CHECKSUM_BYTES:]
     fixed = 1 + 2 * KEY_BYTES
     if not is_intact(body, expected) or len(body) <= fixed:
@@ -153,5 +155,5 @@ def _unpack(packed: str) -> Invitation | None:
 
 
 def invitation_digest(key: PeerId) -> str:
-    """The form in which the coordinator stores an invitation's public key."""
+    """Return the digest of an invitation's public key, which the coordinator stores instead of the key."""
     return blake2b(key, digest_size=32, person=b"gridtrain door").hexdigest()

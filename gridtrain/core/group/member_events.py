@@ -27,7 +27,7 @@ class MemberPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MessageReceived:
-    """`nbytes`: size on the wire, which bounds how many messages of a peer are held."""
+    """A message arrived from `peer`; `nbytes`, its size on the wire, counts towards the peer's limits."""
 
     peer: m.PeerId
     message: m.Message
@@ -47,20 +47,23 @@ class PeerDisconnected:
 
 @dataclass(frozen=True, slots=True)
 class TrainerJoined:
-    """The trainer knows its model and data, and asks to take part.
+    """The trainer has set up its model and data, and asks to take part in the run.
 
     Attributes:
-        neighbours: neighbours(rank, world_size) are the ranks that a rank exchanges with directly; symmetric.
-            For a model in stages it has `stage_bounds` as third argument.
-        worker_info: for people; None: none is sent.
-        neighbours_by_exchange: the same by exchange, where the coordinator chooses one of these; empty: the
-            script chose.  With "" among them the coordinator may also choose none.
+        neighbours: neighbours(rank, world_size) returns the ranks with which `rank` exchanges directly; the
+            relation is symmetric.  For a model in stages, the third argument is `stage_bounds`.
+        worker_info: information about this worker for display; None to send no information.
+        may_be_absent: whether a step may commit without a member whose trainer has stalled.
+        neighbours_by_exchange: a function like `neighbours` for each exchange that the coordinator may
+            choose; empty if the script has chosen the exchange.  The key "" means that the coordinator may
+            postpone the choice.
     """
 
     setup: m.Setup
     neighbours: Callable[..., frozenset[int]]
     worker_info: m.WorkerInfo | None = None
     neighbours_by_exchange: Mapping[str, Callable[[int, int], frozenset[int]]] = field(default_factory=dict)
+    may_be_absent: bool = False
 
     @property
     def is_pipelined(self) -> bool:
@@ -73,15 +76,19 @@ class SubmitRound:
     """The trainer's contribution to `round`: collectives by channel.
 
     Attributes:
-        is_complete: False: more buckets follow with further `SubmitRound` events.  Payloads are exchanged
-            until then, and nothing is voted on.
-        has_more: the round opens, and `AddCollectives` brings the rest.
+        is_complete: whether these are the last buckets.  Otherwise further `SubmitRound` events follow; until
+            then, payloads are exchanged, but no member votes.
+        has_more: whether `AddCollectives` events will add further collectives to the open round.
+        settings: the optimizer settings of the contribution.
+        is_absent: whether the I/O loop contributes nothing instead of the trainer (`absent_round`).
     """
 
     round: m.RoundId
     collectives: Mapping[m.Channel, Collective]
     is_complete: bool = True
     has_more: bool = False
+    settings: bytes = b""
+    is_absent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +96,8 @@ class AddCollectives:
     """Further collectives of a round that was submitted with `has_more`.
 
     Attributes:
-        has_more: these are not the last ones.
-        failure: why the trainer cannot continue; empty: it can.
+        has_more: whether further collectives will follow these.
+        failure: the reason why the trainer cannot continue; empty if it can.
     """
 
     round: m.RoundId
@@ -100,22 +107,34 @@ class AddCollectives:
 
 
 @dataclass(frozen=True, slots=True)
+class StayPresent:
+    """The I/O loop cannot contribute nothing to `round`: the trainer has submitted, or must take part."""
+
+    round: m.RoundId
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerReturned:
+    """The trainer has applied the steps from which it was absent."""
+
+
+@dataclass(frozen=True, slots=True)
 class DigestComputed:
-    """The digest of all updates of the open round."""
+    """The digest of all updates of the open round has been computed."""
 
     digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class RoundFailed:
-    """The open round cannot complete here (bad payload, full queue)."""
+    """The open round cannot complete on this member, for example because of a bad payload or a full queue."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class ProtocolViolation:
-    """`peer` sent something that an honest member of the same version never sends."""
+    """`peer` sent a message that a correct peer of the same version never sends."""
 
     peer: m.PeerId
     reason: str
@@ -131,9 +150,9 @@ class StateLoaded:
 
 @dataclass(frozen=True, slots=True)
 class StageCheckpointsChanged:
-    """All stage checkpoints that are on this worker's disk now.
+    """The stage checkpoints on this worker's disk have changed; `checkpoints` lists all of them.
 
-    `failed_write`: the answer to `SaveCheckpoint` if it could not be written.
+    `failed_write` is the checkpoint of a `SaveCheckpoint` that could not be written, or None.
     """
 
     checkpoints: tuple[m.CheckpointInfo, ...]
@@ -142,7 +161,7 @@ class StageCheckpointsChanged:
 
 @dataclass(frozen=True, slots=True)
 class CompareReplicas:
-    """The trainer's digest of its state after `step`."""
+    """The trainer has computed the digest of its state after `step`, to be compared with other replicas."""
 
     step: int
     digest: bytes
@@ -150,12 +169,12 @@ class CompareReplicas:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotLoading:
-    """The trainer begins to load a snapshot over its model."""
+    """The trainer begins to overwrite its model with a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """Catch-up: the model is the state after step `applied`, and close to the group's."""
+    """Catch-up has reached the state after step `applied`, which is close to the group's."""
 
     applied: int
     history: bytes
@@ -163,20 +182,21 @@ class CaughtUp:
 
 @dataclass(frozen=True, slots=True)
 class CatchUpFailed:
-    """Catch-up cannot continue: the worker receives the whole state in a generation, while the others
-    wait."""
+    """Catch-up cannot continue; the worker must receive the whole state while the other members wait."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatDue:
-    """Time for a heartbeat.
+    """A heartbeat is due.
 
     Attributes:
-        progress: grows with each payload, block of state, and step of the trainer's computation.
-        is_waiting: the trainer waits inside of gridtrain, so it is not hung even without progress.
-        metrics: numbers for people, by name.
+        progress: a counter that grows with each payload, block of state, and step of the trainer's
+            computation.
+        is_waiting: whether the trainer waits inside gridtrain, so that a lack of progress does not mean that
+            the trainer hangs.
+        metrics: values for display, by name.
     """
 
     progress: int
@@ -186,7 +206,7 @@ class HeartbeatDue:
 
 @dataclass(frozen=True, slots=True)
 class RequestMean:
-    """The trainer's number for the `index`-th average of this step; answered by `DeliverMean`."""
+    """The trainer contributes `value` to the `index`-th average of this step; `DeliverMean` follows."""
 
     step: int
     index: int
@@ -195,7 +215,7 @@ class RequestMean:
 
 @dataclass(frozen=True, slots=True)
 class LeaveGroup:
-    """`is_temporary`: the worker means to come back."""
+    """The worker leaves the run; `is_temporary` is True if the worker intends to rejoin."""
 
     reason: str
     is_temporary: bool = False
@@ -203,39 +223,41 @@ class LeaveGroup:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResults:
-    """Answer to `ProbePeers`: measured round-trip times in seconds."""
+    """Answer to `ProbePeers`: the measured round-trip times in seconds."""
 
     rtt_s: tuple[tuple[m.PeerId, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AbandonRound:
-    """The trainer leaves during a round: vote NO, unless this member has voted YES."""
+    """The trainer leaves during a round; the member votes NO unless it has voted YES already."""
 
 
 @dataclass(frozen=True, slots=True)
 class RefuseResiduals:
-    """The trainer is about to leave: accept no further residual."""
+    """The trainer is about to leave, so the member must not accept any further residual."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferResidual:
-    """The trainer leaves and has no part in a round: transfer these blocks of its residual."""
+    """The trainer is leaving between two rounds; its residual, given as `blocks`, is to be transferred."""
 
     blocks: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ResidualReceived:
-    """All blocks of this peer's residual have arrived and are valid; `AddResidual` or `DropResidual`
-    follows."""
+    """All blocks of this peer's residual have arrived and are valid.
+
+    `AddResidual` or `DropResidual` follows.
+    """
 
     peer: m.PeerId
 
 
 @dataclass(frozen=True, slots=True)
 class StateDigestMismatch:
-    """The state that was forwarded to this member does not have the digest that its source sent."""
+    """The state that was forwarded to this member does not have the digest that the state source sent."""
 
     generation: int
 
@@ -247,6 +269,8 @@ MemberEvent = (
     | TrainerJoined
     | SubmitRound
     | AddCollectives
+    | StayPresent
+    | TrainerReturned
     | DigestComputed
     | RoundFailed
     | ProtocolViolation
@@ -279,19 +303,21 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class SendPayload:
-    """Send what the buffer of `channel` holds at `slot`, as Data."""
+    """Send a Data message with the payload that the buffer of `channel` holds at `slot`."""
 
     peer: m.PeerId
     round: m.RoundId
     channel: m.Channel
     slot: m.PayloadSlot
-    skip: bool
+    flags: int
 
 
 @dataclass(frozen=True, slots=True)
 class ApplyToBuffer:
-    """Apply to the buffer of `channel`; if it refuses the payload of `peer`, a `ProtocolViolation`
-    follows."""
+    """Apply `effect` to the buffer of `channel`.
+
+    If the buffer refuses the payload of `peer`, `ProtocolViolation` follows.
+    """
 
     channel: m.Channel
     effect: BufferEffect
@@ -300,32 +326,32 @@ class ApplyToBuffer:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCompleted:
-    """The collective of `channel` is complete, in a round that will have further ones."""
+    """Notify the trainer that a collective is complete, in a round that will have further collectives."""
 
     channel: m.Channel
-    skip: bool
+    flags: int
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeDigest:
-    """All collectives are complete; answered by `DigestComputed`."""
+    """Compute the digest of the updates, because all collectives are complete; `DigestComputed` follows."""
 
-    skip: bool
+    flags: int
 
 
 @dataclass(frozen=True, slots=True)
 class ResolveRound:
-    """The submitted round ended: the trainer applies its update, or tries again."""
+    """Notify the trainer that its round ended, so that it applies the update or submits another attempt."""
 
     round: m.RoundId
     committed: bool
-    skip: bool
+    flags: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class DeliverMean:
-    """The average that the trainer waits for; None: cancelled, as the generation ends."""
+    """Deliver the average that the trainer waits for, or None if the generation ends before it is known."""
 
     value: float | None
 
@@ -338,27 +364,27 @@ class Dial:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """This peer is no longer a member, or has violated the protocol."""
+    """Disconnect a peer that is no longer a member, or has violated the protocol."""
 
     peer: m.PeerId
 
 
 @dataclass(frozen=True, slots=True)
 class ProbePeers:
-    """Measure round trips to these peers; answered by `ProbeResults`."""
+    """Measure the round-trip times to these peers; `ProbeResults` follows."""
 
     targets: tuple[tuple[m.PeerId, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SendState:
-    """Send our state to a joining member.
+    """Send this member's state to a joining member.
 
     Attributes:
-        is_whole: False: only the part that catch-up does not transfer.
-        checkpoint: send this stage checkpoint from our disk instead.
-        blocks_received: number of blocks that the member has.
-        digest_only: send only the digest.
+        is_whole: whether to send the whole state, or only the part that catch-up does not transfer.
+        checkpoint: a stage checkpoint on this worker's disk to be sent instead; None to send the state.
+        blocks_received: number of blocks that the joining member has already.
+        digest_only: whether to send only the digest.
     """
 
     peer: m.PeerId
@@ -372,7 +398,10 @@ class SendState:
 
 @dataclass(frozen=True, slots=True)
 class ForwardState:
-    """Forward the state to another joining member, block by block as it arrives; it has `blocks_received`."""
+    """Forward each block of the state, as it arrives, to another joining member.
+
+    That member has `blocks_received` blocks already.
+    """
 
     peer: m.PeerId
     term: int
@@ -382,7 +411,7 @@ class ForwardState:
 
 @dataclass(frozen=True, slots=True)
 class ExpectStateDigest:
-    """The state counts only if it has this digest; otherwise `StateDigestMismatch` follows."""
+    """Accept the received state only if it has this digest; otherwise `StateDigestMismatch` follows."""
 
     generation: int
     digest: bytes
@@ -390,10 +419,10 @@ class ExpectStateDigest:
 
 @dataclass(frozen=True, slots=True)
 class LoadCheckpoints:
-    """Assemble this worker's stage from these checkpoints; answered by `StateLoaded`, or by
-    `StageCheckpointsChanged` without one that cannot be read.
+    """Assemble this worker's stage, which consists of `layers`, from these checkpoints.
 
-    `layers`: of the stage; together the checkpoints have all of them, and perhaps others.
+    The checkpoints contain all of these layers, and possibly others.  `StateLoaded` follows; if a checkpoint
+    cannot be read, `StageCheckpointsChanged` follows, without that checkpoint.
     """
 
     term: int
@@ -404,16 +433,20 @@ class LoadCheckpoints:
 
 @dataclass(frozen=True, slots=True)
 class SaveCheckpoint:
-    """Write the state in memory to the disk: the model is repartitioned, and stages are assembled from it.
-    `StageCheckpointsChanged` follows."""
+    """Write the state in memory to the disk, because stages of a new partition are assembled from it.
+
+    `StageCheckpointsChanged` follows.
+    """
 
     checkpoint: m.CheckpointInfo
 
 
 @dataclass(frozen=True, slots=True)
 class SendCheckpoint:
-    """Send this checkpoint to another member's disk as CheckpointBlocks; `is_awaited`: the group waits for
-    it."""
+    """Send this checkpoint as CheckpointBlocks to another member, which stores it on its disk.
+
+    `is_awaited` is True if the group waits for the checkpoint.
+    """
 
     peer: m.PeerId
     term: int
@@ -424,7 +457,7 @@ class SendCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class StoreCheckpointBlock:
-    """Store a block of another stage's checkpoint; `StageCheckpointsChanged` follows the last one."""
+    """Store a block of another member's checkpoint; `StageCheckpointsChanged` follows the last block."""
 
     peer: m.PeerId
     block: m.CheckpointBlock
@@ -432,14 +465,14 @@ class StoreCheckpointBlock:
 
 @dataclass(frozen=True, slots=True)
 class DiscardCheckpoints:
-    """Delete checkpoints after this step: the group has rolled back."""
+    """Delete the checkpoints of later steps, because the group has rolled back to `after_step`."""
 
     after_step: int
 
 
 @dataclass(frozen=True, slots=True)
 class BeginCatchUp:
-    """Begin catch-up: a new snapshot, then the sources' updates."""
+    """Begin to catch up with a new snapshot, followed by the updates of the sources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,7 +487,7 @@ class SourceDisconnected:
 
 @dataclass(frozen=True, slots=True)
 class SetCatchUpTarget:
-    """A VIEW names this worker: the state that catch-up must reach."""
+    """Set the state that catch-up must reach, because a VIEW has made this worker a member."""
 
     applied: int
     history: bytes
@@ -462,7 +495,7 @@ class SetCatchUpTarget:
 
 @dataclass(frozen=True, slots=True)
 class DeliverCatchUpMessage:
-    """A message between a source and a receiver of catch-up, to this one of them."""
+    """Deliver a catch-up message of `peer`: a receiver's request, or a source's answer."""
 
     peer: m.PeerId
     message: m.Message
@@ -470,7 +503,7 @@ class DeliverCatchUpMessage:
 
 @dataclass(frozen=True, slots=True)
 class TakeSnapshot:
-    """Take a snapshot after `step`, for these receivers only."""
+    """Take a snapshot after `step`, to be sent only to these receivers."""
 
     step: int
     receivers: tuple[m.PeerId, ...]
@@ -478,7 +511,7 @@ class TakeSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class StoreStateBlock:
-    """Store a block of the state; `StateLoaded` follows when the trainer has loaded all of it."""
+    """Store a block of the state; `StateLoaded` follows when the trainer has loaded the whole state."""
 
     peer: m.PeerId
     block: m.StateBlock
@@ -486,7 +519,7 @@ class StoreStateBlock:
 
 @dataclass(frozen=True, slots=True)
 class StoreResidualBlock:
-    """Store a block of a leaving member's residual; `ResidualReceived` follows the last one."""
+    """Store a block of a leaving member's residual; after the last block `ResidualReceived` follows."""
 
     peer: m.PeerId
     block: m.ResidualBlock
@@ -495,23 +528,24 @@ class StoreResidualBlock:
 
 @dataclass(frozen=True, slots=True)
 class AddResidual:
-    """The trainer adds this peer's residual to its own before the next round."""
+    """Add this peer's residual to the trainer's residual before the next round."""
 
     peer: m.PeerId
 
 
 @dataclass(frozen=True, slots=True)
 class DropResidual:
-    """Drop this peer's residual."""
+    """Discard the blocks of this peer's residual."""
 
     peer: m.PeerId
 
 
 @dataclass(frozen=True, slots=True)
 class ResidualTransferEnded:
-    """End of the transfer of our own residual; `text` names the recipient, or says why there is none.
+    """Notify the trainer that the transfer of its residual ended.
 
-    `is_accepted` is None where a recipient may have everything, but has not replied.
+    `text` names the recipient, or gives the reason why there is none.  `is_accepted` is None if a recipient
+    may have received the whole residual, but has not replied.
     """
 
     is_accepted: bool | None
@@ -520,14 +554,14 @@ class ResidualTransferEnded:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The worker cannot continue: refused or dismissed."""
+    """Stop the worker, which was refused or dismissed, or cannot continue."""
 
     error: JoinRefused
 
 
 @dataclass(frozen=True, slots=True)
 class LogEvent:
-    """An event for the log, for people."""
+    """Write an event to the log."""
 
     event: str
     fields: Mapping[str, Any] = field(default_factory=dict)

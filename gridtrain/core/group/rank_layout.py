@@ -1,7 +1,7 @@
-"""Ranks of a generation: which stage and replica a rank holds, and this member's rank among all.
+"""Ranks of a generation: the stage and replica that each rank holds, and the members in rank order.
 
-With S stages and R replicas a generation has S x R members.  The replicas of a stage have consecutive ranks:
-they exchange gradients.
+With S stages and R replicas a generation has S x R members.  The replicas of a stage, which exchange
+gradients, have consecutive ranks.
 
     S = 3, R = 2            replica 0   replica 1
                  stage 0       0           1         }  ranks 0 and 1 exchange the gradients of stage 0
@@ -23,10 +23,10 @@ T = TypeVar("T")
 
 
 def group_by_stage(members: Sequence[T], stages: int) -> list[list[T]]:
-    """The members of each stage; `members` in rank order.
+    """Group `members`, which are in rank order, by stage.
 
-    One group if the number of members is no multiple of `stages`: the coordinator never makes such a
-    generation, but a worker may report one.
+    If their number is not a multiple of `stages`, return one group of all members; the coordinator never
+    makes such a generation, but a worker may report one.
     """
     if not members or len(members) % stages:
         return [list(members)]
@@ -36,7 +36,7 @@ def group_by_stage(members: Sequence[T], stages: int) -> list[list[T]]:
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """S stages x R replicas; raises `LocalProtocolError` unless both are at least 1."""
+    """Layout of S stages x R replicas; raises `LocalProtocolError` unless both are at least 1."""
 
     stages: int
     replicas: int
@@ -44,14 +44,16 @@ class RankLayout:
     def __post_init__(self) -> None:
         if self.stages < 1 or self.replicas < 1:
             raise LocalProtocolError(
-                f"{self.stages} stages x {self.replicas} replicas; at least 1 x 1 is needed"
+                f"the layout has {self.stages} stages x {self.replicas} replicas; it must have at least 1 x 1"
             )
 
     @classmethod
     def for_world_size(cls, stages: int, world_size: int) -> RankLayout:
-        """The layout of a generation; `world_size` must be a multiple of `stages`."""
+        """Return the layout of a generation; `world_size` must be a multiple of `stages`."""
         if world_size % stages:
-            raise LocalProtocolError(f"{world_size} members cannot hold {stages} stages equally often")
+            raise LocalProtocolError(
+                f"the generation has {world_size} members; it must be a multiple of the {stages} stages"
+            )
         return cls(stages, world_size // stages)
 
     @property
@@ -68,38 +70,38 @@ class RankLayout:
         return rank % self.replicas
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
-        """The ranks that hold a stage, ascending."""
+        """Return the ranks that hold a stage, in ascending order."""
         return tuple(range(stage * self.replicas, (stage + 1) * self.replicas))
 
     def pipeline_ranks(self, replica: int) -> tuple[int, ...]:
-        """The ranks of one replica of the whole model, first stage first."""
+        """Return the ranks of one replica of the whole model, first stage first."""
         return tuple(range(replica, self.world_size, self.replicas))
 
     def previous_stage_rank(self, rank: int) -> int | None:
-        """The rank that sends activations to this one; None in the first stage."""
+        """Return the rank that sends activations to `rank`, or None if `rank` is in the first stage."""
         return rank - self.replicas if rank >= self.replicas else None
 
     def next_stage_rank(self, rank: int) -> int | None:
-        """The rank that this one sends activations to; None in the last stage."""
+        """Return the rank to which `rank` sends activations, or None if `rank` is in the last stage."""
         return rank + self.replicas if rank + self.replicas < self.world_size else None
 
     def backup_rank(self, rank: int) -> int:
-        """The rank whose disk stores a copy of this rank's checkpoints: in the next stage, cyclically."""
+        """Return the rank in the next stage (cyclically) that stores a copy of this rank's checkpoints."""
         return (rank + self.replicas) % self.world_size
 
     def backed_up_rank(self, rank: int) -> int:
-        """The rank whose checkpoints this rank's disk stores a copy of."""
+        """Return the rank in the previous stage (cyclically) whose checkpoints this rank stores as a copy."""
         return (rank - self.replicas) % self.world_size
 
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """The members of one generation in rank order, as the member `own_id` sees them.
+    """The members of one generation in rank order, from the point of view of the member `own_id`.
 
     Attributes:
-        exchange: the coordinator's choice, as in `MembershipView`.
-        stage_bounds: (stages + 1,) first layer of each stage, and the number of layers; (): each stage counts
-            as one layer.
+        exchange: the exchange that the coordinator chose, as in `MembershipView`.
+        stage_bounds: (stages + 1,) first layer of each stage, then the number of layers; () if each stage
+            is treated as one layer.
     """
 
     own_id: PeerId
@@ -120,7 +122,7 @@ class RankAssignment:
 
     @property
     def shares(self) -> tuple[tuple[PeerId, int], ...]:
-        """(peer, share) in rank order, for `data_ledger.assign`."""
+        """(peer, share) pairs in rank order, for `data_ledger.assign`."""
         return tuple((member.peer, member.share) for member in self.members)
 
     def rank_of(self, peer: PeerId) -> int | None:
@@ -130,7 +132,7 @@ class RankAssignment:
     def rank(self) -> int:
         rank = self.rank_of(self.own_id)
         if rank is None:
-            raise LocalProtocolError(f"not a member of generation {self.generation}")
+            raise LocalProtocolError(f"this worker is not a member of generation {self.generation}")
         return rank
 
     @property
@@ -152,10 +154,10 @@ class RankAssignment:
 
     @property
     def checkpoint_sources(self) -> tuple[tuple[Span, int], ...]:
-        """Checkpoints that this member assembles its stage from: layers, and the rank that stores them."""
+        """Checkpoints from which this member assembles its stage: (layers, rank that stores them)."""
         return self.members[self.rank].pieces
 
     def checkpoint_source_digest(self, layers: Span, rank: int) -> bytes:
-        """Digest of one of `checkpoint_sources`, as the coordinator knows it; empty: unknown."""
+        """Return the digest of one of `checkpoint_sources` according to the VIEW; empty if unknown."""
         own = self.members[self.rank]
         return dict(zip(own.pieces, own.piece_digests, strict=False)).get((layers, rank), b"")

@@ -10,14 +10,14 @@ _READING = {"battery": "on_battery", "gpu": "gpu_used", "idle": "idle_s", "tempe
 
 @dataclass(frozen=True, slots=True)
 class SensorReadings:
-    """Current sensor values; None: not read.
+    """Current sensor values; None for each sensor that was not read.
 
     Attributes:
-        on_battery: the computer runs on its battery.
-        gpu_used: another program uses the GPU.
+        on_battery: whether the computer runs on its battery.
+        gpu_used: whether another program uses the GPU.
         idle_s: time since the last input of a user.
-        temperature_C: of the hottest part that is watched.
-        absent: reasons by name of the sensors that cannot be read.
+        temperature_C: temperature of the hottest monitored component.
+        absent: by sensor name, the reason why the sensor cannot be read.
     """
 
     on_battery: bool | None = None
@@ -27,7 +27,7 @@ class SensorReadings:
     absent: Mapping[str, str] = field(default_factory=dict)
 
     def why_absent(self, name: str) -> str:
-        """Why this sensor cannot be read; empty: it can."""
+        """Return the reason why this sensor cannot be read, or an empty string if it can."""
         value = getattr(self, _READING[name])
         return "" if value is not None else self.absent.get(name, "it reports no value")
 

@@ -1,11 +1,11 @@
-"""Detects that our own loop stalled, so that peers are not timed out for messages that we did not read.
+"""Detection of stalls of a worker's own loop, so that no peer times out because its messages were not read.
 
     called      deadline              called again
     --|------------|----------------------|-->       late by more than `STALL_THRESHOLD_S`: our loop stalled
                    <------- late --------->          (SIGSTOP, a closed laptop, a starved machine)
 
-Messages that arrived meanwhile are still unread, so the caller extends its timeouts.  Compare Lifeguard's
-local health (arXiv 1707.00788).
+Messages that arrived in the meantime are still unread, so the caller extends its timeouts.  Lifeguard's local
+health is a similar mechanism (arXiv 1707.00788).
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from __future__ import annotations
 import math
 
 STALL_THRESHOLD_S = 0.5
-"""A running loop waits for messages until its deadline and no longer, so it is never this late."""
+"""Delay above which a late call is treated as a stall.
+
+A loop that runs is never this late, because it waits only until its deadline.
+"""
 
 
 class LoopStallDetector:
-    """Compares the times of calls with the deadlines that stood before them."""
+    """Compares the time of each call of the loop with the deadline for which the loop was waiting."""
 
     __slots__ = ("_last_call_s",)
 
@@ -25,11 +28,11 @@ class LoopStallDetector:
         self._last_call_s = math.inf
 
     def may_have_stalled(self, now_s: float) -> bool:
-        """A cheap test, False nearly always; only after True can `measure_stall` find a stall."""
+        """Whether `measure_stall` may find a stall; this test is cheap and nearly always False."""
         return now_s - self._last_call_s > STALL_THRESHOLD_S
 
     def measure_stall(self, deadline_s: float, now_s: float) -> float:
-        """Seconds between the deadline and this call; 0.0 if below the threshold."""
+        """Return the seconds by which this call missed the deadline; 0.0 up to `STALL_THRESHOLD_S`."""
         late_s = now_s - max(deadline_s, min(self._last_call_s, now_s))
         self._last_call_s = now_s
         return late_s if late_s > STALL_THRESHOLD_S else 0.0
@@ -39,5 +42,5 @@ class LoopStallDetector:
 
 
 def extend_start(start_s: float, timeout_s: float, until_s: float) -> float:
-    """`start_s`, moved so that a timeout counted from it ends at `until_s` or later."""
+    """Return `start_s`, or a later start for which a timeout of `timeout_s` does not end before `until_s`."""
     return max(start_s, until_s - timeout_s)

@@ -1,12 +1,14 @@
-"""What a worker keeps from one generation to the next.
+"""The parts of a worker's state machine that outlive a generation.
 
 ViewChanges --- Generation     rank assignment, attempts, means, incoming state     from VIEW to VIEW
                    |
                    v
-             MemberContext     links, state, checkpoints, catch-up, residuals       as long as the worker
+             MemberContext     links, state, checkpoints, catch-up, residuals       lifetime of the worker
 """
 
 from __future__ import annotations
+
+from collections import defaultdict
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
@@ -18,14 +20,15 @@ from gridtrain.core.member.peer_links import PeerLinks
 from gridtrain.core.member.replica_state import ReplicaState
 from gridtrain.core.member.residual_transfer import ResidualTransfer
 from gridtrain.core.member.step_pace import StepPace
+from gridtrain.core.member.stragglers import UsualDelay, UsualDelays
 from gridtrain.core.member.worker_catch_up import WorkerCatchUp
 
 
 class MemberContext:
-    """One instance per worker, shared by its generations.
+    """The objects that all generations of a worker share.
 
     Attributes:
-        trainer: the trainer's setup; None: it has not joined yet.
+        trainer: the event with the trainer's setup; None until the trainer has joined.
     """
 
     def __init__(self, own_id: m.PeerId, coordinator: m.PeerId, join: m.Join, deadlines: Deadlines) -> None:
@@ -38,6 +41,7 @@ class MemberContext:
         self.catch_up = WorkerCatchUp(self.peer_links, deadlines.route_s)
         self.residual_transfer = ResidualTransfer()
         self.step_pace = StepPace(deadlines)
+        self.usual_delays: UsualDelays = defaultdict(UsualDelay)
         self.trainer: TrainerJoined | None = None
 
     @property
@@ -50,7 +54,7 @@ class MemberContext:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the ledger has ended the run, as far as this worker has applied it."""
+        """Whether the run has ended according to the ledger of this worker's state."""
         return self.trainer is not None and self.replica_state.is_finished(self.trainer.setup.ledger)
 
     def trainer_joined(self, trainer: TrainerJoined) -> None:
@@ -64,13 +68,16 @@ class MemberContext:
         )
 
     def report_finished(self) -> list[MemberEffect]:
-        """RunFinished for the coordinator; nothing while steps remain."""
+        """Send RunFinished to the coordinator if the run has ended."""
         if not self.is_finished:
             return []
         return [Send(self.coordinator, m.RunFinished(*self.replica_state.position))]
 
     def known_peers(self, assignment: RankAssignment | None) -> frozenset[m.PeerId]:
-        """Peers whose messages are accepted: coordinator, members, announced peers, partners of catch-up."""
+        """Return the peers whose messages are accepted.
+
+        These are the coordinator, the members, the announced peers, and the partners of catch-up.
+        """
         return self.peer_links.known_peers(assignment, self.catch_up.peers)
 
     def disconnect_strangers(self, assignment: RankAssignment | None) -> list[MemberEffect]:

@@ -1,8 +1,7 @@
-"""A worker's side of the link to the coordinator: its term, its Welcome, and what it is sent on each
-connection.
+"""A worker's side of the link to the coordinator: the term, the Welcome, and the messages of introduction.
 
 PeerConnected --> Join     Welcome, term t >= ours   welcomed: Setup, and messages that may have been lost
-                           Welcome, term t < ours    fenced: CurrentGeneration tells it our term
+                           Welcome, term t < ours    fenced: CurrentGeneration reports our term
                            Rejoin                    Join, once
                            Refused                   Stop
 """
@@ -17,20 +16,23 @@ from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.errors import JoinRefused
 
 _CARRIES_TERM = (m.Welcome, m.Freeze, m.MemberListPage, m.MembershipView, m.StartGeneration)
-"""Messages whose own term shows whether they are outdated; for all others the last Welcome decides."""
+"""Messages that contain the sender's term, which determines whether they are outdated.
+
+For all other messages, the term of the last Welcome determines this.
+"""
 
 
 class CoordinatorLink:
     """State of the link to the coordinator.
 
     Args:
-        coordinator: its key.
+        coordinator: public key of the coordinator.
         join: the Join message that introduces this worker.
 
     Attributes:
-        term: the highest known; 0: none.
-        is_welcomed: in this connection.
-        run_state: (state, reason) that the coordinator sent last.
+        term: the highest known term; 0 if none is known.
+        is_welcomed: whether this connection has received a Welcome of a valid term.
+        run_state: the last (state, reason) that the coordinator has sent.
     """
 
     def __init__(self, coordinator: m.PeerId, join: m.Join) -> None:
@@ -46,11 +48,11 @@ class CoordinatorLink:
         return self._join.name
 
     def set_name(self, name: str) -> None:
-        """Use the name that the run gave this worker, in the next Join."""
+        """Record the name that the coordinator gave this worker, for use in the next Join."""
         self._join = replace(self._join, name=name)
 
     def set_term(self, term: int) -> None:
-        """A VIEW of this term was accepted."""
+        """Record the term of an accepted VIEW or StandbyNotice."""
         self.term = term
 
     # -- received --------------------------------------------------------------------------------
@@ -70,7 +72,7 @@ class CoordinatorLink:
         return [LogEvent("coordinator_away", {"reason": reason})]
 
     def accept_welcome(self, term: int) -> bool:
-        """Returns False if this term is over."""
+        """Accept a Welcome and its term; return False, and ignore the coordinator, if the term is over."""
         self._is_fenced = term < self.term
         if self._is_fenced:
             return False
@@ -84,7 +86,7 @@ class CoordinatorLink:
         return [LogEvent("rejoin", {"reason": reason}), self._join_message(generation)]
 
     def receive(self, message: m.Refused | m.Reachability | m.RunStateUpdate) -> list[MemberEffect]:
-        """Messages that concern no generation."""
+        """Handle a message that concerns no generation."""
         match message:
             case m.Refused(code, reason, remedy):
                 return [Stop(JoinRefused(code, reason, remedy=remedy))]
@@ -97,7 +99,10 @@ class CoordinatorLink:
     # -- sent ------------------------------------------------------------------------------------
 
     def send(self, message: m.Message) -> list[MemberEffect]:
-        """Send now if welcomed; otherwise the next Welcome leads to a message that replaces it."""
+        """Send `message` if this worker is welcomed.
+
+        Otherwise nothing is sent, because the messages that follow the next Welcome replace it.
+        """
         return [Send(self.coordinator, message)] if self.is_welcomed else []
 
     def _join_message(self, generation: int) -> Send:
@@ -106,7 +111,7 @@ class CoordinatorLink:
     def introduce(
         self, trainer: TrainerJoined | None, stored: tuple[m.CheckpointInfo, ...], is_modified: bool
     ) -> list[MemberEffect]:
-        """Send WorkerInfo and the current Setup; nothing before the trainer has joined."""
+        """Send WorkerInfo and the current Setup, if the trainer has joined."""
         if trainer is None:
             return []
         setup = replace(
@@ -118,10 +123,10 @@ class CoordinatorLink:
         return [Send(self.coordinator, message) for message in messages]
 
     def report_generation(self, assignment: RankAssignment | None) -> list[MemberEffect]:
-        """Send this worker's generation, to a coordinator whose journal may be older (commit rule 11)."""
+        """Send this worker's generation to the coordinator, whose journal may be older (commit rule 11)."""
         if not self.term:
             return []
-        if assignment is None:  # the term alone may be new to it
+        if assignment is None:  # the coordinator may not know even the term
             return [Send(self.coordinator, m.CurrentGeneration(self.term, 0, (), ()))]
         members = tuple((member.peer, member.share) for member in assignment.members)
         current = m.CurrentGeneration(self.term, assignment.generation, members, assignment.stage_bounds)

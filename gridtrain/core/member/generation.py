@@ -1,4 +1,4 @@
-"""One generation as one of its members sees it, from the VIEW that names the member to the next VIEW.
+"""One generation from the point of view of one member, from its first VIEW to the next VIEW.
 
     FORMING  synced and connected? --> Ready           Start       RUNNING  <--+
        |     not connected: PeersUnreachable     ------------->       |        |
@@ -36,14 +36,18 @@ from gridtrain.core.group.member_events import (
     StageCheckpointsChanged,
     StateDigestMismatch,
     StateLoaded,
+    StayPresent,
     SubmitRound,
+    TrainerReturned,
     TransferResidual,
 )
 from gridtrain.core.group.rank_layout import RankAssignment
+from gridtrain.core.group.round_flags import absent_ranks, is_skipped
 from gridtrain.core.member.context import MemberContext
 from gridtrain.core.member.incoming_state import IncomingState
 from gridtrain.core.member.required_peers import RequiredPeers
 from gridtrain.core.member.scalar_means import ScalarMeans
+from gridtrain.core.member.stragglers import Stragglers
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 
 MAX_REASON_LENGTH = 200
@@ -51,6 +55,8 @@ MAX_REASON_LENGTH = 200
 TrainerEvent = (
     SubmitRound
     | AddCollectives
+    | StayPresent
+    | TrainerReturned
     | DigestComputed
     | RoundFailed
     | AbandonRound
@@ -61,7 +67,7 @@ TrainerEvent = (
     | StateDigestMismatch
     | StageCheckpointsChanged
 )
-"""Events of the trainer and the loop that concern a generation."""
+"""Events of the trainer and the I/O loop that concern a generation."""
 
 
 class Generation:
@@ -89,6 +95,13 @@ class Generation:
         self.incoming_state = IncomingState(assignment, context, chained=chained)
         self._context = context
         self._means = ScalarMeans(assignment)
+        trainer = context.trainer
+        self.stragglers = Stragglers(
+            assignment,
+            self._count_samples,
+            context.usual_delays,
+            is_enabled=trainer is not None and trainer.may_be_absent,
+        )
         self._is_ready_sent = False
         self._is_stall_reported = False
 
@@ -104,7 +117,22 @@ class Generation:
 
     @property
     def next_round(self) -> m.RoundId | None:
-        """The round that the trainer may submit its part to now; None: wait."""
+        """The round for which the trainer may submit its contribution now; None if it must wait."""
+        return self._next_round if self.stragglers.absence is None else None
+
+    @property
+    def absent_round(self) -> tuple[m.RoundId, bytes] | None:
+        """The round to which the I/O loop contributes nothing now, and the optimizer settings of the others.
+
+        `SubmitRound` or `StayPresent` follows.
+        """
+        round_id, absence = self._next_round, self.stragglers.absence
+        if round_id is None or absence is None or self._context.residual_transfer.is_refusing:
+            return None
+        return round_id, absence[1]
+
+    @property
+    def _next_round(self) -> m.RoundId | None:
         attempts, context = self.attempts, self._context
         if not self._is_running or attempts.open_attempt is not None:
             return None
@@ -114,16 +142,18 @@ class Generation:
 
     @property
     def doomed_round(self) -> m.RoundId | None:
-        """The open round, if this member voted NO on it, or did not vote before the FREEZE."""
+        """The open round if this member voted NO on it or had not voted before the FREEZE; otherwise None."""
         attempt = self.attempts.open_attempt
         if attempt is None or attempt.vote is True:
             return None
         return attempt.round_id if not self._is_running or attempt.vote is False else None
 
     def data_positions(self) -> tuple[tuple[m.Span, ...], int]:
-        """This member's positions in the open step, and the number of samples of the whole step.
+        """Return this member's data positions in the open step, and the number of samples of the whole step.
 
-        All members of a pipeline work on the same samples: those of all its members, first stage first.
+        A late batch is weighted by the number of samples of the step that handed it out.
+        All members of a pipeline process the same samples: the positions of all its members, first stage
+        first.
         """
         spans_of, assignment = self.data_assignment(), self.rank_assignment
         peers: tuple[m.PeerId, ...] = (assignment.own_id,)
@@ -131,20 +161,28 @@ class Generation:
             ranks = assignment.layout.pipeline_ranks(assignment.layout.replica_of(assignment.rank))
             peers = tuple(assignment.members[rank].peer for rank in ranks)
         own = tuple(span for peer in peers for span in spans_of.get(peer, ()))
-        return own, sum(data_ledger.count_samples(spans) for spans in spans_of.values())
+        return own, data_ledger.count_total(self._context.replica_state.ledger, spans_of, assignment.own_id)
+
+    def _count_samples(self) -> list[int]:
+        """Return the number of samples of each rank in the open step."""
+        spans_of = self.data_assignment()
+        return [data_ledger.count_samples(spans_of[member.peer]) for member in self.rank_assignment.members]
 
     def data_assignment(self) -> dict[m.PeerId, tuple[m.Span, ...]]:
-        """Each member's positions in the open step: a pure function of replicated state."""
+        """Return each member's data positions in the open step, computed only from replicated state."""
         setup = self._context.setup
         if setup is None:
-            raise LocalProtocolError("data positions are requested before the trainer has joined")
+            raise LocalProtocolError("data positions were requested before the trainer had joined")
         ledger = self._context.replica_state.ledger
         return data_ledger.assign(setup.ledger, ledger, self.rank_assignment.shares)
 
     @property
     def is_comparison_due(self) -> bool:
-        """Whether the replicas are compared after the next step: the first one after members joined, or after
-        a start at which all workers reported the same initial state."""
+        """Whether the replicas must be compared after the next step.
+
+        They are compared after the first step of a generation that members have joined, and after the first
+        step of a run, whose members may all have built the initial state themselves.
+        """
         if self._context.replica_state.step != self.first_step:
             return False
         is_initial = self.first_step == 0 and not self._context.is_pipelined
@@ -153,11 +191,11 @@ class Generation:
 
     @property
     def pause_reason(self) -> str:
-        """Why nothing can continue without the coordinator (commit rule 10); empty: training can."""
+        """The reason why training must wait for the coordinator (commit rule 10); empty if there is none."""
         if not self._is_running:
             return "the next generation needs the coordinator"
         if missing := self.required_peers.missing:
-            return f"{len(missing)} peers are gone, and only the coordinator can plan without them"
+            return f"connections to {len(missing)} peers are lost; only the coordinator can plan without them"
         if self._is_stall_reported:
             return "a step cannot be committed, and only the coordinator can freeze it"
         return ""
@@ -166,7 +204,7 @@ class Generation:
 
     @property
     def deadline_s(self) -> float:
-        """When to call `tick`."""
+        """The time at which to call `tick`."""
         attempts, required = self.attempts, self.required_peers
         if self._is_forming:
             if self._context.replica_state.is_synced:
@@ -176,10 +214,12 @@ class Generation:
             return math.inf
         if attempts.is_stuck and attempts.rank == ROOT:
             return -math.inf
-        return required.running_deadline_s if required.missing else attempts.deadline_s
+        if required.missing:
+            return required.running_deadline_s
+        return min(attempts.deadline_s, self.stragglers.deadline_s, self._mean_due_s)
 
     def tick(self, now_s: float) -> list[MemberEffect]:
-        """`deadline_s` has passed: report what does not move to the coordinator."""
+        """Act on the timeout that has passed: report a stall, bypass a forwarder, or abort the attempt."""
         attempts, required = self.attempts, self.required_peers
         if self._is_forming:
             is_synced = self._context.replica_state.is_synced
@@ -194,14 +234,25 @@ class Generation:
             names = ", ".join(peer.hex()[:8] for peer in missing)
             relayed = required.report_relayed(missing)
             return relayed + self._report_stall(missing, 0.0, f"no connection to {names}")
+        if now_s < attempts.deadline_s:
+            means = self._means.complete() if now_s >= self._mean_due_s else []
+            return means + self.stragglers.tick(now_s)
         if attempts.rank != ROOT:
             reason = f"no decision on step {step} for {timeout_s:.1f} s"
             return self._report_stall((self.rank_assignment.members[ROOT].peer,), timeout_s, reason)
         return self._process_effects(attempts.tick(now_s), now_s)
 
+    @property
+    def _mean_due_s(self) -> float:
+        """The time at which the root completes averages without the ranks that have not called."""
+        if not self.stragglers.is_enabled:
+            return math.inf
+        return self.stragglers.late_s(self._means.awaited_ranks)
+
     def extend_timeouts(self, until_s: float) -> None:
-        """Our own loop stalled: no timeout ends before `until_s`."""
+        """Extend all timeouts to at least `until_s` after a stall of this worker's loop."""
         self.attempts.extend_timeouts(until_s)
+        self.stragglers.extend_timeouts(until_s)
         self.incoming_state.forwarding.extend_timeouts(until_s)
         self.required_peers.extend_timeouts(until_s)
 
@@ -230,18 +281,25 @@ class Generation:
         return effects + self._update_round(lambda attempts: attempts.peer_connected(peer), now_s)
 
     def peer_disconnected(self, peer: m.PeerId, reason: str, now_s: float) -> list[MemberEffect]:
-        rank, context = self.rank_assignment.rank_of(peer), self._context
+        """Report to the coordinator that a connection was lost; while RUNNING, also let the open round fail.
+
+        The report is sent in every phase, so that a member that ends during a view change is detected too.
+        """
+        effects: list[MemberEffect] = []
+        rank, required = self.rank_assignment.rank_of(peer), self.required_peers
+        if rank in required.ranks:
+            term, generation = self._context.coordinator_link.term, self.rank_assignment.generation
+            lost = m.ConnectionLost(term, generation, peer)
+            log = LogEvent("edge_down", {"peer": peer.hex()[:8], "reason": reason})
+            effects = [log, Send(self._context.coordinator, lost)]
         if self._is_forming:
-            self.required_peers.disconnected_while_forming(peer, now_s)
-            return self.dial_members()  # a peer that was connected at the VIEW has not been dialled
-        if not self._is_running or rank not in self.required_peers.ranks:
-            return []
-        self.required_peers.restart_running_wait(now_s)
+            required.disconnected_while_forming(peer, now_s)
+            return effects + self.dial_members()  # a peer that was connected at the VIEW was not dialled
+        if not self._is_running or not effects:
+            return effects
+        required.restart_running_wait(now_s)
         text = f"connection to rank {rank} broke: {reason}"
-        event = LogEvent("edge_down", {"peer": peer.hex()[:8], "reason": reason})
-        lost = m.ConnectionLost(context.coordinator_link.term, self.rank_assignment.generation, peer)
-        effects = self._update_round(lambda attempts: attempts.peer_disconnected(text, now_s), now_s)
-        return [event, Send(context.coordinator, lost), *effects]
+        return effects + self._update_round(lambda attempts: attempts.peer_disconnected(text, now_s), now_s)
 
     def protocol_violation(self, peer: m.PeerId, reason: str, now_s: float) -> list[MemberEffect]:
         """Exclude the peer until the next generation, and report it to the coordinator."""
@@ -263,7 +321,7 @@ class Generation:
     # -- the coordinator -----------------------------------------------------------------------
 
     def coordinator_returned(self) -> list[MemberEffect]:
-        """After a Welcome: repeat what the coordinator may have missed."""
+        """Repeat the messages that the coordinator may have missed, after its Welcome."""
         self._is_stall_reported = False
         if not self._is_forming:
             return self._context.report_finished() if self._is_running else []
@@ -283,7 +341,7 @@ class Generation:
         return Send(self._context.coordinator, m.Ready(assignment.term, assignment.generation, history))
 
     def start(self, now_s: float) -> list[MemberEffect]:
-        """START: all members are READY."""
+        """Handle START: begin to train, because all members are READY."""
         if not self._is_forming:
             return []
         assignment, context = self.rank_assignment, self._context
@@ -291,46 +349,82 @@ class Generation:
         if not self._is_ready_sent:  # READY was sent by another process with this key
             return [LogEvent("not_ready", fields)]
         self.phase = MemberPhase.RUNNING
+        self.stragglers.started([batch.peer for batch in context.replica_state.ledger.late], now_s)
         self.required_peers.restart_running_wait(now_s)
-        # Not at the VIEW: after a restart of the coordinator it may name the step at which a generation began
-        # that has gone on since, and the checkpoints on this worker's disk may be of the steps after that.
+        # Not at the VIEW, because the VIEW of a restarted coordinator may name the first step of a generation
+        # that has committed further steps since, and this worker's disk may hold checkpoints of those steps.
         discarded = context.checkpoints.discard(context.replica_state.applied)
         event = LogEvent("start", {**fields, "of": assignment.world_size})
         return [event, *discarded, *context.report_finished()]
 
     def freeze(self) -> list[MemberEffect]:
-        """FREEZE: neither vote nor apply from now on."""
+        """Handle FREEZE: stop voting and applying updates."""
         self.phase = MemberPhase.FROZEN
         return self._means.cancel()
 
     def end(self, view: m.MembershipView | m.StandbyNotice) -> list[MemberEffect]:
-        """Bring this member to `view.applied` and `view.history`, or mark it as not synced."""
+        """Apply the prepared update if `view` commits it, and end the open round.
+
+        If the member then does not hold the state of `view`, it is marked as not synced.
+        """
         attempts, prepared = self.attempts, self.attempts.prepared_attempt
         cancelled = self._means.cancel()
         digest = prepared.digest if prepared is not None else None
         is_applied = self._context.replica_state.apply_verdict(view, digest)
         if is_applied and prepared is not None:
-            return [ResolveRound(prepared.round_id, True, attempts.skip, view.reason), *cancelled]
+            return [ResolveRound(prepared.round_id, True, attempts.flags, view.reason), *cancelled]
         if attempts.open_attempt is None:
             return cancelled
-        return [ResolveRound(attempts.open_attempt.round_id, False, False, view.reason), *cancelled]
+        return [ResolveRound(attempts.open_attempt.round_id, False, 0, view.reason), *cancelled]
 
     def close(self, first_step: int) -> None:
-        """The run has ended while this member is on standby."""
+        """Freeze this generation permanently, because the run has ended while this member is on standby."""
         self.phase, self._is_ready_sent, self._is_stall_reported = MemberPhase.FROZEN, False, False
         self.attempts = Attempts(self.rank_assignment, first_step)
 
     # -- other members -------------------------------------------------------------------------
 
+    def receive_data(self, rank: int, data: m.Data, nbytes: int, now_s: float) -> list[MemberEffect]:
+        """Process a payload of the member with this rank.
+
+        Raises:
+            RemoteProtocolError: the payload violates the protocol.
+        """
+        if self.phase is MemberPhase.FROZEN:
+            return []
+        effects = self.attempts.deliver_data(rank, data, now_s)
+        if effects is None:  # not of the open attempt: dropped, held, or a violation
+            peer = self.rank_assignment.members[rank].peer
+            return self._process_effects(self.attempts.receive(peer, data, nbytes, now_s), now_s)
+        return effects
+
     def receive(self, peer: m.PeerId, message: m.Message, nbytes: int, now_s: float) -> list[MemberEffect]:
-        """A message of a member.  Raises `RemoteProtocolError`."""
+        """Process a message of a member, except Data.
+
+        Raises:
+            RemoteProtocolError: the message violates the protocol.
+        """
         context, assignment, state = self._context, self.rank_assignment, self._context.replica_state
         match message:
-            case m.Data() | m.Vote() | m.Decision():
+            case m.Vote() | m.Decision():
                 # FORMING: held, since a peer may receive START first.
                 if self.phase is MemberPhase.FROZEN:
                     return []
-                return self._process_effects(self.attempts.receive(peer, message, nbytes, now_s), now_s)
+                effects = self.attempts.receive(peer, message, nbytes, now_s)
+                if isinstance(message, m.Vote) and self.attempts.rank == ROOT and self._is_running:
+                    rank = assignment.rank_of(peer)
+                    assert rank is not None
+                    self.stragglers.voted(rank, message.compute_s)
+                return self._process_effects(effects, now_s)
+            case m.Waiting() | m.ProceedWithout():
+                rank = assignment.rank_of(peer)
+                is_current = (message.round.term, message.round.generation) == (
+                    assignment.term,
+                    assignment.generation,
+                )
+                if rank is None or not is_current or not self._is_running:
+                    return []
+                return self.stragglers.receive(rank, message, state.step, now_s)
             case m.RoundProgress():
                 self.attempts.record_progress(peer, message, now_s)
                 return []
@@ -355,7 +449,7 @@ class Generation:
                 return self._receive_state_message(peer, message, now_s)
             case _:
                 name = type(message).__name__
-                raise RemoteProtocolError(f"{name} from a member; only the coordinator may send it")
+                raise RemoteProtocolError(f"a member sent {name}; only the coordinator may send it")
 
     def _receive_state_message(
         self,
@@ -382,6 +476,13 @@ class Generation:
         match event:
             case SubmitRound():
                 return self._submit(event, now_s)
+            case StayPresent(round_id):
+                if round_id.step == self.attempts.next_round.step:
+                    self.stragglers.take_part()
+                return []
+            case TrainerReturned():
+                self.stragglers.trainer_returned(now_s)
+                return []
             case AddCollectives():
                 return self._update_round(lambda attempts: attempts.add_collectives(event, now_s), now_s)
             case DigestComputed(digest):
@@ -404,11 +505,12 @@ class Generation:
                 return self._stage_checkpoints_changed(event)
 
     def send_heartbeat(self, event: HeartbeatDue, has_moved: bool, now_s: float) -> list[MemberEffect]:
-        """Members tell the root that they are alive, the root tells all members: that extends deadlines."""
+        """Report progress to the root or, as the root, to all members, which extend their deadlines."""
         attempts, members = self.attempts, self.rank_assignment.members
         if not self._is_running or not (has_moved or event.is_waiting):
             return []
         effects: list[MemberEffect] = []
+        self.stragglers.repeat()
         if attempts.rank == ROOT:
             own = ProgressReceived(ROOT, has_moved)
             effects += self._process_effects(attempts.advance(own, now_s), now_s)
@@ -420,7 +522,7 @@ class Generation:
         ]
 
     def _state_loaded(self, term: int, generation: int) -> list[MemberEffect]:
-        """The trainer has loaded the state of this generation, or of an earlier one."""
+        """Handle a `StateLoaded` event for this generation or for an earlier generation."""
         context, assignment = self._context, self.rank_assignment
         if (term, generation) != (assignment.term, assignment.generation):
             context.replica_state.mark_modified()
@@ -431,8 +533,10 @@ class Generation:
         return [*self._repeat_report(), *self.incoming_state.serve_pending(), *self.check_ready()]
 
     def _repeat_report(self) -> list[MemberEffect]:
-        """The answer to the FREEZE said that this member is not synced.  The run may be paused because of
-        that, and the state that was loaded since may be the last copy."""
+        """Send a second FreezeReport if FROZEN, because the first says that this member is not synced.
+
+        The run may be paused for that reason, and the state loaded since may be the last copy.
+        """
         if self.phase is not MemberPhase.FROZEN:
             return []
         context = self._context
@@ -441,11 +545,11 @@ class Generation:
         return [Send(context.coordinator, report)]
 
     def _state_digest_mismatch(self, generation: int) -> list[MemberEffect]:
-        """The state that was forwarded is not the source's."""
+        """Request the state from its source, because the forwarded state has the wrong digest."""
         is_current = self._is_forming and generation == self.rank_assignment.generation
         if not is_current or self._context.replica_state.is_synced:
             return []
-        return self.incoming_state.bypass_forwarder("the state has another digest than the source's")
+        return self.incoming_state.bypass_forwarder("the state's digest differs from the source's")
 
     def _stage_checkpoints_changed(self, event: StageCheckpointsChanged) -> list[MemberEffect]:
         context, assignment, checkpoints = self._context, self.rank_assignment, self._context.checkpoints
@@ -474,23 +578,35 @@ class Generation:
         attempts, pace = self.attempts, self._context.step_pace
         if not self._is_running or event.round != attempts.next_round:
             return [late_submission(event)]
+        if not self.stragglers.accepts(is_absent=event.is_absent):
+            return [late_submission(event)]
         pace.step_started(now_s)
         if not event.is_complete:
             return self._process_effects(attempts.begin(event.collectives, now_s), now_s)
-        effects = attempts.submit(event.round, event.collectives, pace.timeout_s, now_s, event.has_more)
-        return self._process_effects(effects, now_s)
+        attempts.compute_s = None
+        if not event.is_absent:
+            attempts.compute_s = self.stragglers.submitted(event.round, event.settings, now_s)
+        effects = attempts.submit(
+            event.round,
+            event.collectives,
+            pace.timeout_s,
+            now_s,
+            has_more=event.has_more,
+            is_absent=event.is_absent,
+        )
+        return self._process_effects(effects, now_s) + self.stragglers.tick(now_s)
 
     def _abandon_round(self, now_s: float) -> list[MemberEffect]:
-        """The trainer leaves during a round: vote NO, and do not wait for the root's decision."""
-        reason = "this worker leaves"
+        """Vote NO, because the trainer leaves, and end the round without the root's decision."""
+        reason = "this worker is leaving"
         effects = self._update_round(lambda attempts: attempts.advance(Failed(reason), now_s), now_s)
         attempt = self.attempts.open_attempt
         if attempt is None or attempt.vote is not False:
             return effects
-        return [*effects, ResolveRound(attempt.round_id, False, False, reason)]
+        return [*effects, ResolveRound(attempt.round_id, False, 0, reason)]
 
     def _transfer_residual(self, blocks: Sequence[object]) -> list[MemberEffect]:
-        """The trainer leaves between two rounds."""
+        """Start to transfer the residual of a trainer that leaves between two rounds."""
         attempt, context = self.attempts.open_attempt, self._context
         is_free = self._is_running and (attempt is None or attempt.vote is False)
         assignment = self.rank_assignment if is_free else None
@@ -498,7 +614,7 @@ class Generation:
         return context.residual_transfer.begin(blocks, assignment, connected, *position)
 
     def _send_digest(self, step: int, digest: bytes) -> list[MemberEffect]:
-        """To the coordinator, which compares the members' replica digests."""
+        """Send this replica's digest to the coordinator, which compares the digests of all replicas."""
         if not self._is_running or step != self._context.replica_state.applied:
             return []
         assignment = self.rank_assignment
@@ -510,11 +626,11 @@ class Generation:
     def _update_round(
         self, act: Callable[[Attempts], list[AttemptEffect]], now_s: float
     ) -> list[MemberEffect]:
-        """Only while RUNNING: a frozen member neither votes nor applies (commit rule 5)."""
+        """Call `act` only while RUNNING, because a frozen member neither votes nor commits (rule 5)."""
         return self._process_effects(act(self.attempts), now_s) if self._is_running else []
 
     def _process_effects(self, effects: list[AttemptEffect], now_s: float) -> list[MemberEffect]:
-        """Apply commits and exclude violators; pass everything else on."""
+        """Apply commits, exclude peers that violated the protocol, and return all other effects unchanged."""
         out: list[MemberEffect] = []
         for effect in effects:
             match effect:
@@ -522,6 +638,9 @@ class Generation:
                     out += self._commit(effect, now_s)
                 case EarlyViolation(peer, reason):
                     out += self.protocol_violation(peer, reason, now_s)
+                case ResolveRound():
+                    self.stragglers.attempt_ended()
+                    out.append(effect)
                 case _:
                     out.append(effect)
         return out
@@ -529,16 +648,22 @@ class Generation:
     def _commit(self, committed: StepCommitted, now_s: float) -> list[MemberEffect]:
         context, state, setup = self._context, self._context.replica_state, self._context.setup
         assert setup is not None
-        spans_of = self.data_assignment()
-        ledger = data_ledger.commit(setup.ledger, state.ledger, spans_of, skipped=committed.skip)
+        spans_of, flags = self.data_assignment(), committed.flags
+        absent = {self.rank_assignment.members[rank].peer for rank in absent_ranks(flags)}
+        ledger = data_ledger.commit(
+            setup.ledger, state.ledger, spans_of, skipped=is_skipped(flags), absent=absent
+        )
         state.commit_step(committed.round.step, committed.digest, ledger)
+        self.stragglers.committed(flags, now_s)
+        means = self._means.complete() if self.stragglers.is_enabled else []  # late calls are answered, too
+        self._means.set_absent(self.stragglers.absent)
         self._is_stall_reported = False
         context.step_pace.step_committed(now_s)
         dropped = context.residual_transfer.step_committed(state.applied)
-        resolved = ResolveRound(committed.round, True, committed.skip, committed.reason)
-        return [resolved, *dropped, *context.report_finished()]
+        resolved = ResolveRound(committed.round, True, flags, committed.reason)
+        return [resolved, *means, *dropped, *context.report_finished()]
 
 
 def late_submission(event: SubmitRound) -> ResolveRound:
-    """The answer to a submission for a round that cannot begin any more."""
-    return ResolveRound(event.round, False, False, "the generation changed before the round began")
+    """Return the answer to a submission for a round that can no longer begin."""
+    return ResolveRound(event.round, False, 0, "the round can no longer begin")

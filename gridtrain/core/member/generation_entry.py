@@ -1,12 +1,12 @@
-"""What a VIEW means for this worker: its rank, whether it holds the state, and the new `Generation`.
+"""Entry into a generation: a VIEW determines this worker's rank, its state, and the new `Generation`.
 
-    member list, partition --> RankAssignment; an error where an honest coordinator would not have made it
-    verdict                --> applied here, given up, or the state is missing
+    member list, partition --> RankAssignment; an error if a correct coordinator would not have sent them
+    verdict                --> the open step is applied or given up, or the state is missing
     state                  --> in memory | from checkpoints | from a state source | as the script built it
-                               a model that catch-up has changed is none of these: Stop
-    connections            --> disconnect strangers, dial members
+                               Stop if catch-up has changed the model and none of these is possible
+    connections            --> disconnect unknown peers, dial members
 
-`view_changes` decides whether the VIEW counts.
+`view_changes` decides whether a VIEW is valid or outdated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ from gridtrain.errors import JoinRefused, RemoteProtocolError
 def make_rank_assignment(
     own_id: m.PeerId, view: m.MembershipView, pages: Sequence[m.MemberListPage], trainer: TrainerJoined | None
 ) -> RankAssignment:
-    """Raises `RemoteProtocolError`."""
+    """Return the rank assignment of a VIEW.
+
+    Raises:
+        RemoteProtocolError: a correct coordinator would not have sent this VIEW.
+    """
     members = tuple(member for page in pages for member in page.members)
     bounds = _stage_bounds(view, trainer)
     stages = max(1, len(bounds) - 1)
@@ -35,19 +39,24 @@ def make_rank_assignment(
     choices = trainer.neighbours_by_exchange if trainer is not None else {}
     if len(members) != view.world_size or assignment.rank_of(own_id) is None:
         raise RemoteProtocolError(
-            f"VIEW of {view.world_size} members came with a list of {len(members)}, or without this worker"
+            f"VIEW has {view.world_size} members; its member list has {len(members)} entries, or does not "
+            "contain this worker"
         )
     if view.exchange and view.exchange not in choices:
-        raise RemoteProtocolError(
-            f"VIEW with the exchange {view.exchange!r}, which the script does not offer"
-        )
+        raise RemoteProtocolError(f"VIEW has the exchange {view.exchange!r}, which the script does not offer")
     if len(members) % stages:
-        raise RemoteProtocolError(f"VIEW of {len(members)} members for a model in {stages} stages")
+        raise RemoteProtocolError(
+            f"VIEW has {len(members)} members; the number must be a multiple of the model's {stages} stages"
+        )
     return assignment
 
 
 def _stage_bounds(view: m.MembershipView, trainer: TrainerJoined | None) -> tuple[int, ...]:
-    """First layer of each stage, and the number of layers; (): one piece.  Raises `RemoteProtocolError`."""
+    """Return the first layer of each stage, then the number of layers; () for a model in one piece.
+
+    Raises:
+        RemoteProtocolError: the VIEW's partition is not valid for this model.
+    """
     if trainer is None or not trainer.is_pipelined:
         return ()
     defined = defined_cuts(trainer.setup)
@@ -55,7 +64,8 @@ def _stage_bounds(view: m.MembershipView, trainer: TrainerJoined | None) -> tupl
     is_ascending = bounds[0] == 0 and all(a < b for a, b in pairwise(bounds))
     if len(bounds) < 2 or not is_ascending or bounds[-1] != defined[-1]:
         raise RemoteProtocolError(
-            f"VIEW of a model of {defined[-1]} layers, partitioned at {list(bounds)[:8]}"
+            f"VIEW partitions a model of {defined[-1]} layers at {list(bounds)[:8]}; the bounds must ascend "
+            "from 0 to the number of layers"
         )
     return bounds
 
@@ -67,9 +77,10 @@ def enter_generation(
     before: Generation | None,
     now_s: float,
 ) -> tuple[Generation | None, list[MemberEffect]]:
-    """End the generation `before`, and make the next one.
+    """End the generation `before`, and create the next one.
 
-    Returns the generation, None if this worker stops, and the effects before any message in it.
+    Returns the new generation, or None if this worker must stop, and the effects to be executed before the
+    generation handles any message.
     """
     state, setup, own = context.replica_state, context.setup, assignment.members[assignment.rank]
     old = before.rank_assignment if before is not None else None
@@ -89,9 +100,8 @@ def enter_generation(
     is_left_behind = missed_some and was_synced and not state.is_synced
     link.set_term(view.term)
     context.step_pace.step_interrupted()
-    # The first generation starts from the state of the member that is not `joining`.
-    is_first = view.applied < 0 and not own.joining
-    as_built = is_first and setup is not None and setup.checkpoint is None
+    # A member that is not `joining` holds the state that the run starts from.
+    as_built = not own.joining and _starts_as_built(view, context)
     state.accept_view(view, assignment.layers, as_built=as_built)
     can_catch_up = setup is not None and setup.can_catch_up and view.applied >= 0
     chained = not (context.is_pipelined or can_catch_up or state.is_synced)
@@ -113,11 +123,28 @@ def enter_generation(
     return generation, [*effects, *context.disconnect_strangers(assignment), *generation.dial_members()]
 
 
+def _starts_as_built(view: m.MembershipView, context: MemberContext) -> bool:
+    """Whether the VIEW starts from the model that the script built or loaded from its checkpoint.
+
+    Between joining and the VIEW, the worker may have been in another generation that ended before its state
+    arrived; the model is then unchanged.
+    """
+    if context.setup is None:
+        return False
+    stored = context.setup.checkpoint
+    if stored is None:
+        return view.applied < 0
+    is_at_checkpoint = (view.applied, view.history) == (stored.applied, stored.history)
+    return is_at_checkpoint and not context.replica_state.is_modified
+
+
 def _is_model_stale(
     view: m.MembershipView, own: m.Member, context: MemberContext, *, was_outside: bool
 ) -> bool:
-    """Whether the VIEW expects the model that the script built, or that a checkpoint had, and catch-up has
-    changed it since.  A stage is built again, so it is never stale."""
+    """Whether the VIEW expects the model of the script or a checkpoint, although catch-up has changed it.
+
+    A stage is never stale, because it is built again.
+    """
     if own.joining or context.is_pipelined or not context.replica_state.is_modified:
         return False
     return was_outside if view.applied >= 0 else not context.replica_state.is_synced
@@ -126,19 +153,20 @@ def _is_model_stale(
 def _stale_model_error() -> JoinRefused:
     return JoinRefused(
         "stale-model",
-        "nobody holds the run's state any more, and this worker's model is of steps that are gone",
-        remedy="restart this worker: it begins from its latest checkpoint, or as the script does",
+        "no worker holds the run's state any more, and this worker's model contains updates that are lost",
+        remedy="restart this worker, which then begins from its latest checkpoint or from the initial model",
     )
 
 
 def own_name_events(
     requested: str, before: Sequence[m.Member], members: Sequence[m.Member], rank: int
 ) -> list[LogEvent]:
-    """Log events about this member's name, and about newcomers that requested the same one.
+    """Return log events about this member's name, and about newcomers that requested the same name.
 
     Args:
-        requested: its name so far.
-        before, members: of the previous generation, and of this one, in which it has `rank`.
+        requested: the name that this member has requested, or has had until now.
+        before: the members of the previous generation.
+        members: the members of this generation, in which this member has rank `rank`.
     """
     own = members[rank].name
     events = [LogEvent("named", {"name": own, "asked": requested})] if own != requested else []

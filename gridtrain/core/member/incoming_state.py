@@ -1,11 +1,11 @@
-"""How the state reaches a member that joins a generation, and what a member sends to those that join.
+"""Transfer of the state to the members that join a generation, as seen from both sides.
 
     joining   StateRequest --> source, or the member that forwards    StateBlock ..-> StoreStateBlock ..
                                                                       StateLoaded
-                                                                      nothing arrives: ask the source itself
-    holding   <-- StateRequest      SendState, at once or when it holds the state
+                                                                      if nothing arrives: ask the source
+    holding   <-- StateRequest      SendState, at once or as soon as the member holds the state
 
-Who sends to whom is in the VIEW (`required_peers`), or follows the chain of joining members
+The VIEW names the state sources (`required_peers`); joining members forward the state along a chain
 (`state_forwarding`).
 """
 
@@ -28,10 +28,10 @@ from gridtrain.core.member.state_forwarding import StateForwarding
 
 
 class IncomingState:
-    """Both sides of the transfer, of one member in one generation.
+    """Both sides of the transfer, for one member in one generation.
 
     Args:
-        chained: joining members forward the state to one another.
+        chained: whether joining members forward the state to one another.
     """
 
     def __init__(self, assignment: RankAssignment, context: MemberContext, *, chained: bool) -> None:
@@ -45,16 +45,26 @@ class IncomingState:
 
     @property
     def source(self) -> m.PeerId | None:
-        """The member that sends the state, or vouches for it; None: this member is synced."""
+        """The member that sends the state, or the digest of a forwarded state; None if no state is needed."""
         if self._replica_state.is_synced:
             return None
         rank = choose_state_source(self._rank_assignment, self._context.is_pipelined)
         return self._rank_assignment.members[rank].peer if rank is not None else None
 
-    def request(self, of: m.PeerId | None = None) -> list[MemberEffect]:
-        """Request the state; `of`: only from this peer, which has just connected.
+    @property
+    def shared_position(self) -> tuple[int, bytes] | None:
+        """(applied, history) of the missing state if its shared part is equal on all sources; otherwise None.
 
-        The loop fills in how many blocks are here already.
+        The shared part may differ before the first step, because each member may have built its own state,
+        and for a model in stages, because a stage is either captured from memory or read from a disk.
+        """
+        applied, history = self._replica_state.position
+        return (applied, history) if applied >= 0 and not self._context.is_pipelined else None
+
+    def request(self, of: m.PeerId | None = None) -> list[MemberEffect]:
+        """Request the state from all peers that send it or, if `of` is given, only from that peer.
+
+        The I/O loop fills in the number of blocks that have been received already.
         """
         if self._replica_state.is_synced or self._context.checkpoints.loading:
             return []
@@ -68,7 +78,7 @@ class IncomingState:
         return [Send(peer, x) for peer, x in requests if peer in up and of in (None, peer) and peer]
 
     def bypass_forwarder(self, reason: str) -> list[MemberEffect]:
-        """Request the rest from the source instead of the forwarding member."""
+        """Request the rest of the state from the source instead of the forwarding member."""
         upstream = self.forwarding.upstream
         self.forwarding.bypass_upstream()
         fields = {"peer": upstream.hex()[:8] if upstream is not None else "", "reason": reason}
@@ -77,8 +87,7 @@ class IncomingState:
     def receive_block(self, peer: m.PeerId, block: m.StateBlock, now_s: float) -> list[MemberEffect]:
         if self._replica_state.is_synced or peer not in (self.source, self.forwarding.upstream):
             return []
-        if not self.forwarding.accept_block(peer, block.index, now_s):
-            return []
+        self.forwarding.record_block(peer, block.index, now_s)
         if block.index == block.total - 1:
             self._replica_state.state_received()
         return [StoreStateBlock(peer, block)]
@@ -92,7 +101,7 @@ class IncomingState:
     # -- the state that this member holds ----------------------------------------------------------
 
     def serve(self, peer: m.PeerId, request: m.StateRequest) -> list[MemberEffect]:
-        """Send our state, later if we have none yet, or a checkpoint of the requester's stage."""
+        """Send this member's state once it is synced, or a stored checkpoint of the requester's stage."""
         at, checkpoints = self._rank_assignment, self._context.checkpoints
         rank = at.rank_of(peer)
         stage = at.layout.stage_of(rank) if rank is not None else 0
@@ -110,7 +119,7 @@ class IncomingState:
         return [SendState(peer, at.term, at.generation, whole, stored, received, request.digest_only)]
 
     def serve_pending(self) -> list[MemberEffect]:
-        """Answer requests that arrived before this member was synced."""
+        """Answer the requests that arrived before this member was synced, if the model is in stages."""
         requests, self._pending_requests = self._pending_requests, {}
         if not self._context.is_pipelined:
             return []

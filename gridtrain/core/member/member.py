@@ -1,4 +1,4 @@
-"""A worker's state machine: events of the I/O loop, the trainer and the network in, effects out.
+"""A worker's state machine, which turns events of the I/O loop, the trainer and the network into effects.
 
     event --> MemberCore       events and effects are in `core.group.member_events`
                  |
@@ -6,13 +6,13 @@
              ViewChanges       follows the generations that the coordinator announces, routes messages
                  |
                  v
-             Generation        one at a time; in it `Attempts` at the open step, means, the incoming state
+             Generation        one at a time, with `Attempts` at the open step, means, the incoming state
                  |
                  v
-             MemberContext     as long as the worker lives: links to coordinator and peers, replica state,
+             MemberContext     for the lifetime of the worker: links to coordinator and peers, replica state,
                                checkpoints, catch-up, residual transfer, step pace
 
-It opens no payload and touches no socket, clock, tensor or thread.
+The state machine never reads a payload, and uses no socket, clock, tensor or thread.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class MemberCore:
     """A worker's state machine.
 
     Args:
-        own_id: this worker's key.
-        coordinator: the coordinator's key.
+        own_id: public key of this worker.
+        coordinator: public key of the coordinator.
         join: the Join message that introduces this worker.
-        deadlines: see `gridtrain.config.Deadlines`.
+        deadlines: time limits, see `gridtrain.config.Deadlines`.
     """
 
     def __init__(self, own_id: m.PeerId, coordinator: m.PeerId, join: m.Join, deadlines: Deadlines) -> None:
@@ -72,11 +72,11 @@ class MemberCore:
         self._view_changes = ViewChanges(self._context)
         self._stall_detector = LoopStallDetector()
 
-    # -- state, read-only: the objects that hold it, and the values that are asked for most ------
+    # -- state, read-only: the objects that hold it, and the values that are read most often ------
 
     @property
     def current_generation(self) -> Generation | None:
-        """The generation that this worker is in."""
+        """The generation to which this worker belongs, or None."""
         return self._view_changes.generation
 
     @property
@@ -97,7 +97,7 @@ class MemberCore:
 
     @property
     def generation(self) -> int:
-        """Number of the current generation; 0: none."""
+        """Number of the current generation; 0 if there is none."""
         return self._view_changes.generation_number
 
     @property
@@ -117,12 +117,12 @@ class MemberCore:
 
     @property
     def applied(self) -> int:
-        """The last step applied; -1: none."""
+        """The last step applied; -1 if there is none."""
         return self._context.replica_state.applied
 
     @property
     def step(self) -> int:
-        """The step that is open or comes next."""
+        """The open step, or the next one if none is open."""
         return self._context.replica_state.step
 
     @property
@@ -132,23 +132,29 @@ class MemberCore:
 
     @property
     def is_synced(self) -> bool:
-        """Whether this worker holds the state that `applied` and `history` name, of its stage."""
+        """Whether this worker holds the state of its stage that `applied` and `history` identify."""
         return self._context.replica_state.is_synced
 
     @property
     def is_finished(self) -> bool:
-        """Whether the ledger has ended the run, as far as this worker has applied it."""
+        """Whether the run has ended according to the ledger of this worker's state."""
         return self._context.is_finished
 
     @property
     def next_round(self) -> m.RoundId | None:
-        """The round that the trainer may submit its part to now; None: wait."""
+        """The round for which the trainer may submit its contribution now; None if it must wait."""
         generation = self._view_changes.generation
         return generation.next_round if generation is not None else None
 
     @property
+    def absent_round(self) -> tuple[m.RoundId, bytes] | None:
+        """See `Generation.absent_round`."""
+        generation = self._view_changes.generation
+        return generation.absent_round if generation is not None else None
+
+    @property
     def pause_reason(self) -> str:
-        """Why nothing can continue until the coordinator is back (commit rule 10); empty: training can."""
+        """The reason why training must wait for the coordinator (commit rule 10); empty if there is none."""
         if self.coordinator in self._context.peer_links.connected or not self.term or self.is_finished:
             return ""
         generation = self._view_changes.generation
@@ -157,20 +163,23 @@ class MemberCore:
         )
 
     def early_bytes(self, peer: m.PeerId) -> int:
-        """Bytes of the peer's messages that are held for a later round."""
+        """Return the size in bytes of the peer's messages that are held for a later round."""
         generation = self._view_changes.generation
         return generation.attempts.early_bytes(peer) if generation is not None else 0
 
     @property
     def deadline_s(self) -> float:
-        """When to call `tick`."""
+        """The time at which to call `tick`."""
         generation = self._view_changes.generation
         return generation.deadline_s if generation is not None else self._context.catch_up.deadline_s
 
     # -- events --------------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> list[MemberEffect]:
-        """To be called when `deadline_s` has passed: report what does not move to the coordinator."""
+        """Act on timeouts that have passed, for example by sending a report to the coordinator.
+
+        Call this method when `deadline_s` has passed.
+        """
         self._extend_timeouts(now_s)
         generation = self._view_changes.generation
         if generation is None:
@@ -178,9 +187,15 @@ class MemberCore:
         return generation.tick(now_s) if now_s >= generation.deadline_s else []
 
     def handle(self, event: MemberEvent, now_s: float) -> list[MemberEffect]:
-        """Raises `RemoteProtocolError` when a peer's message violates the protocol."""
+        """Process an event, and return the effects to be executed, in the order of execution.
+
+        Raises:
+            RemoteProtocolError: a peer's message violates the protocol.
+        """
         self._extend_timeouts(now_s)
         match event:
+            case MessageReceived(peer, m.Data() as data, nbytes):
+                return self._view_changes.receive_data(peer, data, nbytes, now_s)
             case MessageReceived(peer, message, nbytes):
                 return self._view_changes.receive(peer, message, nbytes, now_s)
             case PeerConnected(peer):
@@ -210,8 +225,17 @@ class MemberCore:
                     return self._handle_outside_generation(event)
                 return generation.handle(event, now_s)
 
+    def receive_data(self, peer: m.PeerId, data: m.Data, nbytes: int, now_s: float) -> list[MemberEffect]:
+        """Process a payload like `handle` with a `MessageReceived` event, but faster.
+
+        Raises:
+            RemoteProtocolError: the payload violates the protocol.
+        """
+        self._extend_timeouts(now_s)
+        return self._view_changes.receive_data(peer, data, nbytes, now_s)
+
     def _handle_outside_generation(self, event: TrainerEvent) -> list[MemberEffect]:
-        """The trainer does not know yet that the generation has ended."""
+        """Process an event that the trainer has sent before it learned that the generation ended."""
         context = self._context
         match event:
             case SubmitRound():
@@ -231,7 +255,7 @@ class MemberCore:
                 return []
 
     def _report_unreachable(self, now_s: float) -> list[MemberEffect]:
-        """Report the sources of catch-up that cannot be reached."""
+        """Report to the coordinator the catch-up sources that cannot be reached."""
         catch_up = self._context.catch_up
         peers = catch_up.take_unreachable(now_s)
         if not peers:
@@ -241,7 +265,7 @@ class MemberCore:
         return [LogEvent("no_route", {"peers": names}), Send(self.coordinator, report)]
 
     def _extend_timeouts(self, now_s: float) -> None:
-        """If this worker itself stood still, give the others time for what it has not read."""
+        """Extend the timeouts of other peers after a stall of this worker's own loop."""
         if not self._stall_detector.may_have_stalled(now_s):
             self._stall_detector.record_call(now_s)
         elif self._stall_detector.measure_stall(self.deadline_s, now_s):

@@ -1,15 +1,15 @@
-"""Checkpoints of stages on a worker's disk: which of them count, who receives one, what a stage is assembled
-from.
+"""Stage checkpoints on a worker's disk: which ones are valid, who receives them, and how they form a stage.
 
-    VIEW      SaveCheckpoint          a stage of the new partition is assembled from what is only in memory
-              StageCheckpointList     to the coordinator: a source that is expected here is missing
-              LoadCheckpoints         all sources of our stage are here
-              CheckpointRequest -->   or are requested, one after the other
-              <-- CheckpointRequest   SendCheckpoint, as soon as it is here
-    a step    SendCheckpoint          our latest to the next stage's disk: one dead disk loses no stage
-    START     DiscardCheckpoints      later steps, which the group has rolled back
+    VIEW      SaveCheckpoint          write the state in memory, from which a new stage is assembled
+              StageCheckpointList     report that a checkpoint expected on this disk is missing
+              LoadCheckpoints         if all checkpoints of this member's stage are on this disk
+              CheckpointRequest -->   otherwise: request the missing checkpoints, one after the other
+              <-- CheckpointRequest   SendCheckpoint, as soon as the checkpoint is on this disk
+    a step    SendCheckpoint          send the latest to a member of the next stage, in case a disk fails
+    START     DiscardCheckpoints      delete checkpoints of later steps, because the group has rolled back
 
-The files themselves are the loop's (`StageCheckpointsChanged` lists them); who needs which is in the VIEW.
+The I/O loop owns the files and lists them (`StageCheckpointsChanged`).  The VIEW determines which member
+needs which checkpoint.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class MemberCheckpoints:
     """Stage checkpoints of one worker.
 
     Attributes:
-        stored: on the disk.
-        loading: those of them that the trainer is to load.
+        stored: all checkpoints on the disk.
+        loading: the stored checkpoints that the trainer is loading.
     """
 
     def __init__(self, replica_state: ReplicaState, coordinator_link: CoordinatorLink) -> None:
@@ -46,24 +46,27 @@ class MemberCheckpoints:
         self.stored: tuple[m.CheckpointInfo, ...] = ()
         self.loading: tuple[m.CheckpointInfo, ...] = ()
         self._generation = 0  # named in reports; 0: none
-        self._saving: m.CheckpointInfo | None = None  # our memory, being written to the disk
-        self._has_failed_write = False  # our memory cannot be written: it stays until the next VIEW
-        self._pending_requests: dict[m.PeerId, m.CheckpointRequest] = {}  # of what is not on the disk yet
+        self._saving: m.CheckpointInfo | None = None  # the state in memory, while it is written to the disk
+        self._has_failed_write = False  # the state in memory cannot be written
+        self._pending_requests: dict[m.PeerId, m.CheckpointRequest] = {}  # for checkpoints not stored yet
 
     def find(self, layers: m.Span) -> m.CheckpointInfo | None:
-        """Our checkpoint of these layers, of the state with which this generation begins."""
+        """Return the stored checkpoint of these layers of the current state, or None if there is none."""
         position = self._replica_state.position
         return next((stored for stored in self.stored if stored.matches(layers, *position)), None)
 
     def report(self) -> list[MemberEffect]:
-        """Tell the coordinator what is stored; not while our memory is being written, or it would plan
-        without that."""
+        """Send the list of stored checkpoints to the coordinator.
+
+        Nothing is sent while the state in memory is being written, because the coordinator would plan without
+        that checkpoint.
+        """
         if self._saving is not None and not self._has_failed_write:
             return []
         return self._coordinator_link.send(m.StageCheckpointList(self.stored, self._generation))
 
     def discard(self, applied: int) -> list[MemberEffect]:
-        """Drop checkpoints after the last committed step: the group has rolled back."""
+        """Discard the checkpoints of steps after `applied`, because the group has rolled back."""
         stored = tuple(checkpoint for checkpoint in self.stored if checkpoint.applied <= applied)
         if len(stored) == len(self.stored):
             return []
@@ -75,22 +78,21 @@ class MemberCheckpoints:
     def begin_generation(
         self, assignment: RankAssignment, is_pipelined: bool, connected: Collection[m.PeerId]
     ) -> list[MemberEffect]:
-        """Save what others need, report what is missing, load our stage."""
+        """Save the state that others need, report missing checkpoints, and load this member's stage."""
         self._pending_requests.clear()
         self.loading, self._generation = (), assignment.generation
         effects = self._save_memory(assignment) + self._report_missing(assignment)
         return effects + (self.load(assignment, connected) if is_pipelined else [])
 
     def enter_standby(self) -> None:
-        """This worker holds no stage."""
+        """Stop loading and saving, because this worker no longer holds a stage."""
         self.loading, self._saving = (), None
 
     def leave_generation(self) -> None:
         self._generation = 0
 
     def _save_memory(self, assignment: RankAssignment) -> list[MemberEffect]:
-        """Write to the disk what is only in memory, where a stage of the new partition is assembled from
-        it."""
+        """Write the state in memory to the disk if a stage of the new partition is assembled from it."""
         layers, self._saving, self._has_failed_write = self._replica_state.memory_layers, None, False
         wanted = {source for member in assignment.members for source in member.pieces}
         if layers is None or (layers, assignment.rank) not in wanted or self.find(layers) is not None:
@@ -99,7 +101,10 @@ class MemberCheckpoints:
         return [SaveCheckpoint(self._saving)]
 
     def _report_missing(self, assignment: RankAssignment) -> list[MemberEffect]:
-        """Report if a source that the VIEW expects here is missing: the coordinator plans without it."""
+        """Report the stored checkpoints if one that the VIEW expects is missing.
+
+        The coordinator then makes a new plan.
+        """
         wanted = {layers for x in assignment.members for layers, rank in x.pieces if rank == assignment.rank}
         saving = self._saving.layers if self._saving is not None else None
         if all(layers == saving or self.find(layers) is not None for layers in wanted):
@@ -107,7 +112,7 @@ class MemberCheckpoints:
         return self.report()
 
     def load(self, assignment: RankAssignment, connected: Collection[m.PeerId]) -> list[MemberEffect]:
-        """Load our stage if all its sources are stored; otherwise request the first missing one."""
+        """Load the stage if all of its checkpoints are stored; otherwise request the first missing one."""
         if self._replica_state.is_synced or self._saving is not None:
             return []
         wanted = assignment.checkpoint_sources or ((assignment.layers, assignment.rank),)
@@ -126,22 +131,22 @@ class MemberCheckpoints:
         return []
 
     def finish_loading(self) -> None:
-        """The trainer holds the generation's state."""
+        """Record that the trainer has loaded the generation's state."""
         self.loading = ()
 
     # -- the disk --------------------------------------------------------------------------------
 
     def set_stored(self, stored: tuple[m.CheckpointInfo, ...]) -> None:
-        """What the trainer found on the disk when it joined."""
+        """Record the checkpoints that the trainer found on the disk when it joined."""
         self.stored = stored
 
     def update_stored(
         self, stored: tuple[m.CheckpointInfo, ...], failed_write: m.CheckpointInfo | None
     ) -> tuple[list[m.CheckpointInfo], bool]:
-        """Take over what is on the disk now, and what cannot be written.
+        """Record the checkpoints that are now on the disk, and the one that could not be written, if any.
 
-        Returns what is new, and whether something that was to be loaded is gone: then a state source may
-        send the state.
+        Returns the new checkpoints, and whether a checkpoint that was being loaded is gone; if so, the state
+        may be requested from a state source instead.
         """
         self._has_failed_write = self._has_failed_write or (
             failed_write is not None and failed_write == self._saving
@@ -159,7 +164,7 @@ class MemberCheckpoints:
     def replicate(
         self, assignment: RankAssignment, new: Sequence[m.CheckpointInfo], connected: Collection[m.PeerId]
     ) -> list[MemberEffect]:
-        """Send our latest checkpoint to the next stage's disk as well."""
+        """Send the latest new checkpoint of this member's stage to the backup member in the next stage."""
         applied = self._replica_state.applied
         own = [x for x in new if x.layers == assignment.layers and x.applied <= applied]
         if not own:
@@ -173,14 +178,16 @@ class MemberCheckpoints:
     def serve(
         self, assignment: RankAssignment, peer: m.PeerId, request: m.CheckpointRequest
     ) -> list[MemberEffect]:
-        """Send a source of another member's stage, later if it is not here yet.
+        """Send a checkpoint from which another member assembles its stage, as soon as it is stored.
 
-        Raises `RemoteProtocolError` if that stage is not assembled from it.
+        Raises:
+            RemoteProtocolError: the VIEW does not assign this checkpoint to that member.
         """
         rank = assignment.rank_of(peer)
         if rank is None or (request.layers, assignment.rank) not in assignment.members[rank].pieces:
             raise RemoteProtocolError(
-                f"rank {rank} requested {_describe_layers(request.layers)}, which it does not need from here"
+                f"rank {rank} requested {_describe_layers(request.layers)}, for which rank {assignment.rank} "
+                "is not its source"
             )
         stored = self.find(request.layers)
         if stored is None:
@@ -189,16 +196,17 @@ class MemberCheckpoints:
         return [SendCheckpoint(peer, assignment.term, assignment.generation, stored, is_awaited=True)]
 
     def serve_pending(self, assignment: RankAssignment) -> list[MemberEffect]:
-        """Answer the requests that could not be answered on arrival."""
+        """Answer the requests whose checkpoints were not stored when they arrived."""
         requests, self._pending_requests = self._pending_requests, {}
         return [effect for peer, x in requests.items() for effect in self.serve(assignment, peer, x)]
 
     def receive_block(
         self, assignment: RankAssignment, is_pipelined: bool, peer: m.PeerId, block: m.CheckpointBlock
     ) -> list[MemberEffect]:
-        """Store a block of one of our stage's sources, or of the checkpoint that we back up.
+        """Store a block of a checkpoint that this member needs for its stage, or that it backs up.
 
-        Raises `RemoteProtocolError` for any other checkpoint.
+        Raises:
+            RemoteProtocolError: the block belongs to another checkpoint.
         """
         checkpoint, rank = block.checkpoint, assignment.rank_of(peer)
         position = (checkpoint.applied, checkpoint.history)
@@ -211,7 +219,7 @@ class MemberCheckpoints:
             if known and checkpoint.digest != known:
                 raise RemoteProtocolError(
                     f"rank {rank} sent a checkpoint of {_describe_layers(checkpoint.layers)} with the digest "
-                    f"{checkpoint.digest.hex()[:12]}; the coordinator knows {known.hex()[:12]}"
+                    f"{checkpoint.digest.hex()[:12]}; its digest in the VIEW is {known.hex()[:12]}"
                 )
             return [StoreCheckpointBlock(peer, block)]
         owner = assignment.layout.backed_up_rank(assignment.rank)
@@ -219,12 +227,12 @@ class MemberCheckpoints:
         if not is_pipelined or rank != owner or checkpoint.layers != layers:
             raise RemoteProtocolError(
                 f"rank {rank} sent a checkpoint of {_describe_layers(checkpoint.layers)}; "
-                f"rank {assignment.rank} stores only those of rank {owner}"
+                f"rank {assignment.rank} stores only checkpoints of rank {owner}"
             )
         if checkpoint.applied > self._replica_state.applied + 1:
             raise RemoteProtocolError(
                 f"rank {owner} sent a checkpoint of step {checkpoint.applied + 1}; "
-                f"{self._replica_state.applied + 1} is open here"
+                f"step {self._replica_state.applied + 1} is open on this member"
             )
         return [StoreCheckpointBlock(peer, block)]
 

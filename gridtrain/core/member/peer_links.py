@@ -1,13 +1,13 @@
-"""A worker's connections: which peers it knows, which it dials, which it disconnects.
+"""A worker's connections: the peers that are known, dialled and disconnected.
 
                     Dial              PeerConnected
-    not dialled ----------> dialled <--------------> connected     the loop keeps trying until Disconnect
+    not dialled ----------> dialled <--------------> connected     the loop retries until Disconnect
          ^                     |    PeerDisconnected    |
          +---- Disconnect -----+------------------------+          no longer known, or excluded
 
 A peer that violates the protocol is excluded until the next generation begins.  A peer that was announced
 (ExpectProbes, Admitted) may measure its link to this worker without being a member, until the generation
-after the next one.  Which members a generation requires is in `required_peers`.
+after the next one.  `required_peers` determines which members a generation requires.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class PeerLinks:
     """Connections of one worker.
 
     Attributes:
-        connected: peers that are connected.
-        excluded: peers that violated the protocol, or were removed, in this generation.
+        connected: peers to which this worker is connected.
+        excluded: peers that have violated the protocol, or were removed, in this generation.
     """
 
     def __init__(self, own_id: PeerId, coordinator: PeerId) -> None:
@@ -38,13 +38,16 @@ class PeerLinks:
         self._expected_since: dict[PeerId, int] = {}  # announced peers -> generation of the announcement
 
     def known_peers(self, assignment: RankAssignment | None, others: Collection[PeerId]) -> frozenset[PeerId]:
-        """Peers whose messages are accepted: the coordinator, members, announced peers, and `others`."""
+        """Return the peers whose messages are accepted.
+
+        These are the coordinator, the members, the announced peers, and `others`.
+        """
         members = {member.peer for member in assignment.members} if assignment is not None else set()
         return frozenset(({self._coordinator, *others} | members | set(self._expected_since)) - self.excluded)
 
     @property
     def expected_peers(self) -> Collection[PeerId]:
-        """Announced peers."""
+        """Peers that the coordinator has announced."""
         return self._expected_since.keys()
 
     def peer_connected(self, peer: PeerId) -> None:
@@ -54,10 +57,9 @@ class PeerLinks:
         self.connected.discard(peer)
 
     def dial(self, peers: Sequence[tuple[PeerId, str]]) -> list[MemberEffect]:
-        """Dial (peer, address) pairs; a peer without an address dials us, or is reached by a relay.
+        """Dial the (peer, address) pairs, except peers with an empty address, which dial this worker.
 
-        A connected peer is dialled again only where the connection goes through a relay and the address is
-        new.
+        A connected peer is dialled again only if the connection goes through a relay and the address is new.
         """
         effects: list[MemberEffect] = []
         for peer, address in peers:
@@ -77,9 +79,9 @@ class PeerLinks:
     def disconnect_strangers(self, known: Collection[PeerId]) -> list[MemberEffect]:
         """Disconnect all dialled peers that are not in `known`.
 
-        An accepted connection stays until the other side closes it or sends something, which the transport's
-        access control then refuses.  Closed from this side alone, the other side would believe it to be open
-        and would not dial again when it is back in the group.
+        An accepted connection stays open until the other peer closes it or sends a message, which the
+        transport's access control then refuses.  If this worker closed the connection, the other peer would
+        still consider it open and would not dial again when it returns to the group.
         """
         strangers = set(self._dialled_addresses).difference(known)
         self._dialled_addresses = {
@@ -89,8 +91,10 @@ class PeerLinks:
         return [Disconnect(peer) for peer in sorted(strangers)]
 
     def expect(self, peers: Sequence[tuple[PeerId, str]], generation: int) -> list[MemberEffect]:
-        """Accept peers outside of the generation, which measure their links to us, or whose links we
-        measure."""
+        """Accept peers outside the generation that measure links to this worker, or are measured by it.
+
+        The peers that have an address are dialled.
+        """
         for peer, _ in peers:
             self._expected_since.pop(peer, None)
             self._expected_since[peer] = generation
@@ -99,7 +103,7 @@ class PeerLinks:
         return self.dial(peers)
 
     def exclude_peer(self, peer: PeerId) -> bool:
-        """Exclude a peer that violated the protocol.  Returns False if it was excluded already."""
+        """Exclude a peer that violated the protocol; return False if it was excluded already."""
         self.connected.discard(peer)
         self._dialled_addresses.pop(peer, None)
         if peer in self.excluded:
@@ -115,7 +119,7 @@ class PeerLinks:
         self.excluded.clear()
 
     def begin_generation(self, assignment: RankAssignment) -> None:
-        """Readmit excluded peers; drop announced peers that are members now or whose time is over."""
+        """Readmit excluded peers; drop announcements of peers that are now members, or that are too old."""
         self._expected_since = {
             peer: since
             for peer, since in self._expected_since.items()

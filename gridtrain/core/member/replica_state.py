@@ -1,13 +1,13 @@
-"""Bookkeeping of the state that a worker holds: after which step, of which layers, and whether it is synced.
+"""Record of the state that a worker holds: its step, its layers, and whether it is synced.
 
     VIEW, at step a      the worker holds             result
                          step a, its stage's layers   synced
                          step a, other layers         `memory_layers`: a stage is assembled from it, or it is
-                                                      used again when the previous partition comes back
+                                                      used again when the previous partition is restored
                          another step                 not synced: received, or loaded from disk
 
-While a worker is not synced, `applied` and `history` name the state that it will hold.  The tensors are the
-trainer's; checkpoints on disk are in `member_checkpoints`.
+While a worker is not synced, `applied` and `history` identify the state that it will hold.  The trainer owns
+the tensors, and `member_checkpoints` manages the checkpoints on disk.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ class ReplicaState:
     """The state that this worker holds, or will hold.
 
     Attributes:
-        applied: the last step applied; -1: none.
+        applied: the last step applied; -1 if there is none.
         history: chained digest of all updates applied.
         ledger: the data ledger after that step.
-        is_synced: the worker holds the state that these name, of its stage's layers.
-        memory_layers: the layers whose state is in memory, where the worker's stage has others.
-        is_modified: the model is no longer the one that the script built or that a checkpoint had.
+        is_synced: whether the worker holds this state for the layers of its stage.
+        memory_layers: the layers whose state is in memory, if they differ from those of the worker's stage;
+            otherwise None.
+        is_modified: whether the model has changed since the script built it or a checkpoint was loaded.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class ReplicaState:
         self.is_synced = False
         self.memory_layers: m.Span | None = None
         self.is_modified = False
-        self._layers = m.Span(0, 1)  # layers of the state, where it is synced
+        self._layers = m.Span(0, 1)  # layers of the state if it is synced
 
     @property
     def position(self) -> tuple[int, bytes]:
@@ -45,31 +46,31 @@ class ReplicaState:
 
     @property
     def step(self) -> int:
-        """The step that is open or comes next."""
+        """The open step, or the next one if none is open."""
         return self.applied + 1
 
     # -- the trainer -----------------------------------------------------------------------------
 
     def load_checkpoint(self, checkpoint: m.CheckpointInfo) -> None:
-        """The trainer starts from its own checkpoint, before any generation."""
+        """Record that the trainer starts from its own checkpoint, before any generation."""
         self.applied, self.history, self.ledger = checkpoint.applied, checkpoint.history, checkpoint.ledger
         self.is_synced = True
 
     def state_loaded(self, layers: m.Span) -> None:
-        """The trainer has loaded the generation's state."""
+        """Record that the trainer has loaded the generation's state."""
         self.is_modified = True
         self.is_synced, self._layers, self.memory_layers = True, layers, None
 
     def state_received(self) -> None:
-        """All of another member's state has arrived: the trainer may have begun to load it."""
+        """Record that another member's state has arrived, which the trainer may have begun to load."""
         self.memory_layers, self.is_modified = None, True
 
     def release_memory(self) -> None:
-        """The trainer may have begun to load checkpoints over what is in memory."""
+        """Record that the trainer may have begun to overwrite the state in memory with checkpoints."""
         self.memory_layers = None
 
     def model_overwritten(self, *, is_member: bool) -> None:
-        """Catch-up replaces the model.  Outside of a generation the worker then holds no known state."""
+        """Record that catch-up overwrites the model; outside a generation, the worker loses its state."""
         self.is_modified = True
         if not is_member:
             self.is_synced, self.applied, self.history = False, -1, EMPTY_HISTORY
@@ -86,9 +87,9 @@ class ReplicaState:
         self.history = extend_history(self.history, digest)
 
     def apply_verdict(self, view: m.MembershipView | m.StandbyNotice, prepared: bytes | None) -> bool:
-        """Reach the state that a verdict names, or become unsynced.
+        """Move to the state after the verdict if this worker can reach it; otherwise become unsynced.
 
-        Returns whether that applied the update of digest `prepared`.
+        Returns whether the prepared update, whose digest is `prepared`, was applied.
         """
         if prepared is not None and view.applied == self.applied + 1:
             history = extend_history(self.history, prepared)
@@ -99,9 +100,10 @@ class ReplicaState:
         return False
 
     def begin_generation(self, layers: m.Span, *, may_recall: bool) -> None:
-        """A generation begins in which this worker holds `layers`.
+        """Begin a generation in which this worker holds `layers`.
 
-        `may_recall`: the state in memory is of the generation's first step.
+        `may_recall` is True if the state in memory is the one with which the generation begins, so that it
+        may be used again.
         """
         if self.memory_layers is not None and may_recall:
             self.is_synced, self._layers = True, self.memory_layers  # no stage was assembled from it
@@ -109,9 +111,9 @@ class ReplicaState:
         self.is_synced = self.is_synced and self.memory_layers is None
 
     def accept_view(self, view: m.MembershipView, layers: m.Span, *, as_built: bool) -> None:
-        """Take over the ledger and, if not synced, the state to reach.
+        """Adopt the VIEW's ledger and, if this worker is not synced, the position that it must reach.
 
-        `as_built`: the state to reach is the one that the script built.
+        `as_built` is True if the script has already built that state or loaded it from a checkpoint.
         """
         self.ledger = view.ledger
         if self.is_synced:
@@ -119,25 +121,28 @@ class ReplicaState:
         self.applied, self.history = view.applied, view.history
         self.is_synced, self._layers = as_built, layers
         if as_built:
-            self.memory_layers = None  # the stage is built again, over what was in memory
+            self.memory_layers = None  # building the stage again overwrites it
 
     def enter_standby(self, ledger: m.LedgerState) -> None:
         self.memory_layers, self.ledger = None, ledger
 
     def mark_unsynced(self) -> None:
-        """What this worker holds is not, or no longer, the state that it should hold."""
+        """Record that this worker does not hold the state that it should hold."""
         self.is_synced = False
 
     def is_finished(self, spec: m.LedgerSpec) -> bool:
-        """Whether the ledger has ended the run, as far as it was applied here."""
+        """Whether the run has ended according to the ledger of this worker's state."""
         return self.is_synced and data_ledger.is_finished(spec, self.ledger)
 
     def make_report(
-        self, term: int, generation: int, vote: tuple[m.RoundId, bytes, bool] | None
+        self, term: int, generation: int, vote: tuple[m.RoundId, bytes, int] | None
     ) -> m.FreezeReport:
-        """Answer to FREEZE (commit rule 5).  `vote`: the prepared round, its digest, and whether it is
-        skipped."""
-        prepared, digest, skip = vote if vote is not None else (None, b"", False)
+        """Return the answer to a FREEZE (commit rule 5).
+
+        `vote` contains the prepared round, its digest and its flags; it is None if there is no
+        prepared round.
+        """
+        prepared, digest, flags = vote if vote is not None else (None, b"", 0)
         return m.FreezeReport(
             term=term,
             generation=generation,
@@ -147,6 +152,6 @@ class ReplicaState:
             ledger=self.ledger,
             prepared=prepared,
             digest=digest,
-            skip=skip,
+            flags=flags,
             layers=self.memory_layers or self._layers,
         )

@@ -1,11 +1,12 @@
-"""Which members of a generation a member must be connected to, and the report of those that it cannot reach.
+"""The connections that a member of a generation requires, and the report of peers that it cannot reach.
 
-    model in one piece    the exchange's neighbours, the root, the state source; these two need all members
+    model in one piece    the exchange's neighbours, the root, the state source; the latter two are connected
+                          to all members
     model in stages       the exchange's neighbours, the root; the previous and the next stage of the
-                          pipeline, as a ring; the sources of this member's state, and the members it is a
-                          source for
+                          pipeline, as a ring; the sources of this member's state, and the members for which
+                          it is a source
 
-A connection is required at both of its ends or at neither.
+Either both ends of a connection require it, or neither does.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from gridtrain.core.member.context import MemberContext
 
 
 def choose_state_source(assignment: RankAssignment, is_pipelined: bool) -> int | None:
-    """The rank that the coordinator chose, otherwise the lowest that holds the state (of our stage)."""
+    """Return the rank of the state source for this member or, for a model in one piece, for all members.
+
+    It is the rank that the coordinator chose, or else the lowest rank that holds the state (in a pipeline:
+    the state of this member's stage).  The result is None if there is no state source.
+    """
     members, world_size = assignment.members, assignment.world_size
     if is_pipelined:
         own = members[assignment.rank]
@@ -37,7 +42,7 @@ def choose_state_source(assignment: RankAssignment, is_pipelined: bool) -> int |
 
 
 def required_ranks(assignment: RankAssignment, trainer: TrainerJoined | None) -> frozenset[int]:
-    """Ranks that this member must be connected to before it is READY, and in each step."""
+    """Return the ranks to which this member must be connected before it is READY, and in each step."""
     if trainer is not None and trainer.is_pipelined:
         return _required_in_pipeline(assignment, trainer)
     rank, world_size = assignment.rank, assignment.world_size
@@ -53,7 +58,10 @@ def required_ranks(assignment: RankAssignment, trainer: TrainerJoined | None) ->
 
 
 def _required_in_pipeline(assignment: RankAssignment, trainer: TrainerJoined) -> frozenset[int]:
-    """The pipeline is a ring here, as its ends store each other's checkpoints."""
+    """Return the required ranks for a model in stages.
+
+    The pipeline is a ring, because the last stage's checkpoints are stored in the first stage.
+    """
     rank, own, world_size = assignment.rank, assignment.members[assignment.rank], assignment.world_size
     if rank == ROOT:
         return frozenset(range(world_size)) - {ROOT}
@@ -78,6 +86,7 @@ class RequiredPeers:
         self._forming_since_s = now_s  # start of the wait for connections; infinite: reported as unreachable
         self._disconnected_since_s = now_s
         self._ranks: frozenset[int] | None = None
+        self._peers: tuple[m.PeerId, ...] | None = None  # of `_ranks`
 
     @property
     def ranks(self) -> frozenset[int]:
@@ -87,13 +96,17 @@ class RequiredPeers:
 
     @property
     def missing(self) -> tuple[m.PeerId, ...]:
-        """Required peers that are not connected."""
-        peers = (self._rank_assignment.members[rank].peer for rank in sorted(self.ranks))
-        return tuple(peer for peer in peers if peer not in self._context.peer_links.connected)
+        """The required peers that are not connected."""
+        if self._peers is None:  # read in each iteration of the loop
+            self._peers = tuple(self._rank_assignment.members[rank].peer for rank in sorted(self.ranks))
+        connected = self._context.peer_links.connected
+        if connected.issuperset(self._peers):
+            return ()
+        return tuple(peer for peer in self._peers if peer not in connected)
 
     def trainer_joined(self) -> None:
-        """The trainer's neighbours may have changed."""
-        self._ranks = None
+        """Compute the required ranks again, because the trainer's neighbours may have changed."""
+        self._ranks = self._peers = None
 
     def dial(self, others: Collection[m.PeerId]) -> list[MemberEffect]:
         """Dial the required peers and `others`."""
@@ -104,19 +117,19 @@ class RequiredPeers:
 
     @property
     def forming_deadline_s(self) -> float:
-        """When to call `report_late`."""
+        """The time at which to call `report_late`; infinite if no peer is missing."""
         return self._forming_since_s + self._context.deadlines.route_s if self.missing else math.inf
 
     def report_late(self, now_s: float) -> list[MemberEffect]:
-        """Report the missing peers once the deadline has passed."""
+        """Report the missing peers if the deadline has passed."""
         return self.report(self.missing) if now_s >= self.forming_deadline_s else []
 
     def repeat_report(self) -> list[MemberEffect]:
-        """The coordinator may have missed the report."""
+        """Repeat the report of missing peers, if one was sent, because the coordinator may have missed it."""
         return self.report(self.missing) if math.isinf(self._forming_since_s) and self.missing else []
 
     def report(self, missing: Sequence[m.PeerId]) -> list[MemberEffect]:
-        """Report peers that this member has dialled in vain: the coordinator may find another address."""
+        """Report the missing peers that this member dials; the coordinator may know another address."""
         self._forming_since_s = math.inf
         assignment = self._rank_assignment
         dialled = tuple(peer for peer in missing if self._addresses[peer])
@@ -127,7 +140,7 @@ class RequiredPeers:
         return [LogEvent("no_route", {"peers": names}), Send(self._context.coordinator, report)]
 
     def disconnected_while_forming(self, peer: m.PeerId, now_s: float) -> None:
-        """The peer was connected, so its address works: wait for it again."""
+        """Restart the wait for a peer that was connected, because its address works."""
         if math.isinf(self._forming_since_s) or self.missing == (peer,):
             self._forming_since_s = now_s
 
@@ -135,20 +148,20 @@ class RequiredPeers:
 
     @property
     def running_deadline_s(self) -> float:
-        """When a missing peer stalls the group; only where one is missing."""
+        """The time at which to report a stall because of missing peers; valid only if a peer is missing."""
         return self._disconnected_since_s + 2 * self._context.deadlines.regreet_s
 
     def restart_running_wait(self, now_s: float) -> None:
-        """The generation started, or a connection broke: it may come back by itself."""
+        """Restart the wait for connections at the start of a generation, or after a connection broke."""
         self._disconnected_since_s = now_s
 
     def report_relayed(self, missing: Sequence[m.PeerId]) -> list[MemberEffect]:
-        """Report those of the missing peers that a relay connects: there may be another relay."""
+        """Report the missing peers whose address names a relay; the coordinator may know another relay."""
         relayed = [peer for peer in missing if m.relay_of(self._addresses[peer]) is not None]
         return self.report(relayed) if relayed else []
 
     def extend_timeouts(self, until_s: float) -> None:
-        """Our own loop stalled: no timeout ends before `until_s`."""
+        """Extend all timeouts to at least `until_s` after a stall of this worker's loop."""
         limits = self._context.deadlines
         self._forming_since_s = extend_start(self._forming_since_s, limits.route_s, until_s)
         self._disconnected_since_s = extend_start(self._disconnected_since_s, 2 * limits.regreet_s, until_s)

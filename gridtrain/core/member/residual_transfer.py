@@ -5,17 +5,17 @@
       | -- ResidualBlock 0, 1 -> | complete, checked        |
       | <---- ResidualReply ---- | stored apart             |
       | -- Leave ------------------------------------------> |
-      x                          | <- Freeze, .., VIEW ---- |  the sender is no member any more, and no step
-                                 | adds it to its own       |  was committed since: once, between two steps
+      x                          | <- Freeze, .., VIEW ---- |  the sender is no longer a member, and no step
+                                 | adds it to its own       |  was committed in the meantime
 
-A step needs every member's vote.  As long as the sender is a member, no step is committed without it, so the
-residual that it sent after step s is complete until a VIEW continues from s without it.  If it votes again
-after all, or something else arrives from it, the recipient drops the residual.  The sender asks a second
-recipient only where the first has declined.  So a residual is added once or not at all, whatever is lost on
-the way.
+A step requires every member's vote.  As long as the sender is a member, no step is committed without it, so a
+residual that it sent after step s stays complete until a VIEW continues from s without the sender.  If the
+sender takes part in another step after all, the recipient drops the residual.  The sender asks a second
+recipient only if the first has declined.  Therefore a residual is added once or not at all, whichever
+messages are lost.
 
-A recipient that leaves itself accepts no further residual, waits until what it has accepted counts, and
-transfers that with its own.
+A recipient that is about to leave accepts no further residuals.  It waits until the residuals that it has
+accepted are added to its own, which it then transfers.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ from gridtrain.core.group.member_events import (
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.errors import RemoteProtocolError
 
-_REMEDY = "drop that peer; an honest one of the same version never sends this"
+_REMEDY = "disconnect the peer; a correct peer of the same version never sends this message"
 
 
 def residual_recipients(rank: int, world_size: int, stages: int = 1) -> tuple[int, ...]:
-    """Ranks that a leaving member may ask, in this order: its neighbours in the ring of its stage's
-    replicas."""
+    """Return the ranks that a leaving member asks to accept its residual, in the order of the requests.
+
+    They are the member's neighbours in the ring of its stage's replicas.
+    """
     size = world_size // stages
     first, at = rank - rank % size, rank % size
     ring = (first + (at + 1) % size, first + (at - 1) % size)
@@ -59,11 +61,11 @@ class _ReceivedResidual:
 
 
 class ResidualTransfer:
-    """Both sides of the transfer, of one member.
+    """Both sides of the transfer, for one member.
 
     Attributes:
-        is_leaving: this member transfers its residual, and takes part in no further step.
-        is_refusing: it accepts no further residual, as it is about to leave.
+        is_leaving: whether this member transfers its residual and takes part in no further step.
+        is_refusing: whether this member accepts no further residual, because it is about to leave.
     """
 
     def __init__(self) -> None:
@@ -84,8 +86,10 @@ class ResidualTransfer:
         applied: int,
         history: bytes,
     ) -> list[MemberEffect]:
-        """Ask the first recipient; `ResidualTransferEnded` follows.  This member may have no part in a
-        round."""
+        """Send the residual to the first recipient; `ResidualTransferEnded` follows.
+
+        This member must not have contributed to an open round.
+        """
         self.is_leaving, self.is_refusing, self._blocks = True, True, tuple(blocks)
         reason = "no generation is running" if assignment is None else "no neighbour is connected"
         return self._ask(assignment, connected, applied, history, reason)
@@ -98,7 +102,7 @@ class ResidualTransfer:
         connected: Collection[m.PeerId],
         position: tuple[int, bytes],
     ) -> list[MemberEffect]:
-        """The recipient has accepted, or has declined; then the next one is asked."""
+        """Handle the recipient's reply: end the transfer if it accepted, otherwise ask the next recipient."""
         if peer != self._recipient:
             return []
         self._recipient = None
@@ -107,7 +111,7 @@ class ResidualTransfer:
         return self._ask(assignment, connected, *position, f"{peer.hex()[:8]} declined: {reply.reason}")
 
     def recipient_lost(self, peer: m.PeerId) -> list[MemberEffect]:
-        """The recipient is gone before it replied: whether it has everything cannot be known."""
+        """End the transfer if `peer` is the recipient; whether it has received everything is unknown."""
         if peer != self._recipient:
             return []
         self._recipient = None
@@ -121,7 +125,7 @@ class ResidualTransfer:
         history: bytes,
         reason: str,
     ) -> list[MemberEffect]:
-        """Send the residual to the next recipient; `reason`: why it was not transferred, if there is none."""
+        """Send the residual to the next recipient; if there is none, end the transfer and state `reason`."""
         if assignment is None:
             return [ResidualTransferEnded(False, reason)]
         ranks = residual_recipients(assignment.rank, assignment.world_size, assignment.stages)
@@ -140,7 +144,7 @@ class ResidualTransfer:
     # -- the recipient -----------------------------------------------------------------------------
 
     def refuse(self) -> None:
-        """Accept no further residual."""
+        """Decline all further residuals."""
         self.is_refusing = True
 
     def receive_block(
@@ -151,15 +155,18 @@ class ResidualTransfer:
         applied: int,
         is_synced: bool,
     ) -> list[MemberEffect]:
-        """Store a block, or decline.  Raises `RemoteProtocolError` where an honest member would not send
-        it."""
+        """Store a block, or decline the residual after its last block.
+
+        Raises:
+            RemoteProtocolError: a correct member would not have sent the block.
+        """
         if (block.term, block.generation) != (assignment.term, assignment.generation):
             return []
         _check_recipient(assignment, peer)
         received = self._received.get(peer)
         if received is not None and received.is_complete:
             raise RemoteProtocolError(
-                f"peer {peer.hex()[:8]} sends its residual of generation {assignment.generation} twice",
+                f"peer {peer.hex()[:8]} sent its residual of generation {assignment.generation} twice",
                 remedy=_REMEDY,
             )
         reason = self._rejection_reason(block, applied, is_synced)
@@ -171,29 +178,29 @@ class ResidualTransfer:
         return [StoreResidualBlock(peer, block, assignment.world_size)]
 
     def _rejection_reason(self, block: m.ResidualBlock, applied: int, is_synced: bool) -> str:
-        """Why this member cannot use an honest block; empty: it can."""
+        """Return the reason why this member cannot use a valid block, or an empty string if it can."""
         if self.is_refusing:
-            return "it leaves, too"
+            return "it is leaving, too"
         # The commit of the step after which the sender stopped may not have been received here yet.
         if not is_synced or block.applied not in (applied, applied + 1):
-            return f"it is at step {applied + 1}, the residual at step {block.applied + 1}"
+            return f"it is at step {applied + 1}; the residual is of step {block.applied + 1}"
         return ""
 
     def mark_complete(self, assignment: RankAssignment | None, peer: m.PeerId) -> list[MemberEffect]:
-        """All blocks have arrived and passed their checks: accept."""
+        """Accept a residual whose blocks have all arrived and are valid, unless it is too late."""
         received = self._received.get(peer)
         if received is None or assignment is None:
             return [DropResidual(peer)]
         if self.is_refusing:
             del self._received[peer]
-            return [DropResidual(peer), _make_reply(assignment, peer, False, "it leaves, too")]
+            return [DropResidual(peer), _make_reply(assignment, peer, False, "it is leaving, too")]
         received.is_complete = True
         return [_make_reply(assignment, peer, True, "")]
 
     def begin_generation(
         self, assignment: RankAssignment, applied: int, history: bytes, is_synced: bool
     ) -> list[MemberEffect]:
-        """Add the residuals of members that are gone, or drop what does not belong to this state."""
+        """Add the residuals of members that have left; drop those that do not belong to the VIEW's state."""
         effects: list[MemberEffect] = []
         for peer, received in list(self._received.items()):
             fits = (received.applied, received.history) == (applied, history)
@@ -201,15 +208,17 @@ class ResidualTransfer:
             if is_usable and assignment.rank_of(peer) is not None:
                 continue  # it has not left yet
             del self._received[peer]
-            effects += [AddResidual(peer)] if is_usable else _drop_residual(peer, "the group went on with it")
+            effects += (
+                [AddResidual(peer)] if is_usable else _drop_residual(peer, "it is incomplete or outdated")
+            )
         return effects
 
     def step_committed(self, applied: int) -> list[MemberEffect]:
-        """All members voted on this step, so a sender that had stopped before it has not left."""
+        """Drop the residuals of earlier steps, because their senders have voted on this one after all."""
         effects: list[MemberEffect] = []
         for peer in [peer for peer, received in self._received.items() if received.applied < applied]:
             del self._received[peer]
-            effects += _drop_residual(peer, "it took part in another step")
+            effects += _drop_residual(peer, "its sender has taken part in another step")
         return effects
 
 
@@ -226,7 +235,7 @@ def _check_recipient(assignment: RankAssignment, peer: m.PeerId) -> None:
     allowed = residual_recipients(rank, assignment.world_size, assignment.stages) if rank is not None else ()
     if assignment.rank not in allowed:
         raise RemoteProtocolError(
-            f"rank {rank} sends its residual to rank {assignment.rank} of {assignment.world_size}; only its "
+            f"rank {rank} sent its residual to rank {assignment.rank} of {assignment.world_size}; only its "
             "neighbours in the ring may receive it",
             remedy=_REMEDY,
         )

@@ -1,10 +1,11 @@
-"""Averages of a number over the members of a generation (`grid.mean`), for people: no vote, no retry.
+"""Averages of a value over the members of a generation (`grid.mean`), for display, without votes or retries.
 
-    member r   MeanRequest(step, index, x_r) --> root: all ranks here? sum in rank order / P --> MeanReply
+    member r   MeanRequest(step, index, x_r) --> root: all ranks present? sum / P --> MeanReply
 
-Within a step, the first call on one worker belongs to the first call on the others, and so on.  Where the
-generation ends in between, the average is cancelled and the trainer continues with its own number.  The root
-stores the latest `MAX_OPEN_MEANS` numbers of each member, so that no member can crowd out another's.
+Within a step, the i-th call on one worker corresponds to the i-th call on each other worker.  If the
+generation ends before all members have called, the average is cancelled and the trainer continues with its
+own value.  The root stores the latest `MAX_OPEN_MEANS` values of each member, so that no member can displace
+the values of another member.
 """
 
 from __future__ import annotations
@@ -20,26 +21,43 @@ from gridtrain.errors import RemoteProtocolError
 
 MeanKey = tuple[int, int]
 MAX_OPEN_MEANS = 64
-"""Numbers stored of each member: it has one call open at a time, and may repeat a few."""
+"""Largest number of values stored for each member, which has one open call and may repeat a few calls."""
 
 
 class ScalarMeans:
-    """The averages of one generation, as one member sees them.
+    """The averages of one generation, as seen by one member.
 
     Attributes:
-        awaited_key: (step, index) of the average that the trainer waits for.
+        awaited_key: (step, index) of the average that the trainer waits for; None if it does not wait.
     """
 
     def __init__(self, assignment: RankAssignment) -> None:
         self._rank_assignment = assignment
+        self._absent: frozenset[int] = frozenset()
         self._values: dict[MeanKey, dict[int, float]] = {}
         self._results: dict[MeanKey, float] = {}
         self._keys_of: dict[int, list[MeanKey]] = {}  # by rank, the latest last
         self.awaited_key: MeanKey | None = None
         self._value = 0.0  # this member's, of the awaited average
 
+    def set_absent(self, ranks: frozenset[int]) -> None:
+        """Set the ranks whose trainers have stalled: averages are complete without them."""
+        self._absent = ranks
+
+    @property
+    def awaited_ranks(self) -> frozenset[int]:
+        """On the root, the ranks that open averages lack; empty if no average is open."""
+        ranks = range(self._rank_assignment.world_size)
+        open_keys = self._values.keys() - self._results.keys()
+        return frozenset(rank for key in open_keys for rank in ranks if rank not in self._values[key])
+
+    def complete(self) -> list[MemberEffect]:
+        """Complete all open averages with the values at hand; called on the root."""
+        open_keys = sorted(self._values.keys() - self._results.keys())
+        return [effect for key in open_keys for effect in self._complete(key, must_wait=False)]
+
     def request(self, key: MeanKey, value: float) -> list[MemberEffect]:
-        """The trainer's own number; `DeliverMean` follows."""
+        """Contribute the trainer's value to an average; `DeliverMean` follows."""
         self.awaited_key, self._value = key, value
         if self._rank_assignment.rank == ROOT:
             return self._collect(key, ROOT, value)
@@ -50,21 +68,21 @@ class ScalarMeans:
         return [Send(at.members[ROOT].peer, m.MeanRequest(at.term, at.generation, *key, self._value))]
 
     def peer_connected(self, peer: m.PeerId) -> list[MemberEffect]:
-        """Repeat the request: it or its reply may have been lost with the connection to the root."""
+        """Repeat the request if the root has reconnected, because the request or the reply may be lost."""
         if self.awaited_key is None or self._rank_assignment.rank_of(peer) != ROOT:
             return []
         return self._request_from_root(self.awaited_key)
 
     def cancel(self) -> list[MemberEffect]:
-        """The generation ends."""
+        """Cancel the awaited average, because the generation ends."""
         key, self.awaited_key = self.awaited_key, None
         return [] if key is None else [DeliverMean(None)]
 
     def receive(self, peer: m.PeerId, message: m.MeanRequest | m.MeanReply) -> list[MemberEffect]:
-        """A member's number, or the root's reply; ignored from non-members and other generations.
+        """Process a value or the root's reply; ignore messages of non-members and of other generations.
 
         Raises:
-            RemoteProtocolError: a request to a rank other than the root, or a reply from one.
+            RemoteProtocolError: a request was not sent to the root, or a reply did not come from the root.
         """
         at = self._rank_assignment
         rank = at.rank_of(peer)
@@ -85,20 +103,25 @@ class ScalarMeans:
         return [DeliverMean(value)]
 
     def _collect(self, key: MeanKey, rank: int, value: float) -> list[MemberEffect]:
-        """Reply to all once the average is complete; to a worker that repeats a step, the known result."""
+        """Store a value, and reply to all members once the average is complete.
+
+        A member that repeats a step receives the known result.
+        """
         self._values.setdefault(key, {})[rank] = value
         self._keep_latest(key, rank)
+        return self._send_result(key, rank) if key in self._results else self._complete(key, must_wait=True)
+
+    def _complete(self, key: MeanKey, *, must_wait: bool) -> list[MemberEffect]:
+        """Compute and send an average; wait for the numbers of all ranks that are not absent."""
         values = self._values[key]
-        is_complete = len(values) == self._rank_assignment.world_size
-        if key not in self._results and is_complete:
-            self._results[key] = _mean([values[r] for r in range(len(values))])
-        if key not in self._results:
+        awaited = set(range(self._rank_assignment.world_size)) - self._absent - values.keys()
+        if key in self._results or (must_wait and awaited):
             return []
-        receivers = sorted(values) if is_complete else [rank]
-        return [effect for r in receivers for effect in self._send_result(key, r)]
+        self._results[key] = _mean([values[rank] for rank in sorted(values)])
+        return [effect for rank in sorted(values) for effect in self._send_result(key, rank)]
 
     def _keep_latest(self, key: MeanKey, rank: int) -> None:
-        """Drop this rank's oldest number; the numbers of other ranks stay."""
+        """Drop this rank's oldest values beyond the limit; the values of other ranks are not affected."""
         keys = self._keys_of.setdefault(rank, [])
         if key in keys:
             keys.remove(key)
@@ -122,12 +145,12 @@ def _check_role(message: m.MeanRequest | m.MeanReply, from_rank: int, rank: int)
     if is_wrong:
         raise RemoteProtocolError(
             f"rank {from_rank} sent {type(message).__name__} to rank {rank}; rank {ROOT} computes averages",
-            remedy="drop that peer; an honest one of the same version never sends this",
+            remedy="disconnect the peer; a correct peer of the same version never sends this message",
         )
 
 
 def _mean(values: list[float]) -> float:
-    """The mean of finite numbers, finite even where their sum overflows."""
+    """Return the mean of finite values, which is finite even if their sum overflows."""
     try:
         return math.fsum(values) / len(values)
     except OverflowError:

@@ -2,12 +2,12 @@
 
     rank      0        1        2        3        4
               source   holds    joins    joins    joins
-              blocks ---------> blocks -> blocks -> blocks      J members receive it in about the time of one
-              digest ------------------> o -----> o             from the source itself, a few bytes
+              blocks ---------> blocks -> blocks -> blocks      about as fast for J members as for one
+              digest ------------------> o -----> o             sent by the source itself, a few bytes
 
-A block that did not come from the source counts only if the whole has the digest that the source sent.  A
-forwarder that sends nothing for `BLOCK_TIMEOUT_S`, or violates the protocol, is bypassed: the source sends
-the rest.  If the digest differs, the source sends everything again, as nobody knows who altered it.
+A forwarded state is accepted only if it has the digest that the source sent.  If a forwarder sends nothing
+for `BLOCK_TIMEOUT_S`, or violates the protocol, it is bypassed, and the source sends the rest.  If the digest
+differs, the source sends everything again, because it is unknown which member altered the state.
 """
 
 from __future__ import annotations
@@ -19,28 +19,31 @@ from gridtrain.core.group.stall_detection import extend_start
 from gridtrain.core.messages import PeerId
 
 BLOCK_TIMEOUT_S = 10.0
-"""Wait this long for a block before asking the source.  A block of 1 MiB takes 8 s at 1 Mbit/s."""
+"""Time to wait for a block before asking the source.  A block of 1 MiB takes 8 s at 1 Mbit/s."""
 
 MAX_FIRST_BLOCK_TIMEOUT_S = 60.0
-"""The first block passes all joining members before this one: `BLOCK_TIMEOUT_S` for each, up to this."""
+"""Longest time to wait for the first block, which passes all joining members before this one.
+
+The time is `BLOCK_TIMEOUT_S` for each of these members, up to this limit.
+"""
 
 
 class StateForwarding:
     """One member's position in the chain.
 
     Args:
-        chained: this member receives the whole state of a model in one piece.
+        chained: whether the joining members form a chain, as for the whole state of a model in one piece.
 
     Attributes:
-        upstream: the member that forwards the state to this one; None: the source sends it.
-        downstream: the member that this one forwards the state to; None: nobody.
+        upstream: the member that forwards the state to this one; None if the source sends it.
+        downstream: the member to which this one forwards the state; None if there is none.
     """
 
     def __init__(self, assignment: RankAssignment, *, chained: bool) -> None:
         self.upstream: PeerId | None = None
         self.downstream: PeerId | None = None
-        self._last_progress_s = math.inf  # until the source has made its copy, nobody can send anything
-        self._next_block = 0  # expected from upstream
+        self._last_progress_s = math.inf  # no block can arrive until the source has made its copy
+        self._next_block = 0  # index after the latest block from upstream
         self._first_block_timeout_s = BLOCK_TIMEOUT_S
         joining = [member.peer for member in assignment.members if member.joining] if chained else []
         if assignment.own_id in joining:
@@ -51,12 +54,12 @@ class StateForwarding:
 
     @property
     def adjacent_peers(self) -> frozenset[PeerId]:
-        """Peers to connect to for forwarding, where possible."""
+        """The neighbours in the chain, to which this member tries to connect."""
         return frozenset(peer for peer in (self.upstream, self.downstream) if peer is not None)
 
     @property
     def deadline_s(self) -> float:
-        """When to bypass the upstream member."""
+        """The time at which to bypass the upstream member; infinite if there is none."""
         timeout_s = BLOCK_TIMEOUT_S if self._next_block else self._first_block_timeout_s
         return self._last_progress_s + timeout_s if self.upstream is not None else math.inf
 
@@ -64,19 +67,20 @@ class StateForwarding:
         self._last_progress_s = now_s
 
     def extend_timeouts(self, until_s: float) -> None:
-        """Our own loop stalled: no timeout ends before `until_s`."""
+        """Extend the timeout to at least `until_s` after a stall of this worker's loop."""
         self._last_progress_s = extend_start(self._last_progress_s, BLOCK_TIMEOUT_S, until_s)
 
-    def accept_block(self, peer: PeerId, index: int, now_s: float) -> bool:
-        """Whether to store this block.  From upstream only the next one is accepted and counts as
-        progress."""
+    def record_block(self, peer: PeerId, index: int, now_s: float) -> None:
+        """Record that a block arrived; ignore blocks from upstream that have arrived before.
+
+        Blocks arrive again after a connection broke, when blocks sent in the meantime are requested again.
+        """
         if peer == self.upstream:
-            if index != self._next_block:
-                return False
-            self._next_block += 1
+            if index < self._next_block:
+                return
+            self._next_block = index + 1
         self.record_progress(now_s)
-        return True
 
     def bypass_upstream(self) -> None:
-        """The source sends the rest."""
+        """Receive the rest from the source instead of the upstream member."""
         self.upstream = None

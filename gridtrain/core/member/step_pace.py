@@ -1,5 +1,4 @@
-"""Estimates the duration of a step, from it the timeout of a silent member, and makes this worker's
-heartbeats.
+"""Duration of a step, the timeout for silent members that is based on it, and this worker's heartbeats.
 
 started    committed   committed        a step lasts from commit to commit, so its compute is included
   |---------|-----------|------>        mean = 0.9 mean + 0.1 last
@@ -14,7 +13,7 @@ from gridtrain.core.group.member_events import HeartbeatDue
 
 
 class StepPace:
-    """One instance per worker; a step that a new generation interrupts is not counted."""
+    """Estimates the mean duration of a step; a step that a new generation interrupts is ignored."""
 
     def __init__(self, deadlines: Deadlines) -> None:
         self._deadlines = deadlines
@@ -25,13 +24,13 @@ class StepPace:
 
     @property
     def timeout_s(self) -> float:
-        """How long a member may send neither its vote nor a progress message."""
+        """The time for which a member may send neither its vote nor a progress message."""
         if self._mean_step_s is None:
             return self._deadlines.first_step_s
         return self._deadlines.patience_floor_s + self._deadlines.patience_factor * self._mean_step_s
 
     def step_started(self, now_s: float) -> None:
-        """A part of the step was submitted."""
+        """Record the start of the step, unless an earlier part of it was submitted already."""
         self._step_start_s = now_s if self._step_start_s is None else self._step_start_s
 
     def step_committed(self, now_s: float) -> None:
@@ -42,15 +41,15 @@ class StepPace:
         self._step_start_s = now_s
 
     def step_interrupted(self) -> None:
-        """Another generation begins."""
+        """Discard the running measurement, because a new generation begins."""
         self._step_start_s = None
 
     def update_progress(self, progress: int) -> bool:
-        """Whether `progress` has grown since the last call."""
+        """Record `progress`, and return whether it has grown since the last call."""
         has_moved, self._progress = progress > self._progress, progress
         return has_moved
 
     def make_heartbeat(self, step: int, event: HeartbeatDue) -> m.Heartbeat:
-        """The next heartbeat for the coordinator."""
+        """Return the next heartbeat for the coordinator."""
         self._heartbeats += 1
         return m.Heartbeat(self._heartbeats, step, event.progress, event.metrics)

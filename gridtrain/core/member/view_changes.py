@@ -1,4 +1,4 @@
-"""Follows the generations as the coordinator announces them, and routes each message to its receiver.
+"""Changes of the generation, as announced by the coordinator, and routing of messages to their receivers.
 
                      MembershipView                 synced and connected
 APART ----------------------------> FORMING ----------------------> FORMING (READY sent)
@@ -7,6 +7,7 @@ APART ----------------------------> FORMING ----------------------> FORMING (REA
   +--- StandbyNotice ------ FROZEN <---+----------- Freeze --------- RUNNING
 
 message of       goes to
+a member, Data   the open attempt of the generation, after the checks that apply to all messages
 the coordinator  `coordinator_link` (its term), `generation_entry` (a VIEW), the generation
 a peer           `worker_catch_up` (catch-up), the generation (a member); otherwise ignored
 """
@@ -26,10 +27,10 @@ from gridtrain.errors import RemoteProtocolError
 
 
 class ViewChanges:
-    """The worker's current generation, and how the next one replaces it.
+    """Holds the worker's current generation, and replaces it with the next one.
 
     Attributes:
-        generation: None: this worker is in none.
+        generation: the current generation; None if this worker belongs to none.
     """
 
     def __init__(self, context: MemberContext) -> None:
@@ -46,11 +47,15 @@ class ViewChanges:
 
     @property
     def generation_number(self) -> int:
-        """0: in no generation."""
+        """Number of the current generation; 0 if this worker belongs to none."""
         return self.generation.rank_assignment.generation if self.generation is not None else 0
 
     def receive(self, peer: m.PeerId, message: m.Message, nbytes: int, now_s: float) -> list[MemberEffect]:
-        """Raises `RemoteProtocolError`."""
+        """Route a message to its receiver.
+
+        Raises:
+            RemoteProtocolError: the message violates the protocol.
+        """
         context, generation = self._context, self.generation
         if peer == self._coordinator:
             return self._receive_from_coordinator(message, now_s)
@@ -67,6 +72,18 @@ class ViewChanges:
         if generation is None or generation.rank_assignment.rank_of(peer) is None:
             return [LogEvent("ignored", {"peer": peer.hex()[:8], "message": type(message).__name__})]
         return generation.receive(peer, message, nbytes, now_s)
+
+    def receive_data(self, peer: m.PeerId, data: m.Data, nbytes: int, now_s: float) -> list[MemberEffect]:
+        """Route a payload to the current generation.
+
+        Raises:
+            RemoteProtocolError: the payload violates the protocol.
+        """
+        generation, excluded = self.generation, self._context.peer_links.excluded
+        rank = generation.rank_assignment.rank_of(peer) if generation is not None else None
+        if generation is None or rank is None or peer in excluded or peer == self._coordinator:
+            return self.receive(peer, data, nbytes, now_s)
+        return generation.receive_data(rank, data, nbytes, now_s)
 
     def _receive_from_coordinator(self, message: m.Message, now_s: float) -> list[MemberEffect]:
         links = self._context.peer_links
@@ -104,12 +121,14 @@ class ViewChanges:
             case m.HeartbeatReply():
                 return []
             case _:
-                raise RemoteProtocolError(f"{type(message).__name__} from the coordinator")
+                raise RemoteProtocolError(
+                    f"the coordinator sent {type(message).__name__}, which a coordinator never sends"
+                )
 
     # -- outside of a generation, or beside it ---------------------------------------------------
 
     def _welcomed(self, term: int) -> list[MemberEffect]:
-        """Repeat what may have been lost while the connection was broken."""
+        """Handle a Welcome: repeat the messages that may have been lost while the connection was broken."""
         context, generation, link = self._context, self.generation, self._coordinator_link
         own_term = link.term
         if not link.accept_welcome(term):
@@ -124,7 +143,7 @@ class ViewChanges:
     def _begin_catch_up(
         self, term: int, sources: Sequence[tuple[m.PeerId, str]], now_s: float
     ) -> list[MemberEffect]:
-        """Copy the sources' state while they train on.  A member does not need to."""
+        """Start catch-up from these sources; if this worker is a member, only report its position."""
         if term < self._coordinator_link.term:
             return []
         if self.generation is not None:  # still a member here: its state is replaced by the next VIEW
@@ -138,7 +157,7 @@ class ViewChanges:
         return [*self._context.disconnect_strangers(self.rank_assignment), TakeSnapshot(step, receivers)]
 
     def _replica_diverged(self, message: m.ReplicaDiverged) -> list[MemberEffect]:
-        """This worker's state is no longer the run's: the next generation replaces it."""
+        """Mark this worker's state as diverged from the run's, so that the next generation replaces it."""
         assignment = self.rank_assignment
         if assignment is None or (message.term, message.generation) != (
             assignment.term,
@@ -191,8 +210,10 @@ class ViewChanges:
         return self.generation.start(now_s)
 
     def _enter_standby(self, notice: m.StandbyNotice) -> list[MemberEffect]:
-        """This generation has no rank for this worker: after the verdict it is like one that has just
-        joined."""
+        """Execute the verdict and leave the generation, because the next one has no rank for this worker.
+
+        Afterwards, this worker is in the same situation as a worker that has just joined.
+        """
         context, before = self._context, self.generation
         is_old = before is not None and notice.generation <= self.generation_number
         if notice.term < self._coordinator_link.term or is_old:
@@ -201,7 +222,7 @@ class ViewChanges:
         fields = {"generation": notice.generation, "reason": notice.reason}
         effects: list[MemberEffect] = [LogEvent("spare", fields)]
         if before is not None:
-            # Only of a former member: a newcomer may bring checkpoints of later steps from an earlier run.
+            # Only for a former member: a newcomer may have checkpoints of later steps from an earlier run.
             effects += [*context.checkpoints.discard(notice.applied), *before.end(notice)]
             context.checkpoints.enter_standby()
             context.replica_state.enter_standby(notice.ledger)

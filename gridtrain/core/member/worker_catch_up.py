@@ -1,12 +1,12 @@
-"""Both sides of catch-up: a worker copies the state while the others train on, or serves it to such workers.
+"""Both sides of catch-up: a worker copies the state while the members train, or serves it to other workers.
 
     CatchUpFrom(sources)     --> BeginCatchUp, Dial, SourceConnected ..   blocks and updates are delivered
       |                          CaughtUp --> CatchUpReport
       +-- `route_s` without any connected source --> PeersUnreachable --> CatchUpFrom with other addresses
     ServeCatchUp(receivers)  --> TakeSnapshot                             requests of receivers are delivered
 
-A worker that catches up has no rank, so no member misses a connection to it: it reports itself that it cannot
-reach its sources.  Who catches up from whom is the coordinator's decision.
+A worker that catches up has no rank, so no member notices a missing connection to it; therefore the worker
+itself reports sources that it cannot reach.  The coordinator decides from which sources a worker catches up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gridtrain.core.group.stall_detection import extend_start
 from gridtrain.core.member.peer_links import PeerLinks
 
 MAX_UNREACHABLE = 1024
-"""Largest number of peers in one PeersUnreachable."""
+"""Largest number of peers in one PeersUnreachable message."""
 
 CatchUpRequest = m.SnapshotRequest | m.SnapshotBlocksRequest | m.UpdatesRequest
 CatchUpMessage = (
@@ -39,12 +39,12 @@ class WorkerCatchUp:
     """Catch-up of one worker.
 
     Args:
-        route_s: how long a connection may take to come up.
+        route_s: time that establishing a connection may take.
 
     Attributes:
-        sources: this worker catches up from these.
-        receivers: this worker serves these.
-        last_report: the latest CatchUpReport, repeated after a Welcome.
+        sources: peers from which this worker catches up.
+        receivers: peers to which this worker serves its state.
+        last_report: the latest CatchUpReport, which is repeated after a Welcome.
     """
 
     def __init__(self, peer_links: PeerLinks, route_s: float) -> None:
@@ -60,7 +60,7 @@ class WorkerCatchUp:
         return self.receivers.union(self.sources)
 
     def receive(self, peer: m.PeerId, message: CatchUpMessage) -> list[MemberEffect]:
-        """Deliver a request of a receiver or an answer of a source; ignore anybody else's."""
+        """Deliver a request of a receiver or an answer of a source; ignore messages of other peers."""
         if peer in (self.receivers if isinstance(message, CatchUpRequest) else self.sources):
             return [DeliverCatchUpMessage(peer, message)]
         return [LogEvent("ignored", {"peer": peer.hex()[:8], "message": type(message).__name__})]
@@ -73,7 +73,7 @@ class WorkerCatchUp:
     # -- catching up -----------------------------------------------------------------------------
 
     def start(self, sources: Sequence[tuple[m.PeerId, str]], now_s: float) -> list[MemberEffect]:
-        """Catch up from these from now on; a former source that is not among them counts as disconnected."""
+        """Start to catch up from these sources; report former sources not among them as disconnected."""
         before, self.sources = self.sources, tuple(peer for peer, _ in sources)
         self._unreachable_since_s = now_s
         up = self._peer_links.connected
@@ -86,7 +86,7 @@ class WorkerCatchUp:
         return [SourceConnected(peer)] if peer in self.sources else []
 
     def peer_disconnected(self, peer: m.PeerId, now_s: float) -> list[MemberEffect]:
-        """A source may come back by the same address, so the wait for a connection starts again."""
+        """Restart the wait for a connection, because a source may reconnect from the same address."""
         if peer in self.sources:
             self._unreachable_since_s = now_s
         return self.source_lost(peer)
@@ -95,34 +95,37 @@ class WorkerCatchUp:
         return [SourceDisconnected(peer)] if peer in self.sources else []
 
     def report(self, applied: int, history: bytes) -> m.CatchUpReport:
-        """This worker holds the state after step `applied`."""
+        """Return, and remember, a report that this worker holds the state after step `applied`."""
         self.last_report = m.CatchUpReport(applied, history)
         return self.last_report
 
     def fail(self) -> m.CatchUpReport:
-        """This worker cannot catch up: it receives the whole state in a generation."""
+        """Abandon catch-up, and return a report that this worker holds no state and needs all of it."""
         self.sources = ()
         return self.report(-1, b"")
 
     def already_synced(self) -> None:
-        """A generation begins whose state this worker holds."""
+        """End catch-up, because this worker holds the state of the generation that begins."""
         self.sources = ()
 
     def finish(self) -> None:
-        """The generation's state was loaded."""
+        """End catch-up and drop the report, because the generation's state was loaded."""
         self.sources, self.last_report = (), None
 
     # -- outside of a generation: sources that cannot be reached ---------------------------------
 
     @property
     def deadline_s(self) -> float:
-        """When to call `take_unreachable`; infinite while a source is connected, as one is enough."""
+        """The time at which to call `take_unreachable`; infinite while any source is connected."""
         if not self.sources or any(peer in self._peer_links.connected for peer in self.sources):
             return math.inf
         return self._unreachable_since_s + self._route_s
 
     def take_unreachable(self, now_s: float) -> tuple[m.PeerId, ...]:
-        """Peers to report, once: the sources first, then announced peers that might serve as a relay."""
+        """Return the unreachable peers once the wait for a connection is over; later calls return ().
+
+        The sources come first, then announced peers, which might serve as relays.
+        """
         if now_s < self.deadline_s:
             return ()
         self._unreachable_since_s = math.inf
@@ -131,5 +134,5 @@ class WorkerCatchUp:
         return tuple(peer for peer in peers if peer not in links.connected)[:MAX_UNREACHABLE]
 
     def extend_timeouts(self, until_s: float) -> None:
-        """Our own loop stalled: no timeout ends before `until_s`."""
+        """Extend the timeout to at least `until_s` after a stall of this worker's loop."""
         self._unreachable_since_s = extend_start(self._unreachable_since_s, self._route_s, until_s)

@@ -6,9 +6,9 @@
     transfer       state, checkpoints, catch-up and residuals; link measurements; relays
     admin          operators, `gridtrain doctor`, status, the run's bundle
 
-`declaration` has the decorator and the field types with their bounds, from which `gridtrain.network.wire`
-derives the encoding.  PROTOCOL.md describes what each message means.  A `payload` is opaque: one frame on the
-wire, any object in a simulator.
+`declaration` contains the decorator and the field types with their bounds, from which
+`gridtrain.network.wire` derives the encoding.  PROTOCOL.md describes what each message means.  A `payload` is
+opaque: one frame on the wire, any object in a simulator.
 """
 # ruff: noqa: F403
 

@@ -1,4 +1,4 @@
-"""Messages of operators, of `gridtrain doctor` and `gridtrain status`, and of the run's bundle."""
+"""Messages of operators, of `gridtrain doctor` and `gridtrain status`, and for the run's bundle."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from gridtrain.core.messages.types import MAX_BLOCK_BYTES, find_problem_of_block
 @message(84)
 @dataclass(frozen=True, slots=True)
 class DiagnosticRequest:
-    """From `gridtrain doctor`: report the run's state, let some members expect `peer`, and call `peer` back.
+    """Request of `gridtrain doctor` for the run's state, members to probe, and an incoming connection.
 
-    Answered by DiagnosticReply and, where `address` is not empty, by Reachability.
+    The coordinator announces `peer` to some members and answers with DiagnosticReply.  If `address` is not
+    empty, it also dials `peer` back and answers with Reachability.
     """
 
     peer: PeerId
@@ -35,7 +36,7 @@ class DiagnosticRequest:
 @message(6)
 @dataclass(frozen=True, slots=True)
 class Invite:
-    """Make a new invitation valid.  `key` is the public key of its token; the token itself never travels."""
+    """Order to accept a new invitation.  `key` is the public key of its token; the token is never sent."""
 
     key: PeerId
     uses: Positive
@@ -45,7 +46,7 @@ class Invite:
 @message(7)
 @dataclass(frozen=True, slots=True)
 class RemoveWorker:
-    """Remove a worker: its key is refused until it is invited again or, with `ban`, until `Unban`."""
+    """Order to remove a worker: its key is refused until a new invitation or, with `ban`, until `Unban`."""
 
     peer: PeerId
     ban: bool
@@ -55,7 +56,7 @@ class RemoveWorker:
 @message(8)
 @dataclass(frozen=True, slots=True)
 class Unban:
-    """Lift the ban: the key may be invited again."""
+    """Order to lift a ban, so that the key may be invited again."""
 
     peer: PeerId
 
@@ -63,13 +64,16 @@ class Unban:
 @message(19)
 @dataclass(frozen=True, slots=True)
 class StatusRequest:
-    """From `gridtrain status`: read-only; the sender need not be a member."""
+    """Request of `gridtrain status` for a StatusReply.  Read-only; the sender need not be a member."""
 
 
 @message(87)
 @dataclass(frozen=True, slots=True)
 class BundleRequest:
-    """Request one block of the run's bundle; `digest` is the SHA-256 of the whole, as the status shows it."""
+    """Request for one block of the run's bundle.
+
+    `digest` is the SHA-256 of the whole bundle, as displayed by `gridtrain status`.
+    """
 
     digest: Digest
     index: Count
@@ -78,7 +82,7 @@ class BundleRequest:
 @message(42)
 @dataclass(frozen=True, slots=True)
 class OperatorReply:
-    """Answer to an operator's command, for people."""
+    """Answer to an operator's command; `text` is displayed."""
 
     text: Reason
 
@@ -86,20 +90,24 @@ class OperatorReply:
 @message(85)
 @dataclass(frozen=True, slots=True)
 class DiagnosticReply:
-    """`probe_targets`: members that expect the requester, with addresses; `payload`: as in StatusReply."""
+    """Answer to DiagnosticRequest.
+
+    `probe_targets` are members that expect the requester's connection, with their addresses; `payload` is as
+    in StatusReply.
+    """
 
     probe_targets: Annotated[tuple[tuple[PeerId, Address], ...], AtMost(8)]
     payload: Payload
 
 
 MAX_BUNDLE_BYTES = 8 << 20
-"""Largest bundle: a run's script and the files beside it, as one archive."""
+"""Largest size of a bundle, which is one archive of a run's script and the files beside it."""
 
 
 @message(88)
 @dataclass(frozen=True, slots=True)
 class BundleBlock:
-    """Answer to BundleRequest: block `index` of `total`, 1 MiB except for the last one."""
+    """Answer to BundleRequest: block `index` of `total`; all blocks except the last have 1 MiB."""
 
     digest: Digest
     index: Count
@@ -114,7 +122,7 @@ class BundleBlock:
 @message(39)
 @dataclass(frozen=True, slots=True)
 class StatusReply:
-    """`payload` is one frame of UTF-8 JSON."""
+    """Answer to StatusRequest; `payload` is one frame of UTF-8 JSON."""
 
     payload: Payload
 

@@ -52,7 +52,7 @@ class Hello:
 @message(5)
 @dataclass(frozen=True, slots=True)
 class Enrol:
-    """Sent with an invitation's key: admit `peer`, the sender's own public key, from now on."""
+    """Request, sent under an invitation's key, to admit `peer`, which is the sender's own public key."""
 
     peer: PeerId
 
@@ -63,10 +63,11 @@ class Join:
     """Request to take part in `run`.
 
     Attributes:
-        address: where peers may reach this worker.
-        can_relay: this worker is willing to forward what other members send one another.
-        is_rejoin: this process has been welcomed before.  False after a restart, even with a known key.
-        generation: the generation that this process is in; 0: none.
+        address: the address at which peers may reach this worker.
+        can_relay: whether this worker agrees to forward messages between other members.
+        is_rejoin: whether this process has been welcomed before; False after a restart, even with a known
+            key.
+        generation: the generation to which this process belongs; 0 if it belongs to none.
     """
 
     run: Name
@@ -80,20 +81,22 @@ class Join:
 @message(11)
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What this worker will train.
+    """The model that this worker will train, its data, and the worker's capabilities.
 
     Attributes:
-        facts: short texts that must be equal on all workers of a run, such as
+        facts: short strings that must be equal on all workers of a run, such as
             ("model", "120576 parameters, digest 3fa9..."), ("exchange", "GTopK(density=0.05)").
-        checkpoint: this worker's checkpoint; the run resumes from it if nobody holds a later state.
-        can_catch_up: it can copy a state while the others train, and apply their updates after that.
-        stages: number of stages of the model (`core.group.rank_layout`); 1: every worker holds all of it.
+        checkpoint: this worker's checkpoint; the run resumes from it if no worker holds a later state.
+        can_catch_up: whether the worker can copy a state while the members train, and then apply their
+            updates.
+        stages: number of stages of the model (`core.group.rank_layout`); 1 if every worker holds the whole
+            model.
         stage_checkpoints: for a model in stages, the checkpoints on this worker's disk.
-        model: for a model in stages, its partition; None: each stage is one layer.
-        memory_bytes: memory that training may use; 0: unknown.
-        flops: compute speed, only compared with the others'; 0: unknown.
-        initial_state_digest: digest of the state as the script built it here, all that a joining member would
-            be sent; empty: changed since, or unknown.
+        model: for a model in stages, its partition; None if each stage is treated as one layer.
+        memory_bytes: memory that training may use; 0 if unknown.
+        flops: compute speed, used only for comparison with other workers; 0 if unknown.
+        initial_state_digest: digest of the state that the script built on this worker, as it would be sent to
+            a joining member; empty if the state has changed since, or the digest is unknown.
     """
 
     facts: Facts
@@ -115,7 +118,7 @@ class Setup:
 class StageCheckpointList:
     """All stage checkpoints on this worker's disk; replaces `Setup.stage_checkpoints`.
 
-    `generation`: of the last VIEW that the worker had received by then.
+    `generation` is the generation of the last VIEW that the worker had received when it sent this list.
     """
 
     checkpoints: Annotated[tuple[CheckpointInfo, ...], AtMost(MAX_STAGE_CHECKPOINTS)]
@@ -125,7 +128,7 @@ class StageCheckpointList:
 @message(12)
 @dataclass(frozen=True, slots=True)
 class LinkLatencies:
-    """Round-trip times in seconds from this worker to the peers that it was asked to probe."""
+    """Round-trip times in seconds between this worker and the peers that it was asked to probe."""
 
     rtt_s: Annotated[tuple[tuple[PeerId, Seconds], ...], AtMost(256)]
 
@@ -133,9 +136,10 @@ class LinkLatencies:
 @message(26)
 @dataclass(frozen=True, slots=True)
 class LinkRates:
-    """(peer, rate to it, rate from it) of bulk messages in bytes per second; 0: not measured.
+    """Measured rates of bulk messages: (peer, rate to the peer, rate from the peer).
 
-    If the two ends of a link report different rates, the lower one is used.
+    The rates are in bytes per second; 0 means that a rate was not measured.  If the two ends of a link report
+    different rates, the coordinator uses the lower rate.
     """
 
     rates_Bps: Annotated[tuple[tuple[PeerId, Rate, Rate], ...], AtMost(256)]
@@ -144,22 +148,31 @@ class LinkRates:
 @message(80)
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """This worker's device and versions, for display only."""
+    """This worker's device and software versions, only for display."""
 
     texts: Annotated[tuple[tuple[Name, Text], ...], AtMost(16)]
 
 
 STATE_LEFT = "state_left_bytes"
-"""Heartbeat metric: bytes of its state that a worker has not received yet."""
+"""Heartbeat metric: number of bytes of its state that the worker has not received yet."""
+
+OWN_SKIPPED_STEPS = "own_skipped_steps"
+"""Heartbeat metric: number of steps that the group skipped because of this worker's gradient."""
+
+MISSED_STEPS = "missed_steps"
+"""Heartbeat metric: number of steps that the group committed without this worker, whose loop had stalled."""
+
+FAILED_CHECKPOINTS = "failed_checkpoints"
+"""Heartbeat metric: number of consecutive checkpoints, up to the latest, that this worker could not write."""
 
 
 @message(13)
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Sent twice a second, with what `gridtrain status` shows.
+    """Report that a worker is alive, sent twice a second, with the values that `gridtrain status` displays.
 
     `progress` grows whenever the trainer or an exchange makes progress, so that a hung trainer is detected.
-    `metrics` are numbers for people: loss, bytes, seconds of compute, ...
+    `metrics` are values for display: loss, bytes, seconds of compute, ...
     """
 
     sequence: UInt
@@ -174,11 +187,12 @@ class FreezeReport:
     """Answer to FREEZE: the worker's state (commit rule 5).
 
     Attributes:
-        is_synced: the worker holds a state; the following fields describe it.
-        applied: the last step applied; -1: none.
+        is_synced: whether the worker holds a state, which the following fields describe.
+        applied: the last step applied; -1 if there is none.
         history: chained digest of all applied updates.
-        prepared, digest, skip: the round that this worker voted YES for, if any.
-        layers: layers of the model that this state covers.
+        prepared, digest, flags: the undecided round for which this worker voted YES, with the digest of its
+            update and its flags; None, empty and 0 if there is no such round.
+        layers: layers of the model that the state covers.
     """
 
     term: UInt
@@ -189,14 +203,14 @@ class FreezeReport:
     ledger: LedgerState
     prepared: RoundId | None
     digest: Digest
-    skip: bool
+    flags: UInt
     layers: Span = field(default=Span(0, 1))
 
 
 @message(23)
 @dataclass(frozen=True, slots=True)
 class CurrentGeneration:
-    """Follows every Welcome: the worker's generation, its members and shares in rank order, its partition.
+    """The worker's generation: members and shares in rank order, and partition; sent after each Welcome.
 
     A coordinator that was restored from a backup may not know that generation (commit rule 11).
     """
@@ -210,7 +224,7 @@ class CurrentGeneration:
 @message(15)
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The sender has executed the VIEW's verdict, holds the state, and is connected (commit rule 8)."""
+    """Report that the sender has executed the VIEW's verdict, is synced, and is connected (commit rule 8)."""
 
     term: UInt
     generation: UInt
@@ -220,9 +234,10 @@ class Ready:
 @message(16)
 @dataclass(frozen=True, slots=True)
 class RoundStalled:
-    """A round does not end: the suspects are silent, not connected, or disagree.
+    """Report that a round does not end because the suspects are silent, are not connected, or disagree.
 
-    `silent_s`: how long the suspects showed no progress; 0: they are suspected of something else.
+    `silent_s` is the time for which the suspects made no progress, or 0 if they are suspected for another
+    reason.
     """
 
     round: RoundId
@@ -234,7 +249,7 @@ class RoundStalled:
 @message(20)
 @dataclass(frozen=True, slots=True)
 class ViolationReport:
-    """`peer` violated the protocol, and the sender has disconnected it."""
+    """Report that `peer` violated the protocol and that the sender has disconnected it."""
 
     peer: PeerId
     reason: Reason
@@ -243,7 +258,7 @@ class ViolationReport:
 @message(22)
 @dataclass(frozen=True, slots=True)
 class ConnectionLost:
-    """The sender's connection to this member of the running generation broke."""
+    """Report, in any phase, that the sender's connection to this member of its generation broke."""
 
     term: UInt
     generation: UInt
@@ -253,7 +268,7 @@ class ConnectionLost:
 @message(21)
 @dataclass(frozen=True, slots=True)
 class PeersUnreachable:
-    """These members of the generation cannot be reached at the addresses in the member list."""
+    """Report that the sender cannot reach these peers at the addresses that the coordinator sent."""
 
     term: UInt
     generation: UInt
@@ -263,7 +278,7 @@ class PeersUnreachable:
 @message(24)
 @dataclass(frozen=True, slots=True)
 class ReplicaDigest:
-    """Digest of this member's parameters, optimizer and settings after step `step`."""
+    """Digest of this member's parameters, optimizer state and settings after step `step`."""
 
     term: UInt
     generation: UInt
@@ -274,7 +289,7 @@ class ReplicaDigest:
 @message(17)
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The worker leaves the run."""
+    """Notice that the worker leaves the run."""
 
     reason: Reason
 
@@ -282,7 +297,7 @@ class Leave:
 @message(83)
 @dataclass(frozen=True, slots=True)
 class TemporaryLeave:
-    """As Leave; the owner wants the machine for something else, and the worker will rejoin."""
+    """Notice that the worker leaves the run until its owner's rules allow it to rejoin."""
 
     reason: Reason
 
@@ -290,7 +305,7 @@ class TemporaryLeave:
 @message(18)
 @dataclass(frozen=True, slots=True)
 class RunFinished:
-    """The ledger ended the run on this worker."""
+    """Notice that the run has ended according to the data ledger of this worker."""
 
     applied: AppliedStep
     history: Digest
@@ -299,7 +314,7 @@ class RunFinished:
 @message(30)
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Answer to Join; `term` fences older coordinators (commit rule 11)."""
+    """Answer to Join; `term` fences off older coordinators (commit rule 11)."""
 
     term: UInt
     run: Name
@@ -309,7 +324,7 @@ class Welcome:
 @message(31)
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Answer to Join or Setup, or a dismissal; `code` is stable, the rest is for people."""
+    """Refusal of a Join or a Setup, or a dismissal.  `code` is stable; the other fields are for display."""
 
     code: Name
     reason: Reason
@@ -319,7 +334,7 @@ class Refused:
 @message(41)
 @dataclass(frozen=True, slots=True)
 class Enrolled:
-    """Answer to Enrol: the key may now connect, and join `run`."""
+    """Answer to Enrol: the key may now connect and join `run`."""
 
     run: Name
 
@@ -327,7 +342,7 @@ class Enrolled:
 @message(43)
 @dataclass(frozen=True, slots=True)
 class Reachability:
-    """Result of the coordinator's call back: `address` reaches this worker; empty: no address does."""
+    """Result of the coordinator's attempt to dial this worker; `address` is empty if the attempt failed."""
 
     address: Address
 
@@ -335,7 +350,10 @@ class Reachability:
 @message(47)
 @dataclass(frozen=True, slots=True)
 class ReplicaDiverged:
-    """This member's replica digest after `step` differs from the majority's: its state will be replaced."""
+    """Notice that the receiver's replica digest after `step` differs from the majority's.
+
+    The next generation replaces the receiver's state.
+    """
 
     term: UInt
     generation: UInt
@@ -345,7 +363,10 @@ class ReplicaDiverged:
 @message(44)
 @dataclass(frozen=True, slots=True)
 class ExpectProbes:
-    """Workers that will measure their links to the receiver; it dials those with an address (`Member`)."""
+    """Announcement of workers that will measure their links to the receiver.
+
+    The receiver dials the workers that have an address (see `Member.address`).
+    """
 
     peers: Annotated[tuple[tuple[PeerId, Address], ...], AtMost(256)]
 
@@ -353,8 +374,10 @@ class ExpectProbes:
 @message(32)
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The Setup is accepted; the receiver measures round trips to `probe_targets` (addresses as in `Member`)
-    and answers with LinkLatencies."""
+    """Answer to an accepted Setup: the receiver measures its round-trip times to `probe_targets`.
+
+    It reports the times with LinkLatencies.  The addresses are as in `Member`.
+    """
 
     probe_targets: Annotated[tuple[tuple[PeerId, Address], ...], AtMost(256)]
 
@@ -371,9 +394,10 @@ class HeartbeatReply:
 @message(34)
 @dataclass(frozen=True, slots=True)
 class Freeze:
-    """Neither vote nor apply in this generation from now on, and answer with FreezeReport (commit rule 5).
+    """FREEZE: order to stop voting and applying updates in this generation (commit rule 5).
 
-    `removed`: members that left or were removed; they are disconnected now, before the next VIEW.
+    The receiver answers with FreezeReport.  `removed` lists members that left or were removed, which are
+    disconnected at once, before the next VIEW.
     """
 
     term: UInt
@@ -383,7 +407,7 @@ class Freeze:
 
 
 MAX_MEMBERS_PER_PAGE = 192
-"""Such a page still fits a header if all names and addresses are the longest."""
+"""Number of members that fit into a header even if all names and addresses have their maximum length."""
 
 MAX_MEMBER_PAGES = 256
 
@@ -391,7 +415,7 @@ MAX_MEMBER_PAGES = 256
 @message(35)
 @dataclass(frozen=True, slots=True)
 class MemberListPage:
-    """One page of the members of the next VIEW, in rank order; all pages precede the MembershipView."""
+    """One page of the next VIEW's members in rank order; all pages are sent before the MembershipView."""
 
     term: UInt
     generation: UInt
@@ -402,7 +426,10 @@ class MemberListPage:
     def find_problem(self) -> str | None:
         if self.page < self.pages <= MAX_MEMBER_PAGES:
             return None
-        return f"page {self.page} of {self.pages}, must be below that, and that at most {MAX_MEMBER_PAGES}"
+        return (
+            f"page {self.page} of {self.pages}; it must be below the total, which must be at most "
+            f"{MAX_MEMBER_PAGES}"
+        )
 
 
 @message(36)
@@ -411,11 +438,11 @@ class MembershipView:
     """VIEW: the next generation, and the verdict on the step that was open (commit rules 6 and 7).
 
     Attributes:
-        decided_round: the round that the verdict is about; None: no round was open.
-        applied, history, ledger: those after the verdict, which every member must hold before READY.
-        exchange: the coordinator's choice where the script leaves it to the coordinator, as
-            `Exchange.describe` writes it; empty: none yet, and no round begins.
-        stage_bounds: for a model in stages, (stages + 1,) first layer of each stage in this generation, and
+        decided_round: the round that the verdict commits; None if the verdict is ABORT.
+        applied, history, ledger: the state after the verdict, which every member must hold before READY.
+        exchange: the exchange that the coordinator chose, as `Exchange.describe` writes it, if the script
+            leaves the choice to the coordinator; empty if none is chosen yet, so that no round begins.
+        stage_bounds: for a model in stages, (stages + 1,) first layer of each stage in this generation, then
             the number of layers.
     """
 
@@ -435,9 +462,9 @@ class MembershipView:
 @message(78)
 @dataclass(frozen=True, slots=True)
 class StandbyNotice:
-    """The receiver is admitted and on standby: this generation has no stage for it.
+    """Notice that the receiver is admitted, but on standby, because this generation has no rank for it.
 
-    `applied`, `history` and `ledger` are those of the VIEW: a former member executes the same verdict.
+    `applied`, `history` and `ledger` are as in the VIEW, so that a former member executes the same verdict.
     """
 
     term: UInt
@@ -451,7 +478,7 @@ class StandbyNotice:
 @message(37)
 @dataclass(frozen=True, slots=True)
 class StartGeneration:
-    """START: all members are READY (commit rule 8)."""
+    """START: order to begin training, because all members are READY (commit rule 8)."""
 
     term: UInt
     generation: UInt
@@ -460,7 +487,7 @@ class StartGeneration:
 @message(38)
 @dataclass(frozen=True, slots=True)
 class RunStateUpdate:
-    """The run is `waiting`, `training`, `paused` or `finished`, and why."""
+    """State of the run (`waiting`, `training`, `paused` or `finished`), and the reason for it."""
 
     state: RunStateWord
     reason: Reason
@@ -469,7 +496,7 @@ class RunStateUpdate:
 @message(40)
 @dataclass(frozen=True, slots=True)
 class Rejoin:
-    """The receiver is not registered: it introduces itself again with Join."""
+    """Order to send Join again, because the receiver is not registered."""
 
     reason: Reason
 

@@ -1,11 +1,11 @@
-"""How messages are declared: message codes, and field types with their bounds.
+"""Declaration of messages: message codes, and field types with their bounds.
 
-A message is a frozen dataclass under the decorator `message(code)`.  Its annotations are the schema: a field
-is a `bool`, a `float`, an enum, another dataclass, or one of the annotated types at the end of this module,
-and `T | None`, `tuple[S, T]` and `Annotated[tuple[T, ...], AtMost(n)]` of these.  A rule about several fields
-is a method `find_problem(self) -> str | None`.
+A message is a frozen dataclass decorated with `message(code)`.  Its annotations are the schema: a field
+is a `bool`, a `float`, an enum, another dataclass, one of the annotated types at the end of this module, or
+`T | None`, `tuple[S, T]` or `Annotated[tuple[T, ...], AtMost(n)]` of these types.  The method
+`find_problem(self) -> str | None` checks rules about several fields.
 
-`gridtrain.network.wire.schema` derives the encoding from that, and PROTOCOL.md its tables.
+The encoding (`gridtrain.network.wire.schema`) and the tables of PROTOCOL.md are derived from the annotations.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 MESSAGE_TYPES: dict[int, type] = {}
-"""Every message class by its code, the first item of its header."""
+"""Every message class by its code, which is the first item of its header."""
 
 C = TypeVar("C", bound=type)
 
 
 def message(code: int) -> Callable[[C], C]:
-    """Class decorator: declares a message with this code, which no other message may have."""
+    """Return a class decorator that declares a message with this code, which must be unique."""
 
     def register(cls: C) -> C:
         if code in MESSAGE_TYPES:
-            raise TypeError(f"{cls.__name__} has the code {code} of {MESSAGE_TYPES[code].__name__}")
+            raise TypeError(f"{cls.__name__} has the code {code}, the code of {MESSAGE_TYPES[code].__name__}")
         MESSAGE_TYPES[code] = cls
         return cls
 
@@ -37,7 +37,10 @@ def message(code: int) -> Callable[[C], C]:
 
 
 class FieldError(Exception):
-    """A value is outside its bounds.  `path` says where, and grows outwards: "members[3].peer"."""
+    """Raised for a value that is outside its bounds.
+
+    `path` names the field, for example "members[3].peer"; each enclosing field prepends its name.
+    """
 
     def __init__(self, problem: str, path: str = "") -> None:
         self.problem = problem
@@ -53,7 +56,9 @@ class FieldError(Exception):
 
 
 class FieldType(ABC):
-    """Which values a field may hold.  `name` is its name in PROTOCOL.md, `bounds` the definition there.
+    """A type of field, which checks a value and converts it to and from its plain form.
+
+    PROTOCOL.md calls the type `name` and defines it as `bounds`.
 
     A plain value is an int, float, bool, None, str, bytes, or a tuple of plain values.
     """
@@ -63,10 +68,18 @@ class FieldType(ABC):
 
     @abstractmethod
     def pack(self, value: Any) -> Any:
-        """Check a value to be sent, and return its plain form.  Raises `FieldError`."""
+        """Check a value that is to be sent, and return its plain form.
+
+        Raises:
+            FieldError: the value is out of bounds.
+        """
 
     def unpack(self, plain: Any) -> Any:
-        """Check a received plain value, and return the value.  Raises `FieldError`."""
+        """Check a received plain value, and return the value that it represents.
+
+        Raises:
+            FieldError: the value is out of bounds.
+        """
         return self.pack(plain)
 
 
@@ -80,7 +93,7 @@ class IntField(FieldType):
 
     def pack(self, value: Any) -> int:
         if type(value) is not int or not self.low <= value <= self.high:
-            raise FieldError(f"{describe(value)}, must be {self.bounds}")
+            raise FieldError(f"{describe(value)}; it must be {self.bounds}")
         return value
 
 
@@ -90,7 +103,7 @@ class BoolField(FieldType):
 
     def pack(self, value: Any) -> bool:
         if type(value) is not bool:
-            raise FieldError(f"{describe(value)}, must be {self.bounds}")
+            raise FieldError(f"{describe(value)}; it must be {self.bounds}")
         return value
 
 
@@ -106,7 +119,7 @@ class FloatField(FieldType):
     def unpack(self, plain: Any) -> float:
         # The comparison is false for NaN.
         if not isinstance(plain, float) or not self.low <= plain <= self.high:
-            raise FieldError(f"{describe(plain)}, must be {self.bounds}")
+            raise FieldError(f"{describe(plain)}; it must be {self.bounds}")
         return float(plain)
 
 
@@ -117,12 +130,12 @@ class BytesField(FieldType):
     def pack(self, value: Any) -> bytes:
         if type(value) is not bytes or not self.low <= len(value) <= self.high:
             size = f"{len(value)} bytes" if type(value) is bytes else describe(value)
-            raise FieldError(f"{size}, must be {self.bounds}")
+            raise FieldError(f"{size}; it must be {self.bounds}")
         return value
 
 
 class TextField(FieldType):
-    """UTF-8 without control characters, since it is printed on terminals."""
+    """A UTF-8 string without control characters, because it is printed on terminals."""
 
     _forbidden = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
@@ -131,24 +144,27 @@ class TextField(FieldType):
 
     def pack(self, value: Any) -> str:
         if type(value) is not str:
-            raise FieldError(f"{describe(value)}, must be {self.bounds}")
+            raise FieldError(f"{describe(value)}; it must be {self.bounds}")
         try:
             size = len(value.encode())
         except UnicodeEncodeError:
-            raise FieldError(f"{describe(value)}, must be valid UTF-8") from None
+            raise FieldError(f"{describe(value)}; it must be valid UTF-8") from None
         if size > self.max_bytes or self._forbidden.search(value):
-            raise FieldError(f"{size} bytes, {reprlib.repr(value)}, must be {self.bounds}")
+            raise FieldError(f"{size} bytes, {reprlib.repr(value)}; it must be {self.bounds}")
         return value
 
 
 class ReasonField(TextField):
-    """A sentence for people.  One to be sent is shortened and cleaned, as it must not crash its sender."""
+    """A sentence that explains something to the user.
+
+    `pack` shortens and cleans the text instead of raising an error, because no reason may crash its sender.
+    """
 
     _forbidden = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
     def pack(self, value: Any) -> str:
         if type(value) is not str:
-            raise FieldError(f"{describe(value)}, must be {self.bounds}")
+            raise FieldError(f"{describe(value)}; it must be {self.bounds}")
         printable = self._forbidden.sub(" ", value).encode(errors="replace")
         return printable[: self.max_bytes].decode(errors="ignore")
 
@@ -163,12 +179,12 @@ class WordField(FieldType):
 
     def pack(self, value: Any) -> str:
         if type(value) is not str or value not in self.words:
-            raise FieldError(f"{describe(value)}, must be {self.bounds}")
+            raise FieldError(f"{describe(value)}; it must be {self.bounds}")
         return value
 
 
 class PayloadField(FieldType):
-    """The payload: not a part of the header, but the whole of frame 1, and the last field of its message."""
+    """The payload, the last field of its message; it is not part of the header, but the whole of frame 1."""
 
     name = "frame 1"
     bounds = "0 .. 64 MiB, opaque here"
@@ -179,7 +195,7 @@ class PayloadField(FieldType):
 
 @dataclass(frozen=True, slots=True)
 class AtMost:
-    """Annotation of a tuple of any length: the largest number of its items."""
+    """Annotation of a variable-length tuple with the largest number of its items."""
 
     items: int
 
@@ -198,7 +214,7 @@ AppliedStep = Annotated[
     int, IntField("applied", -1, 2**63 - 1, "an integer -1 .. 2^63-1, a step; -1: no step yet")
 ]
 MAX_STAGES = 1024
-"""Stages that a model may have."""
+"""Largest number of stages of a model."""
 
 StageCount = Annotated[int, IntField("stages", 1, MAX_STAGES, f"an integer 1 .. {MAX_STAGES}")]
 LayerIndex = Annotated[int, IntField("layer", 0, 2**20, "an integer 0 .. 2^20, a layer of the model")]
@@ -213,7 +229,7 @@ Lifetime = Annotated[float, FloatField("lifetime", 0.0, 1e10, "a 64-bit float 0 
 Flops = Annotated[float, FloatField("flops", 0.0, 1e18, "a 64-bit float 0 .. 10^18, operations per second")]
 Factor = Annotated[float, FloatField("factor", 0.0, 1e6, "a 64-bit float 0 .. 10^6, no unit")]
 PeerId = Annotated[bytes, BytesField("peer", 32, 32, "exactly 32 bytes, a public key")]
-"""A peer's public key.  Peers are never named by addresses or routing ids."""
+"""A peer's public key, which identifies the peer; addresses and routing ids never do."""
 
 Proof = Annotated[bytes, BytesField("proof", 8, 8, "exactly 8 bytes")]
 Digest = Annotated[bytes, BytesField("digest", 0, 64, "0 .. 64 bytes")]
@@ -221,7 +237,7 @@ Name = Annotated[str, NAME]
 Address = Annotated[str, ADDRESS]
 Text = Annotated[str, TextField("text", 512, "at most 512 bytes of UTF-8 without control characters")]
 Reason = Annotated[
-    str, ReasonField("reason", 512, "at most 512 bytes of UTF-8 without control characters save newline")
+    str, ReasonField("reason", 512, "at most 512 bytes of UTF-8 without control characters except newline")
 ]
 RunStateWord = Annotated[str, WordField("state", "waiting", "training", "paused", "finished")]
 Payload = Annotated[Any, PayloadField()]

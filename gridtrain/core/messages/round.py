@@ -4,31 +4,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gridtrain.core.messages.declaration import Count, Digest, Payload, Reason, UInt, message
+from gridtrain.core.messages.declaration import Count, Digest, Payload, Reason, Seconds, UInt, message
 from gridtrain.core.messages.types import Channel, PayloadSlot, RoundId, Verdict
 
 
 @message(50)
 @dataclass(frozen=True, slots=True)
 class Data:
-    """One payload of a collective.  `skip`: the gradient of a member that contributed to it is not finite."""
+    """One payload of a collective.
+
+    `flags` combines the flags of the contributions in the payload: bit 0, the update is skipped, because a
+    contribution is not finite; bit 1 + r, the contribution of rank r is empty, because its trainer is absent.
+    """
 
     round: RoundId
     channel: Channel
     slot: PayloadSlot
-    skip: bool
+    flags: UInt
     payload: Payload
 
 
 @message(51)
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """A member's vote on a round, to the root (commit rules 2 and 3)."""
+    """A member's vote on a round, sent to the root (commit rules 2 and 3).
+
+    `compute_s` is the time from the previous commit to the trainer's submission, from which the root learns
+    when to expect the next one; None if the trainer was absent.
+    """
 
     round: RoundId
     yes: bool
     digest: Digest
     reason: Reason
+    compute_s: Seconds | None = None
 
 
 @message(52)
@@ -44,16 +53,41 @@ class Decision:
 @message(53)
 @dataclass(frozen=True, slots=True)
 class RoundProgress:
-    """The sender is alive and working on this round; extends the receiver's deadline."""
+    """Report that the sender is alive and works on this round; the receiver extends its deadline."""
 
     round: RoundId
     progress: UInt
 
 
+@message(48)
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Report to the root that the sender has submitted its contribution and waits for other members.
+
+    The payload contains the optimizer settings of the sender's contribution.
+    """
+
+    round: RoundId
+    payload: Payload
+
+
+@message(49)
+@dataclass(frozen=True, slots=True)
+class ProceedWithout:
+    """Request of the root to a member that has not submitted: let the step commit with an empty contribution.
+
+    A member whose trainer has begun to submit ignores it.  The payload contains the optimizer settings with
+    which the other members apply the step.
+    """
+
+    round: RoundId
+    payload: Payload
+
+
 @message(58)
 @dataclass(frozen=True, slots=True)
 class MeanRequest:
-    """To the root: the sender's value for the `index`-th average (`grid.mean`) of this step."""
+    """The sender's value for the `index`-th average (`grid.mean`) of this step, sent to the root."""
 
     term: UInt
     generation: UInt
@@ -65,7 +99,7 @@ class MeanRequest:
 @message(59)
 @dataclass(frozen=True, slots=True)
 class MeanReply:
-    """From the root: the average over the generation."""
+    """The average over all members of the generation, sent by the root."""
 
     term: UInt
     generation: UInt
@@ -74,4 +108,4 @@ class MeanReply:
     value: float
 
 
-RoundMessage = Data | Vote | Decision | RoundProgress | MeanRequest | MeanReply
+RoundMessage = Data | Vote | Decision | RoundProgress | Waiting | ProceedWithout | MeanRequest | MeanReply

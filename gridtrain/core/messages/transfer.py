@@ -31,9 +31,9 @@ from gridtrain.core.messages.types import (
 @message(2)
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """Bytes of the receiver's bulk messages that the sender has processed since the connection came up.
+    """Number of bytes of the receiver's bulk messages that the sender has processed on this connection.
 
-    Flow control: at most `network.transport.flow_control.WINDOW_BYTES` are unacknowledged.
+    Flow control permits at most `network.transport.flow_control.WINDOW_BYTES` unacknowledged bytes.
     """
 
     total_bytes: UInt
@@ -42,7 +42,7 @@ class Credit:
 @message(25)
 @dataclass(frozen=True, slots=True)
 class CatchUpReport:
-    """To the coordinator: a worker that catches up holds the state after step `applied`."""
+    """Report to the coordinator that a worker that is catching up holds the state after step `applied`."""
 
     applied: AppliedStep
     history: Digest
@@ -51,8 +51,10 @@ class CatchUpReport:
 @message(45)
 @dataclass(frozen=True, slots=True)
 class CatchUpFrom:
-    """From the coordinator: copy the state of these members while they train, apply their updates, and report
-    with CatchUpReport."""
+    """Order of the coordinator to copy these members' state while they train, and to apply their updates.
+
+    The receiver reports the result with CatchUpReport.
+    """
 
     term: UInt
     sources: Annotated[tuple[tuple[PeerId, Address], ...], AtMost(16)]
@@ -61,9 +63,9 @@ class CatchUpFrom:
 @message(46)
 @dataclass(frozen=True, slots=True)
 class ServeCatchUp:
-    """From the coordinator: take a snapshot after step `step`, or the first later one, for `receivers`.
+    """Order of the coordinator to take a snapshot for `receivers` after step `step` or the first later step.
 
-    `receivers` replaces the previous list: a worker that is not in it is sent no more.
+    `receivers` replaces the previous list; a worker that is no longer listed is sent nothing more.
     """
 
     term: UInt
@@ -74,7 +76,7 @@ class ServeCatchUp:
 @message(54)
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Answered by a Pong of the same nonce."""
+    """Request for a Pong with the same nonce, to measure the round-trip time."""
 
     nonce: UInt
 
@@ -88,10 +90,13 @@ class Pong:
 
 
 MAX_STATE_BLOCKS = 1 << 16
-"""64 GiB.  A receiver takes less: what its own model needs (`runtime.state_transfer`)."""
+"""Largest number of blocks of a state or checkpoint: 64 GiB.
+
+A receiver accepts at most the size that its own model needs (`runtime.state_transfer`).
+"""
 
 MAX_RESIDUAL_BLOCKS = 16
-"""16 MiB, which is within one window of flow control."""
+"""Largest number of blocks of a residual: 16 MiB, which fit into one window of flow control."""
 
 BURST_MESSAGES, BURST_MESSAGE_BYTES = 16, 16 * 1024
 """Number of messages of a burst, and bytes of each: 256 KiB in all."""
@@ -108,14 +113,14 @@ class Burst:
 
     def find_problem(self) -> str | None:
         if self.index >= BURST_MESSAGES:
-            return f"index {self.index}, must be below {BURST_MESSAGES}"
+            return f"index {self.index}; it must be below {BURST_MESSAGES}"
         return find_problem_of_size(self.payload, BURST_MESSAGE_BYTES)
 
 
 @message(66)
 @dataclass(frozen=True, slots=True)
 class BurstReceived:
-    """The last message of this burst was received: `proof` is its last 8 bytes."""
+    """Acknowledgement of a burst's last message; `proof` is the last 8 bytes of that message."""
 
     nonce: UInt
     proof: Proof
@@ -124,7 +129,7 @@ class BurstReceived:
 @message(86)
 @dataclass(frozen=True, slots=True)
 class BurstRequest:
-    """Send a burst with this nonce: `gridtrain doctor` measures the reverse direction."""
+    """Request for a burst with this nonce, by which `gridtrain doctor` measures the reverse direction."""
 
     nonce: UInt
 
@@ -132,12 +137,14 @@ class BurstRequest:
 @message(56)
 @dataclass(frozen=True, slots=True)
 class StateRequest:
-    """A joining member requests the state.
+    """Request of a joining member for the state.
 
     Attributes:
-        is_whole: False: only the part that catch-up does not transfer.
-        blocks_received: number of blocks that the requester has; the source starts after them.
-        digest_only: only the digest is requested, as another member sends the blocks.
+        is_whole: whether the whole state is requested; otherwise only the part that may differ between
+            sources, which catch-up does not transfer and a resumed transfer takes from the new source.
+        blocks_received: number of blocks that the requester has; the source starts after these blocks, or
+            repeats the last one.
+        digest_only: whether only the digest is requested, because another member sends the blocks.
     """
 
     term: UInt
@@ -150,7 +157,7 @@ class StateRequest:
 @message(68)
 @dataclass(frozen=True, slots=True)
 class StateDigest:
-    """The state source's first answer to StateRequest: blake2b-256 over the payloads of all blocks."""
+    """First answer of the state source to StateRequest: the blake2b-256 of the payloads of all blocks."""
 
     term: UInt
     generation: UInt
@@ -175,8 +182,11 @@ class StateBlock:
 @message(89)
 @dataclass(frozen=True, slots=True)
 class CheckpointRequest:
-    """Request the receiver's checkpoint of these layers after the VIEW's step, from which the member list
-    says that the requester assembles its stage; answered with CheckpointBlocks."""
+    """Request for the receiver's checkpoint of these layers after the VIEW's step.
+
+    The member list must say that the requester assembles its stage from the checkpoint.  CheckpointBlocks
+    answer the request.
+    """
 
     term: UInt
     generation: UInt
@@ -191,8 +201,8 @@ class CheckpointRequest:
 class CheckpointBlock:
     """Block `index` of `total` of a checkpoint on the sender's disk, at most 1 MiB.
 
-    The receiver stores it on its disk too.  It holds the next stage (the first stage after the last), or has
-    sent a CheckpointRequest.
+    The receiver stores the checkpoint on its own disk.  It either holds the next stage (the first stage, if
+    the sender holds the last stage), or has sent a CheckpointRequest.
     """
 
     term: UInt
@@ -209,7 +219,7 @@ class CheckpointBlock:
 @message(70)
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    """Catch-up: request the block digests of the source's snapshot."""
+    """Request for the block digests of the source's snapshot (catch-up)."""
 
 
 @message(71)
@@ -217,8 +227,9 @@ class SnapshotRequest:
 class SnapshotDigests:
     """Block digests of the source's snapshot, taken after step `applied`.
 
-    `payload`: u64 size in bytes of the part that all replicas share, u64 size of the source's own part, then
-    16 bytes of blake2b for each block of at most 1 MiB, first of the shared part, then of the own part.
+    `payload` contains the size in bytes of the part that all replicas share (u64), the size of the source's
+    own part (u64), then 16 bytes of blake2b for each block of at most 1 MiB: first the blocks of the shared
+    part, then those of the source's own part.
     """
 
     applied: AppliedStep
@@ -229,7 +240,7 @@ class SnapshotDigests:
 @message(72)
 @dataclass(frozen=True, slots=True)
 class SnapshotBlocksRequest:
-    """Catch-up: request these blocks of the snapshot taken after step `applied`."""
+    """Request for these blocks of the snapshot taken after step `applied` (catch-up)."""
 
     applied: AppliedStep
     blocks: Annotated[tuple[Count, ...], AtMost(64)]
@@ -251,7 +262,7 @@ class SnapshotBlock:
 @message(74)
 @dataclass(frozen=True, slots=True)
 class UpdatesRequest:
-    """Catch-up: request the updates of all steps after `applied`, and every future one."""
+    """Request for the updates of all steps after `applied`, including future ones (catch-up)."""
 
     applied: AppliedStep
 
@@ -259,9 +270,9 @@ class UpdatesRequest:
 @message(75)
 @dataclass(frozen=True, slots=True)
 class UpdateLogEntry:
-    """The update of step `step`; `latest_step`: the source's last step.
+    """The update of step `step`; `latest_step` is the source's last step.
 
-    For `payload` see `runtime.state_transfer.update_log`.
+    `runtime.state_transfer.update_log` defines the format of `payload`.
     """
 
     step: UInt
@@ -272,7 +283,7 @@ class UpdateLogEntry:
 @message(76)
 @dataclass(frozen=True, slots=True)
 class SnapshotUnavailable:
-    """The source cannot send what was requested, or no longer can."""
+    """Answer of a source that does not hold the requested snapshot or updates, or no longer does."""
 
     reason: Reason
 
@@ -280,7 +291,7 @@ class SnapshotUnavailable:
 @message(63)
 @dataclass(frozen=True, slots=True)
 class ResidualBlock:
-    """Block `index` of `total` of the residual of a member that leaves, as it was after step `applied`.
+    """Block `index` of `total` of a leaving member's residual, as it was after step `applied`.
 
     The blocks together are one sparse payload of fp32 values; see `core.member.residual_transfer`.
     """
@@ -300,7 +311,7 @@ class ResidualBlock:
 @message(64)
 @dataclass(frozen=True, slots=True)
 class ResidualReply:
-    """Answer to the last ResidualBlock: all of it was received and fits, or it is declined."""
+    """Answer to the last ResidualBlock: the recipient accepts the complete residual, or declines it."""
 
     term: UInt
     generation: UInt
@@ -311,7 +322,10 @@ class ResidualReply:
 @message(60)
 @dataclass(frozen=True, slots=True)
 class RelayRequest:
-    """Forward `payload` to `to`.  It is encrypted for `to`: the relay can neither read nor alter it."""
+    """Request to a relay to forward `payload` to the peer `to`.
+
+    The payload is encrypted for `to`, so the relay can neither read it nor alter it unnoticed.
+    """
 
     to: PeerId
     payload: Payload
@@ -329,7 +343,7 @@ class RelayedMessage:
 @message(62)
 @dataclass(frozen=True, slots=True)
 class RelayFailed:
-    """The relay could not forward a payload to `to`."""
+    """Report of a relay that it could not forward a payload to the peer `to`."""
 
     to: PeerId
     reason: Reason

@@ -24,22 +24,22 @@ from gridtrain.core.messages.declaration import (
     UInt,
 )
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_STAGE_CHECKPOINTS = 16
 """Largest number of stage checkpoints that one worker reports."""
 
 MAX_LAYERS = 256
-"""Largest number of layers whose costs fit into one Setup; a model with more is not repartitioned."""
+"""Largest number of layers whose costs fit into one Setup; a model with more layers is not repartitioned."""
 
 MAX_CHECKPOINT_SOURCES = 64
-"""Largest number of checkpoints that one stage is assembled from."""
+"""Largest number of checkpoints from which one stage is assembled."""
 
 MAX_BLOCK_BYTES = 1 << 20
-"""Payload of a message that carries one block of something larger."""
+"""Largest payload of a message that carries one block of a state, a checkpoint or a bundle."""
 
 Facts = Annotated[tuple[tuple[Name, Text], ...], AtMost(64)]
-"""Short texts by name, for people and for comparison; see `Setup`."""
+"""Short strings by name, which are displayed and compared between workers; see `Setup.facts`."""
 
 
 RELAY_PREFIX = "relay:"
@@ -47,21 +47,21 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 
 
 def relay_of(way: str) -> PeerId | None:
-    """The key of the relay that a member's address names; None: the address is direct."""
+    """Return the key of the relay that a member's address names, or None if the address is direct."""
     key = way.removeprefix(RELAY_PREFIX)
     return bytes.fromhex(key) if key != way and _KEY.fullmatch(key) else None
 
 
 class CollectivePhase(IntEnum):
-    """Phase of a collective that a payload belongs to (`PayloadSlot.phase`)."""
+    """Phase of a collective to which a payload belongs (`PayloadSlot.phase`)."""
 
     REDUCE = 0  # ring, reduce-scatter half
     GATHER = 1  # ring, all-gather half
     ALL_GATHER = 2  # all-gather of sparse payloads, segment = origin's rank
-    FOLD = 3  # butterfly, ranks >= Q send theirs down
+    FOLD = 3  # butterfly, ranks >= Q send their payloads down
     SWAP = 4  # butterfly, hop h pairs rank with rank XOR 2**h
     UNFOLD = 5  # butterfly, the result goes back up
-    RESUME = 6  # ring, to the left: what a retry need not send again
+    RESUME = 6  # ring, to the left: the messages that a retry need not send again
     TO_ROOT = 7  # tree and star, towards rank 0
     FROM_ROOT = 8  # tree and star, the result from rank 0
     ACTIVATION = 9  # activation transfer between neighbouring stages
@@ -103,17 +103,17 @@ class PayloadSlot:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Data positions start <= p < stop of the run (`core.commit.data_ledger`), or layers of a model."""
+    """A range start <= p < stop of data positions (`core.commit.data_ledger`) or of a model's layers."""
 
     start: UInt
     stop: UInt
 
     def find_problem(self) -> str | None:
-        return None if self.start <= self.stop else f"{self}, must not stop before it starts"
+        return None if self.start <= self.stop else f"{self}; it must not stop before it starts"
 
     def find_problem_of_layers(self) -> str | None:
-        """As `find_problem`; layers are at least one, while data positions may be none."""
-        return None if self.start < self.stop else f"layers {self}, must be one at least"
+        """Return the problem of a span of layers, which must contain at least one layer, or None."""
+        return None if self.start < self.stop else f"layers {self}; there must be at least one layer"
 
 
 Spans = Annotated[tuple[Span, ...], AtMost(4096)]
@@ -121,9 +121,9 @@ Spans = Annotated[tuple[Span, ...], AtMost(4096)]
 
 @dataclass(frozen=True, slots=True)
 class LedgerSpec:
-    """What fixes the order of the samples: replicated, constant over the run.
+    """Size of the data set, seed of its order, and end of the run.  Replicated, and constant over the run.
 
-    Exactly one of `epochs` and `steps` is not None; it ends the run.
+    Exactly one of `epochs` and `steps` is not None; the run ends after that many epochs or steps.
     """
 
     size: UInt
@@ -133,20 +133,39 @@ class LedgerSpec:
 
     def find_problem(self) -> str | None:
         one_limit = (self.epochs is None) != (self.steps is None)
-        return None if one_limit else f"{self}, must have epochs or steps"
+        return None if one_limit else f"{self}; it must have either epochs or steps"
+
+
+@dataclass(frozen=True, slots=True)
+class LateBatch:
+    """The batch of a member that was absent from a committed step, and has not contributed it since.
+
+    Attributes:
+        spans: the positions of the batch; () if the member was absent without positions, or if its batch was
+            re-queued because it was too late.
+        total_samples: number of samples that step `step` handed out; the batch keeps that step's weight.
+        step: the first step from which the member was absent.
+    """
+
+    peer: PeerId
+    spans: Spans
+    total_samples: UInt
+    step: UInt
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerState:
-    """Progress of the run through its data: replicated, changed only by a commit or a VIEW.
+    """Progress of the run through its data.  Replicated; only a commit or a VIEW changes it.
 
     Attributes:
         step: the next step to commit.
         cursor: the first position that has not been assigned.
-        requeued: positions that were assigned to members since lost; assigned first.
-        consumed: samples of committed steps, counting skipped ones.
-        skipped: samples of committed steps whose update was skipped.
-        holders: assignment of step `step` where a VIEW fixed it; None: assigned by shares.
+        requeued: positions whose members were lost before the step was committed; they are assigned first.
+        consumed: number of samples of committed steps, including the skipped ones.
+        skipped: number of samples of committed steps whose update was skipped.
+        holders: the positions of each member in step `step`, if a VIEW fixed them; None if they are assigned
+            by shares.
+        late: the batches of members that are absent, by peer in ascending order.
     """
 
     step: UInt = 0
@@ -155,6 +174,7 @@ class LedgerState:
     consumed: UInt = 0
     skipped: UInt = 0
     holders: Annotated[tuple[tuple[PeerId, Spans], ...], AtMost(1024)] | None = None
+    late: Annotated[tuple[LateBatch, ...], AtMost(1024)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,17 +182,19 @@ class Member:
     """One member of a generation; its index in the member list is its rank.
 
     Attributes:
-        address: how the worker that receives this list reaches the member; the coordinator decides it for
-            each pair.  "tcp://host:port": dial it; "relay:" and a key in hexadecimal: end-to-end encrypted
-            through that member or the coordinator; empty: the member dials.
-        share: batch size in samples.
-        joining: the member must first receive the state.
-        donor: rank of its state source; -1: the lowest rank that holds the state.
-        pieces: for a repartitioned model, checkpoints that this member assembles its stage from: their
-            layers, and the rank that stores each.
-        digest: `CheckpointInfo.digest` of the checkpoint that the state source sends, as the coordinator
-            knows it; empty: unknown.
-        piece_digests: `CheckpointInfo.digest` of each of `pieces`; empty: unknown, not on a disk yet.
+        address: the address at which the receiver of this list reaches the member; the coordinator chooses
+            it for each pair.  "tcp://host:port" is dialled; "relay:" and a key in hexadecimal names the
+            member, or the coordinator, that relays end-to-end encrypted messages; if the address is empty,
+            the member dials.
+        share: the member's batch size in samples.
+        joining: whether the member must first receive the state.
+        donor: rank of the member's state source; -1 stands for the lowest rank that holds the state.
+        pieces: for a repartitioned model, the checkpoints from which the member assembles its stage: the
+            layers of each, and the rank that stores it.
+        digest: `CheckpointInfo.digest` of the checkpoint that the state source sends, according to the
+            coordinator; empty if unknown.
+        piece_digests: `CheckpointInfo.digest` of each of `pieces`; empty if unknown, because the checkpoint
+            is not on a disk yet.
     """
 
     peer: PeerId
@@ -187,7 +209,7 @@ class Member:
 
     def find_problem(self) -> str | None:
         if len(self.piece_digests) != len(self.pieces):
-            return f"{len(self.piece_digests)} digests of {len(self.pieces)} pieces, must be as many"
+            return f"{len(self.piece_digests)} digests of {len(self.pieces)} pieces; each piece must have one"
         return next(
             (problem for layers, _ in self.pieces if (problem := layers.find_problem_of_layers())), None
         )
@@ -197,8 +219,9 @@ class Member:
 class CheckpointInfo:
     """The state in a checkpoint: the step after which it was taken, its history, and its layers.
 
-    A whole model counts as one layer; so does a stage where a run does not describe its layers.
-    `digest`: of the contents (`content_digest` in `gridtrain.training.checkpoint`); empty: unknown.
+    A whole model is treated as one layer, and so is a stage if the run does not describe its layers.
+    `digest` is the digest of the contents (`content_digest` in `gridtrain.training.checkpoint`), or empty if
+    unknown.
     """
 
     applied: UInt
@@ -211,13 +234,13 @@ class CheckpointInfo:
         return self.layers.find_problem_of_layers()
 
     def matches(self, blocks: Span, applied: int, history: bytes) -> bool:
-        """Whether this is the state of these layers after this step of this history."""
+        """Whether the checkpoint holds the layers `blocks` after step `applied` of the history `history`."""
         return (self.layers, self.applied, self.history) == (blocks, applied, history)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """Cost of one layer of a model in stages; for units see `core.stages.stage_cost.Layer`."""
+    """Cost of one layer of a model in stages; `core.stages.stage_cost.Layer` gives the units."""
 
     parameter_bytes: UInt
     trainable_bytes: UInt
@@ -232,13 +255,13 @@ class LayerCosts:
 
 @dataclass(frozen=True, slots=True)
 class StagedModel:
-    """Partition of a model into stages, and what the coordinator needs to repartition it.
+    """Partition of a model into stages, and the costs that the coordinator needs to repartition the model.
 
     Attributes:
-        cuts: (stages + 1,) first layer of each stage, and the number of layers.
-        blocks: cost of each layer; (): the model is not repartitioned.
-        fill_drain: the pipeline schedule; False: 1F1B.
-        fixed: the user chose `cuts`; they are used wherever there are workers for all stages.
+        cuts: (stages + 1,) first layer of each stage, then the number of layers.
+        blocks: cost of each layer; () if the model is not repartitioned.
+        fill_drain: whether the pipeline schedule is fill-drain; otherwise it is 1F1B.
+        fixed: whether the user chose `cuts`, which are then used whenever there are workers for all stages.
 
     The other fields are those of `core.stages.stage_cost.ExecutionSettings`.
     """
@@ -257,21 +280,21 @@ class StagedModel:
     def find_problem(self) -> str | None:
         cuts, count = self.cuts, len(self.blocks)
         if cuts[:1] != (0,) or len(cuts) < 2 or not all(a < b for a, b in pairwise(cuts)):
-            return f"cuts {cuts[:8]}, must ascend from 0"
+            return f"cuts {cuts[:8]}; they must ascend from 0"
         return (
             None
             if not count or count == cuts[-1]
-            else f"{count} blocks cut at {cuts[:8]}, must end with them"
+            else f"{count} blocks cut at {cuts[:8]}; the last cut must be the number of blocks"
         )
 
 
 def find_problem_of_block(index: int, total: int, payload: Any, max_blocks: int) -> str | None:
-    """Of block `index` of `total`, of which there may be `max_blocks`."""
+    """Return the problem of block `index` of `total`, or None; there may be at most `max_blocks` blocks."""
     if not index < total <= max_blocks:
-        return f"block {index} of {total}, must be below the total, and that at most {max_blocks}"
+        return f"block {index} of {total}; it must be below the total, which must be at most {max_blocks}"
     return find_problem_of_size(payload, MAX_BLOCK_BYTES)
 
 
 def find_problem_of_size(payload: Any, max_bytes: int) -> str | None:
     nbytes = memoryview(payload).nbytes
-    return None if nbytes <= max_bytes else f"{nbytes} bytes, must be at most {max_bytes}"
+    return None if nbytes <= max_bytes else f"{nbytes} bytes; it must be at most {max_bytes}"

@@ -1,12 +1,12 @@
-"""How many samples of a step each worker takes, where the number of a whole step is fixed
-(`global_batch_size`).
+"""Divide the fixed number of samples of a step (`global_batch_size`) among the workers.
 
-    speed, samples/s      40   10   10        (20 + 20 + 20)            step's computing: 2.00 s
-    shares of 60          40   10   10        the slowest is done last                    1.00 s
+    speed, samples/s      40   10   10
+    equal shares of 60    20   20   20        compute time of a step: 2.00 s
+    shares by speed       40   10   10        compute time of a step: 1.00 s
 
 A step takes as long as its slowest worker, so the shares make the longest n_i / v_i as short as whole samples
-allow.  A worker's speed is measured at its present share.  Where a step has a fixed part (v grows with n) the
-shares therefore converge to those with which all workers finish at the same time.
+allow.  A worker's speed is measured with its current share.  If part of a step's time does not depend on the
+share (v grows with n), the shares therefore converge to those with which all workers finish at the same time.
 """
 
 from __future__ import annotations
@@ -21,37 +21,44 @@ from gridtrain.core.messages import PeerId
 
 SAMPLES_FIGURE = "computed_samples"
 SECONDS_FIGURE = "computed_s"
-"""Figures of a heartbeat: samples that a worker has computed since it joined, and in how many seconds."""
+"""Names of two figures in a heartbeat: the number of samples that the worker has computed since it joined,
+and the compute time of these samples in seconds."""
 
 OBSERVATION_DECAY = math.exp(-1 / 20)
-"""Weight of an observation at the next one: of heartbeats or, where those take longer, of steps."""
+"""The weight of earlier observations is multiplied by this factor at each new observation.  An observation is
+a heartbeat or, if steps take longer than the interval between heartbeats, a step."""
 
 MIN_SECONDS_S = 0.05
 MIN_OBSERVATIONS = 8
-"""A speed counts as measured after so many heartbeats with so much computing in them."""
+"""A speed is considered measured after this many observations with this much compute time in total."""
 
 MIN_SPEEDUP = 1.15
-"""Other shares are worth a generation when the longest computing becomes shorter by this factor."""
+"""Different shares are worth a new generation if they divide the longest compute time by at least this."""
 
 MAX_MEDIAN_RATIO = 64.0
-"""A speed counts as at most so many times the median, as it is the worker's own report."""
+"""Upper bound of a speed, as a multiple of the median speed, because workers report their own speeds."""
 
 MAX_NAMED_WORKERS = 8
 
 
 @dataclass(slots=True)
 class _SpeedEstimate:
-    """Decaying sums of what one worker has computed."""
+    """Decaying sums of one worker's samples and compute time."""
 
     samples: float = 0.0
     seconds_s: float = 0.0
     observations: int = 0
-    last_totals: tuple[float, float] = (0.0, 0.0)  # the latest totals
+    last_totals: tuple[float, float] = (0.0, 0.0)  # samples and seconds in the latest heartbeat
 
 
 @dataclass(frozen=True, slots=True)
 class BatchShares:
-    """`counts[i]` samples for the i-th worker, and the reason in words."""
+    """How the samples of a step are divided.
+
+    Attributes:
+        counts: the number of samples for each worker.
+        reason: the reason for these shares, as text.
+    """
 
     counts: tuple[int, ...]
     reason: str
@@ -64,7 +71,7 @@ class WorkerSpeeds:
     _speeds: dict[PeerId, _SpeedEstimate] = field(default_factory=dict)
 
     def observe(self, peer: PeerId, figures: Mapping[str, float]) -> None:
-        """Record the totals in a heartbeat's figures; missing or invalid ones are ignored."""
+        """Record the totals from a heartbeat's figures; ignore missing or invalid totals."""
         totals = figures.get(SAMPLES_FIGURE, 0.0), figures.get(SECONDS_FIGURE, 0.0)
         known = self._speeds.setdefault(peer, _SpeedEstimate())
         samples, seconds_s = totals[0] - known.last_totals[0], totals[1] - known.last_totals[1]
@@ -82,7 +89,7 @@ class WorkerSpeeds:
         self._speeds.pop(peer, None)
 
     def speed(self, peer: PeerId) -> float | None:
-        """Samples per second of computing; None: not measured yet."""
+        """Return the worker's samples per second of compute time, or None before the first measurement."""
         known = self._speeds.get(peer)
         if known is None or known.observations < MIN_OBSERVATIONS or known.seconds_s < MIN_SECONDS_S:
             return None
@@ -91,11 +98,16 @@ class WorkerSpeeds:
     def plan_shares(
         self, peers: Sequence[PeerId], names: Sequence[str], total: int, most: Sequence[int]
     ) -> BatchShares:
-        """Shares of `total` for `peers`; one that is not measured counts as the median of the others."""
+        """Divide `total` samples among `peers`; assume the median speed for a worker without a measured
+        speed.
+
+        Args:
+            most: (len(peers),) the largest share of each worker; 0 means no limit.
+        """
         measured = {p: speed for p in peers if (speed := self.speed(p)) is not None}
         counts = tuple(divide_samples(total, self._assumed_speeds(peers, measured), most))
         if not measured:
-            return BatchShares(counts, f"{total} samples in even shares: no speed is measured yet")
+            return BatchShares(counts, f"{total} samples in even shares: no speed has been measured yet")
         shown = ", ".join(
             f"{name} {count}" + (f" ({measured[peer]:.3g}/s)" if peer in measured else " (not measured)")
             for peer, name, count in list(zip(peers, names, counts, strict=True))[:MAX_NAMED_WORKERS]
@@ -104,8 +116,10 @@ class WorkerSpeeds:
         return BatchShares(counts, f"{total} samples shared by measured speed: {shown}{more}")
 
     def rebalance_reason(self, peers: Sequence[PeerId], current: Sequence[int], most: Sequence[int]) -> str:
-        """Why other shares than the current ones are worth a generation; empty: they are not, or that is
-        unknown."""
+        """Return the reason for a new generation with different shares.
+
+        Returns "" if different shares are not worth a new generation, or if speeds are missing.
+        """
         measured = {p: speed for p in peers if (speed := self.speed(p)) is not None}
         busy = [peer for peer, share in zip(peers, current, strict=True) if share > 0]
         if len(peers) < 2 or not busy or any(peer not in measured for peer in busy):
@@ -115,7 +129,7 @@ class WorkerSpeeds:
         then_s = slowest_compute_s(divide_samples(sum(current), speeds, most), speeds)
         if now_s < MIN_SPEEDUP * then_s:
             return ""
-        return f"shares by measured speed make the computing of a step {now_s / then_s:.2f} times as fast"
+        return f"shares by measured speed make the computation of a step {now_s / then_s:.2f} times as fast"
 
     def _assumed_speeds(self, peers: Sequence[PeerId], measured: Mapping[PeerId, float]) -> list[float]:
         usual = median(measured.values()) if measured else 1.0
@@ -123,18 +137,20 @@ class WorkerSpeeds:
 
 
 def slowest_compute_s(counts: Sequence[int], speeds: Sequence[float]) -> float:
-    """Seconds that the slowest worker computes."""
+    """Return the compute time of the slowest worker, in seconds."""
     return max(count / speed for count, speed in zip(counts, speeds, strict=True))
 
 
 def divide_samples(total: int, speeds: Sequence[float], most: Sequence[int]) -> list[int]:
-    """Integer shares with the sum `total` that make the longest count / speed as short as possible.
+    """Return integer shares with the sum `total` that minimise the longest count / speed.
 
-    Every worker gets at least 1 if there are enough; ties go to the lower index.
+    Every worker gets at least 1 sample if there are enough samples; in a tie the worker with the lower index
+    gets the sample.
 
     Args:
-        speeds: all > 0 and finite.
-        most: the largest share of each; 0: any.  If their sum is less than `total`, they are scaled up.
+        speeds: (P,) samples per second of each worker, all > 0 and finite.
+        most: (P,) the largest share of each worker; 0 means no limit.  If the sum of these limits is less
+            than `total`, the limits are scaled up.
     """
     limits = _share_limits(total, most)
     least = 1 if total >= len(speeds) else 0
@@ -162,9 +178,10 @@ def _share_limits(total: int, most: Sequence[int]) -> list[int]:
 
 
 def _rounded_down(total: int, speeds: Sequence[float], limits: Sequence[int], least: int) -> list[int]:
-    """Proportional shares within their bounds, none larger than in the best division.
+    """Return shares proportional to speed within their bounds, none larger than in the optimal division.
 
-    Workers at a bound get that, and the rest is divided again: at most one pass for each worker.
+    A worker whose share would be outside its bounds gets the nearest bound, and the remaining samples are
+    divided again among the other workers, in at most one pass for each worker.
     """
     counts = [0] * len(speeds)
     unbounded = list(range(len(speeds)))

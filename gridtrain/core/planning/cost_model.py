@@ -1,11 +1,12 @@
-"""What an exchange costs in seconds, bytes and CPU time, before anybody runs it.
+"""Predict what an exchange costs in seconds, bytes and CPU time.
 
-    what is exchanged (Workload) ---------+
-    who can send how fast (NetworkModel) -+--> its messages, simulated one by one --> ExchangeCost
-    what work takes (CpuCosts) -----------+
+    Workload: kind and size of the exchange --+
+    NetworkModel: latencies and rates --------+--> messages, simulated one by one --> ExchangeCost
+    CpuCosts: CPU time of each kind of work --+
 
 The model has a latency and a rate for each directed link (Hockney, 1994), links that several messages share,
-and work on the members' CPUs.  An exchange of too many messages to simulate is estimated by its busiest link.
+and work on the members' CPUs.  An exchange with too many messages to simulate is estimated from its busiest
+link or CPU.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from gridtrain.core.planning.workload import (
 
 @dataclass(frozen=True, slots=True)
 class ExchangeCost:
-    """Cost of one exchange, from the moment at which all members have their gradient.
+    """The cost of one exchange, from the moment at which all members have their gradient.
 
     Attributes:
-        exchange_s: until the last member may apply it, the vote included.
-        select_s: the part of it that selecting and encoding take.
-        sent_bytes: by the member that sends most.
-        received_bytes: by the member that receives most.
-        total_bytes: by all.
-        cpu_s: of the busiest member.
+        exchange_s: time until the last member may apply the update, including the vote.
+        select_s: the part of `exchange_s` that is spent on selecting and encoding.
+        sent_bytes: bytes sent by the member that sends the most.
+        received_bytes: bytes received by the member that receives the most.
+        total_bytes: bytes sent by all members together.
+        cpu_s: CPU time of the busiest member.
     """
 
     exchange_s: float
@@ -56,10 +57,11 @@ class ExchangeCost:
 
 
 _CONTENTION_ROUNDS, _MAX_CORE_SHARE = 4, 0.75
-"""Packets take a share of the cores of one host: all other work takes longer, and so do packets."""
+"""The estimate of how much packet handling slows down members that share one host's cores: its number of
+iterations, and the largest share of the cores that it attributes to packet handling."""
 
 _MIN_SIMULATED_DIRECT = 500
-"""A direct exchange of up to so many messages is always simulated: that of 16 members."""
+"""A direct exchange of at most this many messages is always simulated; 16 members send 480."""
 
 
 def exchange_cost(
@@ -71,12 +73,13 @@ def exchange_cost(
     vote: bool = True,
     max_messages: int = MAX_MESSAGES,
 ) -> ExchangeCost:
-    """Cost of one exchange over `network`, rank by rank.
+    """Predict the cost of one exchange over `network`.
 
     Args:
-        host_cores: all members run on one machine and share that many cores; None: each has its own.
-        vote: whether the vote at the end counts.
-        max_messages: simulate at most so many; see `MAX_MESSAGES`.
+        host_cores: the number of cores that all members share on one machine; None if each member has its own
+            machine.
+        vote: whether to include the vote at the end.
+        max_messages: the largest number of messages to simulate; see `MAX_MESSAGES`.
     """
     if _is_too_large(load, network.size, max_messages):
         return _with_packets(_estimated_cost(load, network, cpu, vote), cpu)
@@ -92,7 +95,10 @@ def exchange_cost(
 
 
 def _is_too_large(load: Workload, size: int, max_messages: int) -> bool:
-    """Whether even with one slice (star: with its slices) there are too many messages to simulate."""
+    """Return whether an exchange has too many messages to simulate.
+
+    The messages of one slice per segment are counted; for a star, those of all slices.
+    """
     match load.kind:
         case ExchangeKind.DENSE:
             return 2 * (size - 1) * size > max_messages
@@ -105,7 +111,7 @@ def _is_too_large(load: Workload, size: int, max_messages: int) -> bool:
 
 
 def _with_packets(found: ExchangeCost, cpu: CpuCosts) -> ExchangeCost:
-    """With the CPU time of the packets of the busiest member."""
+    """Return the cost with the CPU time that the busiest member spends on packets added to `cpu_s`."""
     packets = (found.sent_bytes + found.received_bytes) / PACKET_BYTES
     return replace(found, cpu_s=found.cpu_s + packets * cpu.packet_s)
 
@@ -144,7 +150,7 @@ def _simulated_cost(
 def _cpu_bounded_network(
     network: NetworkModel, load: Workload, cpu: CpuCosts, host_cores: int | None
 ) -> NetworkModel:
-    """The same network, no link faster than its ends can read, write and encrypt."""
+    """Return `network` with rates limited to what the members' CPUs can read, write and encrypt."""
     byte_s = cpu_s_per_byte(load, cpu)
     if byte_s == 0:
         return network
@@ -165,10 +171,10 @@ _HOST_LINK = "the host's cores"
 
 
 def _estimated_cost(load: Workload, network: NetworkModel, cpu: CpuCosts, vote: bool) -> ExchangeCost:
-    """A dense exchange of too many messages to simulate.
+    """Estimate a dense exchange that has too many messages to simulate.
 
-    It takes as long as its busiest link or CPU, and what comes before and after that; a ring at least as long
-    as a slice takes through all members.
+    The estimate is the time for which the busiest link or CPU is in use, plus the work before and after; for
+    a ring it is at least the time that one slice takes to pass through all members.
     """
     size, slices = network.size, slice_count(load, network.size)
     fraction = 1 / slices if load.kind is ExchangeKind.STAR else 1 / (size * slices)
@@ -177,7 +183,7 @@ def _estimated_cost(load: Workload, network: NetworkModel, cpu: CpuCosts, vote: 
     message_s = cpu.message_s + slice_bytes * cpu_s_per_byte(load, cpu)
     add_s, store_s = (receive_work_s(w, load, fraction, cpu) for w in (ReceiveWork.ADD, ReceiveWork.STORE))
     out, into = [0.0] * size, [0.0] * size  # bytes
-    cpu_s, handling_s = [0.0] * size, [0.0] * size  # with, and without, what its sockets take
+    cpu_s, handling_s = [0.0] * size, [0.0] * size  # with and without the CPU time of the sockets
     shared_s = dict.fromkeys(bounded.shared_Bps, 0.0)
     pair_s = longest_s = 0.0
     for (src, dst), count in messages_by_pair(load, size).items():

@@ -1,18 +1,18 @@
-"""The exchange of a run whose script leaves it open (`exchange="auto"`), and the topology of a dense one.
+"""Choose the exchange of a run with `exchange="auto"`, and the topology of a dense exchange.
 
-The choice is made once for all members from measured links, measured computing and the model's size; it
-travels in the MembershipView and is journalled with it.
+The coordinator chooses for all members, from measured links, measured compute times and the model's size.
+The choice is part of the MembershipView and is journalled with it.
 
     first generation: "" -----> all have computed a batch, links are known -----> a view with the choice
                                         |                                                |
-                members compute, and wait before the exchange               they go on with the same gradient
+                members compute, and wait before the exchange          they continue with the same gradient
 
-    later: links, speeds or members change --> another choice, where steps get `MIN_SPEEDUP` times as fast
+    later: links, speeds or members change --> another choice, if it makes steps `MIN_SPEEDUP` times as fast
 
-The first batch of a worker takes longest (kernels are compiled), so the first choice may be dense where later
-ones are not: a dense step then costs little beside the computing.  A choice may change at any generation
-without loss: a dense exchange keeps nothing back, sparse ones keep the same residual, and a dense step adds
-it to what it sends.
+A worker's first batch takes longest because kernels are compiled.  Compared with that compute time a dense
+exchange costs little, so the first choice may be a dense exchange and a later choice a sparse exchange.  The
+exchange may change at any generation without loss: a dense exchange leaves no residual, all sparse exchanges
+use the same residual, and a dense step adds the residual to what it sends.
 """
 
 from __future__ import annotations
@@ -53,45 +53,51 @@ from gridtrain.core.planning.rank_order_search import SIMULATED_MESSAGES, best_o
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
 
 FIRST_STEP_FIGURE = "first_computed_s"
-"""A figure of a heartbeat: seconds of the batch whose gradient waits for the first choice."""
+"""Name of a figure in a heartbeat: the compute time, in seconds, of the batch whose gradient waits for the
+first choice."""
 
 MAX_MEDIAN_RATIO = 4.0
-"""The slowest member's computing counts as at most so many times the median, as it is that worker's own
-report."""
+"""Upper bound of the slowest member's compute time, as a multiple of the median, because workers report their
+own compute times."""
 
 MAX_ORDERED_MEMBERS = 32
-"""Members for which the best order of each exchange is searched; larger groups are compared in the order of
-joining, as three searches would block the coordinator."""
+"""The largest group in which the best order of ranks is searched for each exchange.  In larger groups
+exchanges are compared with ranks in the order of joining, because several searches would block the
+coordinator."""
 
 DEFAULT_ALPHA_s = 1e-3
 DENSE_RETURN_RATIO = 1.05
-"""The choice returns to dense, which leaves nothing out, where its steps are at most so many times as
-long."""
+"""The choice returns to a dense exchange, which leaves no gradients out, if a dense step takes at most this
+many times as long as a step with the current exchange."""
 
 LOCAL_STEPS_COMPUTE_SHARE = 0.5
-"""Where less than this share of a step is computing, local steps are mentioned."""
+"""If computation takes less than this share of a step, the reason for the choice recommends local steps."""
 
 STAR_KINDS = (ExchangeKind.STAR, ExchangeKind.STAR_GTOPK)
 
 
 def seconds_per_sample(figures: Mapping[str, float]) -> float:
-    """Seconds for a sample since the worker joined, first batches left out; 0.0: unknown."""
+    """Return the mean compute time of a sample since the worker joined, in seconds; 0.0 if it is unknown.
+
+    The worker does not count its first batches.
+    """
     samples, seconds = figures.get(SAMPLES_FIGURE, 0.0), figures.get(SECONDS_FIGURE, 0.0)
     return seconds / samples if 0 < samples < math.inf and 0 < seconds < math.inf else 0.0
 
 
 @dataclass(slots=True)
 class ExchangeChoice:
-    """The choice of one run.
+    """The choice of an exchange in one run.
 
     Attributes:
-        chosen: by `exchange="auto"`; None: not chosen yet, or the script names an exchange.
-        dense_topology: of a dense exchange whose topology is open, in the current generation.
-        reason: of the choice, in words.
+        chosen: the exchange chosen for `exchange="auto"`; None if no exchange has been chosen yet or the
+            script specifies an exchange.
+        dense_topology: the current generation's topology for a dense exchange whose topology is open.
+        reason: the reason for the choice, as text.
         rate_timeout_s: how long the first choice waits for a measured rate.
-        report_timeout_s: how long it waits for members that have not reported their first batch, from the
-            first
-            report on: one that hangs must not hold up the others where no round with its deadlines is open.
+        report_timeout_s: how long after the first report the choice waits for members that have not reported
+            their first batch.  No round, and so no deadline, is open yet; without this limit a member that
+            hangs would block all members.
     """
 
     chosen: Exchange | None = None
@@ -100,18 +106,18 @@ class ExchangeChoice:
     rate_timeout_s: float = 2.0
     report_timeout_s: float = Deadlines().first_step_s
     _setup: Setup | None = None
-    _named: Exchange | Auto | None = None  # by the script; parsed once, as every heartbeat asks for it
-    _alternative_text: str = ""  # another exchange that is faster, but not enough to change
-    _first_report_s: float | None = None  # since when one member has computed
-    _all_reported_s: float | None = None  # since when all have
-    _is_chosen_alone: bool = False  # chosen by a worker that had nobody to exchange with
+    _named: Exchange | Auto | None = None  # by the script; parsed once, because every heartbeat needs it
+    _alternative_text: str = ""  # names an exchange that is faster, but not enough to change
+    _first_report_s: float | None = None  # when the first member reported its compute time
+    _all_reported_s: float | None = None  # when all members had reported, or the wait for reports ended
+    _is_chosen_alone: bool = False  # chosen when the run had only one worker
 
     def configure(self, setup: Setup | None, chosen: str = "", alone: bool = False) -> None:
-        """The run is known.
+        """Start with the set-up of the run and the exchange recorded in its journal, if any.
 
         Args:
-            chosen: the exchange that a journal names; empty: none.
-            alone: a worker without others had chosen it.
+            chosen: the exchange recorded in the journal; empty if there is none.
+            alone: whether that exchange was chosen when the run had only one worker.
         """
         is_direct = chosen == DIRECT_DENSE
         self.dense_topology = DenseTopology(True, "direct, as in the journal") if is_direct else RING_TOPOLOGY
@@ -129,22 +135,22 @@ class ExchangeChoice:
 
     @property
     def is_open(self) -> bool:
-        """The coordinator has to choose, and has not yet."""
+        """Whether the coordinator has to choose an exchange and has not chosen one yet."""
         return self.is_auto and self.chosen is None
 
     @property
     def chosen_text(self) -> str:
-        """As it is shown and journalled; empty: nothing is chosen."""
+        """The choice as shown and journalled; empty if nothing has been chosen."""
         return self.chosen.describe() if self.chosen is not None else ""
 
     @property
     def view_exchange(self) -> str:
-        """As `MembershipView.exchange`."""
+        """The choice for `MembershipView.exchange`."""
         return DIRECT_DENSE if self.dense_topology.is_direct else self.chosen_text
 
     @property
     def description(self) -> str:
-        """For people; empty: the run's script names an exchange."""
+        """The choice as text; empty if the run's script specifies an exchange."""
         if not self.is_auto:
             return ""
         if self.chosen is None:
@@ -156,7 +162,7 @@ class ExchangeChoice:
 
     @property
     def effective_setup(self) -> Setup | None:
-        """The set-up with the exchange that is in use, for the status."""
+        """The set-up with the exchange that is in use, as the status shows it."""
         is_direct = self.dense_topology.is_direct
         if self._setup is None or not (self.chosen or is_direct):
             return self._setup
@@ -164,7 +170,7 @@ class ExchangeChoice:
 
     @property
     def workload(self) -> Workload | None:
-        """What a round exchanges; None: unknown, or not chosen yet."""
+        """The workload of a round; None if it is unknown or no exchange has been chosen yet."""
         exchange, parameters = self.chosen or self._named, parameter_count(self._setup)
         if exchange is None or isinstance(exchange, Auto) or parameters < 1:
             return None
@@ -174,18 +180,18 @@ class ExchangeChoice:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether updates are small, so that newcomers may catch up with them."""
+        """Whether the exchange is sparse, so that updates are small enough for newcomers to catch up with."""
         load = self.workload
         return load is not None and load.kind.is_sparse
 
     @property
     def is_star(self) -> bool:
-        """Whether everything passes rank 0."""
+        """Whether all data of a round passes through rank 0."""
         load = self.workload
         return load is not None and load.kind in STAR_KINDS
 
     def _candidates(self) -> tuple[Exchange, ...]:
-        """What may be chosen; empty: the script names an exchange."""
+        """Return the exchanges that may be chosen; empty if the script specifies an exchange."""
         named = self._named
         return named.exchanges(max(1, parameter_count(self._setup))) if isinstance(named, Auto) else ()
 
@@ -194,11 +200,11 @@ class ExchangeChoice:
     def choose_dense_topology(
         self, size: int, network: NetworkModel | None, edges: Callable[[], bool]
     ) -> None:
-        """Choose it for a generation of that many members.
+        """Choose the topology of a dense exchange for a generation of `size` members.
 
         Args:
-            network, edges: see `exchange_comparison.choose_dense_topology`; `edges` is called where it
-                matters.
+            network: see `exchange_comparison.choose_dense_topology`.
+            edges: returns `edges` of that function; called only if the exchange can be direct.
         """
         self.dense_topology = RING_TOPOLOGY
         is_whole_model = self._setup is not None and self._setup.stages == 1
@@ -207,7 +213,7 @@ class ExchangeChoice:
             self.dense_topology = choose_dense_topology(self.workload, size, network, has_edges)
 
     def ring_reason(self, size: int, network: NetworkModel) -> str:
-        """Why members that exchange directly should use a ring now; empty: they should not."""
+        """Return the reason to change from a direct exchange to a ring; "" if there is none."""
         if not self.dense_topology.is_direct:
             return ""
         found = choose_dense_topology(self.workload, size, network, True)
@@ -223,11 +229,11 @@ class ExchangeChoice:
         network: NetworkModel | None,
         now_s: float,
     ) -> str:
-        """Choose if that can be done now; the reason, empty: nothing is chosen.
+        """Make the first choice and return the reason for it; return "" while reports or rates are awaited.
 
         Args:
-            reported_s: by member, `FIRST_STEP_FIGURE`.
-            network: of `peers`, in any order; None: nothing is measured yet.
+            reported_s: `FIRST_STEP_FIGURE` of each member that has reported it, in seconds.
+            network: the network of `peers`, in any order; None if no link has been measured yet.
         """
         if not self.is_open or not peers:
             return ""
@@ -243,7 +249,7 @@ class ExchangeChoice:
         network: NetworkModel | None,
         now_s: float,
     ) -> bool:
-        """Whether reports or rates that are missing may still come."""
+        """Start the time limits for missing reports and rates; return whether to keep waiting."""
         missing = [peer for peer in peers if peer not in reported_s]
         if len(missing) == len(peers):
             return True
@@ -254,12 +260,13 @@ class ExchangeChoice:
         return network is None and now_s < self._all_reported_s + self.rate_timeout_s
 
     def reconsider(self, size: int, network: NetworkModel | None, compute_s: Sequence[float]) -> str:
-        """Choose again where it is worth it; the reason, empty: the choice stays.
+        """Change the choice if steps become fast enough; return the reason, or "" if the choice stays.
 
-        What a worker alone has chosen is no choice for two: without measurements it is open again.
+        A choice made for a single worker is not kept for several workers: without measurements it becomes
+        open again.
 
         Args:
-            compute_s: of a step, by member; empty: unknown.
+            compute_s: each member's compute time of a step, in seconds; empty if unknown.
         """
         if self.chosen is None or size < 2:
             return ""
@@ -267,7 +274,7 @@ class ExchangeChoice:
             if not self._is_chosen_alone:
                 return ""
             self.chosen, self.reason, self._is_chosen_alone = None, "", False
-            return "a worker that was alone is no longer"
+            return "the run no longer has only one worker"
         slowest_s = _slowest_compute_s(compute_s)
         if self._is_chosen_alone:
             return self._choose(size, network, slowest_s)
@@ -287,8 +294,8 @@ class ExchangeChoice:
             return self._adopt(estimates, best)
         if gain > 1 + DENSE_PREFERENCE_MARGIN / 2:
             self._alternative_text = (
-                f"{format_exchange(best)} would now make steps {gain - 1:.0%} faster, and is taken from "
-                f"{MIN_SPEEDUP - 1:.0%} on"
+                f"{format_exchange(best)} would now make steps {gain - 1:.0%} faster; the exchange changes "
+                f"if steps become at least {MIN_SPEEDUP - 1:.0%} faster"
             )
         return ""
 
@@ -297,7 +304,7 @@ class ExchangeChoice:
         estimates = self._estimates(size, network, compute_s) if size > 1 else []
         if not estimates:
             self.chosen = self._candidates()[0]
-            why = "one worker has nobody to exchange with" if size == 1 else "the model's size is not known"
+            why = "the run has only one worker" if size == 1 else "the model's size is not known"
             self.reason = f"{self.chosen_text}: {why}"
             return self.reason
         return self._adopt(estimates, recommend_exchange(estimates).best, measured=network is not None)
@@ -309,14 +316,16 @@ class ExchangeChoice:
         self._alternative_text = ""
         self.reason = _choice_reason(self.chosen_text, estimates, best)
         if not measured:
-            self.reason += f"; no link is measured, each counts as {DEFAULT_LINK_Bps * 8 / 1e6:.0f} Mbit/s"
+            self.reason += f"; no link has been measured; {DEFAULT_LINK_Bps * 8 / 1e6:.0f} Mbit/s are assumed"
         assert isinstance(self._named, Auto)
         self.reason += _local_steps_advice(best, self._named)
         return self.reason
 
     def _estimates(self, size: int, network: NetworkModel | None, compute_s: float) -> list[ExchangeEstimate]:
-        """Each candidate on this network, in its best order where that is found quickly; empty: the model's
-        size is unknown."""
+        """Estimate each candidate on this network; return [] if the model's size is unknown.
+
+        In groups of at most `MAX_ORDERED_MEMBERS` each candidate is estimated with its best order of ranks.
+        """
         count, cpu = parameter_count(self._setup), CpuCosts()
         assumed = network if network is not None else uniform_network(size, DEFAULT_ALPHA_s, DEFAULT_LINK_Bps)
         estimates = []
@@ -331,7 +340,7 @@ class ExchangeChoice:
 
 
 def _slowest_compute_s(seconds: Sequence[float]) -> float:
-    """The slowest is waited for; its report counts up to a multiple of the median."""
+    """Return the slowest member's compute time, limited to `MAX_MEDIAN_RATIO` times the median."""
     usual = median(seconds) if seconds else 0.0
     return min(max(max(seconds, default=0.0), 1e-6), MAX_MEDIAN_RATIO * max(usual, 1e-6), 1e6)
 
@@ -346,18 +355,22 @@ def _choice_reason(chosen: str, estimates: Sequence[ExchangeEstimate], best: Exc
         return text
     text += "; " + ", ".join(f"{format_exchange(other)} {format_seconds(other.step_s)}" for other in others)
     if best.load.kind in LOSSLESS_KINDS and others[0].step_s < best.step_s:
-        text += ": too little gained by leaving gradients out"
+        text += ": the gain is too small to justify omitting gradients"
     return text
 
 
 def _local_steps_advice(best: ExchangeEstimate, auto: Auto) -> str:
-    """Only in words: local steps change what is optimized, which the script decides."""
+    """Return advice to use local steps; "" if computation takes `LOCAL_STEPS_COMPUTE_SHARE` of a step or
+    more.
+
+    Local steps are only recommended, because they change what is optimized; only the script may decide that.
+    """
     if best.efficiency >= LOCAL_STEPS_COMPUTE_SHARE:
         return ""
     proposed = propose_local_steps(best.compute_s, best.cost.exchange_s)
-    what = "" if auto.sparse else ", and a sparse exchange inside learns behind this optimizer, too"
+    what = "" if auto.sparse else "; a sparse exchange inside LocalSteps works with this optimizer, too"
     then = best.compute_s / (best.compute_s + best.cost.exchange_s / proposed.every)
     return (
-        f"; only {best.efficiency:.0%} of a step is computing: LocalSteps(every={proposed.every}) in the "
-        f"script would make it {then:.0%}{what}"
+        f"; only {best.efficiency:.0%} of a step is spent computing: LocalSteps(every={proposed.every}) "
+        f"in the script would make it {then:.0%}{what}"
     )

@@ -1,10 +1,10 @@
-"""Compare exchanges on a network by the predicted time of a step, and choose one, with the reason in words.
+"""Compare exchanges on a network by the predicted time of a step, and recommend an exchange with a reason.
 
-    exchanges that are allowed, a network, seconds of computing --> each one's step --> the shortest
+    allowed exchanges, a network, compute time --> predicted time of a step with each --> the shortest
 
-`recommend_exchange` chooses between exchanges that leave gradients out and those that do not: a dense
-exchange is taken where it costs little.  `choose_dense_topology` chooses between ring and direct topology,
-which end with the same bits.  `exchange_choice` keeps the choice of a run.
+`recommend_exchange` chooses between dense exchanges and exchanges that omit gradients; it prefers a
+dense exchange that takes little more time.  `choose_dense_topology` chooses between ring and direct topology,
+which produce the same bits.  `exchange_choice` holds the choice of a run.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
 from gridtrain.errors import ConfigError
 
 DENSE_PREFERENCE_MARGIN = 0.10
-"""Dense is preferred where its step takes no more than this share longer than the fastest one."""
+"""A dense exchange is preferred if a step with it takes at most this share longer than the fastest step."""
 
 LOSSLESS_KINDS = (ExchangeKind.DENSE, ExchangeKind.DIRECT, ExchangeKind.STAR)
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeEstimate:
-    """One exchange on one network.
+    """The predicted cost of one exchange on one network.
 
     Attributes:
-        compute_s: of a step, from its batch to its gradient.
+        compute_s: compute time of a step, from its batch to its gradient.
         local_steps: optimizer steps between two exchanges.
     """
 
@@ -43,17 +43,17 @@ class ExchangeEstimate:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step with its share of the exchange."""
+        """Time of a step with its share of the exchange, in seconds."""
         return self.compute_s + self.cost.exchange_s / self.local_steps
 
     @property
     def efficiency(self) -> float:
-        """Scaling efficiency: the share of a step that is computing."""
+        """Scaling efficiency: the share of a step that is spent on computation."""
         return self.compute_s / self.step_s
 
     @property
     def speedup(self) -> float:
-        """Samples per second, relative to one member alone."""
+        """Samples per second of the group, as a multiple of those of one member that trains alone."""
         return self.world_size * self.efficiency
 
 
@@ -67,10 +67,18 @@ def estimate_exchange(
     order: Sequence[int] | None = None,
     max_messages: int = 20_000,
 ) -> ExchangeEstimate:
-    """A step with this exchange; members in the given order of ranks, by default as they are."""
+    """Estimate a step with this exchange.
+
+    Args:
+        order: `order[rank]` is a member of `network`; None keeps the order of `network`.
+
+    Raises:
+        ConfigError: `compute_s` is not above 0, or `local_steps` is less than 1.
+    """
     if not compute_s > 0 or local_steps < 1:
         raise ConfigError(
-            f"{compute_s} s of computing and {local_steps} local steps", remedy="both must be above 0"
+            f"compute_s is {compute_s} and local_steps is {local_steps}; both must be above 0",
+            remedy="pass the measured compute time of a step, and use at least one local step",
         )
     ordered = network if order is None else network.reordered(order)
     found = exchange_cost(load, ordered, cpu, max_messages=max_messages)
@@ -86,7 +94,7 @@ def estimate_best_order(
     local_steps: int = 1,
     max_messages: int = 20_000,
 ) -> ExchangeEstimate:
-    """The same in the best order that is found."""
+    """Estimate a step with this exchange and with the order of ranks that `best_order` finds."""
     order = best_order(load, network, cpu, range(network.size)).order
     return estimate_exchange(
         load, network, cpu, compute_s, local_steps=local_steps, order=order, max_messages=max_messages
@@ -97,70 +105,70 @@ def estimate_best_order(
 
 
 class Recommendation(NamedTuple):
-    """The exchange to take, and why in one sentence."""
+    """The estimate of the recommended exchange, and the reason in one sentence."""
 
     best: ExchangeEstimate
     reason: str
 
 
 def recommend_exchange(estimates: Sequence[ExchangeEstimate]) -> Recommendation:
-    """The exchange to take out of these, all on the same network.
+    """Recommend one of these exchanges, which are all estimated on the same network.
 
-    The fastest one, but a dense one where its exchange is short beside the computing, or its step hardly
-    longer.
+    The fastest dense exchange is recommended if it is short compared with the compute time, or if a step with
+    it takes little longer than the fastest step; otherwise the fastest exchange is recommended.
 
     Raises:
-        ConfigError: there is none to choose from.
+        ConfigError: `estimates` is empty.
     """
     if not estimates:
-        raise ConfigError("there is no exchange to choose from", remedy="allow at least one")
+        raise ConfigError("there is no exchange to choose from", remedy="allow at least one exchange")
     fastest = fastest_estimate(estimates)
     lossless = [each for each in estimates if each.load.kind in LOSSLESS_KINDS]
     dense = min(lossless, key=lambda each: each.step_s, default=None)
     size = fastest.world_size
     if dense is not None:
-        take = f"Take {format_exchange(dense)} with {size} workers"
+        take = f"Use {format_exchange(dense)} with {size} workers"
         if dense.cost.exchange_s / dense.local_steps <= DENSE_PREFERENCE_MARGIN * dense.compute_s:
             exchange, compute = dense.cost.exchange_s, dense.compute_s * dense.local_steps
             return Recommendation(
                 dense,
-                f"{take}: its exchange takes {format_seconds(exchange)} beside {format_seconds(compute)} of "
-                "computing, so there is little to gain from leaving gradients out.",
+                f"{take}: its exchange takes {format_seconds(exchange)} and computing takes "
+                f"{format_seconds(compute)}, so there is little to gain from omitting gradients.",
             )
         if dense is not fastest and dense.step_s <= (1 + DENSE_PREFERENCE_MARGIN) * fastest.step_s:
             return Recommendation(
                 dense,
                 f"{take}: a step takes {format_seconds(dense.step_s)}; {format_exchange(fastest)} would take "
-                f"{format_seconds(fastest.step_s)}, too little gained by leaving gradients out.",
+                f"{format_seconds(fastest.step_s)}, and the gain is too small to justify omitting gradients.",
             )
     text = (
-        f"Take {format_exchange(fastest)} with {size} workers: a step takes "
+        f"Use {format_exchange(fastest)} with {size} workers: a step takes "
         f"{format_seconds(fastest.step_s)}, {fastest.efficiency:.0%} of it computing"
     )
     others = sorted((each for each in estimates if each is not fastest), key=lambda each: each.step_s)
     if others:
-        text += f"; next is {format_exchange(others[0])} with {format_seconds(others[0].step_s)}"
+        text += f"; the next best is {format_exchange(others[0])} with {format_seconds(others[0].step_s)}"
     if dense is not None and dense is not fastest and (not others or dense is not others[0]):
         text += f", and {dense.load.kind} would take {format_seconds(dense.step_s)}"
     return Recommendation(fastest, text + ".")
 
 
 def fastest_estimate(estimates: Sequence[ExchangeEstimate]) -> ExchangeEstimate:
-    """With the shortest step; of equal ones the first."""
+    """Return the estimate with the shortest step; in a tie, the first of them."""
     return min(estimates, key=lambda each: each.step_s)
 
 
 # -- which topology of a dense one -----------------------------------------------------------------
 
 MAX_DIRECT_BYTES = 1 << 20
-"""Of the vector.  With 4 MB a ring is faster: bytes count and not hops, and its retry resumes from what has
-arrived."""
+"""The largest vector for a direct exchange, in bytes.  For 4 MB a ring is faster, because bytes then matter
+more than hops, and a retry in a ring resumes from the data that have arrived."""
 
 MAX_DIRECT_MEMBERS = 16
-"""Each has a connection to each other one."""
+"""The largest group for a direct exchange, in which each member needs a connection to every other member."""
 
 MIN_LINK_SHARE = 0.25
-"""A link that is slower than this share of its ends' upload and download may be one that others share."""
+"""A link slower than this share of its ends' upload and download is probably shared by several pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +176,10 @@ class DenseTopology:
     """The topology of a dense exchange.
 
     Attributes:
-        is_direct: the direct exchange, not a ring.
-        reason: in words; empty: there was nothing to choose.
-        ring_speedup: how many times as fast a ring is, where one is predicted or known to be better.
+        is_direct: whether members exchange directly instead of around a ring.
+        reason: the reason, as text; empty if there was nothing to choose.
+        ring_speedup: how many times as fast a ring is as a direct exchange, if a ring is chosen because it is
+            faster.
     """
 
     is_direct: bool
@@ -184,12 +193,16 @@ RING_TOPOLOGY = DenseTopology(False)
 def choose_dense_topology(
     load: Workload | None, size: int, network: NetworkModel | None, edges: bool
 ) -> DenseTopology:
-    """How `size` members exchange a dense `load`: directly if it is small, links are even and it is faster.
+    """Choose how `size` members exchange a dense `load`.
+
+    The exchange is direct if `load` is small, the rates of the links are similar and a direct exchange is
+    faster; otherwise data pass around a ring.
 
     Args:
-        load: None: unknown.
-        network: of the members, in any order; None: not measured yet, then bytes and members decide.
-        edges: any two of them can connect without a relay, as far as is known.
+        load: the workload, or None if it is unknown.
+        network: the members' network, in any order; None before it has been measured.  Without a network the
+            choice depends only on the size of `load`, the number of members and `edges`.
+        edges: whether every two members can connect without a relay, as far as is known.
     """
     if (
         load is None
@@ -199,25 +212,27 @@ def choose_dense_topology(
     ):
         return RING_TOPOLOGY
     if size > MAX_DIRECT_MEMBERS:
-        return DenseTopology(False, f"round a ring, as {size} members are more than {MAX_DIRECT_MEMBERS}")
+        return DenseTopology(
+            False, f"around a ring, because {size} members are more than {MAX_DIRECT_MEMBERS}"
+        )
     if not edges:
-        return DenseTopology(False, "round a ring, as not any two members have a connection of their own")
+        return DenseTopology(False, "around a ring, because some members cannot connect directly")
     if network is None:
-        return DenseTopology(True, f"direct: {load.unit_bytes} bytes are few, and no link is measured")
+        return DenseTopology(True, f"direct: {load.unit_bytes} bytes are few, and no link has been measured")
     if (share := _slowest_link_share(network)) < MIN_LINK_SHARE:
-        reason = f"round a ring, as a link has only {share:.0%} of the rate of its ends"
+        reason = f"around a ring, because a link has only {share:.0%} of the rate of its ends"
         return DenseTopology(False, reason, inf)
     ring, direct = (replace(load, kind=kind) for kind in (ExchangeKind.DENSE, ExchangeKind.DIRECT))
     ring_s = best_order(ring, network, CpuCosts(), range(size)).exchange_s
     direct_s = exchange_cost(direct, network, CpuCosts(), max_messages=SIMULATED_MESSAGES).exchange_s
     if direct_s < ring_s:
-        return DenseTopology(True, f"direct: {direct_s * 1e3:.3g} ms, round a ring {ring_s * 1e3:.3g} ms")
-    reason = f"round a ring: {ring_s * 1e3:.3g} ms, direct {direct_s * 1e3:.3g} ms"
+        return DenseTopology(True, f"direct: {direct_s * 1e3:.3g} ms, around a ring {ring_s * 1e3:.3g} ms")
+    reason = f"around a ring: {ring_s * 1e3:.3g} ms, direct {direct_s * 1e3:.3g} ms"
     return DenseTopology(False, reason, direct_s / ring_s)
 
 
 def _slowest_link_share(network: NetworkModel) -> float:
-    """The rate of the slowest pair, relative to the upload and download of its ends; 1 at most."""
+    """Return the smallest ratio of a pair's rate to the upload and download of its ends; at most 1."""
     ranks = range(network.size)
     pairs = [(src, dst) for src in ranks for dst in ranks if src != dst]
     shares = (network.path_Bps(a, b) / min(network.up_Bps[a], network.down_Bps[b]) for a, b in pairs)
@@ -228,7 +243,7 @@ def _slowest_link_share(network: NetworkModel) -> float:
 
 
 def format_exchange(each: ExchangeEstimate) -> str:
-    """An exchange in words."""
+    """Return the name of an exchange as text, for example "topk at density 0.001"."""
     kind = str(each.load.kind)
     if each.load.kind.is_sparse:
         kind += f" at density {each.load.density:g}"
@@ -236,7 +251,7 @@ def format_exchange(each: ExchangeEstimate) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A time for people."""
+    """Return a time with its unit, for example "12.5 ms" or "3.2 s"."""
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"

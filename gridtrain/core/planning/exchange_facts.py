@@ -1,10 +1,10 @@
-"""Parse what the facts of a run say of its exchange; the only place where that text is read.
+"""Parse a run's exchange and number of parameters from its facts; no other module parses that text.
 
     Setup.facts  ("model", "120576 parameters in 4 tensors") --> parameter_count    120576
                  ("exchange", "LocalSteps(every=8, ...)")    --> parse_exchange     Dense, TopK, GTopK or Auto
 
-Behind it an exchange travels as one of the dataclasses of `gridtrain.config`.  Facts are compared for
-equality between workers, so their text never changes: `describe()` writes it and this module reads it.
+All other code uses the dataclasses of `gridtrain.config`.  Workers' facts are compared for equality, so their
+text never changes: `describe()` writes it and this module reads it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from gridtrain.core.planning.workload import Workload
 from gridtrain.errors import ConfigError
 
 OPEN_DENSE = Dense().describe()
-"""The script leaves the topology of a dense exchange to the coordinator."""
+"""The text of a dense exchange whose topology the script leaves to the coordinator."""
 
 DIRECT_DENSE = Dense(topology="direct").describe()
-"""The coordinator has chosen the direct topology: `MembershipView.exchange` says so to the members."""
+"""The text in `MembershipView.exchange` that means that the coordinator has chosen the direct topology."""
 
 _EXCHANGE = re.compile(r"(Dense|TopK|GTopK)\(([^()]*)")
 _PARAMETERS = re.compile(r"(\d{1,18}) parameters")
 
 
 def make_exchange(name: str, options: str) -> Exchange | None:
-    """An exchange from "GTopK" and "density=0.01, values=fp16, topology=tree"; None: there is no such
-    exchange.
+    """Make an exchange from its name and options.
 
-    Only what decides bytes and messages is read: momentum and density warm-up are left at their defaults.
+    The name is, for example, "GTopK", and the options are "density=0.01, values=fp16, topology=tree".  Only
+    the options that determine bytes and messages are read; momentum and density warm-up keep their defaults.
+    Returns None if the exchange does not exist or an option is invalid.
     """
     given = dict(option.strip().partition("=")[::2] for option in options.split(",") if "=" in option)
     topology = given.get("topology")
@@ -47,8 +48,10 @@ def make_exchange(name: str, options: str) -> Exchange | None:
 
 
 def parse_exchange(text: str) -> Exchange | Auto | None:
-    """What one round exchanges; of local steps that is the exchange inside.  None: the text is not
-    understood."""
+    """Parse the exchange of one round; for local steps, this is the exchange inside `LocalSteps`.
+
+    Returns None if the text cannot be parsed.
+    """
     auto = Auto.parse(text)
     if auto is not None:
         return auto
@@ -57,18 +60,25 @@ def parse_exchange(text: str) -> Exchange | Auto | None:
 
 
 def exchange_of(setup: Setup | None) -> Exchange | Auto | None:
-    """The exchange that the script names; `Auto`: the coordinator chooses; None: unknown."""
+    """Return the exchange that the script specifies.
+
+    Returns `Auto` if the coordinator chooses the exchange, and None if the exchange is unknown.
+    """
     return parse_exchange(dict(setup.facts).get("exchange", "")) if setup is not None else None
 
 
 def parameter_count(setup: Setup | None) -> int:
-    """Number of parameters of the model; 0: unknown."""
+    """Return the model's number of parameters; 0 if it is unknown."""
     found = _PARAMETERS.match(dict(setup.facts).get("model", "")) if setup is not None else None
     return int(found[1]) if found is not None else 0
 
 
 def workload_of(setup: Setup | None) -> Workload | None:
-    """What a run exchanges; None: unknown, or not chosen yet."""
+    """Return the workload that the facts of a run describe.
+
+    Returns None if the exchange or the number of parameters is unknown, or if no exchange has been chosen
+    yet.
+    """
     exchange, parameters = exchange_of(setup), parameter_count(setup)
     if exchange is None or isinstance(exchange, Auto) or parameters < 1:
         return None
@@ -76,13 +86,21 @@ def workload_of(setup: Setup | None) -> Workload | None:
 
 
 def parse_workload(name: str, options: str, parameters: int, encrypted: bool = True) -> Workload | None:
-    """As `make_exchange`, for a model of that many parameters."""
+    """Return the workload of an exchange (see `make_exchange`) for a model of `parameters` parameters.
+
+    Returns None if the exchange does not exist.
+    """
     exchange = make_exchange(name, options)
     return Workload.of(exchange, parameters, encrypted) if exchange is not None else None
 
 
 def replace_exchange(setup: Setup, text: str, *, direct: bool) -> tuple[tuple[str, str], ...]:
-    """The facts of `setup` with `text` (empty: its own) as exchange; `direct`: of an open dense one."""
+    """Return the facts of `setup` with another exchange.
+
+    Args:
+        text: the exchange; empty to keep the exchange in the facts.
+        direct: whether to give a dense exchange with open topology the direct topology.
+    """
 
     def shown(given: str) -> str:
         named = text or given

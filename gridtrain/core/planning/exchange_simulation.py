@@ -1,9 +1,9 @@
-"""Event-driven simulation of one exchange: its messages over the links of a network, in the order of events.
+"""Simulate the messages of one exchange over the links of a network, event by event.
 
     needs handled --> [sender's CPU] --> links --alpha--> [download] --> [receiver's CPU: work] --> next
 
-A member's CPU does one thing at a time while its links carry on.  With `host_cores` all members run on one
-machine and share that many cores, as in the lab.
+A member's CPU does one thing at a time; its links transfer data meanwhile.  With `host_cores` all members run
+on one machine and share that many cores, as in the lab.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from gridtrain.core.planning.workload import (
 
 
 class CpuOccupancy:
-    """When each member's CPU is free: one thing at a time, all members together on at most `host_cores`."""
+    """Tracks when each member's CPU is free.
+
+    Each CPU does one thing at a time; with `host_cores`, all members together use at most that many cores.
+    """
 
     def __init__(self, size: int, host_cores: int | None = None) -> None:
         self._free_s = [0.0] * size
         self._cores_s = [0.0] * host_cores if host_cores else None
 
     def reserve(self, rank: int, ready_s: float, seconds: float) -> float:
-        """Queue for the CPU of `rank`; the time at which the work is done."""
+        """Queue work for the CPU of `rank`; return the time at which the work is done."""
         start_s = max(ready_s, self._free_s[rank])
         if self._cores_s is not None and seconds > 0:
             start_s = max(start_s, heapq.heappop(self._cores_s))
@@ -45,13 +48,13 @@ class CpuOccupancy:
 
 
 def vote_end_s(ends_s: Sequence[float], network: NetworkModel, cpu: CpuCosts, cpus: CpuOccupancy) -> float:
-    """When the last member knows the verdict of the vote that follows an exchange.
+    """Return the time at which the last member receives the result of the vote after an exchange.
 
-    All tell the root (rank 0) that they are prepared; it handles one vote after the other, and then sends one
-    decision after the other.
+    All members send their votes to the root (rank 0), which handles them one by one and then sends the
+    decision to the members one by one.
 
     Args:
-        ends_s: (P,) when each member has the complete update.
+        ends_s: (P,) the time at which each member has the complete update.
     """
     work, others = cpus.reserve, range(1, network.size)
     votes_s = []
@@ -74,10 +77,11 @@ _DEPART, _REACH, _ARRIVE = range(3)
 
 @dataclass(slots=True)
 class ExchangeSimulation:
-    """All messages of one exchange in the order of time, and then the vote.
+    """Simulates all messages of one exchange in chronological order, and then the vote.
 
     Attributes:
-        sent_bytes, received_bytes, cpu_s: (P,) by each member, once it has run.
+        sent_bytes, received_bytes: (P,) bytes sent and received by each member, after `run`.
+        cpu_s: (P,) CPU time of each member in seconds, after `run`.
     """
 
     messages: Sequence[PlannedMessage]
@@ -89,8 +93,8 @@ class ExchangeSimulation:
     received_bytes: list[float] = field(init=False)
     cpu_s: list[float] = field(init=False)
     _events: list[tuple[float, int, int, float]] = field(default_factory=list)
-    _pending_needs: list[int] = field(init=False)  # by message: needs that are not handled yet
-    _pending_predecessors: list[int] = field(init=False)  # by message: `after_messages` not handled yet
+    _pending_needs: list[int] = field(init=False)  # for each message: the number of `needs` not handled yet
+    _pending_predecessors: list[int] = field(init=False)  # the same for `after_messages`
     _dependents: list[list[int]] = field(init=False)
     _successors: list[list[int]] = field(init=False)
     _arrived_s: dict[int, float] = field(default_factory=dict)
@@ -113,7 +117,7 @@ class ExchangeSimulation:
                 self._successors[first].append(index)
 
     def run(self) -> list[float]:
-        """(P,) seconds from the start until each member has the complete update and its digest."""
+        """Simulate the exchange; return (P,) seconds until each member has the update and its digest."""
         size = self.network.size
         start_s = start_work_s(self.load, self.cpu) + self.cpu.begin_s / 2
         begin_s = [self._cpus.reserve(rank, 0.0, start_s) for rank in range(size)]
@@ -133,7 +137,8 @@ class ExchangeSimulation:
                 nbytes = self._wire_bytes(message)
                 reached_s, last_s = traffic.depart(message.src, message.dst, nbytes, now_s)
                 self._count_bytes(message)
-                # Two that share a download end together: at a tie the one that is needed sooner comes second.
+                # Two messages that share a download end together: in a tie the message with the lower index,
+                # which is needed sooner, comes second.
                 heapq.heappush(self._events, (reached_s, -index, _REACH, last_s))
             elif event == _REACH:
                 arrived_s = traffic.arrive(message.dst, self._wire_bytes(message), now_s, until_s)
@@ -144,18 +149,18 @@ class ExchangeSimulation:
         overlapped_s = overlapped_work_s(self.load, size, self.cpu)
         self.cpu_s = [spent_s + end_s + overlapped_s for spent_s in self.cpu_s]
         if self.host_cores is not None:
-            end_s += overlapped_s  # on cores that all members share there is no idle moment for it
+            end_s += overlapped_s  # cores that all members share are never idle
         return [self._cpus.reserve(rank, ready_s, end_s) for rank, ready_s in enumerate(self._ends_s)]
 
     def run_vote(self, ends_s: Sequence[float]) -> float:
-        """After `run`; see `vote_end_s`."""
+        """Simulate the vote after `run`; return the time at which it ends (`vote_end_s`)."""
         message_s = self.cpu.message_s
         self.cpu_s = [spent_s + 2 * message_s for spent_s in self.cpu_s]
         self.cpu_s[0] += 2 * (self.network.size - 2) * message_s
         return vote_end_s(ends_s, self.network, self.cpu, self._cpus)
 
     def _queue_to_send(self, index: int, now_s: float) -> None:
-        """The sender's CPU sends before it handles anything else that has arrived."""
+        """Reserve the sender's CPU for the message, before other messages that have arrived are handled."""
         message = self.messages[index]
         out_s = self._cpus.reserve(message.src, now_s, message.count * self.cpu.message_s)
         heapq.heappush(self._events, (out_s, index, _DEPART, 0.0))
@@ -172,7 +177,10 @@ class ExchangeSimulation:
         self.cpu_s[message.dst] += handling_s
 
     def _arrive(self, index: int, now_s: float) -> None:
-        """Handle the message unless another one comes first, and then those that waited for it."""
+        """Handle a message that has arrived and the messages that waited for it.
+
+        A message whose `after_messages` are not all handled is only recorded.
+        """
         self._arrived_s[index] = now_s
         ready = [index] if self._pending_predecessors[index] == 0 else []
         while ready:

@@ -1,4 +1,4 @@
-"""Exchanges as data: which message follows which, with its size and the work that it makes.
+"""Describe exchanges as lists of messages with dependencies, sizes and the receivers' work.
 
     gTop-k, P = 3         message  from  to   needs        work at the receiver
                           0        2     0    -            merge
@@ -6,8 +6,9 @@
                           2        0     1    0            merge
                           3        0     2    1            adopt
 
-The schedules are those of `gridtrain.core.collectives`: `tests/simulation/virtual_exchange.py` runs the real
-collectives and compares message by message.  `exchange_simulation` computes their times.
+The schedules are the same as in `gridtrain.core.collectives`: `tests/simulation/virtual_exchange.py` runs the
+real collectives and compares their messages with these one by one.  `exchange_simulation` computes the times
+of the messages.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from gridtrain.core.collectives.hop_exchange import Hop
 
 
 class ReceiveWork(StrEnum):
-    """What a receiver does with a message before messages that need it can be sent."""
+    """The receiver's work on a message before it can send the messages that depend on it."""
 
-    ADD = "add"  # adds a dense slice to its own
+    ADD = "add"  # adds a dense slice to its own slice
     STORE = "store"  # copies a dense slice
     MERGE = "merge"  # merges two sparse payloads into one
     KEEP = "keep"  # decodes one more sparse payload of an all-gather
@@ -33,13 +34,18 @@ class ReceiveWork(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PlannedMessage:
-    """One message.
+    """One message of an exchange.
 
     Attributes:
-        fraction: of the exchange's unit, which is the whole dense vector or one sparse payload.
-        needs: indices of messages that its sender must have handled before; with none it is sent at the
-            start. after_messages: indices of messages that its receiver handles first, even if they arrive
-            later. count: payloads in it, or messages one right after the other.
+        src, dst: the ranks of the sender and the receiver.
+        fraction: the share of the exchange's unit in each payload; the unit is the whole dense vector or one
+            sparse payload.
+        work: the receiver's work.
+        needs: indices of the messages that the sender must have handled before.  A message with no needs is
+            sent at the start.
+        after_messages: indices of the messages that the receiver handles before this message, even if they
+            arrive later.
+        count: the number of payloads in the message.
     """
 
     src: int
@@ -52,7 +58,10 @@ class PlannedMessage:
 
 
 def ring(world_size: int, slices: int) -> list[PlannedMessage]:
-    """Reduce-scatter and all-gather, as in `collectives.ring`; a segment travels in `slices`."""
+    """Return the messages of `collectives.ring`, a reduce-scatter and an all-gather.
+
+    Each of the `world_size` segments is sent in `slices` messages.
+    """
     messages: list[PlannedMessage] = []
     part, last = 1 / (world_size * slices), world_size - 1
     for hop in range(2 * last):
@@ -66,10 +75,14 @@ def ring(world_size: int, slices: int) -> list[PlannedMessage]:
 
 
 def direct(world_size: int, slices: int) -> list[PlannedMessage]:
-    """Each member sends each other one its segment, then its sum to all, as in `collectives.direct`."""
+    """Return the messages of `collectives.direct`.
+
+    Each member sends to every other member the segment that the other member sums, and then sends the sum of
+    its own segment to all other members.
+    """
     part, others = 1 / (world_size * slices), range(1, world_size)
     messages: list[PlannedMessage] = []
-    carriers: dict[tuple[int, int], list[int]] = {}  # (owner, slice) -> messages with its parts
+    carriers: dict[tuple[int, int], list[int]] = {}  # (owner, slice) -> messages that carry its addends
     for slice_ in range(slices):
         for distance in others:
             for src in range(world_size):
@@ -87,11 +100,12 @@ def direct(world_size: int, slices: int) -> list[PlannedMessage]:
 
 
 BUNDLING_MIN_RANKS = 32
-"""In an all-gather of more ranks the payloads of one hop are one message: P log P messages, not P * P."""
+"""In an all-gather of more ranks, all payloads of a hop are counted as one message, so that there are P log P
+messages instead of P * P."""
 
 
 def all_gather(world_size: int) -> list[PlannedMessage]:
-    """Every payload to every rank, along a binomial tree from its origin, as in `collectives.allgather`."""
+    """Return the messages of `collectives.allgather`, in which each payload is sent along a binomial tree."""
     if world_size > BUNDLING_MIN_RANKS:
         return _bundled_all_gather(world_size)
     messages: list[PlannedMessage] = []
@@ -121,7 +135,7 @@ def _bundled_all_gather(world_size: int) -> list[PlannedMessage]:
 
 
 def butterfly(world_size: int) -> list[PlannedMessage]:
-    """gTop-k among all ranks, from `collectives.butterfly.schedule`."""
+    """Return the messages of gTop-k in a butterfly, according to `collectives.butterfly.schedule`."""
     messages: list[PlannedMessage] = []
     hops = [butterfly_exchange.schedule(rank, world_size) for rank in range(world_size)]
     carriers: list[int | None] = [None] * world_size  # the last message that each rank has handled
@@ -138,7 +152,7 @@ def butterfly(world_size: int) -> list[PlannedMessage]:
 
 
 def _levels(hops: Sequence[Sequence[Hop]]) -> list[list[tuple[int, Hop]]]:
-    """The sends of all ranks by phase and hop; sends of one level do not depend on each other."""
+    """Group the sends of all ranks by phase and hop; sends in one group do not depend on each other."""
     levels: dict[tuple[int, int], list[tuple[int, Hop]]] = {}
     for rank, own_hops in enumerate(hops):
         for hop in own_hops:
@@ -148,7 +162,10 @@ def _levels(hops: Sequence[Sequence[Hop]]) -> list[list[tuple[int, Hop]]]:
 
 
 def tree(world_size: int) -> list[PlannedMessage]:
-    """gTop-k as published (arXiv 1901.04359): merges up a binomial tree to rank 0, the result down again."""
+    """Return the messages of gTop-k as published (arXiv 1901.04359).
+
+    Payloads are merged up a binomial tree to rank 0, and the result is sent down the same tree.
+    """
     messages: list[PlannedMessage] = []
     carriers: dict[int, int] = {}
     distances = [1 << hop for hop in range((world_size - 1).bit_length())]
@@ -167,7 +184,14 @@ def tree(world_size: int) -> list[PlannedMessage]:
 
 
 def star(world_size: int, slices: int, arrives: ReceiveWork, result: ReceiveWork) -> list[PlannedMessage]:
-    """All ranks to rank 0, and the result back; a slice is sent back when rank 0 has it from all ranks."""
+    """Return the messages of a star, in which all ranks send to rank 0 and rank 0 sends back the result.
+
+    Rank 0 sends a slice of the result as soon as it has received that slice from all ranks.
+
+    Args:
+        arrives: the work of rank 0 on each payload that it receives.
+        result: the work of the other ranks on each payload of the result.
+    """
     messages: list[PlannedMessage] = []
     part = 1 / slices
     for _slice in range(slices):

@@ -1,12 +1,13 @@
-"""The network as the planner sees it: links, and when each of them is free.
+"""Model a network for planning: its links, and when each link is free.
 
     src -- its upload -- the pair's own link -- links that several pairs share -- dst's download --> dst
-           (shared by                            (a slow link between two sites)  (shared by
-            all that src sends)                                                    all that dst receives)
+           (shared by all                       (a slow link between two sites)   (shared by all
+            messages from src)                                                     messages to dst)
 
-Each is a queue: first come, first served, at its own rate, both directions apart.  A message flows through
-all of its path at once (the first byte is not held until the last has arrived), so alone it takes
-alpha + bytes / (the slowest rate), and two messages on one link wait for each other.
+Each link is a first-in, first-out queue with its own rate; the two directions are independent.  A message
+flows through all links of its path at the same time: no link waits for a message's last byte before it
+forwards the first.  Without other traffic a message therefore takes alpha + bytes / (the slowest rate);
+messages on the same link wait for each other.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from gridtrain.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LinkModel:
-    """One direction between two ranks.
+    """One direction of the link between two ranks.
 
     Attributes:
         alpha_s: latency of the first byte, in seconds.
-        bandwidth_Bps: bytes per second of this pair alone.
-        shared_links: names of links that other pairs use as well; rates are in `NetworkModel.shared_Bps`.
+        bandwidth_Bps: bytes per second of this pair's own link.
+        shared_links: names of the links on the path that other pairs also use; `NetworkModel.shared_Bps`
+            contains their rates.
     """
 
     alpha_s: float
@@ -35,15 +37,16 @@ class LinkModel:
 
 @dataclass(frozen=True, slots=True)
 class NetworkModel:
-    """`size` ranks and the links between them.
+    """A network of `size` ranks and the links between them.
 
     Attributes:
-        link: the link from src to dst.
+        link: a function of (src, dst) that returns the link from src to dst.
         up_Bps, down_Bps: (size,) bytes per second of each rank's upload and download.
-        shared_Bps: bytes per second of links that several pairs share, by name.
+        shared_Bps: bytes per second of each link that several pairs share, by its name.
 
     Raises:
-        ConfigError: a rate is not above 0, or uploads and downloads differ in number.
+        ConfigError: there are no ranks, a rate is not above 0, or the numbers of uploads and downloads
+            differ.
     """
 
     link: Callable[[int, int], LinkModel]
@@ -55,9 +58,9 @@ class NetworkModel:
         rates = [*self.up_Bps, *self.down_Bps, *self.shared_Bps.values()]
         if len(self.up_Bps) != len(self.down_Bps) or not self.up_Bps or any(not rate > 0 for rate in rates):
             raise ConfigError(
-                f"a network of {len(self.up_Bps)} uploads and {len(self.down_Bps)} downloads, "
-                f"the slowest link {min(rates, default=0.0):g} bytes per second",
-                remedy="give each member an upload and a download above 0",
+                f"the network has {len(self.up_Bps)} uploads and {len(self.down_Bps)} downloads, and its "
+                f"slowest rate is {min(rates, default=0.0):g} bytes per second",
+                remedy="give each member an upload rate and a download rate above 0",
             )
 
     @property
@@ -65,13 +68,13 @@ class NetworkModel:
         return len(self.up_Bps)
 
     def path_Bps(self, src: int, dst: int) -> float:
-        """Rate of the slowest link on the path from src to dst, if nobody else uses it."""
+        """Return the rate of the slowest link on the path from src to dst, without other traffic."""
         link = self.link(src, dst)
         rates = (self.shared_Bps[name] for name in link.shared_links)
         return min(self.up_Bps[src], link.bandwidth_Bps, self.down_Bps[dst], *rates)
 
     def reordered(self, order: Sequence[int]) -> NetworkModel:
-        """The same network with `order[rank]` of this one as rank `rank`."""
+        """Return this network with member `order[rank]` as rank `rank`."""
         link = self.link
         return NetworkModel(
             lambda src, dst: link(order[src], order[dst]),
@@ -82,16 +85,17 @@ class NetworkModel:
 
 
 def uniform_network(size: int, alpha_s: float, bandwidth_Bps: float) -> NetworkModel:
-    """Equal links, as on one switch: `bandwidth_Bps` up and down for each rank."""
+    """Return a network of equal links, as with one switch; each rank has `bandwidth_Bps` up and down."""
     link = LinkModel(alpha_s)
     return NetworkModel(lambda src, dst: link, (bandwidth_Bps,) * size, (bandwidth_Bps,) * size)
 
 
 class LinkOccupancy:
-    """When each link of a network is free again.
+    """Tracks when each link of a network is free again.
 
-    A message occupies the links of its path but the last (`depart`) when its sender is ready, and the
-    receiver's download (`arrive`) when its first byte is there; calls must come in the order of time.
+    A message occupies all links of its path except the last when its sender is ready (`depart`), and the last
+    link, the receiver's download, when its first byte arrives (`arrive`).  Calls must be made in
+    chronological order.
     """
 
     __slots__ = ("_free_s", "_network")
@@ -101,14 +105,15 @@ class LinkOccupancy:
         self._free_s: dict[Hashable, float] = {}
 
     def earliest_departure_s(self, src: int, dst: int) -> float:
-        """When a message from src can depart at the earliest, if its path has shared links.
+        """Return the earliest time at which a message from src to dst may depart; 0.0 without shared links.
 
-        It queues for a shared link when it departs, not when it begins to wait for other messages of src.
+        A message is queued for shared links only when it departs, not while it waits for other messages from
+        src.
         """
         return self._free_s.get(src, 0.0) if self._network.link(src, dst).shared_links else 0.0
 
     def depart(self, src: int, dst: int, nbytes: float, ready_s: float) -> tuple[float, float]:
-        """(time of its first byte at dst, earliest time of its last byte)."""
+        """Send a message; return (time of its first byte at dst, earliest time of its last byte at dst)."""
         network = self._network
         link = network.link(src, dst)
         start_s, last_s = self._reserve(src, network.up_Bps[src], nbytes, ready_s)
@@ -121,12 +126,12 @@ class LinkOccupancy:
         return start_s + link.alpha_s, last_s + link.alpha_s
 
     def arrive(self, dst: int, nbytes: float, reached_s: float, not_before_s: float) -> float:
-        """When its last byte is at dst."""
+        """Receive a message whose first byte has reached dst; return the time of its last byte at dst."""
         _, end_s = self._reserve(~dst, self._network.down_Bps[dst], nbytes, reached_s)
         return max(end_s, not_before_s)
 
     def _reserve(self, link: Hashable, rate_Bps: float, nbytes: float, ready_s: float) -> tuple[float, float]:
-        """Queue for a link; (when the transfer begins, when it ends)."""
+        """Queue for a link; return (time at which the transfer begins, time at which it ends)."""
         start_s = max(ready_s, self._free_s.get(link, 0.0))
         end_s = self._free_s[link] = start_s + nbytes / rate_Bps
         return start_s, end_s

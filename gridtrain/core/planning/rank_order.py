@@ -1,14 +1,14 @@
-"""The order of ranks for the exchange of a run, from what its workers have measured, and the reason.
+"""Plan the order of ranks for a run's exchange from its workers' measurements, and give the reason.
 
     round trips -----------+
     rates (both ends) -----+--> NetworkModel --> rank_order_search.best_order --> RankOrder(order, reason)
     exchange, parameters --+
 
-A worker can report what it likes.  Of a link's rate the smaller of the reports of its two ends counts, and of
-a round trip the larger; a rate that one end alone reports counts as no more than the median of the others.
-So nobody can make a link look better than the other end has measured it.  Who makes its own links look worse
-only gets the rank that such links would get, and causes no new order that the reports of the others do not
-support.
+Reports of workers are not trusted.  If both ends of a link report its rate, the smaller value is used, and if
+both report a round trip, the larger value is used; a rate that only one end reports is limited to the median
+of the other rates.  Therefore no worker can make a link look better than the other end has measured it.  A
+worker that makes its own links look worse only gets the rank of a worker with slow links, and cannot cause a
+new order that is not also justified by the reports of the other workers.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from gridtrain.core.planning.rank_order_search import (
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload, messages_by_pair
 
 MIN_SPEEDUP = 1.2
-"""Another order is worth a generation if the exchange is predicted to be this much faster."""
+"""Start a generation with another order only if the exchange is predicted to be this many times as fast."""
 
-MAX_REPLANNED_MEMBERS = 64  # members; in larger groups the order stays until somebody joins or leaves
-MAX_LISTED_MEMBERS = 32  # members whose links the status shows
+MAX_REPLANNED_MEMBERS = 64  # in larger groups the order changes only when a worker joins or leaves
+MAX_LISTED_MEMBERS = 32  # the most members whose links the status shows
 DEFAULT_LINK_Bps = 12.5e6  # 100 Mbit/s, assumed where nothing has been measured
 MOST_Bps, LEAST_Bps = 1e11, 1e3
 """Bounds of a reported rate."""
 
 MAX_UNCONFIRMED_Bps = 125e6
-"""1 Gbit/s: bound of a rate that one end alone has reported where nobody else has reported any.  A worker
-whose loop was too busy to answer in time then reads the whole burst from a buffer, in no time."""
+"""The bound of a rate that only one end has reported while no other worker has reported any rate: 1 Gbit/s.
+A rate that only one end has reported may be far too high, because a worker whose loop was busy reads the
+whole burst from a buffer at once."""
 
 PeerPair = tuple[PeerId, PeerId]
 _TOPOLOGY_NAMES = {
@@ -51,12 +52,17 @@ _TOPOLOGY_NAMES = {
     ExchangeKind.TREE: "tree",
 }
 _LATENCY_ONLY = Workload(ExchangeKind.DENSE, 1)
-"""A ring of one element: its time is that of the round trips."""
+"""A ring exchange of one element, whose time depends only on the round trips."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankOrder:
-    """`order[rank]` is a member; `reason` says in words why this order."""
+    """An order of ranks.
+
+    Attributes:
+        order: `order[rank]` is the member with that rank.
+        reason: the reason for this order, as text.
+    """
 
     order: tuple[PeerId, ...]
     reason: str
@@ -64,12 +70,12 @@ class RankOrder:
 
 @dataclass(slots=True)
 class LinkMeasurements:
-    """Links between workers, as they report them.
+    """The workers' reports about the links between them.
 
     Attributes:
-        rtt_s: round trips in seconds, by (who measured, to whom).
-        sent_Bps, received_Bps: bytes per second from one peer to another, as the sender and as the receiver
-            reports them.
+        rtt_s: round trips in seconds, by (peer that measured, other peer).
+        sent_Bps: bytes per second by (sender, receiver), as the sender reports them.
+        received_Bps: bytes per second by (sender, receiver), as the receiver reports them.
     """
 
     rtt_s: Mapping[PeerPair, float] = field(default_factory=dict)
@@ -77,11 +83,11 @@ class LinkMeasurements:
     received_Bps: dict[PeerPair, float] = field(default_factory=dict)
 
     def record(self, peer: PeerId, rates: Sequence[tuple[PeerId, float, float]]) -> bool:
-        """Record a report of `peer`; whether it says anything new.
+        """Record a report of `peer`; return whether the report has changed any rate.
 
         Args:
-            rates: of each link (other end, bytes per second to it, bytes per second from it); 0: not
-                measured.
+            rates: (other end, bytes per second to the other end, bytes per second from it) for each link; 0
+                means that the rate is not measured.
         """
         new = False
         for other, there_Bps, back_Bps in rates:
@@ -96,7 +102,7 @@ class LinkMeasurements:
         return new
 
     def without_reporter(self, peer: PeerId) -> LinkMeasurements:
-        """The same without the reports of this worker."""
+        """Return these measurements without the reports of `peer`."""
         return LinkMeasurements(
             {pair: rtt_s for pair, rtt_s in self.rtt_s.items() if pair[0] != peer},
             {pair: rate_Bps for pair, rate_Bps in self.sent_Bps.items() if pair[0] != peer},
@@ -109,18 +115,19 @@ class LinkMeasurements:
                 del known[pair]
 
     def rate_Bps(self, a: PeerId, b: PeerId) -> float | None:
-        """From a to b, the smaller of what both ends report; None: not measured."""
+        """Return the rate from a to b, the smaller of both ends' reports; None if it has not been
+        measured."""
         reported = [known[a, b] for known in (self.sent_Bps, self.received_Bps) if (a, b) in known]
         return min(reported, default=None)
 
     def build_network(self, peers: Sequence[PeerId], *, bounded: bool = True) -> NetworkModel | None:
-        """The network of these members, in their order; None: nothing is measured between them.
+        """Build the network of these members, in their order; return None if no link has been measured.
 
-        A link that is not measured counts as the median of the others, and a member's upload or download as
-        its fastest link.
+        A link without a measurement gets the median of the measured links, and a member's upload or download
+        gets the rate of its fastest link.
 
         Args:
-            bounded: a rate that one end alone reports counts as no more than the others' median.
+            bounded: whether to limit a rate that only one end reports to the median of the other rates.
         """
         at = {peer: index for index, peer in enumerate(peers)}
         trips = self._round_trips(at)
@@ -133,7 +140,7 @@ class LinkMeasurements:
         for (a, b), rate_Bps in rates.items():
             up_Bps[a], down_Bps[b] = max(up_Bps[a], rate_Bps), max(down_Bps[b], rate_Bps)
 
-        def link(a: int, b: int) -> LinkModel:  # made when asked for: 1000 members have a million
+        def link(a: int, b: int) -> LinkModel:  # made on demand, because 1000 members have a million links
             trip_s = trips.get((min(a, b), max(a, b)), usual_s)
             return LinkModel(trip_s / 2, rates.get((a, b), usual_Bps if rates else math.inf))
 
@@ -142,7 +149,10 @@ class LinkMeasurements:
         )
 
     def _round_trips(self, at: Mapping[PeerId, int]) -> dict[tuple[int, int], float]:
-        """By (smaller index, larger index) of members: the larger of both reports."""
+        """Return the round trips in seconds, by (smaller index, larger index) of the two members.
+
+        If both members of a pair report the round trip, the larger value is used.
+        """
         trips: dict[tuple[int, int], float] = {}
         for (a, b), seconds in self.rtt_s.items():
             if a in at and b in at and a != b and math.isfinite(seconds) and seconds >= 0:
@@ -151,7 +161,7 @@ class LinkMeasurements:
         return trips
 
     def _rates(self, at: Mapping[PeerId, int], bounded: bool) -> dict[tuple[int, int], float]:
-        """By directed pair of members' indices."""
+        """Return the rates in bytes per second, by (sender's index, receiver's index)."""
         reports: dict[tuple[int, int], dict[int, float]] = {}  # by pair, by reporter
         for known, end in ((self.sent_Bps, 0), (self.received_Bps, 1)):
             for (a, b), rate_Bps in known.items():
@@ -173,7 +183,11 @@ class LinkMeasurements:
         }
 
     def link_rows(self, members: Sequence[PeerId]) -> list[list[float | int | None]]:
-        """[rank, other rank, round trip in s, bytes per second] of the first members; JSON-able."""
+        """Return [rank, other rank, round trip in s, bytes per second] for each measured link.
+
+        Only links between the first `MAX_LISTED_MEMBERS` members are included.  The rows can be encoded as
+        JSON; a value that has not been measured is None.
+        """
         shown = list(enumerate(members[:MAX_LISTED_MEMBERS]))
         every = [
             [i, j, self._round_trip_s(a, b), self.rate_Bps(a, b)]
@@ -184,7 +198,7 @@ class LinkMeasurements:
         return [link for link in every if link[2] is not None or link[3] is not None]
 
     def _round_trip_s(self, a: PeerId, b: PeerId) -> float | None:
-        """The larger of both reports."""
+        """Return the larger of both members' reports of the round trip; None if neither has reported it."""
         reported = [self.rtt_s[pair] for pair in ((a, b), (b, a)) if pair in self.rtt_s]
         return max((s for s in reported if math.isfinite(s) and s >= 0), default=None)
 
@@ -196,23 +210,25 @@ def plan_rank_order(
     firsts: Sequence[PeerId],
     current: Sequence[PeerId] = (),
 ) -> RankOrder:
-    """The order of ranks for what the run exchanges.
+    """Plan the order of ranks for the exchange of a run.
 
     Args:
-        load: None: unknown.  Then, and for a ring of which only round trips are known, these alone count.
-        peers: the members in the order of joining, all different.
-        firsts: who may be rank 0; the first of them is where it makes no difference.
-        current: the current order; new members come last in the search.
+        load: the workload, or None if it is unknown.  If it is unknown, or if it is a ring and no rate is
+            measured, only round trips are considered.
+        peers: the members in the order of joining, without duplicates.
+        firsts: the members that may be rank 0; the first of them gets rank 0 if the choice makes no
+            difference.
+        current: the current order; the search also starts from this order, with new members at its end.
     """
     count, start = len(peers), peers.index(firsts[0])
     joined = (*peers[start:], *peers[:start])
     if count <= 2:
-        return RankOrder(joined, f"{count} workers: there is only one order")
+        return RankOrder(joined, f"{count} workers: the order makes no difference")
     has_rates = bool(measured.sent_Bps or measured.received_Bps)
     by_latency = load is None or (load.kind is ExchangeKind.DENSE and not has_rates)
     network = measured.build_network(peers)
     if network is None or (by_latency and not measured.rtt_s):
-        return RankOrder(joined, f"{count} workers in join order: no round trip is measured")
+        return RankOrder(joined, f"{count} workers in join order: no round trip has been measured")
     searched = _LATENCY_ONLY if load is None or by_latency else load
     found = _search_best_order(searched, network, peers, firsts, current)
     order = tuple(peers[member] for member in found.order)
@@ -221,9 +237,9 @@ def plan_rank_order(
 
 
 def join_order(peers: Sequence[PeerId], firsts: Sequence[PeerId]) -> RankOrder:
-    """The order of joining, where the operator has chosen that; rank 0 is the first of `firsts`."""
+    """Return the order of joining, if the operator has chosen it; rank 0 is the first of `firsts`."""
     order = (firsts[0], *(peer for peer in peers if peer != firsts[0]))
-    return RankOrder(order, "ranks by the order of joining, as ordered")
+    return RankOrder(order, "ranks in the order of joining, as configured")
 
 
 def reorder_reason(
@@ -232,10 +248,13 @@ def reorder_reason(
     current: Sequence[PeerId],
     peers: Sequence[PeerId] = (),
 ) -> str:
-    """Why another order than the current one is worth a generation; empty: it is not, or that is unknown.
+    """Return the reason for a new generation with another order.
+
+    Returns "" if another order is not worth a new generation, or if no rates are known.
 
     Args:
-        peers: the same members in the order of joining, by default as `current`; all hold the state.
+        peers: the members of `current` in the order of joining, by default `current`; all of them hold the
+            state.
     """
     has_rates = bool(measured.sent_Bps or measured.received_Bps)
     if load is None or not 2 < len(current) <= MAX_REPLANNED_MEMBERS or not has_rates:
@@ -264,7 +283,10 @@ def _is_corroborated(
     now: Sequence[int],
     then: Sequence[int],
 ) -> bool:
-    """Whether it is worth it without the reports of any one member as well, so that none can cause it."""
+    """Return whether the order `then` is still worth a new generation without any one member's reports.
+
+    This check ensures that no member alone can cause a new order.
+    """
     for peer in peers:
         network = measured.without_reporter(peer).build_network(peers, bounded=False)
         if network is None:
@@ -282,8 +304,11 @@ def _search_best_order(
     firsts: Sequence[PeerId],
     current: Sequence[PeerId],
 ) -> RankOrderEstimate:
-    """One search for `plan_rank_order` and `reorder_reason`, so that the one finds what the other
-    predicts."""
+    """Search for the best order of ranks.
+
+    `plan_rank_order` and `reorder_reason` both use this search, so that `plan_rank_order` finds the order
+    that `reorder_reason` has predicted.
+    """
     at = {peer: index for index, peer in enumerate(peers)}
     now = [at[peer] for peer in current if peer in at]
     now += sorted(set(range(len(peers))) - set(now)) if now else []
@@ -293,7 +318,7 @@ def _search_best_order(
 # -- in words --------------------------------------------------------------------------------------
 
 
-_NOT_SEARCHED = "no better one is looked for"
+_NOT_SEARCHED = "no better order is searched for"
 
 
 def _gain(found: RankOrderEstimate) -> str:
@@ -305,7 +330,8 @@ def _latency_reason(found: RankOrderEstimate) -> str:
     size = len(found.order)
     if size > MAX_SEARCHED_PEERS:
         return (
-            f"ring of {size} in join order, as above {MAX_SEARCHED_PEERS} members no better one is looked for"
+            f"ring of {size} in join order: above {MAX_SEARCHED_PEERS} members "
+            "no better order is searched for"
         )
     took = f"the smallest exchange takes {_ms(found.exchange_s)}"
     return f"ring of {size} ordered by round trip: {took}{_gain(found)}"
@@ -314,14 +340,14 @@ def _latency_reason(found: RankOrderEstimate) -> str:
 def _reason(load: Workload, network: NetworkModel, found: RankOrderEstimate, has_rates: bool) -> str:
     order = found.order
     shape = f"{_TOPOLOGY_NAMES.get(load.kind, 'star')} of {len(order)}"
-    text = f"{shape} ordered by predicted time: {_ms(found.exchange_s)} an exchange{_gain(found)}"
+    text = f"{shape} ordered by predicted time: {_ms(found.exchange_s)} per exchange{_gain(found)}"
     if len(order) > MAX_SEARCHED_PEERS and load.kind not in ROOT_ONLY_KINDS:
         text = (
-            f"{shape} in join order, as above {MAX_SEARCHED_PEERS} members {_NOT_SEARCHED}: "
-            f"{_ms(found.exchange_s)} an exchange"
+            f"{shape} in join order: above {MAX_SEARCHED_PEERS} members {_NOT_SEARCHED}; "
+            f"{_ms(found.exchange_s)} per exchange"
         )
     if not has_rates:
-        return f"{text} (no rate is measured; links count as {DEFAULT_LINK_Bps * 8 / 1e6:.0f} Mbit/s)"
+        return f"{text} (no rate has been measured; {DEFAULT_LINK_Bps * 8 / 1e6:.0f} Mbit/s are assumed)"
     ordered = network.reordered(order)
     thin_Bps, src, dst = min((ordered.path_Bps(a, b), a, b) for a, b in messages_by_pair(load, len(order)))
     return f"{text}; its slowest link is {_rate(thin_Bps)}, rank {src} to {dst}"

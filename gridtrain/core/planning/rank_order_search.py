@@ -1,14 +1,15 @@
 """Search for the order of ranks with which an exchange over uneven links is fastest.
 
-    ring        a slow link is in it once, or not at all; each link carries all segments
-    butterfly   pairs rank with rank XOR 1, 2, 4: two sites with a slow link between meet in one hop only, and
-                members beyond a power of two, which have the most hops, are the well connected ones
-    star, tree  rank 0, where everything meets, has the fastest link of those that may be it
+    ring        avoids slow links, because each link of the ring carries all segments
+    butterfly   pairs rank r with rank r XOR 1, 2, 4: two sites with a slow link between them exchange in only
+                one hop, and the ranks beyond a power of two, which have the most hops, get fast links
+    star, tree  rank 0, through which all data pass, is the member with the fastest link that may be rank 0
     direct      all members exchange with each other; rank 0, the root of the vote, is chosen as for a star
 
-Up to 7 members every order is tried; above, good starts are improved by swapping two members or reversing a
-stretch, for a limited number of trials; above 128 only the root of a star is chosen.  Orders are compared by
-`order_estimator`, which adds up hops without queues; the best few are then simulated message by message.
+For up to 7 members every order is tried.  For more members, good starting orders are improved in a limited
+number of trials, by swapping two members or reversing a range of ranks; above 128 members only the root of a
+star is chosen.  Orders are compared by `order_estimator`, which adds up hops without queues; the best orders
+are then simulated message by message.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ EXACT_MAX_PEERS = 7  # 720 orders for each member that may be rank 0
 MAX_ROOTS = 3  # members tried as rank 0 in larger groups
 MAX_EDGES = 150_000  # estimated in one search, about 0.2 s, as it blocks the coordinator
 MAX_SEARCHED_PEERS = 128
-"""Members; larger groups keep the order of joining, as a search would block the coordinator."""
+"""The largest group for which an order is searched; larger groups keep the order of joining, because a search
+would block the coordinator."""
 
 MIN_SIMULATED_ORDERS, SIMULATION_BUDGET = 24, 20_000
-"""At least so many orders are simulated; more while their messages are within the budget."""
+"""The number of orders that are always simulated, and the total number of messages up to which more orders
+are simulated."""
 
 SIMULATED_MESSAGES = 400  # of one exchange: a ring is compared with few slices
 
@@ -55,21 +58,23 @@ class RankOrderEstimate:
 
 
 ROOT_ONLY_KINDS = (ExchangeKind.STAR, ExchangeKind.STAR_GTOPK, ExchangeKind.DIRECT)
-"""Only rank 0 matters; of a direct exchange, as the root of the vote."""
+"""Kinds for which only the choice of rank 0 matters; in a direct exchange rank 0 is the root of the vote."""
 
 RING_KINDS = (ExchangeKind.DENSE, ExchangeKind.TOPK)
-"""A ring may begin anywhere, and in an all-gather all ranks do the same."""
+"""Kinds for which it makes no difference which member is rank 0: a ring has no first rank, and in an
+all-gather all ranks do the same work."""
 
 
 def best_order(
     load: Workload, network: NetworkModel, cpu: CpuCosts, firsts: Sequence[int], now: Sequence[int] = ()
 ) -> RankOrderEstimate:
-    """The order of `network`'s members in which `load` is exchanged soonest.
+    """Find the order of `network`'s members in which exchanging `load` takes the least time.
 
     Args:
-        network: members in the order of joining.
-        firsts: who may be rank 0; the first of them is where it makes no difference (`RING_KINDS`).
-        now: the current order, if there is one: the search starts from it as well.
+        network: the network of the members, in the order of joining.
+        firsts: the members that may be rank 0; the first of them gets rank 0 if the choice makes no
+            difference (`RING_KINDS`).
+        now: the current order, or empty; the search also starts from this order.
     """
     members = range(network.size)
     simulated = SIMULATION_BUDGET // max(1, count_messages(load, network.size, SIMULATED_MESSAGES))
@@ -90,19 +95,19 @@ def best_order(
         found = search([*starts, *current], estimate, network, load, max(MIN_SIMULATED_ORDERS, simulated))
         finalists = [starts[0], *current, *found]
     timed = {order: simulated_exchange_s(load, network, cpu, order) for order in dict.fromkeys(finalists)}
-    # Of equal ones that with the faster links in all; if these are equal too the first, that of joining.
+    # In a tie, the order with the smaller estimate is best; if the estimates are also equal, the first order.
     best = min(timed, key=lambda order: timed[order] + (1e-3 * estimate(order) if estimate else 0.0))
     return RankOrderEstimate(best, timed[best], timed[starts[0]])
 
 
 def _fastest_peers(network: NetworkModel, firsts: Sequence[int], most: int) -> list[int]:
-    """The first of `firsts`, and those of the others whose own links are fastest."""
+    """Return at most `most` of `firsts`: the first member, and those with the fastest links."""
     fast = sorted(firsts[1:], key=lambda member: -min(network.up_Bps[member], network.down_Bps[member]))
     return [firsts[0], *fast[: most - 1]]
 
 
 def simulated_exchange_s(load: Workload, network: NetworkModel, cpu: CpuCosts, order: Sequence[int]) -> float:
-    """Predicted seconds of one exchange in this order, the vote included."""
+    """Predict the time of one exchange in this order by simulation, including the vote."""
     ordered = network.reordered(order)
     return cost_model.exchange_cost(load, ordered, cpu, max_messages=SIMULATED_MESSAGES).exchange_s
 
@@ -111,9 +116,10 @@ def simulated_exchange_s(load: Workload, network: NetworkModel, cpu: CpuCosts, o
 
 
 def order_estimator(load: Workload, network: NetworkModel, cpu: CpuCosts) -> OrderEstimator:
-    """A function that estimates the seconds of an order from its edges alone, without queues.
+    """Return a function that estimates the time of an exchange in an order, without simulating queues.
 
-    Links that several pairs share count as one bound: no exchange is faster than the busiest of them.
+    Links that several pairs share only add a lower bound: an exchange takes at least as long as the busiest
+    shared link.
     """
     size = network.size
     members, handling_s = range(size), 2 * cpu.message_s + cpu.wake_s
@@ -143,7 +149,7 @@ PairTable = Sequence[Sequence[float]]  # [src][dst]
 
 
 def _ring_estimator(load: Workload, alpha_s: PairTable, byte_s: PairTable) -> OrderEstimator:
-    """A ring is as slow as its slowest link, or as one slice that passes all members."""
+    """Return an estimator for a ring, which is limited by its slowest link or by the hops of a slice."""
     size = len(alpha_s)
     rounds, slices = 2 * (size - 1), slice_count(load, size)
     segment_bytes = load.unit_bytes / size
@@ -159,7 +165,7 @@ def _ring_estimator(load: Workload, alpha_s: PairTable, byte_s: PairTable) -> Or
 
 
 def _gather_estimator(load: Workload, alpha_s: PairTable, byte_s: PairTable) -> OrderEstimator:
-    """The all-gather: its hops one after the other, each as slow as its slowest pair."""
+    """Return an estimator for the all-gather, which adds up the times of the slowest pair in each hop."""
     size = len(alpha_s)
     hops = [1 << hop for hop in range((size - 1).bit_length())]
 
@@ -176,7 +182,10 @@ def _gather_estimator(load: Workload, alpha_s: PairTable, byte_s: PairTable) -> 
 
 
 def _hops_estimator(load: Workload, alpha_s: PairTable, byte_s: PairTable) -> OrderEstimator:
-    """The butterfly: a rank sends when its previous hop has arrived.  A tree crosses the same edges."""
+    """Return an estimator for the butterfly, in which a rank sends when its previous hop has arrived.
+
+    The estimator is also used for a tree, which has the same edges.
+    """
     size = len(alpha_s)
     levels: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for rank in range(size):
@@ -204,7 +213,7 @@ def _hops_estimator(load: Workload, alpha_s: PairTable, byte_s: PairTable) -> Or
 def _all_orders(
     starts: Sequence[MemberOrder], estimate: OrderEstimator, network: NetworkModel, load: Workload, most: int
 ) -> list[MemberOrder]:
-    """The best of all orders that begin like one of `starts`."""
+    """Return the best `most` orders of all orders that begin with the first member of one of `starts`."""
     beginnings = {start[0]: start[1:] for start in reversed(starts)}
     orders = (
         (first, *others) for first, joined in reversed(beginnings.items()) for others in permutations(joined)
@@ -215,7 +224,7 @@ def _all_orders(
 def _improved_orders(
     given: Sequence[MemberOrder], estimate: OrderEstimator, network: NetworkModel, load: Workload, most: int
 ) -> list[MemberOrder]:
-    """Good orders: from each start, swap two members or reverse a stretch while that helps."""
+    """Improve each order by swapping two members or reversing a range; return the best `most` orders."""
     edges_each = network.size * max(1, (network.size - 1).bit_length())
     trials = max(1, MAX_EDGES // edges_each)
     joined = given[0]
@@ -244,7 +253,7 @@ def _improved_orders(
 
 
 def _order_changes(size: int) -> Iterator[tuple[int, int, bool]]:
-    """All pairs of ranks but rank 0, to be swapped and to be reversed between, again and again."""
+    """Yield (i, j, whether to reverse i..j instead of swapping) for all pairs of ranks > 0, repeatedly."""
     while True:
         for i, j in combinations(range(1, size), 2):
             yield i, j, False
@@ -252,7 +261,7 @@ def _order_changes(size: int) -> Iterator[tuple[int, int, bool]]:
 
 
 def _pair_exchange_s(network: NetworkModel, load: Workload) -> Callable[[int, int], float]:
-    """Seconds in which two members swap a payload."""
+    """Return a function that estimates the time in which two members exchange a payload, in seconds."""
 
     def seconds(a: int, b: int) -> float:
         alpha_s = max(network.link(a, b).alpha_s, network.link(b, a).alpha_s)
@@ -262,7 +271,10 @@ def _pair_exchange_s(network: NetworkModel, load: Workload) -> Callable[[int, in
 
 
 def _clustered_order(joined: MemberOrder, network: NetworkModel, load: Workload) -> MemberOrder:
-    """Near members form groups of 2, near groups form groups of 4, and so on: distant ones meet last."""
+    """Return an order in which near members form groups of 2, near groups form groups of 4, and so on.
+
+    In a butterfly, members that are far apart then exchange last.
+    """
     apart_s = _pair_exchange_s(network, load)
     groups: list[list[int]] = [[member] for member in joined]
     while len(groups) > 1:
@@ -293,8 +305,11 @@ def _nearest_order(joined: MemberOrder, network: NetworkModel, load: Workload) -
 
 
 def _with_first(first: int, order: Sequence[int]) -> MemberOrder:
-    """The same groups with `first` as rank 0: each rank XOR its rank if the size is a power of two, else a
-    swap."""
+    """Return an order with `first` as rank 0 that keeps the groups of `order`.
+
+    If the size is a power of two, all ranks are XORed with the rank of `first`; otherwise `first` and rank 0
+    are swapped.
+    """
     size, at = len(order), order.index(first)
     if size & (size - 1) == 0:
         return tuple(order[rank ^ at] for rank in range(size))

@@ -1,4 +1,4 @@
-"""What an exchange transfers and what handling it costs: payload sizes in bytes, CPU time in seconds."""
+"""Describe the load of an exchange: its messages, payload sizes in bytes and CPU times in seconds."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from gridtrain.core.planning.message_schedule import PlannedMessage, ReceiveWork
 from gridtrain.errors import ConfigError
 
 HEADER_BYTES = 110
-"""Overhead of a Data message: the msgpack header, the framing of ZMTP, and what a transport adds."""
+"""Overhead of a Data message: the msgpack header, the ZMTP framing and the transport's own bytes."""
 
 PACKET_BYTES = 1448
-"""Payload of an Ethernet frame: TCP with timestamps over IPv4."""
+"""Payload of an Ethernet frame that carries TCP with timestamps over IPv4."""
 
 VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 INT8_BLOCK_ENTRIES = 256  # entries that share a scale of 2 bytes
 MAX_MESSAGES = 30_000
-"""An exchange of more messages is simulated with fewer slices, and estimated where that is not enough."""
+"""An exchange of more messages is simulated with fewer slices, or estimated if one slice has too many."""
 
 
 class ExchangeKind(StrEnum):
-    """Exchange and topology, by the name that `gridtrain plan` shows."""
+    """An exchange and its topology; the value is the name that `gridtrain plan` shows."""
 
     DENSE = "dense"
     DIRECT = "dense-direct"
@@ -55,27 +55,30 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class CpuCosts:
-    """Seconds of one core.
+    """The CPU time of each kind of work, in seconds of one core.
 
-    The defaults are what `benchmarks/calibrate.py` measured on two cores of a cloud machine (2026-11-22),
-    most rounded up by 10 to 60 %, as other machines are slower.  Measured: message 190 us, wake 140 us, begin
-    1.7 ms; in ns a byte 0.11, encrypted 0.52, add 0.08, store 0.09, hash 0.56; in ns an entry encode 9.6,
-    decode 7.2, merge 46, sum 69; in ns a parameter select 1.4.
+    The defaults are the times that `benchmarks/calibrate.py` measured on two cores of a cloud machine
+    (2026-11-22), mostly rounded up by 10 to 60 %, because other machines are slower.  Measured: message 190
+    us, wake 140 us, begin 1.7 ms; in ns per byte 0.11, encrypted 0.52, add 0.08, store 0.09, hash 0.56; in ns
+    per entry encode 9.6, decode 7.2, merge 46, sum 69; in ns per parameter select 1.4.
 
     Attributes:
-        message_s: one message at one end, sent or received.
-        wake_s: from a message's arrival until its receiver's thread looks at it; no core works meanwhile.
-        begin_s: an exchange as such: the training thread submits its part, and is woken at the end.
-        packet_s: one packet of a link that is slower than the processor, at one end: each wakes a thread.  It
-            delays no exchange, but takes a core from members that share it.
-        byte_s: one byte through one end's socket.
-        crypt_byte_s: one byte encrypted or decrypted (CURVE), beside `byte_s`.
-        add_byte_s, store_byte_s: one byte of a dense slice added, or copied, to its place.
-        hash_byte_s: one byte of the update's digest (SHA-256 of each dense slice).
-        encode_entry_s, decode_entry_s: one entry of a sparse payload encoded, or decoded and checked.
-        merge_entry_s: one of k entries in a gTop-k hop: decoded, summed, truncated to k, encoded.
-        sum_entry_s: one entry of all payloads in the sum that ends TopK.
-        select_parameter_s: one parameter looked at while the k largest are selected.
+        message_s: sending or receiving one message, at one end.
+        wake_s: the time from a message's arrival until its receiver's thread handles it; it uses no CPU.
+        begin_s: starting and ending an exchange: the training thread submits its part and is woken at the
+            end.
+        packet_s: handling one packet at one end of a link that is slower than the processor, so that each
+            packet wakes a thread.  This work delays no exchange, but takes CPU time from members that share
+            the core.
+        byte_s: moving one byte through one end's socket.
+        crypt_byte_s: encrypting or decrypting one byte (CURVE), in addition to `byte_s`.
+        add_byte_s, store_byte_s: adding or copying one byte of a dense slice.
+        hash_byte_s: hashing one byte for the update's digest (SHA-256 of each dense slice).
+        encode_entry_s: encoding one entry of a sparse payload.
+        decode_entry_s: decoding and checking one entry of a sparse payload.
+        merge_entry_s: decoding, summing, truncating and encoding one of the k entries of a gTop-k hop.
+        sum_entry_s: adding one entry of a payload to the sum, at the end of TopK and at the centre of a star.
+        select_parameter_s: examining one parameter in the selection of the k largest.
     """
 
     message_s: float = 250e-6
@@ -95,17 +98,20 @@ class CpuCosts:
 
 
 NO_CPU_COSTS = CpuCosts(*(0.0,) * 14)
-"""Work takes no time; only the network counts."""
+"""Costs of zero, for a prediction in which only the network matters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One exchange of `parameters` elements.
+    """The load of one exchange of `parameters` elements.
 
     Attributes:
-        density: share of the elements that a member selects, of sparse kinds.
-        values: fp32, fp16, bf16 or int8, how values of sparse kinds travel.
-        encrypted: by CURVE.
+        density: the share of the elements that a member selects, for sparse kinds.
+        values: the format of transferred values, for sparse kinds: fp32, fp16, bf16 or int8.
+        encrypted: whether messages are encrypted by CURVE.
+
+    Raises:
+        ConfigError: a value is out of range.
     """
 
     kind: ExchangeKind
@@ -117,32 +123,34 @@ class Workload:
     def __post_init__(self) -> None:
         if self.parameters < 1 or not 0 < self.density <= 1 or self.values not in VALUE_BYTES:
             raise ConfigError(
-                f"{self.parameters} parameters at density {self.density} with values {self.values!r}",
-                remedy=f"at least 1 parameter, 0 < density <= 1, values one of {', '.join(VALUE_BYTES)}",
+                f"parameters is {self.parameters}, density is {self.density} and values is {self.values!r}; "
+                "at least one of them is out of range",
+                remedy="use at least 1 parameter, a density > 0 and <= 1, and one of these formats for "
+                f"values: {', '.join(VALUE_BYTES)}",
             )
 
     @classmethod
     def of(cls, exchange: Exchange, parameters: int, encrypted: bool = True) -> Workload:
-        """What `exchange` transfers for a model of that many parameters."""
+        """Return the workload of `exchange` for a model of `parameters` parameters."""
         kind = _KINDS[type(exchange).__name__, exchange.topology]
         density, values = getattr(exchange, "density", 0.001), getattr(exchange, "values", "fp16")
         return cls(kind, parameters, density, values, encrypted)
 
     @property
     def entries(self) -> int:
-        """Entries of a sparse payload, k."""
+        """Number of entries in a sparse payload, k."""
         return min(self.parameters, max(1, round(self.density * self.parameters)))
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of the dense vector, or of one sparse payload."""
+        """Size of the dense vector or of one sparse payload, in bytes."""
         if not self.kind.is_sparse:
             return 4 * self.parameters
         return sparse_payload_bytes(self.parameters, self.entries, self.values)
 
 
 def sparse_payload_bytes(parameters: int, entries: int, values: str) -> int:
-    """Exact length of a payload of that many entries (PROTOCOL.md, 5.2)."""
+    """Return the exact length in bytes of a payload of `entries` entries (PROTOCOL.md, 5.2)."""
     if entries == 0:
         return 8
     low = int(math.log2(parameters // entries)) if parameters >= entries else 0
@@ -152,7 +160,7 @@ def sparse_payload_bytes(parameters: int, entries: int, values: str) -> int:
 
 
 def slice_count(load: Workload, world_size: int) -> int:
-    """Number of slices of a dense segment (star: of the vector)."""
+    """Return the number of slices of a dense segment; for a star, of the whole vector."""
     if load.kind is ExchangeKind.STAR:
         return ring.count_slices(load.unit_bytes)
     slices = direct.count_slices if load.kind is ExchangeKind.DIRECT else ring.count_slices
@@ -163,18 +171,21 @@ def slice_count(load: Workload, world_size: int) -> int:
 
 
 def _messages_per_slice(kind: ExchangeKind, world_size: int) -> int:
-    """Messages of one slice of a dense kind, of all members together."""
+    """Return the number of messages that all members together send for one slice of a dense kind."""
     return 2 * (world_size - 1) * (1 if kind is ExchangeKind.STAR else world_size)
 
 
 def simulated_slices(load: Workload, world_size: int, max_messages: int) -> int:
-    """Slices of a dense kind, fewer than there are where their messages would be more than `max_messages`."""
+    """Return the number of slices to simulate for a dense kind, at least 1.
+
+    With more than one slice the simulation has at most `max_messages` messages.
+    """
     most = max(1, max_messages // max(1, _messages_per_slice(load.kind, world_size)))
     return min(slice_count(load, world_size), most)
 
 
 def messages_of(load: Workload, world_size: int, max_messages: int = MAX_MESSAGES) -> list[PlannedMessage]:
-    """The messages of the exchange; see `simulated_slices`."""
+    """Return the messages of the exchange, with `simulated_slices` slices if it is dense."""
     match load.kind:
         case ExchangeKind.DENSE:
             return message_schedule.ring(world_size, simulated_slices(load, world_size, max_messages))
@@ -194,7 +205,7 @@ def messages_of(load: Workload, world_size: int, max_messages: int = MAX_MESSAGE
 
 
 def count_messages(load: Workload, world_size: int, max_messages: int = MAX_MESSAGES) -> int:
-    """Length of `messages_of`, without making them: a ring of 1000 members has two million."""
+    """Return the length of `messages_of` without making the list, which may have millions of messages."""
     others = world_size - 1
     match load.kind:
         case ExchangeKind.DENSE | ExchangeKind.DIRECT | ExchangeKind.STAR:
@@ -211,7 +222,7 @@ def count_messages(load: Workload, world_size: int, max_messages: int = MAX_MESS
 
 
 def messages_by_pair(load: Workload, world_size: int) -> Counter[tuple[int, int]]:
-    """Number of messages of one slice by (sender, receiver); pairs without any are left out."""
+    """Count the messages of one slice by (sender, receiver); leave out pairs without messages."""
     ranks = range(world_size)
     if load.kind is ExchangeKind.DENSE:
         hops = 2 * (world_size - 1)
@@ -224,11 +235,11 @@ def messages_by_pair(load: Workload, world_size: int) -> Counter[tuple[int, int]
 # -- CPU time --------------------------------------------------------------------------------------
 
 _SEGMENTED = (ExchangeKind.DENSE, ExchangeKind.DIRECT)
-"""Each member sums one segment, and hashes it slice by slice."""
+"""Kinds in which each member sums one segment and hashes it slice by slice."""
 
 
 def receive_work_s(work: ReceiveWork, load: Workload, part: float, cpu: CpuCosts) -> float:
-    """CPU time of a receiver for one payload; `part` of the dense vector."""
+    """Return a receiver's CPU time for one payload; `part` is its share of the dense vector."""
     match work:
         case ReceiveWork.ADD:
             return part * load.unit_bytes * cpu.add_byte_s
@@ -243,15 +254,17 @@ def receive_work_s(work: ReceiveWork, load: Workload, part: float, cpu: CpuCosts
 
 
 def start_work_s(load: Workload, cpu: CpuCosts) -> float:
-    """CPU time before anything is sent: selecting and encoding."""
+    """Return the CPU time of selecting and encoding, before anything is sent."""
     if not load.kind.is_sparse:
         return 0.0
     return load.parameters * cpu.select_parameter_s + load.entries * cpu.encode_entry_s
 
 
 def end_work_s(load: Workload, world_size: int, cpu: CpuCosts) -> float:
-    """CPU time after the last message: the sum of TopK, and the digest for the vote (of a ring, of its last
-    slice)."""
+    """Return the CPU time after the last message: summing for TopK, and hashing for the vote.
+
+    If each member sums one segment, only the last slice remains to be hashed.
+    """
     if load.kind in _SEGMENTED:
         return load.unit_bytes / (world_size * slice_count(load, world_size)) * cpu.hash_byte_s
     if load.kind is ExchangeKind.STAR:
@@ -262,12 +275,12 @@ def end_work_s(load: Workload, world_size: int, cpu: CpuCosts) -> float:
 
 
 def overlapped_work_s(load: Workload, world_size: int, cpu: CpuCosts) -> float:
-    """CPU time that overlaps with transfers if the core is idle otherwise: hashing slices that are final."""
+    """Return the CPU time of hashing final slices, which overlaps with transfers if the core is idle."""
     if load.kind not in _SEGMENTED:
         return 0.0
     return load.unit_bytes * cpu.hash_byte_s - end_work_s(load, world_size, cpu)
 
 
 def cpu_s_per_byte(load: Workload, cpu: CpuCosts) -> float:
-    """CPU time of a byte, at each end."""
+    """Return the CPU time of one byte at each end, in seconds."""
     return cpu.byte_s + (cpu.crypt_byte_s if load.encrypted else 0.0)

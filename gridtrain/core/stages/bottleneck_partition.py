@@ -1,18 +1,18 @@
-"""Divide a sequence of layers into stages so that the costliest stage costs least: dynamic programming.
+"""Divide a sequence of layers into stages by dynamic programming, minimising the cost of the costliest stage.
 
-What a stage costs is a function of (stage, start, stop).  The best partition of a prefix does not depend on
-the rest, so all prefixes are divided, for one stage after the other.
+The cost of a stage is a function of (stage, start, stop).  The best partition of a prefix does not depend on
+the remaining layers, so the best partitions of all prefixes are computed, one stage at a time.
 
-    bound      5          no stage may cost more, as some partition is known where none does
+    bound      5          no stage may cost more, because a partition within this bound is known
     layers     1 4 2 2 3 1 4 1
-    stage 0    |---|                 may stop after 1 .. 2    (1 + 4 <= 5, with 2 more it is 7)
-    stage 1      |-------|           after 3 .. 4             (as the two after it reach back that far)
+    stage 0    |---|                 may stop after 1 .. 2    (1 + 4 <= 5; a third layer would make it 7)
+    stage 1      |-------|           after 3 .. 4             (the two later stages can reach back that far)
     stage 2          |-----|         after 6 .. 6
-                               ---> few prefixes are left to examine
+                               ---> few prefixes remain to be examined
 
-Only what cannot be part of a partition within the bound is left out, so the result is the same as without
-one. `bottleneck_cuts_within` tries bounds from just above the smallest possible one: a narrow search is
-short.
+The bound only excludes stages that no partition within the bound contains, so the result is the same as
+without a bound.  `bottleneck_cuts_within` tries ascending bounds, beginning just above the smallest possible
+bound, because a search with a small bound is fast.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 StageCostFunction = Callable[[int, int, int], float]
-"""Cost by (stage, start, stop): layers `start` to `stop` - 1 as that stage."""
+"""Returns the cost of (stage, start, stop): layers `start` to `stop` - 1 as stage number `stage`."""
 
 FoundCuts = tuple[tuple[int, ...] | None, float]
-"""(stages + 1,) where stages begin, and the number of layers; and the cost of the costliest stage."""
+"""(cuts, cost of the costliest stage); the cuts are the first layer of each stage, then the number of
+layers."""
 
 EdgeCosts = Sequence[Sequence[float]]
-"""[stage][stop]: lower bound of the cost of the stage, and of the next one, if it ends there."""
+"""[stage][stop]: a lower bound of the costs of a stage and of the next stage if the boundary between them is
+before layer `stop`."""
 
 BOUND_GROWTH = 1.25
-"""From one bound to the next: the last search is little wider than necessary, and the others are cheap."""
+"""Factor between successive bounds.  With a small factor the last search is little wider than necessary, and
+the earlier searches are fast."""
 
 BOUND_HALVINGS = 12
 
@@ -44,20 +47,20 @@ def bottleneck_cuts(
     within: float = math.inf,
     edges: EdgeCosts = (),
 ) -> FoundCuts:
-    """The partition of `count` layers whose largest `cost(stage, start, stop)` is least, and that cost.
+    """Find the partition of `count` layers that minimises the largest `cost(stage, start, stop)`.
 
-    Among equals the one whose later stages begin latest.
+    If several partitions have the same largest cost, the one whose later stages begin latest is returned.
 
     Args:
-        cost: infinite where a stage is not allowed.
-        least: lower bound of `cost`, never less for a smaller `start` or a larger `stop`: where it reaches
-            the
-            best found, or exceeds the bound, no smaller start is examined.
-        within: the bound; partitions that cost more do not count.
-        edges: see `EdgeCosts`; (): unknown.
+        cost: the cost of a stage; infinite for a stage that is not allowed.
+        least: a lower bound of `cost` that never decreases for a smaller `start` or a larger `stop`.  Once
+            the lower bound reaches the best cost found or exceeds `within`, no smaller start is examined.
+        within: the bound; partitions that cost more are excluded.
+        edges: see `EdgeCosts`; empty if unknown.
 
     Returns:
-        None and infinity where no partition has a finite cost within the bound.
+        The cuts and the cost of the costliest stage; None and infinity if no partition has a finite cost
+        within the bound.
     """
     before, begins_at = {0: -math.inf}, range(1)
     froms: list[dict[int, int]] = []
@@ -95,7 +98,10 @@ def bottleneck_cuts_within(
     known: float,
     edges: EdgeCosts = (),
 ) -> FoundCuts:
-    """As `bottleneck_cuts`, for costs of at least 0, where some partition costs no more than `known`."""
+    """Return the same result as `bottleneck_cuts`, but faster, if some partition costs at most `known`.
+
+    All costs must be at least 0.
+    """
     within = _infeasible_bound(count, stages, least, known)
     for stage in range(stages - 1):
         within = max(within, min(edges[stage][stage + 1 : count - (stages - stage - 1) + 1], default=0.0))
@@ -107,7 +113,7 @@ def bottleneck_cuts_within(
 
 
 def _infeasible_bound(count: int, stages: int, least: StageCostFunction, known: float) -> float:
-    """About the largest bound within which there is no partition, by `least` alone."""
+    """Return approximately the largest bound for which `least` alone proves that no partition exists."""
     low, high = 0.0, known
     for _ in range(BOUND_HALVINGS if math.isfinite(known) else 0):
         middle = (low + high) / 2
@@ -116,9 +122,10 @@ def _infeasible_bound(count: int, stages: int, least: StageCostFunction, known: 
 
 
 def _stop_ranges(count: int, stages: int, least: StageCostFunction, within: float) -> list[range]:
-    """Where each stage may stop, by how far the stages up to it reach and those after it reach back.
+    """Return the range of layers before which each stage may stop; [] if no partition is within the bound.
 
-    Somewhat too wide, as stages may be empty here.  Empty: there is no partition within the bound.
+    A range is limited by how far the stages up to this stage can reach, and by how far back the later stages
+    can reach.  The ranges are slightly too wide, because they allow empty stages.
     """
     lasts, at = [], 0
     for stage in range(stages):

@@ -1,10 +1,12 @@
-"""Which card gets which stage, where cards differ: uneven stages for uneven GPUs.
+"""Assign uneven stages to cards with different speeds and memory sizes.
 
-For a run that begins: a run that continues keeps its partition, as another one would move states.
-    anna 24 GB, speed 2     bert, clara, dora 8 GB, speed 1         speeds in steps of the square root of 2,
-                                                                    as two measurements of one card differ
-    2 stages x 2 replicas   [anna bert] [clara dora]                similar cards share a stage: its slowest
-                                                                    and its smallest replica count
+This module is used when a run begins.  A run that continues keeps its partition, because with a new partition
+states would have to be moved.
+
+    anna 24 GB, speed 2     bert, clara, dora 8 GB, speed 1   speeds are rounded to powers of sqrt(2), because
+                                                              two measurements of one card differ
+    2 stages x 2 replicas   [anna bert] [clara dora]          similar cards share a stage, which is limited by
+                                                              its slowest card and its smallest memory
 """
 
 from __future__ import annotations
@@ -30,17 +32,20 @@ from gridtrain.core.stages.stage_cost import TIME_TOLERANCE, Card, StageCostMode
 from gridtrain.errors import ConfigError
 
 SPEED_STEP = math.sqrt(2.0)
-"""Ratio of two speeds that count as different."""
+"""Ratio between neighbouring speed classes; speeds in the same class are treated as equal."""
 
 MAX_MEDIAN_RATIO = 2.0**10
-"""A card counts as at most so many times as fast, or as slow, as the median: it is that worker's own
-report."""
+"""Largest ratio between a card's speed and the median, in both directions, because workers report their own
+speeds."""
 
 PairCost = Callable[[PeerId, PeerId], float]
 
 
 def relative_speeds(measured: Mapping[PeerId, float]) -> dict[PeerId, float]:
-    """Speeds relative to the median, in whole steps; one that is not measured (0) counts as the median."""
+    """Return speeds relative to the median, rounded to powers of `SPEED_STEP`.
+
+    A speed of 0 means that the speed has not been measured; the median is then assumed.
+    """
     known = [value for value in measured.values() if 0 < value < math.inf]
     usual = median(known) if known else 1.0
 
@@ -54,7 +59,7 @@ def relative_speeds(measured: Mapping[PeerId, float]) -> dict[PeerId, float]:
 
 
 def stage_bytes(setup: Setup, cuts: Sequence[int]) -> list[int]:
-    """Memory that each stage of this partition needs."""
+    """Return the memory that each stage of this partition needs, in bytes."""
     assert setup.model is not None
     stages = len(cuts) - 1
     costs = StageCostModel(
@@ -67,7 +72,7 @@ def stage_bytes(setup: Setup, cuts: Sequence[int]) -> list[int]:
 
 
 def is_uniform(setup: Setup, cuts: Sequence[int], cards: Mapping[PeerId, Card]) -> bool:
-    """Whether all cards are equally fast, and each can hold any stage of this partition."""
+    """Return whether all cards are equally fast and each can hold any stage of this partition."""
     if setup.model is None or not setup.model.blocks:
         return True
     least = min(card.memory_bytes for card in cards.values())
@@ -77,11 +82,13 @@ def is_uniform(setup: Setup, cuts: Sequence[int], cards: Mapping[PeerId, Card]) 
 def assign_devices(
     setup: Setup, peers: Sequence[PeerId], cards: Mapping[PeerId, Card], cost_s: PairCost | None = None
 ) -> Repartition:
-    """Stages of the workers, and the partition, of a run that begins on uneven cards.
+    """Choose a partition and each worker's stage for a run that begins on uneven cards.
 
     Args:
-        peers: the longest-serving first, at least as many as stages.
-        cost_s: of the links: among partitions that are about as fast, neighbours are near each other.
+        peers: the workers, the longest-serving first, at least as many as stages.
+        cards: each worker's card.
+        cost_s: returns the round trip between two workers in seconds.  It decides between partitions that are
+            about equally fast, so that neighbouring stages are near each other.
 
     Raises:
         ConfigError: no partition fits into the memory.
@@ -94,9 +101,9 @@ def assign_devices(
     fewest, too_many = 1, len(peers) // setup.stages
     try:
         return tried(too_many)
-    except ConfigError:  # with fewer replicas the smallest cards stay standby
-        found = tried(fewest)  # of the largest cards alone: where these are too small, all are
-    while too_many - fewest > 1:  # bisection, as the search blocks the coordinator
+    except ConfigError:  # with fewer replicas the workers with the smallest cards become standbys
+        found = tried(fewest)  # uses only the largest cards; if these are too small, no partition fits
+    while too_many - fewest > 1:  # bisection, because the search blocks the coordinator
         middle = (fewest + too_many) // 2
         try:
             found, fewest = tried(middle), middle
@@ -136,13 +143,19 @@ def _assign_replicas(
     stage_of = {peer: stage for stage, row in enumerate(rows) for peer in row}
     members = tuple(peer for peer in peers if peer in stage_of)
     shown = ", ".join(f"{span.stop - span.start}" for span in stage_spans(cuts))
-    return Repartition(cuts, members, stage_of, f"stages of {shown} layers by the cards' speed and memory")
+    return Repartition(
+        cuts, members, stage_of, f"stages of {shown} layers according to the cards' speed and memory"
+    )
 
 
 def _stage_orders(
     rows: list[list[PeerId]], cards: Mapping[PeerId, Card], blocks: int
 ) -> Iterable[Sequence[list[PeerId]]]:
-    """All orders where there are few; else largest memory first, where 1F1B keeps most, and last."""
+    """Return the orders of stages to try.
+
+    If there are few orders, all are returned.  Otherwise the given order, the order of decreasing memory
+    (because 1F1B keeps the most in the first stages), and both orders reversed are returned.
+    """
     if len(rows) <= MAX_ORDERED_WORKERS and blocks <= MAX_ORDERED_LAYERS:
         return permutations(rows)
     by_memory = sorted(rows, key=lambda row: -min(cards[peer].memory_bytes for peer in row))
@@ -156,7 +169,7 @@ def _weakest(cards: Sequence[Card]) -> Card:
 def able_workers(
     setup: Setup, cuts: Sequence[int], peers: Sequence[PeerId], cards: Mapping[PeerId, Card]
 ) -> list[PeerId]:
-    """Workers that can hold at least one stage of this partition."""
+    """Return the workers that can hold at least one stage of this partition."""
     if setup.model is None or not setup.model.blocks:
         return list(peers)
     least = min(stage_bytes(setup, cuts))
@@ -170,7 +183,7 @@ def check_memory_fit(
     cards: Mapping[PeerId, Card],
     name: Callable[[PeerId], str],
 ) -> None:
-    """Raises `ConfigError` if a worker's stage needs more than its memory."""
+    """Raise `ConfigError` if a worker's stage needs more memory than its card has."""
     if setup.model is None or not setup.model.blocks:
         return
     needs, replicas = stage_bytes(setup, cuts), len(order) // (len(cuts) - 1)
@@ -178,7 +191,7 @@ def check_memory_fit(
         stage = rank // replicas
         if needs[stage] > cards[peer].memory_bytes:
             raise ConfigError(
-                f"stage {stage} needs {needs[stage]} bytes, and {name(peer)} has "
+                f"stage {stage} needs {needs[stage]} bytes of memory, but the card of {name(peer)} has only "
                 f"{cards[peer].memory_bytes:.0f}",
-                remedy="wait for a larger card",
+                remedy="wait for a worker with a larger card",
             )

@@ -1,6 +1,6 @@
-"""Why no partition of a model fits into the cards' memory, and what would: the text of an error.
+"""Explain why no partition of a model fits into the cards' memory, and propose changes with which one fits.
 
-Each remedy that it names has been tried on the same numbers.
+Each proposed change has been checked with the same costs.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.stages.bottleneck_partition import bottleneck_cuts
 from gridtrain.core.stages.stage_cost import Card, ExecutionSettings, Layer, ScheduleKind, StageCostModel
 from gridtrain.errors import ConfigError
+from gridtrain.quantities import format_bytes
 
 MOST_STAGES = 64
-"""The largest number of stages that is proposed; for more, other cards are the remedy."""
+"""The largest number of stages to propose; a model that needs more stages needs larger cards."""
 
 
 def smallest_shortfall(
     layers: Sequence[Layer], cards: Sequence[Card], running: ExecutionSettings
 ) -> tuple[tuple[int, ...], float]:
-    """The partition whose fullest card lacks fewest bytes, and how many (negative: bytes that are left)."""
+    """Return the cuts that minimise the largest shortfall of memory, and this shortfall in bytes.
+
+    A negative shortfall means that this number of bytes is free.
+    """
     costs = StageCostModel(layers, cards, uniform_network(len(cards), 0.0, math.inf), running)
 
     def lack(stage: int, start: int, stop: int) -> float:
@@ -40,10 +44,10 @@ def smallest_shortfall(
 def find_fitting_partition(
     costs: StageCostModel, may_be: Callable[[int, int], bool] = lambda start, stop: True
 ) -> tuple[int, ...] | None:
-    """Some partition that exceeds no card's memory; None: there is none.
+    """Return the cuts of a partition that fits into the memory of all cards, or None if no partition fits.
 
     Args:
-        may_be: whether a stage may have the layers from `start` to `stop` - 1.
+        may_be: returns whether a stage may have the layers from `start` to `stop` - 1.
     """
     limits = [card.memory_bytes for card in costs.cards]
 
@@ -58,7 +62,7 @@ def find_fitting_partition(
 
 
 def fits(layers: Sequence[Layer], cards: Sequence[Card], running: ExecutionSettings) -> bool:
-    """Whether some partition exceeds no card's memory."""
+    """Return whether a partition fits into the memory of all cards."""
     if len(cards) > len(layers):
         return False
     return (
@@ -70,7 +74,7 @@ def fits(layers: Sequence[Layer], cards: Sequence[Card], running: ExecutionSetti
 
 
 def shortage_text(layers: Sequence[Layer], cards: Sequence[Card], running: ExecutionSettings) -> ConfigError:
-    """The error: which stage lacks how many bytes in the nearest partition, and what would be enough."""
+    """Return an error that names the stage with too little memory and the sufficient changes."""
     cuts, _ = smallest_shortfall(layers, cards, running)
     costs = StageCostModel(layers, cards, uniform_network(len(cards), 0.0, math.inf), running)
 
@@ -82,21 +86,21 @@ def shortage_text(layers: Sequence[Layer], cards: Sequence[Card], running: Execu
     needed = costs.memory(worst, start, stop)
     big = max(range(start, stop), key=lambda at: costs.memory(worst, at, at + 1).total)
     reason = (
-        f"no partition of {len(layers)} layers into {len(cards)} stages fits: at best stage {worst} "
-        f"({format_layers(layers, start, stop)}) needs {format_bytes(needed.total)} of its card's "
-        f"{format_bytes(cards[worst].memory_bytes)}, {format_bytes(lack(worst))} too many "
+        f"no partition of {len(layers)} layers into {len(cards)} stages fits: in the best one, stage {worst} "
+        f"({format_layers(layers, start, stop)}) needs {format_bytes(needed.total)}, but its card has only "
+        f"{format_bytes(cards[worst].memory_bytes)}; {format_bytes(lack(worst))} are missing "
         f"({format_memory_parts(needed.parameters, needed.copies, needed.activations, needed.transit)})"
     )
     if stop - start > 1:
         alone = costs.memory(worst, big, big + 1).total
-        reason += f'; its largest layer, "{layers[big].name}", needs {format_bytes(alone)} alone'
+        reason += f'; its largest layer, "{layers[big].name}", alone needs {format_bytes(alone)}'
     enough = list(_sufficient_remedies(layers, cards, running))
     if enough:
-        remedy = f"{'any of these is' if len(enough) > 1 else 'this is'} enough: {'; '.join(enough)}"
+        remedy = f"{'use one of these' if len(enough) > 1 else 'use this'}: {'; '.join(enough)}"
     else:
         remedy = (
-            "neither more stages nor smaller micro-batches nor re-materialisation is enough: divide "
-            f'"{layers[big].name}" into smaller layers, make batch or model smaller, or use larger cards'
+            f'divide "{layers[big].name}" into smaller layers, make the batch or the model smaller, or use '
+            "larger cards; more stages, smaller micro-batches and re-materialisation are not sufficient"
         )
     return ConfigError(reason, remedy=remedy)
 
@@ -120,31 +124,23 @@ def _sufficient_remedies(
     smallest = min(cards, key=lambda card: card.memory_bytes)
     for stages in range(len(cards) + 1, min(len(layers), MOST_STAGES) + 1):
         if fits(layers, [*cards, *(smallest,) * (stages - len(cards))], running):
-            yield f"{stages} stages, the further ones on cards of {format_bytes(smallest.memory_bytes)}"
+            yield f"{stages} stages, the additional ones on cards of {format_bytes(smallest.memory_bytes)}"
             break
 
 
 # -- in words --------------------------------------------------------------------------------------
 
 
-def format_bytes(nbytes: float) -> str:
-    """Bytes for people: decimal prefixes, three digits."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 999.5:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:,.3g} TB"
-
-
 def format_layers(layers: Sequence[Layer], start: int, stop: int) -> str:
-    """Layers `start` to `stop` - 1 with their names."""
+    """Return a description of layers `start` to `stop` - 1, with the names of the first and the last
+    layer."""
     if stop - start == 1:
         return f'layer {start}, "{layers[start].name}"'
     return f'layers {start} to {stop - 1}, "{layers[start].name}" to "{layers[stop - 1].name}"'
 
 
 def format_memory_parts(parameters: int, copies: int, activations: int, transit: int) -> str:
-    """A stage's bytes by purpose."""
+    """Return a text that lists a stage's memory by purpose; arguments are in bytes."""
     return (
         f"parameters {format_bytes(parameters)}, gradients and optimizer {format_bytes(copies)}, "
         f"activations {format_bytes(activations)}, in transit {format_bytes(transit)}"

@@ -1,16 +1,18 @@
-"""`micro_batches="auto"`: into how many micro-batches a step is best divided, from the first steps.
+"""Choose the number of micro-batches for `micro_batches="auto"` from the timings of the first steps.
 
-All members of a committed step have the same timings, so all choose the same number.
+All members of a committed step have the same timings, so all members choose the same number.
+
     step       0        1         2         3         4 ...
     number   4 S      4 S       8 S       8 S       proposed, for the rest of the run
-            warm-up  counted   warm-up   counted
+            warm-up  measured  warm-up  measured
                         |                   |
                   t(n), hop(n)  and  t(n/2), hop(n/2):   t(n) = overhead + n x per sample
 
-Two sizes give the fixed cost of a micro-batch, and `step_time.propose_micro_batches` weighs that and the
-links against the bubble.  Both trials use at least the number that GPipe recommends (4 micro-batches for each
-stage, section 2.3), so that none needs more memory than that; the chosen number may be smaller where all
-members have reported that a larger micro-batch fits.
+From the times of two sizes the fixed cost of a micro-batch is computed, which
+`step_time.propose_micro_batches` weighs, with the cost of the links, against the bubble.  The trials use at
+least the number of micro-batches that GPipe recommends (4 for each stage, section 2.3), so they need no more
+memory than GPipe.  The chosen number is smaller only if all members have reported that a larger micro-batch
+fits into their memory.
 """
 
 from __future__ import annotations
@@ -33,23 +35,24 @@ TRIALS = (
     2 * TRIAL_MICRO_BATCHES_PER_STAGE,
 )
 MEASURED_TRIALS = (1, 3)
-"""The other trials only warm up: kernels are compiled and memory is allocated for a new size."""
+"""Indices of the trials whose timings are used.  The other trials only warm up, because with a new size
+kernels are compiled and memory is allocated."""
 
 MAX_FIGURE = 1e9
-"""Bound of reported seconds and samples."""
+"""Upper bound of reported seconds and samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimings:
-    """What a member has measured in one step.
+    """The measurements of one member in one step.
 
     Attributes:
-        forward_s, backward_s: of a micro-batch, the mean; the second forward is part of backward.
-        round_trip_s: on the first stage: from sending the first micro-batch until its gradient is back; 0:
-            unknown, since the stage had work until then.
-        samples: of this replica's batch.
-        max_micro_batch_samples: of the largest micro-batch that fits this member; infinite: no bound is
-            known.
+        forward_s, backward_s: the mean time of a micro-batch; backward includes the second forward.
+        round_trip_s: on the first stage, the time from sending the first micro-batch until its gradient
+            arrives; 0 if it is unknown because the stage was still busy when the gradient arrived.
+        samples: the number of samples in this replica's batch.
+        max_micro_batch_samples: the number of samples in the largest micro-batch that fits into this member's
+            memory; infinite if no bound is known.
     """
 
     forward_s: float = 0.0
@@ -59,7 +62,7 @@ class StepTimings:
     max_micro_batch_samples: float = math.inf
 
     def is_plausible(self) -> bool:
-        """Whether an honest member can have measured it."""
+        """Return whether a correct member could have measured these values."""
         values = (self.forward_s, self.backward_s, self.round_trip_s, self.samples)
         return (
             all(0 <= value <= MAX_FIGURE for value in values)
@@ -69,19 +72,19 @@ class StepTimings:
 
 
 TrialTimings = tuple[StepTimings, ...]
-"""Timings of one step by all members, in rank order."""
+"""The timings of all members in one step, in the order of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchChoice:
-    """The number for the rest of the run, and why."""
+    """The number of micro-batches for the rest of the run, and the reason for it, as text."""
 
     micro_batches: int
     reason: str
 
 
 def trial_micro_batches(number: int, stages: int) -> int:
-    """Number of micro-batches of trial `number`, from 0."""
+    """Return the number of micro-batches in trial `number`; trials are counted from 0."""
     return TRIALS[number] * stages
 
 
@@ -96,12 +99,15 @@ def choose_micro_batches(
     ahead: float,
     stages: int | None = None,
 ) -> MicroBatchChoice:
-    """The number for the rest of the run, from the timings of all trials.
+    """Choose the number of micro-batches for the rest of the run from the timings of all trials.
 
     Args:
-        layout: of the generation that made the last trial.
-        stages: number of stages that the trials were for; None: as `layout`.  After a repartition there are
-            fewer.
+        timings: the timings of each trial, as many as `TRIALS`.
+        layout: the layout of the generation that made the last trial.
+        order: the schedule of the run.
+        ahead: see `schedule.one_forward_one_backward`.
+        stages: the number of stages with which the trials began, by default `layout.stages`; after a
+            repartition, `layout.stages` is smaller.
     """
     once, twice = (timings[number] for number in MEASURED_TRIALS)
     numbers_tried = [trial_micro_batches(number, stages or layout.stages) for number in MEASURED_TRIALS]
@@ -112,7 +118,7 @@ def choose_micro_batches(
         return MicroBatchChoice(
             first,
             f"{first} micro-batches, {TRIAL_MICRO_BATCHES_PER_STAGE} for each stage: "
-            "there was one size to try",
+            "only one size could be measured",
         )
     layers = [_stage_layer(stage, layout, (once, twice), sizes) for stage in range(layout.stages)]
     hops_s = [_hop_s(each, layout) for each in (once, twice)]
@@ -139,7 +145,10 @@ def choose_micro_batches(
 def _stage_layer(
     stage: int, layout: RankLayout, timings: tuple[TrialTimings, TrialTimings], sizes: Sequence[int]
 ) -> Layer:
-    """A stage as one layer, with the times of its slowest replica, as all replicas wait for it."""
+    """Return a layer that stands for a stage, with the times of the stage's slowest replica.
+
+    The slowest replica determines the times because all replicas wait for it.
+    """
     forwards, backwards = (
         _fit_line(
             sizes, [max(getattr(each[rank], what) for rank in layout.stage_ranks(stage)) for each in timings]
@@ -151,21 +160,24 @@ def _stage_layer(
         forwards[0],
         backwards[0],
         parameter_bytes=0,
-        output_bytes=1,  # activations of a sample are one unit, in which the network's rate is given
+        output_bytes=1,  # the activations of one sample are the unit in which the network's rate is given
         overhead_s=(forwards[1] + backwards[1]) / 2,
     )
 
 
 def _fit_line(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
-    """(seconds per sample, overhead), neither below 0, that agree with the time of the larger size."""
+    """Return (seconds per sample, overhead), both at least 0, that match the time of the larger size."""
     (large, small), (large_s, small_s) = sizes, times_s
     per_sample_s = min(max(0.0, (large_s - small_s) / (large - small)), large_s / large)
     return per_sample_s, large_s - large * per_sample_s
 
 
 def _hop_s(timings: TrialTimings, layout: RankLayout) -> float:
-    """Mean seconds of one payload from a stage to the next: the round trip of the first micro-batch without
-    the work of the stages after the first."""
+    """Return the time of one payload from a stage to the next in the slowest pipeline; 0.0 if unknown.
+
+    The time is the round trip of the first micro-batch, minus the work of the later stages, divided by the
+    number of hops.
+    """
     found = []
     for replica in range(layout.replicas):
         first, *later = (timings[rank] for rank in layout.pipeline_ranks(replica))

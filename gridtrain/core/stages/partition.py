@@ -1,4 +1,4 @@
-"""Partition a model into stages: which layers each stage gets, from seconds and bytes.
+"""Partition a model into stages according to the times and sizes of its layers.
 
     layers     embed  block  block  block  block  head          seconds and bytes of each, per sample
     cards      [  8 GB, speed 1  ][ 24 GB, speed 2 ][ 8 GB ]    in the order of the stages
@@ -6,17 +6,18 @@
 
     partition  embed  block | block  block  block | head        cuts == (0, 2, 5, 6)
 
-**Objective.**  While a pipeline is full, one micro-batch passes in the time of its slowest stage.  A stage's
-time is the larger of its computing (forward, backward, and a second forward where activations are
-re-materialised) and of its transfers in either direction: its upload carries activations forth and gradients
-back, its download the others.  Without overlap it is their sum.  `best_partition` minimises the largest of
-these times among all partitions in which no card's memory is exceeded.  Among partitions within `slack` of
-that time it takes the one whose fullest card is emptiest, and among equals the one whose later stages begin
-latest.  Latency does not count here: it lengthens filling and draining, not the period (`step_time` simulates
-the whole step).
+**Objective.**  While a pipeline is full, it completes one micro-batch in each period, which is the time of
+its slowest stage.  A stage's time is the larger of its compute time (forward, backward, and a second forward
+if activations are re-materialised) and its transfer time in the busier direction: the stage uploads
+activations and gradients to its neighbours and downloads theirs.  Without overlap a stage's time is the sum
+of both times.  `best_partition` minimises the period among all partitions that fit into the cards' memory.
+Among partitions whose period is within `slack` of the minimum, it chooses the partition whose fullest card
+has the most free memory and, in a tie, the partition whose later stages begin latest.  Latency is ignored,
+because it lengthens filling and draining, not the period (`step_time` simulates the whole step).
 
-The search (`bottleneck_partition`) runs twice, for the time and then for memory within that time: for both
-together the best partition of a prefix would depend on the rest.
+The search (`bottleneck_partition`) runs twice, first to minimise the period and then to minimise memory
+within that period.  If one search did both, the best partition of a prefix would depend on the remaining
+layers.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ def best_partition(
     slack: float = 0.0,
     may_be: Callable[[int, int], bool] = lambda start, stop: True,
 ) -> PartitionCost:
-    """The best partition of `layers` into one stage for each of `cards`, in their order.
+    """Find the best partition of `layers` into one stage for each of `cards`, in their order.
 
     Args:
-        network: of the cards, as ranks 0 to S - 1; None: transfers take no time.
-        slack: stages may be slower than the best by this share where the fullest card gets emptier: measured
-            times are not exact.
-        may_be: whether a stage may have the layers from `start` to `stop` - 1.
+        network: the network of the cards, as ranks 0 to S - 1; None if transfers take no time.
+        slack: the share by which the period may exceed the shortest period if the fullest card then has more
+            free memory; measured times are not exact anyway.
+        may_be: returns whether a stage may have the layers from `start` to `stop` - 1.
 
     Raises:
-        ConfigError: more cards than layers; or no partition fits, see `memory_fit`.
+        ConfigError: there are more cards than layers, or no partition fits (see `memory_fit`).
     """
     from gridtrain.core.stages import memory_fit
 
@@ -60,8 +61,23 @@ def best_partition(
             remedy="use at most as many stages as layers, or divide the model into smaller layers",
         )
     costs = StageCostModel(layers, cards, network or uniform_network(len(cards), 0.0, math.inf), running)
-    limits = [card.memory_bytes for card in cards]
-    count, stages = len(layers), len(cards)
+    some = memory_fit.find_fitting_partition(costs, may_be)
+    if some is None:
+        raise memory_fit.shortage_text(layers, cards, running)
+    fastest, fastest_s = _fastest_cuts(costs, may_be, some)
+    return partition_at(costs, _emptiest_cuts(costs, may_be, fastest, fastest_s * (1 + slack)))
+
+
+def _fastest_cuts(
+    costs: StageCostModel, may_be: Callable[[int, int], bool], known: Sequence[int]
+) -> tuple[Sequence[int], float]:
+    """Return the cuts with the shortest period, and that period in seconds.
+
+    Args:
+        known: cuts that fit into the cards' memory.
+    """
+    limits = [card.memory_bytes for card in costs.cards]
+    count, stages = len(costs.layers), len(costs.cards)
 
     def time_s(stage: int, start: int, stop: int) -> float:
         fits = may_be(start, stop) and costs.total_bytes(stage, start, stop) <= limits[stage]
@@ -71,14 +87,22 @@ def best_partition(
         fits = costs.lower_bound_bytes(stage, start, stop) <= limits[stage]
         return costs.compute_s(stage, start, stop) if fits else math.inf
 
-    some = memory_fit.find_fitting_partition(costs, may_be)
-    if some is None:
-        raise memory_fit.shortage_text(layers, cards, running)
-    known_s = max(time_s(s, *ends) for s, ends in enumerate(_spans(some)))
+    known_s = max(time_s(s, *ends) for s, ends in enumerate(_spans(known)))
     edges = [[costs.edge_s(stage, stop) for stop in range(count + 1)] for stage in range(stages - 1)]
     fastest, fastest_s = bottleneck_cuts_within(count, stages, time_s, least_s, known_s, edges)
-    assert fastest is not None  # `some` is one of the candidates
-    bound_s = fastest_s * (1 + slack)
+    assert fastest is not None  # `known` is one of the candidates
+    return fastest, fastest_s
+
+
+def _emptiest_cuts(
+    costs: StageCostModel, may_be: Callable[[int, int], bool], known: Sequence[int], bound_s: float
+) -> Sequence[int]:
+    """Return the cuts that leave the fullest card the most free memory, with a period of at most `bound_s`.
+
+    Args:
+        known: cuts that fit into the cards' memory and have a period of at most `bound_s`.
+    """
+    limits = [card.memory_bytes for card in costs.cards]
     scale = limits if all(math.isfinite(limit) for limit in limits) else [1.0] * len(limits)
 
     def fill(stage: int, start: int, stop: int) -> float:
@@ -90,26 +114,30 @@ def best_partition(
         slow = costs.compute_s(stage, start, stop) > bound_s
         return math.inf if slow else costs.lower_bound_bytes(stage, start, stop) / scale[stage]
 
-    fill_known = max(fill(s, *ends) for s, ends in enumerate(_spans(fastest)))
-    cuts, _ = bottleneck_cuts(count, stages, fill, least_fill, fill_known)
-    assert cuts is not None  # `fastest` is one of the candidates
-    return partition_at(costs, cuts)
+    known_fill = max(fill(s, *ends) for s, ends in enumerate(_spans(known)))
+    cuts, _ = bottleneck_cuts(len(costs.layers), len(costs.cards), fill, least_fill, known_fill)
+    assert cuts is not None  # `known` is one of the candidates
+    return cuts
 
 
 def partition_at(costs: StageCostModel, cuts: Sequence[int]) -> PartitionCost:
-    """The partition with given boundaries: (S + 1,) where stages begin, and the number of layers.
+    """Return the partition with the given boundaries.
+
+    Args:
+        cuts: (S + 1,) the first layer of each stage, and the number of layers.
 
     Raises:
-        ConfigError: they are not ascending, or not of these layers and cards.
+        ConfigError: `cuts` are not ascending, or do not match the layers and cards.
     """
     spans = _spans(cuts)
     if len(spans) != len(costs.cards) or cuts[0] != 0 or cuts[-1] != len(costs.layers):
         raise ConfigError(
-            f"cuts {tuple(cuts)} of {len(costs.layers)} layers for {len(costs.cards)} stages",
-            remedy="begin with 0, end with the number of layers, and name each stage's first layer between",
+            f"cuts {tuple(cuts)} do not divide {len(costs.layers)} layers into {len(costs.cards)} stages",
+            remedy="begin the cuts with 0, add the first layer of each further stage, and end with the "
+            "number of layers",
         )
     if any(start >= stop for start, stop in spans):
-        raise ConfigError(f"cuts {tuple(cuts)} leave a stage empty", remedy="let them grow")
+        raise ConfigError(f"cuts {tuple(cuts)} leave a stage empty", remedy="use strictly increasing cuts")
     stages = tuple(costs.stage_cost(s, start, stop) for s, (start, stop) in enumerate(spans))
     return PartitionCost(stages, max(costs.time_s(s, *span) for s, span in enumerate(spans)))
 

@@ -1,4 +1,5 @@
-"""A partition as a bar chart: as text for a terminal, and as SVG, without a plotting library.
+"""Draw a partition as a bar chart, as text for a terminal and as SVG, without a plotting library.
+
 stage 0   layers 0 to 3, "embed" to "block2"      12.1 ms  #############...  2.1 of 8 GB  ####......
 stage 1   layers 4 to 7, "block3" to "head"       11.8 ms  ############....  1.9 of 8 GB  ###.......
 """
@@ -10,9 +11,10 @@ from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
 from gridtrain.core.planning.exchange_comparison import format_seconds
-from gridtrain.core.stages.memory_fit import format_bytes, format_layers
+from gridtrain.core.stages.memory_fit import format_layers
 from gridtrain.core.stages.stage_cost import Layer, StageCost
 from gridtrain.core.stages.step_time import MicroBatchProposal, StepEstimate
+from gridtrain.quantities import format_bytes
 
 BAR = 24
 MOST_NAMES = 44
@@ -32,7 +34,10 @@ MEMORY_LEFT, MEMORY_WIDTH = 640.0, 480.0  # of the bytes
 
 
 def chart_text(layers: Sequence[Layer], outlook: StepEstimate) -> str:
-    """A row for each stage: its layers, the seconds of a micro-batch, its peak memory."""
+    """Return the chart as text, with a row for each stage.
+
+    A row has the stage's layers, its time for a micro-batch and its peak memory.
+    """
     stages = outlook.cut.stages
     longest_s = max(max(stage.compute_s, stage.transfer_s) for stage in stages) or 1.0
     largest = max(stage.memory.total for stage in stages)
@@ -62,13 +67,20 @@ def _shortened(text: str) -> str:
 
 
 def _bar(share: float) -> str:
-    """Full at 1; any share above 0 shows."""
+    """Return a text bar that is full at 1; any share above 0 fills at least one character."""
     filled = min(BAR, max(share > 0, round(BAR * share)))
     return "#" * filled + "." * (BAR - filled)
 
 
 def partition_reason(layers: Sequence[Layer], proposal: MicroBatchProposal, *, asked: bool) -> str:
-    """Which stage is slowest and which is fullest, and why that many micro-batches."""
+    """Return a text that explains a partition and its number of micro-batches.
+
+    The text names the slowest stage, the stage that needs the most memory, and the reason for the number of
+    micro-batches.
+
+    Args:
+        asked: whether the user specified the number of micro-batches.
+    """
     stages = proposal.chosen.cut.stages
     slowest, stage = max(enumerate(stages), key=lambda each: max(each[1].compute_s, each[1].transfer_s))
     what = "computing" if stage.compute_s >= stage.transfer_s else "its link"
@@ -79,11 +91,11 @@ def partition_reason(layers: Sequence[Layer], proposal: MicroBatchProposal, *, a
     limit = largest.card.memory_bytes
     return (
         f"{f'Stages begin at {before}' if before else 'One stage'}: stage {slowest} is slowest by {what}, "
-        f"{format_seconds(max(stage.compute_s, stage.transfer_s))} a micro-batch; "
-        f"{format_seconds(even_s)} would be an exactly even share of the computing; "
-        f"stage {fullest} holds most, {format_bytes(largest.memory.total)}"
+        f"{format_seconds(max(stage.compute_s, stage.transfer_s))} per micro-batch; "
+        f"with perfectly even shares, computing would take {format_seconds(even_s)}; "
+        f"stage {fullest} needs the most memory, {format_bytes(largest.memory.total)}"
         f"{f' of {format_bytes(limit)}' if limit < math.inf else ''}. "
-        f"{'As asked' if asked else 'Proposed'}: {proposal.reason}."
+        f"{'As specified' if asked else 'Proposed'}: {proposal.reason}."
     )
 
 
@@ -91,13 +103,13 @@ def partition_reason(layers: Sequence[Layer], proposal: MicroBatchProposal, *, a
 
 
 def chart_svg(layers: Sequence[Layer], outlook: StepEstimate) -> str:
-    """Two panels with a bar for each stage: the seconds of a micro-batch, and its peak memory."""
+    """Return the chart as SVG, with two panels: each stage's time for a micro-batch, and its peak memory."""
     stages = outlook.cut.stages
     width, height = MEMORY_LEFT + MEMORY_WIDTH + 60, TOP + ROW * len(stages) + 20
     running = outlook.settings
     subtitle = (
         f"{running.micro_batches} micro-batches of {running.samples}, {running.order}; a step takes "
-        f"{format_seconds(outlook.step_s)}, {outlook.bubble:.0%} of it bubble; predicted"
+        f"{format_seconds(outlook.step_s)} and its bubble is {outlook.bubble:.0%} (predicted)"
     )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
@@ -132,7 +144,7 @@ def _legend(left: float, entries: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _time_bars(stage: StageCost, top: float, longest_s: float) -> list[str]:
-    """Computing above, transfers below: they overlap."""
+    """Return the bars of a stage's times: compute time above transfer time, because the two overlap."""
     scale = WIDTH / longest_s
     forward, backward, transfer = (s * scale for s in (stage.forward_s, stage.backward_s, stage.transfer_s))
     return [

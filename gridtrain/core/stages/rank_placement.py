@@ -1,14 +1,15 @@
-"""Which worker gets which rank in a generation of S stages x R replicas, and from whom it gets the state.
+"""Assign the ranks and state sources of a generation of S stages x R replicas to workers.
 
     connected: anna (0) bert (0) clara (1) dora (-) emil (-)    2 stages x 2 replicas, emil is standby
                                                                  (n): holds the state of stage n
               replica 0   replica 1
-    stage 0     anna        bert         a worker with a stage's state keeps that stage: a move is a transfer
-    stage 1     clara       dora         dora gets the state from clara
+    stage 0     anna        bert         a worker that holds a stage's state keeps that stage
+    stage 1     clara       dora         dora has no state, and receives it from clara
 
-Workers that hold a stage in memory come first, then those with its checkpoint on disk, then the fastest.  The
-remaining ranks are filled so that neighbours in a pipeline and the replicas of a stage are near each other:
-by trying all placements where they are few, by swapping pairs (2-opt, Croes 1958) otherwise.
+Workers that hold a stage in memory get ranks first, then workers with a stage's checkpoint on disk, then the
+fastest workers.  The remaining ranks are filled so that neighbours in a pipeline and the replicas of a stage
+are near each other, by trying all placements if there are few, and otherwise by swapping pairs (2-opt, Croes
+1958).
 """
 
 from __future__ import annotations
@@ -25,34 +26,34 @@ from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.errors import LocalProtocolError
 
 PairCost = Callable[[PeerId, PeerId], float]
-"""Seconds from one peer to another and back, the same in both directions."""
+"""Returns the round trip between two peers in seconds, the same for both orders of the peers."""
 
 MAX_ENUMERATED = 3000
-"""Up to so many placements are all tried; otherwise pairs are swapped."""
+"""The largest number of placements for which all are tried; with more placements, pairs are swapped."""
 
 MAX_SWAP_CHECKS = 200_000
-"""Bound of the members examined while pairs are swapped, about 0.1 s, as this blocks the coordinator."""
+"""The largest number of members to examine while swapping pairs, which takes the coordinator about 0.1 s."""
 
 MAX_LINK_PLACED_MEMBERS = 64
-"""Up to so many members are placed by their links; in larger groups pairs are swapped within the bound
-above."""
+"""The largest generation whose vacant ranks are filled according to the links; in larger generations only the
+swaps consider links."""
 
 MAX_NAMED_WORKERS = 8
 
 DEFAULT_ACTIVATION_BYTES = 1 << 20
-"""Assumed size of an activation: the coordinator does not know what stages send each other."""
+"""The assumed size of an activation, because the coordinator does not know what sizes the stages send."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateLocations:
-    """Where the state is with which a generation begins, among the workers that may be members.
+    """The workers that hold the state with which a generation begins, among those that may be members.
 
     Attributes:
-        in_memory: by worker, the stage whose state it has in memory.
-        on_disk: by worker, the stages whose state it has on its disk.
-        initial_stages: stages whose state is made by the first replica, as at step 0.
-        last_stage: by member of the last generation, its stage.
-        held_spans: by worker, the layers whose state it has anywhere, of this or another partition.
+        in_memory: the stage whose state each worker has in memory.
+        on_disk: the stages whose state each worker has on its disk.
+        initial_stages: the stages whose first replica creates the state, as at step 0.
+        last_stage: the stage of each member of the last generation.
+        held_spans: the layers whose state each worker has in memory or on disk, in any partition.
     """
 
     in_memory: Mapping[PeerId, int] = field(default_factory=dict)
@@ -67,13 +68,14 @@ class RankPlacement:
     """The ranks of a generation.
 
     Attributes:
-        order: members by rank.
-        state_sources: by member that needs its stage's state, the rank that sends it.
-        standbys: workers without a rank.
-        reason: in words.
-        pieces: by assembler, the layers that it takes and from which rank.
-        digests: by member, of the checkpoint that it receives; a state in memory has none.
-        piece_digests: the same of `pieces`.
+        order: the members in the order of ranks.
+        state_sources: for each member that needs its stage's state, the rank that sends it.
+        standbys: the workers without a rank.
+        reason: the reason, as text.
+        pieces: for each assembler, the layers that it receives and the ranks that send them.
+        digests: for each member that receives a checkpoint, the digest of the checkpoint; a member that
+            receives a state from memory has no entry.
+        piece_digests: for each assembler, the digests of the checkpoints of its `pieces`.
     """
 
     order: tuple[PeerId, ...]
@@ -94,15 +96,18 @@ def place_ranks(
     cost_s: PairCost | None = None,
     name: Callable[[PeerId], str] = lambda peer: peer.hex()[:8],
 ) -> RankPlacement:
-    """A placement of as many replicas as there are workers for.
+    """Place workers in as many complete replicas of the pipeline as possible.
 
     Args:
-        peers: workers that may be members, at least `stages`, the longest-serving first; all different.
-        locations: each stage is held by some of `peers`, or is initial.
-        cost_s: of the links; None: nothing is measured.
+        peers: the workers that may be members, at least `stages`, the longest-serving first, without
+            duplicates.
+        locations: the holders of the state; each stage must be held by one of `peers` or be initial.
+        speed: returns a worker's measured speed, or None if it has not been measured.
+        cost_s: returns the round trip between two workers in seconds; None if no link has been measured.
+        name: returns a worker's name, for the reason.
 
     Raises:
-        LocalProtocolError: there are too few workers, or nobody has some stage.
+        LocalProtocolError: there are too few workers, or no worker has the state of some stage.
     """
     if len(peers) < stages or len(set(peers)) != len(peers):
         raise LocalProtocolError(f"{len(peers)} workers cannot be placed in {stages} stages")
@@ -134,7 +139,7 @@ def place_ranks(
 def _place_holders(
     layout: RankLayout, peers: Sequence[PeerId], locations: StateLocations
 ) -> tuple[list[list[PeerId]], list[PeerId]]:
-    """(by stage the workers that hold it in memory, up to the number of replicas; the other workers)."""
+    """Return (for each stage, up to `replicas` workers that hold it in memory; the other workers)."""
     placed: list[list[PeerId]] = [[] for _ in range(layout.stages)]
     rest: list[PeerId] = []
     for peer in peers:
@@ -150,7 +155,13 @@ def _place_holders(
 def _place_disk_holders(
     layout: RankLayout, placed: list[list[PeerId]], rest: list[PeerId], locations: StateLocations
 ) -> None:
-    """A stage that nobody holds in memory needs a member that has it on its disk."""
+    """Assign a member with a stage on its disk to each stage that no worker holds in memory.
+
+    Modifies `placed` and `rest`.
+
+    Raises:
+        LocalProtocolError: no worker has the state of some stage.
+    """
     for peer in list(rest):
         last = locations.last_stage.get(peer, layout.stages)
         if last in locations.on_disk.get(peer, ()) and last < layout.stages and not placed[last]:
@@ -164,9 +175,9 @@ def _place_disk_holders(
     }
     for stage in sorted(lost, key=lambda stage: len(disk_holders[stage])):
         if not disk_holders[stage]:
-            raise LocalProtocolError(f"nobody has the state of stage {stage} of {layout.stages}")
+            raise LocalProtocolError(f"no worker has the state of stage {stage} of {layout.stages}")
         if not set(disk_holders[stage]) & set(_all_placed(placed)):
-            # It gets this stage, so that one disk is read and nothing is sent.
+            # A worker with the stage on its disk gets this stage, so that the state need not be sent.
             rest.remove(disk_holders[stage][0])
             placed[stage].append(disk_holders[stage][0])
 
@@ -178,8 +189,10 @@ def _fill_vacancies(
     locations: StateLocations,
     cost_s: PairCost | None,
 ) -> None:
-    """Fill the remaining ranks, stage by stage: with the stage on disk, else the nearest, else the
-    fastest."""
+    """Fill the vacant ranks of each stage.
+
+    Workers with the stage on their disk are preferred, then near workers, then fast workers.
+    """
     left = list(chosen)
     for stage, row in enumerate(placed):
         while len(row) < layout.replicas:
@@ -203,9 +216,10 @@ def _all_placed(placed: Sequence[Sequence[PeerId]]) -> Iterator[PeerId]:
 
 
 def placement_cost_s(placed: Sequence[Sequence[PeerId]], cost_s: PairCost) -> tuple[float, float]:
-    """(the slowest pipeline + the slowest group of replicas, the sum of all), in seconds.
+    """Return (time of the slowest pipeline + time of the slowest group of replicas, sum of all), in seconds.
 
-    All pipelines run at the same time, and then all groups: of both the slowest one counts.
+    All pipelines run at the same time, and all groups run at the same time after the pipelines, so the time
+    of a step depends only on the slowest pipeline and the slowest group.
     """
     pipelines = [math.fsum(map(cost_s, ranks, ranks[1:])) for ranks in zip(*placed, strict=True)]
     groups = [math.fsum(map(cost_s, row, (*row[1:], row[0]))) if len(row) > 1 else 0.0 for row in placed]
@@ -215,7 +229,7 @@ def placement_cost_s(placed: Sequence[Sequence[PeerId]], cost_s: PairCost) -> tu
 def _improve_by_links(
     layout: RankLayout, placed: list[list[PeerId]], pinned: Collection[PeerId], cost_s: PairCost
 ) -> list[list[PeerId]]:
-    """The best of the placements that leave the pinned members at their stages."""
+    """Return the best placement that keeps the pinned members at their stages."""
     loose = [(s, r) for s, row in enumerate(placed) for r, peer in enumerate(row) if peer not in pinned]
     count = math.factorial(len(loose)) * math.factorial(layout.replicas) ** (layout.stages - 1)
     if count <= MAX_ENUMERATED:
@@ -228,7 +242,7 @@ def _improve_by_links(
 def _enumerate_placements(
     layout: RankLayout, placed: list[list[PeerId]], loose: Sequence[tuple[int, int]]
 ) -> Iterator[list[list[PeerId]]]:
-    """All placements; the order within stage 0 stays, as the numbers of the pipelines make no difference."""
+    """Yield all placements; stage 0 is not permuted, because the numbering of pipelines does not matter."""
     for others in permutations([placed[s][r] for s, r in loose]):
         rows = [list(row) for row in placed]
         for (s, r), peer in zip(loose, others, strict=True):
@@ -266,7 +280,7 @@ def _improve_by_swaps(
 def _choose_state_sources(
     layout: RankLayout, order: Sequence[PeerId], locations: StateLocations, cost_s: PairCost | None
 ) -> dict[PeerId, int]:
-    """By member that needs its state, the rank that sends it: the nearest that has it, else the lowest."""
+    """Return the rank of the nearest holder of its state for each member that needs its state."""
     sources: dict[PeerId, int] = {}
     disk_holders_of: dict[int, list[int]] = {}
     for rank, peer in enumerate(order):
@@ -283,7 +297,7 @@ def _choose_state_sources(
             holders = [group[0]]
             if rank == group[0]:
                 continue
-        # Of members with it on disk, one of this stage reads it in any case.
+        # Among members with the stage on disk those of this stage are preferred: they read it in any case.
         here = holders or [other for other in disk_holders if other in group] or disk_holders
         sources[peer] = min(here, key=lambda other: (cost_s(peer, order[other]) if cost_s else 0.0, other))
     return sources
@@ -301,7 +315,7 @@ def _reason(
         f"{name(peer)} gets stage {layout.stage_of(order.index(peer))} from {name(order[source])}"
         for peer, source in sources.items()
     ]
-    text += "; " + (_abbreviate(moves) if moves else "nobody has to be sent a state")
+    text += "; " + (_abbreviate(moves) if moves else "no worker needs to receive a state")
     return f"{text}; standby: {_abbreviate([name(peer) for peer in standbys])}" if standbys else text
 
 
@@ -318,35 +332,37 @@ def _improvement_text(
 ) -> str:
     slow_s, fast_s = placement_cost_s(before, cost_s)[0], placement_cost_s(after, cost_s)[0]
     if layout.world_size < 3 or not fast_s < slow_s:
-        return "; the links make no other order better"
+        return "; no other order suits the links better"
     return (
-        f"; neighbours by their links: {fast_s * 1e3:.3g} ms along a pipeline and a group instead of "
+        f"; ordered by links: {fast_s * 1e3:.3g} ms along a pipeline and a group of replicas instead of "
         f"{slow_s * 1e3:.3g} ms"
     )
 
 
 def stage_shares(most: Sequence[int], layout: RankLayout, global_batch_size: int | None) -> BatchShares:
-    """Shares of a batch: only members of the first stage read samples.
+    """Divide a batch among the members of the first stage; only these members read samples.
 
     Args:
-        most: by rank, the batch size that each one asked for; 0: any.
+        most: (P,) the batch size that each rank requests; 0 means that any batch size is accepted.
+        global_batch_size: the number of samples in a step; None if each pipeline uses its first worker's
+            batch size.
     """
     rest = (0,) * (layout.world_size - layout.replicas)
     if global_batch_size is None:
         return BatchShares(
-            (*most[: layout.replicas], *rest), "each pipeline takes its first worker's batch size"
+            (*most[: layout.replicas], *rest), "each pipeline uses its first worker's batch size"
         )
     counts = divide_samples(global_batch_size, [1.0] * layout.replicas, most[: layout.replicas])
     return BatchShares(
-        (*counts, *rest), f"{global_batch_size} samples in even shares over {layout.replicas} pipelines"
+        (*counts, *rest), f"{global_batch_size} samples divided evenly over {layout.replicas} pipelines"
     )
 
 
 def pair_cost(network: NetworkModel, at: Mapping[PeerId, int]) -> PairCost:
-    """Seconds of a message of `DEFAULT_ACTIVATION_BYTES` and its answer.
+    """Return a function that predicts the time of a message of `DEFAULT_ACTIVATION_BYTES` and its reply.
 
     Args:
-        at: by peer, its index in `network`.
+        at: the index of each peer in `network`.
     """
 
     def cost_s(a: PeerId, b: PeerId) -> float:

@@ -1,14 +1,15 @@
-"""Another partition over the workers that are left: the stages, and which worker gets which from whom.
-    3 stages, 6 blocks           anna [0 2) on its disk, and [4 6): the copy that it keeps for the last stage
-    bert, stage 1, is gone       clara [4 6) on its disk, and [2 4)
+"""Partition a model again over the remaining workers, and choose the sources of each stage's state.
 
-    over two: 0 3 6              anna assembles [0 3) from its own [0 2) and from clara's [2 4)
+    3 stages, 6 layers           anna has [0 2) on its disk, and a copy of [4 6), the last stage
+    bert, stage 1, has left      clara has [4 6) on its disk, and a copy of [2 4)
+
+    2 stages: 0 3 6              anna assembles [0 3) from its own [0 2) and from clara's [2 4)
                                  clara has all of [3 6) on its own disk
 
-Stored state is named by its layers, not by stages, so a state of any partition serves any other.  A stage
-that no worker has as it is gets an *assembler*, which has most of it.  It requests the checkpoints of the
-others, whole, one after the other (`messages.CheckpointRequest`), and sends the state to the stage's other
-replicas.
+Stored state is identified by its layers, not by stages, so the state of one partition can be used in another
+partition.  If no worker has the exact state of a stage, the worker with most of the stage's layers becomes
+the stage's *assembler*.  The assembler requests whole checkpoints from other workers, one at a time
+(`messages.CheckpointRequest`), and sends the assembled state to the stage's other replicas.
 """
 
 from __future__ import annotations
@@ -32,41 +33,42 @@ from gridtrain.core.stages.stage_cost import (
 from gridtrain.errors import ConfigError, LocalProtocolError
 
 MAX_ORDERED_WORKERS = 4
-"""Up to so many workers all orders along the pipeline are tried: 24 partitions."""
+"""The largest number of workers for which all orders along the pipeline are tried (24 for 4 workers)."""
 
 MAX_ORDERED_LAYERS = 64
-"""Layers of a model for which all of these orders are tried: the search blocks the coordinator, and one
+"""The largest number of layers for which all orders are tried.  The search blocks the coordinator, and each
 partition takes about 5 ms."""
 
 MIN_SPEEDUP = 1.1
-"""More stages are worth moving states when the slowest stage becomes faster by this factor."""
+"""States are moved to use more stages only if the slowest stage becomes at least this many times as fast."""
 
 MAX_GROUPED_WORKERS = 6
-"""Up to so many workers all groups are tried."""
+"""The largest number of workers for which all groups are tried."""
 
 MAX_ERROR_CHARS = 160
 
 HeldSpans = Mapping[PeerId, Sequence[Span]]
-"""Layers whose state each worker has."""
+"""The layers whose state each worker has."""
 
 Pieces = tuple[tuple[Span, int], ...]
 
 PartitionCache = dict[tuple[Card, ...], PartitionCost | ConfigError]
-"""Partitions by the cards along the pipeline, so that none is searched twice."""
+"""The best partition for each sequence of cards along the pipeline, or the error if no partition fits.  It
+avoids searching for the same partition twice."""
 
 
 def defined_cuts(setup: Setup) -> tuple[int, ...]:
-    """The boundaries of the stages as the run is defined: (stages + 1,)."""
+    """Return the (stages + 1,) boundaries of the stages in the run's definition."""
     return setup.model.cuts if setup.model is not None else tuple(range(setup.stages + 1))
 
 
 def stage_spans(cuts: Sequence[int]) -> list[Span]:
-    """The layers of each stage."""
+    """Return the layers of each stage."""
     return [Span(start, stop) for start, stop in pairwise(cuts)]
 
 
 def uncovered_spans(spans: Iterable[Span], count: int) -> list[Span]:
-    """Layers 0 to `count` - 1 that are in none of these spans."""
+    """Return spans of the layers from 0 to `count` - 1 that are in none of these spans."""
     found, reached = [], 0
     for span in sorted(spans, key=lambda span: (span.start, span.stop)):
         if span.start > reached:
@@ -78,7 +80,7 @@ def uncovered_spans(spans: Iterable[Span], count: int) -> list[Span]:
 
 
 def overlap_layers(a: Span, b: Span) -> int:
-    """Number of layers in both."""
+    """Return the number of layers that both spans contain."""
     return max(0, min(a.stop, b.stop) - max(a.start, b.start))
 
 
@@ -87,10 +89,10 @@ class Repartition:
     """A partition, and the workers that train it.
 
     Attributes:
-        cuts: where the stages begin, and the number of layers.
-        members: workers with a rank; they hold all of the state that is used.
-        assemblers: workers that assemble a stage that nobody has as it is, and which.
-        reason: in words.
+        cuts: (S + 1,) the first layer of each stage, and the number of layers.
+        members: the workers with a rank; together they hold the whole state.
+        assemblers: the stage that each assembler assembles.
+        reason: the reason, as text.
     """
 
     cuts: tuple[int, ...]
@@ -100,26 +102,27 @@ class Repartition:
 
 
 def check_setup(setup: Setup) -> None:
-    """Raises `ConfigError` for impossible partitions and costs, before the coordinator computes with them."""
+    """Raise `ConfigError` for an invalid partition or invalid costs, before the coordinator uses them."""
     model = setup.model
     if model is None:
         return
     if len(model.cuts) != setup.stages + 1:
         raise ConfigError(
-            f"cuts {list(model.cuts)[:8]} for {setup.stages} stages", remedy="give one more than stages"
+            f"there are {len(model.cuts)} cuts for {setup.stages} stages ({list(model.cuts)[:8]})",
+            remedy="specify one cut more than there are stages",
         )
     layers_of(model)
     execution_settings_of(model)
     for span in stage_spans(model.cuts) if model.blocks else ():
         if not has_trainable_check(model)(span.start, span.stop):
             raise ConfigError(
-                f"blocks {span.start} to {span.stop - 1} are a stage, and there is nothing to train in it",
-                remedy="use other boundaries, or fewer stages",
+                f"the stage of layers {span.start} to {span.stop - 1} has no trainable parameters",
+                remedy="use different boundaries or fewer stages",
             )
 
 
 def layers_of(model: StagedModel) -> list[Layer]:
-    """The model's layers; where no times are known, time is proportional to bytes."""
+    """Return the model's layers; if no times are known, assume times proportional to parameter bytes."""
     timed = _is_timed(model)
     return [
         Layer(
@@ -143,8 +146,7 @@ def _is_timed(model: StagedModel) -> bool:
 
 
 def execution_settings_of(model: StagedModel) -> ExecutionSettings:
-    """The model's settings; where no times are known messages take none either, as nothing compares with
-    them."""
+    """Return the model's settings; if no times of layers are known, assume that messages take no time."""
     running = ExecutionSettings() if _is_timed(model) else ExecutionSettings(message_s=0.0)
     return replace(
         running,
@@ -167,14 +169,16 @@ def partition_over_fewer(
     cards: Mapping[PeerId, Card],
     holds: HeldSpans,
 ) -> Repartition:
-    """A partition over fewer workers than the run has stages, into as many stages as fit.
+    """Choose a partition for fewer workers than the run has stages, with as many stages as possible.
 
     Args:
-        peers: the workers that are connected, the longest-serving first; `cards`: theirs.
-        holds: layers whose state each of them has; together they have all.
+        peers: the connected workers, the longest-serving first.
+        cards: the card of each worker.
+        holds: the layers whose state each worker has; together the workers have all layers.
 
     Raises:
-        ConfigError: the model does not fit; without a reason: the costs of its layers are unknown.
+        ConfigError: no partition fits, or the workers do not have all layers.  The error's reason is empty if
+            the costs of the model's layers are unknown.
     """
     model = setup.model
     if model is None or not model.blocks:
@@ -192,14 +196,19 @@ def partition_over_fewer(
                 continue
             reason = f"repartitioned into {_format_stage_count(count)} at {list(cuts)}"
             return Repartition(cuts, tuple(order), {peer: n for n, peer in enumerate(order)}, reason)
-    raise refused or ConfigError("nobody has enough of it", remedy="wait for workers")
+    raise refused or ConfigError(
+        "the connected workers do not have all layers", remedy="wait for more workers"
+    )
 
 
 def _groups(
     peers: Sequence[PeerId], cards: Mapping[PeerId, Card], count: int, holds: HeldSpans, blocks: int
 ) -> Iterable[list[PeerId]]:
-    """Groups of `count` workers, those with the most memory first; of many workers only that one, and one
-    that has every layer, with the largest workers beside them."""
+    """Return groups of `count` workers to try, groups with the most memory first.
+
+    With more than `MAX_GROUPED_WORKERS` workers only two groups are tried: the workers with the most memory,
+    and a small group that has every layer, extended by the workers with the most memory.
+    """
     largest = sorted(peers, key=lambda peer: -cards[peer].memory_bytes)
     groups: Iterable[Sequence[PeerId]] = combinations(largest, count)
     if len(peers) > MAX_GROUPED_WORKERS:
@@ -217,8 +226,10 @@ def _best_stage_order(
     holds: HeldSpans,
     known: PartitionCache,
 ) -> tuple[tuple[int, ...], list[PeerId]]:
-    """The order along the pipeline whose partition is fastest; of similar ones, that which moves fewest
-    bytes."""
+    """Return the cuts of the fastest partition, and its order of workers.
+
+    Among partitions that are about equally fast, the partition that moves the fewest bytes is chosen.
+    """
     sizes = [block.parameter_bytes + block.trainable_bytes for block in model.blocks]
     orders: Iterable[Sequence[PeerId]] = [_by_held_position(members, holds)]
     if len(members) <= MAX_ORDERED_WORKERS and len(sizes) <= MAX_ORDERED_LAYERS:
@@ -248,7 +259,7 @@ def _best_stage_order(
 def partition_for(
     model: StagedModel, cards: Sequence[Card], known: PartitionCache
 ) -> PartitionCost | ConfigError:
-    """The best partition for these cards in this order; or why there is none."""
+    """Return the best partition for these cards in this order, or the error if no partition fits."""
     asked = tuple(cards)
     if asked not in known:
         layers, running = layers_of(model), execution_settings_of(model)
@@ -262,13 +273,13 @@ def partition_for(
 
 
 def has_trainable_check(model: StagedModel) -> Callable[[int, int], bool]:
-    """A stage must have something to train."""
+    """Return a function that returns whether layers `start` to `stop` - 1 have trainable parameters."""
     trained = list(accumulate((block.trainable_bytes for block in model.blocks), initial=0))
     return lambda start, stop: trained[stop] > trained[start]
 
 
 def _by_held_position(members: Sequence[PeerId], holds: HeldSpans) -> list[PeerId]:
-    """By the middle of what they hold; who holds nothing comes last."""
+    """Sort workers by the middle of the layers that they hold; workers that hold no layers come last."""
 
     def middle(peer: PeerId) -> float:
         spans = holds.get(peer, ())
@@ -278,7 +289,7 @@ def _by_held_position(members: Sequence[PeerId], holds: HeldSpans) -> list[PeerI
 
 
 def _missing_spans(spans: Sequence[Span], wanted: Span) -> list[Span]:
-    """Of the blocks wanted, counted from the first of them."""
+    """Return the wanted layers that are in none of `spans`, numbered from the first wanted layer."""
     inside = [
         Span(max(0, s.start - wanted.start), s.stop - wanted.start)
         for s in spans
@@ -292,7 +303,10 @@ def _all_spans(holds: HeldSpans, members: Collection[PeerId]) -> list[Span]:
 
 
 def is_worth_more_stages(setup: Setup, cuts: tuple[int, ...], stages: int) -> bool:
-    """Whether `stages` are noticeably faster than those of `cuts`, on equal cards without memory limits."""
+    """Return whether `stages` stages are at least `MIN_SPEEDUP` times as fast as the stages of `cuts`.
+
+    The best partitions on equal cards without memory limits are compared.
+    """
     assert setup.model is not None
     layers, running = layers_of(setup.model), execution_settings_of(setup.model)
     stages = min(stages, len(layers))
@@ -309,14 +323,16 @@ def is_worth_more_stages(setup: Setup, cuts: tuple[int, ...], stages: int) -> bo
 
 
 def repartition_at(cuts: tuple[int, ...], peers: Sequence[PeerId], locations: StateLocations) -> Repartition:
-    """Members for as many replicas as there are workers for; states of other partitions are assembled.
+    """Choose members for as many complete replicas as possible, and assemblers for missing stages.
 
     Args:
-        peers: the longest-serving first, at least as many as stages.
-        locations: where the state is, relative to `cuts`; every layer is somewhere, or the run begins.
+        peers: the workers, the longest-serving first, at least as many as stages.
+        locations: the holders of the state, with stages as in `cuts`; each layer has a holder, unless the run
+            is just beginning.
 
     Raises:
-        ConfigError: more workers have parts of the state than there are ranks, or only others have some.
+        ConfigError: the state is spread over more workers than there are ranks, there are too few assemblers,
+            or a layer is held by no worker in `peers`.
     """
     stages, locations = len(cuts) - 1, restricted_to(locations, peers)
     if not _missing_stages(locations, stages):
@@ -340,14 +356,15 @@ def repartition_at(cuts: tuple[int, ...], peers: Sequence[PeerId], locations: St
             assemblers[peer] = stage
     if len(needed) > size or len(assemblers) < len(missing):
         raise ConfigError(
-            f"{len(needed)} workers have parts of the state, and there are {size} ranks",
+            f"the state is spread over {len(needed)} workers and there are {size} ranks; "
+            f"{len(assemblers)} workers can assemble the {len(missing)} missing stages",
             remedy="wait for more workers",
         )
-    return Repartition(cuts, tuple(members), assemblers, f"stages assembled, divided at {list(cuts)}")
+    return Repartition(cuts, tuple(members), assemblers, f"stages are assembled with cuts at {list(cuts)}")
 
 
 def restricted_to(locations: StateLocations, members: Sequence[PeerId]) -> StateLocations:
-    """Only what these members have."""
+    """Return `locations` restricted to these members."""
     return replace(
         locations,
         in_memory={p: n for p, n in locations.in_memory.items() if p in members},
@@ -357,7 +374,7 @@ def restricted_to(locations: StateLocations, members: Sequence[PeerId]) -> State
 
 
 def _missing_stages(locations: StateLocations, stages: int) -> list[int]:
-    """Stages that no worker has as they are."""
+    """Return the stages whose exact state no worker has."""
     exact = (
         set(locations.in_memory.values())
         | {n for own in locations.on_disk.values() for n in own}
@@ -371,10 +388,10 @@ def _largest_overlap(spans: Sequence[Span], wanted: Span) -> int:
 
 
 def _covering_workers(peers: Sequence[PeerId], holds: HeldSpans, count: int) -> list[PeerId]:
-    """A small set of workers that together have every layer.
+    """Return a small set of workers that together have every layer, found by a greedy search.
 
     Raises:
-        ConfigError: none of `peers` has some layer.
+        ConfigError: a layer is held by no worker in `peers`.
     """
     chosen: list[PeerId] = []
     while lacking := uncovered_spans(_all_spans(holds, chosen), count):
@@ -384,17 +401,17 @@ def _covering_workers(peers: Sequence[PeerId], holds: HeldSpans, count: int) -> 
 
         best = max(peers, key=adds)
         if not adds(best):
-            # A worker that has it is connected, but its memory is too small for this partition.
+            # A connected worker has the layer, but its memory is too small for this partition.
             raise ConfigError(
-                f"no worker with enough memory has the state of block {lacking[0].start}",
-                remedy="use another partition",
+                f"no worker with enough memory has the state of layer {lacking[0].start}",
+                remedy="use a different partition",
             )
         chosen.append(best)
     return chosen
 
 
 def with_assemblers(locations: StateLocations, recut: Repartition) -> StateLocations:
-    """As `locations`, with assemblers as holders of the stages that they assemble."""
+    """Return `locations` with each assembler added as a holder of the stage that it assembles."""
     return (
         replace(locations, in_memory={**locations.in_memory, **recut.assemblers})
         if recut.assemblers
@@ -408,10 +425,15 @@ def with_assemblers(locations: StateLocations, recut: Repartition) -> StateLocat
 def assembler_pieces(
     recut: Repartition, order: Sequence[PeerId], locations: StateLocations
 ) -> dict[PeerId, Pieces]:
-    """The checkpoints that each assembler uses: (layers, rank that has them).
+    """Choose the checkpoints that each assembler uses, as (layers, rank that has them).
 
-    One that has its stage as it is, on its disk or in memory, needs none.  At each layer it uses its own
-    checkpoint, else the one that reaches furthest, so that few are used.
+    An assembler that already has the exact state of its stage, in memory or on disk, needs no checkpoints.
+    For each layer an assembler uses its own checkpoint if it has one, else the checkpoint that extends
+    furthest, so that few checkpoints are needed.
+
+    Raises:
+        LocalProtocolError: a layer is held by no member.
+        ConfigError: a stage needs more than `MAX_CHECKPOINT_SOURCES` checkpoints.
     """
     spans = stage_spans(recut.cuts)
     found: dict[PeerId, Pieces] = {}
@@ -430,11 +452,11 @@ def assembler_pieces(
                 if span.start <= reached < span.stop
             ]
             if not offers:
-                raise LocalProtocolError(f"no member has block {reached} of stage {stage}")
+                raise LocalProtocolError(f"no member has layer {reached} of stage {stage}")
             if len(taken) == MAX_CHECKPOINT_SOURCES:
                 raise ConfigError(
                     f"stage {stage} would be assembled from more than {MAX_CHECKPOINT_SOURCES} checkpoints",
-                    remedy="wait for workers",
+                    remedy="wait for more workers",
                 )
             best = max(
                 offers, key=lambda offer: (offer[1] == mine, min(offer[0].stop, wanted.stop), -offer[1])
@@ -446,7 +468,7 @@ def assembler_pieces(
 
 
 def error_text(error: ConfigError) -> str:
-    """The reason of an error, shortened for a message."""
+    """Return the reason of an error, shortened to fit into a message."""
     return (
         error.reason if len(error.reason) <= MAX_ERROR_CHARS else error.reason[: MAX_ERROR_CHARS - 3] + "..."
     )

@@ -1,18 +1,19 @@
-"""In which order the stages of a pipeline compute their micro-batches: the schedule as data.
+"""Describe pipeline schedules as data: the order in which stages compute their micro-batches.
 
-Every stage works through its own list, and waits where the payload of an action has not arrived.
+Each stage executes its own list of actions, and waits if the payload of an action has not arrived.
+
     fill-drain (GPipe, arXiv 1811.06965, figure 2c), S = 3, M = 4       time ->
     stage 0    F0  F1  F2  F3   .   .   .   .  B0  B1  B2  B3
     stage 1     .  F0  F1  F2  F3   .   .  B0  B1  B2  B3   .
     stage 2     .   .  F0  F1  F2  F3  B0  B1  B2  B3   .   .
 
-    1F1B (PipeDream-Flush, arXiv 2006.09503, section 2.2): as long; stage s keeps S - s micro-batches, not M
+    1F1B (PipeDream-Flush, arXiv 2006.09503, section 2.2): as long; stage s keeps S - s micro-batches
     stage 0    F0  F1  F2   .   .  B0  F3  B1   .  B2   .  B3
     stage 1     .  F0  F1   .  B0  F2  B1  F3  B2   .  B3   .
     stage 2     .   .  F0  B0  F1  B1  F2  B2  F3  B3   .   .
 
-Backward runs in ascending order in both, on every stage: so a parameter's gradient is the same sum in the
-same order for every schedule and every number of stages (`docs/decisions/0026`).
+In both schedules each stage runs its backwards in ascending order.  A parameter's gradient is therefore
+summed in the same order for every schedule and every number of stages (`docs/decisions/0026`).
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from gridtrain.errors import ConfigError, LocalProtocolError
 
 
 class ActionKind(Enum):
-    """Forward or backward of a micro-batch."""
+    """The kind of an action: the forward or the backward of a micro-batch."""
 
     FORWARD = "F"
     BACKWARD = "B"
 
 
 class PayloadKind(IntEnum):
-    """`Channel.kind` of payloads between stages; 0 is the exchange of gradients among replicas."""
+    """Values of `Channel.kind` for payloads between stages; 0 stands for the exchange among replicas."""
 
     ACTIVATIONS = 1  # stage s to s + 1, index: the micro-batch
-    GRADIENTS = 2  # stage s to s - 1, of these activations, index: the micro-batch
-    TIED_GRADIENTS = 3  # between the stages that hold a tied parameter, index: which one
-    TIED_PARAMETERS = 4  # from the lowest of these stages to the others, index: which one
+    GRADIENTS = 2  # stage s to s - 1, gradients of these activations, index: the micro-batch
+    TIED_GRADIENTS = 3  # between the stages that hold a tied parameter, index: the tied parameter
+    TIED_PARAMETERS = 4  # from the lowest of these stages to the other ones, index: the tied parameter
 
 
 def activations_channel(micro_batch: int) -> Channel:
@@ -70,15 +71,18 @@ class Action:
 
 
 def divide_samples(samples: int, micro_batches: int) -> tuple[int, ...]:
-    """The sizes of the micro-batches of a mini-batch: as even as possible, larger ones first, none empty.
+    """Return the sizes of a mini-batch's micro-batches: as even as possible, largest first, none empty.
 
-    Seven samples in three micro-batches: (3, 2, 2).  Fewer samples than micro-batches: one sample in each,
-    and fewer micro-batches.  No samples: ().
+    Seven samples in three micro-batches give (3, 2, 2).  If there are fewer samples than micro-batches, each
+    sample forms a micro-batch; without samples, the result is ().
+
+    Raises:
+        ConfigError: `samples` is below 0, or `micro_batches` is below 1.
     """
     if samples < 0 or micro_batches < 1:
         raise ConfigError(
             f"{samples} samples cannot be divided into {micro_batches} micro-batches",
-            remedy="at least one micro-batch, and no less than 0 samples",
+            remedy="use at least 1 micro-batch and at least 0 samples",
         )
     count = min(samples, micro_batches)
     return tuple(samples // count + (i < samples % count) for i in range(count))
@@ -86,7 +90,7 @@ def divide_samples(samples: int, micro_batches: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A schedule of S stages and M micro-batches; `actions[s]` are those of stage s, in order."""
+    """A schedule of S stages and M micro-batches; `actions[s]` are the actions of stage s, in order."""
 
     name: str
     stages: int
@@ -94,7 +98,7 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
 
     def max_in_flight(self, stage: int) -> int:
-        """The largest number of micro-batches whose activations this stage keeps at one time."""
+        """Return the largest number of micro-batches whose activations this stage keeps at the same time."""
         now = most = 0
         for action in self.actions[stage]:
             now += 1 if action.kind is ActionKind.FORWARD else -1
@@ -103,19 +107,24 @@ class Schedule:
 
 
 def fill_drain(stages: int, micro_batches: int) -> Schedule:
-    """The schedule of GPipe: all forwards, then all backwards, ascending.  A stage keeps M micro-batches."""
+    """Return the schedule of GPipe: all forwards and then all backwards, both in ascending order.
+
+    Each stage keeps the activations of M micro-batches.
+    """
     return _scheduled("fill-drain", stages, micro_batches, [micro_batches] * stages)
 
 
 def one_forward_one_backward(stages: int, micro_batches: int, *, ahead: float = 0.0) -> Schedule:
-    """The schedule of PipeDream-Flush: each backward as early as possible.  Stage s keeps min(M, S - s).
+    """Return the schedule of PipeDream-Flush, in which each stage runs its backwards as early as possible.
+
+    Stage s keeps the activations of min(M, S - s) micro-batches if `ahead` is 0.
 
     Args:
         stages: S >= 1.
         micro_batches: M >= 0.
-        ahead: further micro-batches in flight for each stage that follows.  Between machines a payload takes
-            time, and without these the next-to-last stage waits for each one (see `ahead_for`); with infinity
-            this is fill-drain.
+        ahead: the number of additional micro-batches in flight for each later stage.  Because a payload
+            between machines takes time, the next-to-last stage would wait for each payload if `ahead` were 0
+            (see `ahead_for`).  Infinity gives fill-drain.
     """
     warm_up = [
         min(micro_batches, math.ceil((stages - 1 - s) * (1 + ahead)) if s < stages - 1 else 0)
@@ -126,23 +135,28 @@ def one_forward_one_backward(stages: int, micro_batches: int, *, ahead: float = 
 
 
 def ahead_for(forward_s: float, backward_s: float, hop_s: float) -> float:
-    """The `ahead` with which 1F1B is as fast as fill-drain when a payload takes `hop_s` to the next stage.
+    """Return the `ahead` with which 1F1B is as fast as fill-drain if a payload takes `hop_s` per hop.
 
-    A micro-batch returns to a stage that h others follow after (h + 1)(forward + backward) + 2 h hop seconds.
-    To have work for that time, the stage needs 2 hop / (forward + backward) further micro-batches for each
-    hop; and one more, since forward and backward alternate whichever of the two has arrived.  Without that
-    one a schedule took up to 22 % longer than fill-drain, with it never longer (S <= 8, M <= 32, hops of 0.03
-    to 5 (forward + backward)).
+    A micro-batch returns to a stage with h later stages after (h + 1)(forward + backward) + 2 h hop seconds.
+    To have work for that time, the stage needs 2 hop / (forward + backward) additional micro-batches for each
+    hop.  It needs one more for each hop, because forwards and backwards alternate strictly, regardless of
+    which payload has arrived.  In a test with S <= 8, M <= 32 and hops of 0.03 to 5 (forward + backward),
+    schedules without this last addition took up to 22 % longer than fill-drain; with it they never took
+    longer.
     """
     return 1 + 2 * hop_s / (forward_s + backward_s) if hop_s > 0 else 0.0
 
 
 def _scheduled(name: str, stages: int, micro_batches: int, warm_up: Sequence[int]) -> Schedule:
-    """Each stage: `warm_up` forwards, then forward and backward alternately, then the remaining backwards."""
+    """Return a schedule in which stage s begins with `warm_up[s]` forwards.
+
+    After these forwards, forwards and backwards alternate until no forward is left; the remaining backwards
+    follow.
+    """
     if stages < 1 or micro_batches < 0:
         raise ConfigError(
-            f"{stages} stages and {micro_batches} micro-batches",
-            remedy="at least 1 stage, and no less than 0 micro-batches",
+            f"there is no schedule for {stages} stages and {micro_batches} micro-batches",
+            remedy="use at least 1 stage and at least 0 micro-batches",
         )
     everything = []
     for first in warm_up:
@@ -156,7 +170,7 @@ def _scheduled(name: str, stages: int, micro_batches: int, warm_up: Sequence[int
 
 @dataclass(frozen=True, slots=True)
 class TimeSlot:
-    """When a stage computes an action; only work and links take time."""
+    """The time at which a stage computes an action."""
 
     action: Action
     start_s: float
@@ -165,7 +179,7 @@ class TimeSlot:
 
 @dataclass(frozen=True, slots=True)
 class Timetable:
-    """`slots[s]` are those of stage s, ascending."""
+    """The times of all actions of a schedule; `slots[s]` are the slots of stage s in ascending order."""
 
     slots: tuple[tuple[TimeSlot, ...], ...]
 
@@ -174,7 +188,7 @@ class Timetable:
         return max((slot.stop_s for slots in self.slots for slot in slots), default=0.0)
 
     def busy_share(self, stage: int) -> float:
-        """The share of the time in which this stage computes; the rest is its bubble."""
+        """Return the share of the time in which this stage computes; the rest is its bubble."""
         if not self.slots[stage]:
             return 0.0
         return sum(slot.stop_s - slot.start_s for slot in self.slots[stage]) / self.makespan_s
@@ -188,13 +202,18 @@ def timetable(
     send_s: float = 0.0,
     latency_s: float = 0.0,
 ) -> Timetable:
-    """The timetable of a schedule.
+    """Compute the timetable of a schedule.
+
+    With `send_s = latency_s = 0` and even stages both schedules take (M + S - 1)(forward + backward).
 
     Args:
-        forward_s, backward_s: of a micro-batch; one number, or one for each stage.
+        forward_s, backward_s: the time of a micro-batch, as one number for all stages or a sequence with one
+            number for each stage.
+        send_s: how long a payload occupies its link; each direction has its own link.
+        latency_s: the time from the end of sending until the payload arrives.
 
-    A payload occupies its link, one for each direction, for `send_s` and arrives `latency_s` later.  With
-    `send_s = latency_s = 0` and even stages both schedules take (M + S - 1)(forward + backward).
+    Raises:
+        LocalProtocolError: the schedule has a deadlock, or a sequence does not have one time for each stage.
     """
     simulation = _ScheduleSimulation(
         schedule, _per_stage(forward_s, schedule), _per_stage(backward_s, schedule), send_s, latency_s
@@ -205,12 +224,12 @@ def timetable(
 def _per_stage(value_s: float | Sequence[float], schedule: Schedule) -> Sequence[float]:
     each = [value_s] * schedule.stages if isinstance(value_s, int | float) else value_s
     if len(each) != schedule.stages:
-        raise LocalProtocolError(f"{len(each)} times for {schedule.stages} stages")
+        raise LocalProtocolError(f"{len(each)} durations were given for {schedule.stages} stages")
     return each
 
 
 class _ScheduleSimulation:
-    """Works through the lists of all stages; raises `LocalProtocolError` where none can go on."""
+    """Computes the times of all stages' actions; raises `LocalProtocolError` if no stage can continue."""
 
     def __init__(
         self,
@@ -228,7 +247,7 @@ class _ScheduleSimulation:
         while any(self._advance(stage) for stage in range(schedule.stages)):
             pass
         if any(len(done) < len(due) for done, due in zip(self.slots, schedule.actions, strict=True)):
-            raise LocalProtocolError(f"the schedule {schedule.name} waits for itself: no stage can go on")
+            raise LocalProtocolError(f"the schedule {schedule.name} has a deadlock: no stage can continue")
 
     def _advance(self, stage: int) -> bool:
         before = len(self.slots[stage])
@@ -248,7 +267,7 @@ class _ScheduleSimulation:
         return self._ready_s.get((stage, action))
 
     def _deliver(self, stage: int, action: Action, stop_s: float) -> None:
-        """Send the result to the neighbour; the last stage begins the backward of a forward itself."""
+        """Send an action's result to the neighbour; the last stage instead makes its backward ready."""
         last = self._schedule.stages - 1
         if action.kind is ActionKind.FORWARD and stage == last:
             self._ready_s[stage, Action(ActionKind.BACKWARD, action.micro_batch)] = stop_s
@@ -257,21 +276,3 @@ class _ScheduleSimulation:
         self._link_free_s[stage, action.kind] = sent_s
         neighbour = stage + 1 if action.kind is ActionKind.FORWARD else stage - 1
         self._ready_s[neighbour, action] = sent_s + self._latency_s
-
-
-def draw_schedule(schedule: Schedule, *, forward: int = 1, backward: int = 1, hop: int = 0) -> str:
-    """The schedule as text, a line for each stage; `forward`, `backward` and `hop` (latency) in columns.
-
-    `=` continues work that is longer than one column; `.` is the bubble.
-    """
-    table = timetable(schedule, forward, backward, latency_s=hop)
-    columns = round(table.makespan_s)
-    width = max((len(str(slot.action)) for slots in table.slots for slot in slots), default=1) + 2
-    lines = []
-    for stage, slots in enumerate(table.slots):
-        cells = ["."] * columns
-        for slot in slots:
-            start, stop = round(slot.start_s), round(slot.stop_s)
-            cells[start:stop] = [str(slot.action), *["="] * (stop - start - 1)]
-        lines.append(f"stage {stage}  " + "".join(cell.rjust(width) for cell in cells))
-    return "\n".join(lines)

@@ -1,14 +1,15 @@
-"""What a stage of a model costs on a card: seconds of computing and of transfers, bytes of memory.
+"""Compute the cost of a model's stage on a card: its compute time, transfer time and memory.
+
     bytes of stage s with k micro-batches of b samples between their forward and their backward:
 
     parameters      parameters and buffers
     copies          gradients and the optimizer's state: `copies` x the trainable parameters
     activations     b (k input + kept + output)   with re-materialisation: one micro-batch is recomputed
-                    b k (input + kept + output)   without
-                    + b work + fixed work, of the layer with the largest, while it runs
-    transit         2 b (all that is received or sent): one micro-batch in work, one in transfer
+                    b k (input + kept + output)   without re-materialisation
+                    + b work + fixed work         each of the layer for which it is largest
+    transit         2 b (all payloads received or sent): one micro-batch in work, one in transfer
 
-k is M in fill-drain, and up to S - s in 1F1B (`schedule`).
+k is M in fill-drain, and up to S - s in 1F1B with `ahead` = 0 (`schedule`).
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ OPTIMIZER_STATE_COPIES = {
     "adam": 2.0,
     "adamw": 2.0,
 }
-"""Size of an optimizer's state, in copies of the parameters."""
+"""The size of each optimizer's state, as a multiple of the parameters' size."""
 
 TIME_TOLERANCE = 0.02
-"""Measured times are no more exact than this: within it, a partition that leaves more memory is better."""
+"""Relative accuracy of measured times.  Partitions whose times differ by at most this share are considered
+equally fast, so that another criterion, such as memory, decides between them."""
 
 
 class ScheduleKind(StrEnum):
@@ -49,20 +51,23 @@ class ScheduleKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one layer costs at relative speed 1.
+    """The costs of one layer at relative speed 1.
 
     Attributes:
-        forward_s, backward_s: per sample; backward without a second forward.
-        overhead_s: per micro-batch of any size, of a forward and of a backward each.
-        parameter_bytes: parameters and buffers.
-        trainable_bytes: parameters with a gradient; None: all.
-        output_bytes: per sample, sent to the next layer.
-        gradient_bytes: per sample, received from it; None: as many.
-        kept_bytes: per sample, kept by autograd for backward beside parameters.
-        work_bytes: per sample, held beside that while its forward or backward runs, at most, its input and
-            the
-            gradient of its output included; None: unknown, then its input and its output count.
-        fixed_work_bytes: the same for any number of samples: a parameter's gradient before it is added.
+        forward_s, backward_s: time per sample; `backward_s` does not include a second forward.
+        overhead_s: additional time of each forward and each backward of a micro-batch, regardless of its
+            size.
+        parameter_bytes: size of parameters and buffers.
+        trainable_bytes: size of the parameters that have a gradient; None if all parameters have a gradient.
+        output_bytes: size of the output that is sent to the next layer, per sample.
+        gradient_bytes: size of the gradient received from the next layer, per sample; None if it is the same
+            as `output_bytes`.
+        kept_bytes: size of the tensors that autograd keeps for backward, without parameters, per sample.
+        work_bytes: the largest amount of memory in use while forward or backward runs, per sample.  It
+            includes the input and the gradient of the output, but not the kept bytes.  If it is None, it is
+            unknown and the sum of input and output is used.
+        fixed_work_bytes: the part of the memory in use that does not depend on the number of samples, such as
+            a parameter's gradient before it is accumulated.
     """
 
     name: str
@@ -88,7 +93,8 @@ class Layer:
         ]
         if not all(math.isfinite(value) and value >= 0 for value in values):
             raise ConfigError(
-                f'layer "{self.name}" costs {values}', remedy="give seconds and bytes of at least 0"
+                f'the costs of layer "{self.name}" are {values}; each must be finite and at least 0',
+                remedy="measure the layer again, or specify times and sizes that are at least 0",
             )
 
     @property
@@ -102,7 +108,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A device: its relative speed, and the bytes that training may fill."""
+    """A device, with its relative speed and the bytes of memory that training may use."""
 
     speed: float = 1.0
     memory_bytes: float = math.inf
@@ -110,26 +116,29 @@ class Card:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.speed) and self.speed > 0 and self.memory_bytes > 0):
             raise ConfigError(
-                f"a card of speed {self.speed:g} and {self.memory_bytes:g} bytes", remedy="both must be > 0"
+                f"a card has speed {self.speed:g} and {self.memory_bytes:g} bytes; both must be above 0, and "
+                "the speed must be finite",
+                remedy="specify a finite speed above 0 and the free memory of each card",
             )
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionSettings:
-    """How the stages are run.
+    """The settings with which the stages are executed.
 
     Attributes:
-        samples: of the largest micro-batch.
-        micro_batches: of a step.
-        copies: copies of `trainable_bytes` beside the parameters: the gradient, the optimizer's state, and
-            the
-            residual of an exchange.  3: gradient and Adam's two moments.
-        rematerialise: a stage keeps only the inputs of its micro-batches, and backward runs the forward again
-            (GPipe, section 2.3); else it keeps what autograd keeps.
-        input_bytes: per sample, of the first layer.
-        overlap: transfers overlap with computing.
-        message_s: CPU time of a stage for each message that it sends or receives.
-        ahead: of 1F1B, see `schedule.one_forward_one_backward`.
+        samples: the number of samples in the largest micro-batch.
+        micro_batches: the number of micro-batches in a step.
+        order: the schedule.
+        copies: the number of copies of `trainable_bytes` in addition to the parameters: the gradient, the
+            optimizer's state and the residual of an exchange.  3 stands for the gradient and Adam's two
+            moments.
+        rematerialise: whether a stage keeps only the inputs of its micro-batches and runs the forward again
+            in backward (GPipe, section 2.3); otherwise the stage keeps all tensors that autograd keeps.
+        input_bytes: size of the first layer's input, per sample.
+        overlap: whether transfers overlap with computation.
+        message_s: a stage's CPU time for each message that it sends or receives.
+        ahead: the `ahead` of 1F1B; see `schedule.one_forward_one_backward`.
     """
 
     samples: int = 1
@@ -146,21 +155,24 @@ class ExecutionSettings:
         numbers = (self.copies, self.input_bytes, self.message_s, self.ahead)
         if self.samples < 1 or self.micro_batches < 1 or min(numbers) < 0:
             raise ConfigError(
-                f"{self.micro_batches} micro-batches of {self.samples} samples, {self.copies:g} copies of "
-                f"trainable parameters, inputs of {self.input_bytes} bytes",
-                remedy="give at least one micro-batch of one sample, and nothing below 0",
+                f"settings are out of range: {self.micro_batches} micro-batches of {self.samples} samples, "
+                f"{self.copies:g} copies of trainable parameters, inputs of {self.input_bytes} bytes, "
+                f"{self.message_s:g} s for a message and {self.ahead:g} micro-batches ahead",
+                remedy="use at least 1 micro-batch of at least 1 sample, and no setting below 0",
             )
 
     def in_flight(self, stage: int, stages: int) -> int:
-        """The largest number of micro-batches of this stage whose forward is done and whose backward is
-        not."""
+        """Return the largest number of micro-batches between their forward and backward in this stage."""
         if self.order is ScheduleKind.FILL_DRAIN:
             return self.micro_batches
         behind = stages - stage - 1
         return min(self.micro_batches, math.ceil(behind * (1 + self.ahead)) + 1)
 
     def recomputes_forward(self, stage: int, stages: int) -> bool:
-        """Whether backward begins with a second forward; not where it follows the first one immediately."""
+        """Return whether backward runs the forward again.
+
+        In the last stage of 1F1B, backward follows the forward immediately, so that it need not be run again.
+        """
         at_once = self.order is ScheduleKind.ONE_F_ONE_B and stage + 1 == stages
         return self.rematerialise and not at_once
 
@@ -172,13 +184,13 @@ class ExecutionSettings:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Peak memory of a stage in bytes.
+    """The peak memory of a stage in bytes.
 
     Attributes:
-        parameters: with buffers.
+        parameters: parameters and buffers.
         copies: gradients and the optimizer's state.
-        activations: kept for backward, and in use by it.
-        transit: just received, or being sent.
+        activations: activations kept for backward or in use.
+        transit: payloads just received or being sent.
     """
 
     parameters: int
@@ -193,12 +205,12 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Layers `start` to `stop` - 1 on one card; times are of one micro-batch.
+    """The cost of layers `start` to `stop` - 1 as a stage on one card, for one micro-batch.
 
     Attributes:
-        compute_s: forward and backward, on this card.
-        transfer_s: how long its link is busy, in the busier direction.
-        out_bytes, back_bytes: sent to the next stage, and back to the one before.
+        compute_s: time of forward and backward on this card.
+        transfer_s: how long the stage's link is busy in the busier direction.
+        out_bytes, back_bytes: bytes sent to the next stage, and bytes sent to the previous stage.
     """
 
     start: int
@@ -218,20 +230,23 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class PartitionCost:
-    """A model in stages; `period_s` is the slowest stage's time (see `partition`)."""
+    """The cost of a model in stages; `period_s` is the time of the slowest stage (see `partition`)."""
 
     stages: tuple[StageCost, ...]
     period_s: float
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """(S + 1,) where stages begin, and the number of layers."""
+        """(S + 1,) the first layer of each stage, and the number of layers."""
         return (0, *(stage.stop for stage in self.stages))
 
 
 @dataclass(slots=True)
 class StageCostModel:
-    """Time and bytes of any stage, layers `start` to `stop` - 1 on card `stage`, from prefix sums."""
+    """Computes the time and memory of a stage from prefix sums.
+
+    A stage consists of layers `start` to `stop` - 1 on card `stage`.
+    """
 
     layers: Sequence[Layer]
     cards: Sequence[Card]
@@ -247,7 +262,7 @@ class StageCostModel:
     _most_fixed: _RangeMaximum = field(init=False)
     _in_flight: list[int] = field(
         init=False
-    )  # this and the following are looked up for each of many partitions
+    )  # this list and the following lists are used for each of many partitions, so they are computed once
     _recomputes: list[bool] = field(init=False)
     _per_s: list[float] = field(init=False)
     _messages_s: list[float] = field(init=False)
@@ -258,7 +273,8 @@ class StageCostModel:
         layers, running = self.layers, self.running
         if len(self.cards) != self.network.size:
             raise ConfigError(
-                f"{len(self.cards)} cards in a network of {self.network.size}", remedy="describe each stage"
+                f"there are {len(self.cards)} cards, but the network has {self.network.size} ranks",
+                remedy="specify one card for each rank of the network",
             )
         forwards_s = [running.samples * each.forward_s + each.overhead_s for each in layers]
         backwards_s = [running.samples * each.backward_s + each.overhead_s for each in layers]
@@ -288,21 +304,21 @@ class StageCostModel:
         return self._seconds(self._forward[stop] - self._forward[start], stage)
 
     def backward_s(self, stage: int, start: int, stop: int) -> float:
-        """With the second forward where activations are re-materialised."""
+        """Return the time of backward, including the second forward if activations are re-materialised."""
         work = self._backward[stop] - self._backward[start]
         if self._recomputes[stage]:
             work += self._forward[stop] - self._forward[start]
         return self._seconds(work, stage)
 
     def compute_s(self, stage: int, start: int, stop: int) -> float:
-        """Grows as `start` falls, so that the search can stop early."""
+        """Return the compute time; it increases as `start` decreases, so that the search can stop early."""
         return self.forward_s(stage, start, stop) + self.backward_s(stage, start, stop)
 
     def _seconds(self, work: int, stage: int) -> float:
         return work / self._per_s[stage] + self._messages_s[stage]
 
     def boundary_bytes(self, at: int) -> tuple[int, int]:
-        """Bytes of one micro-batch over a boundary before layer `at`: (activations forth, gradients back)."""
+        """Return (activations, gradients), the bytes per micro-batch at the boundary before layer `at`."""
         layer = self.layers[at - 1]
         return self.running.samples * layer.output_bytes, self.running.samples * layer.gradient
 
@@ -319,22 +335,25 @@ class StageCostModel:
         return max(up_s, down_s)
 
     def edge_s(self, stage: int, stop: int) -> float:
-        """Lower bound of the time of the stage and of the next one, if it ends before layer `stop`."""
+        """Return a lower bound of the times of a stage that ends before layer `stop` and of the next one."""
         on, back = self.boundary_bytes(stop)
         return max(on / self._forward_Bps[stage], back / self._backward_Bps[stage])
 
     def time_s(self, stage: int, start: int, stop: int) -> float:
-        """Seconds of a micro-batch: what the partition minimises for the slowest stage."""
+        """Return the stage's time for a micro-batch; a partition minimises the largest of these times."""
         compute_s, transfer_s = self.compute_s(stage, start, stop), self.transfer_s(stage, start, stop)
         return max(compute_s, transfer_s) if self.running.overlap else compute_s + transfer_s
 
     def fixed_bytes(self, start: int, stop: int) -> int:
-        """Parameters and their copies."""
+        """Return the size in bytes of the parameters and their copies."""
         trainable = self._trainable[stop] - self._trainable[start]
         return self._parameters[stop] - self._parameters[start] + math.ceil(self.running.copies * trainable)
 
     def lower_bound_bytes(self, stage: int, start: int, stop: int) -> int:
-        """Lower bound of `total_bytes` that grows as `start` falls or `stop` rises: without boundaries."""
+        """Return a lower bound of `total_bytes` that ignores the stage's boundaries.
+
+        The bound never decreases when a layer is added to the stage.
+        """
         kept = self._kept[stop] - self._kept[start]
         if not self.running.rematerialise:
             kept *= self._in_flight[stage]
@@ -348,7 +367,7 @@ class StageCostModel:
         return sum(self._memory_parts(stage, start, stop))
 
     def _memory_parts(self, stage: int, start: int, stop: int) -> tuple[int, int, int, int]:
-        """The fields of `StageMemory`."""
+        """Return the fields of `StageMemory`."""
         stages, running = len(self.cards), self.running
         samples, flying = running.samples, self._in_flight[stage]
         entering = self._inputs[start + 1] - self._inputs[start]
@@ -389,7 +408,7 @@ def _sums(values: Sequence[int]) -> list[int]:
 
 
 class _RangeMaximum:
-    """The largest of values[start:stop], from maxima of all ranges whose length is a power of two."""
+    """Finds the maximum of values[start:stop] from the maxima of ranges whose lengths are powers of 2."""
 
     __slots__ = ("_rows",)
 

@@ -1,13 +1,14 @@
-"""What a step of a pipeline takes, and into how many micro-batches its batch is best divided.
+"""Predict the time of a pipeline's step, and propose the number of micro-batches in a batch.
 
     partition ---+
     schedule ----+--> actions and transfers, simulated in the order of events --> StepEstimate
     network -----+
 
-More micro-batches make the bubble smaller: of a step in M micro-batches over S even stages
-(S - 1)/(M + S - 1) is idle (GPipe, section 2.3).  But each micro-batch costs its overhead (of kernels, of
-messages), and where a schedule waits for a payload, its latency.  `propose_micro_batches` simulates the step
-for each number and takes the smallest one that is nearly as fast as the fastest.
+More micro-batches make the bubble smaller: with M micro-batches and S even stages, a stage is idle for
+(S - 1)/(M + S - 1) of a step (GPipe, section 2.3).  However, each micro-batch adds the overhead of kernels
+and messages, and also latency if the schedule waits for its payloads.  `propose_micro_batches` simulates a
+step with each number, and chooses the smallest number with which a step is nearly as fast as the fastest
+step.
 """
 
 from __future__ import annotations
@@ -33,25 +34,27 @@ from gridtrain.core.stages.stage_cost import (
 from gridtrain.errors import ConfigError
 
 MOST_MICRO_BATCHES = 256
-"""The largest number that is proposed: a bubble of 3 % with 8 stages."""
+"""The largest number of micro-batches to propose; with 8 stages the bubble is then 3 %."""
 
 STEP_TIME_TOLERANCE = 0.02
-"""A step that is slower by at most this share is preferred if it has fewer micro-batches or keeps fewer."""
+"""A step that is slower by at most this share is preferred if it has fewer micro-batches or keeps fewer of
+them in memory."""
 
 _AHEAD = (0.5, 1.0, 2.0, 4.0)
-"""Values of `ahead` to try: that of the slowest hop alone is too small for uneven stages."""
+"""Values of `ahead` to try, because the value for the slowest hop is too small for uneven stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepEstimate:
-    """A predicted step.
+    """The prediction of a step.
 
     Attributes:
-        settings: with the number of micro-batches, and the samples of the largest.
-        step_s: from the first forward until the last backward has ended, transfers overlapping with work;
-            without exchange and optimizer.
-        bubble: the share of it in which the stage that computes most is idle.
-        sent_bytes: (S,) by each stage in a step.
+        cut: the partition and its costs.
+        settings: the settings, including the number of micro-batches and the samples in the largest one.
+        step_s: time from the first forward to the end of the last backward, without exchange and optimizer;
+            transfers overlap with computing.
+        bubble: the share of `step_s` in which the busiest stage is idle.
+        sent_bytes: (S,) bytes sent by each stage in a step.
     """
 
     cut: PartitionCost
@@ -62,14 +65,14 @@ class StepEstimate:
 
     @property
     def ideal_bubble(self) -> float:
-        """The bubble of as many even stages without transfers: (S - 1)/(M + S - 1)."""
+        """The bubble of the same number of even stages without transfers: (S - 1)/(M + S - 1)."""
         stages, micro_batches = len(self.cut.stages), self.settings.micro_batches
         return (stages - 1) / (micro_batches + stages - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchProposal:
-    """The number of micro-batches to take, the alternatives (ascending), and why."""
+    """The proposed number of micro-batches, all numbers that fit (in ascending order), and the reason."""
 
     chosen: StepEstimate
     alternatives: tuple[StepEstimate, ...]
@@ -88,7 +91,7 @@ def estimate_step(
     batch: int,
     cut: PartitionCost,
 ) -> StepEstimate:
-    """A step of `batch` samples with this partition, in `running.micro_batches` micro-batches."""
+    """Predict a step of `batch` samples in `running.micro_batches` micro-batches with this partition."""
     sizes = divide_samples(batch, running.micro_batches)
     simulation = _StepSimulation(layers, cards, network, running, sizes, cut)
     step_s = simulation.run()
@@ -109,24 +112,25 @@ def propose_micro_batches(
     slack: float = 0.0,
     ahead: float | None = None,
 ) -> MicroBatchProposal:
-    """Into how many micro-batches a step of `batch` samples is best divided.
+    """Propose the number of micro-batches for a step of `batch` samples.
 
     Args:
-        running: its `samples`, `micro_batches` and (of 1F1B) `ahead` are chosen here.
-        cuts: the partition, where it is fixed; None: each number gets its best one.
-        numbers: to compare; empty: all that make the largest micro-batch smaller, up to `MOST_MICRO_BATCHES`.
-        near: by which share a step with fewer micro-batches may be slower.
+        running: the settings; `samples`, `micro_batches` and the `ahead` of 1F1B are replaced.
+        cuts: the partition if it is fixed; None to use the best partition for each number.
+        numbers: the numbers of micro-batches to compare; by default `micro_batch_candidates`.
+        near: the share by which a step with fewer micro-batches may be slower than the fastest step.
         slack: see `partition.best_partition`.
-        ahead: of 1F1B, where that is fixed.
+        ahead: the `ahead` of 1F1B if it is fixed; None to choose it.
 
     Raises:
-        ConfigError: none fits into the cards' memory, with the reason of the last one.
+        ConfigError: an argument is out of range, or no number fits into the cards' memory.  In the latter
+            case the error is the one for the largest number.
     """
     network = network or uniform_network(len(cards), 0.0, math.inf)
     if batch < 1 or any(not 1 <= number <= batch for number in numbers):
         raise ConfigError(
-            f"{batch} samples in {list(numbers) or 'any number of'} micro-batches",
-            remedy="give at least one sample, and one for each micro-batch",
+            f"{batch} samples cannot be divided into {list(numbers) or 'any number of'} micro-batches",
+            remedy="use at least 1 micro-batch, and at least as many samples as micro-batches",
         )
     tried: list[StepEstimate] = []
     refused: list[ConfigError] = []
@@ -145,7 +149,10 @@ def propose_micro_batches(
 
 
 def micro_batch_candidates(batch: int) -> list[int]:
-    """Ascending; each makes the largest micro-batch smaller than the one before."""
+    """Return the numbers of micro-batches to compare, at most `MOST_MICRO_BATCHES`, in ascending order.
+
+    Each number makes the largest micro-batch smaller than the previous number does.
+    """
     most = min(batch, MOST_MICRO_BATCHES)
     sizes = {math.ceil(batch / number) for number in range(1, most + 1)}
     return sorted(number for number in {math.ceil(batch / size) for size in sizes} if number <= most)
@@ -163,7 +170,11 @@ def _best_for_count(
     slack: float,
     fixed: float | None,
 ) -> StepEstimate:
-    """The best way to run a step in `number` micro-batches; of 1F1B, the least `ahead` that is as good."""
+    """Return the best step with `number` micro-batches.
+
+    For 1F1B without a fixed `ahead`, the smallest `ahead` with which the step is nearly as fast as with the
+    best `ahead` is used.
+    """
     running = replace(running, samples=math.ceil(batch / number), micro_batches=number, ahead=fixed or 0.0)
     cut = _partition_for(layers, cards, network, running, cuts, slack)
     found = [estimate_step(layers, cards, network, running, batch, cut)]
@@ -171,11 +182,11 @@ def _best_for_count(
         for ahead in sorted({_ahead_for_slowest_hop(cut, network), *_AHEAD}):
             further = replace(running, ahead=ahead)
             if further.schedule(len(cards)).actions == found[-1].settings.schedule(len(cards)).actions:
-                continue  # the same with so few micro-batches
+                continue  # with so few micro-batches the schedule is the same
             try:
                 cut = _partition_for(layers, cards, network, further, cuts, slack)
             except ConfigError:
-                break  # each one further needs more memory
+                break  # each larger `ahead` needs more memory
             found.append(estimate_step(layers, cards, network, further, batch, cut))
     fastest_s = min(each.step_s for each in found)
     return next(each for each in found if each.step_s <= fastest_s * (1 + near))
@@ -197,28 +208,35 @@ def _partition_for(
     for index, stage in enumerate(cut.stages):
         if stage.memory.total > stage.card.memory_bytes:
             raise ConfigError(
-                f"stage {index} needs {stage.memory.total} bytes of its card's {stage.card.memory_bytes:g}",
-                remedy="use another partition, or more micro-batches",
+                f"stage {index} needs {stage.memory.total} bytes, but its card has only "
+                f"{stage.card.memory_bytes:g}",
+                remedy="use a different partition or more micro-batches",
             )
     return cut
 
 
 def _has_trainable_check(layers: Sequence[Layer], stages: int) -> Callable[[int, int], bool]:
-    """A check that a stage has trainable layers; it allows any stage where none are known."""
+    """Return a function that returns whether layers `start` to `stop` - 1 include a trainable layer.
+
+    If no layer is known to be trainable, the function allows any stage.
+
+    Raises:
+        ConfigError: there are fewer trainable layers than stages.
+    """
     before = list(accumulate((layer.trainable > 0 for layer in layers), initial=0))
     if not before[-1]:
         return lambda start, stop: True
     if before[-1] < stages <= len(layers):
         raise ConfigError(
             f"{len(layers)} layers, of which {before[-1]} are trained, cannot be divided into {stages} "
-            "stages: each must have something to train",
-            remedy=f"at most {before[-1]} stages, or smaller layers",
+            "stages: each stage must have a trainable layer",
+            remedy=f"use at most {before[-1]} stages, or divide the model into smaller layers",
         )
     return lambda start, stop: before[stop] > before[start]
 
 
 def _ahead_for_slowest_hop(cut: PartitionCost, network: NetworkModel) -> float:
-    """The `ahead` for the slowest hop, if all stages are even and none waits for another one's work."""
+    """Return the `ahead` for the slowest hop, assuming that all stages are as slow as the slowest stage."""
     forward_s = max(stage.forward_s for stage in cut.stages)
     backward_s = max(stage.backward_s for stage in cut.stages)
     hops_s = [
@@ -234,11 +252,11 @@ def _reason(
     running, stages = chosen.settings, len(chosen.cut.stages)
     text = (
         f"{running.micro_batches} micro-batches of {running.samples} of {batch} samples over {stages} "
-        f"stages: a step takes {format_seconds(chosen.step_s)}, {chosen.bubble:.0%} of it bubble "
+        f"stages: a step takes {format_seconds(chosen.step_s)} and its bubble is {chosen.bubble:.0%} "
         f"({chosen.ideal_bubble:.0%} with even stages and no links)"
     )
     if running.ahead:
-        text += f", {running.order} running {running.ahead:.3g} ahead for each stage that follows"
+        text += f"; {running.order} runs {running.ahead:.3g} micro-batches ahead for each later stage"
     fewer = [each for each in tried if each.settings.micro_batches < running.micro_batches]
     more = [each for each in tried if each.settings.micro_batches > running.micro_batches]
     if fewer:
@@ -246,14 +264,18 @@ def _reason(
     if more:
         best = min(more, key=lambda each: each.step_s)
         text += f"; {best.settings.micro_batches} would take {format_seconds(best.step_s)}"
-        text += ", hardly less" if best.step_s < chosen.step_s else ", as each costs its overhead and latency"
+        text += (
+            ", hardly less"
+            if best.step_s < chosen.step_s
+            else ", because each micro-batch adds overhead and latency"
+        )
     if refused:
         text += f"; {len(refused)} other numbers do not fit into memory"
     return text
 
 
 class _StepSimulation:
-    """Simulates a step: the stages work through their lists, and payloads queue for the links."""
+    """Simulates a step: the stages execute their lists of actions, and payloads queue for the links."""
 
     def __init__(
         self,
@@ -283,7 +305,7 @@ class _StepSimulation:
         self.sent_bytes = [0] * len(cards)
 
     def run(self) -> float:
-        """Seconds until the last backward has ended."""
+        """Simulate the step; return the time at which the last backward ends, in seconds."""
         now_s = 0.0
         for stage in range(len(self._lists)):
             self._start_next(stage, now_s)
@@ -322,7 +344,7 @@ class _StepSimulation:
         self._schedule_event(now_s + lasts_s, "computed", stage, action)
 
     def _nbytes(self, to: int, action: Action) -> int:
-        """Bytes of the payload with which stage `to` can start `action`."""
+        """Return the size of the payload that stage `to` needs to start `action`, in bytes."""
         stages = self._by_size[self._sizes[action.micro_batch]]
         return stages[to - 1].out_bytes if action.kind is ActionKind.FORWARD else stages[to + 1].back_bytes
 

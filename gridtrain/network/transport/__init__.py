@@ -1,10 +1,11 @@
-"""Carries messages between peers.  `interface.Transport` is what the loops use; `stack` builds it:
+"""Transports messages between peers.  The loops use `interface.Transport`, which `stack` builds in layers:
 
-    FlowControlTransport      byte credits: bounds what a peer holds in memory
-    RelayTransport            connections through a third peer, end-to-end encrypted (`secure_channel`)
+    FlowControlTransport      `flow_control`: byte credits bound what a peer holds in memory
+    RelayTransport            `relay`: connections through a third peer (`relay_forwarder`), end-to-end
+                              encrypted (`secure_channel`)
     ZeroMQTransport           direct connections over TCP (`zmq/`), or `in_memory` within one process
 
-Shared by the direct transports: `send_queue` (what leaves next), `rate_limiter` and `receive_queue` (rate
-caps), `access_control` (who may connect), `identity` (key pairs).  `message_faults` and `fault_injection`
-make planned faults happen in tests.
+Both direct transports use `send_queue` (the order of sending), `rate_limiter` (rate caps), `access_control`
+(which keys may connect) and `identity` (key pairs); `receive_queue` applies the download cap over sockets.
+`message_faults` and `fault_injection` inject planned faults in tests.
 """

@@ -1,11 +1,11 @@
-"""Who may connect, and who may still send: checks of a key against an access policy, for every transport.
+"""Access checks for every transport: which keys may connect, and which may still send.
 
-    handshake   is_admitted                         a stranger gets nothing, not even our Hello
-    Hello       is_key_match                        it must name the key that the connection has proven
-    message     is_key_match, is_still_admitted     a key that the policy no longer admits is cut off at once
+    handshake   is_admitted                         a stranger gets no answer, not even our Hello
+    Hello       is_key_match                        Hello must name the key that the connection has proven
+    message     is_key_match, is_still_admitted     a key that the policy no longer admits is disconnected
 
-Each check is a module function that callers look up by name, so that tests can replace one and show what it
-is for.  `PeerAllowlist` is the access policy of a worker.
+Each check is a module function that callers look up by name, so that tests can replace a check and
+demonstrate the attack that it prevents.  `PeerAllowlist` is the access policy of a worker.
 """
 
 from __future__ import annotations
@@ -17,38 +17,42 @@ from gridtrain.core.messages import PeerId
 from gridtrain.network.transport.interface import AccessPolicy, ConnectionRole
 
 MAX_PENDING_MEMBERS = 64
-"""Connections of pending members at a time.  One more, and the oldest is closed: none sends more than one
-message."""
+"""The largest number of simultaneous connections of pending members.  When another connection is made, the
+oldest connection is closed, because a pending member sends only one message."""
 
 
 def is_admitted(policy: AccessPolicy, key: PeerId) -> bool:
-    """Whether a connection with this key may be made at all."""
+    """Whether the policy allows any connection with this key."""
     return policy(key) is not ConnectionRole.STRANGER
 
 
 def is_key_match(proven: str, named: str) -> bool:
-    """Whether the key that the connection has proven is the one in whose name it sends."""
+    """Whether the key that a message or Hello names is the key that the connection has proven."""
     return proven == named
 
 
 def is_still_admitted(policy: AccessPolicy, key: PeerId, is_pending: bool) -> bool:
-    """Whether a connection that was admitted as a pending member or as a member still would be."""
+    """Whether the policy still admits a connection in the role in which it was admitted."""
     return policy(key) is (ConnectionRole.PENDING_MEMBER if is_pending else ConnectionRole.MEMBER)
 
 
 def pending_member_name(key: PeerId, connection: bytes) -> PeerId:
-    """A name for one connection among those that share an invitation's key; it is nobody's public key."""
+    """Return a name for a connection of a pending member; several connections may share an invitation's key.
+
+    The name has the form of a public key, but is not a public key.
+    """
     return hashlib.blake2b(connection, key=key, digest_size=32, person=b"gridtrain guest").digest()
 
 
 class PeerAllowlist:
     """A worker's `AccessPolicy`: the coordinator, the members of its generation, and announced workers.
 
-    The I/O loop replaces the set when its core says so; the transport asks in the same thread.
+    The I/O loop replaces the set of admitted keys when its core requests it; the transport calls the policy
+    in the same thread.
 
     Args:
-        coordinator: its key, admitted from the beginning.
-        relays: whether this worker is willing to relay between others.
+        coordinator: the coordinator's key, which is admitted from the beginning.
+        relays: whether this worker is willing to relay between other peers.
     """
 
     def __init__(self, coordinator: PeerId, *, relays: bool = True) -> None:
@@ -62,5 +66,5 @@ class PeerAllowlist:
         self._keys = frozenset(keys)
 
     def may_relay(self, origin: PeerId, to: PeerId) -> bool:
-        """Whether to relay from `origin` to `to`: between admitted keys only."""
+        """Whether to relay from `origin` to `to`; both keys must be admitted."""
         return self._relays and origin in self._keys and to in self._keys

@@ -1,15 +1,18 @@
-"""Fault injection into a worker of a real run: at one step, before, during or after it sends.
+"""Injects faults into a worker of a real run at a given step, before, during or after sending.
 
-    faults = Faults()                                   before   nothing of the step was sent
-    faults.kill_at("anna", step=10, point="during")     during   its first Data was sent
-    faults.slow_at(2, step=12, seconds=0.5)             after    all of its Data were sent; its Vote, or
-                                                                 as rank 0 its Decision, was not
+    faults = Faults()                                   before   nothing of the step has been sent
+    faults.kill_at("anna", step=10, point="during")     during   the step's first Data has been sent
+    faults.slow_at(2, step=12, seconds=0.5)             after    all Data have been sent, but not the Vote
+                                                                 (rank 0: not the Decision)
+
+A stall is of the training thread, which calls `Faults.stall`; all other faults are of the I/O thread:
 
     loop --> FlowControlTransport --> FaultyTransport --> direct or relayed connections
-                                        |  learns its rank from MemberListPage, the step from each message
+                                        |  reads the rank from MemberListPage, the step from each message
 
-Threads use the object itself (`LocalGroup(faults=...)`), processes its text in GRIDTRAIN_FAULTS, which
-`gridtrain.join` reads.  Each fault happens once; given as "@FILE", once over all restarts.
+Threads share the `Faults` object (`LocalGroup(faults=...)`).  Processes read the plan's text from
+GRIDTRAIN_FAULTS, in `gridtrain.join`.  Each fault happens once per process; if GRIDTRAIN_FAULTS is "@FILE",
+each fault happens only once in all processes, including restarted processes.
 """
 
 from __future__ import annotations
@@ -29,9 +32,12 @@ from typing import Literal, NoReturn, get_args
 from gridtrain.core.messages import CollectivePhase, Data, Decision, MemberListPage, Message, PeerId, Vote
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.network.transport.in_memory import EndpointKilled
-from gridtrain.network.transport.interface import PeerDown, Received, Transport, TransportEvent
+from gridtrain.network.transport.interface import Frames, PeerDown, Received, Transport, TransportEvent
 
-Action = Literal["fail", "kill", "freeze", "slow", "corrupt"]
+Action = Literal["fail", "kill", "freeze", "slow", "corrupt", "stall"]
+LASTING = ("freeze", "slow", "stall")
+"""The actions that have a duration."""
+
 Point = Literal["before", "during", "after"]
 Target = int | str
 
@@ -47,11 +53,11 @@ class InjectedFailure(GridtrainError):
 
 @dataclass(frozen=True, slots=True)
 class PlannedFault:
-    """One fault.
+    """A planned fault of one worker at one step.
 
     Attributes:
-        who: a rank in the generation of the step, or a worker's name.
-        seconds: duration of a freeze, or delay of each Data of a slow step.
+        who: the worker's rank in the generation of the step, or the worker's name.
+        seconds: the duration of a freeze or stall, or the delay of each Data of a slow step.
     """
 
     action: Action
@@ -66,20 +72,23 @@ class PlannedFault:
         numbers = isinstance(self.step, int) and isinstance(self.seconds, int | float)
         if not (known and named and numbers and self.step >= 0 and 0.0 <= self.seconds < float("inf")):
             raise ConfigError(
-                f"{asdict(self)!r} is not a fault: the step must be >= 0, the seconds >= 0",
-                remedy=f"actions are {', '.join(get_args(Action))}, points {', '.join(get_args(Point))}",
+                f"{asdict(self)!r} is not a fault; step must be >= 0, and seconds must be finite and >= 0",
+                remedy=f"use one of the actions {', '.join(get_args(Action))}, one of the points "
+                f"{', '.join(get_args(Point))}, and a rank or a name",
             )
-        if (self.action in ("freeze", "slow")) != (self.seconds > 0):
+        if (self.action in LASTING) != (self.seconds > 0):
             raise ConfigError(
-                f"{self.action} with seconds={self.seconds}", remedy="freeze and slow take > 0, others none"
+                f"action {self.action} has seconds={self.seconds}; seconds must be above 0 for "
+                f"{', '.join(LASTING)}, and 0 for other actions",
+                remedy=f"set seconds only for {', '.join(LASTING)}",
             )
 
 
 class Faults:
-    """A plan of faults, and those that have happened.  Thread-safe.
+    """A plan of faults, and a record of the faults that have happened.  Thread-safe.
 
     Attributes:
-        fired: the faults that have happened, in order, each with the name of the worker.
+        fired: the faults that have happened, in order, each with the worker's name.
     """
 
     def __init__(self, *planned: PlannedFault, marks: Path | None = None) -> None:
@@ -89,43 +98,53 @@ class Faults:
         self._lock = threading.Lock()
 
     def fail_at(self, who: Target, step: int, point: Point = "before") -> Faults:
-        """The training script ends with `InjectedFailure`, as with any other error."""
+        """Plan a failure: the training script ends with `InjectedFailure`, as with any other error."""
         return self._plan(PlannedFault("fail", who, step, point))
 
     def kill_at(self, who: Target, step: int, point: Point = "before") -> Faults:
-        """As by SIGKILL; in a worker process, SIGKILL."""
+        """Plan a kill: a worker process gets SIGKILL, and a worker in a thread ends as if by SIGKILL."""
         return self._plan(PlannedFault("kill", who, step, point))
 
     def freeze_at(self, who: Target, step: int, seconds: float, point: Point = "before") -> Faults:
-        """The worker sends nothing for this time, as under SIGSTOP; its connections stay open."""
+        """Plan a freeze: the worker sends nothing for `seconds`, as after SIGSTOP; connections stay open."""
         return self._plan(PlannedFault("freeze", who, step, point, seconds))
 
     def slow_at(self, who: Target, step: int, seconds: float) -> Faults:
-        """Every Data of the step is sent this much later; everything else is sent in time."""
+        """Plan a slow step: every Data of the step is sent `seconds` late; other messages are on time."""
         return self._plan(PlannedFault("slow", who, step, "before", seconds))
 
-    def corrupt_at(self, who: Target, step: int) -> Faults:
-        """One bit of a Data of the step is flipped, as by broken memory or a dishonest worker.
+    def stall_at(self, who: Target, step: int, seconds: float) -> Faults:
+        """Plan a stall: the training loop stops for `seconds` when it gets the batch of the step; the I/O
+        thread answers meanwhile."""
+        return self._plan(PlannedFault("stall", who, step, "before", seconds))
 
-        Not of a partial sum: all members would continue with the same wrong one, as with a wrong gradient.
+    def corrupt_at(self, who: Target, step: int) -> Faults:
+        """Plan a corruption: one bit in a Data of the step is flipped, as by broken memory.
+
+        Data with partial sums are not changed, because all members would continue with the same wrong sum and
+        no digest would differ, just as with a wrong gradient.
         """
         return self._plan(PlannedFault("corrupt", who, step))
 
     @property
     def pending(self) -> list[PlannedFault]:
-        """Faults that have not happened here: no worker of that rank or name has reached that step."""
+        """The planned faults that have not happened in this process."""
         with self._lock:
             struck = [planned for planned, _ in self.fired]
             return [planned for planned in self._planned if planned not in struck]
 
     def text(self) -> str:
-        """The plan as text, for GRIDTRAIN_FAULTS of worker processes, or a file that it names as "@FILE"."""
+        """Return the plan as text, for GRIDTRAIN_FAULTS or for the file that it names as "@FILE"."""
         with self._lock:
             return json.dumps([asdict(planned) for planned in self._planned])
 
     @classmethod
     def parse(cls, text: str) -> Faults:
-        """The plan from its text, or from "@FILE".  Raises `ConfigError`."""
+        """Parse the plan from its text, or from the file that "@FILE" names.
+
+        Raises:
+            ConfigError: the text is not a plan, or the file cannot be read.
+        """
         path = Path(text[1:]) if text.startswith("@") else None
         try:
             body = text if path is None else path.read_text(encoding="utf-8")[:MAX_TEXT]
@@ -133,21 +152,39 @@ class Faults:
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"GRIDTRAIN_FAULTS is {text[:80]!r}: {error}",
-                remedy="take it from gridtrain.testing.Faults.text(), or unset it",
+                remedy="set it to the text that gridtrain.testing.Faults.text() returns, or unset it",
             ) from None
         return cls(*plan, marks=path)
 
     def over(self, inner: Transport, name: str, die: Callable[[], None] | None = None) -> Transport:
-        """The transport of the worker `name` with these faults.  `die`: default SIGKILL."""
+        """Return a transport for the worker `name` that adds these faults to `inner`.
+
+        Args:
+            inner: the transport without faults.
+            name: the worker's name.
+            die: ends the worker when a "kill" is due; the default sends SIGKILL to this process.
+        """
         return FaultyTransport(inner, self, name, die or _kill_this_process)
 
-    def strike(self, name: str, rank: int | None, step: int, points: Sequence[Point]) -> list[PlannedFault]:
-        """The faults that are due at a worker; each is returned once."""
+    def stall(self, name: str, rank: int, step: int) -> None:
+        """Sleep as long as planned for a worker's training thread at this step."""
+        for fault in self.strike(name, rank, step, ("before",), of_trainer=True):
+            time.sleep(fault.seconds)
+
+    def strike(
+        self, name: str, rank: int | None, step: int, points: Sequence[Point], *, of_trainer: bool = False
+    ) -> list[PlannedFault]:
+        """Return the faults that are due for a worker, and record that they have happened.
+
+        Args:
+            of_trainer: whether to return the faults of the training thread, rather than of the I/O thread.
+        """
         due: list[PlannedFault] = []
         with self._lock:
             struck = {id(planned) for planned, _ in self.fired}
             for number, planned in enumerate(self._planned):
                 hit = planned.step == step and planned.point in points and planned.who in (name, rank)
+                hit = hit and (planned.action == "stall") == of_trainer
                 if hit and id(planned) not in struck and self._mark(number):
                     self.fired.append((planned, name))
                     due.append(planned)
@@ -159,7 +196,7 @@ class Faults:
         return self
 
     def _mark(self, number: int) -> bool:
-        """False: it has happened in another or an earlier process."""
+        """Mark that the fault has happened; return False if another process has already marked it."""
         if self._marks is None:
             return True
         with contextlib.suppress(FileExistsError):
@@ -217,7 +254,7 @@ class FaultyTransport:
         self._delayed.clear()
         self._inner.close()
 
-    def send(self, peer: PeerId, message: Message) -> None:
+    def send(self, peer: PeerId, message: Message, frames: Frames | None = None) -> None:
         match message:
             case Data(round_id):
                 self._send_data(peer, message, round_id.step)
@@ -225,7 +262,7 @@ class FaultyTransport:
                 self._apply_faults(round_id.step, "after")
                 self._inner.send(peer, message)
             case _:
-                self._inner.send(peer, message)
+                self._inner.send(peer, message, frames)
 
     def poll(self, timeout_s: float) -> list[TransportEvent]:
         due_s = min((queue[0].due_s for queue in self._delayed.values()), default=float("inf"))
@@ -262,14 +299,14 @@ class FaultyTransport:
             self._apply_faults(step, "during")
 
     def _apply_faults(self, step: int, point: Point) -> list[PlannedFault]:
-        """Carry out faults that end or stop the worker; returns those that change messages."""
+        """Execute the due faults that end or stop the worker; return the faults that change messages."""
         rest: list[PlannedFault] = []
         for fault in self._faults.strike(self._name, self._rank, step, (point,)):
             match fault.action:
                 case "fail":
                     raise InjectedFailure(
                         f"a failure was injected at step {step}, {point} sending",
-                        remedy="it was planned by gridtrain.testing.Faults",
+                        remedy="remove the fault from gridtrain.testing.Faults if it was not intended",
                     )
                 case "kill":
                     self._terminate()
@@ -296,7 +333,7 @@ class FaultyTransport:
             while queue and queue[0].due_s <= now_s and self._inner.connected(peer):
                 try:
                     self._inner.send(peer, queue[0].message)
-                except GridtrainError:  # its queue is full: later
+                except GridtrainError:  # the peer's queue is full: try again later
                     queue[0] = replace(queue[0], due_s=now_s + RETRY_S)
                     break
                 queue.popleft()
@@ -305,7 +342,10 @@ class FaultyTransport:
 
 
 def _flip_bit(payload: bytes | memoryview) -> bytes:
-    """The lowest bit of one value near the end, float32 or fp16: still a number, and a wrong one."""
+    """Return the payload with the lowest bit of its last float32, or of an fp16 near its end, flipped.
+
+    The changed value remains finite.
+    """
     changed = bytearray(payload)
     if changed:
         changed[max(0, len(changed) - 4)] ^= 1

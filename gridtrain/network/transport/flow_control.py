@@ -1,33 +1,36 @@
-"""Flow control by byte credits: bounds the bulk that was sent to a peer and that it has not processed.
+"""Flow control by byte credits: bounds the bulk that was sent to a peer and not yet processed by it.
 
-Bulk (`send_queue.BULK_MESSAGES`) waits for credit; control never waits, so credit always gets through.
+Bulk (`send_queue.BULK_MESSAGES`) waits for credit; control never waits, so messages with credit always
+arrive.
 
     sender                                                     receiver
     loop -- send --> waiting --fits?--> inner =========> inner --exceeds?--> Received --> loop
                         ^                                                                   |
                         +------ Credit(total) <========= a quarter of the window <--- return_credit
 
-Both sides count the frames of a message as encoded, without what a transport adds.  A message may leave
-while the window has room for it, or while at most a quarter of the window is unacknowledged.  So a receiver
-that grants at every quarter leaves nobody waiting, and a message larger than the window can be sent.
+Both sides count the bytes of a message's frames, without the overhead of the transport.  A message may be
+sent while the window has room for it, or while at most a quarter of the window is unacknowledged.  Therefore
+a receiver that grants credit at every quarter never stalls a sender, and a message larger than the window can
+be sent.
 
-At `PeerUp` each side resets its counts to 0 and sends Credit(0), at which the other does the same.  The two
-do so at different times, because a connection may come up again on one side alone (after `hang_up`) or be
-replaced.  Messages under way at that time are counted on one side only, so a sender may for a while have
-twice as much unacknowledged as the rule says.  A receiver tolerates twice as much, and no more.
+At `PeerUp` each side resets its counts to 0 and sends Credit(0), on which the other side resets its counts as
+well.  The two sides reset their counts at different times, because a connection may be established again on
+only one side (after `hang_up`) or be replaced.  Messages in transit at that time are counted on one side
+only, so a sender may temporarily have twice as many unacknowledged bytes as the rule permits.  A receiver
+tolerates this amount and no more.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from gridtrain.core.messages import Credit, Data, Message, PeerId
+from gridtrain.core.messages import Credit, Message, PeerId
 from gridtrain.errors import TransportError
 from gridtrain.network.transport.interface import (
+    Frames,
     PeerDown,
     PeerUp,
     Received,
@@ -39,35 +42,31 @@ from gridtrain.network.transport.send_queue import BULK_MESSAGES, DEFAULT_LIMIT_
 from gridtrain.network.wire import codec
 
 WINDOW_BYTES = 32 * 2**20
-"""Part of the protocol: the same on both sides."""
+"""The size of the window.  It is part of the protocol: both sides must use the same size."""
 
 RETRY_S = 0.02
-"""After which sending is tried again if the queue below was full."""
+"""The delay before another attempt to send after the queue of the inner transport was full."""
 
-
-def credit_bytes(message: Message) -> int:
-    """Bytes of the message's frames, as our encoder writes them."""
-    if type(message) is Data:  # the most frequent
-        return codec.data_bytes(message)
-    return sum(map(len, codec.encode(message)))
+Waiting = tuple[Message, Frames, int]
+"""A message that waits for credit, its frames, and the size of the frames in bytes."""
 
 
 def needs_credit(message: Message) -> bool:
     """Whether the message is bulk, which a peer holds in memory until it is processed."""
-    return isinstance(message, BULK_MESSAGES)
+    return type(message) in BULK_MESSAGES
 
 
 def fits_window(unacknowledged_bytes: int, nbytes: int, window_bytes: int) -> bool:
-    """Whether one more message of `nbytes` may leave."""
+    """Whether another message of `nbytes` may be sent."""
     return unacknowledged_bytes + nbytes <= window_bytes or unacknowledged_bytes <= window_bytes // 4
 
 
 def exceeds_credit(outstanding_bytes: int, nbytes: int, largest_bytes: int, window_bytes: int) -> bool:
-    """The defence: whether one more message of `nbytes` is more than an honest peer can have under way.
+    """Whether a received message of `nbytes` exceeds what a correct peer can have sent without credit.
 
     Args:
-        outstanding_bytes: received, and not granted again.
-        largest_bytes: size of the largest message from this peer, this one included.
+        outstanding_bytes: bytes that were received and for which no new credit was granted.
+        largest_bytes: size of the largest message from this peer, including this message.
     """
     return outstanding_bytes + nbytes > 2 * (window_bytes + largest_bytes)
 
@@ -78,13 +77,13 @@ class _CreditAccount:
 
     sent: int = 0
     credited: int = 0
-    waiting: deque[tuple[Message, int]] = field(default_factory=deque)
+    waiting: deque[Waiting] = field(default_factory=deque)
     waiting_bytes: int = 0
 
     received: int = 0
     processed: int = 0
     granted: int = 0
-    carried_over: int = 0  # received before the reset, and not processed yet
+    carried_over: int = 0  # bytes that were received before the reset and have not been processed yet
     largest: int = 0
 
     @property
@@ -104,7 +103,7 @@ class _CreditAccount:
         self.sent = self.credited = self.received = self.processed = self.granted = 0
 
     def mark_processed(self, nbytes: int) -> None:
-        """The loop has processed this many bytes, the oldest first; never more than there are."""
+        """Count `nbytes` as processed, the oldest bytes first, but no more bytes than were received."""
         old = min(self.carried_over, nbytes)
         self.carried_over -= old
         self.processed = min(self.received, self.processed + nbytes - old)
@@ -117,9 +116,9 @@ class FlowControlTransport:
     """Implements `Transport` over `inner`; the loop must call `return_credit` as well.
 
     Args:
-        inner: direct or relayed connections.
-        window_bytes: the same on both sides.
-        queue_bytes: bound of what waits for one peer's credit.
+        inner: the transport with direct or relayed connections.
+        window_bytes: the size of the window, which must be the same on both sides.
+        queue_bytes: the largest number of bytes that may wait for one peer's credit.
     """
 
     def __init__(
@@ -131,8 +130,8 @@ class FlowControlTransport:
         self._queue_bytes = queue_bytes
         self._accounts: dict[PeerId, _CreditAccount] = {}
         self._ever_sent: Counter[PeerId] = Counter()  # bytes of bulk, over all resets
-        self._blocked: set[PeerId] = set()  # the queue below was full
-        self._woken = False  # from any thread
+        self._blocked: set[PeerId] = set()  # peers for which the queue of the inner transport was full
+        self._unprocessed: set[PeerId] = set()  # peers whose bulk was received, but not fully processed
 
     # -- Transport -----------------------------------------------------------------------------
 
@@ -146,34 +145,40 @@ class FlowControlTransport:
         self._inner.reach(peer, addresses, timeout_s)
 
     def hang_up(self, peer: PeerId) -> None:
-        """As `Transport.hang_up`; what waits for credit is dropped."""
+        """See `Transport.hang_up`; messages that wait for credit are dropped."""
         self._accounts.pop(peer, None)
         self._inner.hang_up(peer)
 
     def connected(self, peer: PeerId) -> bool:
         return self._inner.connected(peer)
 
-    def send(self, peer: PeerId, message: Message) -> None:
-        """As `Transport.send`; bulk waits for credit.  Raises `TransportError`, `LocalProtocolError`."""
-        account = self._accounts.get(peer)
+    def send(self, peer: PeerId, message: Message, frames: Frames | None = None) -> None:
+        """See `Transport.send`; bulk waits for credit.
+
+        Raises:
+            TransportError: the peer is not connected, or its queue is full.
+            LocalProtocolError: the message cannot be encoded.
+        """
         if not needs_credit(message) or not self._inner.connected(peer):
-            self._inner.send(peer, message)
+            self._inner.send(peer, message, frames)
             return
+        account = self._accounts.get(peer)
         if account is None:
             raise TransportError(
-                f"peer {peer.hex()[:8]} is not connected", remedy="wait for its PeerUp before sending"
+                f"peer {peer.hex()[:8]} is not connected", remedy="wait for the peer's PeerUp before sending"
             )
-        nbytes = credit_bytes(message)
+        frames = codec.encode(message) if frames is None else frames
+        nbytes = sum(map(len, frames))
         if not account.waiting and fits_window(account.unacknowledged_bytes, nbytes, self._window_bytes):
-            self._send_bulk(peer, account, message, nbytes)
+            self._send_bulk(peer, account, (message, frames, nbytes))
             return
         if account.waiting_bytes + nbytes > self._queue_bytes:
             raise TransportError(
                 f"the queue for peer {peer.hex()[:8]} is full: {account.waiting_bytes} bytes wait for "
-                f"credit, {nbytes} more would exceed {self._queue_bytes}",
-                remedy="the peer processes too little of what is sent; treat the connection as failed",
+                f"credit, and {nbytes} more would exceed the limit of {self._queue_bytes}",
+                remedy="treat the connection as failed, because the peer processes messages too slowly",
             )
-        account.waiting.append((message, nbytes))
+        account.waiting.append((message, frames, nbytes))
         account.waiting_bytes += nbytes
 
     def backlog_bytes(self, peer: PeerId) -> int:
@@ -181,28 +186,17 @@ class FlowControlTransport:
         return self._inner.backlog_bytes(peer) + (account.waiting_bytes if account is not None else 0)
 
     def poll(self, timeout_s: float) -> list[TransportEvent]:
-        """As `Transport.poll`.  Also returns, without events, when credit has let something leave.
-
-        `Received.nbytes` of bulk is its `credit_bytes`.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        while True:
+        """See `Transport.poll`.  The call also returns, possibly without events, when credit arrives."""
+        if self._blocked:
+            timeout_s = min(timeout_s, RETRY_S)
             for peer in list(self._blocked):
                 self._retry_blocked(peer)
-            until_s = min(deadline_s, time.monotonic() + RETRY_S) if self._blocked else deadline_s
-            events: list[TransportEvent] = []
-            released = False
-            for event in self._inner.poll(max(0.0, until_s - time.monotonic())):
-                if isinstance(event, Received) and isinstance(event.message, Credit):
-                    released |= self._apply_credit(event.peer, event.message.total_bytes, events)
-                else:
-                    self._handle(event, events)
-            if events or released or self._woken or time.monotonic() >= deadline_s:
-                self._woken = False
-                return events
+        events: list[TransportEvent] = []
+        for event in self._inner.poll(timeout_s):
+            self._handle(event, events)
+        return events
 
     def wake(self) -> None:
-        self._woken = True
         self._inner.wake()
 
     def close(self) -> None:
@@ -211,18 +205,21 @@ class FlowControlTransport:
     # -- for the loop --------------------------------------------------------------------------
 
     def return_credit(self, held_bytes: Callable[[PeerId], int]) -> None:
-        """All bulk that `poll` has returned is processed but for `held_bytes(peer)` of each peer.
+        """Mark all bulk that `poll` has returned as processed, except for `held_bytes(peer)` of each peer.
 
-        To be called after the events of `poll` were handled.
+        Call this method after handling the events of `poll`.
         """
-        for peer, account in self._accounts.items():
-            if unprocessed_bytes := account.unprocessed_bytes:
+        for peer in list(self._unprocessed):
+            account = self._accounts.get(peer)
+            if account is not None and (unprocessed_bytes := account.unprocessed_bytes):
                 self.mark_processed(peer, max(0, unprocessed_bytes - held_bytes(peer)))
+            else:
+                self._unprocessed.discard(peer)
 
     def mark_processed(self, peer: PeerId, nbytes: int) -> None:
-        """Bulk of `nbytes` from `peer` was processed: used, passed on or dropped.
+        """Record that bulk of `nbytes` from `peer` was processed, that is, used, forwarded or dropped.
 
-        Has no effect for messages of a connection that has gone down.
+        Messages from a connection that is down are ignored.
         """
         account = self._accounts.get(peer)
         if account is not None:
@@ -232,6 +229,14 @@ class FlowControlTransport:
     # -- inside --------------------------------------------------------------------------------
 
     def _handle(self, event: TransportEvent, events: list[TransportEvent]) -> None:
+        if type(event) is Received:
+            if needs_credit(event.message):
+                self._receive_bulk(event, events)
+            elif type(event.message) is Credit:
+                self._apply_credit(event.peer, event.message.total_bytes, events)
+            else:
+                events.append(event)
+            return
         match event:
             case PeerUp(peer):
                 self._accounts[peer] = _CreditAccount()
@@ -239,57 +244,60 @@ class FlowControlTransport:
                     self._reset_account(peer)
             case PeerDown(peer):
                 self._accounts.pop(peer, None)
-            case Received(peer, message) if needs_credit(message):
-                account = self._accounts.setdefault(peer, _CreditAccount())
-                nbytes = credit_bytes(message)
-                account.largest = max(account.largest, nbytes)
-                if exceeds_credit(account.outstanding_bytes, nbytes, account.largest, self._window_bytes):
-                    text = (
-                        f"{type(message).__name__} of {nbytes} bytes while {account.outstanding_bytes} are "
-                        f"not acknowledged; the window has {self._window_bytes}"
-                    )
-                    events.append(TransportViolation(peer, text))
-                    return
-                account.received += nbytes
-                event = Received(peer, message, nbytes)
+        events.append(event)
+
+    def _receive_bulk(self, event: Received, events: list[TransportEvent]) -> None:
+        peer, nbytes = event.peer, event.nbytes
+        account = self._accounts.get(peer)
+        if account is None:
+            account = self._accounts[peer] = _CreditAccount()
+        account.largest = max(account.largest, nbytes)
+        if exceeds_credit(account.outstanding_bytes, nbytes, account.largest, self._window_bytes):
+            text = (
+                f"a {type(event.message).__name__} of {nbytes} bytes arrived while "
+                f"{account.outstanding_bytes} bytes were not acknowledged; the window is "
+                f"{self._window_bytes} bytes"
+            )
+            events.append(TransportViolation(peer, text))
+            return
+        account.received += nbytes
+        self._unprocessed.add(peer)
         events.append(event)
 
     def _reset_account(self, peer: PeerId) -> None:
-        with contextlib.suppress(TransportError):  # it is down again
+        with contextlib.suppress(TransportError):  # the connection is down again
             self._inner.send(peer, Credit(0))
 
-    def _apply_credit(self, peer: PeerId, total_bytes: int, events: list[TransportEvent]) -> bool:
-        """True: something has left."""
+    def _apply_credit(self, peer: PeerId, total_bytes: int, events: list[TransportEvent]) -> None:
         account = self._accounts.setdefault(peer, _CreditAccount())
         if total_bytes > self._ever_sent[peer]:
-            text = f"Credit for {total_bytes} bytes of bulk; {self._ever_sent[peer]} were sent to it"
+            text = f"Credit is for {total_bytes} bytes, but only {self._ever_sent[peer]} were sent"
             events.append(TransportViolation(peer, text))
-            return False
+            return
         if total_bytes == 0:
             account.reset()
-        # Its total includes what was under way when our counts were reset.
+        # The peer's total includes messages that were in transit when our counts were reset.
         account.credited = max(account.credited, min(total_bytes, account.sent))
-        return self._send_waiting(peer, account)
+        self._send_waiting(peer, account)
 
-    def _send_waiting(self, peer: PeerId, account: _CreditAccount) -> bool:
-        """Send what waits, as far as credit allows.  True: something has left."""
-        released = False
+    def _send_waiting(self, peer: PeerId, account: _CreditAccount) -> None:
+        """Send waiting messages as long as credit permits."""
         while account.waiting:
-            message, nbytes = account.waiting[0]
+            waiting = account.waiting[0]
+            nbytes = waiting[2]
             if not fits_window(account.unacknowledged_bytes, nbytes, self._window_bytes):
                 break
             try:
-                self._send_bulk(peer, account, message, nbytes)
+                self._send_bulk(peer, account, waiting)
             except TransportError:
                 self._blocked.add(peer)
                 break
             account.waiting.popleft()
             account.waiting_bytes -= nbytes
-            released = True
-        return released
 
-    def _send_bulk(self, peer: PeerId, account: _CreditAccount, message: Message, nbytes: int) -> None:
-        self._inner.send(peer, message)
+    def _send_bulk(self, peer: PeerId, account: _CreditAccount, waiting: Waiting) -> None:
+        message, frames, nbytes = waiting
+        self._inner.send(peer, message, frames)
         account.sent += nbytes
         self._ever_sent[peer] += nbytes
 

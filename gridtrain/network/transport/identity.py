@@ -1,8 +1,8 @@
 """A peer's identity: a Curve25519 key pair, and the file in which it is stored.
 
-    Identity.generate()                     a new one, in memory
-    Identity.load_or_create(path)           the one in the file, created if there is none
-    claim_identity(folder)                  the first in the folder that no other process uses
+    Identity.generate()                     returns a new identity, in memory
+    Identity.load_or_create(path)           returns the identity in the file, creating the file if necessary
+    claim_identity(folder)                  yields the first identity in the folder that is not in use
 
 The secret key is stored in a file of mode 0600, never in the environment, argv or a log.  The public key, 32
 bytes, is the peer's only name (`PeerId`).
@@ -26,7 +26,7 @@ from gridtrain.core.messages import PeerId
 from gridtrain.errors import ConfigError
 
 OLDEST_LIBZMQ = (4, 3, 5)
-"""Older versions have known vulnerabilities in CURVE (CVE-2020-15166, CVE-2021-20236 and later ones)."""
+"""Older versions have known vulnerabilities in CURVE (CVE-2020-15166, CVE-2021-20236 and later CVEs)."""
 
 KEY_BYTES = 32
 MAX_IDENTITIES = 256
@@ -35,7 +35,7 @@ _HEADER = "gridtrain secret key, keep it private: "
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A key pair, 32 bytes each.  `repr` omits the secret key."""
+    """A key pair; each key has 32 bytes.  `repr` omits the secret key."""
 
     public: PeerId
     secret: bytes = field(repr=False)
@@ -46,26 +46,31 @@ class Identity:
 
     @classmethod
     def from_secret(cls, secret: bytes) -> Identity:
-        """Raises `ConfigError` unless it is 32 bytes."""
+        """Return the identity with this secret key.  Raises `ConfigError` unless the key has 32 bytes."""
         if len(secret) != KEY_BYTES:
-            raise ConfigError(f"a secret key has {KEY_BYTES} bytes, not {len(secret)}")
+            raise ConfigError(f"a secret key must have {KEY_BYTES} bytes; it has {len(secret)}")
         return cls(z85.decode(zmq.curve_public(z85.encode(secret))), secret)
 
     @classmethod
     def read(cls, path: Path) -> Identity:
-        """Raises `ConfigError` if there is no such file, it is damaged, or others may read it."""
+        """Read the identity from a file.
+
+        Raises:
+            ConfigError: the file is missing or damaged, or its mode lets other users read it.
+        """
         try:
             mode, text = stat.S_IMODE(path.stat().st_mode), path.read_text("ascii")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"the key file {path} cannot be read: {error}",
-                remedy="check that it exists and belongs to you; a lost key needs a new invitation",
+                remedy="check that the file exists and belongs to you; if the key is lost, ask for a new "
+                "invitation",
             ) from None
         if mode & 0o077:
             raise ConfigError(
                 f"the key file {path} has mode {mode:04o}, so others may read it",
-                remedy=f"chmod 600 {path}; if others may have read it: delete a worker's file and ask for a "
-                "new invitation; if it is the coordinator's, all workers must be invited again",
+                remedy=f"chmod 600 {path}; if someone else may have read a worker's key, delete the file and "
+                "ask for a new invitation; if it is the coordinator's key, invite all workers again",
             )
         try:
             if not text.startswith(_HEADER):
@@ -74,20 +79,27 @@ class Identity:
         except (ValueError, ConfigError):
             raise ConfigError(
                 f"the key file {path} does not contain a key",
-                remedy="restore it from a backup; a worker's file can be deleted and a new invitation asked "
-                "for, but without the coordinator's key no worker recognises the run",
+                remedy="restore the file from a backup, or delete a worker's file and ask for a new "
+                "invitation; without the coordinator's key workers do not recognise the run",
             ) from None
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
-        """The identity in the file, or a new one that is written to it.  Raises `ConfigError`."""
+        """Return the identity in the file; if there is no file, create a new identity and the file.
+
+        Raises:
+            ConfigError: the file cannot be read or written.
+        """
         if not path.exists():
             with contextlib.suppress(FileExistsError):  # another process was faster
                 cls.generate().write(path)
         return cls.read(path)
 
     def write(self, path: Path) -> None:
-        """Write it atomically to a new file of mode 0600.  Raises `FileExistsError`, `ConfigError`."""
+        """Write the secret key atomically to a new file of mode 0600.
+
+        Raises `FileExistsError` if the file exists, `ConfigError` if it cannot be written.
+        """
         partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
             make_private_folder(path.parent)
@@ -102,23 +114,27 @@ class Identity:
         except OSError as error:
             raise ConfigError(
                 f"the key file {path} cannot be written: {error.strerror}",
-                remedy="make the folder writable, or set XDG_STATE_HOME to another one",
+                remedy="make the folder writable, or set XDG_STATE_HOME to another folder",
             ) from None
         finally:
             partial.unlink(missing_ok=True)
 
 
 def make_private_folder(folder: Path) -> None:
-    """Create the folder, accessible to its owner alone."""
+    """Create the folder, accessible only to its owner, if it does not exist."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
 
 @contextlib.contextmanager
 def claim_identity(folder: Path) -> Iterator[tuple[Identity, Path]]:
-    """Lock the first identity of the folder that is not locked; it is created if there is none.
+    """Lock the first identity in the folder that is not locked; yield the identity and its file.
 
-    So a restarted worker is the same peer as before, and two workers of one machine are different ones.  A
-    second call in the same process gets the next identity.  Raises `ConfigError`.
+    If all existing identities are locked, a new identity is created.  Therefore a restarted worker is the
+    same peer as before, and two workers on one machine are different peers.  A second call in the same
+    process yields the next identity.
+
+    Raises:
+        ConfigError: all identities are in use, or a key file cannot be read or written.
     """
     with claim_existing_identity(folder, fresh=True) as claimed:
         assert claimed is not None
@@ -127,7 +143,13 @@ def claim_identity(folder: Path) -> Iterator[tuple[Identity, Path]]:
 
 @contextlib.contextmanager
 def claim_existing_identity(folder: Path, *, fresh: bool = False) -> Iterator[tuple[Identity, Path] | None]:
-    """As `claim_identity`; without `fresh` only an existing identity, or None."""
+    """Lock the first identity in the folder that is not locked; yield the identity and its file.
+
+    Args:
+        folder: the folder of the key files.
+        fresh: whether to create an identity if no existing identity is free; if False, None is yielded
+            instead.
+    """
     make_private_folder(folder)
     for slot in range(MAX_IDENTITIES):
         path = folder / f"worker-{slot}.key"
@@ -144,18 +166,18 @@ def claim_existing_identity(folder: Path, *, fresh: bool = False) -> Iterator[tu
         yield None
         return
     raise ConfigError(
-        f"{MAX_IDENTITIES} workers of this machine use the identities in {folder}",
+        f"all {MAX_IDENTITIES} identities in {folder} are in use by workers on this machine",
         remedy="stop some of these workers",
     )
 
 
 def require_curve() -> None:
-    """Raises `ConfigError` if libzmq cannot encrypt, or has known vulnerabilities."""
+    """Raise `ConfigError` if libzmq cannot encrypt or has known vulnerabilities."""
     version = zmq.zmq_version_info()
     if version < OLDEST_LIBZMQ or not zmq.has("curve"):
         wanted = ".".join(map(str, OLDEST_LIBZMQ))
         raise ConfigError(
-            f"libzmq {zmq.zmq_version()} {'is too old' if zmq.has('curve') else 'has no CURVE'}; "
+            f"libzmq {zmq.zmq_version()} {'is too old' if zmq.has('curve') else 'was built without CURVE'}; "
             f"encryption needs {wanted} or newer",
             remedy="install pyzmq from its wheel: pip install --force-reinstall --only-binary :all: pyzmq",
         )

@@ -1,17 +1,18 @@
-"""The transport within one process: for local groups and for tests, with faults.
+"""A transport within one process, with injected faults, for local groups and for tests.
 
-Messages pass through the codec, so that what could not be sent over a network fails here as well; payloads
-are copied, so that a sender cannot change what was received.
+Messages pass through the codec, so that a message that could not be sent over a network also fails in memory.
+Payloads are copied, so that a sender cannot change a received message.
 
     thread A: MemoryTransport --send--> send queue --flush--> [MemoryHub: faults] --> B's mailbox
                                                                                         |
     thread B: MemoryTransport <---------------------- poll -----------------------------+
 
-The send queue (bounded) empties into the peer's mailbox (bounded) as the upload cap and the room there
-permit: the same two queues, and the same backpressure, as over a socket.  Connections are made at once, or
-when the other end listens, is shown or reconnected.  A dialler that is not admitted retries after a back-off.
+Messages move from the bounded send queue to the peer's bounded mailbox as far as the upload cap and the free
+space in the mailbox permit; so there are two queues, and the same backpressure, as over a socket.  A
+connection is made immediately, or as soon as the other end listens, is shown or is reconnected.  A dialler
+that is not admitted retries after a back-off.
 
-All state of a hub and its endpoints is under the hub's lock: methods named `*_locked` expect it to be held.
+The hub's lock protects all state of the hub and its endpoints; methods named `*_locked` expect it to be held.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from gridtrain.network.transport.interface import (
     AccessPolicy,
     ConnectionDenied,
     ConnectionRole,
+    Frames,
     PeerDown,
     PeerUp,
     ReachResult,
@@ -48,24 +50,25 @@ __all__ = ["EndpointKilled", "FaultPlan", "MemoryHub", "MemoryTransport", "Messa
 
 MAX_ADDRESSES = 4
 MAILBOX_BYTES = 16 * 2**20
-"""Unread bytes of one peer in another's mailbox, as in the buffers of a socket."""
+"""The largest number of unread bytes from one sender in a mailbox, which represents a socket's buffers."""
 
 CLOSE_S = 1.0
-BACKOFF_FIRST_S = 0.05
+BACKOFF_FIRST_S = 0.01
 BACKOFF_MAX_S = 2.0
 
 
 class EndpointKilled(GridtrainError):
-    """The fault plan killed this endpoint: its thread should end without sending anything."""
+    """Raised in an endpoint that a fault has killed; its thread should end without sending anything."""
 
 
 @dataclass(slots=True, eq=False)
 class MemoryConnection:
-    """A connection.
+    """A connection between two endpoints.
 
     Attributes:
-        name: the acceptor's name for the dialler: its key, or for a pending member an invented one.
-        is_ignored: the acceptor has hung up.
+        name: the acceptor's name for the dialler: the dialler's key, or an invented name if the dialler is a
+            pending member.
+        is_ignored: whether the acceptor has hung up, so that it ignores the connection.
     """
 
     initiator: MemoryTransport
@@ -81,7 +84,7 @@ class MemoryConnection:
         return self.acceptor if me is self.initiator else self.initiator
 
     def name_for(self, me: MemoryTransport) -> PeerId:
-        """The name of the other end for `me`."""
+        """Return the name that `me` uses for the other end."""
         return self.acceptor.me if me is self.initiator else self.name
 
     def keys(self) -> frozenset[PeerId]:
@@ -89,10 +92,10 @@ class MemoryConnection:
 
 
 class MemoryHub:
-    """The network that endpoints of one process share.  Thread-safe.
+    """The network that the endpoints in one process share.  Thread-safe.
 
     Args:
-        plan: faults of messages; None: none.
+        plan: the plan of message faults; None for no faults.
     """
 
     def __init__(self, plan: FaultPlan | None = None) -> None:
@@ -106,34 +109,34 @@ class MemoryHub:
 
     @property
     def endpoints(self) -> dict[PeerId, MemoryTransport]:
-        """Those that are neither closed nor killed, by key; of several with one key the latest."""
+        """The endpoints that are neither closed nor killed, by key; the latest if several have one key."""
         return {endpoint.me: endpoint for endpoint in self._alive}
 
     # -- faults, from any thread ---------------------------------------------------------------
 
     def disconnect(self, a: PeerId, b: PeerId) -> None:
-        """Break the connection until `reconnect`; both ends see `PeerDown`."""
+        """Break the connection between two peers until `reconnect`; both ends get `PeerDown`."""
         with self.lock:
             self._disconnect_locked(a, b)
 
     def reconnect(self, a: PeerId, b: PeerId) -> None:
-        """End a `disconnect`: the two are connected again if one of them dials the other."""
+        """Undo `disconnect`, and connect the two peers again if one of them dials the other."""
         with self.lock:
             self._disconnected.discard(frozenset((a, b)))
             self.retry_locked()
 
     def kill(self, peer: PeerId) -> None:
-        """As by SIGKILL: peers see `PeerDown`, and calls of the endpoint raise `EndpointKilled`."""
+        """End the endpoint as if by SIGKILL: peers get `PeerDown`, and its methods raise `EndpointKilled`."""
         with self.lock:
             self._kill_locked(peer)
 
     def hide(self, peer: PeerId) -> None:
-        """As behind NAT: until `show` nobody can dial it, but it can dial others.  Connections stay."""
+        """Simulate NAT: no peer can dial this endpoint until `show` is called.  Existing connections stay."""
         with self.lock:
             self._hidden.add(peer)
 
     def show(self, peer: PeerId) -> None:
-        """End a `hide`: endpoints that dial it are connected."""
+        """Undo `hide`, and connect the endpoints that dial this endpoint."""
         with self.lock:
             self._hidden.discard(peer)
             self.retry_locked()
@@ -144,7 +147,7 @@ class MemoryHub:
         self._alive.append(endpoint)
 
     def remove_locked(self, endpoint: MemoryTransport, reason: str) -> None:
-        """The endpoint is gone: its addresses are free, and its connections break."""
+        """Remove the endpoint, free its addresses and close its connections."""
         self.ports = {address: other for address, other in self.ports.items() if other is not endpoint}
         self._alive = [other for other in self._alive if other is not endpoint]
         for link in endpoint.connections_locked():
@@ -153,7 +156,7 @@ class MemoryHub:
     def close_locked(
         self, link: MemoryConnection, reason: str, *, silent: MemoryTransport | None = None
     ) -> None:
-        """Both ends lose it, with a `PeerDown`, except `silent` and an acceptor that has hung up."""
+        """Close a connection.  Each end gets `PeerDown`, except `silent` and an acceptor that has hung up."""
         for end in (link.initiator, link.acceptor):
             quiet = end is silent or (end is link.acceptor and link.is_ignored)
             end.connection_lost_locked(link, None if quiet else reason)
@@ -165,7 +168,7 @@ class MemoryHub:
     def reachable_locked(
         self, dialler: MemoryTransport, peer: PeerId, address: str
     ) -> MemoryTransport | None:
-        """The endpoint that would answer the handshake; its access policy was not asked."""
+        """Return the endpoint that can be dialled at this address, or None; ignore access policies."""
         other = self.ports.get(address)
         if other is None or other.me != peer or other is dialler:
             return None
@@ -173,7 +176,7 @@ class MemoryHub:
         return None if is_disconnected or peer in self._hidden else other
 
     def connect_locked(self, dialler: MemoryTransport, acceptor: MemoryTransport) -> bool:
-        """Connect; False: an access policy does not admit the other end."""
+        """Connect two endpoints; return False if an endpoint's access policy does not admit the other one."""
         if not access_control.is_admitted(acceptor.access_policy, dialler.me):
             return False
         is_pending = acceptor.access_policy(dialler.me) is ConnectionRole.PENDING_MEMBER
@@ -192,7 +195,11 @@ class MemoryHub:
     def deliver_locked(
         self, source: MemoryTransport, link: MemoryConnection, queued: QueuedMessage[Message], now_s: float
     ) -> bool:
-        """Deliver as the fault plan says; False: the mailbox is full, try again when it was read."""
+        """Deliver a message, or apply the fault that is planned for this message.
+
+        Returns False if the receiver's mailbox is full; the sender must then try again when the receiver has
+        read from the mailbox.
+        """
         target = link.other_end(source)
         if target.is_full_locked(link, queued.nbytes):
             return False
@@ -223,12 +230,12 @@ class MemoryHub:
 
 
 _QueuedEvent = tuple[float, int, TransportEvent, MemoryConnection | None]
-"""Due time, order, event, and the connection of a message."""
+"""The due time, the sequence number, the event, and the connection if the event is a message."""
 
 
 @dataclass(slots=True)
 class _DialedAddress:
-    """An address that an endpoint dials.  `due_s`: after a refusal, when to try again."""
+    """An address that an endpoint dials; `due_s` is the time of the next attempt after a refusal."""
 
     peer: PeerId
     due_s: float = float("-inf")
@@ -240,16 +247,17 @@ class _DialedAddress:
 
 
 class MemoryTransport:
-    """One endpoint; implements `Transport`.  Addresses are "memory://name".
+    """An endpoint in memory; implements `Transport`.  Addresses are "memory://name".
 
     Args:
         me: this endpoint's key.
-        hub: the network, shared with the other endpoints.
-        gate: who may connect and send.  It is also called in the threads of other endpoints, with the hub's
-            lock held: it must be quick, and not call a transport.
-        host: the address from which others see this endpoint's connections come.
-        upload_Bps, download_Bps: rate caps in bytes per second; None: none.
-        outbox_bytes: bound of what is queued for one peer.
+        hub: the network that is shared with the other endpoints.
+        software: the name and version of our software, which peers receive in `PeerUp`.
+        gate: the access policy.  The threads of other endpoints also call the policy, while they hold the
+            hub's lock, so the policy must be fast and must not call a transport.
+        host: the address that other endpoints see as the origin of this endpoint's connections.
+        upload_Bps, download_Bps: rate caps in bytes per second; None for no cap.
+        outbox_bytes: the largest number of bytes that may be queued for one peer.
     """
 
     def __init__(
@@ -278,7 +286,7 @@ class MemoryTransport:
         self._mailbox: list[_QueuedEvent] = []  # a heap
         self._order = itertools.count()
         self._unread_bytes: dict[PeerId, int] = {}
-        self._refused: set[PeerId] = set()  # senders that wait for room
+        self._refused: set[PeerId] = set()  # senders that wait for space in the mailbox
         self._woken = self._closed = self._killed = False
         with hub.lock:
             hub.add_locked(self)
@@ -287,10 +295,10 @@ class MemoryTransport:
 
     def listen(self, address: str) -> str:
         if not address.startswith("memory://") or address == "memory://":
-            raise TransportError(f"{address!r} is not an in-memory address", remedy='write "memory://name"')
+            raise TransportError(f"{address!r} is not an in-memory address", remedy='use "memory://name"')
         with self._locked_alive():
             if address in self._hub.ports:
-                raise TransportError(f"{address} is taken", remedy="choose another name")
+                raise TransportError(f"{address} is already in use", remedy="choose another name")
             self._hub.ports[address] = self
             self._hub.retry_locked()
         return address
@@ -298,7 +306,8 @@ class MemoryTransport:
     def dial(self, peer: PeerId, address: str) -> None:
         if peer == self.me:
             raise TransportError(
-                f"{address} was to be dialled with our own key", remedy="leave this worker out of the list"
+                f"cannot dial {address}: the peer's key is our own key",
+                remedy="remove this worker from the list of peers",
             )
         with self._locked_alive():
             if self._connected_locked(peer) or self._revive_locked(peer):
@@ -341,12 +350,13 @@ class MemoryTransport:
         with self._hub.lock:
             return self._connected_locked(peer)
 
-    def send(self, peer: PeerId, message: Message) -> None:
-        message, nbytes = _encode_and_decode(message)
+    def send(self, peer: PeerId, message: Message, frames: Frames | None = None) -> None:
+        message, nbytes = _decode_copy(codec.encode(message) if frames is None else frames)
         with self._locked_alive():
             if not self._connected_locked(peer):
                 raise TransportError(
-                    f"peer {peer.hex()[:8]} is not connected", remedy="wait for its PeerUp before sending"
+                    f"peer {peer.hex()[:8]} is not connected",
+                    remedy="wait for the peer's PeerUp before sending",
                 )
             now_s = time.monotonic()
             kind = type(message).__name__
@@ -412,7 +422,7 @@ class MemoryTransport:
         return full
 
     def connect_locked(self, now_s: float, *, early: bool = False) -> None:
-        """Connect to dialled addresses that are due; `early`: also to those that are not."""
+        """Connect to the dialled addresses that are due; with `early`, to all dialled addresses."""
         for address, dialled in self._dialed.items():
             if self._connections.get(dialled.peer) is not None or (now_s < dialled.due_s and not early):
                 continue
@@ -427,7 +437,7 @@ class MemoryTransport:
                     self.post_locked(ConnectionDenied(dialled.peer, address))
 
     def mailbox_freed_locked(self, peer: PeerId) -> None:
-        """`peer` has read from its mailbox, so that it has room again."""
+        """Resume sending to `peer`, whose mailbox has free space again."""
         self._send_queue.unblock(peer)
         self._changed.notify_all()
 
@@ -444,7 +454,10 @@ class MemoryTransport:
             )
 
     def connection_lost_locked(self, link: MemoryConnection, reason: str | None) -> None:
-        """Messages under way are lost; `reason` None: no `PeerDown`, as we had hung up."""
+        """Drop the connection and its messages in transit.
+
+        `PeerDown` is posted unless `reason` is None, which means that this endpoint itself has hung up.
+        """
         peer, now_s = link.name_for(self), time.monotonic()
         if self._connections.get(peer) is not link:
             return
@@ -464,7 +477,12 @@ class MemoryTransport:
     # -- inside --------------------------------------------------------------------------------
 
     def _locked_alive(self) -> threading.Condition:
-        """The lock.  Raises if this endpoint was closed or killed."""
+        """Return the lock as a context manager.
+
+        Raises:
+            TransportError: the endpoint is closed.
+            EndpointKilled: the endpoint was killed.
+        """
         self._check_alive()
         return self._changed
 
@@ -479,7 +497,10 @@ class MemoryTransport:
         return link is not None and not (link.is_ignored and link.acceptor is self)
 
     def _revive_locked(self, peer: PeerId) -> bool:
-        """Use the connection again that the peer has made and `hang_up` has left standing."""
+        """Resume using the peer's connection that `hang_up` left open.
+
+        Returns False if there is no such connection, or if the peer is not admitted.
+        """
         link = self._connections.get(peer)
         if link is None or not access_control.is_still_admitted(self.access_policy, peer, False):
             return False
@@ -489,7 +510,7 @@ class MemoryTransport:
 
     def _flush_locked(self, now_s: float) -> None:
         while (queued := self._send_queue.take(now_s)) is not None:
-            link = self._connections.get(queued.peer)  # None: lost with its connection
+            link = self._connections.get(queued.peer)  # if None, the message is lost with its connection
             if link is None or self._hub.deliver_locked(self, link, queued, now_s):
                 self.traffic.count_sent(queued.kind, queued.nbytes)
             else:
@@ -509,10 +530,10 @@ class MemoryTransport:
         return events
 
     def _is_still_admitted_locked(self, link: MemoryConnection) -> bool:
-        """Whether the other end may still send; if its key is not admitted, the connection is closed."""
+        """Return whether the other end may still send; close the connection if its key is not admitted."""
         is_pending = link.is_pending and link.acceptor is self
         if not access_control.is_still_admitted(self.access_policy, link.other_end(self).me, is_pending):
-            self._hub.close_locked(link, "its key is not admitted any more")
+            self._hub.close_locked(link, "the peer's key is no longer admitted")
             return False
         return not (link.is_ignored and link.acceptor is self)
 
@@ -534,7 +555,7 @@ class MemoryTransport:
         return due_s
 
     def _forget_locked(self, peer: PeerId, lost: Callable[[float], bool]) -> None:
-        """Drop what is queued for the peer, and its undelivered events whose due time is `lost`."""
+        """Drop the messages queued for the peer, and its events in our mailbox if `lost(due_s)` is true."""
         self._send_queue.clear_peer(peer)
         remaining = []
         for queued in self._mailbox:
@@ -548,11 +569,7 @@ class MemoryTransport:
         self._mailbox = remaining
 
 
-def _encode_and_decode(message: Message) -> tuple[Message, int]:
-    """The message as its receiver decodes it, with a copy of the payload, and the size of its frames.
-
-    Raises `LocalProtocolError` if it is out of bounds.
-    """
-    header, *payload = codec.encode(message)
-    frames = [header, *map(bytes, payload)]
-    return codec.decode(frames), sum(map(len, frames))
+def _decode_copy(frames: Frames) -> tuple[Message, int]:
+    """Return (the message as its receiver decodes it, with a copied payload; the size of its frames)."""
+    header, *payload = frames
+    return codec.decode([header, *map(bytes, payload)]), sum(map(len, frames))

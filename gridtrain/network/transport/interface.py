@@ -1,9 +1,9 @@
-"""`Transport`, the interface between the loops and any network, and its events.
+"""Defines `Transport`, the interface between the loops and a network, and its events.
 
     I/O loop, coordinator daemon -- dial/send/poll --> Transport -- memory | ZeroMQ --> peers
 
-A transport is owned by one thread, which alone calls every method except `wake`.  It names a peer by its
-public key (`PeerId`), never by an address or a routing id, and `send` never blocks.
+A transport is owned by one thread; only this thread may call its methods, except for `wake`.  A peer is named
+by its public key (`PeerId`), never by an address or a routing id.  `send` never blocks.
 """
 
 from __future__ import annotations
@@ -15,27 +15,35 @@ from typing import Protocol
 
 from gridtrain.core.messages import Message, PeerId
 
+Frames = list[bytes | memoryview]
+"""An encoded message: its header, and the payload if it has one."""
+
 
 class ConnectionRole(Enum):
-    """What the owner of a key may do."""
+    """The role in which the owner of a key may connect."""
 
-    STRANGER = "stranger"  # nothing: refused at the handshake, without an answer
-    PENDING_MEMBER = "guest"  # holds an invitation, see `PeerUp.pending_key`
+    STRANGER = "stranger"  # may not connect: the handshake is refused without an answer
+    PENDING_MEMBER = "guest"  # holds an invitation; see `PeerUp.pending_key`
     MEMBER = "peer"
 
 
 AccessPolicy = Callable[[PeerId], ConnectionRole]
-"""Asked at every handshake and for every message, so that a change takes effect at once."""
+"""Returns the role of a key.  The policy is called at every handshake and for every message, so that a change
+takes effect immediately."""
 
 
 def allow_all(key: PeerId) -> ConnectionRole:
-    """Admits everybody: for groups within one process, and for tests."""
+    """Admit every key; this policy is used for groups within one process and for tests."""
     return ConnectionRole.MEMBER
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message within all bounds, from a peer that has greeted.  `nbytes`: of all of its frames."""
+    """The event that a peer that has sent Hello has sent a valid message.
+
+    Attributes:
+        nbytes: the size of the message's frames, without the overhead of a transport or a relay.
+    """
 
     peer: PeerId
     message: Message
@@ -44,12 +52,13 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class PeerUp:
-    """Both sides have greeted, and messages can be sent.  Repeated after a reconnect.
+    """The event that both sides have sent Hello, so that messages can be sent; repeated after a reconnect.
 
     Attributes:
-        host: address of the other end, as seen from here; empty: we dialled.
-        pending_key: the invitation's key, if the other side has proven nothing else.  `peer` is then a name
-            that the transport invents for the connection, as several may hold one invitation.
+        host: the address of the other end as this side sees it; empty if this side dialled.
+        pending_key: the invitation's key if the other side has proven only that key, otherwise None.  If it
+            is set, `peer` is a name that the transport generates for the connection, because several peers
+            may hold the same invitation.
     """
 
     peer: PeerId
@@ -60,7 +69,7 @@ class PeerUp:
 
 @dataclass(frozen=True, slots=True)
 class PeerDown:
-    """The connection broke.  The transport tries to reconnect if it dialled."""
+    """The event that the connection broke.  If this side dialled, the transport tries to reconnect."""
 
     peer: PeerId
     reason: str
@@ -68,7 +77,7 @@ class PeerDown:
 
 @dataclass(frozen=True, slots=True)
 class TransportViolation:
-    """The peer sent something that is not a message; it was dropped.  `peer` None: it had not greeted."""
+    """The event that a peer sent invalid data, which were dropped; `peer` is None before the peer's Hello."""
 
     peer: PeerId | None
     reason: str
@@ -76,7 +85,7 @@ class TransportViolation:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionDenied:
-    """The dialled peer does not admit our key.  The transport retries with back-off."""
+    """The event that the dialled peer does not admit our key.  The transport retries with back-off."""
 
     peer: PeerId
     address: str
@@ -84,7 +93,7 @@ class ConnectionDenied:
 
 @dataclass(frozen=True, slots=True)
 class ReachResult:
-    """Result of `Transport.reach`: the first address that answered with the peer's key; empty: none."""
+    """The result of `Transport.reach`; `address` is the first that answered with the peer's key, or ""."""
 
     peer: PeerId
     address: str
@@ -95,7 +104,7 @@ TransportEvent = Received | PeerUp | PeerDown | TransportViolation | ConnectionD
 
 @dataclass(slots=True)
 class TrafficCounters:
-    """Bytes and messages that entered or left the socket, by message type ("Data", "Vote", ...).
+    """The bytes and messages sent and received through the socket, by message type ("Data", "Vote", ...).
 
     Bytes include framing.
     """
@@ -115,62 +124,70 @@ class TrafficCounters:
 
 
 class Transport(Protocol):
-    """Connections to peers, of one thread; only `wake` may be called by others."""
+    """The connections to peers, owned by one thread; other threads may call only `wake`."""
 
     me: PeerId
     traffic: TrafficCounters
 
     def listen(self, address: str) -> str:
-        """Accept connections at `address` ("tcp://host:port", port 0 or "*": any free one).
+        """Accept connections at `address` ("tcp://host:port"; port 0 or "*" stands for any free port).
 
-        Returns the address that peers can dial.  Raises `TransportError` if it is taken or invalid.
+        Returns the address that peers can dial.  Raises `TransportError` if the address is taken or invalid.
         """
         ...
 
     def dial(self, peer: PeerId, address: str) -> None:
-        """Connect, and reconnect with jittered back-off until `hang_up`.
+        """Connect to `peer`, and reconnect with jittered back-off until `hang_up`.
 
-        Only the holder of `peer`'s secret key can answer.  Does nothing if a connection to `peer` exists.
-        `PeerUp` follows when both sides have greeted, `ConnectionDenied` if our key is not admitted.
+        Only the holder of `peer`'s secret key can answer.  If a connection to `peer` exists, this method does
+        nothing.  `PeerUp` follows when both sides have sent Hello, or `ConnectionDenied` if our key is not
+        admitted.
         """
         ...
 
     def reach(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
-        """Check with new connections whether `peer` can be dialled at one of these addresses.
+        """Check, by making new connections, whether `peer` can be dialled at one of these addresses.
 
         Exactly one `ReachResult` follows within `timeout_s`.  Existing connections are not affected."""
         ...
 
     def hang_up(self, peer: PeerId) -> None:
-        """Close the connection that we dialled; drop what the peer sends until either side greets again.
+        """Close the connection if we dialled it, and drop the peer's messages until the next `PeerUp`.
 
-        Messages that were sent before still leave.  If the access policy does not admit the peer any more,
-        its next message closes the connection.  No `PeerDown` follows."""
+        Control messages that are already queued are still sent.  If the access policy no longer admits the
+        peer, the connection is closed at the peer's next message.  No `PeerDown` follows."""
         ...
 
     def connected(self, peer: PeerId) -> bool: ...
 
-    def send(self, peer: PeerId, message: Message) -> None:
-        """Queue a message.  Raises `TransportError` if the peer is not connected or its queue is full; the
-        caller treats either as a failed connection.  Buffers in the message must not be written to until
-        their round is over.
+    def send(self, peer: PeerId, message: Message, frames: Frames | None = None) -> None:
+        """Queue a message; `frames` is the encoded message, if the caller has encoded it already.
 
-        Bulk (`send_queue.is_bulk`) arrives in the order sent, and so does control, but control may overtake
-        bulk.  After `PeerDown` what was queued or under way may be lost."""
+        Raises `TransportError` if the peer is not connected or its queue is full; the caller should treat
+        both cases as a failed connection.  Buffers in the message must not be written to until their round is
+        over.
+
+        Bulk messages (`send_queue.is_bulk`) arrive in the order in which they were sent, and so do control
+        messages, but control may overtake bulk.  At `PeerDown`, messages that were queued or in transit may
+        be lost."""
         ...
 
     def backlog_bytes(self, peer: PeerId) -> int:
-        """Bytes queued for `peer` in this process."""
+        """Return the number of bytes queued for `peer` in this process."""
         ...
 
     def poll(self, timeout_s: float) -> list[TransportEvent]:
-        """Wait at most `timeout_s` for events or a wake-up, and send what is due."""
+        """Wait at most `timeout_s` for events or a call of `wake`, and send the messages that are due.
+
+        Returns the events.  The list may be empty, even before the timeout, if a layer of the transport has
+        consumed everything that arrived.
+        """
         ...
 
     def wake(self) -> None:
-        """Make a running or the next `poll` return at once.  Thread-safe."""
+        """Make the running call of `poll`, or otherwise the next call, return immediately.  Thread-safe."""
         ...
 
     def close(self) -> None:
-        """Send what is queued for a bounded time, then release everything."""
+        """Send queued messages for a bounded time, then release all resources."""
         ...

@@ -1,12 +1,12 @@
 """A seeded plan of message faults for the in-memory transport.
 
-The random numbers for a pair of peers depend on the seed, the rule and the pair alone, so that threads which
-interleave differently still see the same faults.
+The random numbers for a pair of peers depend only on the seed, the rule and the pair, so that the same faults
+happen regardless of how threads interleave.
 
     plan = FaultPlan(
-        MessageFault("delay", kind="Data", delay_s=0.01),  # reorders
-        MessageFault("drop", source=anna, target=bert, kind="Vote", times=1),  # the first vote only
-        MessageFault("kill", source=carl, kind="Data", after=3),  # is killed instead of sending its 4th
+        MessageFault("delay", kind="Data", delay_s=0.01),  # reorders messages
+        MessageFault("drop", source=anna, target=bert, kind="Vote", times=1),  # drops only the first vote
+        MessageFault("kill", source=carl, kind="Data", after=3),  # kills carl instead of sending the 4th Data
         seed=7,
     )
 """
@@ -24,17 +24,18 @@ Action = Literal["drop", "duplicate", "delay", "cut", "kill"]
 
 @dataclass(frozen=True, slots=True)
 class MessageFault:
-    """One rule.  `after`, `times` and `probability` apply to each pair of source and target separately.
+    """A rule for faults; `after`, `times` and `probability` apply separately to each source and target.
 
     Attributes:
         action: "drop" loses the message; "duplicate" delivers it twice; "delay" delivers it up to
-            `delay_s` later (later ones may overtake it); "cut" breaks the connection instead of
-            delivering, until `MemoryHub.reconnect`; "kill" stops the sender instead.
-        source, target: None: any.
-        kind: name of the message type, such as "Data"; None: any.
-        after: number of matching messages that pass first.
-        times: number of matching messages that the rule then applies to; None: all.
-        probability: that the fault happens to such a message.
+            `delay_s` later (later messages may overtake it); "cut" breaks the connection instead of
+            delivering, until `MemoryHub.reconnect`; "kill" kills the sender instead of delivering.
+        source, target: the peers to which the rule applies; None for any peer.
+        kind: the name of the message type, such as "Data"; None for any type.
+        after: the number of matching messages that are delivered before the rule applies.
+        times: the number of matching messages to which the rule then applies; None for all.
+        probability: the probability of the fault for each message to which the rule applies.
+        delay_s: the longest delay of a "delay".
     """
 
     action: Action
@@ -52,7 +53,13 @@ class MessageFault:
 
 @dataclass(frozen=True, slots=True)
 class MessageOutcome:
-    """What happens to one message: it is delivered once after each delay; without any it is lost."""
+    """What happens to one message.
+
+    Attributes:
+        delays_s: the message is delivered once after each of these delays; if there are none, it is lost.
+        cut: whether the connection breaks.
+        kill: whether the sender is killed.
+    """
 
     delays_s: tuple[float, ...] = (0.0,)
     cut: bool = False
@@ -60,7 +67,7 @@ class MessageOutcome:
 
 
 class FaultPlan:
-    """Rules and a seed.  Not thread-safe; `MemoryHub` uses it under its lock."""
+    """A list of rules and a seed.  Not thread-safe; `MemoryHub` uses the plan while it holds its lock."""
 
     def __init__(self, *faults: MessageFault, seed: int = 0) -> None:
         self.faults = faults
@@ -69,7 +76,7 @@ class FaultPlan:
         self._rngs: dict[tuple[int, PeerId, PeerId], random.Random] = {}
 
     def next_outcome(self, source: PeerId, target: PeerId, kind: str) -> MessageOutcome:
-        """The outcome of the next message of type `kind` from `source` to `target`."""
+        """Return the outcome of the next message of type `kind` from `source` to `target`."""
         copies, delay_s, lost, cut, kill = 1, 0.0, False, False, False
         for index, fault in enumerate(self.faults):
             if not fault.matches(source, target, kind) or not self._is_hit(index, source, target):

@@ -1,14 +1,14 @@
-"""Rate caps for upload and download, and detection of floods.  Pure: sizes and times are passed in.
+"""Rate caps for upload and download, and flood detection.  Pure: sizes and times are passed as arguments.
 
-upload     UploadLimiter: a message is sent when its last byte would have left a link of that rate.  There
-           are no bursts, so a capped worker on a fast network behaves like one with a slow link.
+upload     UploadLimiter: a message is sent when its last byte would have left a link with the capped rate.
+           There are no bursts, so a capped worker on a fast network behaves like a worker with a slow link.
 
              bulk A queued        bulk B queued
              |---- A's bytes ----|-------- B's bytes --------|
                                  A is sent                   B is sent      -> time
 
-download   over sockets `receive_queue.ReceiveQueue`; in memory DownloadLimiter: a message is delivered
-           at once, and nothing more is read for as long as a link of that rate would have needed for it
+download   over sockets, `receive_queue.ReceiveQueue`; in memory, DownloadLimiter: a message is delivered
+           at once, and no more is read for as long as a link with the capped rate would take to transfer it
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgG]?)(bit|B)(?:/s)?")
 _PREFIX = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 MAX_LATENESS_S = 0.02
-"""A loop that wakes late may catch up on this much time, and no more."""
+"""The longest delay, in seconds, that a loop may make up for after it wakes late."""
 
 
 def parse_rate(text: str) -> float:
-    """Bytes per second from "20Mbit", "1Gbit", "500kbit", "2.5MB" (bit and B, decimal prefixes).
+    """Convert a rate such as "20Mbit", "1Gbit", "500kbit" or "2.5MB" to bytes per second.
+
+    Prefixes are decimal.
 
     Raises:
-        ConfigError: the text is not a rate, or less than one byte per second.
+        ConfigError: the text is not a rate, or the rate is less than one byte per second.
     """
     remedy = 'write a number and a unit, such as "20Mbit", "1Gbit", "500kbit" or "2.5MB" (per second)'
     match = _RATE.fullmatch(text.strip())
@@ -42,26 +44,26 @@ def parse_rate(text: str) -> float:
 
 
 class UploadLimiter:
-    """The upload cap: a virtual link over which bulk messages are sent one after the other.
+    """The upload cap: a virtual link over which bulk messages are sent one after another.
 
-    Control messages (votes, heartbeats: small) do not wait for bulk.  Their bytes delay later bulk, and among
-    themselves they keep to the rate as well, so that the cap holds for the sum.
+    Control messages (votes, heartbeats), which are small, do not wait for bulk.  They are also limited to the
+    rate, and their bytes delay later bulk, so that the cap holds for control and bulk together.
 
     Args:
-        rate_Bps: bytes per second; None: no cap.
+        rate_Bps: the cap in bytes per second; None for no cap.
     """
 
     def __init__(self, rate_Bps: float | None) -> None:
         self.rate_Bps = rate_Bps
         self._bulk_free_s = float("-inf")
         self.control_free_s = float("-inf")
-        """When the next control message may be sent."""
+        """The time from which the next control message may be sent."""
 
     def schedule_bulk(self, nbytes: int, queued_s: float, now_s: float) -> float:
-        """Start the next bulk message; returns when its last byte has been sent.
+        """Schedule the next bulk message; return the time at which its last byte leaves the virtual link.
 
-        It started when it was queued or when the link became free, whichever was later, even if the caller
-        is late; but at most `MAX_LATENESS_S` ago.
+        The message starts when it was queued or when the link became free, whichever is later.  This time may
+        be in the past, but at most `MAX_LATENESS_S` ago.
         """
         if self.rate_Bps is None:
             return now_s
@@ -78,16 +80,16 @@ class UploadLimiter:
 
 
 class DownloadLimiter:
-    """The download cap: delivers a message, then waits until a link of that rate would be free again.
+    """The download cap: a message is delivered at once, and no more until the virtual link is free again.
 
     Args:
-        rate_Bps: bytes per second; None: no cap.
+        rate_Bps: the cap in bytes per second; None for no cap.
     """
 
     def __init__(self, rate_Bps: float | None) -> None:
         self._rate_Bps = rate_Bps
         self.free_s = float("-inf")
-        """When more may be read."""
+        """The time from which more may be read."""
 
     def can_read(self, now_s: float) -> bool:
         return now_s >= self.free_s
@@ -101,17 +103,17 @@ class DownloadLimiter:
 
 FLOOD_MESSAGES, FLOOD_MESSAGES_per_s = 20_000, 2_000.0
 FLOOD_BYTES, FLOOD_Bps = 64 * 2**20, 8.0 * 2**20
-"""Bounds of what one connection may send without credit: the size of a burst, and the sustained rate.  A busy
-member sends some hundred votes, heartbeats and the like per second, of some hundred bytes each."""
+"""Limits for the messages that one connection may send without credit: the size of a burst, and the sustained
+rate.  A busy member sends a few hundred control messages per second, each with a few hundred bytes."""
 
 
 def is_flood(messages: float, nbytes: float) -> bool:
-    """The defence: whether the contents of a connection's buckets exceed the bounds."""
+    """Whether the contents of a connection's leaky buckets exceed the limits."""
     return messages > FLOOD_MESSAGES or nbytes > FLOOD_BYTES
 
 
 class FloodDetector:
-    """Two leaky buckets for one connection, of messages and of bytes."""
+    """Two leaky buckets for one connection, one for messages and one for bytes."""
 
     __slots__ = ("_at_s", "_bytes", "_messages")
 
@@ -119,7 +121,7 @@ class FloodDetector:
         self._messages = self._bytes = self._at_s = 0.0
 
     def add(self, nbytes: int, now_s: float) -> bool:
-        """Count one more message; True: that is a flood."""
+        """Count a message of `nbytes`; return whether the connection now exceeds the limits."""
         passed_s = max(0.0, now_s - self._at_s)
         self._messages = max(0.0, self._messages - passed_s * FLOOD_MESSAGES_per_s) + 1
         self._bytes = max(0.0, self._bytes - passed_s * FLOOD_Bps) + nbytes

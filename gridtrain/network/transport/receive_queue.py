@@ -1,19 +1,19 @@
-"""The download cap of a transport that reads everything at once and delivers it later.
+"""The download cap of a transport that reads all messages immediately and delivers them later.
 
-Pure: times are passed in.
+Pure: times are passed as arguments.
 
     read --control--------------------------------------> delivered at once, and charged to the sender
          --bulk--> the sender's queue: delivered when the sender has no debt from earlier messages
                    |  the debts of all senders decrease at the rate of the cap, in equal shares
     anna  [60 MiB] ######################################-->
-    bert  [4 kB] #-->  [4 kB] #-->                             does not wait for anna's
+    bert  [4 kB] #-->  [4 kB] #-->                             does not wait for anna's message
 
-A closed connection takes no share of the rate.  Its debt decreases at the rate of the cap and is charged to
-the next connection of the same peer, so that reconnecting does not evade the cap.
+A closed connection gets no share of the rate.  Its debt decreases at the rate of the cap and is charged to
+the next connection of the same peer, so that a peer cannot evade the cap by reconnecting.
 
-Nothing is left unread in libzmq: a queue that is not read stops its connections, and with them the messages
-of all senders.  An honest sender stops when its credit is used up, because what waits here is not processed
-yet; so the cap holds on average over a window of flow control.
+No messages are left unread in libzmq, because a queue that is not read stops its connections, and with them
+the messages of all senders.  A correct sender stops when its credit is used up, because messages in this
+queue are not yet processed; therefore the cap holds on average over a window of flow control.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ T = TypeVar("T")
 S = TypeVar("S", bound=Hashable)
 MOST_WAITING_BYTES = 768 * 2**20
 MIN_WAITING_BYTES = 32 * 2**20
-"""Bounds of all senders together: the larger of the first one and a flow control window for each sender."""
+"""The limit of the bytes that wait from all senders together: `MOST_WAITING_BYTES`, or `MIN_WAITING_BYTES` (a
+flow control window) for each sender if that is more."""
 MOST_OWNERS = 1024
 _DEBT_EPSILON = 1e-6
-"""Bytes of a debt that rounding may leave."""
+"""A debt of at most this many bytes is treated as a rounding error."""
 
 
 @dataclass(slots=True)
 class _SenderQueue(Generic[T]):
-    """Messages and debt of one sender."""
+    """The waiting messages and the debt of one sender."""
 
     waiting: deque[tuple[T, int]] = field(default_factory=deque)
     waiting_bytes: int = 0
@@ -46,26 +47,26 @@ class _SenderQueue(Generic[T]):
 
 
 class ReceiveQueue(Generic[S, T]):
-    """Received messages of all senders.  A sender is a connection, its owner a peer.
+    """The received messages of all senders.  A sender is a connection, and its owner is a peer.
 
     Args:
-        rate_Bps: bytes per second; None: no cap, everything is delivered at once.
+        rate_Bps: the cap in bytes per second; None for no cap, so that everything is delivered at once.
     """
 
     def __init__(self, rate_Bps: float | None) -> None:
         self.rate_Bps = rate_Bps
         self._queues: dict[S, _SenderQueue[T]] = {}
         self._waiting_bytes = 0
-        self._departed_debts: dict[bytes, tuple[float, float]] = {}  # by owner: debt in bytes, and as of when
+        self._departed_debts: dict[bytes, tuple[float, float]] = {}  # by owner: debt in bytes, and its time
         self._paid_until_s = -math.inf
 
     @property
     def is_idle(self) -> bool:
-        """There is no cap and nothing waits, so that a message can be delivered at once."""
+        """Whether there is no cap and no message waits, so that a message can be delivered at once."""
         return self.rate_Bps is None and not self._queues
 
     def charge(self, sender: S, nbytes: int, now_s: float) -> None:
-        """Account for something that was delivered without waiting."""
+        """Charge the sender for a message that was delivered without waiting."""
         if self.rate_Bps is not None:
             self._start_accounting(now_s)
             self._queues.setdefault(sender, _SenderQueue()).debt_bytes += nbytes
@@ -79,7 +80,7 @@ class ReceiveQueue(Generic[S, T]):
         self._waiting_bytes += nbytes
 
     def take_due(self, now_s: float) -> list[T]:
-        """Everything that may be delivered now, in order for each sender."""
+        """Remove and return the messages that may be delivered now; each sender's messages are in order."""
         taken: list[T] = []
         while self._queues:
             for sender, queue in list(self._queues.items()):
@@ -96,32 +97,32 @@ class ReceiveQueue(Generic[S, T]):
         return taken
 
     def add_sender(self, sender: S, owner: bytes, now_s: float) -> None:
-        """A new connection takes over the debt of its owner's closed ones."""
+        """Add a new connection, and charge it with the debt of its owner's closed connections."""
         debt_bytes = self._take_departed_debt(owner, now_s)
         if debt_bytes > _DEBT_EPSILON:
             self.charge(sender, math.ceil(debt_bytes), now_s)
 
     def remove_sender(self, sender: S, owner: bytes, now_s: float) -> list[T]:
-        """The connection is closed: returns what waits of it, to be delivered at once."""
+        """Remove a closed connection; return its waiting messages, which should be delivered at once."""
         queue = self._queues.pop(sender, None)
         if queue is None:
             return []
         self._waiting_bytes -= queue.waiting_bytes
         debt_bytes = queue.debt_bytes + queue.waiting_bytes
         if self.rate_Bps is not None and debt_bytes > _DEBT_EPSILON:
-            debt_bytes += self._take_departed_debt(owner, now_s)  # of another connection
-            self._departed_debts[owner] = (debt_bytes, now_s)  # the newest is last
+            debt_bytes += self._take_departed_debt(owner, now_s)  # the debt of another closed connection
+            self._departed_debts[owner] = (debt_bytes, now_s)  # the newest entry is last
             if len(self._departed_debts) > MOST_OWNERS:
                 del self._departed_debts[next(iter(self._departed_debts))]
         return [item for item, _ in queue.waiting]
 
     def _take_departed_debt(self, owner: bytes, now_s: float) -> float:
-        """Take what is left of the debt of its closed connections."""
+        """Remove and return the remaining debt of the owner's closed connections."""
         debt_bytes, since_s = self._departed_debts.pop(owner, (0.0, now_s))
         return max(0.0, debt_bytes - (now_s - since_s) * (self.rate_Bps or math.inf)) if debt_bytes else 0.0
 
     def find_overfull_sender(self) -> S | None:
-        """The sender with the most waiting bytes if the sum exceeds its bound; None: it does not."""
+        """Return the sender with the most waiting bytes if the total exceeds its limit, otherwise None."""
         if self._waiting_bytes <= max(MOST_WAITING_BYTES, len(self._queues) * MIN_WAITING_BYTES):
             return None
         return max(self._queues, key=lambda sender: self._queues[sender].waiting_bytes)
@@ -131,23 +132,27 @@ class ReceiveQueue(Generic[S, T]):
         return 0 if queue is None else queue.waiting_bytes
 
     def due_s(self) -> float:
-        """When `take_due` returns something; infinite: nothing waits."""
+        """Return the time from which `take_due` returns a message; infinity if no message waits."""
         if self.rate_Bps is None:
             return -math.inf if self._queues else math.inf
         owed = [queue.debt_bytes for queue in self._queues.values()]
         waiting = [queue.debt_bytes for queue in self._queues.values() if queue.waiting]
         if not waiting:
             return math.inf
-        next_bytes = min(waiting)  # by then each other debt has decreased as much, or to 0
+        next_bytes = min(waiting)  # by then each other debt has decreased by the same amount, or to 0
         return self._paid_until_s + sum(min(debt, next_bytes) for debt in owed) / self.rate_Bps
 
     def _start_accounting(self, now_s: float) -> None:
-        """Idle time is not saved up, except for the lateness of a loop."""
+        """If the queue was idle, settle debts from now on, or from up to `MAX_LATENESS_S` ago."""
         if not self._queues:
             self._paid_until_s = max(self._paid_until_s, now_s - MAX_LATENESS_S)
 
     def _settle_debts(self, now_s: float) -> bool:
-        """Decrease debts until the first one is 0, or until now.  True: one is, and there may be more."""
+        """Decrease all debts equally, until one of them is 0 or the elapsed time is used up.
+
+        Returns whether a debt has reached 0.  The caller must then call this method again, because some of
+        the elapsed time may be left.
+        """
         if self.rate_Bps is None:
             return False
         owing = [queue for queue in self._queues.values() if queue.debt_bytes > _DEBT_EPSILON]

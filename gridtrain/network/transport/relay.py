@@ -1,4 +1,4 @@
-"""Connections through a third peer, where neither end can be dialled; and being that third peer.
+"""Connections through a relay, for two peers that cannot dial each other, and relaying for other peers.
 
     loop -- send/poll --> RelayTransport -- RelayRequest(to, packet) --> inner ==> the relay
                                                                                       | may_relay?
@@ -6,10 +6,11 @@
 
     relayed connection   waiting for the relay -> calling --session confirmed--> up --+
                               ^                      ^--- back-off, new session ------+  RelayFailed, a gap,
-                              +--- the relay is gone ---------------------------------+  hang-up of the peer
+                              +--- the relay has disconnected ------------------------+  hang-up of the peer
 
-Packets are encrypted end to end (`secure_channel`), so no peer is blamed for bytes that its relay may have
-forged.  Both sides dial "relay:" and the relay's key.  A direct connection, once there, is preferred.
+Packets are encrypted end to end (`secure_channel`).  Bytes that a relay may have forged are not reported as a
+violation of the peer.  Both sides dial "relay:" followed by the relay's key.  A direct connection is
+preferred as soon as it exists.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from gridtrain.core.messages import (
 from gridtrain.errors import GridtrainError, LocalProtocolError, RemoteProtocolError, TransportError
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.interface import (
+    Frames,
     PeerDown,
     PeerUp,
     Received,
@@ -44,37 +46,37 @@ from gridtrain.network.transport.interface import (
 )
 from gridtrain.network.transport.relay_forwarder import RelayForwarder, RelayPolicy, relay_for_nobody
 from gridtrain.network.transport.secure_channel import (
-    Frames,
     PacketRejected,
     RejectReason,
     SecureChannel,
     is_offer,
 )
-from gridtrain.network.transport.send_queue import ENCRYPTED_BULK, is_bulk
+from gridtrain.network.transport.send_queue import is_bulk
 from gridtrain.network.wire import codec
 
 CALL_INITIAL_S = 0.25
 CALL_MAX_S = 2.0
 CONFIRM_S = 10.0
-"""Time between the answer to an offer and the first encrypted packet; after that another call is made."""
+"""The longest wait for the first encrypted packet after an offer is answered; then a new call is made."""
 
 FORGED_LIMIT = 16
-"""Packets of one session that may fail to decrypt before the session is abandoned."""
+"""The number of packets in a session that may fail to decrypt before the session is abandoned."""
 
-HANG_UP: Frames = [b""]  # not a message, as none has an empty header
+HANG_UP: Frames = [b""]  # cannot be confused with a message, because no message has an empty header
 
 _ADDRESS = re.compile(r"relay:([0-9a-f]{64})")
+_RELAY_MESSAGES = frozenset({RelayRequest, RelayedMessage, RelayFailed})
 _NEVER_INSIDE = (Hello, RelayRequest, RelayedMessage, RelayFailed)
 
 
 def relay_address(relay: PeerId) -> str:
-    """The address of a peer that is reached through `relay`."""
+    """Return the address of a peer that is reached through `relay`."""
     return f"relay:{relay.hex()}"
 
 
 @dataclass(slots=True, eq=False)
 class _RelayedConnection:
-    """One relayed connection.  `due_s`: when to call again while it is not up."""
+    """A relayed connection; while it is not up, `due_s` is the time of the next call."""
 
     peer: PeerId
     relay: PeerId
@@ -84,7 +86,6 @@ class _RelayedConnection:
     attempt: int = 0
     software: str = ""
     forged: int = 0
-    nbytes: int = 0  # of the pieces of a message so far
 
     def retry_later(self, now_s: float) -> None:
         longest_s = min(CALL_MAX_S, CALL_INITIAL_S * 2 ** min(self.attempt, 16))
@@ -93,13 +94,13 @@ class _RelayedConnection:
 
 
 class RelayTransport:
-    """Implements `Transport` over `inner`, and relays for others as far as `may_relay` permits.
+    """Implements `Transport` over `inner`, and relays between other peers as far as `may_relay` permits.
 
     Args:
-        inner: direct connections, with the same key pair.
+        inner: the transport with direct connections, which uses the same key pair.
         identity: our key pair.
-        may_relay: whether `origin` may send to `to` through us; asked for each message.
-        software: our name and version, for the other end of a relayed connection.
+        may_relay: returns whether `origin` may send to `to` through us; it is called for each message.
+        software: the name and version of our software, which the other end of a relayed connection receives.
     """
 
     def __init__(
@@ -112,21 +113,21 @@ class RelayTransport:
     ) -> None:
         if identity.public != inner.me:
             raise LocalProtocolError(
-                f"key {identity.public.hex()[:8]} for the transport of {inner.me.hex()[:8]}",
-                remedy="give both the same identity",
+                f"the identity has key {identity.public.hex()[:8]}, but the inner transport has key "
+                f"{inner.me.hex()[:8]}",
+                remedy="use the same identity for both",
             )
         self.me, self.traffic = inner.me, inner.traffic
         self.dropped_packets: Counter[str] = Counter()
-        """Packets that were dropped without blaming a peer, by reason."""
+        """The number of packets that were dropped without reporting a violation, by reason."""
         self._inner = inner
         self._identity = identity
         (hello,) = codec.encode(Hello(self.me, PROTOCOL_VERSION, software))
         self._software = bytes(hello)
         self._forwarder = RelayForwarder(inner, may_relay)
         self._relayed: dict[PeerId, _RelayedConnection] = {}
-        self._dialed: set[PeerId] = set()  # directly
+        self._dialed: set[PeerId] = set()  # peers that are dialled directly
         self._events: list[TransportEvent] = []
-        self._woken = False  # from any thread
 
     # -- Transport -----------------------------------------------------------------------------
 
@@ -134,12 +135,13 @@ class RelayTransport:
         return self._inner.listen(address)
 
     def dial(self, peer: PeerId, address: str) -> None:
-        """As `Transport.dial`.  Another relay, or a direct address, replaces a relayed connection.
+        """See `Transport.dial`.  Dialling another relay or a direct address replaces a relayed connection.
 
-        Raises `TransportError` for an invalid address, and for a relay that is one of the two ends.
+        Raises:
+            TransportError: the address is invalid, or the relay is one of the two ends.
         """
         if not address.startswith("relay:"):
-            self._give_up(peer, "a direct connection is made instead")
+            self._give_up(peer, "a direct connection is dialled instead")
             self._dialed.add(peer)
             self._inner.dial(peer, address)
             return
@@ -147,7 +149,7 @@ class RelayTransport:
         if peer in self._relayed and self._relayed[peer].relay == relay:
             return
         channel = SecureChannel(self._identity, peer, self._software)
-        self._give_up(peer, f"it is reached through {relay.hex()[:8]} now")
+        self._give_up(peer, f"the peer is now reached through {relay.hex()[:8]}")
         if peer in self._dialed and not self._inner.connected(peer):
             self._dialed.discard(peer)
             self._inner.hang_up(peer)
@@ -164,38 +166,39 @@ class RelayTransport:
         self._forwarder.peer_down(peer)
         self._events = [event for event in self._events if event.peer != peer]
         for link in [link for link in self._relayed.values() if link.relay == peer]:
-            self._reset_connection(link, f"we hung up on its relay {peer.hex()[:8]}", time.monotonic())
+            self._reset_connection(
+                link, f"this worker closed its connection to the relay {peer.hex()[:8]}", time.monotonic()
+            )
 
     def connected(self, peer: PeerId) -> bool:
         return self._up(peer) is not None or self._inner.connected(peer)
 
-    def send(self, peer: PeerId, message: Message) -> None:
+    def send(self, peer: PeerId, message: Message, frames: Frames | None = None) -> None:
         link = self._up(peer)
         if link is None:
-            self._inner.send(peer, message)
+            self._inner.send(peer, message, frames)
         else:
-            self._post(link, codec.encode(message), bulk=is_bulk(message))
+            self._post(link, codec.encode(message) if frames is None else frames, bulk=is_bulk(message))
 
     def backlog_bytes(self, peer: PeerId) -> int:
-        """For a relayed peer: all bytes queued for its relay."""
+        """Return the bytes queued for the peer; for a relayed peer, all bytes queued for the relay."""
         link = self._up(peer)
         return self._inner.backlog_bytes(peer if link is None else link.relay)
 
     def poll(self, timeout_s: float) -> list[TransportEvent]:
-        deadline_s = time.monotonic() + timeout_s
-        while True:
+        if self._relayed:
             now_s = time.monotonic()
             self._call_due(now_s)
-            until_s = now_s if self._events else min(deadline_s, self._due_s())
-            for event in self._inner.poll(max(0.0, until_s - now_s)):
+            timeout_s = 0.0 if self._events else min(timeout_s, max(0.0, self._due_s() - now_s))
+        for event in self._inner.poll(timeout_s):
+            if type(event) is Received and type(event.message) not in _RELAY_MESSAGES:
+                self._events.append(event)
+            else:
                 self._handle(event, time.monotonic())
-            if self._events or self._woken or time.monotonic() >= deadline_s:
-                self._woken = False
-                events, self._events = self._events, []
-                return events
+        events, self._events = self._events, []
+        return events
 
     def wake(self) -> None:
-        self._woken = True
         self._inner.wake()
 
     def close(self) -> None:
@@ -210,14 +213,14 @@ class RelayTransport:
         match event:
             case Received(peer, RelayRequest(to, payload)):
                 self._forwarder.forward(peer, to, payload, now_s)
-            case Received(peer, RelayedMessage(origin, payload), nbytes):
-                self._handle_packet(peer, origin, payload, nbytes, now_s)
+            case Received(peer, RelayedMessage(origin, payload)):
+                self._handle_packet(peer, origin, payload, now_s)
             case Received(peer, RelayFailed(to, reason)):
                 self._handle_relay_lost(peer, to, reason, now_s)
             case PeerUp(peer):
                 link = self._relayed.get(peer)
                 if link is not None:
-                    self._reset_connection(link, "a direct connection takes its place", now_s)
+                    self._reset_connection(link, "a direct connection replaces it", now_s)
                 self._events.append(event)
                 for link in self._relayed.values():
                     if link.relay == peer:
@@ -227,13 +230,11 @@ class RelayTransport:
                 self._forwarder.peer_down(peer)
                 for link in self._relayed.values():
                     if link.relay == peer:
-                        self._reset_connection(link, f"its relay {peer.hex()[:8]} is gone: {reason}", now_s)
+                        self._reset_connection(link, f"relay {peer.hex()[:8]} disconnected: {reason}", now_s)
             case _:
                 self._events.append(event)
 
-    def _handle_packet(
-        self, relay: PeerId, origin: PeerId, packet: bytes | memoryview, nbytes: int, now_s: float
-    ) -> None:
+    def _handle_packet(self, relay: PeerId, origin: PeerId, packet: bytes | memoryview, now_s: float) -> None:
         link = self._relayed.get(origin)
         if link is None or link.relay != relay or self._inner.connected(origin):
             self.dropped_packets["not expected"] += 1
@@ -243,12 +244,8 @@ class RelayTransport:
                 self._handle_offer(link, packet, now_s)
                 return
             frames = link.channel.decrypt(packet)
-            if packet[0] == ENCRYPTED_BULK:
-                nbytes = link.nbytes = link.nbytes + nbytes
             if frames is not None:
-                if packet[0] == ENCRYPTED_BULK:
-                    link.nbytes = 0
-                self._handle_message(link, frames, nbytes, now_s)
+                self._handle_message(link, frames, now_s)
         except PacketRejected as problem:
             self._handle_rejected(link, problem, now_s)
         except RemoteProtocolError as problem:
@@ -262,16 +259,16 @@ class RelayTransport:
                 link.due_s = now_s + CONFIRM_S
         else:
             self._mark_down(link, "the other side opened a new session")
-            link.due_s, link.forged, link.nbytes = now_s + CONFIRM_S, 0, 0
+            link.due_s, link.forged = now_s + CONFIRM_S, 0
             hello = codec.decode([answer.greeting])
             if not isinstance(hello, Hello) or hello.peer != link.peer:
                 raise RemoteProtocolError(
-                    f"a relayed peer sends {type(hello).__name__} instead of its own Hello"
+                    f"a relayed peer sent {type(hello).__name__} instead of its own Hello"
                 )
             if hello.version != PROTOCOL_VERSION:
                 link.channel.reset()
                 raise RemoteProtocolError(
-                    f"peer speaks gridtrain protocol {hello.version}, this software speaks "
+                    f"the peer uses protocol version {hello.version}, but this software uses version "
                     f"{PROTOCOL_VERSION} (the peer runs {hello.software!r})",
                     remedy="install the same version of gridtrain on both machines",
                 )
@@ -279,7 +276,7 @@ class RelayTransport:
         for packet in answer.packets:
             self._try_post(link, packet)
 
-    def _handle_message(self, link: _RelayedConnection, frames: Frames, nbytes: int, now_s: float) -> None:
+    def _handle_message(self, link: _RelayedConnection, frames: Frames, now_s: float) -> None:
         if frames == HANG_UP:
             self._reset_connection(link, "the other side hung up", now_s)
             return
@@ -289,11 +286,16 @@ class RelayTransport:
         if frames:
             message = codec.decode(frames)
             if isinstance(message, _NEVER_INSIDE):
-                raise RemoteProtocolError(f"{type(message).__name__} came encrypted through a relay")
-            self._events.append(Received(link.peer, message, nbytes))
+                raise RemoteProtocolError(
+                    f"{type(message).__name__} must not be sent encrypted through a relay"
+                )
+            self._events.append(Received(link.peer, message, sum(map(len, frames))))
 
     def _handle_rejected(self, link: _RelayedConnection, problem: PacketRejected, now_s: float) -> None:
-        """A packet was altered, repeated or lost.  It may have been the relay, so the peer is not blamed."""
+        """Count a packet that was altered, repeated or lost, and end the session if necessary.
+
+        No violation is reported, because the relay may be the cause.
+        """
         self.dropped_packets[problem.reject_reason.value] += 1
         link.forged += problem.reject_reason is RejectReason.FORGED
         if problem.reject_reason is RejectReason.LOST or link.forged > FORGED_LIMIT:
@@ -325,9 +327,9 @@ class RelayTransport:
                 self._try_post(link, link.channel.make_call())
 
     def _reset_connection(self, link: _RelayedConnection, reason: str, now_s: float) -> None:
-        """End the session, and call again later; `PeerDown` if it was up."""
+        """End the session and schedule another call; report `PeerDown` if the connection was up."""
         link.channel.reset()
-        link.forged = link.nbytes = 0
+        link.forged = 0
         link.retry_later(now_s)
         self._mark_down(link, reason)
 
@@ -337,38 +339,47 @@ class RelayTransport:
             self._events.append(PeerDown(link.peer, reason))
 
     def _give_up(self, peer: PeerId, reason: str) -> None:
-        """Forget the relayed connection and tell the peer; `PeerDown` if there is a reason."""
+        """Forget the relayed connection, and send a hang-up to the peer.
+
+        If the connection was up and `reason` is not empty, `PeerDown` is reported.
+        """
         link = self._relayed.pop(peer, None)
         if link is not None and link.is_up:
-            with contextlib.suppress(TransportError):  # the relay is gone, and the connection with it
+            with contextlib.suppress(TransportError):  # the relay has disconnected, so the peer knows already
                 self._post(link, HANG_UP, bulk=False)
             if reason:
                 self._mark_down(link, reason)
 
     def _post(self, link: _RelayedConnection, frames: Frames, *, bulk: bool) -> None:
-        """Encrypt and send.  Raises `TransportError`; the connection is then down, as a part may be sent."""
+        """Encrypt and send a message.
+
+        Raises:
+            TransportError: the message could not be sent completely.  The connection is then down.
+        """
         assert link.channel.session is not None
         try:
             for packet in link.channel.session.encrypt(frames, bulk=bulk):
                 self._inner.send(link.relay, RelayRequest(link.peer, packet))
         except TransportError as error:
-            self._reset_connection(link, f"the queue for its relay is full: {error.reason}", time.monotonic())
+            self._reset_connection(link, f"sending to the relay failed: {error.reason}", time.monotonic())
             raise
 
     def _try_post(self, link: _RelayedConnection, packet: bytes) -> None:
-        with contextlib.suppress(TransportError):  # it is called again later
+        with contextlib.suppress(TransportError):  # another call is made later
             self._inner.send(link.relay, RelayRequest(link.peer, packet))
 
     def _relay_in(self, address: str, peer: PeerId) -> PeerId:
         match = _ADDRESS.fullmatch(address)
         if match is None:
             raise TransportError(
-                f"cannot dial {address!r}", remedy='a relay\'s address is "relay:" and its key, 64 hex digits'
+                f"cannot dial {address!r}: it is not the address of a relay",
+                remedy='write "relay:" followed by the relay\'s key in 64 lower-case hexadecimal digits',
             )
         relay = bytes.fromhex(match[1])
         if relay in (peer, self.me) or peer == self.me:
             raise TransportError(
-                f"{peer.hex()[:8]} cannot be reached through {relay.hex()[:8]}: a relay is a third peer",
-                remedy="check the addresses that the coordinator gave to this pair",
+                f"{peer.hex()[:8]} cannot be reached through {relay.hex()[:8]}: "
+                "the relay must be a third peer",
+                remedy="check the addresses that the coordinator assigned to this pair",
             )
         return relay

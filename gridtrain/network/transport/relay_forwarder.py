@@ -1,7 +1,7 @@
-"""The relay's side: forwards encrypted packets, unopened and bounded, between peers that cannot connect.
+"""The relay's side: forwards encrypted packets, which it cannot read, between peers that cannot connect.
 
 origin -- RelayRequest(to, packet) --> RelayForwarder -- RelayedMessage(origin, packet) --> to
-       <-- RelayFailed(to, reason) ---- not permitted, not connected, no room; or later: `to` is gone
+       <-- RelayFailed(to, reason) ---- not permitted, not connected, queue full; or `to` has disconnected
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from gridtrain.errors import TransportError
 from gridtrain.network.transport.interface import Transport
 
 RELAY_BACKLOG_BYTES = 64 * 2**20
-"""Bound of what a relay queues for one peer; more is refused, and the connections concerned go down."""
+"""The largest number of bytes that a relay queues for one peer.  Further packets are refused, and the relayed
+connections to which they belong go down."""
 
 REFUSAL_INTERVAL_S = 0.1
 MAX_REFUSALS = 64
-"""Bound of the RelayFailed messages to one origin in each interval, one for each destination."""
+"""The largest number of RelayFailed messages to one origin in each interval; there is at most one per
+destination."""
 
 RelayPolicy = Callable[[PeerId, PeerId], bool]
 
 
 def relay_for_nobody(origin: PeerId, to: PeerId) -> bool:
-    """A `may_relay` that permits nothing."""
+    """Refuse every pair; this policy is the `may_relay` of a peer that does not relay."""
     return False
 
 
@@ -42,7 +44,7 @@ class RelayForwarder:
     def __init__(self, inner: Transport, may_relay: RelayPolicy) -> None:
         self._inner = inner
         self._may_relay = may_relay
-        self._pairs: dict[PeerId, set[PeerId]] = {}  # who exchanged packets through us, in both directions
+        self._pairs: dict[PeerId, set[PeerId]] = {}  # peers that exchanged packets, in both directions
         self._refusals: dict[PeerId, _RefusalLog] = {}
 
     def forward(self, origin: PeerId, to: PeerId, payload: bytes | memoryview, now_s: float) -> None:
@@ -51,7 +53,7 @@ class RelayForwarder:
             try:
                 self._inner.send(to, RelayedMessage(origin, payload))
             except TransportError:
-                refusal = "its queue is full"
+                refusal = "the queue for the destination is full"
         if refusal:
             self._refuse(origin, to, refusal, now_s)
         else:
@@ -59,19 +61,19 @@ class RelayForwarder:
             self._pairs.setdefault(to, set()).add(origin)
 
     def peer_down(self, peer: PeerId) -> None:
-        """Tell the peers with which it exchanged packets."""
+        """Notify the peers that exchanged packets with `peer` that `peer` has disconnected."""
         self._refusals.pop(peer, None)
         for other in self._pairs.pop(peer, set()):
             self._pairs[other].discard(peer)
-            self._send_relay_lost(other, peer, "it is not connected to me any more")
+            self._send_relay_lost(other, peer, "the destination is no longer connected to this relay")
 
     def _find_refusal(self, origin: PeerId, to: PeerId, nbytes: int) -> str:
         if origin == to or not self._may_relay(origin, to):
-            return "I do not relay between you two"
+            return "this relay does not permit packets between the two peers"
         if not self._inner.connected(to):
-            return "it is not connected to me"
+            return "the destination is not connected to this relay"
         if self._inner.backlog_bytes(to) + nbytes > RELAY_BACKLOG_BYTES:
-            return f"more than {RELAY_BACKLOG_BYTES} bytes wait for it"
+            return f"more than {RELAY_BACKLOG_BYTES} bytes would wait for the destination"
         return ""
 
     def _refuse(self, origin: PeerId, to: PeerId, reason: str, now_s: float) -> None:
@@ -85,5 +87,5 @@ class RelayForwarder:
 
     def _send_relay_lost(self, origin: PeerId, to: PeerId, reason: str) -> None:
         if self._inner.connected(origin):
-            with contextlib.suppress(TransportError):  # its queue is full, and its deadlines will tell it
+            with contextlib.suppress(TransportError):  # if its queue is full, its deadlines detect this
                 self._inner.send(origin, RelayFailed(to, reason))

@@ -1,37 +1,39 @@
 """End-to-end encryption between two peers through a relay that neither of them trusts.
 
-Pure: turns frames into packets and back.  X25519, XSalsa20-Poly1305 (NaCl's secretbox) and BLAKE2b.
+Pure: converts frames to packets and back, with X25519, XSalsa20-Poly1305 (NaCl's secretbox) and BLAKE2b.
 
     offer       1 | nonce 24 | box(session key 32, seen 32, greeting)       nonce: random
     encrypted   class 2 or 3 | session 8 | counter 8 | box(more 1, piece)   nonce: the counter
 
-Each side has a fresh X25519 key pair for a session, its *session key*; a session is derived from one session
-key of each side.  `seen` is a session key of the other side, or zeros.  Either side calls:
+Each side has a fresh X25519 key pair for each session, its *session key*; a session is derived from one
+session key of each side.  `seen` is a session key of the other side, or zeros.  Either side may call:
 
     anna                                           bert
-      | -- offer(key a, seen nothing) --------------> |   a call; both may call at once
+      | -- offer(key a, seen nothing) --------------> |   a call; both sides may call at the same time
       | <-- offer(key b, seen a) -------------------- |
-      |  her own key was seen: bert is present, and she derives the session
-      | -- offer(key a, seen b), encrypted ---------> |   derives it as well
+      |  the offer is no replay, as it has seen key a: anna derives the session
+      | -- offer(key a, seen b), encrypted ---------> |   bert derives the session
       | <-- offer(key b, seen a), encrypted --------- |   the first encrypted piece confirms the session
 
-    attack of a relay                 defence
+    attack by a relay                 defence
     --------------------------------  ---------------------------------------------------------------------
     read, alter, forge                every box is authenticated under a key that only the two peers can
                                       compute from their own keys; the shared secret of the session keys is
-                                      part of it, so a key that leaks later decrypts nothing older
+                                      part of it, so a key that leaks later does not decrypt older packets
     reflect, swap packets of peers    keys depend on sender and receiver
     replay or splice sessions         keys depend on both session keys; each serves one session at most
     repeat, reorder within a session  each packet class has its own key and counter from 0, and the counter
-                                      is the nonce; a lower one is dropped, a higher one shows a loss
+                                      is the nonce; a packet with a lower counter is dropped, and a higher
+                                      counter means that packets were lost
     turn bulk into control            the packet class selects the key
-    replay a call                     a confirmed session answers with a spare session key, and ends only at
-                                      an offer that has seen it; a peer with a confirmed session never
-                                      sends one, as it ignores offers that have seen none of its keys
-    drop, delay                       possible, as in any network: the connection goes down
+    replay a call                     a peer in a confirmed session answers with a spare session key, and ends
+                                      the session only at an offer that has seen the spare key; a peer in a
+                                      confirmed session never sends such an offer, as it ignores offers that
+                                      have seen none of its keys
+    drop, delay                       not prevented, as in any network: the connection goes down
 
-There are two packet classes because control overtakes bulk (see `send_queue`).  Bulk is cut into pieces, so
-that a relay forwards the first while the second arrives.
+There are two packet classes because control overtakes bulk (see `send_queue`).  Bulk is split into pieces, so
+that a relay can forward the first piece while the second piece arrives.
 """
 
 from __future__ import annotations
@@ -48,10 +50,9 @@ from nacl.exceptions import CryptoError
 from gridtrain.core.messages import PeerId
 from gridtrain.errors import RemoteProtocolError, TransportError
 from gridtrain.network.transport.identity import KEY_BYTES, Identity
+from gridtrain.network.transport.interface import Frames
 from gridtrain.network.transport.send_queue import ENCRYPTED_BULK, MAX_ENCRYPTED_CONTROL_BYTES
 from gridtrain.network.wire import codec
-
-Frames = list[bytes | memoryview]
 
 PIECE_BYTES = 256 * 1024
 MAX_GREETING_BYTES = 256
@@ -74,7 +75,9 @@ class PacketClass(IntEnum):
 
 
 class RejectReason(Enum):
-    """Why a packet was rejected.  None of them proves anything about the peer: it may have been the relay."""
+    """The reason for rejecting a packet.  No reason proves a fault of the peer, because the relay may be at
+    fault.
+    """
 
     FORGED = "it cannot be decrypted"
     REPLAYED = "it is a copy"
@@ -83,7 +86,7 @@ class RejectReason(Enum):
 
 
 class PacketRejected(RemoteProtocolError):
-    """A packet that cannot be blamed on anybody."""
+    """Raised for a rejected packet; whether the peer or the relay is at fault cannot be determined."""
 
     def __init__(self, why: RejectReason, detail: str = "") -> None:
         self.reject_reason = why
@@ -94,12 +97,12 @@ class PacketRejected(RemoteProtocolError):
 
 
 def decrypt(box: bytes, nonce: bytes, key: bytes) -> bytes:
-    """The plain bytes.  Raises `CryptoError` unless a holder of the key encrypted exactly this."""
+    """Return the plaintext of `box`; raise `CryptoError` if authentication fails."""
     return bindings.crypto_secretbox_open(box, nonce, key)
 
 
 def is_replayed(counter: int, next_counter: int) -> bool:
-    """Whether the counter was used before, in this packet class of the session."""
+    """Whether the counter was already used in this packet class of the session."""
     return counter < next_counter
 
 
@@ -120,17 +123,17 @@ class _SessionKeys:
 
 
 class SecureSession:
-    """Both directions between `me` and `peer`, with keys of this session alone."""
+    """A session between `me` and `peer`; it encrypts and decrypts with keys that no other session uses."""
 
     def __init__(self, me: PeerId, peer: PeerId, static: bytes, mine: _SessionKeys, theirs: bytes) -> None:
-        """Raises `CryptoError` if `theirs` is a point whose shared secret is publicly known."""
+        """Derive the session's keys; raise `CryptoError` if `theirs` is a point of low order."""
         ephemeral = bindings.crypto_scalarmult(mine.secret, theirs)
         ends = sorted(((me, mine.public), (peer, theirs)))
         session_keys = b"".join(peer_key + key for peer_key, key in ends)
         root = _derive(static, b"session", ephemeral + session_keys)
         self.peer_public = theirs
         self.is_confirmed = False
-        """A packet of the peer was decrypted, so it has the session too."""
+        """Whether a packet from the peer was decrypted, which proves that the peer has the session, too."""
         self._id = _derive(root, b"name", b"")[:8]
         self._out = {kind: _derive(root, b"lane", me + peer + bytes([kind])) for kind in PacketClass}
         self._in = {kind: _derive(root, b"lane", peer + me + bytes([kind])) for kind in PacketClass}
@@ -140,7 +143,7 @@ class SecureSession:
         self._pieces_bytes = 0
 
     def encrypt(self, frames: Frames, *, bulk: bool) -> list[bytes]:
-        """The packets for these frames, at most two.  Control that is too long is sent as bulk."""
+        """Return the packets for these frames; a control message that is too long is encrypted as bulk."""
         head = _BODY.pack(len(frames), len(frames[0]) if frames else 0)
         nbytes = len(head) + sum(map(len, frames))
         bulk = bulk or nbytes > codec.MAX_HEADER_BYTES
@@ -153,11 +156,11 @@ class SecureSession:
         ]
 
     def decrypt(self, packet: bytes | memoryview) -> Frames | None:
-        """The frames; None: more pieces must arrive first.
+        """Return the frames of the message that this packet completes; None if more pieces must follow.
 
         Raises:
-            PacketRejected: it is not from the peer, or out of order.
-            RemoteProtocolError: the peer encrypted something that is not frames.
+            PacketRejected: the packet is not from the peer, or it is out of order.
+            RemoteProtocolError: the peer encrypted invalid frames.
         """
         if len(packet) < _HEAD.size + _BOX_BYTES:
             raise PacketRejected(RejectReason.FORGED, f" ({len(packet)} bytes)")
@@ -195,13 +198,13 @@ class SecureSession:
             or plain[:1] not in (_LAST, _MORE)
             or (kind is PacketClass.CONTROL and plain[:1] == _MORE)
         ):
-            raise RemoteProtocolError(f"an encrypted piece of {len(plain)} bytes begins with no valid mark")
+            raise RemoteProtocolError(f"an encrypted piece of {len(plain)} bytes has an invalid first byte")
         if kind is PacketClass.CONTROL:
             return _frames(plain[1:])
         self._pieces_bytes += len(plain) - 1
         if self._pieces_bytes > _MAX_BODY_BYTES:
             self._pieces, self._pieces_bytes = [], 0
-            raise RemoteProtocolError(f"an encrypted message exceeds {_MAX_BODY_BYTES} bytes")
+            raise RemoteProtocolError(f"an encrypted message has more than {_MAX_BODY_BYTES} bytes")
         self._pieces.append(plain[1:])
         if plain[:1] == _MORE:
             return None
@@ -212,14 +215,15 @@ class SecureSession:
 def _frames(body: memoryview) -> Frames:
     if len(body) < _BODY.size:
         raise RemoteProtocolError(
-            f"an encrypted message of {len(body)} bytes, at least {_BODY.size} are needed"
+            f"an encrypted message has {len(body)} bytes; it must have at least {_BODY.size}"
         )
     count, header_bytes = _BODY.unpack_from(body)
     rest = body[_BODY.size :]
     whole = header_bytes == len(rest) if count < 2 else header_bytes <= len(rest)
     if count > codec.MAX_FRAMES or not whole or (count == 0 and len(rest) > 0):
         raise RemoteProtocolError(
-            f"an encrypted message of {len(rest)} bytes claims {count} frames, the first of {header_bytes}"
+            f"an encrypted message of {len(rest)} bytes claims to have {count} frames, of which the first "
+            f"has {header_bytes} bytes"
         )
     frames: Frames = [bytes(rest[:header_bytes]), rest[header_bytes:]]
     return frames[:count]
@@ -230,27 +234,29 @@ def _frames(body: memoryview) -> Frames:
 
 @dataclass(frozen=True, slots=True)
 class OfferResult:
-    """Answer to an offer: packets to send; the peer's greeting if a new session has begun."""
+    """The answer to an offer: the packets to send, and the peer's greeting if a new session has begun."""
 
     packets: tuple[bytes, ...] = ()
     greeting: bytes | None = None
 
 
 class SecureChannel:
-    """One end: at most one session at a time, and how the next one is established.
+    """One end of a relayed connection.  It has at most one session at a time, and establishes new sessions.
 
     Args:
-        greeting: encrypted in every offer; the peer receives it when a session begins.
+        identity: our key pair.
+        peer: the key of the other end.
+        greeting: bytes that are encrypted in every offer; the peer receives them when a session begins.
     """
 
     def __init__(self, identity: Identity, peer: PeerId, greeting: bytes) -> None:
-        """Raises `TransportError` if `peer` is not a valid key."""
+        """Generate the first session key; raise `TransportError` if `peer` is not a valid key."""
         try:
             static = bindings.crypto_box_beforenm(peer, identity.secret)
         except (CryptoError, ValueError, TypeError):
             raise TransportError(
                 f"{peer.hex()[:8]}... ({len(peer)} bytes) is not a public key",
-                remedy="check where it comes from",
+                remedy="check where the key comes from",
             ) from None
         self.session: SecureSession | None = None
         self._me, self._peer, self._greeting = identity.public, peer, greeting
@@ -259,23 +265,27 @@ class SecureChannel:
         self._offer_in = _derive(self._static, b"offer", peer + self._me)
         self._session_keys = _SessionKeys.generate()
         self._next_session_keys: _SessionKeys | None = None
-        self._opening: tuple[bytes, ...] = ()  # our first packets of this session
+        self._opening: tuple[bytes, ...] = ()  # our first packets in this session
 
     def make_call(self) -> bytes:
-        """An offer that asks for a new session.  The present one ends."""
+        """End the current session, and return an offer to begin a new session."""
         if self.session is not None:
             self.reset()
         return self._offer(self._session_keys, EMPTY_KEY)
 
     def reset(self) -> None:
-        """End the session, and forget all offers."""
+        """End the session and invalidate all earlier offers."""
         self.session, self._session_keys, self._next_session_keys = None, _SessionKeys.generate(), None
 
     def handle_offer(self, offer: bytes | memoryview) -> OfferResult:
-        """Raises `PacketRejected`.  If the result has a greeting, `self.session` is a new session."""
+        """Process an offer; if the result has a greeting, `self.session` is a new session.
+
+        Raises:
+            PacketRejected: the offer cannot be decrypted, or its session key is invalid.
+        """
         theirs, seen, greeting = self._open_offer(bytes(offer))
         if self.session is not None and theirs == self.session.peer_public:
-            # Of the present session.  If the peer still calls, our answer was lost.
+            # The offer belongs to the current session.  If it is a call, our answer was lost.
             return OfferResult(() if self.session.is_confirmed or seen != EMPTY_KEY else self._opening)
         if seen == EMPTY_KEY:
             return OfferResult((self._offer(self._keys_for_caller(), theirs),))
@@ -284,23 +294,26 @@ class SecureChannel:
         elif self._next_session_keys is not None and seen == self._next_session_keys.public:
             own = self._next_session_keys
         else:
-            return OfferResult()  # an old offer, or a copy: it has seen none of our present keys
+            return OfferResult()  # an old offer or a copy, because it has seen none of our current keys
         try:
             session = SecureSession(self._me, self._peer, self._static, own, theirs)
         except CryptoError:
-            raise PacketRejected(RejectReason.FORGED, " (a session key without a secret)") from None
+            raise PacketRejected(RejectReason.FORGED, " (an invalid session key)") from None
         self.session, self._session_keys, self._next_session_keys = session, own, None
         self._opening = (self._offer(own, theirs), *session.encrypt([], bulk=False))
         return OfferResult(self._opening, greeting)
 
     def decrypt(self, packet: bytes | memoryview) -> Frames | None:
-        """As `SecureSession.decrypt`."""
+        """See `SecureSession.decrypt`; `PacketRejected` is also raised if there is no session."""
         if self.session is None:
             raise PacketRejected(RejectReason.STALE)
         return self.session.decrypt(packet)
 
     def _keys_for_caller(self) -> _SessionKeys:
-        """For the answer to a call, which may be a copy of an old one: it ends no confirmed session."""
+        """Return the session keys for the answer to a call.
+
+        A call does not end a confirmed session, because the call may be a replay.
+        """
         if self.session is None:
             return self._session_keys
         if not self.session.is_confirmed:

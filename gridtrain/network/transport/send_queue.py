@@ -1,11 +1,12 @@
-"""Messages that wait to be sent: bounded, fair between peers, at the rate of the upload cap.
+"""Queues of messages to be sent, which are bounded, fair between peers and limited by the upload cap.
 
-Pure: no socket, and times are passed in.  Shared by the in-memory and the ZeroMQ transport.
+Pure: uses no socket; times are passed as arguments.  Used by the in-memory transport and the ZeroMQ
+transport.
 
-                       +-- refused   the socket was full: first again, in order
-    put --> queues of -+-- control   votes, heartbeats: before all bulk    --> take --> socket
-            each peer  +-- bulk      Data, blocks of state, updates: peers in turn, one at a time as the
-                                     `UploadLimiter` permits
+                       +-- refused   the socket was full: sent first, in order
+    put --> queues of -+-- control   votes, heartbeats: sent before all bulk   --> take --> socket
+            each peer  +-- bulk      Data, blocks of state, updates: one message at a time, peers in turn, as
+                                     the `UploadLimiter` permits
 """
 
 from __future__ import annotations
@@ -36,27 +37,29 @@ T = TypeVar("T")
 
 
 ENCRYPTED_BULK = 3
-"""First byte of an encrypted packet that carries bulk: all that a relay learns about it."""
+"""The first byte of an encrypted packet that carries bulk; a relay learns nothing else about the content."""
 
 MAX_ENCRYPTED_CONTROL_BYTES = 66 * 1024
-"""Size bound of an encrypted control message, so that nobody can make a relay send megabytes as control."""
+"""The largest encrypted control message, so that no peer can make a relay send megabytes as control."""
 
 
-BULK_MESSAGES = (
-    Data,
-    StateBlock,
-    CheckpointBlock,
-    ResidualBlock,
-    SnapshotDigests,
-    SnapshotBlock,
-    UpdateLogEntry,
-    Burst,
+BULK_MESSAGES = frozenset(
+    {
+        Data,
+        StateBlock,
+        CheckpointBlock,
+        ResidualBlock,
+        SnapshotDigests,
+        SnapshotBlock,
+        UpdateLogEntry,
+        Burst,
+    }
 )
 
 
 def is_bulk(message: Message) -> bool:
-    """Whether the message waits for the rate cap; everything else is control, and is sent before it."""
-    if isinstance(message, BULK_MESSAGES):
+    """Whether the message is bulk, which waits for the rate cap; control is sent before bulk."""
+    if type(message) in BULK_MESSAGES:
         return True
     if isinstance(message, (RelayRequest, RelayedMessage)):
         payload = message.payload
@@ -66,7 +69,13 @@ def is_bulk(message: Message) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class QueuedMessage(Generic[T]):
-    """One message: `body` is what the transport writes, `nbytes` its size on the wire."""
+    """A message in the queue.
+
+    Attributes:
+        kind: the name of the message type, for the traffic counters.
+        body: the message in the form that the transport writes.
+        nbytes: the size of the message on the wire.
+    """
 
     peer: PeerId
     kind: str
@@ -86,42 +95,48 @@ class _PeerQueues(Generic[T]):
 
 
 class SendQueue(Generic[T]):
-    """The queues of all peers behind one rate cap.
+    """The queues of all peers, which share one rate cap.
 
     Args:
         limiter: the upload cap.
-        limit_bytes: bound of what is queued for one peer.
+        limit_bytes: the largest number of bytes that may be queued for one peer.
     """
 
     def __init__(self, limiter: UploadLimiter, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> None:
         self.limiter = limiter
         self._limit_bytes = limit_bytes
-        self._queues: dict[PeerId, _PeerQueues[T]] = {}  # only peers for which something is queued
+        self._queues: dict[PeerId, _PeerQueues[T]] = {}  # only peers with queued messages
         self._in_transit: QueuedMessage[T] | None = None
         self._release_s = 0.0
 
     def put(self, message: QueuedMessage[T]) -> None:
-        """Queue it.  Raises `TransportError` if the peer's queue would exceed its bound."""
+        """Queue a message; raise `TransportError` if the peer's queue would exceed its bound."""
         queued_bytes = self.backlog_bytes(message.peer)
         if queued_bytes + message.nbytes > self._limit_bytes:
             raise TransportError(
-                f"the queue for peer {message.peer.hex()[:8]} is full: {queued_bytes} bytes wait, "
-                f"{message.nbytes} more would exceed {self._limit_bytes}",
-                remedy="the peer or the link is too slow for what is sent; treat the connection as failed",
+                f"the queue for peer {message.peer.hex()[:8]} is full: {queued_bytes} bytes wait, and "
+                f"{message.nbytes} more would exceed the limit of {self._limit_bytes}",
+                remedy="treat the connection as failed, because the peer or the link is too slow",
             )
         queues = self._queues.setdefault(message.peer, _PeerQueues())
         (queues.bulk if message.is_bulk else queues.control).append(message)
         queues.nbytes += message.nbytes
 
     def take(self, now_s: float) -> QueuedMessage[T] | None:
-        """The next message that may be sent now, or None.  Write it, or give it to `put_back`."""
+        """Remove and return the next message that may be sent now, or None if there is no such message.
+
+        The caller must write the message to the socket or return it with `put_back`.
+        """
         message = self._take_refused() or self._take_control(now_s) or self._take_bulk(now_s)
         if message is not None:
             self._subtract_bytes(message)
         return message
 
     def put_back(self, message: QueuedMessage[T]) -> None:
-        """The socket is full: it stays first, and nothing is sent to this peer until `unblock`."""
+        """Return a message to the head of its queue because the socket is full.
+
+        No message is sent to this peer until `unblock` is called.
+        """
         queues = self._queues.setdefault(message.peer, _PeerQueues())
         queues.refused.appendleft(message)
         queues.nbytes += message.nbytes
@@ -132,17 +147,17 @@ class SendQueue(Generic[T]):
             self._queues[peer].is_blocked = False
 
     def blocked_peers(self) -> list[PeerId]:
-        """Peers whose sockets are full."""
+        """Return the peers whose sockets are full."""
         return [peer for peer, queues in self._queues.items() if queues.is_blocked]
 
     def clear_peer(self, peer: PeerId) -> None:
-        """Forget what is queued for `peer`."""
+        """Drop all messages that are queued for `peer`."""
         self._queues.pop(peer, None)
         if self._in_transit is not None and self._in_transit.peer == peer:
             self._in_transit = None
 
     def drain_control(self, peer: PeerId) -> list[QueuedMessage[T]]:
-        """Forget what is queued for `peer`; returns its control messages in their order."""
+        """Drop all messages that are queued for `peer`; return its control messages in order."""
         queues = self._queues.get(peer)
         waiting = [] if queues is None else [*queues.refused, *queues.control]
         self.clear_peer(peer)
@@ -155,7 +170,7 @@ class SendQueue(Generic[T]):
         return not self._queues
 
     def due_s(self) -> float:
-        """When the cap permits the next message; infinite if nothing waits for the cap."""
+        """Return the time at which the cap permits the next message; infinity if no message waits for it."""
         due_s = self._release_s if self._in_transit is not None else float("inf")
         if any(queues.control and not queues.is_blocked for queues in self._queues.values()):
             due_s = min(due_s, self.limiter.control_free_s)
@@ -180,7 +195,11 @@ class SendQueue(Generic[T]):
         return None
 
     def _take_bulk(self, now_s: float) -> QueuedMessage[T] | None:
-        """One at a time; a message that is due for a blocked peer waits among its refused ones."""
+        """Return the next bulk message that is due, or None if no message is due.
+
+        Bulk messages are sent one at a time.  If the peer of a message that is due is blocked, the message is
+        moved to the refused messages of that peer.
+        """
         while self._in_transit is not None or self._start_next_bulk(now_s):
             assert self._in_transit is not None
             if now_s < self._release_s:
@@ -193,7 +212,7 @@ class SendQueue(Generic[T]):
         return None
 
     def _start_next_bulk(self, now_s: float) -> bool:
-        """Choose the next bulk message; its peer is served last after that."""
+        """Choose the next bulk message and move its peer to the end of the turn; False if none waits."""
         for peer, queues in self._queues.items():
             if queues.bulk and not queues.is_blocked:
                 self._in_transit = queues.bulk.popleft()

@@ -1,14 +1,14 @@
-"""The transport as every loop uses it: direct connections, relays on top, flow control on top of both.
+"""Builds the transport that the loops use: direct connections, relays above them, and flow control on top.
 
-    loop                      return_credit(held_bytes) after the events of a poll; else as `Transport`
+    loop                      uses `Transport`; calls return_credit(held_bytes) after handling a poll's events
       |                       dial(peer, "tcp://..." | "relay:<key>")
     FlowControlTransport      bulk waits for credit, end to end
       |
-    RelayTransport            encrypted connections through a third peer; relaying for others, if `may_relay`
+    RelayTransport            encrypted connections through a third peer; relaying for peers, if `may_relay`
       |
     ZeroMQTransport | MemoryTransport      direct connections, access policy, rate caps
 
-Credit is counted end to end, so a relay holds at most the windows of the connections through it.
+Credit is counted end to end, so the data that a relay holds are bounded by the windows of its connections.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ def build_stack(
     window_bytes: int = WINDOW_BYTES,
     with_faults: Callable[[Transport], Transport] | None = None,
 ) -> FlowControlTransport:
-    """The whole stack over `inner`.
+    """Build the whole stack over `inner`.
 
     Args:
-        inner: has the key of `identity`.
-        may_relay: asked on the loop's thread for each message that `origin` sends to `to` through us.  A
-            worker relays between members of its generation, the coordinator between members of the run.
-        software: our name and version.
-        window_bytes: for tests; the protocol fixes it.
-        with_faults: adds planned faults below flow control (`fault_injection.Faults.over`); None: none.
+        inner: the transport with direct connections; it must use the key of `identity`.
+        identity: our key pair.
+        may_relay: returns whether `origin` may send to `to` through us; the loop's thread calls it for each
+            message.  A worker relays between the members of its generation, and the coordinator relays
+            between the members of the run.
+        software: the name and version of our software.
+        window_bytes: the size of the flow control window, which the protocol fixes; only tests change it.
+        with_faults: adds planned faults below flow control (`fault_injection.Faults.over`); None for no
+            faults.
     """
     transport: Transport = RelayTransport(inner, identity, may_relay=may_relay, software=software)
     if with_faults is not None:

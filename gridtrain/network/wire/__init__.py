@@ -1,6 +1,7 @@
-"""Messages as bytes: PROTOCOL.md beside this file is normative, and its tables and examples are tested.
+"""Encodes messages as bytes.  PROTOCOL.md in this folder is normative; its tables and examples are tested.
 
 - `schema` derives the encoding of each message from its declaration in `gridtrain.core.messages`.
-- `codec` turns messages into frames and back, and refuses everything out of bounds.
-- `sparse_payload` is the payload of a sparse exchange: `elias_fano` for indices, `value_encoding` for values.
+- `codec` converts messages to frames and back, and rejects messages that are out of bounds.
+- `sparse_payload` encodes the payload of a sparse exchange: indices with `elias_fano`, values with
+  `value_encoding`.
 """

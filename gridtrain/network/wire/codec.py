@@ -1,10 +1,11 @@
-"""Messages to frames and back.  Payloads are not copied.
+"""Encodes messages as frames and decodes frames.  Payloads are not copied.
 
     frame 0   msgpack array [code, field, field, ...]     at most 64 KiB
-    frame 1   the payload, of messages that have one      at most 64 MiB
+    frame 1   the payload, if the message has one         at most 64 MiB
 
-`decode` checks in this order: number of frames, their sizes, msgpack with every limit set, message code, each
-field (`schema`).  Its only error is `RemoteProtocolError`, that of `encode` is `LocalProtocolError`.
+`decode` checks, in this order, the number of frames, their sizes, the msgpack encoding with all limits set,
+the message code, and each field (`schema`).  It raises only `RemoteProtocolError`; `encode` raises only
+`LocalProtocolError`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 
 import msgpack
 
-from gridtrain.core.messages import Data, Message
+from gridtrain.core.messages import Message
 from gridtrain.core.messages.declaration import FieldError
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.network.wire.schema import MESSAGES
@@ -35,11 +36,11 @@ _PARSE_LIMITS: dict[str, int] = {
 
 TYPE_CODES: dict[type, int] = {record.cls: code for code, record in MESSAGES.items()}
 
-_REMEDY = "the peer is dropped; see that it runs the same version of gridtrain"
+_REMEDY = "disconnect the peer, and check that it runs the same version of gridtrain"
 
 
 def encode(message: Message) -> list[bytes | memoryview]:
-    """The message as one or two frames; the second one is a view of the payload, not a copy.
+    """Encode a message as one or two frames; the second frame is a view of the payload, not a copy.
 
     Raises:
         LocalProtocolError: a field is out of its bounds, the header exceeds 64 KiB or the payload 64 MiB, or
@@ -55,8 +56,8 @@ def encode(message: Message) -> list[bytes | memoryview]:
         raise LocalProtocolError(f"cannot send: {error.prefix_path(record.name)}") from None
     if len(header) > MAX_HEADER_BYTES:
         raise LocalProtocolError(
-            f"header of {record.name} takes {len(header)} bytes, at most {MAX_HEADER_BYTES} are allowed",
-            remedy="send it in pages",
+            f"the header of {record.name} has {len(header)} bytes; at most {MAX_HEADER_BYTES} are allowed",
+            remedy="divide the message into pages",
         )
     if not record.has_frame:
         return [header]
@@ -64,21 +65,23 @@ def encode(message: Message) -> list[bytes | memoryview]:
 
 
 def decode(frames: Sequence[bytes | memoryview]) -> Message:
-    """The message of these frames; its payload is frame 1 itself.
+    """Decode a message from its frames; the payload of the message is frame 1, which is not copied.
 
     Raises:
-        RemoteProtocolError: they are not a message within the bounds.
+        RemoteProtocolError: the frames do not contain a message within the bounds.
     """
     _check_count(frames, 1, MAX_FRAMES)
     _check_sizes(frames)
     header = _parse(frames[0])
     if type(header) is not tuple or not header or type(header[0]) is not int:
-        raise RemoteProtocolError("header is not an array that begins with a message code", remedy=_REMEDY)
+        raise RemoteProtocolError(
+            "the header is not an array that begins with a message code", remedy=_REMEDY
+        )
     record = MESSAGES.get(header[0])
     if record is None:
-        raise RemoteProtocolError(f"message code {header[0]} is not known", remedy=_REMEDY)
+        raise RemoteProtocolError(f"message code {header[0]} is unknown", remedy=_REMEDY)
     expected = 1 + record.has_frame
-    _check_count(frames, expected, expected, f"{record.name} has ")
+    _check_count(frames, expected, expected, f" of {record.name}")
     try:
         message: Message = record.unpack(header[1:], *frames[1:expected])
     except FieldError as error:
@@ -86,39 +89,16 @@ def decode(frames: Sequence[bytes | memoryview]) -> Message:
     return message
 
 
-def data_bytes(message: Data) -> int:
-    """Total size of the frames that `encode` returns, without encoding."""
-    rnd, channel, slot = message.round, message.channel, message.slot
-    numbers = (rnd.term, rnd.generation, rnd.step, rnd.attempt, channel.group, channel.kind, channel.index)
-    slot_numbers = (slot.hop, slot.segment, slot.slice)
-    header = _DATA_HEADER_BYTES + sum(
-        [1 if x < 0x80 else _msgpack_int_bytes(x) for x in (*numbers, *slot_numbers)]
-    )
-    payload = message.payload
-    return header + (len(payload) if type(payload) is bytes else memoryview(payload).nbytes)
-
-
-_DATA_HEADER_BYTES = 7
-"""The heads of four arrays, the code, the phase and `skip`: a byte each."""
-
-
-def _msgpack_int_bytes(number: int) -> int:
-    """Size of an unsigned integer in msgpack."""
-    if number < 0x80:
-        return 1
-    return 2 if number < 1 << 8 else 3 if number < 1 << 16 else 5 if number < 1 << 32 else 9
-
-
 def _as_frame(payload: Any, name: str) -> bytes | memoryview:
     try:
         view = memoryview(payload)
         frame = view.cast("B") if view.nbytes else b""  # an empty view cannot be cast
     except (TypeError, ValueError) as error:
-        raise LocalProtocolError(f"payload of {name} is not a contiguous buffer: {error}") from None
+        raise LocalProtocolError(f"the payload of {name} is not a contiguous buffer: {error}") from None
     if len(frame) > MAX_PAYLOAD_BYTES:
         raise LocalProtocolError(
-            f"payload of {name} takes {len(frame)} bytes, at most {MAX_PAYLOAD_BYTES} are allowed",
-            remedy="send it in slices",
+            f"the payload of {name} has {len(frame)} bytes; at most {MAX_PAYLOAD_BYTES} are allowed",
+            remedy="divide the payload into slices",
         )
     return frame
 
@@ -126,7 +106,9 @@ def _as_frame(payload: Any, name: str) -> bytes | memoryview:
 def _check_count(frames: Sequence[bytes | memoryview], low: int, high: int, what: str = "") -> None:
     if not low <= len(frames) <= high:
         bound = f"{low} .. {high}" if low < high else f"{low}"
-        raise RemoteProtocolError(f"{what}{len(frames)} frames, must be {bound}", remedy=_REMEDY)
+        raise RemoteProtocolError(
+            f"the number of frames{what} is {len(frames)}; it must be {bound}", remedy=_REMEDY
+        )
 
 
 def _check_sizes(frames: Sequence[bytes | memoryview]) -> None:
@@ -137,7 +119,7 @@ def _check_sizes(frames: Sequence[bytes | memoryview]) -> None:
     ):
         if len(frame) > limit:
             raise RemoteProtocolError(
-                f"{name} of {len(frame)} bytes, at most {limit} are allowed", remedy=_REMEDY
+                f"the {name} has {len(frame)} bytes; at most {limit} are allowed", remedy=_REMEDY
             )
 
 
@@ -155,13 +137,15 @@ def _parse(header: bytes | memoryview) -> Any:
     except (ValueError, RecursionError, msgpack.UnpackException) as error:
         problem = str(error) or type(error).__name__
         raise RemoteProtocolError(
-            f"header of {len(header)} bytes is not msgpack within the limits: {problem}", remedy=_REMEDY
+            f"the header of {len(header)} bytes is not msgpack within the limits: {problem}", remedy=_REMEDY
         ) from None
 
 
 def _refuse_map(_: dict[Any, Any]) -> NoReturn:
-    raise RemoteProtocolError("header holds a map, the protocol has none", remedy=_REMEDY)
+    raise RemoteProtocolError("the header contains a map, which the protocol does not allow", remedy=_REMEDY)
 
 
 def _refuse_ext(code: int, _: bytes) -> NoReturn:
-    raise RemoteProtocolError(f"header holds extension type {code}, the protocol has none", remedy=_REMEDY)
+    raise RemoteProtocolError(
+        f"the header contains extension type {code}, which the protocol does not allow", remedy=_REMEDY
+    )

@@ -1,13 +1,13 @@
 """Elias-Fano encoding of the indices of a sparse payload: K strictly increasing integers below n.
 
-    index i   | high part: bit (index_i >> L) + i of a field of H bits | low part: L bits at i L |
+    index i   | high part: bit (index_i >> L) + i of a field with H bits | low part: L bits at i L |
     L = floor(log2(n / K)), H = K + ((n - 1) >> L) < 3 K
 
-(Elias 1974, Fano 1971; the quasi-succinct indices of Vigna 2013, section 4.)  K and n fix the lengths, and
-indices have one encoding only.
+(Elias 1974, Fano 1971; the quasi-succinct indices of Vigna 2013, section 4.)  K and n determine the lengths
+of both sections, and a set of indices has only one encoding.
 
-Low parts are packed in groups of eight: eight parts of L bits are L whole bytes, so the i-th part has the
-same position in each group, and one shift moves it in all groups at once.
+Low parts are packed in groups of eight.  Eight parts of L bits take exactly L bytes, so the i-th part has the
+same position in each group, and the i-th parts of all groups are shifted in one operation.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ IndexArray = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
 
 _GROUP = 8
-_REMEDY = "drop the peer; all members of a run use the same exchange and version of gridtrain"
+_REMEDY = (
+    "disconnect the peer, and check that all members of the run use the same exchange and gridtrain version"
+)
 
 
 def section_bytes(k: int, n: int) -> tuple[int, int]:
-    """Bytes of the low bits and of the high bits of k indices below n."""
+    """Return (bytes of the low bits, bytes of the high bits) for k indices below n."""
     low_width, high_width = _bit_widths(k, n)
     return (k * low_width + 7) // 8, (high_width + 7) // 8
 
 
 def encode_indices(indices_K: IndexArray, n: int) -> tuple[bytes, bytes]:
-    """(low bits, high bits) of (K,) strictly increasing indices below n."""
+    """Encode (K,) strictly increasing indices below n; return (low bits, high bits)."""
     k = indices_K.size
     low_width, high_width = _bit_widths(k, n)
     high_bits = np.zeros(high_width, np.uint8)
@@ -40,15 +42,15 @@ def encode_indices(indices_K: IndexArray, n: int) -> tuple[bytes, bytes]:
 
 
 def decode_indices(low: ByteArray, high: ByteArray, k: int, n: int) -> IndexArray:
-    """(K,) int64 from sections with the lengths of `section_bytes`.
+    """Decode (K,) int64 indices from sections with the lengths that `section_bytes` returns.
 
     Raises:
-        RemoteProtocolError: they are not K strictly increasing indices below n.
+        RemoteProtocolError: the sections do not contain K strictly increasing indices below n.
     """
     low_width, high_width = _bit_widths(k, n)
     _check_padding("low", low, k * low_width)
     _check_padding("high", high, high_width)
-    # As booleans, because `flatnonzero` of numbers takes seven times as long.
+    # The view as booleans makes `flatnonzero` seven times as fast.
     ones = np.flatnonzero(np.unpackbits(high, count=high_width, bitorder="little").view(np.bool_))
     _check_popcount(ones.size, k)
     ones -= np.arange(k)
@@ -60,7 +62,7 @@ def decode_indices(low: ByteArray, high: ByteArray, k: int, n: int) -> IndexArra
 
 
 def _bit_widths(k: int, n: int) -> tuple[int, int]:
-    """(L, bits of one low part; H, bits of the whole high part)."""
+    """Return (L, H), the number of bits of one low part and of the whole high part."""
     if k == 0:
         return 0, 0
     low_width = (n // k).bit_length() - 1
@@ -108,14 +110,14 @@ def _invalid(reason: str) -> RemoteProtocolError:
 
 def _check_padding(name: str, section: ByteArray, width: int) -> None:
     if width % 8 and section[-1] >> (width % 8):
-        raise _invalid(f"padding after the {name} bits of a sparse payload is not zero")
+        raise _invalid(f"the padding after the {name} bits of a sparse payload is not zero")
 
 
 def _check_popcount(ones: int, k: int) -> None:
     if ones != k:
-        raise _invalid(f"high bits of a sparse payload hold {ones} entries, its header says {k}")
+        raise _invalid(f"the high bits of a sparse payload contain {ones} entries; its header specifies {k}")
 
 
 def _check_order(indices_K: IndexArray, n: int) -> None:
     if indices_K.size and (indices_K[-1] >= n or not (indices_K[1:] > indices_K[:-1]).all()):
-        raise _invalid(f"sparse indices are not strictly increasing and below {n}")
+        raise _invalid(f"sparse indices must be strictly increasing and below {n}")

@@ -1,10 +1,10 @@
-"""The encoding of every message, derived from its declaration: `MESSAGES`.
+"""Derives the encoding of every message, `MESSAGES`, from the message's declaration.
 
-`gridtrain.core.messages.declaration` says how a message is declared, and holds the field types of single
-values; those that consist of others are here.
+`gridtrain.core.messages.declaration` specifies how a message is declared, and defines the field types of
+single values.  This module defines the field types that are composed of other field types.
 
-    value  -- FieldType.pack -->    plain value     raises FieldError: our own bug
-    value  <-- FieldType.unpack --  plain value     raises FieldError: the peer's fault
+    value  -- FieldType.pack -->    plain value     a FieldError means a bug in this process
+    value  <-- FieldType.unpack --  plain value     a FieldError means that the peer violates the protocol
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class EnumField(FieldType):
 
     def pack(self, value: Any) -> int:
         if type(value) is not self.enum:
-            raise FieldError(f"{describe(value)}, must be {self.bounds}")
+            raise FieldError(f"{describe(value)}; it must be {self.bounds}")
         return value.value
 
     def unpack(self, plain: Any) -> IntEnum:
         try:
             return self.enum(plain if type(plain) is int else -1)
         except ValueError:
-            raise FieldError(f"{describe(plain)}, must be {self.bounds}") from None
+            raise FieldError(f"{describe(plain)}; it must be {self.bounds}") from None
 
 
 class OptionalField(FieldType):
@@ -73,7 +73,7 @@ class ListField(FieldType):
     def _convert_each(self, items: Any, convert: Callable[[Any], Any]) -> tuple[Any, ...]:
         if type(items) is not tuple or len(items) > self.max_items:
             size = f"{len(items)} items" if type(items) is tuple else describe(items)
-            raise FieldError(f"{size}, must be an array of at most {self.max_items}")
+            raise FieldError(f"{size}; it must be an array of at most {self.max_items} items")
         done: list[Any] = []
         try:
             for item in items:
@@ -100,11 +100,11 @@ class TupleField(FieldType):
 
     def _check_length(self, items: Any) -> None:
         if type(items) is not tuple or len(items) != len(self.item_types):
-            raise FieldError(f"{describe(items)}, must be an array of {len(self.item_types)}")
+            raise FieldError(f"{describe(items)}; it must be an array of {len(self.item_types)} items")
 
 
 class RecordField(FieldType):
-    """A dataclass as an array of its fields in order."""
+    """A dataclass, encoded as an array of its fields in order."""
 
     def __init__(self, cls: type, field_types: dict[str, FieldType]) -> None:
         self.cls, self.field_types = cls, field_types
@@ -116,9 +116,9 @@ class RecordField(FieldType):
         self.has_frame = len(self._header) < len(field_types)
 
     def pack(self, value: Any) -> list[Any]:
-        """The header's fields, without frame 1."""
+        """Return the encoded fields of the header, without the payload."""
         if type(value) is not self.cls:
-            raise FieldError(f"{describe(value)}, must be a {self.name}")
+            raise FieldError(f"{describe(value)}; it must be of type {self.name}")
         plain: list[Any] = []
         try:
             for name, kind in self._header:
@@ -131,7 +131,7 @@ class RecordField(FieldType):
     def unpack(self, plain: Any, *frame: Any) -> Any:
         if type(plain) is not tuple or len(plain) != len(self._header):
             size = f"{len(plain)} fields" if type(plain) is tuple else describe(plain)
-            raise FieldError(f"{size}, must be an array of the {len(self._header)} fields of {self.name}")
+            raise FieldError(f"{size}; it must be an array of the {len(self._header)} fields of {self.name}")
         values: list[Any] = []
         try:
             for (_, kind), item in zip(self._header, plain, strict=True):
@@ -143,18 +143,17 @@ class RecordField(FieldType):
         return value
 
     def _check_rule(self, value: Any) -> None:
-        problem = self._find_problem(value) if self._find_problem else None
-        if problem:
+        if self._find_problem is not None and (problem := self._find_problem(value)):
             raise FieldError(problem)
 
 
 class RepeatedRecordField(RecordField):
-    """A record of integers that is the same in many messages in a row: the last one is remembered."""
+    """A record of integers that is often equal in consecutive messages; the last record is cached."""
 
     def __init__(self, cls: type, field_types: dict[str, FieldType]) -> None:
         super().__init__(cls, field_types)
-        self._last_packed: tuple[Any, Any] = (None, None)  # value, plain
-        self._last_unpacked: tuple[Any, Any] = (None, None)  # peers may be in another round than we are
+        self._last_packed: tuple[Any, Any] = (None, None)  # (value, plain)
+        self._last_unpacked: tuple[Any, Any] = (None, None)  # separate, as peers may be in another round
 
     def pack(self, value: Any) -> list[Any]:
         last, known = self._last_packed
@@ -166,7 +165,7 @@ class RepeatedRecordField(RecordField):
 
     def unpack(self, plain: Any, *frame: Any) -> Any:
         value, known = self._last_unpacked
-        # Types are compared as well, since True == 1.
+        # Types are compared as well, because True == 1.
         if type(plain) is tuple and plain == known and set(map(type, plain)) == {int}:
             return value
         value = super().unpack(plain)
@@ -175,7 +174,7 @@ class RepeatedRecordField(RecordField):
 
 
 def _field_type(hint: Any) -> FieldType:
-    """The field type of one annotation."""
+    """Return the field type for an annotation."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is bool:
         return BOOL
@@ -193,12 +192,14 @@ def _field_type(hint: Any) -> FieldType:
         return EnumField(hint)
     if isinstance(hint, type) and hasattr(hint, "__dataclass_fields__"):
         return record_field(hint)
-    raise TypeError(f"{hint} has no bounds: annotate it with a type of gridtrain.core.messages.declaration")
+    raise TypeError(
+        f"the annotation {hint} has no bounds; use a type from gridtrain.core.messages.declaration"
+    )
 
 
 @cache
 def record_field(cls: type) -> RecordField:
-    """The encoding of a dataclass: of a message, or of what is inside of messages."""
+    """Return the encoding of a dataclass, which is a message or a part of a message."""
     hints = typing.get_type_hints(cls, include_extras=True)
     field_types = {name: _field_type(hint) for name, hint in hints.items()}
     of_integers = all(isinstance(kind, IntField) for kind in field_types.values())

@@ -1,13 +1,14 @@
-"""The payload of a sparse exchange: K (index, value) entries of a flat vector of n elements.
+"""Encodes the payload of a sparse exchange: K (index, value) entries of a flat vector of n elements.
 
-n, the kind of values and the largest K are fixed by the generation, and never taken from a peer.
+n, the kind of values and the largest K are fixed for a generation; they are never taken from a peer's
+payload.
 
     offset  0        8                     8 + ceil(K L / 8)       + ceil(H / 8)            end
             | header | low bits, K x L     | high bits, unary, H   | values                 |
               K u32, exponent i16, kind u16    (little-endian; in a byte, the lowest bit first)
 
-`elias_fano` has the two bit fields, `value_encoding` the values.  K, n and the kind fix the length.  The
-encoding is canonical: `encode` turns what `decode` accepts into the same bytes again.
+`elias_fano` encodes the two bit fields, and `value_encoding` encodes the values.  K, n and the kind determine
+the length.  The encoding is canonical: encoding a decoded payload produces the same bytes.
 """
 
 from __future__ import annotations
@@ -36,12 +37,17 @@ __all__ = [
 _HEADER = struct.Struct("<IhH")  # K, exponent, kind
 
 MAX_N = 2**32
-"""Largest n, so that the low bits of an index fit 32 bits."""
+"""The largest n, for which the low bits of an index fit into 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class SparseVector:
-    """Decoded entries: `indices` (K,) int64, strictly increasing; `values` (K,) float32, finite."""
+    """Decoded entries.
+
+    Attributes:
+        indices: (K,) int64, strictly increasing.
+        values: (K,) float32, finite.
+    """
 
     indices: npt.NDArray[np.int64]
     values: npt.NDArray[np.float32]
@@ -49,32 +55,34 @@ class SparseVector:
 
 @dataclass(frozen=True, slots=True)
 class EncodedSparse:
-    """A payload, and what it decodes to."""
+    """A payload, and the entries that `decode` returns for it."""
 
     payload: bytes
     sparse: SparseVector
 
 
 def encoded_bytes(k: int, n: int, kind: ValueKind) -> int:
-    """Exact size in bytes of a payload with k of n entries, 0 <= k <= n."""
+    """Return the exact size in bytes of a payload with k of n entries, 0 <= k <= n."""
     return _HEADER.size + sum(elias_fano.section_bytes(k, n)) + value_encoding.section_bytes(k, kind)
 
 
 def encode_with_decoded(
     indices: npt.NDArray[np.integer], values_K: npt.NDArray[np.float32], *, n: int, kind: ValueKind
 ) -> EncodedSparse:
-    """Encode entries of a flat vector of n elements; returns the payload and what it decodes to.
+    """Encode entries of a flat vector of n elements; return the payload and the decoded entries.
 
-    Values are rounded here, once; the sender continues with the decoded values, as the receiver does.
-    `value - decoded value` is exactly representable in float32, so a residual can store it without loss.
+    The encoding rounds the values once; the sender continues with the decoded values, as the receivers do.
+    `value - decoded value` is exactly representable in float32, so a residual can store the difference
+    without loss.
 
     Args:
         indices: (K,) integers, strictly increasing, 0 <= index < n.
         values_K: (K,) float32, finite.
-        n: elements of the vector, at most 2**32.
+        n: the number of elements of the vector, at most 2**32.
+        kind: the encoding of the values.
 
     Raises:
-        LocalProtocolError: the arguments are not as described.
+        LocalProtocolError: an argument is invalid.
     """
     k = _check_local(indices, values_K, n)
     indices_K = indices.astype(np.int64, copy=False)
@@ -87,7 +95,7 @@ def encode_with_decoded(
 def encode(
     indices: npt.NDArray[np.integer], values_K: npt.NDArray[np.float32], *, n: int, kind: ValueKind
 ) -> bytes:
-    """The payload of `encode_with_decoded`."""
+    """Return the payload of `encode_with_decoded`."""
     return encode_with_decoded(indices, values_K, n=n, kind=kind).payload
 
 
@@ -95,12 +103,14 @@ def decode(buffer: bytes | memoryview, *, n: int, max_entries: int, kind: ValueK
     """Decode and check a peer's payload.
 
     Args:
-        n, kind: of the generation.
+        buffer: the payload.
+        n, kind: the length of the vector and the kind of values, as fixed by the generation.
         max_entries: the largest K to accept.
 
     Raises:
-        RemoteProtocolError: not a canonical payload of at most max_entries finite entries below n.
-            Nothing larger than a small multiple of the buffer is allocated before that is known.
+        RemoteProtocolError: the buffer is not a canonical payload of at most `max_entries` finite entries
+            with indices below n.  Before this is known, no more than a small multiple of the buffer's size is
+            allocated.
     """
     k, exponent = _read_header(memoryview(buffer), n, max_entries, kind)
     body = np.frombuffer(buffer, np.uint8, offset=_HEADER.size)
@@ -116,17 +126,17 @@ def decode(buffer: bytes | memoryview, *, n: int, max_entries: int, kind: ValueK
 
 def _check_local(indices: npt.NDArray[np.integer], values_K: npt.NDArray[np.float32], n: int) -> int:
     if not 1 <= n <= MAX_N:
-        raise LocalProtocolError(f"sparse vector of {n} elements, must be 1 .. {MAX_N}")
+        raise LocalProtocolError(f"a sparse vector has {n} elements; it must have 1 to {MAX_N}")
     if indices.shape != values_K.shape or indices.ndim != 1 or values_K.dtype != np.float32:
         raise LocalProtocolError(
-            f"sparse entries of shapes {indices.shape} and {values_K.shape}, {values_K.dtype}: "
-            "must be (K,) and (K,) float32"
+            f"indices have shape {indices.shape}, and values have shape {values_K.shape} and type "
+            f"{values_K.dtype}; both shapes must be (K,), and values must be float32"
         )
     if indices.size and (indices[0] < 0 or indices[-1] >= n or not (indices[1:] > indices[:-1]).all()):
         raise LocalProtocolError(f"sparse indices must be strictly increasing and in 0 .. {n - 1}")
     if not np.isfinite(values_K).all():
         raise LocalProtocolError(
-            "a sparse payload cannot carry infinite or NaN values", remedy="vote to skip the step instead"
+            "a sparse payload cannot contain infinite or NaN values", remedy="vote to skip the step instead"
         )
     return indices.size
 
@@ -136,14 +146,19 @@ def _check_local(indices: npt.NDArray[np.integer], values_K: npt.NDArray[np.floa
 
 def _invalid(reason: str) -> RemoteProtocolError:
     return RemoteProtocolError(
-        reason, remedy="drop the peer; all members of a run use the same exchange and version of gridtrain"
+        reason,
+        remedy="disconnect the peer, and check that all members of the run use the same exchange and "
+        "gridtrain version",
     )
 
 
 def _read_header(data: memoryview, n: int, max_entries: int, kind: ValueKind) -> tuple[int, int]:
-    """K and exponent, checked against the generation and the length, before anything is allocated."""
+    """Return (K, exponent) after checking the header against the generation's settings and the length.
+
+    Nothing is allocated before this check.
+    """
     if data.nbytes < _HEADER.size:
-        raise _invalid(f"sparse payload of {data.nbytes} bytes, shorter than its {_HEADER.size}-byte header")
+        raise _invalid(f"a sparse payload has {data.nbytes} bytes; its header alone has {_HEADER.size} bytes")
     k, exponent, sent_kind = _HEADER.unpack_from(data)
     _check_kind(sent_kind, kind)
     _check_entries(k, max_entries, n)
@@ -153,17 +168,19 @@ def _read_header(data: memoryview, n: int, max_entries: int, kind: ValueKind) ->
 
 def _check_kind(sent_kind: int, kind: ValueKind) -> None:
     if sent_kind != kind:
-        raise _invalid(f"sparse payload of value kind {sent_kind}, this generation's is {kind} ({kind.name})")
+        raise _invalid(
+            f"a sparse payload has value kind {sent_kind}; this generation uses {kind} ({kind.name})"
+        )
 
 
 def _check_entries(k: int, max_entries: int, n: int) -> None:
     if k > min(max_entries, n):
-        raise _invalid(f"sparse payload of {k} entries, at most {min(max_entries, n)} of {n} are allowed")
+        raise _invalid(f"a sparse payload has {k} of {n} entries; at most {min(max_entries, n)} are allowed")
 
 
 def _check_length(payload_bytes: int, k: int, n: int, kind: ValueKind) -> None:
     expected = encoded_bytes(k, n, kind)
     if payload_bytes != expected:
         raise _invalid(
-            f"sparse payload of {payload_bytes} bytes, {k} {kind.name} entries of {n} take {expected}"
+            f"a sparse payload has {payload_bytes} bytes; {k} {kind.name} entries of {n} take {expected}"
         )

@@ -1,4 +1,4 @@
-"""The values of a sparse payload: K float32 numbers as fp32, fp16, bf16 or int8.
+"""Encodes the values of a sparse payload, K float32 numbers, as fp32, fp16, bf16 or int8.
 
     kind   bytes of K values            scale
     fp32   4 K                          none
@@ -6,8 +6,8 @@
     bf16   2 K                          none: the upper half of a float32
     int8   2 ceil(K / 256) + K          one exponent for each 256 entries, before the values
 
-For each kind: `value - rounded value` is exactly a float32, so a residual can store it without loss; encoding
-decoded values gives the same bytes; and no rounding makes a finite value infinite.
+For each kind, `value - rounded value` is exactly representable in float32, so a residual can store it without
+loss; encoding decoded values produces the same bytes; and rounding never makes a finite value infinite.
 """
 
 from __future__ import annotations
@@ -23,31 +23,33 @@ from gridtrain.errors import RemoteProtocolError
 FloatArray = npt.NDArray[np.float32]
 ByteArray = npt.NDArray[np.uint8]
 
-# fp16: values travel as v / 2**exponent with the largest magnitude in [2**14, 2**15).  That is one
-# binade below fp16's last, so that rounding never gives infinity, and far from its subnormals.
+# fp16: values are sent as v / 2**exponent, with the largest magnitude in [2**14, 2**15).  This is the last
+# binade but one of fp16, so that rounding never gives infinity, and far above its subnormals.
 _TOP_BITS_MIN = 0x7400  # 2**14 as fp16
 _TOP_BITS_MAX = 0x77FF  # 2**15 - 16, the largest fp16 below 2**15
 _EXPONENT_MIN = -149 - 14  # the largest magnitude is float32's smallest subnormal, 2**-149
-_EXPONENT_MAX = 127 - 14  # ... is in float32's last binade
-_EXPONENT_LOSSLESS = -149 + 24  # from here up every fp16 times 2**exponent is a float32
+_EXPONENT_MAX = 127 - 14  # the largest magnitude is in float32's last binade
+_EXPONENT_LOSSLESS = -149 + 24  # with this exponent or a larger one, fp16 * 2**exponent is exact in float32
 
 _FP16_NORMAL = 0x38800000  # 2**-14 as float32: fp16's smallest normal value
 _FP16_BIAS = (127 - 15) << 10  # difference of the exponents' biases, at the position of fp16's exponent
 
-_BF16_MAX = 0x7F7F  # the largest finite one
-_MAGNITUDE = 0x7FFF  # of 16 bits, all but the sign
+_BF16_MAX = 0x7F7F  # the largest finite bf16
+_MAGNITUDE = 0x7FFF  # of 16 bits, all except the sign
 
 SCALE_BLOCK = 256
-"""int8: entries that share an exponent."""
+"""The number of int8 entries that share an exponent."""
 _Q_MIN, _Q_MAX = 64, 127  # the largest |q| of a block
-_BLOCK_EXPONENT_MIN = -149  # 1 is float32's smallest subnormal; below it every value is exact
-_BLOCK_EXPONENT_MAX = 127 - 6  # 64 is in float32's last binade
+_BLOCK_EXPONENT_MIN = -149  # q = 1 is then float32's smallest subnormal, and all values are exact
+_BLOCK_EXPONENT_MAX = 127 - 6  # q = 64 is then in float32's last binade
 
-_REMEDY = "drop the peer; all members of a run use the same exchange and version of gridtrain"
+_REMEDY = (
+    "disconnect the peer, and check that all members of the run use the same exchange and gridtrain version"
+)
 
 
 class ValueKind(IntEnum):
-    """How values are encoded; the same for all members of a generation."""
+    """The encoding of values, which is the same for all members of a generation."""
 
     FP32 = 0
     FP16 = 1
@@ -56,7 +58,7 @@ class ValueKind(IntEnum):
 
 
 VALUE_KINDS = {kind.name.lower(): kind for kind in ValueKind}
-"""The kinds by the names that users write: "fp16"."""
+"""The kinds by the names that users specify, such as "fp16"."""
 
 _ITEM_BYTES = {ValueKind.FP32: 4, ValueKind.FP16: 2, ValueKind.BF16: 2, ValueKind.INT8: 1}
 
@@ -66,19 +68,20 @@ ROUNDING_FACTORS = {
     ValueKind.BF16: 1.0 + 2.0**-7,
     ValueKind.INT8: 1.0 + 2.0**-6,
 }
-"""Factor by which rounding once may enlarge the largest magnitude, doubled to cover the additions before it.
-Half a step of the largest value: 2**-11 of it (fp16), 2**-8 (bf16), 0.5 / 64 (int8)."""
+"""Upper bound of the factor by which one rounding may increase the largest magnitude.  A rounding changes a
+value by at most half a step, which is 2**-11 (fp16), 2**-8 (bf16) or 0.5 / 64 (int8) of the value; the bound
+is twice as large, so that it also covers the additions before the rounding."""
 
 
 def section_bytes(k: int, kind: ValueKind) -> int:
-    """Bytes of k values."""
+    """Return the size of k encoded values in bytes."""
     return k * _ITEM_BYTES[kind] + (2 * -(-k // SCALE_BLOCK) if kind is ValueKind.INT8 else 0)
 
 
 def encode_values(values_K: FloatArray, kind: ValueKind) -> tuple[bytes, int, FloatArray]:
-    """(section, exponent for the header, the values as `decode_values` returns them).
+    """Encode (K,) finite float32 values.
 
-    `values_K`: (K,) float32, finite.
+    Returns (section, exponent for the header, the values as `decode_values` returns them).
     """
     match kind:
         case ValueKind.FP32:
@@ -92,10 +95,10 @@ def encode_values(values_K: FloatArray, kind: ValueKind) -> tuple[bytes, int, Fl
 
 
 def decode_values(section: ByteArray, k: int, exponent: int, kind: ValueKind) -> FloatArray:
-    """(K,) float32, finite.  `section` has the length of `section_bytes`.
+    """Decode a section of `section_bytes(k, kind)` bytes; return k finite float32 values.
 
     Raises:
-        RemoteProtocolError: `encode_values` gives these bytes for no values.
+        RemoteProtocolError: `encode_values` cannot produce this section.
     """
     if kind is ValueKind.FP16:
         return _read_fp16(section.view("<u2"), exponent)
@@ -115,16 +118,16 @@ def _invalid(reason: str) -> RemoteProtocolError:
 
 def _check_unscaled(exponent: int, kind: ValueKind) -> None:
     if exponent != 0:
-        raise _invalid(f"scale exponent {exponent} of {kind.name.lower()} values, must be 0")
+        raise _invalid(f"the scale exponent of {kind.name.lower()} values is {exponent}; it must be 0")
 
 
 def _check_finite(values_K: FloatArray) -> None:
     if not np.isfinite(values_K).all():
-        raise _invalid("sparse payload holds infinite or NaN values")
+        raise _invalid("a sparse payload contains infinite or NaN values")
 
 
 def _times_power(values: FloatArray, exponent: int) -> FloatArray:
-    """values * 2**exponent; rounded, once, only where the result is subnormal or 0."""
+    """Return values * 2**exponent; only subnormal results and zeros are rounded, once."""
     with np.errstate(under="ignore"):
         if -126 <= exponent <= 127:  # a normal float32: multiplying takes a third of the time of ldexp
             return values * np.float32(2.0**exponent)
@@ -139,10 +142,10 @@ def _write_fp16(values_K: FloatArray) -> tuple[bytes, int, FloatArray]:
     if top == 0.0:
         return values_K.astype("<f2").tobytes(), 0, values_K  # keeps the sign of -0.0
     exponent = math.frexp(top)[1] - 15
-    # Exact, except far below fp16's smallest subnormal, where the result is zero anyway.
+    # The scaling is exact, except far below fp16's smallest subnormal, where the result is zero anyway.
     bits = float32_to_fp16_bits(_times_power(values_K, -exponent))
-    # What would round up to 2**15 becomes the fp16 below it, so that the decoded maximum is in the same
-    # binade: the encoding is canonical, and float32's largest value does not become infinite.
+    # A value that would be rounded up to 2**15 becomes the next smaller fp16, so that the decoded maximum is
+    # in the same binade: the encoding is canonical, and float32's largest value does not become infinite.
     magnitudes = bits & _MAGNITUDE
     if int(magnitudes.max()) > _TOP_BITS_MAX:
         bits[magnitudes > _TOP_BITS_MAX] -= 1
@@ -150,10 +153,11 @@ def _write_fp16(values_K: FloatArray) -> tuple[bytes, int, FloatArray]:
 
 
 def float32_to_fp16_bits(scaled_K: FloatArray) -> npt.NDArray[np.uint16]:
-    """float32 of magnitudes below 2**16 -> the bits of the nearest fp16, ties to even.
+    """Return the bits of the nearest fp16 values, with ties to even, for float32 magnitudes below 2**16.
 
-    numpy converts them one by one.  If no value is below fp16's normal range, which is the usual case, shifts
-    give the same: 13 bits are rounded off, and the exponent's bias changes from 127 to 15.
+    numpy converts values one by one.  If no value is below fp16's normal range, which is the usual case,
+    shifts produce the same result faster: 13 bits are rounded off, and the exponent's bias changes from 127
+    to 15.
     """
     bits = scaled_K.view(np.uint32)
     magnitudes = bits & 0x7FFFFFFF
@@ -167,7 +171,7 @@ def float32_to_fp16_bits(scaled_K: FloatArray) -> npt.NDArray[np.uint16]:
 
 
 def fp16_bits_to_float32(bits_K: npt.NDArray[np.uint16]) -> FloatArray:
-    """The bits of finite fp16 values -> float32, exactly."""
+    """Convert the bits of finite fp16 values to float32 without rounding."""
     wide = bits_K.astype(np.uint32)
     magnitudes = wide & _MAGNITUDE
     if int(magnitudes.min(initial=0x400)) < 0x400:  # subnormal, or zero
@@ -183,20 +187,20 @@ def _read_fp16(raw: npt.NDArray[np.uint16], exponent: int) -> FloatArray:
     widened = fp16_bits_to_float32(raw)
     values = _times_power(widened, exponent)
     if exponent < _EXPONENT_LOSSLESS and not (np.ldexp(values, -exponent) == widened).all():
-        raise _invalid(f"fp16 values with scale exponent {exponent} are finer than float32 can hold")
+        raise _invalid(f"fp16 values with scale exponent {exponent} are too fine for float32")
     return values
 
 
 def _check_scale(top_bits: int, exponent: int) -> None:
-    """Check fp16 values; one comparison covers NaN, infinity and a scale that is not canonical."""
+    """Check the scale of fp16 values; this check also detects NaN and infinity."""
     zeros_only = top_bits == 0 and exponent == 0
     if not zeros_only and not (
         _TOP_BITS_MIN <= top_bits <= _TOP_BITS_MAX and _EXPONENT_MIN <= exponent <= _EXPONENT_MAX
     ):
         raise _invalid(
-            f"fp16 values with largest magnitude {top_bits:#06x} and scale exponent {exponent}: must be "
-            f"{_TOP_BITS_MIN:#06x} .. {_TOP_BITS_MAX:#06x} (2^14 <= |v| < 2^15) and "
-            f"{_EXPONENT_MIN} .. {_EXPONENT_MAX}"
+            f"fp16 values have the largest magnitude {top_bits:#06x} and scale exponent {exponent}; the "
+            f"magnitude must be {_TOP_BITS_MIN:#06x} to {_TOP_BITS_MAX:#06x} (2^14 <= |v| < 2^15) and the "
+            f"exponent {_EXPONENT_MIN} to {_EXPONENT_MAX}"
         )
 
 
@@ -209,7 +213,7 @@ def _write_bf16(values_K: FloatArray) -> tuple[bytes, int, FloatArray]:
     magnitudes = rounded & _MAGNITUDE
     if (
         int(magnitudes.max(initial=0)) > _BF16_MAX
-    ):  # what would round up to infinity becomes the largest finite value
+    ):  # a value that would be rounded up to infinity becomes the largest finite value
         rounded[magnitudes > _BF16_MAX] -= 1
     return rounded.astype("<u2").tobytes(), 0, (rounded << 16).view(np.float32)
 
@@ -230,7 +234,7 @@ def _write_int8(values_K: FloatArray) -> tuple[bytes, int, FloatArray]:
     tops = np.abs(padded).max(axis=1, initial=0.0)
     exponents = np.maximum(np.frexp(tops)[1] - 7, _BLOCK_EXPONENT_MIN)
     exponents[tops == 0.0] = 0
-    # In float64 no scale overflows, and `rint`, which rounds ties to even, is the only rounding.
+    # In float64 no scale overflows, and only `rint` rounds (ties to even).
     quotients = np.rint(padded * np.ldexp(1.0, -exponents)[:, None])
     q = np.clip(quotients, -_Q_MAX, _Q_MAX).astype(np.int8)
     section = exponents.astype("<i2").tobytes() + q.tobytes()[:k]
@@ -238,7 +242,7 @@ def _write_int8(values_K: FloatArray) -> tuple[bytes, int, FloatArray]:
 
 
 def _scaled_blocks(q: npt.NDArray[np.int8], exponents: npt.NDArray[np.integer]) -> FloatArray:
-    """Exact: 7 bits times a power of two from float32's smallest subnormal up."""
+    """Return q times the scale of its block, which is exact: 7 bits times a power of two fit into float32."""
     scales = np.ldexp(np.float32(1.0), exponents.astype(np.int32))
     return (q.astype(np.float32) * scales[:, None]).reshape(-1)
 
@@ -254,13 +258,14 @@ def _read_int8(section: ByteArray, k: int) -> FloatArray:
 
 
 def _check_blocks(tops: npt.NDArray[np.int16], exponents: npt.NDArray[np.int32]) -> None:
-    """Check that each block has the scale that its largest magnitude determines."""
+    """Check that each block has the scale that follows from its largest magnitude."""
     in_range = (exponents >= _BLOCK_EXPONENT_MIN) & (exponents <= _BLOCK_EXPONENT_MAX)
     canonical = (tops >= _Q_MIN) | ((tops > 0) & (exponents == _BLOCK_EXPONENT_MIN))
     good = ((tops == 0) & (exponents == 0)) | (in_range & canonical & (tops <= _Q_MAX))
     if not good.all():
         first = int(np.argmin(good))
         raise _invalid(
-            f"int8 values with largest magnitude {tops[first]} and scale exponent {exponents[first]} in "
-            f"block {first}: must be {_Q_MIN} .. {_Q_MAX} and {_BLOCK_EXPONENT_MIN} .. {_BLOCK_EXPONENT_MAX}"
+            f"int8 values have the largest magnitude {tops[first]} and scale exponent {exponents[first]} in "
+            f"block {first}; the magnitude must be {_Q_MIN} to {_Q_MAX} and the exponent "
+            f"{_BLOCK_EXPONENT_MIN} to {_BLOCK_EXPONENT_MAX}"
         )

@@ -1,9 +1,9 @@
-"""Collective buffers: the numbers of one collective of one attempt, in numpy.
+"""Collective buffers: the data of one collective in one attempt, as numpy arrays.
 
-The core says which payload is added, stored or merged where, and which one is sent; a buffer does it, and
-checks each payload before it is used.
+The core decides where each payload is added, stored or merged, and which payload is sent.  A buffer executes
+these decisions, and checks each payload before using it.
 
-- `collective_buffers`: the interface, and the buffers of ring, all-gather and butterfly.
-- `direct_buffer`, `star_buffers`: those of the direct exchange, the star and the tree.
-- `buckets`: one vector in several buckets, each with a buffer and a channel.
+- `collective_buffers`: the interface, and the buffers of the ring, the all-gather and the butterfly.
+- `direct_buffer`, `star_buffers`: the buffers of the direct exchange, the star and the tree.
+- `buckets`: the buffers of one vector that is divided into buckets, each with its own channel.
 """

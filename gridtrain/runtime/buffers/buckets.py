@@ -1,10 +1,10 @@
-"""Buffers of one flat vector in buckets, which together make one update of the round.
+"""Buffers of one flat vector that is divided into buckets, which together form one update of the round.
 
 Each bucket has its own channel and collective.
 
     flat vector    [ bucket 0 | bucket 1 |    bucket 2    ]
-    channels       group 0      group 1     group 2            of the same index
-    update         concatenated, with one digest, as if it had been exchanged in one piece
+    channels       group 0      group 1     group 2            with the same index
+    update         the buckets' updates, concatenated; one digest covers the whole update
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from gridtrain.sparsify.merge import FloatArray
 BucketBuffer = DenseRingBuffer | AllGatherBuffer | ButterflyBuffer
 
 Bounds = tuple[int, ...]
-"""Where buckets begin, and last where the vector ends: 0 = bounds[0] < bounds[1] < ... = n."""
+"""The positions at which buckets begin, and the end of the vector: 0 = bounds[0] < bounds[1] < ... = n."""
 
 
 class BucketedBuffer:
-    """The buffers of all buckets of one vector, in order: all dense or all sparse.
+    """The buffers of all buckets of one vector, in order.  Either all are dense or all are sparse.
 
     Args:
-        bounds: of the buckets.
-        parts: one buffer for each.
+        bounds: the bounds of the buckets.
+        parts: the buffer of each bucket.
     """
 
     def __init__(self, bounds: Bounds, parts: Sequence[BucketBuffer]) -> None:
         self.parts = tuple(parts)
         self.n = bounds[-1]
-        self._starts = bounds[:-1]
+        self.starts = bounds[:-1]
 
     @property
     def is_sparse(self) -> bool:
@@ -51,28 +51,36 @@ class BucketedBuffer:
 
     @property
     def update(self) -> SparseVector:
-        """Of a sparse exchange that is complete: indices in the whole vector, ascending."""
+        """The update of a complete sparse exchange; its indices refer to the whole vector and ascend."""
         updates = [part.update for part in self.parts if isinstance(part, AllGatherBuffer | ButterflyBuffer)]
-        moved = [update.indices + start for update, start in zip(updates, self._starts, strict=True)]
+        moved = [update.indices + start for update, start in zip(updates, self.starts, strict=True)]
         return SparseVector(np.concatenate(moved), np.concatenate([update.values for update in updates]))
 
     @property
     def update_N(self) -> FloatArray:
-        """Of a dense exchange that is complete: a new array of shape (n,)."""
+        """The update of a complete dense exchange: a new array of shape (n,)."""
         return np.concatenate([part.update_N for part in self.parts if isinstance(part, DenseRingBuffer)])
 
     def compute_digest(self) -> bytes:
-        """See `CollectiveBuffer.compute_digest`."""
+        """Return the digest of the whole update.  See `CollectiveBuffer.compute_digest`."""
         digests = [part.compute_digest() for part in self.parts]
         if self.is_sparse:
             return sparse_digest(self.update)
         return blake2b(b"".join(digests), digest_size=32).digest()
 
 
+def update_of(buffer: CollectiveBuffer | BucketedBuffer) -> FloatArray | SparseVector:
+    """Return the update in the buffer of a complete exchange."""
+    is_sparse = isinstance(buffer, AllGatherBuffer | ButterflyBuffer)
+    if is_sparse or (isinstance(buffer, BucketedBuffer) and buffer.is_sparse):
+        return buffer.update  # type: ignore[union-attr]
+    return buffer.update_N  # type: ignore[union-attr]
+
+
 def buffers_by_channel(
     buffers: Sequence[CollectiveBuffer | BucketedBuffer],
 ) -> dict[Channel, CollectiveBuffer]:
-    """The buffer of each channel: the index is the place in `buffers`, the group is the bucket."""
+    """Map channels to buffers: a channel's index is the position in `buffers`, its group is the bucket."""
     channels: dict[Channel, CollectiveBuffer] = {}
     for index, buffer in enumerate(buffers):
         parts = buffer.parts if isinstance(buffer, BucketedBuffer) else (buffer,)
@@ -81,15 +89,16 @@ def buffers_by_channel(
 
 
 def bucket_bounds(sizes: Sequence[int], most: int, least: int) -> Bounds:
-    """Bounds of buckets of whole parameters, divided from the end, where backward begins.
+    """Divide the vector into buckets of whole parameters; return the bounds of the buckets.
 
-    The bucket of the first layers, whose gradients are computed last and cannot overlap with anything, is no
-    larger than the others.
+    The buckets are filled from the end of the vector, where the backward pass begins.  The gradients of the
+    first layers are computed last, and their exchange cannot overlap with computation, so the bucket of the
+    first layers is not made larger than the other buckets.
 
     Args:
-        sizes: elements of each parameter in the vector's order.
-        most: number of buckets.
-        least: elements of a bucket, if possible.
+        sizes: the number of elements of each parameter, in the vector's order.
+        most: the largest number of buckets.
+        least: the smallest number of elements of a bucket; a vector with fewer elements is one bucket.
     """
     n, target = sum(sizes), max(least, -(-sum(sizes) // most))
     starts, filled, at = [n], 0, n
@@ -97,7 +106,7 @@ def bucket_bounds(sizes: Sequence[int], most: int, least: int) -> Bounds:
         at, filled = at - size, filled + size
         if filled >= target:
             starts, filled = [*starts, at], 0
-    if starts[-1] != 0:  # the rest: a bucket if it is large enough, otherwise part of the last one
+    if starts[-1] != 0:  # the rest becomes a bucket if it is large enough, or else joins the last bucket
         if filled < least and len(starts) > 1:
             starts.pop()
         starts.append(0)

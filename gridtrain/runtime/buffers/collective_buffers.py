@@ -1,21 +1,23 @@
-"""The interface of collective buffers, and those of ring, all-gather and butterfly.
+"""The interface of collective buffers, and the buffers of the ring, the all-gather and the butterfly.
 
-A buffer applies the effects of a collective, and checks each payload against what is known locally (n, k,
-kind, world size) before it is used.  It never commits: it is dropped whole when its round aborts.
+A buffer applies the effects of a collective.  It checks each payload against the locally known n, k, kind and
+world size before using it.  A buffer does not commit anything, and is dropped as a whole when its round
+aborts.
 
     loop --- apply(AddSlice | StoreSlice | StoreFromRank | ...) --> buffer --> update
          <-- payload(slot) --------------------------------------          --> digest
 
-    DenseRingBuffer  RingAllReduce      vector (n,) float32, in place
+    DenseRingBuffer  RingAllReduce      a vector (n,) float32, summed in place
     AllGatherBuffer  AllGather          one payload for each rank, summed in rank order at the end
-    ButterflyBuffer  ButterflyExchange  one payload, replaced by each merge; what it truncates goes to the
-    residual
+    ButterflyBuffer  ButterflyExchange  one payload, replaced by each merge; truncated entries go to the
+                                        residual
 
-No honest member contributes more than `largest_summable` to a sum, so a sum over m members is at most m times
-that.  A payload above it (or not finite) is rejected on arrival, when its sender is known: what an honest
-member continues with is then within the next one's bound, and no sum can overflow.
+A correct member contributes at most `largest_summable` to a sum, so a sum over m members is at most m times
+`largest_summable`.  A payload with a value above this bound, or with a value that is not finite, is rejected
+on arrival, when its sender is known.  The values that a correct member forwards are then within the bound
+that the next member checks, and no sum can overflow.
 
-A member that skips contributes zeros, or a payload without entries: see `make_collective(skip=True)`.
+A member with flags contributes zeros or a payload without entries; see `make_collective`.
 """
 
 from __future__ import annotations
@@ -48,57 +50,71 @@ from gridtrain.sparsify.merge import FloatArray, TruncatedEntries, largest_summa
 _FLOAT = np.dtype("<f4")  # as on the wire, and on every supported machine
 
 _DENSE_ROUNDING = 1.0 + 2.0**-20
-"""By what factor rounding once may enlarge a value, with margin for the addition before it.  For encoded
-values see `value_encoding.ROUNDING_FACTORS`."""
+"""Factor by which one rounding may increase a value, with a margin for the addition before the rounding.  For
+encoded values see `value_encoding.ROUNDING_FACTORS`."""
 
 
 class CollectiveBuffer(Protocol):
-    """The numbers of one collective, as the I/O loop needs them."""
+    """The interface of a collective's data for the I/O loop."""
 
-    def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
-        """The core that decides about these numbers; `skip`: the local gradient is not finite."""
+    def make_collective(self, rank: int, world_size: int, flags: int) -> Collective:
+        """Return the collective whose effects this buffer applies.
+
+        Args:
+            rank: this member's rank.
+            world_size: the number of members.
+            flags: flags of this member's contribution (`core.group.round_flags`); with any flag it is empty.
+        """
         ...
 
     def apply(self, effect: BufferEffect) -> None:
-        """Raises `RemoteProtocolError` if the payload cannot be used, which is the fault of the rank in the
-        effect's `source`.  Nothing was changed then; the caller gives up the round."""
+        """Apply an effect of the collective.
+
+        Raises `RemoteProtocolError` if the payload is invalid; the rank in the effect's `source` is at fault.
+        The buffer is then unchanged, and the caller abandons the round.
+        """
         ...
 
     def payload(self, slot: PayloadSlot) -> bytes | memoryview:
-        """The payload that is sent for this slot now; not copied, read only."""
+        """Return the payload to send for this slot.  The payload is read-only and is not a copy."""
         ...
 
     def compute_digest(self) -> bytes:
-        """32-byte digest of the update's bits, equal on all ranks; once the collective is complete.
+        """Return the 32-byte digest of the update's bits, which is equal on all ranks.
 
-        Raises `RemoteProtocolError` if the update is not finite."""
+        The collective must be complete.  Raises `RemoteProtocolError` if the update is not finite.
+        """
         ...
 
 
 class DenseRingBuffer:
-    """A ring's segments and slices over one flat vector.
+    """One flat vector, divided into the segments and slices of a ring.
 
-    Takes ownership of `contribution_N` ((n,) float32): sums are computed in place.  `update_N` is the whole
-    sum once the collective is complete.  A retry in the same generation takes the same buffer, and continues
-    from what has arrived.
+    The buffer takes ownership of `contribution_N` ((n,) float32), and computes the sums in place.  `update_N`
+    is the whole sum once the collective is complete.  A retry in the same generation uses the same buffer,
+    and continues with the data that have already arrived.
 
     Payloads are views of the vector, which the transport may still be sending while the collective continues.
-    They are never overwritten too early: a rank writes to a slice again only when its final value arrives,
-    and that exists only after every rank further down the ring has received and added the partial sum in the
-    view. The final value is sent on after it was stored, and is not written to again.
+    No view is overwritten before it has been sent: a rank writes to a slice again only when the slice's final
+    value arrives, and the final value exists only after every rank further down the ring has received the
+    partial sum in the view and added its own values.  The final value is stored before it is forwarded, and
+    the slice is not written to again.
 
-    So a slice can be hashed as soon as it is final, while the network is busy with others (`hash_ahead`); the
-    digest is the hash of the slices' hashes, in their order.
+    A slice can therefore be hashed as soon as it is final, while the network is busy with other slices
+    (`hash_ahead`).  The digest is the hash of the slices' hashes, in the order of the slices.
 
     Args:
-        slice_bytes: the largest slice; None: what all members choose for this length and world size.
+        contribution_N: this member's contribution.
+        world_size: the number of members.
+        slice_bytes: the largest length of a slice in bytes; None for the number of slices that all members
+            derive from the vector's length and the world size.
     """
 
     is_one_segment = False
-    """The vector has one segment, and not one for each rank."""
+    """Whether the whole vector is one segment; otherwise each rank has a segment."""
 
     is_resumable = True
-    """A retry in the same generation takes the same buffer."""
+    """Whether a retry in the same generation uses the same buffer."""
 
     slices_of = staticmethod(count_slices)
 
@@ -113,25 +129,27 @@ class DenseRingBuffer:
             self.slices = self.slices_of(longest_segment_bytes)
         else:
             self.slices = max(1, -(-longest_segment_bytes // slice_bytes))
+        self._views: dict[tuple[int, int], FloatArray] = {}  # views of the slices, each made once
         self._final: deque[tuple[int, int]] = deque()  # slices that are final and not hashed yet
-        self._checked: set[tuple[int, int]] = set()  # stored as received, so they are finite
+        self._checked: set[tuple[int, int]] = set()  # slices stored as received, whose values are finite
         self._hashes: dict[tuple[int, int], bytes] = {}
 
-    def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
+    def make_collective(self, rank: int, world_size: int, flags: int) -> Collective:
         _check_world_size(world_size, self._world_size)
         if self._ring is not None:
             self._ring = self._ring.next_attempt()
             return self._ring
-        if skip:
+        if flags:
             self.update_N[:] = 0
-        self._ring = RingAllReduce(rank, world_size, self.slices, skip)
+        self._ring = RingAllReduce(rank, world_size, self.slices, flags)
         return self._ring
 
     def apply(self, effect: BufferEffect) -> None:
         match effect:
             case AddSlice(segment, slice_, payload, source):
                 values = self._received_values(segment, slice_, payload, source)
-                self._slice_view(segment, slice_)[:] += values
+                view = self._slice_view(segment, slice_)
+                np.add(view, values, out=view)
                 self._mark_written(
                     segment, slice_, final=source.contributors + 1 == source.world_size, checked=False
                 )
@@ -148,7 +166,7 @@ class DenseRingBuffer:
         return self._slice_view(slot.segment, slot.slice).view(np.uint8).data.toreadonly()
 
     def hash_ahead(self) -> bool:
-        """Hash one slice that is final, if there is one; returns whether there are more."""
+        """Hash one final slice, if there is one; return whether further final slices can be hashed."""
         if self._final:
             key = self._final.popleft()
             if key in self._checked or _is_finite(
@@ -176,20 +194,27 @@ class DenseRingBuffer:
     def _checked_hash(self, segment: int, slice_: int) -> bytes:
         if (segment, slice_) not in self._checked and not _is_finite(self._slice_view(segment, slice_)):
             raise RemoteProtocolError(
-                "the dense sum is not finite although no member skips",
-                remedy="abort: a member whose values are that large, or not finite, has to skip the step",
+                "the dense sum is not finite although no member skips the step",
+                remedy="abort the round; a member with too large or non-finite values must skip the step",
             )
         return self._hash(segment, slice_)
 
     def _hash(self, segment: int, slice_: int) -> bytes:
-        """SHA-256, for which processors have instructions (decision 0023)."""
+        """Return the SHA-256 of a slice, for which processors have special instructions (decision 0023)."""
         return sha256(self._slice_view(segment, slice_).data).digest()
 
     def _slice_view(self, segment: int, slice_: int) -> FloatArray:
-        """Segments are near-equal parts of the vector, and slices of a segment; any may be empty."""
-        start, stop = _part_bounds(0, self.update_N.size, segment, self._segments)
-        start, stop = _part_bounds(start, stop, slice_, self.slices)
-        return self.update_N[start:stop]
+        """Return the view of a slice.
+
+        The vector is divided into segments of nearly equal length, and each segment into slices of nearly
+        equal length.  Segments and slices may be empty.
+        """
+        view = self._views.get((segment, slice_))
+        if view is None:
+            start, stop = _part_bounds(0, self.update_N.size, segment, self._segments)
+            start, stop = _part_bounds(start, stop, slice_, self.slices)
+            view = self._views[segment, slice_] = self.update_N[start:stop]
+        return view
 
     def _received_values(
         self, segment: int, slice_: int, payload: bytes | memoryview, source: Provenance
@@ -199,12 +224,12 @@ class DenseRingBuffer:
 
 
 class SparseBuffer:
-    """What the buffers of sparse exchanges have in common.
+    """The common base of the buffers of sparse exchanges.
 
     Args:
-        n: length of the vector.
-        k: most entries of a payload.
-        kind: of the values.
+        n: the length of the vector.
+        k: the largest number of entries of a payload.
+        kind: the encoding of the values.
     """
 
     def __init__(self, *, n: int, k: int, kind: ValueKind) -> None:
@@ -214,7 +239,10 @@ class SparseBuffer:
         return decode(payload, n=self.n, max_entries=self._k, kind=self._kind)
 
     def _decode_from_peer(self, payload: bytes | memoryview, source: Provenance) -> SparseVector:
-        """Raises `RemoteProtocolError`, which names the rank that sent the payload."""
+        """Decode and check a received payload.
+
+        Raises `RemoteProtocolError` if the payload is invalid; the message names the rank that sent it.
+        """
         try:
             decoded = self._decode(payload)
         except RemoteProtocolError as error:
@@ -224,14 +252,22 @@ class SparseBuffer:
         return decoded
 
     def _empty_payload(self) -> tuple[bytes, SparseVector]:
-        """The payload of a member that skips the step, and what it decodes to."""
+        """Return the payload of a member that skips the step, and the entries to which it decodes."""
         payload = encode(np.empty(0, np.int64), np.empty(0, np.float32), n=self.n, kind=self._kind)
         return payload, self._decode(payload)
 
 
 class AllGatherBuffer(SparseBuffer):
-    """The payloads of all ranks.  `update` is their sum in rank order, its own payload decoded like the
-    others."""
+    """The payloads of all ranks.
+
+    `update` is the sum of the decoded payloads in rank order.  This rank's own payload is decoded too, so
+    that all ranks compute the same sum.
+
+    Args:
+        payload: this rank's payload.
+        n, k, kind: see `SparseBuffer`.
+        decoded: the entries to which `payload` decodes; None if the caller does not have them.
+    """
 
     def __init__(
         self,
@@ -257,16 +293,16 @@ class AllGatherBuffer(SparseBuffer):
             parts = [part for part in self._parts if part is not None]
             if len(parts) < len(self._parts):
                 raise LocalProtocolError(
-                    f"the update was read with payloads of {len(parts)} of {len(self._parts)} ranks"
+                    f"the update was read when only {len(parts)} of {len(self._parts)} payloads had arrived"
                 )
             self._update = sum_in_rank_order(parts)
         return self._update
 
-    def make_collective(self, rank: int, world_size: int, skip: bool) -> AllGather:
+    def make_collective(self, rank: int, world_size: int, flags: int) -> AllGather:
         _check_world_size(world_size, len(self._payloads))
-        if skip:
+        if flags:
             self._store(self._rank, *self._empty_payload())
-        return AllGather(rank, world_size, skip)
+        return AllGather(rank, world_size, flags)
 
     def apply(self, effect: BufferEffect) -> None:
         match effect:
@@ -292,11 +328,14 @@ class ButterflyBuffer(SparseBuffer):
     """One payload, merged hop by hop.
 
     Args:
-        decoded: what `payload` decodes to, where the caller has it already.
+        payload: this rank's payload.
+        n, k, kind: see `SparseBuffer`.
+        decoded: the entries to which `payload` decodes; None if the caller does not have them.
 
     Attributes:
-        update: what the present payload decodes to.
-        truncated: dropped or rounded values that this rank owns, to be added to the residual at the commit.
+        update: the entries to which the current payload decodes.
+        truncated: the dropped values and rounding errors that this rank owns and adds to its residual when
+            the round commits.
     """
 
     def __init__(
@@ -307,12 +346,12 @@ class ButterflyBuffer(SparseBuffer):
         self.update = self._decode(payload) if decoded is None else decoded
         self.truncated: list[TruncatedEntries] = []
 
-    def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
-        self._clear_if_skipped(skip)
-        return ButterflyExchange(rank, world_size, skip)
+    def make_collective(self, rank: int, world_size: int, flags: int) -> Collective:
+        self._clear_if_flagged(flags)
+        return ButterflyExchange(rank, world_size, flags)
 
-    def _clear_if_skipped(self, skip: bool) -> None:
-        if skip:
+    def _clear_if_flagged(self, flags: int) -> None:
+        if flags:
             self._payload, self.update = self._empty_payload()
 
     def apply(self, effect: BufferEffect) -> None:
@@ -336,7 +375,7 @@ class ButterflyBuffer(SparseBuffer):
 
 
 def _part_bounds(start: int, stop: int, index: int, parts: int) -> tuple[int, int]:
-    """Bounds of the index-th of near-equal parts of start .. stop."""
+    """Return the bounds of part `index` of start .. stop, divided into `parts` nearly equal parts."""
     length = stop - start
     return start + index * length // parts, start + (index + 1) * length // parts
 
@@ -349,15 +388,15 @@ def _is_finite(values: FloatArray) -> bool:
 def _check_length(payload_bytes: int, expected_bytes: int, what: str) -> None:
     if payload_bytes != expected_bytes:
         raise RemoteProtocolError(
-            f"{what} has {payload_bytes} bytes, must have {expected_bytes}",
-            remedy="drop the peer; all members of a run train the same model",
+            f"{what} has {payload_bytes} bytes; it must have {expected_bytes} bytes",
+            remedy="disconnect the peer; check that all members of the run train the same model",
         )
 
 
 def _dense_values(
     payload: bytes | memoryview, expected_bytes: int, source: Provenance, what: str
 ) -> FloatArray:
-    """A peer's float32 values, of the length that they must have."""
+    """Return the float32 values of a peer's payload, after checking their number and their magnitudes."""
     data = np.frombuffer(payload, np.uint8)
     _check_length(data.size, expected_bytes, what)
     values = data.view(_FLOAT)
@@ -366,20 +405,20 @@ def _dense_values(
 
 
 def _check_magnitudes(values: FloatArray, source: Provenance, rounding: float, what: str) -> None:
-    """Check that the values are finite, and no larger than honest members can make them."""
+    """Raise `RemoteProtocolError` unless all values are finite and within the bound for correct members."""
     limit = source.contributors * largest_summable(source.world_size) * rounding**source.roundings
     with np.errstate(invalid="ignore"):  # numpy may warn about NaN
         low, high = float(values.min(initial=0.0)), float(values.max(initial=0.0))
     if not (-limit <= low and high <= limit):  # false for NaN
         raise RemoteProtocolError(
-            f"{what} has values from {low:g} to {high:g}, at most {limit:g} are possible for "
-            f"{source.contributors} of {source.world_size} members",
-            remedy="drop the peer: a member with values that large, or not finite, has to skip the step",
+            f"{what} has values from {low:g} to {high:g}; in a sum over {source.contributors} of "
+            f"{source.world_size} members, the magnitude of each value must be at most {limit:g}",
+            remedy="disconnect the peer; a member with too large or non-finite values must skip the step",
         )
 
 
 def sparse_digest(update: SparseVector) -> bytes:
-    """32-byte digest of a sparse update's bits: its indices as 32-bit numbers, then its values."""
+    """Return the 32-byte digest of a sparse update, computed from its indices as uint32 and its values."""
     digest = blake2b(digest_size=32)
     digest.update(update.indices.astype("<u4").data)
     digest.update(update.values.astype(_FLOAT, copy=False).data)
@@ -389,15 +428,17 @@ def sparse_digest(update: SparseVector) -> bytes:
 def _check_contribution(contribution_N: FloatArray) -> None:
     if contribution_N.ndim != 1 or contribution_N.dtype != _FLOAT or not contribution_N.flags.c_contiguous:
         raise LocalProtocolError(
-            f"contribution is {contribution_N.dtype} of shape {contribution_N.shape}: "
-            "must be float32 of shape (n,), contiguous"
+            f"the contribution is {contribution_N.dtype} of shape {contribution_N.shape}; "
+            "it must be float32 of shape (n,), contiguous"
         )
 
 
 def _check_world_size(asked: int, made_for: int) -> None:
     if asked != made_for:
-        raise LocalProtocolError(f"collective of {asked} ranks over a buffer made for {made_for}")
+        raise LocalProtocolError(
+            f"a collective of {asked} ranks was requested from a buffer that was made for {made_for} ranks"
+        )
 
 
 def _unexpected_effect(collective: str, effect: BufferEffect) -> LocalProtocolError:
-    return LocalProtocolError(f"{type(effect).__name__} is no effect of {collective}")
+    return LocalProtocolError(f"{type(effect).__name__} is not an effect of {collective}")

@@ -1,5 +1,4 @@
-"""The buffer of the direct (two-hop) dense exchange: the ring's segments and slices, summed by their
-owners."""
+"""The buffer of the direct (two-hop) dense exchange, in which each segment is summed by its owner."""
 
 from __future__ import annotations
 
@@ -10,25 +9,26 @@ from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 
 
 class DirectBuffer(DenseRingBuffer):
-    """A ring's segments and slices over one flat vector, each summed by its owner.
+    """One flat vector, divided as for a ring; each segment is summed by its owner.
 
-    A retry takes a new buffer with the same contribution: an owner's part cannot be told from the others' in
-    its sum.
+    A retry uses a new buffer with the same contribution, because an owner's sum cannot be separated into the
+    owner's part and the parts of the other members.
 
     Payloads are views of the vector, which the transport may still be sending while the collective continues.
-    A member writes to a slice of another's segment only when its sum arrives, and that exists only after the
-    owner has read the view; an owner writes to a slice of its own only before it sends it.
+    A member writes to a slice of another member's segment only when the slice's sum arrives, and the sum
+    exists only after the owner has read the view.  An owner writes to a slice of its own segment only before
+    sending the slice.
     """
 
     is_resumable = False
     slices_of = staticmethod(count_slices)
 
-    def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
+    def make_collective(self, rank: int, world_size: int, flags: int) -> Collective:
         collective_buffers._check_world_size(world_size, self._world_size)
-        if skip:
+        if flags:
             self.update_N[:] = 0
         most_bytes = max(self._slice_view(rank, slice_).nbytes for slice_ in range(self.slices))
-        return DirectAllReduce(rank, world_size, self.slices, skip, most_bytes)
+        return DirectAllReduce(rank, world_size, self.slices, flags, most_bytes)
 
     def apply(self, effect: BufferEffect) -> None:
         match effect:

@@ -1,8 +1,8 @@
 """Buffers of the tree and of the star.
 
-TreeBuffer        TreeExchange  as the butterfly's; a merge has one owner, which keeps all that it drops
-SparseStarBuffer  SparseStar    root: all payloads, summed in rank order, truncated once
-DenseStarBuffer   DenseStar     vector (n,) float32, in place
+TreeBuffer        TreeExchange  like the butterfly's buffer; one rank owns all values that a merge drops
+SparseStarBuffer  SparseStar    at the root, all payloads, summed in rank order and truncated once
+DenseStarBuffer   DenseStar     a vector (n,) float32, summed in place
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ from gridtrain.sparsify.merge import FloatArray, sum_in_rank_order, truncate
 
 
 class TreeBuffer(ButterflyBuffer):
-    """One payload, merged hop by hop up the tree.  `update` is what it decodes to."""
+    """One payload, merged hop by hop up the tree.  `update` holds the entries to which it decodes."""
 
-    def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
-        self._clear_if_skipped(skip)
-        return TreeExchange(rank, world_size, skip)
+    def make_collective(self, rank: int, world_size: int, flags: int) -> Collective:
+        self._clear_if_flagged(flags)
+        return TreeExchange(rank, world_size, flags)
 
 
 class SparseStarBuffer(ButterflyBuffer):
-    """Root: one payload of each rank until all are there, then the one that is sent to all.
+    """The payloads of a sparse star.
 
-    `truncated`: at the root, all that it dropped or rounded; elsewhere nothing.
+    The root collects one payload from each rank, and then holds the payload of their sum, which it sends to
+    all members.  At the root, `truncated` holds all dropped values and rounding errors; on other members it
+    is empty.
     """
 
     _parts: dict[int, SparseVector]
     _world_size: int
 
-    def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
-        self._clear_if_skipped(skip)
+    def make_collective(self, rank: int, world_size: int, flags: int) -> Collective:
+        self._clear_if_flagged(flags)
         self._world_size, self._parts = world_size, {rank: self.update}
-        return SparseStar(rank, world_size, skip)
+        return SparseStar(rank, world_size, flags)
 
     def apply(self, effect: BufferEffect) -> None:
         match effect:
@@ -59,7 +61,10 @@ class SparseStarBuffer(ButterflyBuffer):
                 super().apply(effect)
 
     def _merge(self) -> None:
-        """No sum can overflow: each part was checked against its own bound."""
+        """Sum the payloads of all ranks and truncate the sum.
+
+        The sum cannot overflow, because each payload was checked against its bound.
+        """
         summed = sum_in_rank_order([self._parts[rank] for rank in range(self._world_size)])
         merged = truncate(summed, n=self.n, k=self._k, kind=self._kind)
         self._payload, self.update = merged.payload, merged.sparse
@@ -68,24 +73,24 @@ class SparseStarBuffer(ButterflyBuffer):
 
 
 class DenseStarBuffer(DenseRingBuffer):
-    """The slices of one flat vector; the root adds to its own, the others store its sums.
+    """The slices of one flat vector.  The root adds the payloads to its slices; other members store its sums.
 
-    A retry takes a new buffer.
+    A retry uses a new buffer.
 
     Payloads are views of the vector, which the transport may still be sending while the collective continues.
-    A member writes to a slice only when its sum arrives, and that exists only after the root has read the
-    view; the root writes to a slice only before it sends it.
+    A member other than the root writes to a slice only when the slice's sum arrives, and the sum exists only
+    after the root has read the view.  The root writes to a slice only before sending the slice.
     """
 
     is_one_segment = True
     is_resumable = False
     slices_of = staticmethod(count_slices)
 
-    def make_collective(self, rank: int, world_size: int, skip: bool) -> Collective:
+    def make_collective(self, rank: int, world_size: int, flags: int) -> Collective:
         collective_buffers._check_world_size(world_size, self._world_size)
-        if skip:
+        if flags:
             self.update_N[:] = 0
-        return DenseStar(rank, world_size, self.slices, skip)
+        return DenseStar(rank, world_size, self.slices, flags)
 
     def apply(self, effect: BufferEffect) -> None:
         match effect:
@@ -109,7 +114,7 @@ DENSE_BUFFERS: dict[str, type[DenseRingBuffer]] = {
 
 
 def make_dense_buffer(topology: str, contribution_N: FloatArray, world_size: int) -> DenseRingBuffer:
-    """The buffer for `Dense(topology=...)`."""
+    """Return a buffer for a dense exchange with this topology (`Dense.topology`)."""
     return DENSE_BUFFERS[topology](contribution_N, world_size)
 
 
@@ -118,4 +123,4 @@ SPARSE_BUFFERS: dict[str, type[ButterflyBuffer]] = {
     "tree": TreeBuffer,
     "star": SparseStarBuffer,
 }
-"""By the topology of `GTopK`."""
+"""The class of buffer for each topology of `GTopK`."""

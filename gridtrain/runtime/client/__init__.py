@@ -1,8 +1,8 @@
-"""Talking to a coordinator from outside a run, and to the programs of this machine.
+"""Communicates with a coordinator without being a member of its run, and with programs on this machine.
 
-- `coordinator_client`: one connection, questions and answers; `bundle_fetch` and `operator_client` use it.
-- `enrollment`, `invitation_store`: from an invitation to an identity that the coordinator admits.
-- `endpoint_file`: how programs on the coordinator's machine find it.
+- `coordinator_client`: a connection for requests and replies; `bundle_fetch` and `operator_client` use it.
+- `enrollment`, `invitation_store`: use an invitation to obtain an identity that the coordinator admits.
+- `endpoint_file`: the file in which programs on the coordinator's machine find the coordinator's address.
 - `agent_link`: the training script's end of the connection to the worker agent.
-- `worker_naming`: names and folders of this worker.
+- `worker_naming`: the names and folders of this worker.
 """

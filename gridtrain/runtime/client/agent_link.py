@@ -1,12 +1,12 @@
-"""The training script's end of the connection to the agent, which says what this machine's owner allows.
+"""The training script's end of the connection to the agent, which sends what this machine's owner allows.
 
-Rules and sensors belong to the agent (`gridtrain_worker.training_policy`).
+The agent evaluates the owner's rules and reads the sensors (`gridtrain_worker.training_policy`).
 
     agent  -- {"run": false, "reason": "battery, until 22:00", "most_bytes": 5000000} -->  AgentLink.directive
            <-- {"state": "paused", "moved_bytes": 4711, "step": 12} ---------------------  report
 
-One JSON text a line, of at most `MAX_LINE_BYTES`, over a Unix socket.  Without an agent everything is allowed
-(`NoAgent`).
+Each message is a line of JSON of at most `MAX_LINE_BYTES`, sent over a Unix socket.  Without an agent,
+everything is allowed (`NoAgent`).
 """
 
 from __future__ import annotations
@@ -29,21 +29,24 @@ log = logging.getLogger("gridtrain")
 CONTROL_VARIABLE = ENV_PREFIX + "CONTROL"
 MAX_LINE_BYTES = 16_384
 BUDGET_EXHAUSTED = "spent"
-"""State of a script that ends itself, as its step would cost more than what is left of the day's bytes."""
+"""The state that a script reports when it ends because its next step would exceed the day's byte budget."""
 
 REPORT_INTERVAL_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class AgentDirective:
-    """What the owner allows now.
+    """What the machine's owner currently allows the script to do.
 
     Attributes:
-        run: False: leave the group between two steps and wait, for this `reason`.
-        most_bytes: limit of bytes sent and received since this process began; infinite: none.
-        upload_Bps, download_Bps: rate caps; None: none.
-        stop: end after the step: the script's loop ends as if the run had finished.
-        spent_text: the reason to be shown when the day's budget is used up.
+        run: whether the script may train.  If False, the script leaves the group between two steps and waits.
+        reason: the reason why `run` is False; empty if `run` is True.
+        most_bytes: the largest number of bytes that this process may send and receive in total; infinity for
+            no limit.
+        upload_Bps, download_Bps: the rate caps in bytes per second; None for no cap.
+        stop: whether the script has to stop after the current step; its training loop then ends as if the run
+            had finished.
+        spent_text: the message to show when the day's byte budget is used up.
     """
 
     run: bool = True
@@ -52,29 +55,30 @@ class AgentDirective:
     upload_Bps: float | None = None
     download_Bps: float | None = None
     stop: bool = False
-    spent_text: str = "the day's bytes are used up"
+    spent_text: str = "the day's traffic budget is used up"
 
 
 class AgentControl(Protocol):
-    """What the training thread asks."""
+    """The training thread's interface to the agent."""
 
     @property
     def directive(self) -> AgentDirective: ...
 
     def report(self, **state: Any) -> None:
-        """Report this worker's state: `state`, `step`, ..."""
+        """Report this worker's state to the agent, as fields such as `state` and `step`."""
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the directive may have changed, at most so long."""
+        """Wait until the directive may have changed, but not longer than `timeout_s`."""
         ...
 
 
 class NoAgent:
-    """For a script that was started by hand, and for a group in one process.
+    """Replaces the agent for a script that was started without one, by hand or in a group in one process.
 
     Attributes:
-        directive: may be replaced, from any thread, by tests and by programs that control themselves.
+        directive: what the script may do.  Tests and programs may replace it from any thread.
+        reported: the latest reports, at most 100.
     """
 
     def __init__(self) -> None:
@@ -92,7 +96,9 @@ class AgentLink:
     """The connection to the agent whose socket is at `path`.
 
     Args:
-        moved_bytes: bytes that this process has sent and received so far; called in this object's thread.
+        path: the path of the agent's Unix socket.
+        moved_bytes: a function that returns the number of bytes that this process has sent and received so
+            far; it may be called from any thread.
     """
 
     def __init__(self, path: str, moved_bytes: Callable[[], int]) -> None:
@@ -106,7 +112,7 @@ class AgentLink:
         first = threading.Event()
         self._thread = threading.Thread(target=self._main, args=(first,), name="gridtrain-owner", daemon=True)
         self._thread.start()
-        first.wait(5.0)  # so that the rules hold from the beginning
+        first.wait(5.0)  # so that the owner's rules apply from the beginning
 
     def report(self, **state: Any) -> None:
         self._state = state
@@ -120,7 +126,7 @@ class AgentLink:
         self._send({**self._state, "moved_bytes": self._moved_bytes()})
 
     def _connect(self) -> socket.socket:
-        """Raises `OSError`."""
+        """Connect to the agent, and send this script's role and process id.  Raises `OSError`."""
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             link.settimeout(REPORT_INTERVAL_S)
@@ -136,21 +142,21 @@ class AgentLink:
             try:
                 self._socket.sendall(json.dumps(body).encode() + b"\n")
             except OSError:
-                self._socket.close()  # a message may be incomplete: the thread connects again
+                self._socket.close()  # a message may be incomplete, so the thread connects again
 
     def _main(self, first: threading.Event) -> None:
         while True:
             self._listen(first)
-            time.sleep(REPORT_INTERVAL_S)  # an agent that ends stops this process; its last directive holds
+            time.sleep(REPORT_INTERVAL_S)  # the last directive stays valid while the agent is unreachable
             with self._sending:
                 self._socket.close()
                 try:
                     self._socket = self._connect()
                 except OSError:
-                    log.debug("the agent does not listen at %s", self._path)
+                    log.debug("the agent is not listening at %s", self._path)
 
     def _listen(self, first: threading.Event) -> None:
-        """Read until the connection breaks."""
+        """Read directives until the connection breaks."""
         rest = b""
         while True:
             try:

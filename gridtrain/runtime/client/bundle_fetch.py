@@ -1,6 +1,6 @@
 """Fetches the run's bundle from the coordinator, block by block, and checks its size.
 
-What is in it is checked by `gridtrain.tools.bundle`.
+`gridtrain.tools.bundle` checks the bundle's content.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ from gridtrain.errors import RemoteProtocolError
 from gridtrain.runtime.client.coordinator_client import CoordinatorClient
 
 MAX_UNEXPECTED_BLOCKS = 3
-"""Answers to an earlier request that was repeated after a connection broke."""
+"""Largest number of answers with another block than the requested one.  The coordinator may still answer an
+earlier request that was repeated after a connection broke."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedBundle:
-    """The bundle as the coordinator's status announces it."""
+    """The digest and the size of the bundle, as announced in the coordinator's status."""
 
     digest: str
     nbytes: int
 
     @classmethod
     def from_status(cls, status: Mapping[str, Any]) -> AnnouncedBundle | None:
-        """None: the run has no bundle.  Raises `RemoteProtocolError` for an impossible announcement."""
+        """Read the announcement from a status; return None if the run has no bundle.
+
+        Raises `RemoteProtocolError` if the announcement is invalid.
+        """
         fields = status.get("bundle")
         if fields is None:
             return None
@@ -41,29 +45,33 @@ class AnnouncedBundle:
             or not 0 < nbytes <= MAX_BUNDLE_BYTES
         ):
             raise RemoteProtocolError(
-                f"the coordinator announces an impossible bundle: {fields!r:.200}",
-                remedy="use the coordinator's own version of gridtrain",
+                f"the coordinator announces an invalid bundle: {fields!r:.200}",
+                remedy="use the same version of gridtrain as the coordinator",
             )
         return cls(digest, nbytes)
 
 
 def fetch_bundle(client: CoordinatorClient, announced: AnnouncedBundle, timeout_s: float) -> bytes:
-    """The bundle, of the announced size; its digest is not checked here.
+    """Fetch the bundle, and check its size.  The caller has to check its digest.
 
     Args:
-        timeout_s: for each block.
+        client: the connection to the coordinator.
+        announced: the digest and the size of the bundle.
+        timeout_s: the time limit for each block.
 
     Raises:
         CoordinatorUnreachable: a block did not arrive in time.
-        JoinRefused: there is no such bundle (any more).
-        RemoteProtocolError: what arrived is not what was announced.
+        JoinRefused: the coordinator does not have this bundle, or no longer has it.
+        RemoteProtocolError: the received bundle does not match the announcement.
     """
     digest = bytes.fromhex(announced.digest.removeprefix("sha256:"))
     total = -(-announced.nbytes // MAX_BLOCK_BYTES)
     parts = [_fetch_block(client, digest, index, total, timeout_s) for index in range(total)]
     archive = b"".join(parts)
     if len(archive) != announced.nbytes:
-        raise _bundle_changed_error(f"{len(archive)} bytes arrived, {announced.nbytes} were announced")
+        raise _bundle_changed_error(
+            f"{len(archive)} bytes arrived, but {announced.nbytes} bytes were announced"
+        )
     return archive
 
 
@@ -71,18 +79,22 @@ def _fetch_block(client: CoordinatorClient, digest: bytes, index: int, total: in
     for _ in range(MAX_UNEXPECTED_BLOCKS):
         reply = client.ask(BundleRequest(digest, index), timeout_s)
         if not isinstance(reply, BundleBlock):
-            raise _bundle_changed_error(f"block {index} was answered with {type(reply).__name__}")
+            raise _bundle_changed_error(
+                f"the request for block {index} was answered with {type(reply).__name__}"
+            )
         if (bytes(reply.digest), reply.total) != (digest, total):
             raise _bundle_changed_error(
-                f"block {index} of {total} was answered with a block of another bundle"
+                f"the request for block {index} of {total} was answered with a block of another bundle"
             )
         if reply.index == index:
             return bytes(reply.payload)
-    raise _bundle_changed_error(f"block {index} was answered with other blocks {MAX_UNEXPECTED_BLOCKS} times")
+    raise _bundle_changed_error(
+        f"the request for block {index} was answered with other blocks {MAX_UNEXPECTED_BLOCKS} times"
+    )
 
 
 def _bundle_changed_error(reason: str) -> RemoteProtocolError:
     return RemoteProtocolError(
         f"the bundle cannot be fetched: {reason}",
-        remedy="start again; if it fails again, tell the run's owner",
+        remedy="start the worker again; if the error persists, report it to the run's owner",
     )

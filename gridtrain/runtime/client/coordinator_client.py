@@ -1,9 +1,9 @@
-"""Asks a coordinator: for the status of its run, for enrolment, or to carry out an operator's command.
+"""Sends requests to a coordinator, such as a status request, an enrolment or an operator's command.
 
 A client is not a member of the run.
 
-    CoordinatorClient -- Hello, StatusRequest | Enrol | Invite | Expel | Pardon | BundleAsk --> coordinator
-                      <------- StatusReply | Enrolled | Done | BundleBlock | Refused ----------
+    CoordinatorClient -- StatusRequest | Enrol | Invite | RemoveWorker | Unban | BundleRequest --> coordinator
+                      <---- StatusReply | Enrolled | OperatorReply | BundleBlock | Refused -------
 """
 
 from __future__ import annotations
@@ -52,21 +52,22 @@ MAX_NUMBER = 1e18
 DENIED = "denied"
 """Refusal code for a key that the coordinator does not know, or no longer knows."""
 CONNECT_S = 1.0
-"""Time-out when checking whether anything listens at an address that has not answered."""
+"""Time limit for checking whether a program listens at an address that has not answered."""
 
 
 class CoordinatorClient:
-    """A connection to a coordinator for questions and answers; a context manager.
+    """A connection to a coordinator for requests and replies.  Use it as a context manager.
 
     Args:
-        address: any form that `parse_coordinator_address` accepts.
-        key: the coordinator's public key; nobody else can answer.
-        identity: the key pair to show.
-        encrypted: False only for a coordinator that was started with --unencrypted.
-        transport: closed at the end.  None: ZeroMQ.
+        address: the coordinator's address, in any form that `parse_coordinator_address` accepts.
+        key: the coordinator's public key, which authenticates the replies.
+        identity: the key pair of this client.
+        encrypted: whether to encrypt the connection; False only for a coordinator that was started with
+            --unencrypted.
+        transport: the transport to use, which is closed on exit; None for a new ZeroMQ transport.
 
     Raises:
-        ConfigError: `address` has no known form, or cannot be dialled.
+        ConfigError: `address` is invalid or cannot be dialled.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class CoordinatorClient:
         self._is_tcp = transport is None
         if transport is None:
             from gridtrain.network.transport.zmq.zeromq_transport import (
-                ZeroMQTransport,  # loaded only for TCP
+                ZeroMQTransport,  # imported only if it is needed
             )
 
             address = parse_coordinator_address(address)
@@ -106,28 +107,29 @@ class CoordinatorClient:
         self._transport.close()
 
     def status(self, timeout_s: float) -> dict[str, Any]:
-        """The status of the run: `Membership.snapshot` and what the daemon adds.
+        """Request and return the status of the run: `Membership.snapshot` with the daemon's additions.
 
-        Texts in it are printable and at most `MAX_TEXT` long.  Raises as `ask`.
+        Strings in the status are printable and have at most `MAX_TEXT` characters.  Raises the errors of
+        `ask`.
         """
         reply = self.ask(StatusRequest(), timeout_s)
         if not isinstance(reply, StatusReply):
             raise RemoteProtocolError(
                 f"{self.address} answered a status request with {type(reply).__name__}",
-                remedy="use the coordinator's own version of gridtrain",
+                remedy="use the same version of gridtrain as the coordinator",
             )
         return _parse_status(self.address, bytes(reply.payload))
 
     def ask(
         self, question: Message, timeout_s: float
     ) -> Enrolled | OperatorReply | StatusReply | BundleBlock:
-        """Send `question`, and again after a reconnect, until it is answered.
+        """Send a request, and return the reply.  The request is sent again after each reconnection.
 
         Raises:
-            CoordinatorUnreachable: no answer within `timeout_s`.
-            JoinRefused: it refuses (with its code and reason), does not know this key (code "denied"), or has
-                another version of the protocol (code "version").
-            RemoteProtocolError: what answers is not a coordinator.
+            CoordinatorUnreachable: no reply arrived within `timeout_s`.
+            JoinRefused: the coordinator refuses the request (the error has its code and reason), does not
+                know this key (code "denied"), or uses another version of the protocol (code "version").
+            RemoteProtocolError: the program at the address is not a coordinator.
         """
         deadline_s = time.monotonic() + timeout_s
         sent = self._transport.connected(self._key) and self._send(question)
@@ -162,17 +164,17 @@ class CoordinatorClient:
         try:
             self._transport.send(self._key, question)
         except TransportError:
-            return False  # PeerDown follows, then a new PeerUp or the deadline
+            return False  # the request is sent again at the next PeerUp, if it comes before the deadline
         return True
 
 
 def allow_only(key: PeerId) -> AccessPolicy:
-    """An access policy for this key alone."""
+    """Return an access policy that admits only this key."""
     return lambda other: ConnectionRole.MEMBER if other == key else ConnectionRole.STRANGER
 
 
 def _accepts_tcp(address: str) -> bool:
-    """Whether the port accepts connections: a program listens, and no firewall is in between."""
+    """Whether a TCP connection can be opened, so that a program listens there and no firewall blocks it."""
     parts = urlsplit(address)
     try:
         socket.create_connection((parts.hostname or "", parts.port or 0), CONNECT_S).close()
@@ -188,14 +190,14 @@ def _parse_status(address: str, payload: bytes) -> dict[str, Any]:
         status = None
     if not isinstance(status, dict):
         raise RemoteProtocolError(
-            f"{address} answered with {len(payload)} bytes that are not a status",
-            remedy="check that the address is the coordinator's",
+            f"{address} answered with {len(payload)} bytes, which are not a valid status",
+            remedy="check that the address is the coordinator's address",
         )
     return status
 
 
 def _printable(value: Any) -> Any:
-    """The same with texts (such as workers' names) made safe for a terminal."""
+    """Return a copy of `value` in which all strings (such as workers' names) are safe to print."""
     match value:
         case str():
             return "".join(letter if letter.isprintable() else " " for letter in value[:MAX_TEXT])
@@ -204,7 +206,7 @@ def _printable(value: Any) -> Any:
         case dict():
             return {_printable(key): _printable(item) for key, item in value.items()}
         case int() | float() if not -MAX_NUMBER <= value <= MAX_NUMBER:
-            return None  # NaN, or too large to be shown
+            return None  # the number is NaN or too large to be displayed
         case _:
             return value
 
@@ -212,20 +214,23 @@ def _printable(value: Any) -> Any:
 def _refused_error(address: str, reason: str) -> JoinRefused | RemoteProtocolError:
     if "protocol" in reason:
         return JoinRefused(
-            "version", f"{address}: {reason}", remedy="install the gridtrain that the coordinator has"
+            "version", f"{address}: {reason}", remedy="install the coordinator's version of gridtrain"
         )
     return RemoteProtocolError(
-        f"{address} answered with something else: {reason}",
-        remedy="check that the address is the coordinator's",
+        f"{address} sent an invalid answer: {reason}",
+        remedy="check that the address is the coordinator's address",
     )
 
 
 def _wrong_peer_error(address: str, timeout_s: float) -> CoordinatorUnreachable:
-    """Unknown keys are refused in the handshake without a reason, so nothing more can be known."""
+    """Return the error for an address that accepts connections but does not answer.
+
+    A handshake is refused without a reason, so the error can only list the possible causes.
+    """
     return CoordinatorUnreachable(
-        f"something listens at {address}, but did not answer within {timeout_s:g} s: a coordinator with "
-        "another key, another program, or a very slow connection",
-        remedy="if another run is coordinated there now, or this one was set up again, ask its owner for a "
+        f"a program listens at {address}, but it did not answer within {timeout_s:g} s; it may be a "
+        "coordinator with another key or another program, or the connection may be very slow",
+        remedy="if the coordinator was set up again or now belongs to another run, ask the run's owner for a "
         "new invitation",
     )
 
@@ -233,6 +238,6 @@ def _wrong_peer_error(address: str, timeout_s: float) -> CoordinatorUnreachable:
 def _unreachable_error(address: str, reason: str) -> CoordinatorUnreachable:
     return CoordinatorUnreachable(
         f"no coordinator can be reached at {address}: {reason}",
-        remedy="check the address and that `gridtrain coordinator` is running there, "
-        "and that no firewall is in between",
+        remedy="check that the address is correct, that `gridtrain coordinator` is running there, and that "
+        "no firewall blocks the connection",
     )

@@ -1,11 +1,12 @@
-"""How programs on the coordinator's machine find it: a small file beside its journal.
+"""Reads and writes the file in which programs on the coordinator's machine find the coordinator's address.
 
-`coordinator.json` is replaced as a whole, and readable by its owner only.  Nothing in it is secret; authority
-comes from `operator.key`, beside it.
+`coordinator.json` is in the same folder as the journal.  The file is replaced as a whole, and only its owner
+can read it.  It contains no secrets; commands are authorized with the key in `operator.key`, in the same
+folder.
 
     the state folder of a run
         journal.sqlite  coordinator.key  operator.key     permanent
-        coordinator.json                                  while the coordinator listens
+        coordinator.json                                  exists while the coordinator listens
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ MAX_FILE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class EndpointFile:
-    """How the coordinator can be reached.
+    """The content of the file: the addresses and the public key of the coordinator.
 
     Attributes:
-        address: that workers use.
-        here: that this machine can dial; the two differ behind a router or in a container.
+        address: the address at which workers reach the coordinator.
+        here: the address at which programs on this machine reach the coordinator.  It differs from `address`
+            if the coordinator is behind a router or in a container.
+        coordinator: the coordinator's public key.
+        run: the run's name.
+        encrypted: whether connections are encrypted.
     """
 
     address: str
@@ -41,7 +46,7 @@ class EndpointFile:
     encrypted: bool
 
     def write(self, folder: Path) -> None:
-        """Replace the file.  Raises `ConfigError`."""
+        """Replace the file in `folder`.  Raises `ConfigError` if the file cannot be written."""
         body = {
             "version": FORMAT,
             "address": self.address,
@@ -59,20 +64,24 @@ class EndpointFile:
             os.replace(partial, path)
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be written: {error.strerror}", remedy="check the permissions of its folder"
+                f"{path} cannot be written: {error.strerror}", remedy="check the permissions of the folder"
             ) from None
         finally:
             partial.unlink(missing_ok=True)
 
     def remove(self, folder: Path) -> None:
-        """Remove the file, unless another coordinator has replaced it."""
+        """Remove the file from `folder`, unless another coordinator has replaced it."""
         with contextlib.suppress(OSError, ConfigError):
             if EndpointFile.read(folder) == self:
                 (folder / CONTACT_FILE).unlink(missing_ok=True)
 
     @classmethod
     def read(cls, folder: Path) -> EndpointFile:
-        """Raises `FileNotFoundError`, and `ConfigError` if it cannot be used."""
+        """Read the file in `folder`.
+
+        Raises `FileNotFoundError` if the file does not exist, and `ConfigError` if it cannot be read or is
+        invalid.
+        """
         path = folder / CONTACT_FILE
         try:
             with open(path, "rb") as file:
@@ -83,24 +92,26 @@ class EndpointFile:
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be read: {error.strerror}",
-                remedy="run this as the user that runs the coordinator",
+                remedy="run the command as the user that runs the coordinator",
             ) from None
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(
                 f"{path} is not a valid endpoint file: {error}",
-                remedy="restart the coordinator: it writes the file again",
+                remedy="restart the coordinator, so that it writes the file again",
             ) from None
 
     @classmethod
     def _parse(cls, body: object) -> EndpointFile:
         if not isinstance(body, dict):
-            raise TypeError("it is not a JSON object")
+            raise TypeError("the content is not a JSON object")
         if body["version"] != FORMAT:
-            raise ValueError(f"it has version {body['version']!r}, this gridtrain reads {FORMAT}")
+            raise ValueError(
+                f"the file has version {body['version']!r}; this version of gridtrain reads version {FORMAT}"
+            )
         address, here, run, encrypted = body["address"], body["here"], body["run"], body["encrypted"]
         if not all(isinstance(text, str) for text in (address, here, run)) or not isinstance(encrypted, bool):
-            raise TypeError("a field has a wrong type")
+            raise TypeError("a field has the wrong type")
         key = bytes.fromhex(body["key"])
         if len(key) != 32:
-            raise ValueError(f"its key has {len(key)} bytes, must have 32")
+            raise ValueError(f"the key has {len(key)} bytes; it must have 32 bytes")
         return cls(address, here, key, run, encrypted)

@@ -1,17 +1,18 @@
-"""From an invitation to a worker that the coordinator admits.
+"""Enrols a worker with an invitation, so that the coordinator admits the worker.
 
-Chooses which of this machine's identities a worker uses, and presents the invitation where that is needed.
+This module chooses which of this machine's identities the worker uses, and presents the invitation if needed.
 
-    enroll(invitation)  each free identity of this run --status?--> known: use it
-                        none is known    --> Enrol, over the invitation's key: an identity that was removed,
-                                             otherwise a new one
-                                             Enrolled: use it     Refused, denied: stop, and say why
+    enroll(invitation)  request the status with each free identity of this run
+                        an identity is known  --> use this identity
+                        none is known         --> send Enrol with the invitation's key, for an identity that
+                                                  was removed from the run, or else for a new identity
+                                                  Enrolled: use it    Refused, denied: report the reason
 
-A machine whose worker was removed does not create another key for the same invitation.
+If a worker on this machine was removed from the run, no new key is created for the same invitation.
 
-The invitation's token is the secret half of a key pair that only lets its holder ask for enrolment.  An
-invitation that was not needed is stored (`invitation_store`) beside the worker's secret key, in 0600 files;
-neither is sent.
+The invitation's token is the secret key of a key pair that only permits a request for enrolment.  An
+invitation that was not needed is stored (`invitation_store`) in the same folder as the worker's secret key,
+in a file with mode 0600.  Neither the token nor the secret key is ever sent.
 """
 
 from __future__ import annotations
@@ -30,22 +31,30 @@ from gridtrain.runtime.client.coordinator_client import DENIED, CoordinatorClien
 from gridtrain.runtime.client.invitation_store import InvitationStore
 from gridtrain.runtime.client.worker_naming import state_directory
 
-INVALID_INVITATION = "this invitation is not valid: it was used up, has expired, was withdrawn, or never was"
+UNKNOWN_INVITATION = (
+    "the coordinator does not know this invitation, because it expired long ago or was made for another run"
+)
 
 INVITATION, PUT_OUT = "invitation", "put-out"
-"""Refusal codes: an invitation that is not valid, and a key that was removed from the run."""
+"""Refusal codes: the first for an invitation that is not valid, the second for a key that was removed from
+the run."""
 
 PLAIN_ANSWER_TIMEOUT_S = 1.0
-"""Without encryption no handshake can be refused: an unknown key gets no answer."""
+"""Time limit for a reply from an unencrypted coordinator.  There is no handshake that it could refuse, so a
+client with an unknown key receives no answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Enrollment:
-    """What a worker needs to connect; nothing in it is secret.
+    """The data that a worker needs to connect to the coordinator.  None of the data is secret.
 
     Attributes:
-        identity: the file with the worker's own key pair.
-        status: of the run, a moment ago.
+        coordinator: the coordinator's address.
+        coordinator_key: the coordinator's public key.
+        run: the run's name.
+        encrypted: whether connections are encrypted.
+        identity: the path of the file with the worker's key pair.
+        status: the status of the run at the time of enrolment.
     """
 
     coordinator: str
@@ -56,7 +65,7 @@ class Enrollment:
     status: dict[str, Any]
 
     def join_options(self) -> dict[str, str]:
-        """Fields of `JoinConfig`; none of it is secret."""
+        """Return the data as values for the fields of `JoinConfig`.  None of the values is secret."""
         return {
             "coordinator": self.coordinator,
             "coordinator_key": self.coordinator_key.hex(),
@@ -68,24 +77,27 @@ class Enrollment:
 
 @contextlib.contextmanager
 def enroll(invitation: Invitation, timeout_s: float, *, unencrypted: bool = False) -> Iterator[Enrollment]:
-    """Context manager: holds an identity of this machine that the coordinator admits.
+    """Return a context manager that holds an identity which the coordinator admits.
+
+    The identity is one of this machine's identities.  No other process uses it until the context ends.
 
     Args:
-        timeout_s: for each question to the coordinator.
-        unencrypted: an invitation to a run without encryption is accepted, and only such a one.
+        invitation: the invitation to the run.
+        timeout_s: the time limit of each request to the coordinator.
+        unencrypted: whether the run must be unencrypted; if False, the run must be encrypted.
 
     Raises:
-        CoordinatorUnreachable: nobody answered in time.
+        CoordinatorUnreachable: the coordinator did not answer in time.
         JoinRefused: the invitation is not valid, or this identity was removed or banned.
         ConfigError: the key files cannot be used.
     """
     if invitation.encrypted == unencrypted:
         raise ConfigError(
             f'the run "{invitation.run}" is {"" if invitation.encrypted else "not "}encrypted, '
-            f"and this worker was {'' if unencrypted else 'not '}started with --unencrypted",
-            remedy="leave --unencrypted out"
+            f"but this worker was {'' if unencrypted else 'not '}started with --unencrypted",
+            remedy="omit --unencrypted"
             if invitation.encrypted
-            else "ask its owner for an encrypted run; for a benchmark add --unencrypted",
+            else "ask its owner for an encrypted run; use --unencrypted only for a benchmark",
         )
     folder = state_directory(invitation.run) / "identities" / invitation.coordinator.hex()[:16]
     with _admit(invitation, folder, timeout_s) as (path, status):
@@ -101,7 +113,7 @@ def enroll(invitation: Invitation, timeout_s: float, *, unencrypted: bool = Fals
 
 @dataclass(frozen=True, slots=True)
 class _ClaimedIdentity:
-    """An identity that nobody else uses until `lock` is left."""
+    """An identity that no other process uses until `lock` is closed."""
 
     identity: Identity
     path: Path
@@ -110,9 +122,12 @@ class _ClaimedIdentity:
 
 @contextlib.contextmanager
 def _admit(invitation: Invitation, folder: Path, timeout_s: float) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Hold an identity that the coordinator admits, and ask for the run's status.  Raises as `enroll`."""
+    """Hold an identity that the coordinator admits; yield the path of its file and the status of the run.
+
+    Raises the errors of `enroll`.
+    """
     store = InvitationStore(folder)
-    with contextlib.ExitStack() as others:  # so that nobody else tries them meanwhile
+    with contextlib.ExitStack() as others:  # keeps other processes from trying the same identities meanwhile
         chosen, status = _choose_identity(store, invitation, folder, timeout_s, others)
     with chosen.lock:
         yield chosen.path, status or ask_status(invitation, chosen.identity, timeout_s)
@@ -125,7 +140,10 @@ def _choose_identity(
     timeout_s: float,
     others: contextlib.ExitStack,
 ) -> tuple[_ClaimedIdentity, dict[str, Any] | None]:
-    """An identity that is admitted now, still locked; with the run's status if it was admitted before."""
+    """Lock and return an identity that the coordinator admits; present the invitation if needed.
+
+    Also returns the run's status if the identity was admitted without the invitation, and None otherwise.
+    """
     removed: list[_ClaimedIdentity] = []
     while (one := _claim_identity(store, invitation, folder, fresh=not removed)) is not None:
         lock = others.enter_context(one.lock)
@@ -150,7 +168,10 @@ def _choose_identity(
 def _claim_identity(
     store: InvitationStore, invitation: Invitation, folder: Path, *, fresh: bool
 ) -> _ClaimedIdentity | None:
-    """An identity that no process holds; None: none is left that was created before."""
+    """Lock and return an identity that no process uses; if there is none and `fresh` is True, create one.
+
+    Returns None if there is no free identity and `fresh` is False.
+    """
     with store.lock(), contextlib.ExitStack() as lock:
         claimed = lock.enter_context(claim_existing_identity(folder, fresh=fresh))
         if claimed is None:
@@ -162,7 +183,10 @@ def _claim_identity(
 def _present_new(
     store: InvitationStore, invitation: Invitation, identity: Identity, path: Path, timeout_s: float
 ) -> None:
-    """Enrol with this invitation, or with one that another worker of this machine did not need."""
+    """Enrol a new identity with this invitation, or with an unused invitation of another worker.
+
+    Raises `JoinRefused` if no invitation is accepted, and the errors of `present_invitation`.
+    """
     try:
         present_invitation(invitation, identity.public, timeout_s)
         store.record_admitted(path, invitation)
@@ -184,25 +208,26 @@ def _present_new(
     if store.has_other_admitted_keys(path):
         raise JoinRefused(
             INVITATION,
-            f"{refused.reason}; the admitted keys of this machine are in use by its other workers",
-            remedy="ask the run's owner for one more invitation; `gridtrain worker show` lists these workers",
+            f"{refused.reason}; the admitted keys on this machine are in use by other workers",
+            remedy="ask the run's owner for another invitation; `gridtrain worker show` lists the workers",
         )
     raise refused
 
 
 def revoked_error(invitation: Invitation, identity: Identity) -> JoinRefused:
-    """For a key that was admitted before, and no longer is."""
+    """Return the error for a key that was admitted before but is no longer admitted."""
     digits = identity.public.hex()[:12]
     return JoinRefused(
         PUT_OUT,
         f'this worker, key {digits}, was removed from the run "{invitation.run}", and this invitation does '
         "not admit it again",
-        remedy=f"ask the run's owner for a new invitation (after a ban: and for gridtrain unban {digits})",
+        remedy="ask the run's owner for a new invitation; if the worker was banned, also ask the owner to "
+        f"run gridtrain unban {digits}",
     )
 
 
 def is_still_admitted(entry: Enrollment, timeout_s: float) -> bool:
-    """Whether the coordinator still knows this worker's key; True also where nobody answers."""
+    """Whether the coordinator still admits this worker's key; True if the coordinator does not answer."""
     try:
         with CoordinatorClient(
             entry.coordinator, entry.coordinator_key, Identity.read(entry.identity), encrypted=entry.encrypted
@@ -218,7 +243,10 @@ def is_still_admitted(entry: Enrollment, timeout_s: float) -> bool:
 def _status_if_admitted(
     invitation: Invitation, identity: Identity, timeout_s: float
 ) -> dict[str, Any] | None:
-    """None: the coordinator does not admit this identity.  Raises as `CoordinatorClient.ask`."""
+    """Return the status of the run, or None if the coordinator does not admit this identity.
+
+    Raises the errors of `CoordinatorClient.ask`.
+    """
     if not invitation.encrypted:
         timeout_s = min(timeout_s, PLAIN_ANSWER_TIMEOUT_S)
     try:
@@ -233,7 +261,7 @@ def _status_if_admitted(
 
 
 def ask_status(invitation: Invitation, identity: Identity, timeout_s: float) -> dict[str, Any]:
-    """The status of the run.  Raises as `CoordinatorClient.ask`."""
+    """Request and return the status of the run.  Raises the errors of `CoordinatorClient.ask`."""
     with CoordinatorClient(
         invitation.address, invitation.coordinator, identity, encrypted=invitation.encrypted
     ) as client:
@@ -241,7 +269,7 @@ def ask_status(invitation: Invitation, identity: Identity, timeout_s: float) -> 
 
 
 def present_invitation(invitation: Invitation, peer: PeerId, timeout_s: float) -> None:
-    """Present the invitation, so that the coordinator admits `peer` from now on.
+    """Present the invitation to the coordinator, so that it admits the key `peer` from now on.
 
     Raises `JoinRefused`, `CoordinatorUnreachable`.
     """
@@ -255,5 +283,5 @@ def present_invitation(invitation: Invitation, peer: PeerId, timeout_s: float) -
         if refusal.code != DENIED:
             raise
         raise JoinRefused(
-            INVITATION, INVALID_INVITATION, remedy="ask the run's owner for a new one"
+            INVITATION, UNKNOWN_INVITATION, remedy="ask the run's owner for a new one"
         ) from None

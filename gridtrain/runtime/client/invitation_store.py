@@ -1,12 +1,13 @@
 """Records which key of this machine was admitted with which invitation, and which invitations are unused.
 
-Whether an invitation is still valid, and a key admitted, only the coordinator can say.
+Only the coordinator can decide whether an invitation is still valid and whether a key is admitted.  Example:
 
-    worker-0.key    admitted with invitation A     its worker is stopped, then two are started:
-    one with B      takes worker-0.key, which is free and known: B is unused, and stored here
-    one with A      gets a new key; A is used up: B admits it
+    worker-0.key         was admitted with invitation A; its worker is stopped, and two workers are started
+    first worker, B      takes worker-0.key, which is free and admitted; B is not needed and is stored
+    second worker, A     gets a new key; A is used up, so the new key is admitted with B
 
-The file (0600, like the keys beside it) holds an invitation only until it is used or refused.
+The file (mode 0600, like the keys in the same folder) contains an invitation only until the invitation is
+used or refused.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ MAX_BYTES = 1 << 18
 
 @dataclass(slots=True)
 class _StoredInvitations:
-    """Content of the file.
+    """The content of the file.
 
     Attributes:
-        used_by_key: name of a key file -> digest of the invitation that admitted it ("": not known which).
-        unused: texts of invitations.
+        used_by_key: maps the name of a key file to the digest of the invitation with which the key was
+            admitted; "" if the invitation is not known.
+        unused: the unused invitations as text, oldest first.
     """
 
     used_by_key: dict[str, str] = field(default_factory=dict)
@@ -44,37 +46,44 @@ class _StoredInvitations:
 
 
 class InvitationStore:
-    """The store in the folder of the run's keys.  Methods raise `ConfigError` if it cannot be written."""
+    """Records which of this machine's keys were admitted, and which invitations are unused.
+
+    The record is a file next to the keys.  Methods raise `ConfigError` if it cannot be written.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Context manager: no other process of this machine chooses a key meanwhile."""
+        """Return a context manager that keeps other processes on this machine from choosing a key."""
         try:
             make_private_folder(self._folder)
             lock = open(self._folder / LOCK_FILE, "w")  # noqa: SIM115  closed below, outside of this try
         except OSError as error:
             raise ConfigError(
                 f"the folder of this machine's keys, {self._folder}, cannot be written to: {error.strerror}",
-                remedy="make room, or check who may write there, or set XDG_STATE_HOME to another folder",
+                remedy="free disk space, check the folder's permissions, or set XDG_STATE_HOME to another "
+                "folder",
             ) from None
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     def was_admitted(self, key: Path) -> bool:
-        """Whether the key was admitted at some time; it may have been removed since."""
+        """Whether the key has ever been admitted.  It may have been removed from the run since then."""
         return key.stem in self._read().used_by_key
 
     def has_other_admitted_keys(self, key: Path) -> bool:
-        """Whether other keys were admitted at some time."""
+        """Whether any other key has ever been admitted."""
         return any(name != key.stem for name in self._read().used_by_key)
 
     def record_attempt(self, key: Path, invitation: Invitation) -> None:
-        """A worker takes `key` and has `invitation`.  The caller holds `lock`, so that other processes see an
-        unused invitation before they look for one."""
+        """Record that a worker with `invitation` takes `key`.
+
+        The invitation is stored as unused if `key` was admitted with another invitation.  The caller holds
+        `lock`, so that other processes see the unused invitation before they need an invitation.
+        """
         content, name = self._read(), _digest(invitation)
         if content.used_by_key.get(key.stem, name) != name and name not in content.used_by_key.values():
             text = invitation.text()
@@ -82,7 +91,7 @@ class InvitationStore:
             self._write(content)
 
     def record_known(self, key: Path) -> None:
-        """The coordinator admitted `key` without an invitation."""
+        """Record that the coordinator admitted `key` without an invitation."""
         with self.lock():
             content = self._read()
             if key.stem not in content.used_by_key:
@@ -90,7 +99,7 @@ class InvitationStore:
                 self._write(content)
 
     def record_admitted(self, key: Path, invitation: Invitation) -> None:
-        """`invitation` was used for `key`."""
+        """Record that `key` was admitted with `invitation`."""
         with self.lock():
             content = self._read()
             content.used_by_key[key.stem] = _digest(invitation)
@@ -98,7 +107,7 @@ class InvitationStore:
             self._write(content)
 
     def unused(self, besides: Invitation) -> list[Invitation]:
-        """Invitations that were not needed, oldest first, without this one."""
+        """Return the unused invitations, oldest first, except `besides`."""
         found = []
         for text in self._read().unused:
             with contextlib.suppress(ConfigError):
@@ -106,14 +115,18 @@ class InvitationStore:
         return [one for one in found if one.token != besides.token]
 
     def discard(self, invitation: Invitation) -> None:
-        """The coordinator does not accept it."""
+        """Remove an invitation that the coordinator has refused."""
         with self.lock():
             content = self._read()
             content.unused = [one for one in content.unused if one != invitation.text()]
             self._write(content)
 
     def _read(self) -> _StoredInvitations:
-        """An invalid file counts as an empty one: the coordinator is asked anyway."""
+        """Read the file.
+
+        An invalid file is treated as empty, because only the coordinator can say which invitations and keys
+        are valid.
+        """
         try:
             with open(self._folder / STORE_FILE, "rb") as file:
                 body: Any = json.loads(file.read(MAX_BYTES))
@@ -135,7 +148,7 @@ class InvitationStore:
         except OSError as error:
             raise ConfigError(
                 f"{self._folder / STORE_FILE} cannot be written: {error.strerror}",
-                remedy="make room there, or set XDG_STATE_HOME to another folder",
+                remedy="free disk space, or set XDG_STATE_HOME to another folder",
             ) from None
         finally:
             partial.unlink(missing_ok=True)

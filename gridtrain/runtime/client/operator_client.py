@@ -1,12 +1,13 @@
-"""Operator commands to the coordinator of this machine, for `gridtrain invite`, `kick` and scripts.
+"""Sends operator commands to the coordinator on this machine, for `gridtrain invite`, `kick` and scripts.
 
-A command is authorized by the key in `operator.key`, so by the permission to read that file.
+Commands are authorized with the key in `operator.key`, so every user who can read this file is an operator.
 
     state folder --find--> CoordinatorEndpoint --> OperatorClient -- Invite RemoveWorker Unban --> coordinator
                                                                   <--- OperatorReply | Refused ---
 
-A coordinator listens only to the latest connection of a key, and all commands of this machine use one key.
-So each question opens a connection, and processes take turns (a lock on the key's file).
+A coordinator keeps only the latest connection of each key, and all commands on this machine use the same key.
+Each request therefore opens its own connection, and holds a lock on the key's file so that the requests of
+different processes follow each other.
 """
 
 from __future__ import annotations
@@ -34,17 +35,23 @@ Answer = TypeVar("Answer")
 
 ANSWER_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.05
-"""Interval at which a file is looked for that a starting coordinator has not written yet."""
+"""Interval between two checks for the endpoint file of a coordinator that is starting, or for the lock of the
+operator's key."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorEndpoint:
-    """How an operator reaches its coordinator.
+    """The data that an operator needs to connect to the coordinator.
 
     Attributes:
-        address: that workers use.
-        local_address: that this machine dials.
-        key_file: of the operator's key, whose users take turns; None: there are no other users.
+        address: the address at which workers reach the coordinator.
+        local_address: the address at which programs on this machine reach the coordinator.
+        coordinator: the coordinator's public key.
+        run: the run's name.
+        encrypted: whether connections are encrypted.
+        operator: the operator's key pair.
+        key_file: the path of the file with the operator's key, which is locked during a request; None if no
+            other process uses the key.
     """
 
     address: str
@@ -59,18 +66,21 @@ class CoordinatorEndpoint:
     def find(
         cls, run: str = "default", state: Path | None = None, *, wait_s: float = 0.0
     ) -> CoordinatorEndpoint:
-        """Read the state folder of a run whose coordinator runs on this machine.
+        """Read the endpoint of a coordinator on this machine from the run's state folder.
 
         Args:
-            state: the folder; None: the default one of `run`.
-            wait_s: how long to wait for a coordinator that is starting.
+            run: the run's name.
+            state: the state folder; None for the default folder of `run`.
+            wait_s: the time to wait for a coordinator that is starting.
 
         Raises:
-            ConfigError: no coordinator runs there, it coordinates another run, or a file cannot be read.
+            ConfigError: no coordinator is running, the coordinator belongs to another run, or a file cannot
+                be read.
         """
         if not RUN_NAME.fullmatch(run):
             raise ConfigError(
-                f"{run!r} cannot be a run's name", remedy="use the name given to the coordinator"
+                f"{run!r} is not a valid run name",
+                remedy="use the name that the coordinator was started with",
             )
         folder = state if state is not None else state_directory(run)
         deadline_s = time.monotonic() + wait_s
@@ -80,8 +90,8 @@ class CoordinatorEndpoint:
             time.sleep(min(left_s, POLL_INTERVAL_S))
         if found.run != run and state is None:
             raise ConfigError(
-                f'{folder / CONTACT_FILE} is of the run "{found.run}", not "{run}"',
-                remedy=f"name it: --run {found.run}, or its folder with --state",
+                f'{folder / CONTACT_FILE} belongs to the run "{found.run}", not to "{run}"',
+                remedy=f"use --run {found.run}, or specify the state folder with --state",
             )
         key_file = folder / OPERATOR_KEY
         operator = Identity.read(key_file)
@@ -91,12 +101,13 @@ class CoordinatorEndpoint:
 
 
 class OperatorClient:
-    """Sends commands with the operator's key; a context manager.
+    """Sends commands with the operator's key.  Use it as a context manager.
 
     Args:
-        transport: with the operator's identity; closed at the end.  None: ZeroMQ, connected for each
-            question,
-            while no other program of this machine asks one.
+        endpoint: the coordinator and the operator's key.
+        transport: a transport with the operator's identity, which is closed on exit.  If it is None, each
+            request opens a new ZeroMQ connection, and requests of other programs on this machine wait
+            meanwhile.
 
     Raises `ConfigError`, `CoordinatorUnreachable`.
     """
@@ -132,12 +143,13 @@ class OperatorClient:
             self._client.__exit__(kind, error, trace)
 
     def order(self, message: Invite | RemoveWorker | Unban, timeout_s: float = ANSWER_TIMEOUT_S) -> str:
-        """Have a command carried out; returns the coordinator's reply, for people.
+        """Send a command; return the text of the coordinator's reply, to be displayed.
 
         Raises:
-            CoordinatorUnreachable: no answer within `timeout_s`.
-            JoinRefused: it refuses, with its code and reason; code "denied": it does not know this key.
-            RemoteProtocolError: what answers is not a coordinator.
+            CoordinatorUnreachable: no reply arrived within `timeout_s`.
+            JoinRefused: the coordinator refuses the command (the error has its code and reason), or does not
+                know this key (code "denied").
+            RemoteProtocolError: the program at the address is not a coordinator.
         """
         reply = self._ask(lambda client: client.ask(message, timeout_s), timeout_s)
         if not isinstance(reply, OperatorReply):
@@ -148,13 +160,20 @@ class OperatorClient:
         return reply.text
 
     def status(self, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
-        """See `CoordinatorClient.status`.  Raises as `order`."""
+        """Return the status of the run.  See `CoordinatorClient.status`.  Raises the errors of `order`."""
         return self._ask(lambda client: client.status(timeout_s), timeout_s)
 
     def invite(self, uses: int, expires_s: float, address: str = "") -> Invitation:
-        """A new invitation.  Its token is created here, and is only in the invitation.
+        """Create an invitation.
 
-        Raises as `order`; `ConfigError` for an address that does not fit.
+        Only the invitation contains the secret token; the coordinator receives the token's public key.
+
+        Args:
+            uses: the number of workers that the invitation admits.
+            expires_s: the time in seconds until the invitation expires.
+            address: the coordinator's address in the invitation; "" for the address that workers use.
+
+        Raises the errors of `order`, and `ConfigError` if the address is invalid.
         """
         there = self.endpoint
         token = secrets.token_bytes(32)
@@ -165,13 +184,16 @@ class OperatorClient:
         return invitation
 
     def withdraw(self, invitation: Invitation) -> str:
-        """Invalidate an invitation.  Raises as `order`."""
+        """Invalidate an invitation.  Raises the errors of `order`."""
         return self.order(Invite(Identity.from_secret(invitation.token).public, 1, 0.0))
 
 
 @contextlib.contextmanager
 def _operator_lock(key_file: Path | None, timeout_s: float) -> Iterator[None]:
-    """Context manager: holds the lock of the key's file; after `timeout_s` it continues without."""
+    """Return a context manager that holds the lock of the key's file.
+
+    If the lock cannot be acquired within `timeout_s`, the context is entered without the lock.
+    """
     if key_file is None:
         yield
         return
@@ -181,18 +203,18 @@ def _operator_lock(key_file: Path | None, timeout_s: float) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the file is closed
                 break
-            except BlockingIOError:  # another process holds it
+            except BlockingIOError:  # another process holds the lock
                 if (left_s := deadline_s - time.monotonic()) <= 0:
                     break
                 time.sleep(min(left_s, POLL_INTERVAL_S))
-            except OSError:  # this file system has no locks
+            except OSError:  # the file system does not support locks
                 break
         yield
 
 
 @contextlib.contextmanager
 def _explain_refusal(endpoint: CoordinatorEndpoint) -> Iterator[None]:
-    """Context manager: a refused operator's key gets its own remedy."""
+    """Return a context manager that replaces the error raised for an unknown operator's key."""
     try:
         yield
     except JoinRefused as refusal:
@@ -201,7 +223,7 @@ def _explain_refusal(endpoint: CoordinatorEndpoint) -> Iterator[None]:
         raise JoinRefused(
             DENIED,
             f"the coordinator at {endpoint.local_address} does not know the key in {OPERATOR_KEY}",
-            remedy="restart the coordinator: it reads the file when it starts",
+            remedy="restart the coordinator, which reads the file when it starts",
         ) from None
 
 
@@ -216,6 +238,6 @@ def _not_running_error(folder: Path, run: str) -> ConfigError:
     option = "" if run == "default" else f" --run {run}"
     return ConfigError(
         f"no coordinator is running: {folder / CONTACT_FILE} does not exist",
-        remedy=f"start it on this machine, as this user: gridtrain coordinator{option}; "
-        "or name the folder with its journal: --state FOLDER",
+        remedy=f"start the coordinator on this machine as this user (gridtrain coordinator{option}), or "
+        "specify the folder of its journal with --state FOLDER",
     )

@@ -1,4 +1,7 @@
-"""Names and folders of this worker.  Host and user names are personal: they are never used."""
+"""Chooses this worker's name, folders and address.
+
+Host names and user names are never used, because they are personal data.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +36,24 @@ _ANIMALS = ("ant", "bear", "crane", "deer", "elk", "finch", "gecko", "hare", "ib
 
 
 def random_name() -> str:
-    """A name such as "keen-otter-4f2a", which reveals nothing about the machine."""
+    """Return a random name such as "keen-otter-4f2a", which reveals nothing about the machine."""
     return f"{secrets.choice(_ADJECTIVES)}-{secrets.choice(_ANIMALS)}-{secrets.token_hex(2)}"
 
 
 def state_directory(run: str) -> Path:
-    """Where files of `run` belong: `$XDG_STATE_HOME/gridtrain/<run>`, by default under ~/.local/state."""
+    """Return the folder for the files of `run`, which is `$XDG_STATE_HOME/gridtrain/<run>`.
+
+    If XDG_STATE_HOME is not set, ~/.local/state is used instead.
+    """
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "gridtrain" / run_folder_name(run)
 
 
 def run_folder_name(run: str) -> str:
-    """A run's name as the name of one folder; for an invalid name, one that no run has."""
+    """Return the name of the folder of a run.
+
+    For an invalid run name, the folder's name is one that no run with a valid name can have.
+    """
     if RUN_NAME.fullmatch(run):
         return run
     digest = hashlib.blake2b(run.encode(errors="surrogatepass"), digest_size=8).hexdigest()
@@ -52,9 +61,10 @@ def run_folder_name(run: str) -> str:
 
 
 def default_listen_address(coordinator: str) -> str:
-    """Where to listen for other workers: any free port of the interface that leads to the coordinator.
+    """Return an address with any free port of the network interface that leads to the coordinator.
 
-    Loopback if the coordinator is on this machine.  Nothing is sent to determine that.
+    The interface is the loopback interface if the coordinator is on this machine.  No packet is sent to
+    determine the interface.
     """
     target = urlsplit(coordinator)
     host, port = target.hostname or _LOOPBACK, target.port or 1

@@ -1,9 +1,10 @@
-"""What the training thread and the I/O thread share.
+"""The objects that the training thread and the I/O thread share.
 
-- `mailbox`: events and calls for the I/O thread, in order; the lock; waking of either thread.
-- `worker_snapshot`: what the training thread may know of the run, replaced as a whole by the I/O thread.
-- `worker_task`: what the training thread is to do for the group.
+- `mailbox`: passes events and calls to the I/O thread in order, holds the lock, and wakes either thread.
+- `worker_snapshot`: the training thread's view of the run, which the I/O thread replaces as a whole.
+- `worker_task`: the tasks that the training thread performs for the group.
 
-The I/O thread computes the snapshot, with the tasks in it, from the state of its parts after everything that
-may have changed it.  The training thread waits for a snapshot, does the first task in it, and says so.
+Whenever the state of the core or of a part of the I/O loop may have changed, the I/O thread computes a new
+snapshot, including its tasks.  The training thread waits for a snapshot, performs the first task in the
+snapshot, and reports that the task is done.
 """

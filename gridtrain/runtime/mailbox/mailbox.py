@@ -1,9 +1,9 @@
-"""What the training thread and the I/O thread share: commands one way, snapshots the other, and one lock.
+"""The mailbox between the training thread and the I/O thread: commands, snapshots, and one lock.
 
 training thread                                        I/O thread
   submit, call   --- commands, in order ------------->   take_commands
   wait, read     <-- WorkerSnapshot, or an error -----   publish, fail
-  finish_task    --- the task is done --------------->   (recomputes the tasks)
+  finish_task    --- the task is done --------------->   recomputes the tasks
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.mailbox.worker_task import WorkerTask
 
 Command = io.MemberEvent | Callable[[], None]
-"""An event for the core, or something that the I/O thread is to call."""
+"""An event for the core, or a function for the I/O thread to call."""
 
 
 class Mailbox:
-    """Commands, the latest snapshot, and the condition that guards what both threads touch.
+    """Holds the commands, the latest snapshot, and the condition that guards all data that both threads use.
 
     Args:
-        wake_loop: ends the I/O thread's wait for the network; called from any thread.
-        should_interrupt: whether the trainer is needed elsewhere; called while it waits.
+        wake_loop: ends the I/O thread's wait for the network; it may be called from any thread.
+        should_interrupt: returns whether the trainer has to stop waiting; it is called while the trainer
+            waits.
 
     Attributes:
-        condition: guards all that both threads touch, here and in the parts of the I/O loop.
-        snapshot: the latest one.
-        is_stale: the snapshot may have to change.
-        is_stopping: the trainer wants the loop to end.
-        error: what ended the loop.
-        progress: grows when something has moved.
-        is_trainer_waiting: the trainer waits in `wait`.
+        condition: guards all data that both threads use, in the mailbox and in the parts of the I/O loop.
+        snapshot: the latest snapshot.
+        is_stale: whether the snapshot may be out of date.
+        is_stopping: whether the trainer has requested that the loop end.
+        error: the error that ended the loop, or None.
+        progress: a counter that increases whenever this worker has made progress.
+        is_trainer_waiting: whether the trainer is waiting in `wait`.
     """
 
     def __init__(
@@ -62,7 +63,10 @@ class Mailbox:
     def wait(
         self, ready: Callable[[WorkerSnapshot], bool], timeout_s: float = math.inf
     ) -> WorkerSnapshot | None:
-        """Block until `ready(snapshot)`; None on time-out.  Raises what stopped the loop."""
+        """Wait until `ready(snapshot)` is true; return the snapshot, or None after `timeout_s`.
+
+        Raises the error that ended the loop, or `GridtrainError` if the loop was stopped.
+        """
         until_s = time.monotonic() + timeout_s
         with self.condition:
             self.is_trainer_waiting = True
@@ -84,28 +88,29 @@ class Mailbox:
                 self.progress += 1
 
     def read(self) -> WorkerSnapshot:
-        """The latest snapshot.  Raises what stopped the loop."""
+        """Return the latest snapshot.  Raises the error that ended the loop."""
         with self.condition:
             if self.error is not None:
                 raise self.error
             return self.snapshot
 
     def submit(self, command: Command) -> None:
-        """Have the I/O thread handle an event, or call a function, after all commands before it."""
+        """Make the I/O thread handle an event or call a function after all earlier commands."""
         with self.condition:
             self._commands.append(command)
         self.mark_stale()
 
     def submit_payload(self, event: io.AddCollectives | io.SubmitRound) -> None:
-        """As `submit`, for what changes no snapshot as long as the round succeeds."""
+        """Submit a command that does not change the snapshot unless the round fails."""
         with self.condition:
             self._commands.append(event)
         self._wake_loop()
 
     def finish_task(self, task: WorkerTask) -> None:
-        """The trainer has done it, and has submitted what follows from it.
+        """Record that the trainer has performed a task and has submitted the resulting commands.
 
-        The task is withdrawn at once; it returns if the loop finds that it is due again.
+        The task is removed from the snapshot immediately.  It reappears if it is still due when the I/O loop
+        builds the next snapshot.
         """
         with self.condition:
             self._finished.add(task)
@@ -113,44 +118,45 @@ class Mailbox:
         self.mark_stale()
 
     def mark_stale(self) -> None:
-        """The snapshot has to change, or the loop has something to do; from any thread."""
+        """Wake the I/O loop and make it rebuild the snapshot.  Thread-safe."""
         self.is_stale = True
         self._wake_loop()
 
     def stop(self) -> None:
-        """The loop is to end, after the commands that were submitted before."""
+        """Make the I/O loop end after it has handled all commands submitted so far."""
         with self.condition:
             self.is_stopping = True
         self.mark_stale()
 
     def count_progress(self, by: int = 1) -> None:
-        """Something has moved: this worker is not hung; from any thread."""
+        """Increase the progress counter, from which peers see that this worker is not hung.  Thread-safe."""
         with self.condition:
             self.progress += by
 
     # -- I/O thread ------------------------------------------------------------------------------
 
     def take_stale(self) -> bool:
-        """Whether the snapshot had to change; what others change from now on counts for the next call."""
+        """Return whether the snapshot may be out of date, and mark it as up to date."""
         if not self.is_stale:
             return False
         self.is_stale = False
         return True
 
     def take_commands(self) -> deque[Command]:
-        """What was submitted since the last call, in order."""
+        """Return the commands that were submitted since the last call, in order."""
+        if not self._commands and not self._finished:  # a command added after this check wakes the loop
+            return deque()
         with self.condition:
             commands, self._commands = self._commands, deque()
             if self._finished:
-                self._finished.clear()  # the commands tell the loop of what followed from them
-                self.is_stale = True  # one of them may be due again
+                self._finished.clear()  # the commands contain the results of these tasks
+                self.is_stale = True  # a finished task may be due again
         return commands
 
     def publish(self, snapshot: WorkerSnapshot, *, wake: bool = False) -> None:
-        """Replace the snapshot; wake the trainer if it has changed, or if `wake`.
+        """Replace the snapshot; wake the trainer if the snapshot has changed or `wake` is true.
 
-        The snapshot was computed after the last `take_commands`: a task that was finished since then may be
-        in it by mistake, and is left out.
+        Tasks that were finished since the last `take_commands` are removed from the snapshot first.
         """
         with self.condition:
             snapshot = self._without_finished(snapshot)
@@ -160,12 +166,12 @@ class Mailbox:
             self.notify_trainer()
 
     def notify_trainer(self) -> None:
-        """Wake the trainer, unless it waits for something else.  The condition is held."""
+        """Wake the trainer unless the condition it waits for is false.  The caller holds `condition`."""
         if self._wait_condition is None or self._wait_condition(self.snapshot):
             self.condition.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """The loop has ended with this; it is raised in the trainer's next call."""
+        """Record the error that ended the loop.  The trainer's next call of `wait` or `read` raises it."""
         with self.condition:
             self.error = error
             self.condition.notify_all()

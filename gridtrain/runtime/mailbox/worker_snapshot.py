@@ -1,4 +1,4 @@
-"""What the training thread may know of the run: one immutable record, replaced as a whole."""
+"""The training thread's view of the run: one immutable record, which is replaced as a whole."""
 
 from __future__ import annotations
 
@@ -13,24 +13,28 @@ _NO_LEDGER = m.LedgerState()
 
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
-    """Made by the I/O thread (`snapshot_builder`), read by the training thread.
+    """A view of the run, which the I/O thread builds (`snapshot_builder`) and the training thread reads.
 
     Attributes:
-        open_round: the round that the trainer may submit to now; None: wait.
+        open_round: the round to which the trainer may submit now; None if the trainer has to wait.
         spans: this worker's positions in the open step.
-        total_samples: everybody's positions in the open step.
-        shares: of the generation's members, in rank order.
-        compare_after_step: after the open step all members compare their replicas.
-        tasks: what the trainer is to do for the group, in order of priority.
-        is_synced: this worker holds the state that `applied` and `history` name.
-        is_modified: the model is no longer the one that the script made or a checkpoint held.
-        is_residual_recipient: this worker accepts residuals, or has acknowledged some that do not count yet.
-        failing_round: the round that the trainer has submitted to and that cannot be committed.
-        state_source: who gives this worker the state that it lacks.
-        name: what the run calls this worker; "": it is in no generation yet.
-        exchange: what the coordinator has chosen for this generation, if the choice is the coordinator's.
-        stage_bounds: of a model in stages, where the generation's stages begin, and the number of layers.
-        first_step: of this generation.
+        total_samples: the number of samples of all members in the open step.
+        shares: the key and the share of each member of the generation, in rank order.
+        applied: the last step that this worker has applied; -1 if it has applied none.
+        compare_after_step: whether all members compare their replicas after the open step.
+        tasks: the trainer's tasks for the group, in order of priority.
+        is_synced: whether this worker holds the state that `applied` and `history` identify.
+        is_modified: whether the model has changed since the script made it or loaded it from a checkpoint.
+        is_residual_recipient: whether this worker accepts residuals, or has acknowledged a residual that is
+            not confirmed yet.
+        failing_round: the round to which the trainer has submitted but which cannot be committed, or None.
+        state_source: the worker that sends the missing state to this worker, or None.
+        name: the name of this worker in the run; "" if this worker does not belong to a generation yet.
+        exchange: the exchange that the coordinator has chosen for this generation; "" if the coordinator
+            does not choose one or has not chosen one yet.
+        stage_bounds: for a model in stages, the first layer of each stage, and the number of layers.
+        first_step: the first step of this generation.
+        is_late: whether `spans` are those of an earlier step, from which this worker was absent.
     """
 
     is_welcomed: bool = False
@@ -58,3 +62,4 @@ class WorkerSnapshot:
     exchange: str = ""
     stage_bounds: tuple[int, ...] = ()
     first_step: int = 0
+    is_late: bool = False

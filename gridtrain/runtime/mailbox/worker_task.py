@@ -1,8 +1,9 @@
-"""Tasks that the training thread does for the group while it waits, in a `WorkerSnapshot`.
+"""The tasks in a `WorkerSnapshot`, which the training thread performs for the group while it waits.
 
-A task is a value: equal tasks are the same task.  The I/O thread recomputes the tasks that are due for each
-snapshot, in the order of priority of `snapshot_builder`; there is no queue that could hold an outdated task.
-Three effects of the core (`DiscardCheckpoints`, `SaveCheckpoint`, `LoadCheckpoints`) are tasks as they are.
+Tasks are values, so two equal tasks are the same task.  For each snapshot the I/O thread recomputes which
+tasks are due, in the order of priority that `snapshot_builder` defines.  The tasks are not queued, so no
+outdated task can be performed.  Three effects of the core (`DiscardCheckpoints`, `SaveCheckpoint`,
+`LoadCheckpoints`) are also tasks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ from gridtrain.core.group import member_events as io
 
 @dataclass(frozen=True, slots=True)
 class DoCatchUpWork:
-    """Load the snapshot, or replay the updates, that have arrived (`CatchUpSession.take_work`)."""
+    """Load the received snapshot, or replay the received updates (`CatchUpSession.take_work`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyMissedSteps:
+    """Apply the committed steps from which the trainer was absent (`StepRounds.take_missed`).
+
+    `last_step` is the last of these steps, so that the task is another one once a further step was missed.
+    """
+
+    last_step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +36,7 @@ class AddResiduals:
 
 @dataclass(frozen=True, slots=True)
 class ReadCheckpoint:
-    """Read a stage checkpoint from the disk for members that begin from it."""
+    """Read a stage checkpoint from this worker's disk for members that will load it."""
 
     generation: int
     checkpoint: m.CheckpointInfo
@@ -36,7 +47,7 @@ class LoadState:
     """Load the state that the state source has sent (`StateReceiver.take_state`).
 
     Attributes:
-        expected_digest: of the state, as the membership view has it; empty: not known.
+        expected_digest: the digest of the state according to the membership view; empty if the view has none.
     """
 
     generation: int
@@ -45,7 +56,7 @@ class LoadState:
 
 @dataclass(frozen=True, slots=True)
 class CaptureState:
-    """Capture this worker's state for members that lack it: the whole, or its first part."""
+    """Capture this worker's state for members that lack it, either as a whole or only its first part."""
 
     generation: int
     is_whole: bool
@@ -53,13 +64,14 @@ class CaptureState:
 
 @dataclass(frozen=True, slots=True)
 class CopySnapshot:
-    """Copy the state after this step, or a later one, for workers that catch up."""
+    """Copy the state after the step `after_step`, or after a later step, for workers that catch up."""
 
     after_step: int
 
 
 WorkerTask = (
-    DoCatchUpWork
+    ApplyMissedSteps
+    | DoCatchUpWork
     | AddResiduals
     | io.DiscardCheckpoints
     | io.SaveCheckpoint

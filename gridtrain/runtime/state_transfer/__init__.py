@@ -1,12 +1,13 @@
-"""State on its way between workers.
+"""Transfers state between workers.
 
-- `blobs`, `state_sender`, `state_receiver`, `state_forwarder`: the state for members of a generation that
-  forms, which waits for it; one source, forwarded in a chain.
-- `state_snapshot`, `update_log`, `catch_up_source`, `catch_up_session`, `catch_up_receiver`: a snapshot and
-  the updates since, for a worker that catches up while the members train; several sources.
-- `checkpoint_requests`, `checkpoint_copy`: checkpoints of stages, on this worker's disk and between disks.
-- `residuals`, `residual_pieces`: the residual of a worker that leaves.
+- `block_buffer`: divides a state into blocks, and stores received blocks in memory.
+- `blobs`, `state_sender`, `state_receiver`, `state_forwarder`: transfer the state to members of a generation
+  that forms and waits for the state.  One source sends the state, and each member forwards it to the next.
+- `state_snapshot`, `update_log`, `catch_up_source`, `catch_up_session`, `catch_up_receiver`: transfer a
+  snapshot and the later updates from several sources to a worker that catches up while the members train.
+- `checkpoint_requests`, `checkpoint_copy`: save and load checkpoints of stages, and copy them between disks.
+- `residual_exchange`, `residual_pieces`: transfer the residual of a worker that leaves.
 
-The core decides who gives what to whom.  The training thread captures and loads states; the I/O thread sends
-and receives blocks of 1 MiB, as far as the transport has room for them.
+The core decides which worker sends which data to which worker.  The training thread captures and loads
+states.  The I/O thread sends blocks of 1 MiB as long as the transport's queue has room, and receives them.
 """

@@ -1,16 +1,16 @@
-"""A worker that catches up: first a snapshot of the state, then every update, until it may enter.
+"""The catch-up of a worker, which first loads a snapshot of the state and then replays every later update.
 
-Decides what is requested from whom, what the trainer has to do next, and when the worker has caught up or
-cannot.  It opens no socket and does not touch the model.
+This module decides which data are requested from which source, what the trainer has to do next, and when the
+worker has caught up or cannot catch up.  It does not open sockets or access the model.
 
     source_up(peer)                                members keep training
-      |  snapshot: blocks from several sources         |
-      |  updates since, from one of them  <------------+---- as they commit
+      |  blocks of a snapshot, from several sources    |
+      |  later updates, from one source  <-------------+---- as they commit
       v
     take_work() -> SnapshotWork -> loaded by the trainer    -> position S
-    take_work() -> ReplayWork [S+1 S+2 ...] -> replayed     -> position T    near the latest: is_caught_up
+    take_work() -> ReplayWork [S+1 S+2 ...] -> replayed     -> position T; is_caught_up near the latest step
     set_target(A, history)   the membership view names this worker; updates up to A arrive as before
-    has_reached_target       position is A, and the chained history is the view's
+    has_reached_target       the position is A, and the chained history equals the view's history
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ log = logging.getLogger("gridtrain")
 PeerRequests = list[tuple[m.PeerId, m.Message]]
 
 CAUGHT_UP_STEPS = 2
-"""A worker that is no further behind may enter: the rest arrives while the generation forms."""
+"""Largest number of steps by which a worker that has caught up may be behind its update source.  The
+remaining updates arrive while the generation forms."""
 
 MOST_PENDING_BYTES = 4 << 30
 MAX_UPDATES_PER_WORK = 64
@@ -41,15 +42,15 @@ MAX_UPDATES_PER_WORK = 64
 
 @dataclass(frozen=True, slots=True)
 class SnapshotWork:
-    """To be loaded: the private and the shared part of a snapshot."""
+    """The private and the shared part of a snapshot, which the trainer has to load."""
 
-    private_part: bytearray
-    shared_part: bytearray
+    private_part: memoryview
+    shared_part: memoryview
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayWork:
-    """To be replayed, in this order."""
+    """The updates that the trainer has to replay next, in order."""
 
     steps: tuple[StepUpdate, ...]
 
@@ -58,15 +59,15 @@ CatchUpWork = SnapshotWork | ReplayWork
 
 
 class CatchUpReceiver:
-    """State of one catch-up.
+    """The state of one catch-up.
 
     Args:
-        max_bytes: the largest state that this worker's model can have.
-        n: elements of its flat gradient.
+        max_bytes: the size in bytes of the largest state that this worker's model can have.
+        n: the number of elements of the flat gradient.
 
     Attributes:
-        failure: why it cannot catch up; empty: it can.
-        latest_step: the last step that the update source has reported.
+        failure: the reason why the catch-up has failed; empty if it has not failed.
+        latest_step: the latest step that the update source has reported; -1 if none.
     """
 
     def __init__(self, max_bytes: int, n: int) -> None:
@@ -75,11 +76,12 @@ class CatchUpReceiver:
         self._sources: list[m.PeerId] = []
         self._update_source: m.PeerId | None = None
         self._received: tuple[int, bytes] | None = (
-            None  # step of the last update (or snapshot) here, its history
+            None  # step and history of the last received update, or of the snapshot
         )
-        self._pending: deque[tuple[StepUpdate, bytes, int]] = deque()  # with history and bytes
+        # Updates to replay, each with the history after it and its payload's size in bytes:
+        self._pending: deque[tuple[StepUpdate, bytes, int]] = deque()
         self._pending_bytes = 0
-        self._position: tuple[int, bytes] | None = None  # of the trainer's model
+        self._position: tuple[int, bytes] | None = None  # step and history of the trainer's model
         self._current_work: CatchUpWork | None = None
         self._target: tuple[int, bytes] | None = None
         self.failure = ""
@@ -87,13 +89,13 @@ class CatchUpReceiver:
 
     @property
     def progress(self) -> tuple[int, int, int, int]:
-        """Blocks here, all blocks, the step of the trainer's model (-1: none), the latest step."""
+        """(received blocks, all blocks, step of the trainer's model or -1 if not loaded, latest step)."""
         here, total = self._snapshot.progress
         return here, total, -1 if self._position is None else self._position[0], self.latest_step
 
     @property
     def position(self) -> tuple[int, bytes] | None:
-        """Step and history of the trainer's model; None: no snapshot is loaded yet."""
+        """The step and the history of the trainer's model; None until a snapshot is loaded."""
         return self._position
 
     @property
@@ -106,7 +108,7 @@ class CatchUpReceiver:
 
     @property
     def has_reached_target(self) -> bool:
-        """The trainer's model is the one that the membership view names."""
+        """Whether the trainer's model has the step and the history that the membership view names."""
         if self._target is None or self._position is None:
             return False
         return self._position[0] == self._target[0] and update_log.matches_history(
@@ -115,7 +117,11 @@ class CatchUpReceiver:
 
     @property
     def idle_key(self) -> object | None:
-        """Equal as long as nothing arrives; None: the trainer has something to do, or all is there."""
+        """A key that stays the same while no data arrive.
+
+        None if this worker does not wait for data, because the trainer has work to do or the target is
+        reached.
+        """
         return (
             None
             if self._current_work is not None or self.has_work or self.has_reached_target
@@ -123,7 +129,7 @@ class CatchUpReceiver:
         )
 
     def fail(self, reason: str) -> None:
-        """It cannot catch up; the first reason stands."""
+        """Record that this worker cannot catch up, and why.  Only the first reason is kept."""
         self.failure = self.failure or reason
 
     # -- I/O thread --------------------------------------------------------------------------------
@@ -141,14 +147,17 @@ class CatchUpReceiver:
         return [] if self.failure else [*self._snapshot.source_down(peer), *self._subscribe()]
 
     def handle_message(self, peer: m.PeerId, message: m.Message, now_s: float) -> PeerRequests:
-        """Returns requests to sources.  Raises `RemoteProtocolError` for what no honest source sends."""
+        """Handle a source's message; return the requests to send to sources.
+
+        Raises `RemoteProtocolError` if the message is invalid.
+        """
         if self.failure:
             return []
         match message:
             case m.SnapshotDigests():
                 return [*self._snapshot.receive_table(peer, message, now_s), *self._subscribe()]
             case m.SnapshotBlock():
-                return self._snapshot.receive_block(peer, message)
+                return self._snapshot.receive_block(peer, message, now_s)
             case m.UpdateLogEntry(step, latest, payload):
                 self.latest_step = max(step, min(latest, step + update_log.MOST_UPDATES))
                 if self._received is not None and step == self._received[0] + 1:
@@ -160,13 +169,27 @@ class CatchUpReceiver:
                     self.failure = reason
                 return requests
             case _:
-                raise RemoteProtocolError(f"{type(message).__name__} from a state source")
+                raise RemoteProtocolError(
+                    f"a state source sent {type(message).__name__}, which state sources must not send"
+                )
 
     def tick(self, now_s: float) -> PeerRequests:
         return [*self._snapshot.tick(now_s), *self._subscribe()]
 
+    def replace_update_source(self, reason: str) -> PeerRequests:
+        """Replace an update source that sends no updates; return the requests to send.
+
+        If there is no other source, the catch-up fails for `reason`.
+        """
+        silent = self._update_source
+        if silent is None or len(self._sources) < 2:
+            self.fail(reason)
+            return []
+        log.warning("state source %s is not sending updates; switching to another source", silent.hex()[:8])
+        return self.source_down(silent)
+
     def set_target(self, applied: int, history: bytes) -> None:
-        """The membership view names this worker: this is what it has to hold."""
+        """Set the step and the history that this worker has to reach, from the membership view."""
         self._target = (applied, history)
         self._check_target()
 
@@ -179,7 +202,7 @@ class CatchUpReceiver:
         return self._snapshot.is_complete if self._position is None else bool(self._pending)
 
     def take_work(self) -> CatchUpWork:
-        """To be called only if `has_work`; `finish_work` is to follow."""
+        """Take the next work.  Call it only if `has_work` is true, and call `finish_work` afterwards."""
         if self._position is None:
             self._current_work = SnapshotWork(*self._snapshot.take_parts())
         else:
@@ -189,9 +212,9 @@ class CatchUpReceiver:
         return self._current_work
 
     def finish_work(self, work: CatchUpWork) -> None:
-        """The trainer has carried it out."""
+        """Record that the trainer has finished `work`."""
         if work is not self._current_work:
-            return  # of a catch-up that was replaced
+            return  # the work belongs to a catch-up that was replaced
         self._current_work = None
         if isinstance(work, SnapshotWork):
             assert self._snapshot.applied is not None
@@ -212,12 +235,17 @@ class CatchUpReceiver:
         self._pending_bytes += nbytes
         if self._pending_bytes > MOST_PENDING_BYTES:
             self.failure = (
-                f"{self._pending_bytes} bytes of updates are pending, at most {MOST_PENDING_BYTES} may be"
+                f"{self._pending_bytes} bytes of updates are pending; at most {MOST_PENDING_BYTES} bytes may "
+                "be pending"
             )
         self._check_target()
 
     def _discard_before(self, at: tuple[int, bytes]) -> None:
-        """Drop updates before the snapshot; if the rest does not continue it, updates are requested again."""
+        """Drop the updates up to the snapshot's step.
+
+        If the remaining updates do not start with the next step, drop them too, so that they are requested
+        again.
+        """
         while self._pending and self._pending[0][0].step <= at[0]:
             self._drop_first()
         continues = self._received == at or (self._pending and self._pending[0][0].step == at[0] + 1)
@@ -226,7 +254,7 @@ class CatchUpReceiver:
             self._received, self._update_source = at, None
 
     def _drop_first(self) -> tuple[int, bytes]:
-        """Remove the next update; returns its step, and the history after it."""
+        """Remove the next pending update; return its step and the history after this step."""
         update, history, nbytes = self._pending.popleft()
         self._pending_bytes -= nbytes
         return update.step, history
@@ -236,15 +264,21 @@ class CatchUpReceiver:
         self._pending_bytes = 0
 
     def _check_target(self) -> None:
-        """Histories are chained: one that differs at the view's step differs from some update on."""
+        """Fail the catch-up if the received history differs from the view's history at the target's step.
+
+        Histories are chained, so a difference in any update up to this step is detected.
+        """
         if self._target is None or self._received is None:
             return
         is_there = self._received[0] == self._target[0]
         if is_there and not update_log.matches_history(self._received[1], self._target[1]):
-            self.failure = "the updates that were received are not those of the group"
+            self.failure = "the received updates differ from the updates of the group"
 
     def _subscribe(self) -> PeerRequests:
-        """Updates come from one source, from the snapshot's step on; from another one if it leaves."""
+        """Choose a source for the updates after the snapshot's step, unless a source already sends updates.
+
+        Returns the requests to send.
+        """
         if self._snapshot.applied is None or self._update_source is not None or not self._sources:
             return []
         if self._received is None or (self._position is None and self._received[0] < self._snapshot.applied):
@@ -255,7 +289,7 @@ class CatchUpReceiver:
 
 
 class ProgressBar:
-    """Logs at intervals how far catching up is."""
+    """Logs the progress of a catch-up at intervals."""
 
     def __init__(self, every_s: float = 2.0) -> None:
         self._every_s = every_s
@@ -263,22 +297,28 @@ class ProgressBar:
         self._last_text = ""
 
     def show(self, progress: Sequence[int], now_s: float, *, over: bool) -> None:
-        """`progress`: see `CatchUpReceiver.progress`."""
+        """Log the progress if the interval has passed or the catch-up is over.
+
+        Args:
+            progress: the value of `CatchUpReceiver.progress`.
+            now_s: the current time.
+            over: whether the catch-up is over.
+        """
         if now_s < self._next_s and not over:
             return
         self._next_s = now_s + self._every_s
-        text = "joined with the state of the last step" if over else progress_line(progress)
+        text = "this worker has the state of the last step" if over else progress_line(progress)
         if text != self._last_text:
             self._last_text = text
-            log.warning("joining while the others train: %s", text)
+            log.warning("joining while the other workers train: %s", text)
 
 
 def progress_line(progress: Sequence[int], width: int = 24) -> str:
-    """Progress as one line of text."""
+    """Format the progress as one line of text."""
     here, total, at, latest = progress
     if total == 0:
         return "waiting for a snapshot of the state"
     if at < 0:
         filled = width * here // total
         return f"[{'#' * filled}{'.' * (width - filled)}] {here} of {total} blocks of the state"
-    return f"at step {at}, the others at step {latest}"
+    return f"at step {at}; the other workers are at step {latest}"

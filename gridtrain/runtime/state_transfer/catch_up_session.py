@@ -1,6 +1,6 @@
-"""Catch-up on this worker: the I/O thread feeds what sources send, the trainer loads and replays it.
+"""Runs this worker's catch-up: the I/O thread receives data from sources; the trainer loads and replays them.
 
-`CatchUpReceiver` decides what is requested from whom and what is to be done next.
+`CatchUpReceiver` decides which data are requested from which source, and what the trainer has to do next.
 
     io.BeginCatchUp, SourceConnected, ... --> CatchUpReceiver --DoCatchUpWork (task)--> trainer
                                                     ^                          take_work, finish_work
@@ -25,12 +25,19 @@ from gridtrain.runtime.state_transfer.catch_up_receiver import (
 )
 
 CAUGHT_UP_REPEAT_S = 1.0
-"""Interval at which `CaughtUp` is repeated until a membership view names this worker."""
+"""Interval at which `CaughtUp` is repeated until the membership view names this worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class CatchUpStatus:
-    """What `poll` returns: requests to sources, an event for the core, and the progress to be logged."""
+    """The result of `poll`.
+
+    Attributes:
+        requests: the requests to send to sources.
+        event: the event for the core, or None.
+        progress: the value of `CatchUpReceiver.progress`.
+        is_complete: whether the trainer's model has reached the membership view's step and history.
+    """
 
     requests: PeerRequests
     event: io.CaughtUp | io.CatchUpFailed | None
@@ -39,11 +46,14 @@ class CatchUpStatus:
 
 
 class CatchUpSession:
-    """One catch-up at a time.
+    """Runs one catch-up at a time.
 
     Args:
-        blobs: of the whole state; cleared where catching up fails, as its blocks belong to that attempt.
-        idle_s: catching up fails if nothing arrives for so long once the membership view names this worker.
+        mailbox: the mailbox between the two threads.
+        blobs: the receiver of the whole state.  Its blocks are dropped if the catch-up fails, because they
+            were requested for this catch-up.
+        idle_s: the time after which a source that sends no updates is replaced, once the membership view
+            names this worker.  If there is no other source, the catch-up fails.
     """
 
     def __init__(self, mailbox: Mailbox, blobs: BlobReceiver, idle_s: float) -> None:
@@ -51,18 +61,21 @@ class CatchUpSession:
         self._receiver: CatchUpReceiver | None = None
         self._limits = (MAX_STATE_BYTES, 0)  # bytes of the largest state, elements of the flat gradient
         self._next_report_s = -math.inf
-        self._last_progress: tuple[object, float] = (None, 0.0)  # an `idle_key`, and since when
+        self._last_progress: tuple[object, float] = (None, 0.0)  # an `idle_key`, and the time of its change
         self._progress_bar = ProgressBar()
 
     # -- training thread -------------------------------------------------------------------------
 
     def set_limits(self, max_bytes: int, n: int) -> None:
-        """The largest snapshot that a source may send, and the elements of the flat gradient."""
+        """Set the size of the largest snapshot that is accepted, and the length of the flat gradient."""
         with self._mailbox.condition:
             self._limits = (max_bytes, n)
 
     def take_work(self) -> CatchUpWork | None:
-        """What the trainer has to do next; `finish_work` or `fail_work` is to follow."""
+        """Take the trainer's next work; return None if the trainer has nothing to do.
+
+        Call `finish_work` or `fail_work` afterwards.
+        """
         with self._mailbox.condition:
             work = self._receiver.take_work() if self._receiver is not None and self.has_work else None
         if isinstance(work, SnapshotWork):
@@ -70,7 +83,10 @@ class CatchUpSession:
         return work
 
     def fail_work(self, reason: str) -> None:
-        """What a source sent cannot be loaded or replayed: this worker takes the whole state instead."""
+        """End the catch-up, because received data cannot be loaded or replayed.
+
+        This worker then receives the whole state instead.
+        """
         with self._mailbox.condition:
             if self._receiver is not None:
                 self._receiver.fail(reason)
@@ -91,8 +107,7 @@ class CatchUpSession:
 
     @property
     def can_load_state(self) -> bool:
-        """The state that is lacking is loaded after all updates were replayed: these start from the present
-        one."""
+        """Whether a missing state may be loaded: all updates were replayed, or no catch-up is running."""
         return self._receiver is None or self._receiver.has_reached_target
 
     def execute(
@@ -112,16 +127,29 @@ class CatchUpSession:
         return []
 
     def handle_message(self, peer: m.PeerId, message: m.Message, now_s: float) -> PeerRequests:
-        """Returns requests to sources.  Raises `RemoteProtocolError` for what no honest source sends."""
+        """Handle a source's message; return the requests to send to sources.
+
+        Raises `RemoteProtocolError` if the message is invalid.
+        """
         with self._mailbox.condition:
             requests = self._receiver.handle_message(peer, message, now_s) if self._receiver else []
             self._mailbox.count_progress()
         return requests
 
-    def poll(self, now_s: float, *, is_member: bool, synced: bool) -> CatchUpStatus | None:
-        """None: this worker does not catch up, or is a member and holds the state by now.
+    @property
+    def is_active(self) -> bool:
+        """Whether this worker is catching up."""
+        return self._receiver is not None
 
-        is_member: the membership view names this worker; synced: it holds the state.
+    def poll(self, now_s: float, *, is_member: bool, synced: bool) -> CatchUpStatus | None:
+        """Advance the catch-up; return its status.
+
+        Returns None if this worker is not catching up, or if it is now a member that holds the state.
+
+        Args:
+            now_s: the current time.
+            is_member: whether the membership view names this worker.
+            synced: whether this worker holds the state.
         """
         with self._mailbox.condition:
             receiver = self._receiver
@@ -134,7 +162,10 @@ class CatchUpSession:
             if not is_member or receiver.idle_key is None or receiver.idle_key != self._last_progress[0]:
                 self._last_progress = (receiver.idle_key, now_s)
             elif now_s - self._last_progress[1] >= self._idle_s:
-                receiver.fail("the updates that the membership view names did not arrive")
+                requests += receiver.replace_update_source(
+                    "the updates that the membership view names did not arrive"
+                )
+                self._last_progress = (receiver.idle_key, now_s)
             if receiver.failure:
                 self._receiver = None
                 self._blobs.clear()
@@ -142,7 +173,7 @@ class CatchUpSession:
             return CatchUpStatus(requests, event, receiver.progress, receiver.has_reached_target)
 
     def show_progress(self, status: CatchUpStatus, now_s: float) -> None:
-        """Log it at intervals."""
+        """Log the progress at intervals."""
         self._progress_bar.show(status.progress, now_s, over=status.is_complete)
 
     def _event(

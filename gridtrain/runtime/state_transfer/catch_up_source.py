@@ -1,11 +1,12 @@
-"""A member's side of catch-up: a snapshot when one is asked for, and each update since.
+"""The member's side of a catch-up: sends a snapshot on request, and then each later update.
 
-The coordinator decides who may have one (`TakeSnapshot`).  The training thread copies the state between two
-steps; a thread started here computes the digests of its blocks.
+The coordinator decides which workers receive a snapshot (`TakeSnapshot`).  The training thread copies the
+state between two steps; a separate thread computes the digests of its blocks.
 
     TakeSnapshot(step, receivers) --> CopySnapshot (task) --> trainer --> thread: digests --> SnapshotSender
-    committed round ---------------> UpdateLog -------> UpdateLogEntry, at once, to those who subscribed
-                                     SnapshotSender --> SnapshotBlock, at most `rate_Bps`: rounds go first
+    committed round ---------------> UpdateLog -------> UpdateLogEntry, at once, to subscribed workers
+                                     SnapshotSender --> SnapshotBlock, at most `rate_Bps`, so that rounds are
+                                                        not delayed
 """
 
 from __future__ import annotations
@@ -28,28 +29,29 @@ from gridtrain.runtime.state_transfer.update_log import StepUpdate, UpdateLog
 log = logging.getLogger("gridtrain")
 
 MAX_UPDATE_REQUESTS = 32
-"""Update requests of one receiver that are served; an honest one repeats its request only when a source has
-left."""
+"""Largest number of update requests that are answered for one receiver.  A correct receiver repeats its
+request only when a source has left."""
 
 MOST_UPDATE_BYTES = codec.MAX_PAYLOAD_BYTES
-"""Values are float32 here, and one update is the sum of many members' entries."""
+"""Largest size of an encoded update in bytes.  An update is the sum of many members' entries, in float32."""
 
 BACKLOG_BYTES = 2 << 20
-"""How much is queued in the transport for one receiver."""
+"""While at least this many bytes are queued in the transport for a receiver, no more messages are queued for
+it."""
 
 SnapshotParts = tuple[bytes, bytes]
-"""A state's private and shared part, see `gridtrain.training.checkpoint.serialization`."""
+"""The private and the shared part of a state; see `gridtrain.training.checkpoint.serialization`."""
 
 
 class CatchUpSource:
     """Sends the snapshot and the updates to the receivers that the coordinator has named.
 
     Args:
-        rate_Bps: of all blocks together; None: as fast as receivers take them.
-        submit: has the I/O thread call a function; used from other threads.
+        rate_Bps: the rate cap for all blocks together in bytes per second; None for no cap.
+        submit: schedules a callable on the I/O thread; `submit` may be called from any thread.
 
     Attributes:
-        disabled_reason: why nobody can catch up from this worker; empty: they can.
+        disabled_reason: why no worker can catch up from this worker; empty if workers can catch up from it.
     """
 
     def __init__(self, rate_Bps: float | None, submit: Callable[[Callable[[], None]], None]) -> None:
@@ -59,23 +61,29 @@ class CatchUpSource:
         self._log = UpdateLog()
         self._n = 0
         self._request_counts: Counter[m.PeerId] = Counter()
-        self._next_step: dict[m.PeerId, int] = {}  # of each receiver that has subscribed to updates
+        self._next_step: dict[m.PeerId, int] = {}  # by receiver that has requested updates
         self._receivers: tuple[m.PeerId, ...] = ()
         self._snapshot_step: int | None = None
         self._copied_step = -1
         self._is_building = False
-        self._announcements: list[tuple[m.PeerId, m.Message]] = []  # of a new snapshot
+        self._announcements: list[tuple[m.PeerId, m.Message]] = []  # the table of a new snapshot
         self._next_send_s = -math.inf
         self.disabled_reason = ""
 
     # -- training thread -------------------------------------------------------------------------
 
     def disable(self, reason: str) -> None:
-        """The updates alone do not determine what this script does in a step."""
+        """Stop serving catch-ups, because the updates alone do not determine the effect of a step."""
         self.disabled_reason = reason
 
     def store_copy(self, applied: int, history: bytes, parts: Callable[[], SnapshotParts]) -> None:
-        """The trainer has copied its state; `parts` converts the copy to bytes, in a thread started here."""
+        """Start building a snapshot from the trainer's copy of its state.
+
+        Args:
+            applied: the step of the state.
+            history: the history of the state.
+            parts: a function that converts the copy to bytes; it is called in a separate thread.
+        """
 
         def start() -> None:
             self._is_building, self._snapshot_step, self._copied_step = True, None, applied
@@ -85,8 +93,8 @@ class CatchUpSource:
             snapshot = None
             try:
                 snapshot = StateSnapshot.build(applied, history, *parts())
-            except Exception:  # the receivers then take the state as members do, while the others wait
-                log.exception("the snapshot of step %d could not be made", applied)
+            except Exception:  # the receivers then receive the state while the members wait
+                log.exception("cannot build the snapshot of step %d", applied)
             self._submit(lambda: self._store_built(snapshot))
 
         self._submit(start)
@@ -94,13 +102,13 @@ class CatchUpSource:
     # -- I/O thread ------------------------------------------------------------------------------
 
     def snapshot_task(self, applied: int) -> CopySnapshot | None:
-        """Whether the trainer, whose last step is `applied`, is to copy its state now."""
+        """Return the task to copy the state if it is due after the step `applied`, otherwise None."""
         step = self._snapshot_step
         is_due = step is not None and not self._is_building and step <= applied != self._copied_step
         return CopySnapshot(step) if is_due and step is not None else None
 
     def set_receivers(self, effect: io.TakeSnapshot) -> None:
-        """The workers that may catch up from this one; nobody else gets anything any more."""
+        """Set the workers that may catch up from this worker, and stop serving all other workers."""
         receivers = self._receivers = effect.receivers
         self._snapshot_sender.set_receivers(receivers)
         self._next_step = {peer: step for peer, step in self._next_step.items() if peer in receivers}
@@ -111,17 +119,23 @@ class CatchUpSource:
         self._snapshot_step = effect.step if is_needed else None
 
     def record_step(self, update: StepUpdate, n: int) -> None:
-        """A committed step, in the order of steps.  n: length of the flat gradient."""
+        """Add the update of a committed step to the log.  Call this method in the order of the steps.
+
+        Args:
+            update: the update.
+            n: the length of the flat gradient.
+        """
         if len(update.settings) > update_log.MAX_SETTINGS_BYTES:
             self.disable(
-                f"the optimizer's settings of {len(update.settings)} bytes do not fit into an update"
+                f"the optimizer's settings have {len(update.settings)} bytes; an update can hold at most "
+                f"{update_log.MAX_SETTINGS_BYTES} bytes"
             )
         if not self.disabled_reason:
             self._n = n
             self._log.add(update)
 
     def handle_request(self, peer: m.PeerId, message: m.Message) -> list[m.Message]:
-        """Returns what a receiver's message is answered with at once."""
+        """Handle a receiver's message; return the messages to send in reply immediately."""
         if self.disabled_reason:
             return [m.SnapshotUnavailable(self.disabled_reason)]
         match message:
@@ -132,16 +146,16 @@ class CatchUpSource:
                 if exceeds_request_limit(self._request_counts[peer]):
                     return [
                         m.SnapshotUnavailable(
-                            f"the updates were asked for {self._request_counts[peer]} times"
+                            f"the updates were requested {self._request_counts[peer]} times"
                         )
                     ]
                 if not self._log.has_all_after(applied):
-                    return [m.SnapshotUnavailable(f"the updates after step {applied} are not here")]
+                    return [m.SnapshotUnavailable(f"the updates after step {applied} are not available")]
                 self._next_step[peer] = applied + 1
         return []
 
     def send_due(self, transport: Transport, now_s: float) -> list[tuple[m.PeerId, m.Message]]:
-        """Send the updates that are due; returns the messages that the caller is to send."""
+        """Send the updates that are due; return the other messages that the caller has to send."""
         answers, self._announcements = self._announcements, []
         for peer in list(self._next_step):
             self._send_updates(peer, transport)
@@ -153,11 +167,16 @@ class CatchUpSource:
                 self._charge(block, now_s)
                 answers.append((peer, block))
                 if self._rate_Bps is None:
-                    break  # the other receivers come next
+                    break  # without a rate cap, receivers get one block each in turn
         return answers
 
+    @property
+    def has_receivers(self) -> bool:
+        """Whether any worker may catch up from this worker."""
+        return bool(self._receivers)
+
     def due_s(self, transport: Transport) -> float:
-        """When `send_due` has something to send."""
+        """Return the time from which on `send_due` can send a block; infinity if it has no block to send."""
         ready = any(
             transport.backlog_bytes(peer) < BACKLOG_BYTES
             for peer in self._snapshot_sender.peers_with_blocks_due()
@@ -179,13 +198,14 @@ class CatchUpSource:
             if update is None:
                 if self._next_step[peer] <= self._log.latest_step:  # the receiver is slower than the group
                     del self._next_step[peer]
-                    transport.send(peer, m.SnapshotUnavailable("the next update is not here any more"))
+                    transport.send(peer, m.SnapshotUnavailable("the next update is no longer available"))
                 return
             payload = update_log.encode_update(update, self._n)
             if len(payload) > MOST_UPDATE_BYTES:
                 del self._next_step[peer]
                 transport.send(
-                    peer, m.SnapshotUnavailable(f"an update of {len(payload)} bytes fits into no message")
+                    peer,
+                    m.SnapshotUnavailable(f"an update of {len(payload)} bytes does not fit into a message"),
                 )
                 return
             transport.send(peer, m.UpdateLogEntry(update.step, self._log.latest_step, payload))
@@ -193,5 +213,8 @@ class CatchUpSource:
 
 
 def exceeds_request_limit(requests: int) -> bool:
-    """Defence: an answer may be as long as a hundred updates, while a request is a few bytes."""
+    """Whether a receiver has sent too many requests.
+
+    A limit is needed because a request has only a few bytes, while its answer may be hundreds of updates.
+    """
     return requests > MAX_UPDATE_REQUESTS

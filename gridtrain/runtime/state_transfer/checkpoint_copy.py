@@ -1,10 +1,11 @@
-"""Copies checkpoints of a stage to the disk of the next stage, from file to file.
+"""Copies checkpoints of a stage to the disk of a worker of the next stage, from file to file.
 
-`gridtrain.core.member.member_checkpoints` decides which go where.  Neither side holds more than one block in
-memory. Checkpoints for which the group waits, after a repartition, go first and without a rate limit.
+`gridtrain.core.member.member_checkpoints` decides which checkpoints are sent to which worker.  Neither side
+holds more than one block in memory.  Checkpoints for which the group waits after a repartition are sent
+first, and without a rate cap.
 
-    disk.files_to_copy --> [lengths] [1 MiB] [1 MiB] ..     one block at a time, when nothing else waits for
-        _OutgoingCopy           CheckpointBlock             the link, at most `rate_Bps`: rounds go first
+    disk.files_to_copy --> [lengths] [1 MiB] [1 MiB] ..     one block at a time, at most `rate_Bps`, when no
+        _OutgoingCopy           CheckpointBlock             other data are queued, so that rounds go first
                                   |
         _IncomingCopy <-----------+--> disk.make_copy_folder / <the same names> --> disk.adopt_copy
 """
@@ -23,52 +24,56 @@ from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.errors import RemoteProtocolError, TransportError
 from gridtrain.network.transport.interface import Transport
-from gridtrain.runtime.state_transfer.blobs import BLOCK_BYTES, count_blocks
+from gridtrain.runtime.state_transfer.block_buffer import BLOCK_BYTES, BlockLayout
 
 log = logging.getLogger("gridtrain")
 
 FILES = ("state.json", "tensors.safetensors")
 RESIDUAL_FILE = "residual.safetensors"
-"""The worker's residual, copied as well where the receiver takes over the worker's layers."""
+"""The file with the worker's residual, copied only for a receiver that takes over the worker's layers."""
 
 MOST_WAITING = 4
-"""Checkpoints that wait to be sent; of more, the oldest is dropped."""
+"""Largest number of queued checkpoints for which the group does not wait.  If there are more, the oldest is
+dropped."""
 
-_REMEDY = "drop that peer; an honest one of the same version never sends this"
+_REMEDY = "disconnect the peer; check that it runs the same version of gridtrain"
 
 
 class CheckpointDisk(Protocol):
-    """Where checkpoints lie; each of its folders has `FILES`."""
+    """The disk with the checkpoints.  Each checkpoint is a folder that contains `FILES`."""
 
     def make_copy_folder(self, held: m.CheckpointInfo) -> Path:
-        """An empty folder for a copy that is about to arrive.  Raises `OSError`."""
+        """Create an empty folder for the copy of this checkpoint; return its path.  Raises `OSError`."""
         ...
 
     def files_to_copy(self, held: m.CheckpointInfo) -> Sequence[Path]:
-        """The files of a checkpoint, in the order of `FILES`."""
+        """Return the paths of a checkpoint's files, in the order of `FILES`."""
         ...
 
     def is_intact(self, held: m.CheckpointInfo) -> bool:
-        """Whether it can be read; one that cannot is no longer reported.  Called in a separate thread."""
+        """Whether a checkpoint can be read.  A checkpoint that cannot be read is no longer reported.
+
+        This method is called in a separate thread.
+        """
         ...
 
     def adopt_copy(self, held: m.CheckpointInfo, folder: Path) -> None:
-        """The copy is complete.  Called in a separate thread."""
+        """Add a complete copy to the checkpoints.  This method is called in a separate thread."""
         ...
 
 
 class _OutgoingCopy:
-    """One checkpoint, block by block."""
+    """Reads one checkpoint, block by block."""
 
     def __init__(self, effect: io.SendCheckpoint, files: Sequence[Path]) -> None:
         self.effect = effect
         self._files: list[BinaryIO] = [path.open("rb") for path in files]
         self._lengths = [path.stat().st_size for path in files]
-        self.total = 1 + sum(map(count_blocks, self._lengths))
+        self.total = 1 + BlockLayout(self._lengths).block_count
         self._index = 0
 
     def next_block(self) -> m.CheckpointBlock | None:
-        """None: all blocks were read.  Raises `OSError`."""
+        """Read the next block; return None if all blocks have been read.  Raises `OSError`."""
         if self._index == self.total:
             return None
         payload = struct.pack(f"<{len(self._lengths)}Q", *self._lengths) if not self._index else b""
@@ -87,17 +92,18 @@ class _OutgoingCopy:
 
 
 class CheckpointCopier:
-    """Both sides.  Used by the I/O thread alone.
+    """Sends and receives copies of checkpoints.  Only the I/O thread uses it.
 
     Args:
-        rate_Bps: of all blocks together; None: as fast as the link takes them.
-        max_bytes: the largest checkpoint that is accepted.
+        disk: the disk with this worker's checkpoints.
+        rate_Bps: the rate cap for all blocks together in bytes per second; None for no cap.
+        max_bytes: the size in bytes of the largest checkpoint to accept.
     """
 
     def __init__(self, disk: CheckpointDisk, rate_Bps: float | None, max_bytes: int) -> None:
         self._disk, self._rate_Bps, self._max_bytes = disk, rate_Bps, max_bytes
         self._waiting: deque[io.SendCheckpoint] = deque()
-        # Those for which the group waits:
+        # The copies for which the group waits:
         self._awaited: dict[tuple[m.PeerId, m.CheckpointInfo], io.SendCheckpoint] = {}
         self._outgoing: _OutgoingCopy | None = None
         self._block: m.CheckpointBlock | None = None
@@ -116,7 +122,7 @@ class CheckpointCopier:
             self._waiting.popleft()
 
     def _yield_to_state(self) -> None:
-        """A copy for which nobody waits is interrupted, and starts over afterwards."""
+        """Interrupt the current copy if the group does not wait for it.  The copy starts over later."""
         self._next_send_s = 0.0
         if self._outgoing is not None and not self._outgoing.effect.is_awaited:
             self._waiting.appendleft(self._outgoing.effect)
@@ -124,12 +130,15 @@ class CheckpointCopier:
 
     @property
     def due_s(self) -> float:
-        """When to call `send_next`."""
+        """The time from which on `send_next` has to be called; infinity if nothing is to be sent."""
         busy = self._waiting or self._awaited or self._outgoing is not None
         return self._next_send_s if busy else float("inf")
 
     def send_next(self, transport: Transport, now_s: float, generation: int) -> int:
-        """Send one block if it is time and nothing else waits for the link; returns how many were sent."""
+        """Send one block if it is due and no other data are queued for the peer.
+
+        Returns the number of blocks sent.
+        """
         if now_s < self._next_send_s or not self._prepare(generation):
             return 0
         assert self._outgoing is not None and self._block is not None
@@ -141,14 +150,14 @@ class CheckpointCopier:
             transport.send(peer, block)
             self._block = None
         except TransportError:
-            self._give_up()  # the next checkpoint goes there again
+            self._give_up()  # the next checkpoint is sent to this peer again
             return 0
         if self._rate_Bps is not None and not self._outgoing.effect.is_awaited:
             self._next_send_s = now_s + len(block.payload) / self._rate_Bps
         return 1
 
     def _prepare(self, generation: int) -> bool:
-        """Read the next block; returns whether there is one."""
+        """Prepare the next block to send; return whether there is a block to send."""
         effect = self._outgoing.effect if self._outgoing is not None else None
         try:
             if self._outgoing is not None and self._outgoing.effect.generation != generation:
@@ -163,10 +172,11 @@ class CheckpointCopier:
                 self._block = self._outgoing.next_block()
                 if self._block is None:
                     self._give_up()
-        except OSError as error:  # pruned while it was being sent
-            log.warning("a checkpoint cannot be read to be copied: %s", error)
+        except OSError as error:  # for example, the checkpoint was deleted while it was being sent
+            log.warning("cannot read a checkpoint to copy it: %s", error)
             if effect is not None and effect.is_awaited:
-                _in_thread(self._disk.is_intact, effect.checkpoint)  # otherwise others would wait for it
+                # If the checkpoint is no longer reported, the group stops waiting for it.
+                _in_thread(self._disk.is_intact, effect.checkpoint)
             self._give_up()
         return self._block is not None
 
@@ -178,7 +188,10 @@ class CheckpointCopier:
     # -- receiving -----------------------------------------------------------------------------------
 
     def receive(self, block: m.CheckpointBlock) -> None:
-        """Raises `RemoteProtocolError` for a block that cannot belong to the others."""
+        """Store a received block.
+
+        Raises `RemoteProtocolError` if the block does not match the other blocks.
+        """
         try:
             if block.index == 0:
                 self._close_incoming()
@@ -189,7 +202,7 @@ class CheckpointCopier:
                 self._close_incoming()
                 _in_thread(self._disk.adopt_copy, held, folder)
         except OSError as error:
-            log.warning("a copy of another stage's checkpoint cannot be written: %s", error)
+            log.warning("cannot write a copy of another stage's checkpoint: %s", error)
             self._close_incoming()
 
     def _close_incoming(self) -> None:
@@ -199,32 +212,33 @@ class CheckpointCopier:
 
 
 class _IncomingCopy:
-    """One checkpoint, block by block, into the files of a folder."""
+    """Writes one checkpoint, block by block, to the files of a folder."""
 
     def __init__(self, first: m.CheckpointBlock, folder: Path, max_bytes: int) -> None:
         self.checkpoint, self.folder = first.checkpoint, folder
-        self._sizes = _read_sizes(bytes(first.payload), first.total, max_bytes)
+        self._layout = BlockLayout(_read_sizes(bytes(first.payload), first.total, max_bytes))
         self._total, self._index = first.total, 1
         self._file: BinaryIO | None = None
-        self._names = deque(zip((*FILES, RESIDUAL_FILE), self._sizes, strict=False))
-        self._left = 0
 
     def receive(self, block: m.CheckpointBlock) -> bool:
-        """True: it is complete.  Blocks after a gap, or of another checkpoint, are dropped."""
+        """Write a block; return whether the checkpoint is now complete.
+
+        Blocks that follow a gap or belong to another checkpoint are dropped.
+        """
         if (block.checkpoint, block.total, block.index) != (self.checkpoint, self._total, self._index):
             return False
-        while not self._left and self._names:
-            name, self._left = self._names.popleft()
-            self.close()
-            self._file = (self.folder / name).open("wb")
-        expected = min(self._left, BLOCK_BYTES)
-        if len(block.payload) != expected or self._file is None:
+        part, offset, expected = self._layout.place(self._index - 1)
+        if len(block.payload) != expected:
             raise RemoteProtocolError(
-                f"block {block.index} of a checkpoint has {len(block.payload)} bytes, must have {expected}",
+                f"block {block.index} of a checkpoint has {len(block.payload)} bytes; "
+                f"it must have {expected} bytes",
                 remedy=_REMEDY,
             )
+        if offset == 0:
+            self.close()
+            self._file = (self.folder / (*FILES, RESIDUAL_FILE)[part]).open("wb")
+        assert self._file is not None
         self._file.write(block.payload)
-        self._left -= expected
         self._index += 1
         return self._index == self._total
 
@@ -235,7 +249,7 @@ class _IncomingCopy:
 
 
 def _in_thread(function: Callable[..., object], *args: object) -> None:
-    """Call what takes long with a large checkpoint in a separate thread."""
+    """Call a function in a separate thread, because the call may take a long time for a large checkpoint."""
     threading.Thread(target=function, args=args, name="gridtrain-copy", daemon=True).start()
 
 
@@ -248,13 +262,15 @@ def _read_sizes(table: bytes, total: int, max_bytes: int) -> tuple[int, ...]:
     least = 8 * len(FILES)
     if len(table) not in (least, least + 8):
         raise RemoteProtocolError(
-            f"a checkpoint's table has {len(table)} bytes, must have {least} or {least + 8}", remedy=_REMEDY
+            f"a checkpoint's table has {len(table)} bytes; it must have {least} or {least + 8} bytes",
+            remedy=_REMEDY,
         )
     sizes = struct.unpack(f"<{len(table) // 8}Q", table)
-    blocks = 1 + sum(map(count_blocks, sizes))
+    blocks = 1 + BlockLayout(sizes).block_count
     if sum(sizes) > max_bytes or min(sizes) < 1 or blocks != total:
         raise RemoteProtocolError(
-            f"a checkpoint of {sizes} bytes in {total} blocks; must be at most {max_bytes}, in {blocks}",
+            f"a checkpoint has files of {sizes} bytes in {total} blocks; no file may be empty, and the files "
+            f"must have at most {max_bytes} bytes in total, in {blocks} blocks",
             remedy=_REMEDY,
         )
     return sizes

@@ -1,9 +1,9 @@
-"""Requests of the core to this worker's disk, where stage checkpoints lie.
+"""The core's requests that concern the stage checkpoints on this worker's disk.
 
     io.SaveCheckpoint, io.LoadCheckpoints, io.DiscardCheckpoints --> task --> trainer --> finish
     io.SendCheckpoint, io.StoreCheckpointBlock --> CheckpointCopier --> the next stage's disk, this disk
 
-The training thread reads and writes checkpoints; copies go from file to file.
+The training thread saves and loads checkpoints; the I/O thread copies them from file to file.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ DiskTask = io.SaveCheckpoint | io.LoadCheckpoints | io.DiscardCheckpoints
 
 
 class CheckpointRequests:
-    """The latest request of each kind, until it is done; and the copier.
+    """Keeps the latest request of each kind until it is carried out, and passes copies to the copier.
 
     Args:
-        rate_Bps: see `CheckpointCopier`.
+        mailbox: the mailbox between the two threads.
+        rate_Bps: the rate cap of the `CheckpointCopier`.
     """
 
     def __init__(self, mailbox: Mailbox, rate_Bps: float | None) -> None:
@@ -33,12 +34,18 @@ class CheckpointRequests:
     # -- training thread -------------------------------------------------------------------------
 
     def attach(self, disk: CheckpointDisk, max_bytes: int) -> None:
-        """Where checkpoints lie; before this worker joins the group."""
+        """Set the `CheckpointDisk` to copy checkpoints from and to.
+
+        Call this method before this worker joins the group.
+        """
         if self._copier is None:
             self._copier = CheckpointCopier(disk, self._rate_Bps, max_bytes)
 
     def finish(self, task: DiskTask) -> None:
-        """The trainer has done it, or cannot; a newer request of its kind stands."""
+        """Remove a request that the trainer has carried out or cannot carry out.
+
+        If a newer request of the same kind has replaced it, the newer request is kept.
+        """
 
         def drop() -> None:
             if self._pending.get(type(task)) == task:
@@ -49,7 +56,7 @@ class CheckpointRequests:
     # -- I/O thread ------------------------------------------------------------------------------
 
     def execute(self, effect: DiskTask | io.SendCheckpoint | io.StoreCheckpointBlock) -> None:
-        """Raises `RemoteProtocolError` for a block of a copy that does not fit the others."""
+        """Execute an effect.  Raises `RemoteProtocolError` if a block does not match the other blocks."""
         match effect:
             case io.SendCheckpoint() if self._copier is not None:
                 self._copier.send(effect)
@@ -61,11 +68,14 @@ class CheckpointRequests:
                 self._pending[type(effect)] = effect
 
     def task(self, kind: type[DiskTask]) -> DiskTask | None:
-        """The pending request of this kind."""
+        """Return the pending request of this kind, or None."""
         return self._pending.get(kind)
 
     def load_task(self, term: int, generation: int, *, synced: bool) -> DiskTask | None:
-        """Checkpoints to load now; the request lapses in another generation, or once the state is there."""
+        """Return the pending request to load checkpoints, or None.
+
+        The request is dropped if it belongs to another generation, or if this worker already holds the state.
+        """
         task = self._pending.get(io.LoadCheckpoints)
         if isinstance(task, io.LoadCheckpoints) and (
             synced or (task.term, task.generation) != (term, generation)
@@ -76,9 +86,9 @@ class CheckpointRequests:
 
     @property
     def due_s(self) -> float:
-        """When there is something to send."""
+        """The time from which on `send_pending` has to be called; infinity if nothing is to be sent."""
         return self._copier.due_s if self._copier is not None else math.inf
 
     def send_pending(self, transport: Transport, now_s: float, generation: int) -> int:
-        """Send a block of a copy if it is time; returns the number of blocks."""
+        """Send the next block of a copy if it is due; return the number of blocks sent."""
         return self._copier.send_next(transport, now_s, generation) if self._copier is not None else 0

@@ -1,9 +1,9 @@
-"""The residual of a worker that leaves: which entries are sent, and what the recipient accepts.
+"""The residual of a leaving worker: selects the entries to send, and checks the entries that are received.
 
     residual_N --the largest |v| that fit the budget--> sparse, fp32 --> pieces of 1 MiB -->+
-    recipient's residual_N += entries <-- stored until they count <-- checked <-- joined <--+
+    recipient's residual_N += entries <-- kept until confirmed <-- checked <-- joined <-----+
 
-`gridtrain.core.member.residual_transfer` decides who the recipient is, and when a residual counts.
+`gridtrain.core.member.residual_transfer` chooses the recipient and decides when a residual is confirmed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gridtrain.sparsify.merge import largest_summable
 
 MAX_BUDGET_BYTES = MAX_RESIDUAL_BLOCKS * MAX_BLOCK_BYTES
 _KIND = ValueKind.FP32
-_REMEDY = "drop that peer; an honest one of the same version never sends this"
+_REMEDY = "disconnect the peer; check that it runs the same version of gridtrain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,11 @@ class ResidualSelection:
     """The part of a residual that is transferred.
 
     Attributes:
-        magnitude_sum: of the part.
-        total_magnitude_sum: of the whole residual.
-        remainder_N: what is not transferred; None: nothing.
+        payload: the encoded entries.
+        entries: the number of entries that are transferred.
+        magnitude_sum: the sum of the magnitudes of the entries that are transferred.
+        total_magnitude_sum: the sum of the magnitudes of all entries of the residual.
+        remainder_N: the rest of the residual, which is not transferred; None if all its elements are zero.
     """
 
     payload: bytes
@@ -44,7 +46,10 @@ class ResidualSelection:
 def select_entries(
     residual_N: npt.NDArray[np.float32], budget_bytes: int, world_size: int
 ) -> ResidualSelection:
-    """The largest entries that fit; of equal ones the first.  Values are sent with all their bits."""
+    """Select the largest entries that fit into the budget; ties go to the lowest index.
+
+    Values are encoded with full float32 precision.  Entries above `largest_summable` are not selected.
+    """
     magnitudes_N = np.abs(residual_N)
     total = float(magnitudes_N.sum(dtype=np.float64))
     candidates_K = np.flatnonzero((magnitudes_N > 0) & (magnitudes_N <= largest_summable(world_size)))
@@ -65,7 +70,7 @@ def select_entries(
 
 
 def _max_entries(available: int, n: int, budget_bytes: int) -> int:
-    """The largest k whose payload fits; sizes grow with k."""
+    """Return the largest number of entries, at most `available`, whose payload fits into the budget."""
     low, high = 0, available
     while low < high:
         middle = (low + high + 1) // 2
@@ -77,7 +82,7 @@ def _max_entries(available: int, n: int, budget_bytes: int) -> int:
 
 
 def split_pieces(payload: bytes) -> tuple[memoryview, ...]:
-    """At most `MAX_RESIDUAL_BLOCKS` pieces."""
+    """Split an encoded residual into pieces of at most `MAX_BLOCK_BYTES`."""
     view = memoryview(payload)
     return tuple(view[i : i + MAX_BLOCK_BYTES] for i in range(0, len(view), MAX_BLOCK_BYTES))
 
@@ -89,10 +94,10 @@ class _IncomingResidual:
 
 
 class IncomingResiduals:
-    """The recipient's side: pieces that arrive, residuals that are complete, and those that count.
+    """The recipient's side: joins pieces, and keeps complete residuals until they are confirmed.
 
     Attributes:
-        confirmed: residuals that count: the trainer is to add them to its own.
+        confirmed: the confirmed residuals, which the trainer has to add to its own residual.
     """
 
     def __init__(self) -> None:
@@ -102,14 +107,14 @@ class IncomingResiduals:
         self.confirmed: list[tuple[PeerId, SparseVector]] = []
 
     def set_length(self, n: int) -> None:
-        """The length of this worker's residual; 0: it has none."""
+        """Set the length of this worker's residual; 0 if this worker has no residual."""
         self._n = n
 
     def receive_piece(self, peer: PeerId, piece: ResidualBlock, world_size: int) -> bool:
-        """Returns whether it was the last piece.  Pieces after a gap, left by a broken connection, are
-        dropped.
+        """Store a piece; return whether the residual is now complete.
 
-        Raises `RemoteProtocolError` for what cannot be a residual of this model.
+        Pieces after a gap are dropped, because a broken connection may have lost pieces.  Raises
+        `RemoteProtocolError` if the residual is not valid for this model.
         """
         _check_total(piece.total, self._n)
         if piece.index == 0:
@@ -128,19 +133,19 @@ class IncomingResiduals:
         return True
 
     def confirm(self, peer: PeerId) -> None:
-        """It counts now.  Raises `LocalProtocolError` if it is not complete."""
+        """Move a peer's residual to `confirmed`.  Raises `LocalProtocolError` if it is not complete."""
         if peer not in self._complete:
             raise LocalProtocolError(f"the residual of {peer.hex()[:8]} was confirmed before it was complete")
         self.confirmed.append((peer, self._complete.pop(peer)))
 
     def take_confirmed(self) -> list[tuple[PeerId, SparseVector]]:
-        """The residuals that count, once."""
+        """Remove and return the confirmed residuals."""
         confirmed, self.confirmed = self.confirmed, []
         return confirmed
 
     @property
     def unconfirmed_magnitude(self) -> float:
-        """Sum of magnitudes of the residuals that are complete, but do not count yet."""
+        """The sum of the magnitudes of all residuals that are complete but not confirmed."""
         return magnitude_sum(list(self._complete.values()))
 
     @property
@@ -153,25 +158,29 @@ class IncomingResiduals:
 
 
 def _check_total(total: int, n: int) -> None:
-    """Raises `RemoteProtocolError` for more pieces than `n` elements can fill."""
+    """Raise `RemoteProtocolError` if there are more pieces than `n` elements can fill."""
     most = -(-encoded_bytes(n, n, _KIND) // MAX_BLOCK_BYTES) if n else 0
     if total > most:
         raise RemoteProtocolError(
-            f"a residual of {total} pieces; {n} elements, as this model has, make at most {most}",
+            f"a residual has {total} pieces; for the {n} elements of this model, it must have at most {most}",
             remedy=_REMEDY,
         )
 
 
 def _check_values(values_K: npt.NDArray[np.float32], world_size: int) -> None:
-    """The bound of values in a round: larger ones could keep the recipient from ever sending again."""
+    """Raise `RemoteProtocolError` if a value exceeds the bound for values in a round.
+
+    The recipient would never be able to send larger values.
+    """
     limit = largest_summable(world_size)
     if values_K.size and not (np.abs(values_K) <= limit).all():
         raise RemoteProtocolError(
-            f"a residual with the value {float(np.abs(values_K).max()):.3g}, at most {limit:.3g} is possible",
+            f"a residual has a value of magnitude {float(np.abs(values_K).max()):.3g}; it must be at most "
+            f"{limit:.3g}",
             remedy=_REMEDY,
         )
 
 
 def magnitude_sum(parts: Sequence[SparseVector]) -> float:
-    """Sum of magnitudes."""
+    """Return the sum of the magnitudes of all entries."""
     return float(sum(np.abs(part.values).sum(dtype=np.float64) for part in parts))

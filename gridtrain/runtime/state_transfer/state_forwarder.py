@@ -1,10 +1,10 @@
-"""Forwards a state that is still arriving to the next member that lacks it, block by block.
+"""Forwards a state, block by block as it arrives, to the next member that lacks the state.
 
-The member that loads it checks it against the state source's digest.
+The member that loads the state compares it with the digest from the state source.
 
-    BlobReceiver   [table][1 MiB][1 MiB] ..     as they arrive
+    BlobReceiver   [table][1 MiB][1 MiB] ..     blocks as they arrive
                       |
-    StateForwarder    +--> next member          from the block that it asked for
+    StateForwarder    +--> next member          blocks from the first one that this member lacks
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from gridtrain.runtime.state_transfer.blobs import MAX_STATE_REQUESTS, BlobRecei
 
 
 class StateForwarder:
-    """Used by the I/O thread alone."""
+    """Forwards blocks to members that have requested them.  Only the I/O thread uses it."""
 
     def __init__(self, receiver: BlobReceiver) -> None:
         self._receiver = receiver
         self._next: dict[PeerId, tuple[int, int, int]] = {}  # term, generation, next block
         self._request_count = 0
-        self._available = (0, 0)  # term and generation of the above
+        self._available = (0, 0)  # term and generation to which the requests belong
 
     def request(self, peer: PeerId, term: int, generation: int, blocks_received: int) -> None:
-        """Another member asks for the state; the number of requests in a generation is bounded."""
+        """Start forwarding to a member that has requested the state and already has `blocks_received` blocks.
+
+        At most `MAX_STATE_REQUESTS` requests are served in a generation.
+        """
         if (term, generation) != self._available:
             self._available, self._request_count = (term, generation), 0
             self._next.clear()
@@ -34,12 +37,15 @@ class StateForwarder:
             self._next[peer] = (term, generation, blocks_received)
 
     def stop(self) -> None:
-        """What was forwarded is not the state: the next member has to ask the state source."""
+        """Stop forwarding, because the state is invalid.
+
+        The next member has to request the state from the state source.
+        """
         self._next.clear()
         self._request_count = MAX_STATE_REQUESTS
 
     def clear(self) -> None:
-        """The generation has started."""
+        """Drop all requests and blocks, because the generation has started."""
         self._next.clear()
         self._request_count = 0
         self._receiver.stop_forwarding()
@@ -51,7 +57,7 @@ class StateForwarder:
         )
 
     def send_pending(self, transport: Transport) -> int:
-        """Queue blocks up to the bound of the backlog; returns how many."""
+        """Send blocks until each peer's queue in the transport is full; return the number of blocks sent."""
         sent = 0
         for peer, (term, generation, index) in list(self._next.items()):
             try:
@@ -63,5 +69,5 @@ class StateForwarder:
                     index, sent = index + 1, sent + 1
                 self._next[peer] = (term, generation, index)
             except TransportError:
-                del self._next[peer]  # a peer that connects again asks again
+                del self._next[peer]  # a peer that reconnects repeats its request
         return sent

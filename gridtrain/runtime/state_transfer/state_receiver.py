@@ -1,11 +1,11 @@
-"""The state that this worker lacks: received in blocks, forwarded meanwhile, and taken by the trainer.
+"""Receives the state that this worker lacks, forwards its blocks, and passes the state to the trainer.
 
-The core decides whom to ask.
+The core decides from which worker the state is requested.
 
     StateRequest --> remaining_request --> state source
     StateBlock, StateDigest --> BlobReceiver --complete--> trainer: take_state
                                     |    \\-- wrong digest: start over, with the state source itself
-                                    +--> StateForwarder --> the next member that lacks it
+                                    +--> StateForwarder --> the next member that lacks the state
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dataclasses import replace
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.runtime.mailbox.mailbox import Mailbox
-from gridtrain.runtime.state_transfer.blobs import BlobReceiver
+from gridtrain.runtime.state_transfer.blobs import BlobReceiver, Position
 from gridtrain.runtime.state_transfer.state_forwarder import StateForwarder
 
 
 class StateReceiver:
-    """One state at a time.
+    """Receives one state at a time.
 
     Attributes:
-        blobs: what has arrived; changed only while the mailbox's condition is held.
-        forwarder: sends it on; used by the I/O thread alone.
+        blobs: stores the received blocks; the mailbox's condition guards it.
+        forwarder: forwards the blocks to other members; only the I/O thread uses it.
     """
 
     def __init__(self, mailbox: Mailbox) -> None:
@@ -35,48 +35,79 @@ class StateReceiver:
     # -- training thread -------------------------------------------------------------------------
 
     def set_limit(self, max_bytes: int) -> None:
-        """The largest state that a state source may send."""
+        """Set the size in bytes of the largest state that a state source may send."""
         with self._mailbox.condition:
             self.blobs.set_limit(max_bytes)
 
-    def take_state(self, generation: int) -> tuple[int, int, list[bytes]] | None:
-        """Term, generation and blobs of the state for this generation; `StateLoaded` is to follow.
+    def take_state(self, generation: int) -> tuple[int, int, list[memoryview]] | None:
+        """Take this generation's state: its term, its generation and its blobs.
 
-        None: it is gone, as the state of the next generation has begun to arrive.
+        Submit `StateLoaded` after loading the state.  Returns None if the next generation's state has already
+        begun to arrive.
         """
         with self._mailbox.condition:
             return self.blobs.take_blobs() if self.blobs.is_complete_for(generation) else None
 
     def reject_state(self, generation: int, reason: str) -> None:
-        """What the state source sent is not this worker's state."""
+        """Report that the state source has sent an invalid state, and why it is invalid."""
         snapshot = self._mailbox.read()
         if snapshot.generation == generation and snapshot.state_source is not None:
             self._mailbox.submit(io.ProtocolViolation(snapshot.state_source, reason))
 
     # -- I/O thread ------------------------------------------------------------------------------
 
-    def remaining_request(self, ask: m.StateRequest) -> m.StateRequest | None:
-        """The request for what is not here yet; None: nothing is missing."""
-        have = self.blobs.received_blocks(ask.generation) if ask.is_whole and not ask.digest_only else 0
-        if not have or self.blobs.remaining_bytes(ask.generation):
-            return replace(ask, blocks_received=have)
-        if self.blobs.is_unverified(ask.generation):
-            return replace(ask, digest_only=True)
-        return None
+    def remaining_request(
+        self, ask: m.StateRequest, position: Position | None, *, to_source: bool
+    ) -> m.StateRequest | None:
+        """Reduce a request to the blocks that are missing; return the request to send.
 
-    def receive_block(self, block: m.StateBlock, *, vouched: bool, is_forwarding: bool) -> None:
-        """`vouched`: it is from the state source.  Raises `RemoteProtocolError` for one that does not fit."""
+        Returns None if no blocks are missing, or if they cannot be requested yet.
+
+        Args:
+            ask: the core's request, as if no blocks had arrived.
+            position: the position of the state (see `BlobReceiver.begin`).
+            to_source: whether the request goes to the state source, not to a member that forwards the state.
+        """
         with self._mailbox.condition:
-            self._mailbox.count_progress()
+            self.blobs.begin(ask.generation, position if ask.is_whole else None)
+            if not ask.is_whole:
+                return ask
+            if self.blobs.lacks_first_blob:  # the rest is requested when the first blob has arrived
+                return replace(ask, is_whole=False, digest_only=False) if to_source else None
+            if ask.digest_only:
+                return ask
+            have = self.blobs.received_blocks(ask.generation)
+            if not have or self.blobs.remaining_bytes(ask.generation):
+                return replace(ask, blocks_received=have)
+            return replace(ask, digest_only=True) if self.blobs.is_unverified(ask.generation) else None
+
+    def receive_block(self, block: m.StateBlock, *, vouched: bool, is_forwarding: bool) -> bool:
+        """Store a block; return whether the rest of the state must be requested now.
+
+        This is the case if the block has completed the first blob of a transfer that continues a lost
+        source's transfer.
+
+        Raises `RemoteProtocolError` if the block does not match the other blocks.
+
+        Args:
+            block: the received block.
+            vouched: whether the state source itself has sent the block, not a member that forwards the state.
+            is_forwarding: whether this worker forwards the state to another member.
+        """
+        with self._mailbox.condition:
+            lacked, had = self.blobs.lacks_first_blob, self.blobs.received_blocks(block.generation)
             self.blobs.receive(block, vouched=vouched, keep_blocks=is_forwarding)
+            if self.blobs.received_blocks(block.generation) != had:
+                self._mailbox.count_progress()
+            return lacked and not self.blobs.lacks_first_blob
 
     def set_expected_digest(self, generation: int, digest: bytes) -> None:
-        """What the state source says of its state's digest."""
+        """Set the digest that the state source has announced for its state."""
         with self._mailbox.condition:
             self.blobs.set_expected_digest(generation, digest)
 
     def drop_if_mismatched(self, generation: int) -> bool:
-        """Drop a complete state that has another digest than the state source's; returns whether it had."""
+        """Drop the received state if it differs from the source's state; return whether it was dropped."""
         with self._mailbox.condition:
             if not self.blobs.is_digest_mismatch(generation):
                 return False

@@ -1,10 +1,11 @@
-"""What this worker sends to members of a generation that forms: its state, or a checkpoint on its disk.
+"""Sends this worker's state, or a checkpoint from its disk, to members of a generation that forms.
 
-The core decides who gives to whom; the training thread captures the state and reads the checkpoint.
+The core decides which worker sends to which worker; the training thread captures the state and reads the
+checkpoint.
 
     io.SendState --> request --> CaptureState, ReadCheckpoint (tasks) --> trainer --> supply_...
                                                                                           |
-    BlobSender: blocks to those who asked, as the transport drains <----------------------+
+    BlobSender: sends blocks to the members that requested them, as the transport drains <+
 """
 
 from __future__ import annotations
@@ -22,23 +23,26 @@ Blobs = Sequence[bytes | memoryview]
 
 
 class StateSender:
-    """A `BlobSender` for this worker's state, and one for each checkpoint that was asked for."""
+    """Sends the state and checkpoints, with one `BlobSender` for the state and one for each checkpoint."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         self._state_sender = BlobSender()
         self._checkpoint_senders: dict[m.CheckpointInfo, BlobSender] = {}  # for members of other stages
-        self._generation = 0  # in which all that waits was asked for
+        self._generation = 0  # the generation of all pending requests
 
     # -- training thread -------------------------------------------------------------------------
 
     def supply_state(self, task: CaptureState, blobs: Blobs | None) -> None:
-        """What the trainer captured; None: its state is not in memory, and nobody is given it."""
+        """Supply the captured state.  If `blobs` is None, the state is not in memory, and nothing is sent."""
         digest = state_digest(blobs) if blobs is not None and len(blobs) > 1 else b""
         self._mailbox.submit(lambda: self._store(self._state_sender, task, task.is_whole, blobs, digest))
 
     def supply_checkpoint(self, task: ReadCheckpoint, blobs: Blobs | None) -> None:
-        """A checkpoint from this worker's disk; None: it cannot be read, and nobody is given it."""
+        """Supply a checkpoint from this worker's disk.
+
+        If `blobs` is None, the checkpoint cannot be read, and nothing is sent.
+        """
 
         def store() -> None:
             sender = self._checkpoint_senders.get(task.checkpoint)
@@ -50,7 +54,7 @@ class StateSender:
     # -- I/O thread ------------------------------------------------------------------------------
 
     def request(self, effect: io.SendState, term: int) -> None:
-        """A member lacks it."""
+        """Queue the state or the checkpoint for a member that lacks it."""
         if effect.checkpoint is None:
             sender = self._state_sender
         else:
@@ -77,8 +81,7 @@ class StateSender:
         return None
 
     def drop_other_generations(self, generation: int) -> None:
-        """What was asked for in another generation is no longer needed: this worker may hold another
-        stage."""
+        """Drop requests from other generations, in which this worker may have held another stage."""
         if generation == self._generation:
             return
         self._generation = generation
@@ -89,16 +92,16 @@ class StateSender:
                 del self._checkpoint_senders[checkpoint]
 
     def clear(self) -> None:
-        """The generation has started: its members hold the state."""
+        """Drop all requests and states, because the generation has started and its members hold the state."""
         self._state_sender.clear()
         self._checkpoint_senders.clear()
 
     def has_data(self, transport: Transport) -> bool:
-        """Whether `send_pending` has something to send."""
+        """Whether `send_pending` can send a block now."""
         return any(sender.has_data(transport) for sender in self._senders)
 
     def send_pending(self, transport: Transport) -> int:
-        """Send what the transport accepts; returns the number of blocks."""
+        """Send as many blocks as the transport accepts; return the number of blocks sent."""
         return sum(sender.send_pending(transport) for sender in self._senders)
 
     @property
@@ -114,7 +117,7 @@ class StateSender:
         digest: bytes,
     ) -> None:
         if task.generation != self._generation:
-            return  # captured for another generation than the present one
+            return  # the blobs were captured for another generation than the current one
         sender.mark_supplied(task.generation, is_whole)
         if blobs is not None:
             sender.store(task.generation, blobs, digest)

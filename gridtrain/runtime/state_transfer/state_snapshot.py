@@ -1,21 +1,26 @@
 """Snapshots: the state after one step, sent in blocks by several members while they keep training.
 
-    sources  anna   table T1 --+   the table that most sources have (of several, the later step's, then the
-    first
-             bert   table T1 --+-> received) is chosen; its sources share the blocks
-             carl   table T2       not asked for blocks
+    sources  anna   table T1 --+   the table that most sources have is chosen; on a tie, the table of the
+             bert   table T1 --+-> later step, then the table received first; its sources share the blocks
+             carl   table T2       no blocks are requested from carl
 
-    receiver  --SnapshotBlocksRequest [0 1 2 3]--> anna      WINDOW blocks under way from each
-              --SnapshotBlocksRequest [4 5 6 7]--> bert      if a source leaves, the others send its blocks
+    receiver  --SnapshotBlocksRequest [0 1 2 3]--> anna      at most WINDOW blocks under way from each source
+              --SnapshotBlocksRequest [4 5 6 7]--> bert      if a source leaves, other sources send its blocks
               <--SnapshotBlock 4------------------ bert      checked against the table, then stored
 
-A snapshot has two parts: a private one (buffers and the like, which may differ between members; one source's
-is taken), and a shared one, whose blocks have the same digests on all sources.
+No more blocks are requested from a source that is silent or far slower than the other sources, unless it is
+the only source.  If all sources are lost, the received blocks are kept.  From the next snapshot,
+which may be the state after another step, only the blocks with a different digest are requested.
+
+A snapshot has two parts.  The private part (such as the model's buffers) may differ between members, so it is
+requested from only one source.  The blocks of the shared part have the same digests on all sources.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import math
 import struct
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -23,38 +28,57 @@ from dataclasses import dataclass, field
 
 from gridtrain.core import messages as m
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.runtime.state_transfer.blobs import BLOCK_BYTES, count_blocks
+from gridtrain.runtime.state_transfer.block_buffer import (
+    BLOCK_BYTES,
+    BlockBuffer,
+    BlockLayout,
+    allocate,
+    count_blocks,
+)
+
+log = logging.getLogger("gridtrain")
 
 WINDOW = 4
-"""Blocks that are under way from one source."""
+"""Largest number of blocks that are requested from one source at a time."""
 
 SETTLE_S, LONGEST_SETTLE_S = 2.0, 20.0
-"""How long to wait for more tables after the first one: if most sources have sent theirs, and if not."""
+"""Time to wait for more tables after the first table.  The first value applies if most sources have sent
+their tables, the second value if they have not."""
+
+BLOCK_TIMEOUT_S, SLOWEST_FACTOR = 10.0, 8.0
+"""A source is too slow if it has sent no block for both `BLOCK_TIMEOUT_S` and `SLOWEST_FACTOR` times the mean
+time that the fastest source needs for a block.  Its blocks are then requested from the other sources."""
 
 MAX_QUEUED = 64
+SHARED = 0
+"""Index of the shared part, which the private part follows."""
+
 _TABLE = struct.Struct("<2Q")
 _DIGEST_BYTES = 16
-_REMEDY = "drop this source; others have the state, too"
+_REMEDY = "disconnect this source; request the state from other sources"
 
 
 def block_digest(block: bytes | memoryview) -> bytes:
-    """16 bytes of blake2b."""
+    """Return the 16-byte BLAKE2b digest of a block."""
     return hashlib.blake2b(block, digest_size=_DIGEST_BYTES).digest()
 
 
 def matches_digest(block: memoryview, digest: bytes) -> bool:
-    """Defence: the block is the one that the sources agree on."""
+    """Whether the block has this digest from the chosen table."""
     return block_digest(block) == digest
 
 
 def exceeds_request_limit(requested: int, blocks: int) -> bool:
-    """Defence: an honest receiver repeats the request for a block only when a source has left."""
+    """Whether a receiver has requested too many blocks.
+
+    A correct receiver repeats the request for a block only when a source has left.
+    """
     return requested > 4 * blocks + WINDOW
 
 
 @dataclass(frozen=True, slots=True)
 class StateSnapshot:
-    """The state after step `applied`, in two parts, with the table of its blocks' digests."""
+    """The state after step `applied` in two parts, and the table of its blocks' digests."""
 
     applied: int
     history: bytes
@@ -64,7 +88,7 @@ class StateSnapshot:
 
     @classmethod
     def build(cls, applied: int, history: bytes, private: bytes, shared: bytes) -> StateSnapshot:
-        """Takes about a second for a gigabyte."""
+        """Build a snapshot and its table.  This takes about one second per gigabyte."""
         parts = memoryview(shared), memoryview(private)
         digests = [
             block_digest(part[i : i + BLOCK_BYTES])
@@ -75,20 +99,20 @@ class StateSnapshot:
         return cls(applied, history, parts[1], parts[0], table)
 
     @property
-    def block_count(self) -> int:
-        return count_blocks(len(self.private_part)) + count_blocks(len(self.shared_part))
+    def layout(self) -> BlockLayout:
+        return BlockLayout((len(self.shared_part), len(self.private_part)))
 
     def block(self, index: int) -> memoryview | None:
-        """None: there is no such block."""
-        first_private = count_blocks(len(self.shared_part))
-        part, at = self.shared_part, index
-        if index >= first_private:
-            part, at = self.private_part, index - first_private
-        return part[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES] if at < count_blocks(len(part)) else None
+        """Return the block with this index, or None if the snapshot has no such block."""
+        layout = self.layout
+        if index >= layout.block_count:
+            return None
+        part, offset, nbytes = layout.place(index)
+        return (self.shared_part, self.private_part)[part][offset : offset + nbytes]
 
 
 class SnapshotSender:
-    """The source's side: answers requests, one block at a time."""
+    """The source's side: answers requests for tables and blocks."""
 
     def __init__(self) -> None:
         self.snapshot: StateSnapshot | None = None
@@ -97,7 +121,7 @@ class SnapshotSender:
         self._request_counts: Counter[m.PeerId] = Counter()
 
     def set_receivers(self, receivers: Sequence[m.PeerId]) -> None:
-        """Nobody else gets anything any more; with no receivers the snapshot is dropped."""
+        """Serve only these receivers from now on.  If there are no receivers, drop the snapshot."""
         self._waiting &= set(receivers)
         self._queues = {peer: queue for peer, queue in self._queues.items() if peer in receivers}
         self._request_counts = Counter({peer: self._request_counts[peer] for peer in receivers})
@@ -105,7 +129,7 @@ class SnapshotSender:
             self.snapshot = None
 
     def store(self, snapshot: StateSnapshot) -> list[tuple[m.PeerId, m.Message]]:
-        """Replace the snapshot; returns the tables for those who wait for it."""
+        """Replace the snapshot; return the messages that send its table to the receivers that wait for it."""
         self.snapshot = snapshot
         self._queues.clear()
         waiting, self._waiting = self._waiting, set()
@@ -114,23 +138,31 @@ class SnapshotSender:
     def handle_request(
         self, peer: m.PeerId, request: m.SnapshotRequest | m.SnapshotBlocksRequest
     ) -> list[m.Message]:
-        """Returns what is answered at once; blocks wait for `next_block`."""
+        """Handle a request; return the messages to send in reply immediately.
+
+        Requested blocks are queued for `next_block`.
+        """
         if isinstance(request, m.SnapshotRequest):
             if self.snapshot is not None:
                 return [self._table()]
             self._waiting.add(peer)
             return []
         if self.snapshot is None or request.applied != self.snapshot.applied:
-            return [m.SnapshotUnavailable(f"there is no snapshot of step {request.applied} here")]
+            return [m.SnapshotUnavailable(f"this source has no snapshot of step {request.applied}")]
         self._request_counts[peer] += len(request.blocks)
-        if exceeds_request_limit(self._request_counts[peer], self.snapshot.block_count):
-            return [m.SnapshotUnavailable(f"{self._request_counts[peer]} blocks were requested")]
+        if exceeds_request_limit(self._request_counts[peer], self.snapshot.layout.block_count):
+            return [
+                m.SnapshotUnavailable(
+                    f"{self._request_counts[peer]} blocks were requested, which is more than any correct "
+                    "receiver requests"
+                )
+            ]
         queue = self._queues.setdefault(peer, deque())
         queue.extend(request.blocks[: MAX_QUEUED - len(queue)])
         return []
 
     def peers_with_blocks_due(self) -> list[m.PeerId]:
-        """The peers for which blocks are queued."""
+        """Return the peers for which blocks are queued."""
         return [peer for peer, queue in self._queues.items() if queue]
 
     def next_block(self, peer: m.PeerId) -> m.Message | None:
@@ -149,7 +181,7 @@ class SnapshotSender:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTable:
-    """What a source says of its snapshot."""
+    """The table in which a source describes its snapshot."""
 
     applied: int
     history: bytes
@@ -159,26 +191,55 @@ class SnapshotTable:
     shared_digests: bytes
 
     @property
-    def block_count(self) -> int:
-        return count_blocks(self.private_bytes) + count_blocks(self.shared_bytes)
+    def layout(self) -> BlockLayout:
+        return BlockLayout((self.shared_bytes, self.private_bytes))
 
     @property
     def shared_key(self) -> tuple[int, bytes, int, bytes]:
-        """What sources can agree on."""
+        """The fields that are equal in the tables of all sources with the same shared part."""
         return self.applied, self.history, self.shared_bytes, self.shared_digests
+
+    def block_digests(self) -> list[bytes]:
+        both = self.shared_digests + self.private_digests
+        return [both[i : i + _DIGEST_BYTES] for i in range(0, len(both), _DIGEST_BYTES)]
 
 
 @dataclass(slots=True)
 class _Source:
+    """A source and the blocks that are requested from it.
+
+    Attributes:
+        table: the table that the source has sent, or None.
+        requested: the indices of the blocks that are requested and have not arrived.
+        blocks: the number of blocks that the source has sent.
+        busy_s: the time that the source took to send them.
+        waiting_since_s: the time at which the latest block arrived, or, if it is later, the time of the first
+            request after all earlier requests had been answered.
+        is_slow: whether the source is too slow, so that the other sources send its blocks.
+    """
+
     table: SnapshotTable | None = None
     requested: set[int] = field(default_factory=set)
+    blocks: int = 0
+    busy_s: float = 0.0
+    waiting_since_s: float = 0.0
+    is_slow: bool = False
+
+    def record_block(self, now_s: float) -> None:
+        self.blocks, self.busy_s = self.blocks + 1, self.busy_s + now_s - self.waiting_since_s
+        self.waiting_since_s = now_s
+
+    @property
+    def block_s(self) -> float:
+        """The mean time for a block in seconds; infinity if no block has arrived."""
+        return self.busy_s / self.blocks if self.blocks else math.inf
 
 
 class SnapshotReceiver:
-    """The receiver's side.  Methods with a list as result return the requests to be sent now.
+    """The receiver's side.  Methods that return a list of messages return the requests to send now.
 
     Args:
-        max_bytes: the largest state that this worker's model can have.
+        max_bytes: the size in bytes of the largest state that this worker's model can have.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -187,10 +248,10 @@ class SnapshotReceiver:
         self._first_s: float | None = None
         self._chosen: SnapshotTable | None = None
         self._private_source: m.PeerId = b""
-        self._missing: deque[int] = deque()  # requested from nobody yet
-        self._private_part = self._shared_part = bytearray()
+        self._missing: deque[int] = deque()  # blocks that are not requested from any source
+        self._buffer = BlockBuffer((0, 0))  # the shared and the private part
         self._digests: list[bytes] = []
-        self._received: set[int] = set()
+        self._now_s = 0.0
         self.bytes_by_source: dict[m.PeerId, int] = {}
 
     @property
@@ -203,26 +264,27 @@ class SnapshotReceiver:
 
     @property
     def is_complete(self) -> bool:
-        return self._chosen is not None and len(self._received) == self._chosen.block_count
+        return self._chosen is not None and len(self._buffer.received) == self._buffer.layout.block_count
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Number of blocks here, and of all."""
-        return len(self._received), 0 if self._chosen is None else self._chosen.block_count
+        """The number of received blocks, and the number of all blocks."""
+        total = 0 if self._chosen is None else self._buffer.layout.block_count
+        return len(self._buffer.received), total
 
-    def take_parts(self) -> tuple[bytearray, bytearray]:
-        """The private and the shared part of a complete snapshot; they are released here."""
-        parts = self._private_part, self._shared_part
-        self._private_part = self._shared_part = bytearray()
-        return parts
+    def take_parts(self) -> tuple[memoryview, memoryview]:
+        """Return the private and the shared part of a complete snapshot, and release their memory here."""
+        shared, private = self._buffer.parts
+        self._buffer.parts = [allocate(0), allocate(0)]
+        return private, shared
 
     def source_up(self, peer: m.PeerId) -> list[tuple[m.PeerId, m.Message]]:
-        """A source is connected."""
+        """Add a source, which is connected."""
         self._sources.setdefault(peer, _Source())
         return [] if self.is_complete else [(peer, m.SnapshotRequest())]
 
     def source_down(self, peer: m.PeerId) -> list[tuple[m.PeerId, m.Message]]:
-        """It has left, or cannot send any more: the others are asked for its blocks."""
+        """Remove a source that has left or can no longer send; request its blocks from other sources."""
         source = self._sources.pop(peer, None)
         if source is None:
             return []
@@ -230,7 +292,7 @@ class SnapshotReceiver:
         if peer == self._private_source and not self.is_complete:
             self._switch_private_source()
         if not self.is_complete and not any(self._matches_chosen(other) for other in self._sources.values()):
-            self._chosen, self._first_s = None, None  # the next tables may be of another step
+            self._chosen, self._first_s = None, None  # the next tables may belong to another step
             for other in self._sources.values():
                 other.table = None
             return [(other, m.SnapshotRequest()) for other in sorted(self._sources)]
@@ -239,31 +301,41 @@ class SnapshotReceiver:
     def receive_table(
         self, peer: m.PeerId, message: m.SnapshotDigests, now_s: float
     ) -> list[tuple[m.PeerId, m.Message]]:
-        """Raises `RemoteProtocolError` for what is not a table, or for one of too large a state."""
+        """Store a source's table.
+
+        Raises `RemoteProtocolError` if the table is invalid or describes a state that is too large.
+        """
         table = _read_table(message, self._max_bytes)
         source = self._sources.get(peer)
         if source is None:
             return []
-        source.table = table
+        source.table, self._now_s = table, now_s
         self._first_s = now_s if self._first_s is None else self._first_s
         if self._chosen is not None:
-            return self._request_blocks()
+            is_needed = source.requested or peer == self._private_source
+            if not is_needed or self._matches_chosen(source):
+                return self._request_blocks()
+            requests = self.source_down(peer)  # the source no longer has the chosen snapshot
+            self._sources[peer] = _Source(table)
+            if self._chosen is None:
+                self._first_s = now_s
+            return requests
         return self._choose_table() if all(each.table for each in self._sources.values()) else []
 
-    def receive_block(self, peer: m.PeerId, block: m.SnapshotBlock) -> list[tuple[m.PeerId, m.Message]]:
-        """Raises `RemoteProtocolError` for a block that does not match the table."""
+    def receive_block(
+        self, peer: m.PeerId, block: m.SnapshotBlock, now_s: float
+    ) -> list[tuple[m.PeerId, m.Message]]:
+        """Store a block.  Raises `RemoteProtocolError` if the block does not match the table."""
         source, chosen = self._sources.get(peer), self._chosen
         if source is None or chosen is None or block.applied != chosen.applied:
             return []
         if block.index not in source.requested:
-            return []  # requested from another source meanwhile
+            return []  # the block was requested from another source in the meantime
         source.requested.discard(block.index)
+        source.record_block(now_s)
+        self._now_s = now_s
         data = memoryview(block.payload).cast("B")
-        first_private = count_blocks(chosen.shared_bytes)
-        part, at = self._shared_part, block.index
-        if block.index >= first_private:
-            part, at = self._private_part, block.index - first_private
-        expected = min(BLOCK_BYTES, len(part) - at * BLOCK_BYTES)
+        expected = self._buffer.layout.place(block.index).nbytes
         if len(data) != expected or not matches_digest(data, self._digests[block.index]):
             self._missing.appendleft(block.index)
             raise RemoteProtocolError(
@@ -271,22 +343,24 @@ class SnapshotReceiver:
                 "match its table",
                 remedy=_REMEDY,
             )
-        part[at * BLOCK_BYTES : at * BLOCK_BYTES + expected] = data
-        self._received.add(block.index)
+        self._buffer.store(block.index, data)
         self.bytes_by_source[peer] = self.bytes_by_source.get(peer, 0) + expected
         return self._request_blocks()
 
     @property
     def due_s(self) -> float | None:
-        """When `tick` chooses among the tables received so far; None: nothing is due."""
+        """The time from which on `tick` may choose a table; None if there are no tables to choose from."""
         return None if self._first_s is None or self._chosen is not None else self._first_s + SETTLE_S
 
     def tick(self, now_s: float) -> list[tuple[m.PeerId, m.Message]]:
+        self._now_s = now_s
+        if self._chosen is not None:
+            return self._replace_slow_sources()
         if self.due_s is None or now_s < self.due_s:
             return []
         assert self._first_s is not None
         received = sum(source.table is not None for source in self._sources.values())
-        is_majority = 2 * received > len(self._sources)  # so that a fast liar is not chosen alone
+        is_majority = 2 * received > len(self._sources)  # a dishonest source must not win by being first
         return self._choose_table() if is_majority or now_s >= self._first_s + LONGEST_SETTLE_S else []
 
     def _choose_table(self) -> list[tuple[m.PeerId, m.Message]]:
@@ -295,33 +369,69 @@ class SnapshotReceiver:
             return []
         keys = [table.shared_key for table in tables.values()]
         best = max(keys, key=lambda key: (keys.count(key), key[0]))
-        self._private_source = next(peer for peer, table in tables.items() if table.shared_key == best)
-        chosen = self._chosen = tables[self._private_source]
-        self._private_part, self._shared_part = (
-            bytearray(chosen.private_bytes),
-            bytearray(chosen.shared_bytes),
-        )
-        self._digests = _split_digests(chosen.shared_digests) + _split_digests(chosen.private_digests)
-        self._received, self._missing = set(), deque(range(chosen.block_count))
         for source in self._sources.values():
             source.requested.clear()
+        self._begin(next(peer for peer, table in tables.items() if table.shared_key == best))
         return self._request_blocks()
 
     def _switch_private_source(self) -> None:
-        """The source of the private part has left; the blocks of the shared part stay."""
-        chosen = self._chosen
-        other = next((peer for peer, source in self._sources.items() if self._matches_chosen(source)), None)
-        if chosen is None or other is None:
-            return
-        table = self._sources[other].table
-        assert table is not None
-        self._private_source, self._chosen = other, table
-        first_private = count_blocks(table.shared_bytes)
-        self._private_part = bytearray(table.private_bytes)
-        self._digests = _split_digests(table.shared_digests) + _split_digests(table.private_digests)
-        self._received = {index for index in self._received if index < first_private}
-        shared = [index for index in self._missing if index < first_private]
-        self._missing = deque([*shared, *range(first_private, table.block_count)])
+        """Choose another source for the private part, because the current source has left or is too slow."""
+        matching = [peer for peer, source in self._sources.items() if self._matches_chosen(source)]
+        if matching:
+            self._begin(min(matching, key=lambda peer: self._sources[peer].is_slow))
+
+    def _begin(self, private_source: m.PeerId) -> None:
+        """Begin receiving the snapshot that the table of `private_source` describes.
+
+        Blocks that have already been received are kept if the new snapshot contains the same blocks.
+        """
+        chosen = self._sources[private_source].table
+        assert chosen is not None
+        before, digests = self._buffer, self._digests
+        self._private_source, self._chosen, self._digests = private_source, chosen, chosen.block_digests()
+        # The shared part may be large, so its memory is reused if possible.
+        is_in_place = before.layout.lengths[SHARED] == chosen.shared_bytes
+        shared = before.parts[SHARED] if is_in_place else allocate(chosen.shared_bytes)
+        buffer = self._buffer = BlockBuffer.of_parts([shared, allocate(chosen.private_bytes)])
+        for index in before.received:
+            part, offset, nbytes = before.layout.place(index)
+            ours = buffer.layout.first_block(part) + offset // BLOCK_BYTES
+            fits = offset + nbytes <= buffer.layout.lengths[part]
+            if fits and self._digests[ours] == digests[index]:
+                if part == SHARED and is_in_place:
+                    buffer.mark_received((ours,))
+                else:
+                    buffer.store(ours, before.block(index))
+        requested = {index for source in self._sources.values() for index in source.requested}
+        indices = range(buffer.layout.block_count)
+        self._missing = deque(i for i in indices if i not in buffer.received and i not in requested)
+
+    def _replace_slow_sources(self) -> list[tuple[m.PeerId, m.Message]]:
+        """Request the blocks of sources that are too slow from faster sources, if there are any."""
+        usable = {peer: source for peer, source in self._sources.items() if self._is_usable(source)}
+        fastest_s = min((source.block_s for source in usable.values()), default=math.inf)
+        timeout_s = max(BLOCK_TIMEOUT_S, SLOWEST_FACTOR * fastest_s if fastest_s < math.inf else 0.0)
+        late = [
+            peer
+            for peer, source in usable.items()
+            if source.requested and self._now_s - source.waiting_since_s >= timeout_s
+        ]
+        if not late or len(late) == len(usable):
+            return []
+        for peer in late:
+            log.warning(
+                "state source %s is too slow; its blocks are requested from other sources", peer.hex()[:8]
+            )
+            source = usable[peer]
+            source.is_slow = True
+            self._missing.extendleft(sorted(source.requested, reverse=True))
+            source.requested.clear()
+        if self._private_source in late:
+            self._switch_private_source()
+        return self._request_blocks()
+
+    def _is_usable(self, source: _Source) -> bool:
+        return self._matches_chosen(source) and not source.is_slow
 
     def _matches_chosen(self, source: _Source) -> bool:
         return (
@@ -335,15 +445,18 @@ class SnapshotReceiver:
         if self._chosen is None:
             return requests
         first_private = count_blocks(self._chosen.shared_bytes)
+        is_any_usable = any(self._is_usable(source) for source in self._sources.values())
         for peer, source in self._sources.items():
-            if not self._matches_chosen(source):
+            if not self._matches_chosen(source) or (source.is_slow and is_any_usable):
                 continue
+            if not source.requested:
+                source.waiting_since_s = self._now_s
             wanted: list[int] = []
             skipped: list[int] = []
             while self._missing and len(source.requested) < WINDOW:
                 index = self._missing.popleft()
                 if index >= first_private and peer != self._private_source:
-                    skipped.append(index)  # only one source has it
+                    skipped.append(index)  # private blocks are requested from one source only
                     continue
                 wanted.append(index)
                 source.requested.add(index)
@@ -357,25 +470,24 @@ def _read_table(message: m.SnapshotDigests, max_bytes: int) -> SnapshotTable:
     payload = bytes(message.payload)
     if len(payload) < _TABLE.size:
         raise RemoteProtocolError(
-            f"a snapshot's table of {len(payload)} bytes, must have at least {_TABLE.size}", remedy=_REMEDY
+            f"a snapshot's table has {len(payload)} bytes; it must have at least {_TABLE.size} bytes",
+            remedy=_REMEDY,
         )
     shared_bytes, private_bytes = _TABLE.unpack_from(payload)
     if private_bytes + shared_bytes > max_bytes:
         raise RemoteProtocolError(
-            f"a snapshot of {private_bytes + shared_bytes} bytes; at most {max_bytes} are accepted here",
+            f"a snapshot has {private_bytes + shared_bytes} bytes; this worker accepts at most {max_bytes} "
+            "bytes",
             remedy=_REMEDY,
         )
     end = _TABLE.size + count_blocks(shared_bytes) * _DIGEST_BYTES
     if len(payload) != end + count_blocks(private_bytes) * _DIGEST_BYTES:
         raise RemoteProtocolError(
-            f"a snapshot's table of {len(payload)} bytes for parts of {private_bytes} and {shared_bytes}",
+            f"a snapshot's table of {len(payload)} bytes does not match its parts of {private_bytes} and "
+            f"{shared_bytes} bytes",
             remedy=_REMEDY,
         )
     shared_digests, private_digests = payload[_TABLE.size : end], payload[end:]
     return SnapshotTable(
         message.applied, message.history, private_bytes, shared_bytes, private_digests, shared_digests
     )
-
-
-def _split_digests(digests: bytes) -> list[bytes]:
-    return [digests[i : i + _DIGEST_BYTES] for i in range(0, len(digests), _DIGEST_BYTES)]

@@ -6,7 +6,8 @@
     bench_group        coordinator and members as processes, repeat after repeat
     processor_bench    copy, selection, codec and merge in this process
     device_speed       float32 multiplications per second
+    main               `gridtrain bench`: all of it in order, and its report
 
-`gridtrain bench` shows these for one machine; benchmarks/bench measures them over shaped links, beside
-others.
+`gridtrain bench` prints the results for one machine; benchmarks/bench also measures over shaped links, and
+compares other systems.
 """

@@ -37,33 +37,37 @@ TAIL_LINES = 12
 
 
 class ProcessHost(Protocol):
-    """Where processes run.
+    """The machine or namespaces in which processes run.
 
     Attributes:
-        interface: whose bytes are counted; "": those of the members' sockets.
-        limit: what each member limits itself to, such as "100Mbit"; "": its line is limited, or nothing is.
+        interface: the interface whose bytes are counted; "" to count the bytes of the members' sockets.
+        limit: the limit that each member sets itself, such as "100Mbit"; "" if the link itself is
+            limited, or if there is no limit.
     """
 
     interface: str
     limit: str
 
     def listen(self) -> tuple[str, str]:
-        """Where a coordinator on "hub" listens, and how the members reach it."""
+        """Return the address at which a coordinator on "hub" listens, and the one at which the members reach
+        it."""
         ...
 
     def member_listen(self) -> str:
-        """Where a member listens; "": on the interface that leads to the coordinator."""
+        """Return the address at which a member listens; "" for the interface that leads to the
+        coordinator."""
         ...
 
     def run(
         self, who: str, argv: Sequence[str], log: Path, env: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """Start a program on the host of `who`, in a session of its own; output to `log`.out and .err."""
+        """Start a program on the host of `who`, in its own session; it writes to `log`.out and
+        `log`.err."""
         ...
 
 
 class LocalHost:
-    """This machine; rates are limited by the members themselves."""
+    """The host that is this machine; the members limit their rates themselves."""
 
     interface = ""
 
@@ -83,7 +87,7 @@ class LocalHost:
 
 
 def start_process(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process with its two logs."""
+    """Start a process that writes to `log`.out and `log`.err."""
     with Path(f"{log}.out").open("wb") as out, Path(f"{log}.err").open("wb") as err:
         return subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=dict(env), start_new_session=True
@@ -92,10 +96,12 @@ def start_process(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> sub
 
 @dataclass(frozen=True, slots=True)
 class BenchSetting:
-    """What a group exchanges.
+    """The exchange that a group makes.
 
-    `exchange`: as in `exchange_names`; n: elements of the vector; `order` of ranks: as `gridtrain coordinator
-    --order`.
+    Attributes:
+        exchange: the name of the exchange; see `exchange_names`.
+        n: the number of elements of the vector.
+        order: the rank order, as in `gridtrain coordinator --order`.
     """
 
     exchange: str
@@ -110,14 +116,14 @@ class ExchangeSample:
     """One exchange of the whole group.
 
     Attributes:
-        seconds: from the first member's start to the last one's end; vote and decision are in it.
-        cpu_s: CPU seconds of each member's process from its start until all have ended.
-        sent_bytes: that each member has sent meanwhile.
-        workspace_s: of `seconds`, what each member decoded, added, merged, encoded and sealed.
-        payloads, payload_bytes: that each member has handed to its transport.
-        prepare_s, prepare_cpu_s: before the start: selecting and encoding.
-        commit_s: after the end: what the commit puts back into the residual.
-        aborts: attempts that did not commit; more than 0 says that the figure is not one exchange's.
+        seconds: the time from the first member's start to the last member's end, including vote and decision.
+        cpu_s: the CPU seconds of each member's process from its start to its own end.
+        sent_bytes: the bytes that each member has sent in this time.
+        workspace_s: the part of `seconds` in which each member decoded, added, merged, encoded and sealed.
+        payloads, payload_bytes: the number and the bytes of the payloads that each member has sent.
+        prepare_s, prepare_cpu_s: the time of selecting and encoding, before the start.
+        commit_s: the time of updating the residual on commit, after the end.
+        aborts: the number of aborted attempts; unless it is 0, the figures cover more than one exchange.
     """
 
     seconds: float
@@ -148,7 +154,7 @@ class ExchangeSample:
 
 
 class BenchGroup:
-    """Started members that wait at the barrier."""
+    """A group of started members that wait at the barrier."""
 
     def __init__(self, setting: BenchSetting, referee: BarrierServer) -> None:
         self.setting = setting
@@ -161,8 +167,8 @@ class BenchGroup:
             return
         for report in self._referee.wait_for_all("ready", timeout_s):
             if report["world_size"] != self.setting.workers:
-                text = f"a member is in a group of {report['world_size']}, not of {self.setting.workers}"
-                raise GridtrainError(text, remedy="look into the coordinator's log: somebody was lost")
+                text = f"a member is in a group of {report['world_size']}; expected {self.setting.workers}"
+                raise GridtrainError(text, remedy="look for the lost member in the coordinator's log")
         self._waiting = True
 
     def repeat(self) -> ExchangeSample:
@@ -179,13 +185,13 @@ class BenchGroup:
 
 @contextlib.contextmanager
 def start_group(setting: BenchSetting, ground: ProcessHost, folder: Path) -> Iterator[BenchGroup]:
-    """A coordinator and its members, ready for the first repeat.
+    """Start a coordinator and its members, ready for the first repeat.
 
     Args:
-        folder: for keys, journal, logs and the referee's socket; short, as a socket's path has at most 100
-            bytes.
+        folder: the folder for keys, journal, logs and the referee's socket; short, as a socket's path has at
+            most 100 bytes.
 
-    Raises `GridtrainError` with the ends of the logs.
+    Raises `GridtrainError` with the ends of the logs if a process fails.
     """
     folder.mkdir(parents=True)
     unwind_on_sigterm()
@@ -196,7 +202,7 @@ def start_group(setting: BenchSetting, ground: ProcessHost, folder: Path) -> Ite
         if ended := [name for name, process in running.items() if process.poll() is not None]:
             raise GridtrainError(
                 "\n".join([f"{', '.join(ended)} ended", *(log_tail(folder / name) for name in ended)]),
-                remedy=f"the complete logs are in {folder}",
+                remedy=f"see the complete logs in {folder}",
             )
 
     try:
@@ -236,7 +242,9 @@ def _invitation(setting: BenchSetting, ground: ProcessHost, folder: Path, env: M
         end_processes([process])
     if code != 0:
         logs = "\n".join(log_tail(folder / name) for name in ("invite", "coordinator"))
-        raise GridtrainError(f"there is no invitation\n{logs}", remedy=f"the complete logs are in {folder}")
+        raise GridtrainError(
+            f"no invitation was created\n{logs}", remedy=f"see the complete logs in {folder}"
+        )
     return Path(folder, "invite.out").read_text().strip()
 
 
@@ -255,7 +263,8 @@ def _member(
 
 
 def process_environment(folder: Path) -> dict[str, str]:
-    """This process's environment without settings of another run, and with one thread a member."""
+    """Return this process's environment without settings of another run, and with one thread per
+    member."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
     ours = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return {**inherited, **ours, "XDG_STATE_HOME": str(folder / "state")}
@@ -273,14 +282,14 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def log_tail(log: Path) -> str:
-    """The last lines of a process's two logs, with a heading."""
+    """Return the last lines of a process's two logs, with a heading."""
     texts = [Path(f"{log}.{kind}").read_text(errors="replace") for kind in ("out", "err")]
     lines = [line for text in texts for line in text.splitlines()[-TAIL_LINES:]]
     return "\n".join([f"--- {log.name}, end of its output ---", *lines])
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End processes and their children, first with SIGTERM."""
+    """End processes and their children, first with SIGTERM, then with SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             if process.poll() is None:

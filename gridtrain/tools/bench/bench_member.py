@@ -1,11 +1,12 @@
-"""One worker of a real run that exchanges synthetic gradients, and nothing else: the exchange alone is timed.
+"""One worker of a real run that only exchanges synthetic gradients, so that the exchange alone is timed.
 
-Decides from where to where a figure is taken.  Admission, generations, rounds, votes and transport are those
-of every run; what is left out is the model: forward, backward, and applying the update.
+This module defines where each measurement begins and ends.  Admission, generations, rounds, votes and
+transport are the same as in every run; only the model is left out: forward, backward, and applying the
+update.
 
     begin --> prepare (select, encode) --> "ready" ==barrier==> session.run -----> "done" ==barrier==>
-              prepare_s                                         start_s .. end_s           cpu_s, sent_bytes
-                                                                collective, vote, decision
+              prepare_s                                         start_s .. end_s           sent_bytes
+                                                                collective, vote, decision: cpu_s
                                                                 workspace_s: decode, merge, seal in it
 
     python -m gridtrain.tools.bench.bench_member --invitation ... --name worker-1 --exchange gtopk --n 256000
@@ -31,14 +32,14 @@ from gridtrain.training.exchangers import ExchangeAttempt
 T = TypeVar("T")
 
 SAMPLES, STEPS = 4096, 1_000_000
-"""More than any measurement takes: the referee ends the run, not its ledger."""
+"""The run has more steps than any measurement needs, so that the referee ends it, not the data ledger."""
 
 _NET = Path("/proc/self/net/dev")
 _WORK_METHODS = ("apply", "payload", "compute_digest")
 
 
 class VectorModel(nn.Module):
-    """A model of n parameters.  Its pages are never touched, so that it takes no memory."""
+    """A model of n parameters.  Its pages are never accessed, so it takes up no memory."""
 
     def __init__(self, n: int) -> None:
         super().__init__()
@@ -46,10 +47,11 @@ class VectorModel(nn.Module):
 
 
 class BufferWork:
-    """Seconds that a workspace takes (decoding, adding, merging, encoding, digests), and what it sends.
+    """Measures the seconds that a workspace takes (decoding, adding, merging, encoding, digests), and counts
+    the payloads that it sends.
 
     Attributes:
-        payloads, payload_bytes: handed to the transport, before its own framing.
+        payloads, payload_bytes: the number and the bytes of the payloads, before the transport's framing.
     """
 
     def __init__(self) -> None:
@@ -82,7 +84,8 @@ class BufferWork:
 
 
 def sent_bytes(grid: gridtrain.Grid, interface: str) -> int:
-    """By this machine's cable, all headers included; without an interface: what the sockets were given."""
+    """Return the bytes sent over the interface, headers included; without an interface, return the bytes
+    written to the sockets."""
     if not interface:
         return sum(sent for sent, _ in grid.traffic.values())
     line = next(line for line in _NET.read_text().splitlines() if line.strip().startswith(f"{interface}:"))
@@ -90,7 +93,7 @@ def sent_bytes(grid: gridtrain.Grid, interface: str) -> int:
 
 
 def run_repeats(grid: gridtrain.Grid, player: BarrierClient, options: argparse.Namespace) -> None:
-    """Repeats until the referee ends it."""
+    """Repeat the exchange until the referee ends it."""
     model = VectorModel(options.n)
     exchange = parse_exchange(options.exchange)
     inner = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -105,22 +108,22 @@ def run_repeats(grid: gridtrain.Grid, player: BarrierClient, options: argparse.N
 def run_repeat(
     grid: gridtrain.Grid, wrapped: Any, contribution_N: Tensor, player: BarrierClient, interface: str
 ) -> bool:
-    """One step's exchange; False: the referee has ended the measurement.
+    """Make one step's exchange; return False if the referee has ended the measurement.
 
-    An attempt that is aborted is repeated within the measured time, as a step does.
+    An aborted attempt is repeated within the measured time, as in a training step.
     """
     session, exchanger, work = grid._session, wrapped._exchanger, BufferWork()
     aborts, word, start_s, cpu_s, sent, prepare_s, prepare_cpu_s = -1, "", 0.0, 0.0, 0, 0.0, 0.0
     while True:
         plan = session.begin()
         if plan is None:
-            return True  # the group went on without this worker: not a repeat that counts
+            return True  # the group continued without this worker, so this repeat does not count
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         attempt: ExchangeAttempt = exchanger.prepare_bucket(0, contribution_N, plan, usable=True)
         work.instrument(attempt.buffer)
         if not word:
             prepare_s, prepare_cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
-            session.set_busy(True)  # the referee may let others go first: nobody is to lose patience
+            session.set_busy(True)  # while the referee lets others go first, no timeout may expire
             word = player.wait_at("ready", world_size=plan.world_size)
             session.set_busy(False)
             if word == "end":
@@ -130,10 +133,13 @@ def run_repeat(
         aborts += 1
         if outcome.is_committed:
             break
-    end_s = time.monotonic()
+    cpu_s, end_s = (
+        time.process_time() - cpu_s,
+        time.monotonic(),
+    )  # all members have voted, so they have all bytes
     player.wait_at("done", start_s=start_s, end_s=end_s)
     figures = {
-        "cpu_s": time.process_time() - cpu_s,  # to here the last bytes of everybody have left
+        "cpu_s": cpu_s,
         "sent_bytes": sent_bytes(grid, interface) - sent,
         "workspace_s": work.seconds,
         "payloads": work.payloads,
@@ -153,8 +159,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--exchange", required=True)
     parser.add_argument("--n", type=int, required=True, help="elements of the vector")
     parser.add_argument("--referee", type=Path, required=True, help="the referee's socket")
-    parser.add_argument("--seed", type=int, default=0, help="of the synthetic gradient; one for each member")
-    parser.add_argument("--interface", default="", help="whose bytes are counted, such as eth0")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the synthetic gradient, another for each member"
+    )
+    parser.add_argument("--interface", default="", help="interface whose bytes are counted, such as eth0")
     parser.add_argument("--limit", default="", help="upload and download limit, such as 100Mbit")
     parser.add_argument("--listen", default="")
     parser.add_argument("--unencrypted", action="store_true")
@@ -180,4 +188,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # the whole group ends now: nobody is left to say farewell to
+    os._exit(0)  # the whole group ends now, so no member is left to be informed

@@ -1,6 +1,7 @@
-"""Float32 multiplications per second of the model's device, to compare a newcomer with the members.
+"""Measures the floating-point operations per second of the model's device, to compare a newcomer with the
+members.
 
-Times the same product as `gridtrain.tools.doctor.machine_check.TORCH_PROBE`.
+It times the same product as `gridtrain.tools.doctor.machine_check.TORCH_PROBE`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ CPU_SIZE, DEVICE_SIZE = 512, 2048
 
 
 def float32_flops(model: nn.Module) -> float:
-    """Floating-point operations in a second, of square float32 products; takes `MEASURED_S` and a warm-up."""
+    """Return the float32 operations per second of the model's device, measured with products of square
+    matrices; takes `MEASURE_DURATION_S` and a warm-up."""
     return device_flops(next((p.device for p in model.parameters()), torch.device("cpu")))
 
 
 def device_flops(device: torch.device) -> float:
-    """As `float32_flops`, of a device."""
+    """Return the float32 operations per second of a device; see `float32_flops`."""
     n = CPU_SIZE if device.type == "cpu" else DEVICE_SIZE
     with torch.no_grad():
         a = torch.ones(n, n, device=device)

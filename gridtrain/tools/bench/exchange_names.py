@@ -1,4 +1,4 @@
-"""Exchanges by name, as typed on a command line and stored with results.
+"""Parses the names of exchanges, as typed on a command line and stored with results.
 
     "dense"                           Dense()
     "gtopk:density=0.001,values=fp32" GTopK(density=0.001, values="fp32")
@@ -18,37 +18,39 @@ from gridtrain.errors import ConfigError
 EXCHANGE_CLASSES: dict[str, type[Any]] = {
     family.__name__.lower(): family for family in get_args(Exchange) if family.__name__ != "LocalSteps"
 }
-"""Those that exchange one vector in each step."""
+"""The classes of exchanges that exchange one vector in each step."""
 
 
 def parse_exchange(text: str, defaults: Mapping[str, str] | None = None) -> Exchange:
-    """The exchange that `text` names.
+    """Return the exchange that `text` names.
 
     Args:
-        defaults: options where the text has none; those that the family lacks are left out.
+        defaults: values of options that the text does not set; options that the family lacks are ignored.
 
-    Raises `ConfigError` for a family, an option or a value that there is not.
+    Raises `ConfigError` for an unknown family, option or value.
     """
     name, _, rest = text.strip().partition(":")
     family = EXCHANGE_CLASSES.get(name.strip().lower())
     if family is None:
         raise ConfigError(
-            f"there is no exchange {name!r}", remedy=f"name one of {', '.join(EXCHANGE_CLASSES)}"
+            f"there is no exchange {name!r}", remedy=f"use one of {', '.join(EXCHANGE_CLASSES)}"
         )
     known = {field.name: field for field in fields(family)}
     given = {key: value for key, value in (defaults or {}).items() if key in known}
     for word in filter(None, (word.strip() for word in rest.split(","))):
         key, equals, value = word.partition("=")
         if key not in known or not equals:
-            has = f"has {', '.join(known)}" if known else "takes no options"
-            raise ConfigError(f"{name} cannot have {word!r}", remedy=f"{name} {has}, given as option=value")
+            has = f"with {', '.join(known)}" if known else "without options"
+            raise ConfigError(
+                f"{name} has no option {word!r}", remedy=f"use {name} {has}, written as option=value"
+            )
         given[key] = value
     made: Exchange = family(**{key: _value(known[key].default, key, value) for key, value in given.items()})
     return made
 
 
 def _value(default: object, key: str, text: str) -> object:
-    """Of the type that the option's default has."""
+    """Convert the value to the type of the option's default."""
     try:
         match default:
             case bool():
@@ -59,6 +61,6 @@ def _value(default: object, key: str, text: str) -> object:
                 return text
     except (KeyError, ValueError):
         raise ConfigError(
-            f"{key}={text}: not a {type(default).__name__}", remedy="give a plain number"
+            f"{key}={text} is not a {type(default).__name__}", remedy="use a value of this type"
         ) from None
-    raise ConfigError(f"{key}={text}: this option has no text form", remedy="leave it at its default")
+    raise ConfigError(f"{key}={text}: this option cannot be given as text", remedy="leave it at its default")

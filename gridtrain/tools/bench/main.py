@@ -1,4 +1,4 @@
-"""`gridtrain bench`: measures what this machine does with a gradient; prints tables and sentences.
+"""`gridtrain bench`: measures how fast this machine handles a gradient; prints tables and a summary.
 
 processor    copy, selection, codec, merge          ns and ms for a model of n parameters
 exchange     2 .. P local workers, dense and gTop-k     ms, CPU, bytes, and their time on a link
@@ -34,9 +34,9 @@ FIGURE_LABELS = {
 }
 WARMUP = 1
 MAX_PARAMETERS = 2**32
-"""Of a sparse payload (PROTOCOL.md, 5.2)."""
+"""The limit of a sparse payload (PROTOCOL.md, 5.2)."""
 BYTES_PER_PARAMETER = 16
-"""For each element that a worker has: gradient, scaled copy, residual and its second buffer."""
+"""The bytes that a worker needs per element: gradient, scaled copy, residual and its second buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,10 @@ class BenchPlan:
     """What `gridtrain bench` measures.
 
     Attributes:
-        parameters: of the imagined model.
-        workers: sizes of the groups; (): no exchange is measured.
-        rate: limit of each local worker; "": none.
-        line: link rate for which bytes are converted into seconds.
+        parameters: the number of parameters of the imagined model.
+        workers: the sizes of the groups; () measures no exchange.
+        rate: the limit of each local worker; "" for none.
+        line: the link rate for which bytes are converted into seconds.
     """
 
     parameters: int
@@ -61,12 +61,12 @@ class BenchPlan:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeResult:
-    """Medians of one group's exchanges.
+    """The medians of one group's exchanges.
 
     Attributes:
-        cpu_s, sent_bytes: of one worker.
-        repeats: that the medians are of: those whose first attempt was committed.
-        left_out: repeats with aborted attempts; their figures are not one exchange's.
+        cpu_s, sent_bytes: the figures of one worker, as a mean over the workers.
+        repeats: the number of repeats in the medians, which are those whose first attempt was committed.
+        left_out: the number of repeats with aborted attempts, whose figures cover more than one exchange.
     """
 
     exchange: str
@@ -80,7 +80,7 @@ class ExchangeResult:
 
 @dataclass(slots=True)
 class BenchResult:
-    """All figures.  `local`: see `speed.local.local_figures`."""
+    """All results; `local` has the figures of `measure_processor`."""
 
     plan: BenchPlan
     cores: int
@@ -93,14 +93,18 @@ class BenchResult:
 
 
 def check_memory(plan: BenchPlan, memory_bytes: int | None = None) -> None:
-    """Before anything is measured.  `memory_bytes`: of the machine; None: of this one.
+    """Check that the machine has enough memory for the plan.
 
-    Raises `ConfigError`: the vectors would not fit, or no payload can have so many elements.
+    Args:
+        memory_bytes: the memory of the machine; None to measure it.
+
+    Raises:
+        ConfigError: the vectors would not fit, or the parameters are too many for a payload.
     """
     if plan.parameters > MAX_PARAMETERS:
         raise ConfigError(
             f"parameters is {plan.parameters:,}; a payload has at most {MAX_PARAMETERS:,} elements",
-            remedy="name the length of a smaller model",
+            remedy="use a smaller number of parameters",
         )
     if memory_bytes is None:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -116,7 +120,8 @@ def check_memory(plan: BenchPlan, memory_bytes: int | None = None) -> None:
 
 
 def run_bench(plan: BenchPlan, say: Callable[[str], None]) -> BenchResult:
-    """Raises `GridtrainError` with the ends of the logs if a local worker fails."""
+    """Run the planned measurements.  Raises `GridtrainError` with the ends of the logs if a local
+    worker fails."""
     found = BenchResult(plan, len(os.sched_getaffinity(0)), _gpu())
     say("selection, codec and merge")
     found.local = measure_processor(plan.parameters, plan.density)
@@ -134,14 +139,15 @@ def run_bench(plan: BenchPlan, say: Callable[[str], None]) -> BenchResult:
 
 
 def measure_exchange(setting: BenchSetting, repeats: Sequence[ExchangeSample]) -> ExchangeResult:
-    """Raises `GridtrainError` if each repeat had aborted attempts."""
+    """Return the medians of one group's repeats.  Raises `GridtrainError` if each repeat had aborted
+    attempts."""
     clean = [repeat for repeat in repeats if not repeat.aborts]
     left_out, repeats = len(repeats) - len(clean), clean
     if not repeats:
         raise GridtrainError(
             f"{setting.exchange} among {setting.workers} workers: attempts were aborted in each of "
-            f"{left_out} repeats, so there is no figure of one exchange",
-            remedy="the machine may be too busy: end other programs, or use fewer --workers",
+            f"{left_out} repeats, so no exchange could be timed",
+            remedy="close other programs, which may keep the machine too busy, or use fewer --workers",
         )
     return ExchangeResult(
         repeats=len(repeats),
@@ -179,15 +185,15 @@ def _processor_table(found: BenchResult) -> Table:
 
 def _exchange_table(found: BenchResult) -> Table:
     plan = found.plan
-    title = f"Exchange on this machine, {'encrypted' if plan.encrypted else 'in the clear'}"
+    title = f"Exchange on this machine, {'encrypted' if plan.encrypted else 'unencrypted'}"
     title += f", each worker at most {plan.rate}" if plan.rate else ""
     heads = (
         "exchange",
         "workers",
         "ms",
-        "CPU ms a worker",
-        "MB sent a worker",
-        f"bytes alone at {plan.line}",
+        "CPU ms per worker",
+        "MB sent per worker",
+        f"only the bytes at {plan.line}",
     )
     table = Table(*heads, title=title, title_justify="left")
     for row in found.exchanges:
@@ -198,12 +204,12 @@ def _exchange_table(found: BenchResult) -> Table:
 
 
 def summary_sentences(found: BenchResult) -> list[str]:
-    """What the tables mean, in sentences."""
+    """Return sentences that explain the tables."""
     plan, said = found.plan, []
     select_ms = 1e-6 * found.local["select_ns"] * plan.parameters
     times = found.local["select_ns"] / found.local["copy_ns"]
     said.append(
-        f"Selecting takes {select_ms:.1f} ms a step on one CPU thread, {times:.1f} times a plain copy."
+        f"Selecting takes {select_ms:.1f} ms per step on one CPU thread, {times:.1f} times as long as a copy."
     )
     if "gpu_select_ns" in found.local:
         gpu_ms = 1e-6 * found.local["gpu_select_ns"] * plan.parameters
@@ -213,14 +219,14 @@ def summary_sentences(found: BenchResult) -> list[str]:
         dense, sparse = (row for row in found.exchanges if row.workers == most)  # in the order of `measure`
         line_Bps = parse_rate(plan.line)
         said.append(
-            f"On a line of {plan.line} a step among {most} workers takes at least "
-            f"{dense.sent_bytes / line_Bps:.1f} s dense and {sparse.sent_bytes / line_Bps:.2f} s with "
-            "gTop-k, for the bytes alone."
+            f"On a link of {plan.line} a step among {most} workers takes at least "
+            f"{dense.sent_bytes / line_Bps:.1f} s with dense and {sparse.sent_bytes / line_Bps:.2f} s with "
+            "gTop-k, counting only the bytes."
         )
         crowd = most + 1  # and the coordinator
         if crowd > found.cores:
             said.append(
-                f"{crowd} processes share {found.cores} cores here: on machines of their own they are faster."
+                f"{crowd} processes share {found.cores} cores here; on separate machines they are faster."
             )
     for row in found.exchanges:
         if row.left_out:

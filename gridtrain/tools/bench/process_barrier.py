@@ -1,7 +1,7 @@
 """A barrier for processes of one machine in any network namespaces, and their reports.
 
-A path of the file system is visible in every namespace, and the monotonic clock is the same: times of
-different processes can be compared.
+All network namespaces have the same file system and the same monotonic clock, so that times of different
+processes can be compared.
 
     member   --{"at": "ready", ...}-->   server    waits until all are there
     member   <------- "go" -----------   server    all at once, over sockets that nothing shapes
@@ -23,7 +23,7 @@ from gridtrain.errors import GridtrainError
 
 MemberReport = dict[str, Any]
 
-_LOOK_S = 0.5  # how often it is asked whether a process has failed
+_LOOK_S = 0.5  # interval between two checks whether a process has failed
 _READ_BYTES = 65536
 
 
@@ -31,8 +31,8 @@ class BarrierServer:
     """The server of the barrier.  A context manager.
 
     Args:
-        path: of its socket; at most 100 bytes.
-        members: how many must arrive.
+        path: the path of the server's socket; at most 100 bytes.
+        members: the number of members that must arrive.
         check: called while waiting; raises if a process has ended.
     """
 
@@ -51,10 +51,10 @@ class BarrierServer:
             handle.close()
 
     def wait_for_all(self, place: str, timeout_s: float) -> list[MemberReport]:
-        """What each member reports at `place`, in no order.
+        """Wait until all members are at `place`; return their reports in any order.
 
         Raises:
-            GridtrainError: not all are there in time, or one is somewhere else.
+            GridtrainError: not all members are at `place` in time, or a member is at another place.
         """
         reports: list[MemberReport] = []
         until_s = time.monotonic() + timeout_s
@@ -63,7 +63,7 @@ class BarrierServer:
             if left_s <= 0:
                 raise GridtrainError(
                     f"{len(reports)} of {self._members} members are at {place!r} after {timeout_s:g} s",
-                    remedy="look into their logs; a slow machine needs more time",
+                    remedy="see the members' logs; a slow machine needs more time",
                 )
             readable, _, _ = select.select([self._listener, *self._lines], [], [], min(left_s, _LOOK_S))
             for handle in readable:
@@ -71,16 +71,16 @@ class BarrierServer:
             self._check()
         if wrong := {report["at"] for report in reports} - {place}:
             raise GridtrainError(
-                f"members are at {sorted(wrong)}, expected at {place!r}",
-                remedy="use the same gridtrain for all of them",
+                f"members are at {sorted(wrong)}, but must be at {place!r}",
+                remedy="use the same version of gridtrain for all members",
             )
         return reports
 
     def release(self, word: str) -> float:
-        """Let everybody continue; returns the time, of the monotonic clock."""
+        """Send `word` to all members, which then continue; return the time of the monotonic clock."""
         now_s = time.monotonic()
         for handle in self._lines:
-            with contextlib.suppress(BrokenPipeError):  # its end is noticed by whoever waits for it next
+            with contextlib.suppress(BrokenPipeError):  # the next wait notices that the member has ended
                 handle.sendall(word.encode() + b"\n")
         return now_s
 
@@ -107,7 +107,7 @@ class BarrierClient:
         self._lines = self._socket.makefile("r")
 
     def wait_at(self, place: str, **figures: object) -> str:
-        """Report, and wait for the server; "end" if it is gone."""
+        """Send a report, and wait for the server; return its word, or "end" if the server has ended."""
         try:
             self._socket.sendall(json.dumps({"at": place, **figures}).encode() + b"\n")
             return self._lines.readline().strip() or "end"

@@ -1,9 +1,9 @@
-"""What one processor needs for selection, codec and merge, beside a plain copy of the vector.
+"""Measures the time for selection, codec and merge on one processor, and for a plain copy of the vector.
 
-Decides what one figure covers.  On the CPU it is the thread's own time, on a GPU the wall's; the least of
-several runs counts, as everything else on the machine can only add.
+This module defines what each figure covers.  On the CPU it is the thread's CPU time, on a GPU the wall time.
+The shortest of several runs is used, because other programs on the machine can only add to the time.
 
-    copy     float32 from one place to another: what the memory allows
+    copy     float32 from one place to another, limited by the memory
     select   residual + contribution, the k largest, encode, residual after (`ErrorFeedback`)
     encode, decode, merge   of payloads of k entries, for each entry
 """
@@ -22,29 +22,30 @@ from gridtrain.sparsify.error_feedback import ErrorFeedback
 from gridtrain.sparsify.merge import merge
 
 VALUE_KIND = ValueKind.FP16
-CODEC_REPEATS = 5  # as often: it is over in a millisecond
+CODEC_REPEATS = 5  # times as many repeats, because each takes only a millisecond
 COPY_ELEMENTS = 16_000_000
-"""A shorter copy would be the caches', not the memory's."""
+"""The minimum number of elements to copy; a shorter copy would measure the caches, not the memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One figure.  `seconds`: of one run; `each`: parameters or entries that it handled."""
+    """One measurement: the `seconds` of one run, and the `items` (parameters or entries) that it
+    processed."""
 
     seconds: float
     items: int
 
     @property
     def ns_per_item(self) -> float:
-        """For each parameter or entry."""
+        """The nanoseconds for each parameter or entry."""
         return 1e9 * self.seconds / self.items
 
 
 def measure_processor(n: int, density: float, *, repeats: int = 7) -> dict[str, float]:
-    """Nanoseconds: copy_ns and select_ns for each of n parameters; encode_ns, decode_ns and merge_ns for each
-    of k = density * n entries; with CUDA also gpu_copy_ns and gpu_select_ns.
+    """Measure the processor; return nanoseconds: copy_ns and select_ns for each of n parameters; encode_ns,
+    decode_ns and merge_ns for each of k = density * n entries; with CUDA also gpu_copy_ns and gpu_select_ns.
 
-    Selection runs on one thread of the CPU, as members that share a machine do.
+    Selection runs on one CPU thread, as in members that share a machine.
     """
     figures = measure_cpu(n, density, repeats=repeats)
     if torch.cuda.is_available():
@@ -64,14 +65,14 @@ def measure_cpu(n: int, density: float, *, repeats: int) -> dict[str, Timing]:
 
 
 def time_copy(n: int, repeats: int) -> Timing:
-    """Of n parameters, or more where the caches would hold them."""
+    """Measure the time to copy n parameters, or more if they would fit into the caches."""
     long = max(n, COPY_ELEMENTS)
     source_N, target_N = np.ones(long, np.float32), np.zeros(long, np.float32)
     return Timing(fastest_s(lambda: np.copyto(target_N, source_N), repeats), long)
 
 
 def measure_gpu(n: int, density: float, *, repeats: int) -> dict[str, Timing]:
-    """The same on the current CUDA device; what crosses to the host is in it."""
+    """Measure copy and selection on the current CUDA device, including transfers to the host."""
     source_N = torch.ones(n, device="cuda")
     target_N = torch.zeros_like(source_N)
 
@@ -87,7 +88,8 @@ def measure_gpu(n: int, density: float, *, repeats: int) -> dict[str, Timing]:
 
 
 def time_selection(device: str, n: int, density: float, repeats: int) -> float:
-    """Seconds of one step's selection with its residual, steps following each other as in training."""
+    """Return the seconds of one step's selection, including its residual, in a sequence of steps as in
+    training."""
     generator = torch.Generator().manual_seed(1)
     contribution_N = torch.randn(n, generator=generator).to(device)
     feedback = ErrorFeedback(n, device)
@@ -116,7 +118,7 @@ def time_codec(n: int, density: float, repeats: int) -> dict[str, Timing]:
 
 
 def _entries(rng: np.random.Generator, n: int, k: int) -> SparseVector:
-    """As they come out of a payload."""
+    """Return k random entries, as they are decoded from a payload."""
     indices_K = np.sort(rng.choice(n, k, replace=False))
     values_K = rng.standard_normal(k).astype(np.float32)
     return decode(encode(indices_K, values_K, n=n, kind=VALUE_KIND), n=n, max_entries=k, kind=VALUE_KIND)
@@ -125,7 +127,8 @@ def _entries(rng: np.random.Generator, n: int, k: int) -> SparseVector:
 def fastest_s(
     action: Callable[[], object], repeats: int, clock: Callable[[], float] = time.thread_time
 ) -> float:
-    """Seconds of the fastest run, after one that is not counted (memory is touched for the first time)."""
+    """Return the seconds of the fastest run, after a warm-up run in which memory is accessed for the first
+    time."""
     action()
     taken_s = []
     for _ in range(repeats):

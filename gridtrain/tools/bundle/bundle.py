@@ -1,7 +1,7 @@
-"""One bundle: made from a run.toml and the files it names, or read from a coordinator's archive.
+"""Makes a bundle from a run.toml and the files that it names, or reads a bundle from a coordinator's archive.
 
-The description names the script by digest, and exactly the files in the bundle.  Of the owner's run.toml only
-[run] is included: the coordinator's address and a worker's limits are not part of it.
+The description contains the script's digest, and names exactly the files in the bundle.  Only the table [run]
+of the owner's run.toml is included; the coordinator's address and a worker's limits are not.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.tools.bundle.bundle_archive import MAX_BUNDLE_BYTES, ArchiveError, pack, unpack
 from gridtrain.tools.options.runfile import RUN_FILE, RunDescription, RunFile
 
-_TOO_LARGE_REMEDY = "name large data in [run.data] instead, which volunteers get elsewhere"
+_TOO_LARGE_REMEDY = "describe large data in [run.data] instead, which volunteers download separately"
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Attributes:
-    digest: "sha256:..." of `archive`: what a volunteer accepts.
-    run: the description of the run; its `digest` is the script's.
-    files: content by name, run.toml included.
+    """A run's script and description.
+
+    Attributes:
+        digest: the digest of `archive`, "sha256:...", which a volunteer accepts.
+        run: the description of the run; its `digest` is that of the script.
+        files: the content of each file by name, run.toml included.
     """
 
     digest: str
@@ -34,12 +36,11 @@ class Bundle:
 
     @classmethod
     def from_run_file(cls, runfile: RunFile) -> Bundle | None:
-        """The bundle of the owner's run.toml; None: it names no script.
+        """Make the bundle of the owner's run.toml; return None if it names no script.
 
         Raises:
-            ConfigError: a file is missing, the script has another digest than run.toml says, or the bundle is
-            too
-                large.
+            ConfigError: a file is missing, the script's digest differs from that in run.toml, or the
+                bundle is too large.
         """
         run = runfile.run
         if not run.script or runfile.path is None:
@@ -48,27 +49,31 @@ class Bundle:
         contents = {name: _read(folder / name) for name in dict.fromkeys((run.script, *run.files))}
         if RUN_FILE in contents:
             raise ConfigError(
-                f"{runfile.path}: [run] names {RUN_FILE} itself", remedy="leave it out: it is always there"
+                f"{runfile.path}: [run] lists {RUN_FILE} itself",
+                remedy="remove it from [run], because it is always included",
             )
         known = digest_of(contents[run.script])
         if run.digest and run.digest != known:
             raise ConfigError(
-                f"{folder / run.script} has the digest {known}, and {runfile.path} says {run.digest}",
-                remedy="if the script is as you want it, write its digest into run.toml; else restore it",
+                f"{folder / run.script} has the digest {known}, but {runfile.path} gives {run.digest}",
+                remedy="write the new digest into run.toml to serve this script, or restore the old script",
             )
         run = replace(run, digest=known, files=tuple(sorted({*run.files} - {run.script})))
         files = {RUN_FILE: run_to_toml(run).encode(), **contents}
         try:
             archive = pack(files)
         except ArchiveError as error:
-            raise ConfigError(f"{runfile.path} names no bundle: {error}", remedy=_TOO_LARGE_REMEDY) from None
+            raise ConfigError(
+                f"{runfile.path} does not describe a bundle: {error}", remedy=_TOO_LARGE_REMEDY
+            ) from None
         return cls(digest_of(archive), run, files, archive)
 
     @classmethod
     def from_archive(cls, archive: bytes, digest: str) -> Bundle:
-        """The bundle that a coordinator sent.  Raises `RemoteProtocolError` if digest or form differ."""
+        """Read the bundle that a coordinator sent.  Raises `RemoteProtocolError` if its digest or form is
+        wrong."""
         if digest_of(archive) != digest:
-            raise _wrong(f"it has the digest {digest_of(archive)}, and {digest} was asked for")
+            raise _wrong(f"it has the digest {digest_of(archive)}, but {digest} was requested")
         files = unpack(archive)
         text = files.get(RUN_FILE, b"")
         try:
@@ -79,19 +84,19 @@ class Bundle:
         if run_to_toml(run).encode() != text:
             raise _wrong(f"its {RUN_FILE} is not in the form in which a coordinator writes it")
         if set(files) != {RUN_FILE, run.script, *run.files} or not run.script:
-            raise _wrong(f"its {RUN_FILE} names other files than there are")
+            raise _wrong(f"its {RUN_FILE} lists files other than those in the archive")
         if digest_of(files[run.script]) != run.digest:
-            raise _wrong(f"{run.script} is not the script that its {RUN_FILE} has the digest of")
+            raise _wrong(f"{run.script} does not have the digest that its {RUN_FILE} gives")
         return cls(digest, run, files, archive)
 
 
 def digest_of(content: bytes) -> str:
-    """The digest as `sha256sum` prints it, after "sha256:"."""
+    """Return the digest as `sha256sum` prints it, after "sha256:"."""
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 def run_to_toml(run: RunDescription) -> str:
-    """The canonical form of [run] in a bundle; `RunFile.parse` reads it."""
+    """Return the canonical form of [run] in a bundle; `RunFile.parse` reads it."""
     pairs: list[tuple[str, str | list[str]]] = [
         ("name", run.name),
         ("about", run.about),
@@ -110,7 +115,7 @@ def run_to_toml(run: RunDescription) -> str:
 
 
 def _quoted(value: str | list[str]) -> str:
-    """A TOML string: JSON's form, as only printable text is accepted."""
+    """Return a TOML string or list in JSON's form, which is valid TOML for printable text."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -120,8 +125,8 @@ def _read(path: Path) -> bytes:
             content = file.read(MAX_BUNDLE_BYTES + 1)
     except OSError as error:
         raise ConfigError(
-            f"{path}, which {RUN_FILE} names, cannot be read: {error.strerror}",
-            remedy=f"mend script and files in [run] of {RUN_FILE}",
+            f"{path}, which is listed in {RUN_FILE}, cannot be read: {error.strerror}",
+            remedy=f"correct script and files in [run] of {RUN_FILE}",
         ) from None
     if len(content) > MAX_BUNDLE_BYTES:
         raise ConfigError(f"{path} is larger than {MAX_BUNDLE_BYTES} bytes", remedy=_TOO_LARGE_REMEDY)
@@ -131,5 +136,5 @@ def _read(path: Path) -> bytes:
 def _wrong(reason: str) -> RemoteProtocolError:
     return RemoteProtocolError(
         f"this is not the bundle that was announced: {reason}",
-        remedy="tell the run's owner; nothing of it was run or kept",
+        remedy="inform the run's owner; nothing from this bundle was run or stored",
     )

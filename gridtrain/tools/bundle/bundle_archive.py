@@ -1,11 +1,13 @@
-"""Files as one archive with the same bytes wherever it is made: POSIX ustar, which any `tar` can list.
+"""Packs files into an archive whose bytes are the same wherever it is made: POSIX ustar, which any `tar` can
+list.
 
     header, 512 bytes: name, mode 0644, size, checksum     |  one for each file, sorted by name
     content, padded to a multiple of 512                   |
     1024 bytes of zero
 
-`unpack` packs again what it has read, and refuses the archive unless the bytes are equal: so there are no
-links, devices, modes, owners, times, extensions or gaps in which something could hide.  Touches no disk.
+`unpack` packs the files that it has read again, and refuses the archive unless the bytes are equal.  An
+archive therefore has no links, devices, modes, owners, times, extensions or gaps in which something could be
+hidden.  This module does not access the disk.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ _SIZE_FIELD = slice(124, 136)
 
 
 class ArchiveError(ValueError):
-    """These files cannot be one archive."""
+    """The files cannot form one archive."""
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
-    """The archive of `files` by name.  Raises `ArchiveError`."""
+    """Return the archive of `files` by name.  Raises `ArchiveError`."""
     if not 1 <= len(files) <= MAX_FILES:
-        raise ArchiveError(f"{len(files)} files; there may be 1 to {MAX_FILES}")
+        raise ArchiveError(f"there are {len(files)} files; there must be 1 to {MAX_FILES}")
     folded = {name.casefold() for name in files}
     if len(folded) < len(files):
         raise ArchiveError("two names differ only in upper and lower case")
@@ -38,19 +40,19 @@ def pack(files: Mapping[str, bytes]) -> bytes:
     parts = []
     for name in sorted(files):
         if not is_safe_relative_name(name):
-            raise ArchiveError(f"{name!r:.120} is no plain name of a file within the folder")
+            raise ArchiveError(f"{name!r:.120} is not a plain relative file name")
         content = files[name]
         parts += [_header(name, len(content)), content, bytes(-len(content) % TAR_BLOCK_BYTES)]
     archive = b"".join([*parts, _END_OF_ARCHIVE])
     if len(archive) > MAX_BUNDLE_BYTES:
-        raise ArchiveError(f"{len(archive)} bytes; at most {MAX_BUNDLE_BYTES} are allowed")
+        raise ArchiveError(f"the archive has {len(archive)} bytes; at most {MAX_BUNDLE_BYTES} are allowed")
     return archive
 
 
 def unpack(archive: bytes) -> dict[str, bytes]:
-    """The files of an archive.  Raises `RemoteProtocolError` unless `pack` could have made it."""
+    """Return the files of an archive.  Raises `RemoteProtocolError` if `pack` cannot have made it."""
     if len(archive) > MAX_BUNDLE_BYTES:
-        raise _no_bundle(f"{len(archive)} bytes, at most {MAX_BUNDLE_BYTES} are allowed")
+        raise _no_bundle(f"it has {len(archive)} bytes; at most {MAX_BUNDLE_BYTES} are allowed")
     files: dict[str, bytes] = {}
     at = 0
     while len(files) <= MAX_FILES and (header := archive[at : at + TAR_BLOCK_BYTES]).strip(b"\0"):
@@ -65,7 +67,9 @@ def unpack(archive: bytes) -> dict[str, bytes]:
     except ArchiveError as error:
         raise _no_bundle(str(error)) from None
     if again != archive:
-        raise _no_bundle("its bytes are not those that its files give: it holds more than plain files")
+        raise _no_bundle(
+            "its bytes differ from an archive of its files, so it contains more than plain files"
+        )
     return files
 
 
@@ -86,5 +90,6 @@ def _header(name: str, size: int) -> bytes:
 
 def _no_bundle(reason: str) -> RemoteProtocolError:
     return RemoteProtocolError(
-        f"what was sent is no bundle: {reason}", remedy="tell the run's owner; nothing of it was run or kept"
+        f"the received data is not a bundle: {reason}",
+        remedy="inform the run's owner; nothing from this bundle was run or stored",
     )

@@ -9,5 +9,5 @@ orchestrator      starts coordinator and workers as processes, and always ends t
 progress_view     progress on a terminal or in a log
 demo_report       the table and the sentences;  svg_chart: the chart
 main              all of it in order
-pipeline_*        the same for a model in stages
+pipeline_demo, pipeline_worker, pipeline_model    the same for a model in stages
 """

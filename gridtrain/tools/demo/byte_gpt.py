@@ -19,7 +19,8 @@ from gridtrain.tools.demo.recipe import SIZES, VOCABULARY, ModelSize
 
 
 class TransformerBlock(nn.Module):
-    """Causal self-attention and an MLP, each after a layer norm and around a residual."""
+    """Causal self-attention and an MLP, each with a layer norm before it and a residual connection around
+    it."""
 
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class TransformerBlock(nn.Module):
 class ByteGPT(nn.Module):
     """A byte-level GPT.  The same `seed` gives the same parameters on every worker.
 
-    `SIZES["small"]`: 120,576 parameters, 0.48 MB of float32 gradient a step.
+    `SIZES["small"]` has 120,576 parameters, that is 0.48 MB of float32 gradient per step.
     """
 
     def __init__(self, size: ModelSize = SIZES["small"], *, seed: int = 0) -> None:
@@ -59,7 +60,8 @@ class ByteGPT(nn.Module):
         self._initialise(seed)
 
     def _initialise(self, seed: int) -> None:
-        """Normal(0, 0.02), smaller where a layer writes into the residual stream (GPT-2, section 2.3)."""
+        """Initialise from Normal(0, 0.02), smaller where a layer writes into the residual stream (GPT-2,
+        section 2.3)."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
@@ -70,7 +72,7 @@ class ByteGPT(nn.Module):
             nn.init.normal_(parameter, std=std, generator=generator)
 
     def forward(self, bytes_BT: Tensor) -> Tensor:
-        """Logits of the next byte, shape (B, T, 256), for byte values of shape (B, T), int64."""
+        """Return logits of the next byte, shape (B, T, 256), for byte values of shape (B, T), int64."""
         positions_T = torch.arange(bytes_BT.shape[1], device=bytes_BT.device)
         x_BTD = self.token(bytes_BT) + self.position(positions_T)
         for block in self.blocks:
@@ -78,7 +80,7 @@ class ByteGPT(nn.Module):
         return F.linear(self.norm(x_BTD), self.token.weight)
 
     def loss(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:
-        """Mean cross entropy in nats per byte."""
+        """Return the mean cross entropy in nats per byte."""
         return F.cross_entropy(self(x_BT).flatten(0, 1), y_BT.flatten())
 
 
@@ -94,13 +96,13 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < len(self):
-            raise IndexError(f"window {index} of {len(self)}")
+            raise IndexError(f"the window is {index}; it must be from 0 to below {len(self)}")
         start = index * self.context
         window = self.text[start : start + self.context + 1].long()
         return window[:-1], window[1:]
 
     def evenly_spaced(self, count: int) -> tuple[Tensor, Tensor]:
-        """`count` windows spread evenly over the text, stacked: the fixed held-out subset."""
+        """Return `count` windows spread evenly over the text, stacked: the fixed held-out subset."""
         count = min(count, len(self))
         pairs = [self[i * len(self) // count] for i in range(count)]
         return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])

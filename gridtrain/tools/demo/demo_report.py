@@ -1,11 +1,11 @@
-"""Compares the runs of the demo: a table, a chart, and what they do not show.
+"""Compares the runs of the demo in a table and a chart, and states what they do not show.
 
     LossCurve (one per run) --+--> table rows --> report.md, terminal
                               +--> two panels --> loss.svg
                               +--> metrics.json
 
-The first run is the baseline, and its final held-out loss the target.  Another run has reached it at the
-first of its measurements that is at or below it, without smoothing or interpolation.
+The first run is the baseline, and its final held-out loss is the target.  Another run reaches the target at
+its first measurement at or below the target, without smoothing or interpolation.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from gridtrain.errors import GridtrainError
 from gridtrain.tools.demo.svg_chart import COLOURS, ChartLine, ChartPanel, draw_chart
 
 SINGLE_PROCESS_CAVEAT = (
-    "On one machine a single process would be faster than all of this: nothing here had to travel. "
-    "The demo shows the network: what the same training costs when each worker sits behind a {cap} line."
+    "On one machine a single process would be faster than all of these runs, because it needs no network. "
+    "The demo shows the cost of the network: how long the same training takes over links of {cap}."
 )
 
 CLOCK_NOTE = (
-    "Seconds run from the first step's first batch to the end of the step; the first worker's held-out "
-    "evaluations are taken out of the clock, in all runs alike."
+    "Seconds are counted from the first batch of the run to the end of the step; the first worker's held-out "
+    "evaluations are not counted, in any of the runs."
 )
 
 Row = tuple[str, ...]
@@ -34,11 +34,11 @@ HEADINGS: Row = (
     "steps",
     "seconds",
     "held-out loss",
-    "kB sent a step",
+    "kB sent per step",
     "steps to target",
     "seconds to target",
     "MB to target",
-    "sooner",
+    "speedup",
 )
 
 
@@ -47,10 +47,10 @@ class Measurement:
     """One held-out evaluation, after `step` steps.
 
     Attributes:
-        step: steps committed so far.
-        seconds: wall time, evaluations taken out.
-        held_out: mean cross entropy in nats per byte on the fixed held-out subset.
-        data_bytes: what this worker has sent for the exchange so far, counted at the socket.
+        step: the number of steps committed so far.
+        seconds: the wall time without evaluations.
+        held_out: the mean cross entropy in nats per byte on the fixed held-out subset.
+        data_bytes: the bytes that this worker has sent for the exchange so far, counted at the socket.
     """
 
     step: int
@@ -64,12 +64,12 @@ class LossCurve:
     """One finished run.
 
     Attributes:
-        exchange: "dense", "topk" or "gtopk".
-        label: for people, such as "gTop-k, density 0.05".
-        measurements: in the order of their steps; never empty.
-        steps: committed steps.
-        seconds: wall time of all steps, evaluations taken out.
-        sent_bytes: bytes sent by one worker (mean over the workers): "data", "votes", "control".
+        exchange: the name "dense", "topk" or "gtopk".
+        label: a name for display, such as "gTop-k, density 0.05".
+        measurements: the evaluations in the order of their steps; never empty.
+        steps: the number of committed steps.
+        seconds: the wall time of all steps without evaluations.
+        sent_bytes: the bytes sent by one worker (mean over the workers): "data", "votes", "control".
         times_s: the first worker's seconds: "compute", "select", "communicate", "wait".
     """
 
@@ -90,13 +90,13 @@ class LossCurve:
         return self.sent_bytes["data"] / max(1, self.steps)
 
     def first_at_or_below(self, target: float) -> Measurement | None:
-        """The first measurement at or below `target`; None if there is none."""
+        """Return the first measurement at or below `target`; None if there is none."""
         return next((m for m in self.measurements if m.held_out <= target), None)
 
 
 @dataclass(frozen=True, slots=True)
 class DemoSetting:
-    """What was run, for the texts: workers, cap per worker, model in words, machine in words."""
+    """The setting of the runs, as text: workers, cap per worker, model and machine."""
 
     workers: int
     cap: str
@@ -105,7 +105,7 @@ class DemoSetting:
 
 
 def comparison_rows(curves: Sequence[LossCurve]) -> list[Row]:
-    """One row of texts per run, under `HEADINGS`; the first run is the baseline."""
+    """Return one row of strings per run, with the columns `HEADINGS`; the first run is the baseline."""
     target = curves[0].final.held_out
     return [_row(curve, target, curves[0].final.seconds, baseline=curve is curves[0]) for curve in curves]
 
@@ -127,7 +127,7 @@ def _row(curve: LossCurve, target: float, baseline_s: float, *, baseline: bool) 
 
 
 def summary_sentences(curves: Sequence[LossCurve]) -> list[str]:
-    """One sentence for each run after the baseline."""
+    """Return one sentence for each run after the baseline."""
     baseline = curves[0]
     target = baseline.final.held_out
     sentences: list[str] = []
@@ -138,7 +138,7 @@ def summary_sentences(curves: Sequence[LossCurve]) -> list[str]:
             continue
         ratio = baseline.final.seconds / hit.seconds
         sentences.append(
-            f"{curve.label} reached {baseline.label}'s final loss of {target:.3f} {ratio:.1f}x sooner: "
+            f"{curve.label} reached {baseline.label}'s final loss of {target:.3f} {ratio:.1f} times faster: "
             f"after {hit.seconds:.1f} s and {hit.step} steps "
             f"instead of {baseline.final.seconds:.1f} s and {baseline.final.step} steps."
         )
@@ -146,7 +146,7 @@ def summary_sentences(curves: Sequence[LossCurve]) -> list[str]:
 
 
 def time_rows(curves: Sequence[LossCurve]) -> list[Row]:
-    """Rows (run, ms per step computing, selecting, communicating, waiting, kB votes, kB control)."""
+    """Return one row of strings per run, with the columns `TIME_HEADINGS`; all figures are per step."""
     rows: list[Row] = []
     for curve in curves:
         steps = max(1, curve.steps)
@@ -163,7 +163,7 @@ def time_rows(curves: Sequence[LossCurve]) -> list[Row]:
 
 
 TIME_HEADINGS: Row = (
-    "ms a step",
+    "ms per step",
     "compute",
     "select",
     "communicate",
@@ -174,7 +174,7 @@ TIME_HEADINGS: Row = (
 
 
 def loss_chart(curves: Sequence[LossCurve], setting: DemoSetting) -> str:
-    """SVG text: held-out loss against wall time, and against bytes sent by a worker (log axis)."""
+    """Return a chart of held-out loss against wall time and against bytes sent by a worker, as SVG text."""
     target = curves[0].final.held_out
     by_time: list[ChartLine] = []
     by_bytes: list[ChartLine] = []
@@ -202,10 +202,10 @@ def loss_chart(curves: Sequence[LossCurve], setting: DemoSetting) -> str:
 
 
 def write_report(curves: Sequence[LossCurve], setting: DemoSetting, folder: Path) -> list[Path]:
-    """Write report.md, loss.svg and metrics.json into `folder`; returns their paths.
+    """Write report.md, loss.svg and metrics.json into `folder`; return their paths.
 
     Raises:
-        GridtrainError: there is no curve, or one has no measurement.
+        GridtrainError: there is no curve, or a curve has no measurement.
     """
     if not curves or not all(curve.measurements for curve in curves):
         raise GridtrainError(
@@ -226,7 +226,7 @@ def write_report(curves: Sequence[LossCurve], setting: DemoSetting, folder: Path
 
 
 def report_markdown(curves: Sequence[LossCurve], setting: DemoSetting) -> str:
-    """The report as Markdown."""
+    """Return the report as Markdown."""
     target = curves[0].final.held_out
     return "\n".join(
         [
@@ -242,7 +242,7 @@ def report_markdown(curves: Sequence[LossCurve], setting: DemoSetting) -> str:
             "",
             "![held-out loss](loss.svg)",
             "",
-            "Milliseconds of a step on the first worker, and what is sent beside the exchange's own bytes:",
+            "Milliseconds per step on the first worker, and kB per step sent in addition to the exchange:",
             "",
             *_markdown_table(TIME_HEADINGS, time_rows(curves)),
             "",

@@ -1,6 +1,6 @@
-"""What each of the demo's workers runs: an ordinary training loop, an ordinary user of the SDK.
+"""The script of each worker of the demo: an ordinary training loop that uses the public SDK.
 
-Decides model, data and measurements.  Never touches a socket, a rank or another worker.
+It chooses the model, the data and the measurements, and handles no sockets, ranks or other workers.
 
     gridtrain worker ADDRESS -- python -m gridtrain.tools.demo.demo_worker --exchange gtopk --metrics FOLDER
 """
@@ -31,9 +31,9 @@ from gridtrain.tools.demo.text_corpus import load_corpus
 
 
 class StepRecorder:
-    """Counts what a step took and, on the first worker, writes it down.
+    """Measures the time of each step and, on the first worker, writes a record of the step.
 
-    The clock starts with the first batch and stands still while the held-out loss is measured.
+    The clock starts with the first batch, and is stopped while the held-out loss is measured.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,17 +44,17 @@ class StepRecorder:
         self._times = StepTimes()
 
     def exclude_time(self, elapsed_s: float) -> None:
-        """Take a held-out evaluation out of the clock."""
+        """Exclude the time of a held-out evaluation from the clock."""
         self._paused_s += elapsed_s
 
     def count_step(self, loss: float, timings: dict[str, float]) -> float:
-        """Count a step; `timings` are the optimizer's, in seconds.  Returns the clock."""
+        """Count a step; return the time of the clock.  `timings` are those of the optimizer, in seconds."""
         self._loss = loss if self._loss is None else 0.9 * self._loss + 0.1 * loss
         seconds = time.perf_counter() - self._started_s - self._paused_s
         select = self._times.select + timings["selecting_s"]
         communicate = self._times.communicate + timings["communicating_s"]
         wait = self._times.wait + timings["waiting_s"]
-        # All the rest is the model's: reading the batch, forward, backward, applying the update.
+        # The model accounts for the rest: reading the batch, forward, backward, applying the update.
         self._times = StepTimes(seconds - select - communicate - wait, select, communicate, wait)
         return seconds
 
@@ -67,7 +67,7 @@ class StepRecorder:
 
 @torch.no_grad()
 def held_out_loss(model: ByteGPT, held_out: tuple[Tensor, Tensor]) -> float:
-    """Mean cross entropy over the fixed subset, in nats per byte."""
+    """Return the mean cross entropy over the fixed subset, in nats per byte."""
     return float(model.loss(*held_out))
 
 

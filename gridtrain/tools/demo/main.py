@@ -20,16 +20,16 @@ from gridtrain.tools.demo.recipe import SIZES
 from gridtrain.tools.demo.text_corpus import load_corpus
 
 BUSY_LOAD = 0.3
-"""Load average per core from which the demo says that the machine is busy."""
+"""The load average per core from which the demo warns that the machine is busy."""
 
 
 def run_demo(plan: DemoPlan, console: Console) -> list[demo_report.LossCurve]:
     """Run the demo, print its results, and write the report.
 
     Raises:
-        ConfigError: torch or the standard library's source is missing, the cap is no rate, or the
-            folder for the results cannot be made.
-        GridtrainError: a process failed; the text holds the tail of its log.
+        ConfigError: torch or the standard library's source is missing, the cap is not a rate, or the
+            folder for the results cannot be created.
+        GridtrainError: a process failed; the message contains the end of its log.
     """
     torch_version = _torch_version()
     corpus = load_corpus()
@@ -44,7 +44,8 @@ def run_demo(plan: DemoPlan, console: Console) -> list[demo_report.LossCurve]:
         plan.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"cannot make the folder {plan.out}: {error.strerror}", remedy="choose another one with --out"
+            f"cannot create the folder {plan.out}: {error.strerror}",
+            remedy="choose another folder with --out",
         ) from None
     console.print(
         f"{plan.workers} workers, each behind a {setting.cap} line, train one {setting.model}, "
@@ -63,24 +64,28 @@ def run_demo(plan: DemoPlan, console: Console) -> list[demo_report.LossCurve]:
         console.print(sentence, style="bold", highlight=False)
     console.print(demo_report.CLOCK_NOTE, highlight=False)
     console.print(demo_report.SINGLE_PROCESS_CAVEAT.format(cap=setting.cap), highlight=False)
-    console.print(f"Took {time.monotonic() - began_s:.0f} s in all. Written:", highlight=False)
+    console.print(f"Took {time.monotonic() - began_s:.0f} s in total. Files written:", highlight=False)
     for path in paths:
         console.print(f"  {path}", highlight=False, soft_wrap=True)
     return curves
 
 
 def load_note(load: float, cores: int) -> str:
-    """A warning if other programs keep this machine busy; "": they do not.  `load`: average of a minute."""
+    """Return a warning if other programs keep this machine busy, otherwise "".  `load` is the load average of
+    the last minute."""
     if load < BUSY_LOAD * cores:
         return ""
     return (
-        f"Other programs keep this machine busy (load {load:.1f} on {cores} cores): that slows computing "
-        "more than the capped network, so the sparse exchange gains less than on an idle machine."
+        f"Other programs keep this machine busy (load {load:.1f} on {cores} cores): this slows down "
+        "computation more than the capped network, so the sparse exchange gains less than on an idle machine."
     )
 
 
 def transposed_table(headings: demo_report.Row, rows: list[demo_report.Row]) -> Table:
-    """One line a figure, one column a run: fits 80 columns with up to four runs."""
+    """Return a table with a row for each figure and a column for each run.
+
+    It fits into 80 characters with up to four runs.
+    """
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     table.add_column(headings[0], no_wrap=True)
     for row in rows:
@@ -91,11 +96,11 @@ def transposed_table(headings: demo_report.Row, rows: list[demo_report.Row]) -> 
 
 
 def _torch_version() -> str:
-    """The installed version; an import would take more than a second."""
+    """Return the version of torch without importing it, which would take more than a second."""
     try:
         return version("torch")
     except PackageNotFoundError:
         raise ConfigError(
-            "the demo trains with PyTorch, and torch is not installed",
+            "the demo trains with PyTorch, but torch is not installed",
             remedy=install_command("torch"),
         ) from None

@@ -1,6 +1,6 @@
-"""A coordinator and its workers as processes of this machine: started, followed, always cleaned up.
+"""Runs a coordinator and its workers as processes on this machine: starts, follows and always ends them.
 
-Decides which processes run and when a run has failed.  Never touches a gradient.
+It decides which processes run, and when a run has failed; it handles no gradients.
 
     for each exchange:
       gridtrain coordinator --min-workers P           one log file each
@@ -29,31 +29,38 @@ from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient
 from gridtrain.tools.demo.demo_report import LossCurve, Measurement
 from gridtrain.tools.demo.recipe import DENSITY, MEASURE_EVERY, label_for
-from gridtrain.tools.demo.step_records import STEPS_FILE, RecordReader, StepRecord, mean_sent
+from gridtrain.tools.demo.step_records import SENT_GLOB, STEPS_FILE, RecordReader, StepRecord, mean_sent
 
 POLL_S = 0.2
 SHUTDOWN_TIMEOUTS_S = (6.0, 3.0)
-"""After the first and after the second SIGTERM (at which an agent kills its script); then SIGKILL."""
+"""The times to wait after the first and after the second SIGTERM, at which an agent kills its script.
+
+After them the processes are killed with SIGKILL.
+"""
 
 NO_PROGRESS_TIMEOUT_S = 90.0
-"""Without a new step for this long, a run has failed.  Longer than a step at any cap that makes sense."""
+"""A run without a new step for this long has failed.  A step is shorter at any reasonable cap."""
 
 START_TIMEOUT_S = 120.0
-"""Importing torch in all workers at once, on a slow machine."""
+"""How long the workers may take for their first step, as all import torch at once."""
 
 INVITATION_TIMEOUT_S = 3600.0
 LOG_TAIL_LINES = 15
+OLD_FILES = (
+    *(STEPS_FILE, SENT_GLOB, "worker-*.json", "final*.safetensors*", "*.log"),
+    *("journal.sqlite*", "coordinator.*", "operator.key", "gridtrain/*/identities/*/worker-*"),
+)
 CLI = (sys.executable, "-c", "from gridtrain.cli import main; main()")
 
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """What `gridtrain demo` was asked for.
+    """The options of `gridtrain demo`.
 
     Attributes:
-        runs: (exchange, steps), in order; the first is the baseline.
-        cap: upload and download limit of each worker, such as "20Mbit".
-        out: folder for logs, metrics and the report.
+        runs: the pairs (exchange, steps), in order; the first is the baseline.
+        cap: the upload and download limit of each worker, such as "20Mbit".
+        out: the folder for logs, metrics and the report.
     """
 
     runs: tuple[tuple[str, int], ...]
@@ -68,14 +75,14 @@ class DemoPlan:
 
 @dataclass(frozen=True, slots=True)
 class ProcessCommand:
-    """A process to start; its end with another exit code than 0 fails the run."""
+    """A process to start; an exit code other than 0 fails the run."""
 
     name: str
     argv: tuple[str, ...]
 
 
 class ProgressView(Protocol):
-    """Who is told how a run goes on (a terminal, a log, a test)."""
+    """Receives a run's progress, to show it on a terminal or in a log."""
 
     def begin(self, label: str, steps: int) -> None: ...
 
@@ -85,55 +92,61 @@ class ProgressView(Protocol):
 
 
 def run_all(plan: DemoPlan, view: ProgressView) -> list[LossCurve]:
-    """Run the exchanges one after the other.
+    """Run the exchanges one after the other; return their loss curves.
 
     Raises:
-        GridtrainError: a worker or the coordinator failed; the text holds the tail of its log.
+        GridtrainError: a worker or the coordinator failed; the message contains the end of its log.
     """
     curves: list[LossCurve] = []
     for exchange, steps in plan.runs:
         folder = plan.out / exchange
-        _empty(folder)
+        remove_old_files(folder)
         label = label_for(exchange, plan.density)
         view.begin(label, steps)
-        workers = partial(worker_commands, plan, exchange, steps, folder)
+        train = training_command(plan, exchange, steps, folder)
+        limits = ("--upload-limit", plan.cap, "--download-limit", plan.cap)
+        workers = partial(worker_commands, plan.workers, folder, train, limits)
         try:
-            supervise(coordinator_command(plan, folder), workers, folder, view.update)
+            supervise(coordinator_command(plan.workers, folder), workers, folder, view.update)
         finally:
             view.end()
         curves.append(read_curve(exchange, label, folder))
     return curves
 
 
-def coordinator_command(plan: DemoPlan, folder: Path) -> ProcessCommand:
+def coordinator_command(workers: int, folder: Path) -> ProcessCommand:
     argv = (*CLI, "coordinator", "--listen", "tcp://127.0.0.1:0", "--state", str(folder.resolve()))
-    return ProcessCommand("coordinator", (*argv, "--min-workers", str(plan.workers)))
+    return ProcessCommand("coordinator", (*argv, "--min-workers", str(workers)))
 
 
-def worker_commands(plan: DemoPlan, exchange: str, steps: int, folder: Path) -> list[ProcessCommand] | None:
-    """With an invitation from the coordinator whose state is in `folder`; None: it does not listen yet."""
+def worker_commands(
+    count: int, folder: Path, train: Sequence[str], options: Sequence[str] = ()
+) -> list[ProcessCommand] | None:
+    """Return the commands of `count` workers; None if the coordinator of `folder` does not listen yet.
+
+    Args:
+        train: the training command of each worker.
+        options: options of `gridtrain worker`.
+    """
     try:
         contact = CoordinatorEndpoint.find(state=folder.resolve())
     except ConfigError:
         return None
     with OperatorClient(contact) as operator:
-        invitation = operator.invite(plan.workers, expires_s=INVITATION_TIMEOUT_S).text()
-    train = [
-        sys.executable,
-        "-m",
-        "gridtrain.tools.demo.demo_worker",
-        "--exchange",
-        exchange,
-        "--steps",
-        str(steps),
-    ]
-    train += ["--density", str(plan.density), "--model", plan.model, "--seed", str(plan.seed)]
-    train += ["--measure-every", str(plan.measure_every), "--metrics", str(folder)]
-    worker = (*CLI, "worker", invitation, "--upload-limit", plan.cap, "--download-limit", plan.cap)
+        invitation = operator.invite(count, expires_s=INVITATION_TIMEOUT_S).text()
+    worker = (*CLI, "worker", invitation, *options)
     return [
         ProcessCommand(f"worker-{i}", (*worker, "--name", f"worker-{i}", "--", *train))
-        for i in range(1, plan.workers + 1)
+        for i in range(1, count + 1)
     ]
+
+
+def training_command(plan: DemoPlan, exchange: str, steps: int, folder: Path) -> list[str]:
+    """Return the training command of each worker of one run."""
+    train = [sys.executable, "-m", "gridtrain.tools.demo.demo_worker", "--exchange", exchange]
+    train += ["--steps", str(steps), "--density", str(plan.density), "--model", plan.model]
+    train += ["--seed", str(plan.seed), "--measure-every", str(plan.measure_every)]
+    return [*train, "--metrics", str(folder)]
 
 
 def supervise(
@@ -145,13 +158,13 @@ def supervise(
     start_s: float = START_TIMEOUT_S,
     silence_s: float = NO_PROGRESS_TIMEOUT_S,
 ) -> None:
-    """Run until every worker has ended with exit code 0; no process outlives this call.
+    """Run the coordinator and the workers until all workers have ended; no process outlives this call.
 
     Args:
-        workers: asked until it gives the workers' commands, as soon as the coordinator listens.
+        workers: called until it returns the workers' commands; returns None until the coordinator listens.
 
     Raises:
-        GridtrainError: a process failed, or no step was made for too long.
+        GridtrainError: a process failed, or no step was committed for too long.
     """
     with contextlib.ExitStack() as stack:
         processes = stack.enter_context(start_processes([coordinator], folder))
@@ -170,8 +183,10 @@ def supervise(
                 return
             if time.monotonic() - heard_s > patience_s:
                 raise GridtrainError(
-                    "\n".join([f"no step for {patience_s:.0f} s", *(p.tail() for p in processes[:2])]),
-                    remedy=f"the complete logs are in {folder}",
+                    "\n".join(
+                        [f"no step was committed for {patience_s:.0f} s", *(p.tail() for p in processes[:2])]
+                    ),
+                    remedy=f"see the complete logs in {folder}",
                 )
             time.sleep(POLL_S)
 
@@ -188,7 +203,7 @@ class RunningProcess:
         return self.popen.poll()
 
     def tail(self) -> str:
-        """The last lines of its log, with a heading."""
+        """Return the last lines of the process's log, with a heading."""
         lines = self.log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         return "\n".join([f"--- {self.command.name}, end of its log ---", *lines])
 
@@ -197,7 +212,7 @@ class RunningProcess:
         if code:
             raise GridtrainError(
                 f"{self.command.name} ended with exit code {code}\n{self.tail()}",
-                remedy=f"the complete logs are in {self.log.parent}",
+                remedy=f"see the complete logs in {self.log.parent}",
             )
 
 
@@ -217,7 +232,7 @@ def start_processes(commands: Sequence[ProcessCommand], folder: Path) -> Iterato
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env=environment,
-                    start_new_session=True,  # Ctrl-C comes to us alone; we end the rest in order
+                    start_new_session=True,  # only this process gets Ctrl-C, and ends the others
                 )
             running.append(RunningProcess(command, popen, log))
         yield running
@@ -226,16 +241,17 @@ def start_processes(commands: Sequence[ProcessCommand], folder: Path) -> Iterato
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Ours, without settings of another run; one thread per worker, the final model among the results."""
+    """Return this process's environment without settings of another run, with one thread per worker and with
+    the final model among the results."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    here = str(folder.resolve())  # keys too: a demo leaves nothing elsewhere
+    here = str(folder.resolve())  # also for keys, so that a demo leaves nothing elsewhere
     ours = {"PYTHONUNBUFFERED": "1", f"{ENV_PREFIX}EXPORT_DIR": here, "XDG_STATE_HOME": here}
     return inherited | threads | ours
 
 
 def _end(running: Sequence[RunningProcess]) -> None:
-    """Ask everyone to end, workers first; ask again; kill what is left."""
+    """Ask all processes to end, workers first; ask again; kill those that are left."""
     with _undisturbed():
         for grace_s in SHUTDOWN_TIMEOUTS_S:
             alive = [process for process in reversed(running) if process.poll() is None]
@@ -252,9 +268,9 @@ def _end(running: Sequence[RunningProcess]) -> None:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """A second Ctrl-C or SIGTERM must not cut the clean-up short: it is bounded and soon over."""
+    """Ignore further Ctrl-C and SIGTERM, which must not interrupt the clean-up; its duration is bounded."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals come to the main thread alone
+        yield  # only the main thread receives signals
         return
     previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -269,24 +285,15 @@ def _signal_group(process: RunningProcess, number: signal.Signals) -> None:
         os.killpg(process.popen.pid, number)
 
 
-def _empty(folder: Path) -> None:
-    """Remove what an earlier demo left: only files that the demo itself makes."""
-    for pattern in (
-        STEPS_FILE,
-        "sent-*.json",
-        "*.log",
-        "journal.sqlite*",
-        "coordinator.*",
-        "operator.key",
-        "gridtrain/*/identities/*/worker-*",
-        "final.safetensors",
-    ):
+def remove_old_files(folder: Path) -> None:
+    """Remove the files of an earlier demo, and no files that a demo does not create."""
+    for pattern in OLD_FILES:
         for path in folder.glob(pattern):
             path.unlink()
 
 
 def read_curve(exchange: str, label: str, folder: Path) -> LossCurve:
-    """A finished run's curve, from the files that its workers wrote.
+    """Read a finished run's curve from the files that its workers wrote.
 
     Raises:
         GridtrainError: the run left no held-out measurement.
@@ -298,7 +305,7 @@ def read_curve(exchange: str, label: str, folder: Path) -> LossCurve:
     if not measurements:
         raise GridtrainError(
             f"the run with {label} ended without a held-out measurement",
-            remedy=f"the logs are in {folder}",
+            remedy=f"see the logs in {folder}",
         )
     last = records[-1]
     sent = mean_sent(folder) or {

@@ -1,6 +1,6 @@
 """`gridtrain demo --pipeline`: a model that is too large for one worker's memory limit, on four workers.
 
-Decides which runs are made, checks what they must have in common, and says what came of it.
+It chooses the runs, checks that stages stay below the limit, and reports the results.
 
     in one piece       1 worker, for comparison: more memory than the limit
     4 stages           4 workers: the same parameters, bit for bit, each worker below the limit
@@ -13,31 +13,28 @@ import json
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from gridtrain.errors import ConfigError, GridtrainError
-from gridtrain.runtime.client.operator_client import CoordinatorEndpoint, OperatorClient
-from gridtrain.tools.demo.orchestrator import CLI, INVITATION_TIMEOUT_S, ProcessCommand, supervise
+from gridtrain.errors import GridtrainError
+from gridtrain.tools.demo.orchestrator import (
+    coordinator_command,
+    remove_old_files,
+    supervise,
+    worker_commands,
+)
 from gridtrain.tools.demo.step_records import StepRecord
 
-OLD_RESULT_PATTERNS = (
-    "steps.jsonl",
-    "worker-*.json",
-    "*.log",
-    "journal.sqlite*",
-    "coordinator.*",
-    "operator.key",
-)
 MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineRun:
-    """S stages x R replicas."""
+    """A run with S stages x R replicas."""
 
     name: str
     label: str
@@ -59,7 +56,7 @@ RUNS = (
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """What a run's workers have told, in rank order."""
+    """The results of a run's workers, in rank order."""
 
     run: PipelineRun
     workers: list[dict[str, Any]]
@@ -78,16 +75,16 @@ class FinishedRun:
 
     @property
     def sent_bytes_per_step(self) -> float:
-        """Of a worker, on average."""
+        """The bytes that a worker sends in a step, on average."""
         total = sum(int(worker["sent_bytes"]) for worker in self.workers)
         return total / len(self.workers) / len(self.losses)
 
 
 def run_pipeline_demo(out: Path, console: Console, *, steps: int, quick: bool) -> list[FinishedRun]:
-    """Run all, show what came of it.
+    """Carry out all runs, print their results, and return them.
 
     Raises:
-        GridtrainError: a process failed, or runs that must agree do not.
+        GridtrainError: a process failed, or a stage exceeds the memory limit.
     """
     from gridtrain.tools.demo.pipeline_model import MEMORY_LIMIT_BYTES
 
@@ -99,49 +96,34 @@ def run_pipeline_demo(out: Path, console: Console, *, steps: int, quick: bool) -
     for sentence in summary_sentences(ended, out, limit_bytes):
         console.print(sentence, style="bold", highlight=False)
     console.print(
-        f"Took {time.monotonic() - began_s:.0f} s in all. Logs and parameters: {out}", highlight=False
+        f"Took {time.monotonic() - began_s:.0f} s in total. Logs and parameters: {out}", highlight=False
     )
     return ended
 
 
 def _run(run: PipelineRun, folder: Path, console: Console, *, steps: int, quick: bool) -> FinishedRun:
     folder.mkdir(parents=True, exist_ok=True)
-    for pattern in (*OLD_RESULT_PATTERNS, "final*", "gridtrain/*/identities/*/worker-*"):
-        for path in folder.glob(pattern):
-            path.unlink()
+    remove_old_files(folder)
     train = [sys.executable, "-m", "gridtrain.tools.demo.pipeline_worker", "--stages", str(run.stages)]
     train += ["--exchange", run.exchange, "--steps", str(steps), "--metrics", str(folder)]
     train += ["--quick"] if quick else []
-    argv = (*CLI, "coordinator", "--listen", "tcp://127.0.0.1:0", "--state", str(folder.resolve()))
-    coordinator = ProcessCommand("coordinator", (*argv, "--min-workers", str(run.workers)))
-    workers = "1 worker" if run.workers == 1 else f"{run.workers} workers"
-    console.print(f"{run.label}: {workers}, {steps} steps", highlight=False)
+    count = "1 worker" if run.workers == 1 else f"{run.workers} workers"
+    console.print(f"{run.label}: {count}, {steps} steps", highlight=False)
 
     def show(record: StepRecord) -> None:
         if record.step % max(1, steps // 4) == 0:
             said = f"  step {record.step} of {steps}, loss {record.loss:.3f}, {record.seconds:.0f} s"
             console.print(said, highlight=False)
 
-    supervise(coordinator, lambda: _workers(run, folder, train), folder, show)
+    workers = partial(worker_commands, run.workers, folder, train)
+    supervise(coordinator_command(run.workers, folder), workers, folder, show)
     told = [json.loads(path.read_text()) for path in sorted(folder.glob("worker-*.json"))]
     if len(told) != run.workers:
         raise GridtrainError(
-            f"{len(told)} of {run.workers} workers have told how they ended", remedy=f"see {folder}"
+            f"only {len(told)} of {run.workers} workers wrote their results",
+            remedy=f"see the logs in {folder}",
         )
     return FinishedRun(run, sorted(told, key=lambda worker: int(worker["rank"])))
-
-
-def _workers(run: PipelineRun, folder: Path, train: list[str]) -> list[ProcessCommand] | None:
-    try:
-        contact = CoordinatorEndpoint.find(state=folder.resolve())
-    except ConfigError:
-        return None
-    with OperatorClient(contact) as operator:
-        invitation = operator.invite(run.workers, expires_s=INVITATION_TIMEOUT_S).text()
-    return [
-        ProcessCommand(f"worker-{i}", (*CLI, "worker", invitation, "--name", f"worker-{i}", "--", *train))
-        for i in range(1, run.workers + 1)
-    ]
 
 
 def _table(ended: list[FinishedRun]) -> Table:
@@ -163,28 +145,31 @@ def _table(ended: list[FinishedRun]) -> Table:
 
 
 def summary_sentences(ended: list[FinishedRun], out: Path, limit_bytes: int | None) -> list[str]:
-    """What the runs show, with figures.  Raises `GridtrainError` where they must agree and do not."""
+    """Return sentences about the results.  Raises `GridtrainError` if a stage exceeds the memory limit."""
     whole, cut, square = ended
     if limit_bytes is not None and max(cut.held_bytes) > limit_bytes:
         raise GridtrainError(
-            f"a stage holds {max(cut.held_bytes) / MIB:.1f} MiB, the limit is {limit_bytes / MIB:.1f} MiB",
-            remedy="cut into more stages",
+            f"a stage holds {max(cut.held_bytes) / MIB:.1f} MiB; the limit is {limit_bytes / MIB:.1f} MiB",
+            remedy="use more stages",
         )
     differs = largest_parameter_difference(out / whole.run.name, out / cut.run.name)
     said = [
-        f"{cut.run.stages} stages against one piece after {len(cut.losses)} steps: largest difference of a "
-        f"parameter {differs:g}, of a loss {_apart(whole.losses, cut.losses):g}.",
-        f"Trained in one piece it holds {whole.held_bytes[0] / MIB:.1f} MiB, the largest of {cut.run.stages} "
-        f"stages {max(cut.held_bytes) / MIB:.1f} MiB"
-        + ("." if limit_bytes is None else f"; declared limit {limit_bytes / MIB:.1f} MiB a worker."),
-        f"All {square.run.workers} workers of 2 x 2 saw the same losses: "
+        f"{cut.run.stages} stages compared with one piece after {len(cut.losses)} steps: the largest "
+        f"difference is {differs:g} in a parameter and {_apart(whole.losses, cut.losses):g} in a loss.",
+        f"In one piece the model needs {whole.held_bytes[0] / MIB:.1f} MiB, the largest of {cut.run.stages} "
+        f"stages needs {max(cut.held_bytes) / MIB:.1f} MiB"
+        + (
+            "." if limit_bytes is None else f"; the declared limit is {limit_bytes / MIB:.1f} MiB per worker."
+        ),
+        f"All {square.run.workers} workers of 2 x 2 computed the same losses: "
         f"{'yes' if all(w['losses'] == square.losses for w in square.workers) else 'NO'}.",
     ]
     return said
 
 
 def largest_parameter_difference(whole: Path, cut: Path) -> float:
-    """Between the parameters of both runs, by name; infinite where a name is missing."""
+    """Return the largest difference between the parameters of both runs, by name; infinite if a name is
+    missing."""
     import safetensors.torch
 
     one = safetensors.torch.load_file(whole / "final.safetensors")

@@ -1,6 +1,6 @@
 """The model of `gridtrain demo --pipeline`: the demo's byte GPT as a chain of blocks, larger, and Adam.
 
-Decides shapes, initial values and settings; never where the model is cut.
+It defines shapes, initial values, settings, and the cuts into four stages.
 
     bytes (B, T) -> Embed -> Block x 8 -> Head -> logits (B, T, 256)       1.0 M parameters
 """
@@ -24,11 +24,17 @@ MICRO_BATCHES = 8
 LEARNING_RATE = 1e-3
 DATA_SEED = 4
 MEMORY_LIMIT_BYTES = 8 << 20
-"""Of each worker, declared: the whole model takes about three times as much, micro-batch by micro-batch."""
+"""The declared memory limit of each worker.
+
+The whole model takes about three times as much, even if it is trained micro-batch by micro-batch.
+"""
 
 CUTS = (0, 3, 5, 7, 10)
-"""Of `SIZE` in four stages that keep to the limit.  By measured speeds, of four workers that share one busy
-machine, a stage of four blocks comes about now and then, which does not."""
+"""The cuts of the model of `SIZE` into four stages within the limit.
+
+If four workers share one busy machine, cuts by measured speeds sometimes make a stage of four blocks, which
+exceeds the limit.
+"""
 
 
 class Embedding(nn.Module):
@@ -46,7 +52,7 @@ class Embedding(nn.Module):
 
 
 class OutputHead(nn.Module):
-    """The last norm, and logits of the next byte."""
+    """The last layer norm, and the projection to logits of the next byte."""
 
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
@@ -59,14 +65,15 @@ class OutputHead(nn.Module):
 
 
 def make_model(size: ModelSize = SIZE) -> nn.Sequential:
-    """To be called `with torch.device("meta")`, which `Blueprint` does: it then takes no memory."""
+    """Make the model; `Blueprint` calls it `with torch.device("meta")`, so that it takes no memory."""
     return nn.Sequential(
         Embedding(size), *(TransformerBlock(size) for _ in range(size.layers)), OutputHead(size)
     )
 
 
 def init(block: nn.Module, number: int) -> None:
-    """Normal(0, 0.02), smaller where a layer writes into the residual stream (GPT-2, section 2.3)."""
+    """Initialise from Normal(0, 0.02), smaller where a layer writes into the residual stream (GPT-2, section
+    2.3)."""
     for name, parameter in block.named_parameters():
         if parameter.dim() < 2:
             continue
@@ -79,5 +86,5 @@ def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def compute_loss(logits_BTV: Tensor, y_BT: Tensor) -> Tensor:
-    """Mean cross entropy in nats per byte."""
+    """Return the mean cross entropy in nats per byte."""
     return F.cross_entropy(logits_BTV.flatten(0, 1), y_BT.flatten())

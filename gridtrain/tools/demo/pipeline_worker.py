@@ -1,9 +1,9 @@
-"""What each worker of `gridtrain demo --pipeline` runs.
+"""The script of each worker of `gridtrain demo --pipeline`.
 
-Decides nothing that an ordinary script would not: the model, the data, what is written down.
+Like an ordinary training script, it chooses the model, the data and the records.
 
     --stages 4    a quarter of the model on each worker: grid.pipeline
-    --stages 1    the same model in one piece, an ordinary loop with grid.optimizer, to compare with
+    --stages 1    the same model in one piece, in an ordinary loop with grid.optimizer, for comparison
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from gridtrain.tools.demo.byte_gpt import Windows
 from gridtrain.tools.demo.step_records import STEPS_FILE, SentBytes, StepRecord, StepTimes
 from gridtrain.tools.demo.text_corpus import load_corpus
 
-MEMORY_MEASURED_STEP = 1  # the optimizer's state is there
+MEMORY_MEASURED_STEP = 1  # the optimizer's state exists by then
 
 
 class WholeModel:
-    """The whole model on one worker: micro-batch after micro-batch, as the stages compute it."""
+    """The whole model on one worker, which computes micro-batch after micro-batch as the stages do."""
 
     stage = 0
 
@@ -121,7 +121,7 @@ def train(options: argparse.Namespace) -> None:
 def write_results(
     folder: Path, grid: gridtrain.Grid, pipe: Any, losses: dict[int, float], seconds: float
 ) -> None:
-    """At the end: what this worker held, sent and saw."""
+    """Write the losses, the memory, the traffic and the time of this worker to a JSON file."""
     holding = pipe.holding
     told = {
         "rank": grid.rank,

@@ -1,6 +1,6 @@
-"""What a person sees while the demo runs: a table that moves on a terminal, plain lines elsewhere.
+"""Shows the demo's progress: a table that is redrawn on a terminal, plain lines elsewhere.
 
-Decides only how records look.
+It decides only how records are displayed.
 
     exchange                step   loss  held-out  MB sent  seconds  compute  select  communicate ...
     dense ring           250/250  2.471     2.481    180.9     80.1       21       0          297
@@ -24,7 +24,7 @@ COLUMNS = ("step", "loss", "held-out", "MB sent", "seconds", "compute", "select"
 
 
 def view_for(console: Console) -> ProgressView:
-    """The table on a terminal, lines in a file, a pipe or a CI log."""
+    """Return a view that redraws a table on a terminal, or prints lines to a file, a pipe or a CI log."""
     return TableView(console) if console.is_terminal else LineView(console)
 
 
@@ -41,7 +41,7 @@ class _ProgressRow:
 
 
 def ms_per_step(record: StepRecord) -> tuple[float, float, float, float]:
-    """Computing, selecting, communicating, waiting: the mean over the run so far."""
+    """Return the mean milliseconds per step of computing, selecting, communicating and waiting so far."""
     times, steps = record.times, max(1, record.step)
     seconds = (times.compute, times.select, times.communicate, times.wait)
     compute, select, communicate, wait = (1e3 * value / steps for value in seconds)
@@ -49,7 +49,7 @@ def ms_per_step(record: StepRecord) -> tuple[float, float, float, float]:
 
 
 class TableView:
-    """One row per run, redrawn in place."""
+    """Shows one row per run, redrawn in place."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -74,7 +74,7 @@ class TableView:
     def _table(self) -> Table:
         starting = any(row.record is None for row in self._rows)
         table = Table(box=None, pad_edge=False, header_style="dim", caption_justify="left")
-        table.caption = "workers import torch and meet" if starting else "times in ms per step"
+        table.caption = "workers import torch and join" if starting else "times in ms per step"
         table.add_column("exchange", no_wrap=True)
         for name in COLUMNS:
             table.add_column(name, justify="right", min_width=len(name))
@@ -99,7 +99,7 @@ def _cells(row: _ProgressRow) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class LineView:
-    """A line every few seconds, and one when a run ends."""
+    """Prints a line every few seconds, and a last line when a run ends."""
 
     console: Console
     every_s: float = PLAIN_EVERY_S
@@ -109,7 +109,7 @@ class LineView:
 
     def begin(self, label: str, steps: int) -> None:
         self._row = _ProgressRow(label, steps)
-        self._print(f"{label}: {steps} steps; workers import torch and meet")
+        self._print(f"{label}: {steps} steps; workers import torch and join")
 
     def update(self, record: StepRecord) -> None:
         assert self._row is not None
@@ -131,7 +131,7 @@ class LineView:
         sent_mb = record.sent.data / 1e6
         self._print(
             f"{self._row.label}: step {record.step}/{self._row.steps}, loss {record.loss:.3f}{measured}, "
-            f"{sent_mb:.1f} MB sent, {record.seconds:.1f} s; ms a step: {compute:.0f} computing, "
+            f"{sent_mb:.1f} MB sent, {record.seconds:.1f} s; ms per step: {compute:.0f} computing, "
             f"{select:.0f} selecting, {communicate:.0f} communicating, {wait:.0f} waiting"
         )
         self._printed_s = time.monotonic()

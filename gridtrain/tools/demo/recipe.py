@@ -1,8 +1,9 @@
-"""What the demo trains and with which settings.  No torch here: the command line reads it too.
+"""The models and the settings of the demo.  This module does not import torch: the command line uses it too.
 
-The learning rates and densities come from the grid in benchmarks/results/demo_tuning.json (made by
-benchmarks/tune_demo.py): every exchange was given the same grid of learning rates, and of each the
-setting with the lowest held-out loss after 250 steps was taken.  TopK takes gTop-k's, untuned.
+The learning rates and densities come from the grid search in benchmarks/results/demo_tuning.json (`python -m
+accuracy.tune --workloads gpt` in benchmarks/ repeats it).  Every exchange was given the same grid of learning
+rates, and for each the setting with the lowest held-out loss after 250 steps was chosen.  TopK was not tuned:
+it has the settings of gTop-k.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from gridtrain.config import Dense, Exchange, GTopK, TopK
 
 VOCABULARY = 256
 BATCH_SIZE = 8
-"""Windows a worker takes in a step."""
+"""The number of windows that a worker processes in a step."""
 
 MEASURE_EVERY = 10
 HELD_OUT_WINDOWS = 128
-"""A fixed subset, spread evenly: about 45 ms on one CPU thread for the small model."""
+"""The size of the fixed held-out subset; the small model evaluates it in about 45 ms on one CPU thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Width d, layers, attention heads and context in bytes."""
+    """The size of a model: width d, layers, attention heads and context in bytes."""
 
     width: int
     layers: int
@@ -31,7 +32,7 @@ class ModelSize:
 
     @property
     def parameters(self) -> int:
-        """Number of trainable parameters; the head is tied to the token embedding."""
+        """The number of trainable parameters; the head is tied to the token embedding."""
         d = self.width
         attention, mlp, norms = 4 * d * d + 4 * d, 8 * d * d + 5 * d, 4 * d
         return VOCABULARY * d + self.context * d + self.layers * (attention + mlp + norms) + 2 * d
@@ -46,14 +47,14 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Plain SGD for all exchanges; a sparse one carries the momentum itself (DGC).
+    """The settings of one exchange.  All use plain SGD; a sparse exchange applies momentum itself (DGC).
 
     Attributes:
-        label: for people.
-        learning_rate: constant over the run.
-        momentum: of SGD for dense, of the exchange for sparse ones.
-        clip_norm: bound on the norm of the exchanged gradient.
-        steps: how far the demo goes; sparse runs go on past the dense one's final loss.
+        label: the name of the exchange for display.
+        learning_rate: the learning rate, constant over the run.
+        momentum: the momentum of SGD with the dense exchange, or of a sparse exchange itself.
+        clip_norm: the maximum norm of the exchanged gradient.
+        steps: the number of steps in the demo; sparse runs continue beyond the dense run's final loss.
     """
 
     label: str
@@ -77,7 +78,7 @@ RECIPES = {
 
 
 def exchange_for(name: str, density: float = DENSITY) -> Exchange:
-    """The exchange that a recipe's name stands for."""
+    """Return the exchange of the recipe `name`."""
     recipe = RECIPES[name]
     if name == "dense":
         return Dense()
@@ -86,6 +87,6 @@ def exchange_for(name: str, density: float = DENSITY) -> Exchange:
 
 
 def label_for(name: str, density: float = DENSITY) -> str:
-    """For people: "dense ring", "gTop-k, density 0.05"."""
+    """Return a label of the exchange, such as "dense ring" or "gTop-k, density 0.05"."""
     label = RECIPES[name].label
     return label if name == "dense" else f"{label}, density {density:g}"

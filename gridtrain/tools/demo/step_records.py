@@ -1,4 +1,4 @@
-"""The records that workers write for the demo: one JSON line a step, from the first worker.
+"""The records that workers write for the demo: the first worker writes one JSON line per step.
 
 <folder>/steps.jsonl       StepRecord, StepRecord, ...      the first worker
 <folder>/sent-<id>.json    SentBytes                        every worker, at its end
@@ -20,12 +20,12 @@ SENT_GLOB = "sent-*.json"
 
 @dataclass(frozen=True, slots=True)
 class SentBytes:
-    """Bytes that one worker has put on its sockets so far, framing included.
+    """The bytes that one worker has put on its sockets so far, framing included.
 
     Attributes:
-        data: the exchanges' payloads.
-        votes: votes and the root's decisions.
-        control: everything else: heartbeats, progress, membership, the state for one that joins.
+        data: the bytes of the exchanges' payloads.
+        votes: the bytes of votes and of the root's decisions.
+        control: all other bytes: heartbeats, progress, membership, the state for a joining worker.
     """
 
     data: int = 0
@@ -34,7 +34,7 @@ class SentBytes:
 
     @classmethod
     def of_traffic(cls, sent_bytes: Mapping[str, int]) -> SentBytes:
-        """From a transport's counters by message type."""
+        """Sum up a transport's counters by message type."""
         data = sent_bytes.get("Data", 0)
         votes = sent_bytes.get("Vote", 0) + sent_bytes.get("Decision", 0)
         return cls(data, votes, sum(sent_bytes.values()) - data - votes)
@@ -42,8 +42,8 @@ class SentBytes:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of the first worker so far: in its own backward passes, selecting what to send, with
-    the exchange on its line, and waiting for votes and for others."""
+    """The seconds that the first worker has spent so far: computing, selecting what to send, exchanging over
+    its link, and waiting for votes and for other workers."""
 
     compute: float = 0.0
     select: float = 0.0
@@ -56,10 +56,10 @@ class StepRecord:
     """The state after a committed step.  `sent` and `times` count from the run's start.
 
     Attributes:
-        step: steps committed so far.
-        seconds: wall time since the first batch, held-out evaluations taken out.
-        loss: running mean of the first worker's training loss, nats per byte.
-        held_out: loss on the fixed held-out subset; None on the steps where it is not measured.
+        step: the number of steps committed so far.
+        seconds: the wall time since the first batch, without held-out evaluations.
+        loss: the running mean of the first worker's training loss, in nats per byte.
+        held_out: the loss on the fixed held-out subset; None on the steps where it is not measured.
     """
 
     step: int
@@ -74,7 +74,7 @@ class StepRecord:
 
     @classmethod
     def from_line(cls, line: str) -> StepRecord:
-        """Raises `GridtrainError` if the line is not a record."""
+        """Parse a line of the file.  Raises `GridtrainError` if it is not a record."""
         try:
             values: dict[str, Any] = json.loads(line)
             values["sent"], values["times"] = SentBytes(**values["sent"]), StepTimes(**values["times"])
@@ -82,7 +82,7 @@ class StepRecord:
         except (ValueError, TypeError, KeyError) as error:
             raise GridtrainError(
                 f"not a step record: {line[:80]!r} ({error})",
-                remedy="delete the demo's output folder and run it again",
+                remedy="delete the demo's output folder and run the demo again",
             ) from error
 
 
@@ -94,7 +94,8 @@ class RecordReader:
         self._offset = 0
 
     def new_records(self) -> list[StepRecord]:
-        """Complete lines only; a line that is still being written comes with a later call."""
+        """Return the records of complete lines; a line that is still being written is returned by a later
+        call."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -110,7 +111,7 @@ def write_sent(folder: Path, worker: str, sent: SentBytes) -> None:
 
 
 def mean_sent(folder: Path) -> dict[str, float]:
-    """Mean over the workers that wrote their totals; empty if none did."""
+    """Return the mean over the workers that wrote their totals; {} if no worker did."""
     totals = [json.loads(path.read_text()) for path in sorted(folder.glob(SENT_GLOB))]
     if not totals:
         return {}

@@ -1,6 +1,6 @@
-"""Line charts as SVG, without a plotting library.
+"""Draws line charts as SVG, without a plotting library.
 
-A `ChartPanel` has lines of (x, y), notes at points, and at most one horizontal mark.
+A `ChartPanel` has lines of (x, y) points, notes at points, and at most one horizontal reference line.
 
     +--------------------------------+   lines are labelled at their ends, not in a legend;
     |  panel 1        panel 2        |   a label takes the first of several places where it
@@ -18,14 +18,15 @@ from itertools import pairwise
 from xml.sax.saxutils import escape
 
 COLOURS = ("#0072B2", "#D55E00", "#007A5A", "#8A4F7D")
-"""After Okabe and Ito: told apart by people with any colour vision, dark enough for text on white."""
+"""A palette after Okabe and Ito: distinguishable with any colour vision, and dark enough for text on
+white."""
 
 INK, FAINT, GRID = "#222222", "#6B6B6B", "#E4E4E4"
 PANEL_WIDTH, PANEL_HEIGHT = 430.0, 300.0
 LEFT, TOP, BETWEEN, RIGHT, BOTTOM = 66.0, 92.0, 84.0, 30.0, 62.0
 FONTS = "Helvetica, Arial, DejaVu Sans, sans-serif"
 FONT_PX = 13.0
-LETTER_PX = 0.62 * FONT_PX  # mean advance of a letter of a wide bold sans-serif
+LETTER_PX = 0.62 * FONT_PX  # mean advance of a character in a wide bold sans-serif
 
 Point = tuple[float, float]
 Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels
@@ -43,7 +44,7 @@ class ChartLine:
 
 @dataclass(frozen=True, slots=True)
 class ChartPanel:
-    """One pair of axes.  `mark` is a dashed horizontal at (y, text)."""
+    """One pair of axes.  `reference_line` has the y and the text of a dashed horizontal line."""
 
     title: str
     x_label: str
@@ -56,7 +57,7 @@ class ChartPanel:
 
 @dataclass(frozen=True, slots=True)
 class AxisScale:
-    """Data units to pixels along one axis."""
+    """Maps data units to pixels along one axis."""
 
     low: float
     high: float
@@ -72,7 +73,7 @@ class AxisScale:
 
 
 def nice_ticks(low: float, high: float, about: int = 6) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten that enclose [low, high].
+    """Return multiples of 1, 2 or 5 times a power of ten that enclose [low, high].
 
     nice_ticks(2.1, 3.9) == [2.0, 2.5, 3.0, 3.5, 4.0]
     """
@@ -86,7 +87,8 @@ def nice_ticks(low: float, high: float, about: int = 6) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1-2-5 ticks that enclose [low, high], both above 0; only powers of ten over more than 3 decades."""
+    """Return 1-2-5 ticks that enclose [low, high], both above 0; over more than 3 decades only
+    powers of ten."""
     if low <= 0.0:
         raise ValueError(f"a logarithmic axis cannot show {low}; it must be > 0")
     high = max(high, low)
@@ -102,7 +104,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def draw_chart(title: str, subtitle: str, panels: Sequence[ChartPanel]) -> str:
-    """The whole picture as SVG text."""
+    """Return the whole chart as SVG text."""
     width = LEFT + len(panels) * PANEL_WIDTH + (len(panels) - 1) * BETWEEN + RIGHT
     height = TOP + PANEL_HEIGHT + BOTTOM
     parts = [
@@ -120,7 +122,7 @@ def draw_chart(title: str, subtitle: str, panels: Sequence[ChartPanel]) -> str:
 
 @dataclass(slots=True)
 class _PanelRenderer:
-    """Draws one panel, and records used space so that labels do not overlap."""
+    """Draws one panel, and records the occupied space so that labels do not overlap."""
 
     panel: ChartPanel
     left: float
@@ -199,17 +201,17 @@ class _PanelRenderer:
     def _place_label(
         self, spots: list[Point], text: str, colour: str, weight: str, curves: list[list[Point]]
     ) -> str:
-        """Write at the spot (left end of the base line) that covers least."""
+        """Return a label at the spot (left end of its baseline) where it covers the least."""
 
         def cost(spot: Point) -> int:
             return self._overlap_area(_box(spot, text), curves)
 
-        best = min(spots, key=cost)  # the first of equals
+        best = min(spots, key=cost)  # the first spot, if several cost the same
         self.occupied.append(_box(best, text))
         return _text(*best, text, colour=colour, weight=weight, halo=True)
 
     def _overlap_area(self, box: Box, curves: list[list[Point]]) -> int:
-        """How much a box covers or leaves the panel; 0 is free."""
+        """Return the cost of what a box covers, and of leaving the panel; 0 for a free spot."""
         left, top, right, bottom = box
         outside = left < self.left or right > self.left + PANEL_WIDTH + RIGHT - 4
         outside = outside or top < TOP - 12 or bottom > TOP + PANEL_HEIGHT
@@ -222,7 +224,7 @@ class _PanelRenderer:
 
 
 def _around(at: Point, text: str) -> list[Point]:
-    """Where a note beside a point may begin: below, above, then further off."""
+    """Return the spots where a note beside a point may begin: below, above, then farther away."""
     (x, y), width = at, _width(text)
     close = [(x - width / 2, y + 21), (x - width / 2, y - 11), (x + 9, y + 18), (x + 9, y - 10)]
     return [
@@ -235,7 +237,8 @@ def _around(at: Point, text: str) -> list[Point]:
 
 
 def _along(curve: list[Point], text: str) -> list[Point]:
-    """Where a line's label may begin: at its end, else beside the line further back."""
+    """Return the spots where a line's label may begin: at the line's end, then beside the line farther
+    back."""
     (x, y), width = curve[-1], _width(text)
     spots = [(x + 9, y + 4.5), (x - width / 2, y - 11), (x - width / 2, y + 21), (x + 4, y + 21)]
     for share in (0.75, 0.6, 0.45, 0.3, 0.15):
@@ -245,7 +248,7 @@ def _along(curve: list[Point], text: str) -> list[Point]:
 
 
 def _dense(curve: list[Point]) -> list[Point]:
-    """The curve with points at most about 5 px apart."""
+    """Return the curve with points at most about 5 px apart."""
     points = list(curve)
     for (x0, y0), (x1, y1) in pairwise(curve):
         pieces = int(math.hypot(x1 - x0, y1 - y0) / 5) + 1

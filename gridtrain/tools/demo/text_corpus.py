@@ -1,4 +1,4 @@
-"""Real text that every machine has: the source of Python's standard library.
+"""Reads text that every machine has: the source of Python's standard library.
 
     stdlib/*.py, sorted -> first 24 KiB of each -> every 10th file -> held out
                                                 -> the others      -> training
@@ -16,7 +16,7 @@ from pathlib import Path
 from gridtrain.errors import ConfigError
 
 FILE_LIMIT_BYTES = 24 * 1024
-"""No single long module dominates, and the whole is bounded (about 2 MB for Python 3.11)."""
+"""The bytes read of each file, so that long modules do not dominate.  Python 3.11 yields about 2 MB."""
 
 TOTAL_LIMIT_BYTES = 4 * 1024 * 1024
 MIN_BYTES = 512 * 1024
@@ -30,8 +30,8 @@ class Corpus:
     Attributes:
         train: the training files, one after the other.
         held_out: the held-out files, one after the other.
-        files: how many files there are in both together.
-        digest: SHA-256 of both, in hex: equal on machines with the same Python.
+        files: the number of files in both together.
+        digest: the SHA-256 of both, in hex: equal on machines with the same Python.
     """
 
     train: bytes
@@ -41,10 +41,10 @@ class Corpus:
 
 
 def load_corpus(folder: Path | None = None) -> Corpus:
-    """Read the text, the same on every call and in every process of a machine.
+    """Read the corpus, which is the same on every call and in every process of a machine.
 
     Args:
-        folder: where the modules lie; by default the running interpreter's standard library.
+        folder: the folder of the modules; by default the running interpreter's standard library.
 
     Raises:
         ConfigError: the sources are missing (a stripped or zipped standard library) or too few.
@@ -64,7 +64,7 @@ def load_corpus(folder: Path | None = None) -> Corpus:
         raise ConfigError(
             f"the standard library at {folder} has {total_bytes} bytes of Python source in {len(names)} "
             f"files; the demo needs at least {MIN_BYTES}",
-            remedy="this Python is stripped or zipped: use one from python.org, pyenv or your system",
+            remedy="use a Python that is not stripped or zipped, from python.org, pyenv or your system",
         )
     train, held_out = b"".join(parts[0]), b"".join(parts[1])
     digest = hashlib.sha256(len(train).to_bytes(8, "big") + train + held_out).hexdigest()
@@ -72,7 +72,7 @@ def load_corpus(folder: Path | None = None) -> Corpus:
 
 
 def _read_start(path: Path) -> bytes:
-    """The first bytes of a file, cut at a line's end."""
+    """Return the first `FILE_LIMIT_BYTES` of a file, cut at the end of a line."""
     with path.open("rb") as file:
         piece = file.read(FILE_LIMIT_BYTES)
     return piece[: piece.rfind(b"\n") + 1]

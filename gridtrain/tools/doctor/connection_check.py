@@ -5,7 +5,7 @@
                                           no answer: another program or key             v
                                                                         round trip, bursts, call-back
 
-Nothing is enrolled, so no use of the invitation is spent: the handshake alone shows whether it is valid.
+Nothing is enrolled, so the invitation is not used up: the handshake alone proves whether it is valid.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _UNREACHABLE_ERRNOS = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAI
 
 @dataclass(slots=True)
 class ConnectionState:
-    """What the checks have found so far.
+    """The results of the checks so far.
 
     Attributes:
-        addresses: of the host name, as `socket.connect` takes them.
-        tcp_s: time to connect; None: not connected.
+        addresses: the addresses of the host name, as arguments of `socket.connect`.
+        tcp_s: the seconds that connecting took; None without a connection.
     """
 
     addresses: list[tuple[socket.AddressFamily, tuple[object, ...]]] = field(default_factory=list)
@@ -46,9 +46,10 @@ class ConnectionState:
 
 
 def run_with_timeout(work: Callable[[], object], limit_s: float) -> object:
-    """The result of a call that cannot be cancelled, or its exception; `TimeoutError` after `limit_s`.
+    """Call `work`, which cannot be cancelled; return its result, its exception, or a `TimeoutError`.
 
-    A call that hangs (a silent name server) leaves a daemon thread behind.
+    The `TimeoutError` is returned after `limit_s`.  A call that hangs, for instance because a name server
+    does not answer, leaves a daemon thread behind.
     """
     answers: queue.SimpleQueue[object] = queue.SimpleQueue()
 
@@ -72,19 +73,24 @@ def check_name(invitation: Invitation, way: ConnectionState, limit_s: float) -> 
     limit_s = min(RESOLVE_TIMEOUT_S, limit_s)
     found = run_with_timeout(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), limit_s)
     if isinstance(found, TimeoutError):
-        fix = "check this machine's network; or ask for an invitation with a numeric address"
-        return failure("name", f"no name server answers for {host} within {limit_s:.1f} s", fix, host=host)
+        fix = "check this machine's network, or ask for an invitation with a numeric address"
+        return failure("name", f"no name server answered for {host} within {limit_s:.1f} s", fix, host=host)
     if isinstance(found, Exception) or not isinstance(found, list):
-        fix = "check the network; ask the run's owner for an invitation with an address that is known here"
+        fix = "check the network, or ask the run's owner for an invitation with a numeric address"
         why = getattr(found, "strerror", None) or found
-        return failure("name", f"{host} is not known here: {why}", fix, host=host)
+        return failure("name", f"{host} cannot be resolved on this machine: {why}", fix, host=host)
     way.addresses = [(family, place) for family, _, _, _, place in found][:MOST_ADDRESSES]
     named = ", ".join(dict.fromkeys(str(place[0]) for _, place in way.addresses))
-    return ok("name", f"{host} is {named}" if named != host else f"{host}, port {port}", host=host, port=port)
+    return ok(
+        "name",
+        f"{host} resolves to {named}" if named != host else f"{host}, port {port}",
+        host=host,
+        port=port,
+    )
 
 
 def check_tcp(invitation: Invitation, way: ConnectionState, limit_s: float) -> Finding:
-    """Connect to one of the addresses, with a part of the time for each."""
+    """Connect to one of the addresses; each address gets an equal part of the time."""
     errors: list[OSError] = []
     limit_s = min(CONNECT_TIMEOUT_S, limit_s)
     until_s = time.monotonic() + limit_s
@@ -102,20 +108,20 @@ def check_tcp(invitation: Invitation, way: ConnectionState, limit_s: float) -> F
     where = invitation.address
     if any(isinstance(error, TimeoutError) for error in errors):
         fix = (
-            "a firewall drops what is sent: the run's owner has to open the port, or to forward it; "
-            "or you may not be allowed to go out from here"
+            "ask the run's owner to open or forward the port, which a firewall seems to block; "
+            "or check whether this network allows outgoing connections"
         )
-        return failure("port", f"{where} does not answer within {limit_s:.1f} s", fix)
+        return failure("port", f"{where} did not answer within {limit_s:.1f} s", fix)
     if any(error.errno in _REFUSED for error in errors):
-        fix = "ask the run's owner whether `gridtrain coordinator` is running, and listens at that port"
-        return failure("port", f"nobody listens at {where}", fix)
+        fix = "ask the run's owner whether `gridtrain coordinator` is running and listens on that port"
+        return failure("port", f"no program is listening on {where}", fix)
     why = "; ".join(sorted({error.strerror or str(error) for error in errors}))
     fix = "check this machine's network"
     if any(error.errno in _UNREACHABLE_ERRNOS for error in errors):
-        fix = "there is no way from here: check the network, or whether the address is one of another network"
+        fix = "check this machine's network, and whether the address belongs to another network"
     return failure("port", f"{where} cannot be reached: {why}", fix)
 
 
 def invitation_identity(invitation: Invitation) -> Identity:
-    """The key pair of the invitation."""
+    """Return the key pair of the invitation."""
     return Identity.from_secret(invitation.token)

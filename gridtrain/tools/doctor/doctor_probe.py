@@ -1,4 +1,4 @@
-"""Connects to the coordinator and a few members and measures the links, in one thread with deadlines.
+"""Connects to the coordinator and a few members, and measures the links, in one thread with deadlines.
 
     coordinator  <-- the invitation's key: handshake -- Checkup, Ping, Burst, BurstAsk
     members      <-- a new key ------------------------ Ping, Burst, BurstAsk
@@ -44,10 +44,11 @@ POLL_S = 0.02
 
 @dataclass(slots=True)
 class LinkMeasurement:
-    """One measured link; None: not measured.
+    """The measurements of one link; None for a value that was not measured.
 
     Attributes:
-        up_Bps, down_Bps: from a burst of 256 KiB, which underestimates a fast link with high latency.
+        up_Bps, down_Bps: the rates of a burst of 256 KiB, which underestimates a fast link with high
+            latency.
     """
 
     rtt_s: float | None = None
@@ -107,10 +108,10 @@ class DoctorProbe:
         self._coordinator_transport.close()
         self._peer_transport.close()
 
-    # -- questions -------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------
 
     def connect(self, until_s: float) -> bool:
-        """Whether the coordinator has accepted the handshake: the invitation is valid."""
+        """Connect to the coordinator; return whether it accepts the handshake."""
         self._coordinator_transport.dial(self._invitation.coordinator, self._invitation.address)
         here = self._invitation.coordinator
         self._poll_until(
@@ -122,7 +123,8 @@ class DoctorProbe:
         return here in self.responses.connected
 
     def request_checkup(self, until_s: float) -> dict[str, Any] | None:
-        """The run's status; None: the coordinator does not answer, or refuses (`responses.refused`)."""
+        """Return the run's status; None if the coordinator does not answer, or refuses
+        (`responses.refused`)."""
         try:
             self.address = self._peer_transport.listen(default_listen_address(self._invitation.address))
         except TransportError:
@@ -145,7 +147,10 @@ class DoctorProbe:
         return picture if isinstance(picture, dict) else None
 
     def wait_for_callback(self, until_s: float) -> str | None:
-        """The address at which the coordinator reached us; "": none; None: it did not say."""
+        """Return the address at which the coordinator reached this machine.
+
+        Returns "" if the coordinator could not reach it, and None if the coordinator did not report a result.
+        """
         self._poll_until(lambda: self.responses.reached_address is not None, until_s)
         return self.responses.reached_address
 
@@ -153,7 +158,10 @@ class DoctorProbe:
         return self._measure(self._coordinator_transport, self._invitation.coordinator, until_s)
 
     def measure_members(self, until_s: float) -> list[tuple[m.PeerId, LinkMeasurement]]:
-        """Measure the links to members that expect us, one after the other: they would share our link."""
+        """Measure the links to the members that expect this machine.
+
+        They are measured one after the other, because they share this machine's link.
+        """
         probe = self.responses.reply.probe_targets if self.responses.reply is not None else ()
         for peer, address in probe:
             try:
@@ -203,11 +211,11 @@ class DoctorProbe:
         try:
             transport.send(peer, message)
         except TransportError:
-            return False  # the connection broke: what follows is not measured
+            return False  # the connection broke, so the rest is not measured
         return True
 
     def _poll_until(self, true: Callable[[], bool], until_s: float) -> bool:
-        """Poll both transports in turn; False: the time is up."""
+        """Poll both transports in turn until `true` holds; return False if the time is up."""
         while not true():
             left_s = until_s - time.monotonic()
             if left_s <= 0:
@@ -253,9 +261,9 @@ class DoctorProbe:
 
 
 def download_rate_Bps(asked_s: float, times_s: Sequence[float], rtt_s: float) -> float:
-    """The rate of a requested burst whose messages were read at these times.
+    """Return the rate of a requested burst whose messages were read at `times_s`.
 
-    Messages that waited in a buffer are read at once: the time counts from the request.
+    Messages that waited in a buffer are read all at once, so the rate is at most that since the request.
     """
     read_Bps = (m.BURST_MESSAGES - 1) * m.BURST_MESSAGE_BYTES / max(MIN_BURST_S, times_s[-1] - times_s[0])
     return min(read_Bps, estimate_rate_Bps(times_s[-1] - asked_s, rtt_s))

@@ -1,4 +1,4 @@
-"""The checks of `gridtrain doctor`, in order, within `TOTAL_TIMEOUT_S`.
+"""Runs the checks of `gridtrain doctor` in order, within `TOTAL_TIMEOUT_S`.
 
 0 s   torch, in another process ..............................................+
       name -> port -> invitation -> status, call-back -> link to coordinator, members
@@ -15,6 +15,7 @@ from typing import Any
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.network.transport.identity import claim_identity
+from gridtrain.runtime.client.enrollment import INVITATION, UNKNOWN_INVITATION
 from gridtrain.runtime.client.worker_naming import state_directory
 from gridtrain.tools.doctor import connection_check, machine_check
 from gridtrain.tools.doctor.doctor_probe import DoctorProbe, LinkMeasurement
@@ -34,9 +35,10 @@ class Examination:
     """Examines this machine once; `findings` yields each result as it is found.
 
     Args:
-        read_run: reads what the prediction needs from a status; raises `ConfigError` if that is missing.
-        total_s: time limit of the whole examination.
-        wall: wall clock in seconds.
+        read_run: reads the figures that the prediction needs from a status; raises `ConfigError` if they are
+            missing.
+        total_s: the time limit of the whole examination.
+        wall: returns the wall-clock time in seconds.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Examination:
         self._began_s = time.monotonic()
         self._until_s = self._began_s + total_s
         self._status: dict[str, Any] = {}
+        self._asked_wall_s = 0.0
         self._coordinator = LinkMeasurement()
         self._members: dict[int, LinkMeasurement] = {}
 
@@ -62,7 +65,7 @@ class Examination:
         return max(0.0, self._until_s - time.monotonic())
 
     def findings(self) -> Iterator[Finding]:
-        """All findings.  Ends its subprocess also after `KeyboardInterrupt`."""
+        """Yield all findings.  The subprocess is ended even after `KeyboardInterrupt`."""
         torch = self._probe()
         try:
             yield machine_check.check_python()
@@ -78,7 +81,7 @@ class Examination:
     # -- connections -------------------------------------------------------------------------------
 
     def _connection_findings(self) -> Iterator[Finding]:
-        """Each check needs the one before it."""
+        """Yield the findings about connections; each check depends on the previous check."""
         connection = connection_check.ConnectionState()
         for check in (connection_check.check_name, connection_check.check_tcp):
             finding = check(self._invitation, connection, self._left_s())
@@ -91,10 +94,14 @@ class Examination:
             ) as probe:
                 finding = self._greeting_finding(probe)
                 if finding.level is not FindingLevel.FAILURE:
-                    yield finding
-                    yield from self._run_findings(probe)
-                    return
-            yield from self._retry_as_known(finding) if probe.responses.is_denied else [finding]
+                    self._request_status(probe)
+                    if (ended := probe.responses.refused) is None or ended.code != INVITATION:
+                        yield finding
+                        yield from self._run_findings(probe)
+                        return
+                    finding = failure("invitation", ended.reason, ended.remedy)
+            is_ended = probe.responses.is_denied or probe.responses.refused is not None
+            yield from self._retry_as_known(finding) if is_ended else [finding]
         except GridtrainError as error:
             yield failure(
                 "invitation", error.reason, error.remedy or "ask the run's owner for a new invitation"
@@ -103,21 +110,24 @@ class Examination:
     def _greeting_finding(self, probe: DoctorProbe) -> Finding:
         run = f'run "{self._invitation.run}"'
         if probe.connect(self._deadline_s(GREETING_TIMEOUT_S)):
-            return ok("invitation", f"valid for {run}; no use of it was spent", run=self._invitation.run)
+            return ok(
+                "invitation", f"valid for {run}; this check did not use it up", run=self._invitation.run
+            )
         if probe.responses.is_denied:
-            text = "it is not valid: used up, expired, withdrawn, or it never was"
-            return failure("invitation", text, "ask the run's owner for a new one: gridtrain invite")
+            fix = "ask the run's owner for a new one (gridtrain invite)"
+            return failure("invitation", UNKNOWN_INVITATION, fix)
         if probe.responses.violation:
-            fix = "see that both sides run a gridtrain of the same version"
+            fix = "run the same version of gridtrain on both sides"
             return failure(
                 "invitation", f"the coordinator broke the protocol: {probe.responses.violation}", fix
             )
-        text = "another program or a coordinator with another key answers there, or the link is too slow"
-        fix = "ask the run's owner whether the coordinator was set up anew; then a new invitation is needed"
+        text = "another program or a coordinator with another key answers, or the link is too slow"
+        fix = "ask the run's owner for a new invitation, if the coordinator was set up again"
         return failure("invitation", text, fix)
 
     def _retry_as_known(self, refused: Finding) -> Iterator[Finding]:
-        """A machine that was admitted with a used-up invitation still finds the run with it."""
+        """Yield the findings of a machine that was admitted earlier, with an invitation that is no longer
+        valid."""
         folder = (
             state_directory(self._invitation.run) / "identities" / self._invitation.coordinator.hex()[:16]
         )
@@ -128,28 +138,33 @@ class Examination:
         with claim_identity(folder) as (identity, path):
             if path not in known:
                 yield warning(
-                    "invitation", "in use by a worker of this machine", "nothing to do: it already trains"
+                    "invitation",
+                    "in use by a worker on this machine",
+                    "nothing to do: this machine is already training",
                 )
                 return
             with DoctorProbe(self._invitation, identity) as probe:
                 if not probe.connect(self._deadline_s(GREETING_TIMEOUT_S)):
                     yield refused
                     return
-                yield ok("invitation", "used up or expired, but this machine is already admitted", known=True)
+                self._request_status(probe)
+                yield ok("invitation", "no longer valid, but this machine is already admitted", known=True)
                 yield from self._run_findings(probe)
 
+    def _request_status(self, probe: DoctorProbe) -> None:
+        self._asked_wall_s = self._wall()
+        self._status = probe.request_checkup(self._deadline_s(ANSWER_TIMEOUT_S)) or {}
+
     def _run_findings(self, probe: DoctorProbe) -> Iterator[Finding]:
-        asked_wall_s = self._wall()
-        status = probe.request_checkup(self._deadline_s(ANSWER_TIMEOUT_S))
-        if status is None:
+        """Yield the findings from the answer to `_request_status`, and from the measurements that follow."""
+        if not self._status:
             refused = probe.responses.refused
             why = refused.reason if refused is not None else f"no answer within {ANSWER_TIMEOUT_S:g} s"
-            fix = refused.remedy if refused is not None else "try again, or join all the same"
+            fix = refused.remedy if refused is not None else "try again, or join anyway"
             yield warning("run", f"the status of the run is not known: {why}", fix)
             return
-        self._status = status
         yield self._state_finding()
-        yield machine_check.check_clock(_wall_of(status), asked_wall_s)
+        yield machine_check.check_clock(_wall_of(self._status), self._asked_wall_s)
         yield _reachable(probe, probe.wait_for_callback(self._deadline_s(CALLBACK_TIMEOUT_S)))
         self._coordinator = probe.measure_coordinator(self._deadline_s(COORDINATOR_TIMEOUT_S))
         yield from _line("coordinator", self._coordinator)
@@ -161,7 +176,7 @@ class Examination:
         text = f"{phase}, {size} workers, step {status.get('step')}: {_plain(status.get('reason'))}"
         if status.get("finished"):
             return failure(
-                "run", text, "the run is finished: ask its owner for the result, or for another run"
+                "run", text, "ask the run's owner for the result, or join another run: this run is finished"
             )
         return ok("run", text, phase=phase, world_size=size, step=status.get("step"))
 
@@ -173,7 +188,7 @@ class Examination:
         }
         found = probe.measure_members(self._deadline_s(MEMBERS_TIMEOUT_S))
         if not found:
-            yield ok("members", "there is no member that can be reached for a measurement")
+            yield ok("members", "no member can be reached for a measurement")
         for number, (peer, measured) in enumerate(found):
             rank = ranks.get(peer.hex())
             if isinstance(rank, int):
@@ -190,14 +205,16 @@ class Examination:
             said = predict_speedup(run, self._members, self._coordinator, flops)
         except ConfigError as error:
             if self._status.get("phase") == "waiting":
-                yield ok("prediction", f"none yet: {error.reason}")
+                yield ok("prediction", f"no prediction yet: {error.reason}")
             else:
-                yield warning("prediction", f"none: {error.reason}", "ask again when the run trains")
+                yield warning(
+                    "prediction", f"no prediction: {error.reason}", "try again when the run is training"
+                )
             return
         verdict = "speed this run up" if said.gain >= 0 else "slow this run down"
         text = (
             f"a step takes {said.step_s:.3g} s now and {said.joined_step_s:.3g} s with this machine: "
-            f"you would {verdict} by {abs(said.gain):.0%}"
+            f"it would {verdict} by {abs(said.gain):.0%}"
         )
         text += f" (assumed: {'; '.join(said.assumptions)})" if said.assumptions else ""
         figures = {
@@ -210,21 +227,23 @@ class Examination:
         if said.gain < -NEGLIGIBLE_GAIN:
             if said.exchange_s > said.compute_s:
                 fix = (
-                    "its link would hold the others up: use a faster upload, or a run with a sparser exchange"
+                    "use a faster upload, or a sparser exchange: this link would slow the other workers down"
                 )
             else:
-                fix = "its computing would hold the others up: the run's owner may set global_batch_size, "
-                fix += "which gives slow machines less work"
+                fix = (
+                    "ask the run's owner to set global_batch_size: this machine would slow the others down, "
+                )
+                fix += "but global_batch_size gives slow machines less work"
             yield warning("prediction", text, fix, **figures)
         else:
             yield ok("prediction", text, **figures)
 
 
 def _line(name: str, measured: LinkMeasurement) -> list[Finding]:
-    """Round trip and rates of the link to one other process."""
+    """Return the finding about the round trip and the rates of the link to another process."""
     if measured.rtt_s is None:
         fix = "nothing to do: members that cannot reach each other are relayed"
-        return [warning(name, "not measured: it was not reached from here", fix)]
+        return [warning(name, "not measured, because this machine could not connect to it", fix)]
     up, down = _rate(measured.up_Bps), _rate(measured.down_Bps)
     text = f"round trip {measured.rtt_s * 1e3:.1f} ms, {up} up, {down} down"
     figures = {"rtt_s": measured.rtt_s, "up_Bps": measured.up_Bps, "down_Bps": measured.down_Bps}
@@ -233,15 +252,17 @@ def _line(name: str, measured: LinkMeasurement) -> list[Finding]:
             warning(
                 name,
                 text,
-                "a link with less latency, such as a cable, makes every exchange faster",
+                "use a link with less latency, such as a cable, which makes every exchange faster",
                 **figures,
             )
         ]
     if measured.up_Bps is None or measured.down_Bps is None:
-        fix = "256 KiB did not pass in time: the link is slow, or in use by another program"
+        fix = "close other programs that use the link, or use a faster link: 256 KiB did not arrive in time"
         return [warning(name, text, fix, **figures)]
     if measured.up_Bps < SLOW_UP_Bps:
-        return [warning(name, text, "end other uploads; a run on such links needs LocalSteps", **figures)]
+        return [
+            warning(name, text, "stop other uploads; with links this slow a run needs LocalSteps", **figures)
+        ]
     return [ok(name, text, **figures)]
 
 
@@ -251,13 +272,18 @@ def _rate(rate_Bps: float | None) -> str:
 
 def _reachable(probe: DoctorProbe, address: str | None) -> Finding:
     if address:
-        return ok("reachable", f"others can connect to this machine, as {address}", address=address)
+        return ok("reachable", f"other workers can connect to this machine at {address}", address=address)
     if address is None:
         return warning(
-            "reachable", "the coordinator did not say whether others reach this machine", "try again"
+            "reachable",
+            "the coordinator did not report whether other workers can connect to this machine",
+            "try again",
         )
-    text = "others cannot connect to this machine: it dials them, or is relayed, and can train all the same"
-    fix = "to be dialled, forward a port to it and join with --listen and --advertise, or open its firewall"
+    text = (
+        "other workers cannot connect to this machine; it can still train, by connecting to them or "
+        "through a relay"
+    )
+    fix = "to change this, forward a port to it and join with --listen and --advertise, or open its firewall"
     return warning("reachable", text, fix, listened=probe.address)
 
 

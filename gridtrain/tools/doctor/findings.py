@@ -1,4 +1,4 @@
-"""Findings of `gridtrain doctor`: one line each, with what to do about it."""
+"""The findings of `gridtrain doctor`: each is one line, with a remedy if there is a problem."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 class FindingLevel(StrEnum):
     OK = "ok"
-    WARNING = "warning"  # it can join; something will be slower, or is not known
-    FAILURE = "failure"  # it cannot join like this
+    WARNING = "warning"  # the machine can join, but something will be slower or is unknown
+    FAILURE = "failure"  # the machine cannot join
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,10 @@ class Finding:
     """One finding.
 
     Attributes:
-        name: the check; stable, for programs.
+        name: the name of the check; stable, for programs.
         text: the result, with its figures.
-        fix: what to do next; "": nothing.
-        figures: numbers and short texts for programs; names contain the units.
+        fix: what to do next; "" if there is nothing to do.
+        figures: numbers and short strings for programs; the names include the units.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Finding:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
-        """The finding as a JSON object."""
+        """Return the finding as a JSON object."""
         return {
             "check": self.name,
             "level": str(self.level),

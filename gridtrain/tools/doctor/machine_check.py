@@ -66,10 +66,13 @@ while time.perf_counter() - began < 0.2:
 found |= {"device": device, "flops": 2 * n**3 * rounds / (time.perf_counter() - began)}
 print(json.dumps(found))
 """
-"""What the other process runs: it says how far it is, then what it found, a JSON object a line.  Flops: of a
-float32 product."""
+"""The program that the other process runs.
 
-INSTALL_HINT = f"{install_command('torch')} (or first the torch build that fits your GPU, see pytorch.org)"
+It prints its progress and then its results, one JSON object per line; "flops" is the rate of a float32
+product.
+"""
+
+INSTALL_HINT = f"{install_command('torch')} (but first install the torch build for your GPU, see pytorch.org)"
 
 
 def check_python() -> Finding:
@@ -87,10 +90,10 @@ def _cores() -> int:
 
 
 class TorchProbe:
-    """A process that imports torch and measures it; started early, as it takes longest.
+    """A process that imports torch and measures its speed; start it early, because it takes the longest.
 
     Args:
-        command: replaced by tests.
+        command: the command of the process, which tests replace.
     """
 
     def __init__(self, command: tuple[str, ...] = (sys.executable, "-c", TORCH_PROBE)) -> None:
@@ -100,13 +103,16 @@ class TorchProbe:
         )
 
     def end(self) -> None:
-        """End the process."""
+        """Terminate the process."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.communicate()
 
     def findings(self, until_s: float) -> tuple[list[Finding], float | None]:
-        """Findings by then (`time.monotonic`), and floating-point operations per second."""
+        """Wait for the process until `until_s` (`time.monotonic`); return the findings and the speed.
+
+        The speed is in floating-point operations per second; None if it is unknown.
+        """
         try:
             out, err = self._process.communicate(timeout=max(0.0, until_s - time.monotonic()))
         except subprocess.TimeoutExpired as late:
@@ -121,34 +127,37 @@ class TorchProbe:
 
 
 def _late(said: bytes | str | None, took_s: float) -> Finding:
-    """The finding if the process has not finished: a warning, as a busy machine imports torch slowly.
+    """Return the finding about a process that has not finished in time.
 
-    A driver that does not answer is a failure: training would hang as well.
+    It is a warning, because a busy machine imports torch slowly; but it is a failure if a GPU driver does not
+    answer, because training would hang as well.
     """
     text = said.decode(errors="replace") if isinstance(said, bytes) else said or ""
     at = ""
     for line in text.splitlines():
         with contextlib.suppress(ValueError, TypeError, KeyError):
             at = json.loads(line)["at"]
-    here = _installed() or ("torch" if at in ("gpu", "product") else "")  # it has come in, whoever built it
+    here = _installed() or (
+        "torch" if at in ("gpu", "product") else ""
+    )  # it was imported, even if its version is unknown
     if at == "gpu":
         check = "python -c 'import torch; print(torch.cuda.is_available())'"
         return failure(
-            "torch", f"{here}: its GPU driver does not answer within {took_s:.0f} s", f"try: {check}"
+            "torch", f"{here}: its GPU driver does not answer within {took_s:.0f} s", f"run {check}"
         )
     if not here:
         return failure("torch", "torch is not installed here", INSTALL_HINT)
-    doing = "computes" if at == "product" else "is being imported"
+    doing = "is still computing" if at == "product" else "is still being imported"
     return warning(
         "torch",
-        f"slow: {here} still {doing} after {took_s:.0f} s, so how fast it computes is not known",
-        "end other programs and ask again; if it stays so: python -X importtime -c 'import torch'",
+        f"slow: {here} {doing} after {took_s:.0f} s, so its speed is unknown",
+        "close other programs and try again; if torch stays slow, run python -X importtime -c 'import torch'",
         took_s=took_s,
     )
 
 
 def _installed() -> str:
-    """Version of the installed torch, without an import; "": none."""
+    """Return the name and version of the installed torch without importing it; "" if there is none."""
     try:
         return f"torch {version('torch')}"
     except PackageNotFoundError:
@@ -175,34 +184,41 @@ def _torch_findings(found: dict[str, Any]) -> tuple[list[Finding], float | None]
         text = f"{name}: {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
         figures = {"gpu": index, "free_bytes": free, "total_bytes": total}
         if free < 0.5 * total:
-            fix = "end what uses it, or: gridtrain worker set gpu=pause"
-            findings.append(warning("gpu", f"{text}; something else uses it", fix, **figures))
+            fix = "close the program that uses it, or run gridtrain worker set gpu=pause"
+            findings.append(warning("gpu", f"{text}; another program uses it", fix, **figures))
         else:
             findings.append(ok("gpu", text, **figures))
     if not found["gpus"]:
         if found["device"] == "mps":
             findings.append(ok("gpu", "Apple's GPU"))
         elif found["cuda_build"]:
-            fix = "install or update NVIDIA's driver; nvidia-smi should list the GPU; else the CPU trains"
+            fix = (
+                "install or update NVIDIA's driver; nvidia-smi should list the GPU; otherwise the CPU is used"
+            )
             findings.append(
                 warning("gpu", f"torch is built for CUDA {found['cuda_build']}, but finds no GPU", fix)
             )
         elif Path("/proc/driver/nvidia/version").exists():
             fix = "install a torch build for CUDA, see pytorch.org"
-            findings.append(warning("gpu", "there is an NVIDIA driver, but this torch is for the CPU", fix))
+            findings.append(
+                warning("gpu", "there is an NVIDIA driver, but this torch build supports only the CPU", fix)
+            )
         else:
-            findings.append(ok("gpu", "none that torch can use: the CPU trains"))
+            findings.append(ok("gpu", "torch can use no GPU: the CPU is used"))
     return findings, flops
 
 
 def check_memory(available_bytes: Callable[[], int | None] | None = None) -> Finding:
-    """`available_bytes`: replaced by tests."""
+    """Check the free memory; tests replace `available_bytes`."""
     free = (available_bytes or _available_bytes)()
     if free is None:
-        return warning("memory", "this system does not say how much memory is free", "look yourself")
+        return warning(
+            "memory", "this system does not report how much memory is free", "check the free memory yourself"
+        )
     text = f"{free / 2**30:.1f} GiB of memory free"
     if free < LITTLE_MEMORY_bytes:
-        return warning("memory", text, "end other programs: a model, its gradient and its residual need room",
+        return warning("memory", text, "close other programs, because model, gradient and residual need "
+        "memory",
                        free_bytes=free)  # fmt: skip
     return ok("memory", text, free_bytes=free)
 
@@ -222,7 +238,7 @@ def _available_bytes() -> int | None:
 
 
 def _container_left_bytes() -> int | None:
-    """Memory left in a container with a limit (cgroup v2)."""
+    """Return the memory left in a container with a limit (cgroup v2); None without a limit."""
     try:
         folder = Path("/sys/fs/cgroup")
         most, used = (folder / "memory.max").read_text(), (folder / "memory.current").read_text()
@@ -232,7 +248,7 @@ def _container_left_bytes() -> int | None:
 
 
 def check_disk(run: str) -> Finding:
-    """Free space for checkpoints and the final model."""
+    """Check the free space for checkpoints and the final model."""
     folder = state_directory(run)
     there = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(there).free
@@ -241,21 +257,27 @@ def check_disk(run: str) -> Finding:
         fix = "set XDG_STATE_HOME to a folder that you may write to"
         return failure("disk", f"{folder} cannot be written to", fix, free_bytes=free)
     if free < BAD_DISK_bytes:
-        return failure("disk", text, "make room, or set XDG_STATE_HOME to another disk", free_bytes=free)
+        return failure(
+            "disk",
+            text,
+            "free space on the disk, or set XDG_STATE_HOME to a folder on another disk",
+            free_bytes=free,
+        )
     if free < LITTLE_DISK_bytes:
-        return warning("disk", text, "make room, or name another folder with --state-dir", free_bytes=free)
+        return warning(
+            "disk", text, "free space on the disk, or choose another folder with --state-dir", free_bytes=free
+        )
     return ok("disk", text, free_bytes=free)
 
 
 def check_clock(theirs_s: float | None, ours_s: float) -> Finding:
-    """Compare with the coordinator's wall clock; None: it did not say."""
+    """Compare the clock with the coordinator's; `theirs_s` is None if the coordinator did not report its
+    time."""
     if theirs_s is None:
-        return ok("clock", "not compared: the coordinator did not say what time it is")
+        return ok("clock", "not compared, because the coordinator did not report its time")
     skew_s = ours_s - theirs_s
     text = f"{abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} the coordinator's"
     if abs(skew_s) > MOST_SKEW_s:
-        fix = (
-            "switch the system's time synchronisation on; training does not need it, logs and invitations do"
-        )
+        fix = "switch on time synchronisation, which logs and invitations need, but training does not"
         return warning("clock", text, fix, skew_s=skew_s)
     return ok("clock", text, skew_s=skew_s)

@@ -1,9 +1,9 @@
-"""Predicts a step with and without this machine, with the planner's cost model.
+"""Predicts the speed of a run with and without this machine, using the planner's cost model.
 
     the run's network, exchange, shares, computing  --> P members      --> samples per second
     the same, and this machine's link and speed     --> P + 1 members  --> samples per second --> gain
 
-Assumes figures for what was not measured, and says so.
+Figures that were not measured are assumed, and the prediction lists the assumptions.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ LEAST_Bps = 1e3
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """The run as it is.
+    """The current state of a run.
 
     Attributes:
-        network: between members; None: fewer than two train.
-        compute_s: computing time of a step, by rank; of members that report it.
-        shares: samples of a step, by rank.
-        global_batch_size: None: each worker brings its own samples.
-        flops: speeds that members report, measured as in `machine_check.TORCH_PROBE`.
+        network: the network between members; None if fewer than two train.
+        compute_s: the compute times of a step, by rank, of the members that report them.
+        shares: the samples of a step, by rank.
+        global_batch_size: the samples of a step; None if each worker brings its own samples.
+        flops: the speeds that members report, measured as in `machine_check.TORCH_PROBE`.
     """
 
     network: NetworkModel | None
@@ -48,10 +48,12 @@ class RunStatus:
 
 @dataclass(frozen=True, slots=True)
 class SpeedupPrediction:
-    """Attributes:
-    step_s, joined_step_s: a step now, and with this machine.
-    gain: of samples per second; 0.2: 20 % more.
-    assumptions: what was not measured, and the value assumed.
+    """The speed of a run with and without this machine.
+
+    Attributes:
+        step_s, joined_step_s: the time of a step now, and with this machine.
+        gain: the relative gain of samples per second; 0.2 means 20 % more.
+        assumptions: the figures that were not measured, and the values assumed.
     """
 
     step_s: float
@@ -65,16 +67,22 @@ class SpeedupPrediction:
 def predict_speedup(
     run: RunStatus, mine: Mapping[int, LinkMeasurement], coordinator: LinkMeasurement, flops: float | None
 ) -> SpeedupPrediction:
-    """`mine`: this machine's links to members, by rank.  `flops`: of this machine; None: unknown."""
+    """Predict the run's speed with this machine.
+
+    Args:
+        mine: the links between this machine and members, by rank.
+        coordinator: the link between this machine and the coordinator.
+        flops: the speed of this machine; None if it is unknown.
+    """
     assumed: list[str] = []
     usual_s = median(run.compute_s)
     compute_s = usual_s
     if flops and run.flops:
         compute_s = usual_s * median(run.flops) / flops
     else:
-        assumed.append("computing as fast as the members' median, as they do not say how fast they are")
+        assumed.append("this machine computes as fast as the median member, because no speeds are known")
     if not any(each.up_Bps for each in mine.values()):
-        assumed.append("the line to the members like that to the coordinator")
+        assumed.append("the links to the members are like the link to the coordinator")
     shares, more = _shares(run, usual_s, compute_s)
     now_s, with_compute_s = max(run.compute_s), _slowest(run, shares, usual_s, compute_s)
     size = len(run.shares)
@@ -87,7 +95,7 @@ def predict_speedup(
 
 
 def _shares(run: RunStatus, usual_s: float, compute_s: float) -> tuple[list[float], int]:
-    """Samples of each worker, this machine last; and the additional samples of a step."""
+    """Return the samples of each worker, with this machine last, and the samples that it adds to a step."""
     if run.global_batch_size is None:
         mine = round(median(run.shares))
         return [*map(float, run.shares), float(mine)], mine
@@ -97,7 +105,7 @@ def _shares(run: RunStatus, usual_s: float, compute_s: float) -> tuple[list[floa
 
 
 def _slowest(run: RunStatus, shares: Sequence[float], usual_s: float, compute_s: float) -> float:
-    """Computing time of the step with this machine: each worker's time grows with its samples."""
+    """Return the compute time of a step with this machine; each worker's time grows with its samples."""
     known = [*run.compute_s, *[usual_s] * (len(run.shares) - len(run.compute_s))]
     times = [known[rank] * shares[rank] / max(1, run.shares[rank]) for rank in range(len(run.shares))]
     mine = compute_s * shares[-1] / max(1.0, median(run.shares))
@@ -112,7 +120,7 @@ def _look(load: Workload, network: NetworkModel, compute_s: float) -> ExchangeEs
 def _joined(
     network: NetworkModel | None, size: int, mine: Mapping[int, LinkMeasurement], coordinator: LinkMeasurement
 ) -> NetworkModel:
-    """The members' network with this machine as the last rank."""
+    """Return the members' network with this machine as the last rank."""
     up_Bps = _best([coordinator.up_Bps, *(each.up_Bps for each in mine.values())])
     down_Bps = _best([coordinator.down_Bps, *(each.down_Bps for each in mine.values())])
     trips_s = [each.rtt_s for each in (*mine.values(), coordinator) if each.rtt_s]
@@ -121,7 +129,7 @@ def _joined(
     def link(src: int, dst: int) -> LinkModel:
         if network is not None and max(src, dst) < size:
             return network.link(src, dst)
-        if max(src, dst) < size:  # one member: there is no such pair
+        if max(src, dst) < size:  # the run has one member, so there is no link to look up
             return LinkModel(usual / 2)
         there = mine.get(min(src, dst), LinkMeasurement())
         rate_Bps = there.up_Bps if src == size else there.down_Bps
@@ -136,13 +144,13 @@ def _joined(
 
 
 def _best(rates_Bps: Sequence[float | None]) -> float:
-    """The fastest rate that was seen on a link; 100 Mbit/s where none was measured."""
+    """Return the highest rate that was measured on a link; 100 Mbit/s if no rate was measured."""
     known = [rate for rate in rates_Bps if rate]
     return max(LEAST_Bps, max(known, default=12.5e6))
 
 
 def member_figures(picture: Mapping[str, Any], figure: str) -> list[float]:
-    """A figure of training members that report a plausible value."""
+    """Return the values of `figure` of all members in training that report a plausible value."""
     members = picture.get("members", [])
     found: list[float] = []
     for member in members if isinstance(members, list) else []:

@@ -1,9 +1,10 @@
 """Options of coordinator and worker, and where their values come from.
 
-`option_table` has names, bounds and defaults; flags, `GRIDTRAIN_*` variables, keys of run.toml, `gridtrain
-config show` and docs/configuration.md are made from it.  `resolve` finds the value that applies, `runfile`
-reads run.toml.
-The first of these that has a value wins:
+`option_table` defines names, bounds and defaults; flags, `GRIDTRAIN_*` variables, keys of run.toml,
+`gridtrain config show` and docs/configuration.md are derived from it.  `resolve` finds the value that
+applies, `runfile` reads run.toml.
+
+The value comes from the first of these sources that sets the option:
 
     --upload-limit 20Mbit            the command line
     GRIDTRAIN_UPLOAD_LIMIT=20Mbit    the environment

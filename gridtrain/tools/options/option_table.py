@@ -5,10 +5,10 @@ upload_limit  ->  --upload-limit    GRIDTRAIN_UPLOAD_LIMIT    [worker] upload_li
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from enum import StrEnum
 
-from gridtrain.config import DEFAULT_PORT, ENV_PREFIX, JoinConfig
+from gridtrain.config import DEFAULT_PORT, ENV_PREFIX, WAITS, JoinConfig
 from gridtrain.errors import ConfigError
 
 _JOIN = {known.name: str(known.default) for known in fields(JoinConfig)}
@@ -16,7 +16,7 @@ _YES, _NO = ("yes", "true", "on", "1"), ("no", "false", "off", "0")
 
 
 class OptionKind(StrEnum):
-    """Type of an option's value; in Python str, int, float, bool, or a tuple of str for texts."""
+    """The type of an option's value; in Python a str, int, float or bool, or a tuple of str for TEXTS."""
 
     TEXT = "text"
     FOLDER = "folder"
@@ -27,32 +27,33 @@ class OptionKind(StrEnum):
 
 
 OptionValue = str | int | float | bool | tuple[str, ...] | None
-"""None: not set; `Option.default_description` says what happens then."""
+"""None means that the option is not set; `Option.default_description` says what happens then."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Option:
     """One option.
 
     Attributes:
-        name: with underscores, as in run.toml.
-        default: None if it is determined at run time, see `default_description`.
-        choices: allowed values of a TEXT; (): any.
-        minimum: of a COUNT or NUMBER.
-        each: the repeatable flag for one of TEXTS, if it differs from the name.
-        is_comma_separated: TEXTS in the environment may be separated by commas as well as blanks.
+        name: the name with underscores, as in run.toml.
+        default: the default value; None if it is determined at run time, see `default_description`.
+        choices: the allowed values of a TEXT; () allows any.
+        minimum: the smallest value of a COUNT or NUMBER.
+        each: the repeatable flag that adds one string to TEXTS, if it differs from the name.
+        is_comma_separated: whether TEXTS in the environment may be separated by commas as well as spaces.
         off_word: the value of a TEXT that `--no-...` stands for.
-        toml_key: "table.key" in run.toml, if not in the program's own table.
-        is_command_line_only: neither the environment nor run.toml may set it.
-        has_no_flag: not on the command line.
-        is_join_option: `gridtrain.join` takes it as well.
-        is_secret: its value is never shown.
-        is_hidden: not listed; for tools of this repository.
+        toml_key: the place "table.key" in run.toml, if it is not in the program's own table.
+        is_command_line_only: whether neither the environment nor run.toml may set the option.
+        has_no_flag: whether the option is not on the command line.
+        is_join_option: whether `gridtrain.join` takes the option as well.
+        is_secret: whether the value must not be shown.
+        is_hidden: whether help omits the option, because only tools of this repository need it.
     """
 
     name: str
     kind: OptionKind
     help: str
+    _: KW_ONLY
     default: OptionValue = None
     default_description: str = ""
     metavar: str = ""
@@ -74,7 +75,7 @@ class Option:
 
     @property
     def off_flag(self) -> str:
-        """The flag that turns the option off; "": there is none."""
+        """The flag that turns the option off; "" if there is none."""
         return f"--no-{self.flag[2:]}" if self.off_word or self.default is True else ""
 
     @property
@@ -83,18 +84,18 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """The default in words; "": there is none."""
+        """The default as text; "" if there is none."""
         if self.default in (None, "", ()):
             return self.default_description
         return format_value(self.default)
 
     def toml_location(self, program: str) -> tuple[str, str]:
-        """(table, key) of `program`'s run.toml."""
+        """Return (table, key) of `program`'s run.toml."""
         table, _, key = (self.toml_key or f"{program}.{self.name}").partition(".")
         return table, key
 
     def from_text(self, text: str, where: str) -> OptionValue:
-        """The value of an environment variable.  Raises `ConfigError` that names `where`."""
+        """Parse the value of an environment variable.  Raises a `ConfigError` that names `where`."""
         plain = text.strip()
         match self.kind:
             case OptionKind.SWITCH:
@@ -116,7 +117,7 @@ class Option:
                 return self._parse(text, where)
 
     def from_toml(self, value: object, where: str) -> OptionValue:
-        """The value of a TOML key.  Raises `ConfigError` that names `where`."""
+        """Check the value of a TOML key.  Raises a `ConfigError` that names `where`."""
         if isinstance(value, bool):
             if self.kind is OptionKind.SWITCH:
                 return value
@@ -135,8 +136,8 @@ class Option:
             OptionKind.COUNT: "a whole number",
             OptionKind.NUMBER: "a number",
         }
-        example[OptionKind.TEXTS] = "a list of texts in quotation marks"
-        raise self._value_error(where, value, example.get(self.kind, "a text in quotation marks"))
+        example[OptionKind.TEXTS] = "a list of strings in quotation marks"
+        raise self._value_error(where, value, example.get(self.kind, "a string in quotation marks"))
 
     def _parse(self, text: str, where: str) -> str:
         if self.choices and text not in self.choices:
@@ -156,7 +157,7 @@ class Option:
 
 
 def format_value(value: OptionValue) -> str:
-    """The value as it is typed."""
+    """Format a value as it is typed on a command line."""
     match value:
         case bool():
             return "yes" if value else "no"
@@ -172,328 +173,287 @@ def format_value(value: OptionValue) -> str:
 
 # -- the table ---------------------------------------------------------------------------------------
 
+TEXT, FOLDER, COUNT, NUMBER, SWITCH, TEXTS = OptionKind
+
 COORDINATOR: tuple[Option, ...] = (
     Option(
-        name="listen",
-        kind=OptionKind.TEXT,
+        "listen",
+        TEXT,
+        "Address to listen on; tcp://0.0.0.0:7700 for all interfaces.",
         default=f"tcp://127.0.0.1:{DEFAULT_PORT}",
         metavar="ADDRESS",
-        help="Address for workers; tcp://0.0.0.0:7700: all interfaces.",
     ),
     Option(
-        name="advertise",
-        kind=OptionKind.TEXT,
+        "advertise",
+        TEXT,
+        "Address that workers connect to instead.",
         default="",
         default_description="--listen",
         metavar="ADDRESS",
-        help="Address that workers use instead.",
     ),
+    Option("run", TEXT, "The run's name.", default="default", toml_key="run.name", metavar="NAME"),
     Option(
-        name="run",
-        kind=OptionKind.TEXT,
-        default="default",
-        toml_key="run.name",
-        metavar="NAME",
-        help="The run's name.",
-    ),
-    Option(
-        name="state",
-        kind=OptionKind.FOLDER,
+        "state",
+        FOLDER,
+        "Folder of the run's journal and keys.",
         default_description="~/.local/state/gridtrain/RUN",
         metavar="FOLDER",
-        help="Folder of the run's journal and keys.",
     ),
     Option(
-        name="min_workers",
-        kind=OptionKind.COUNT,
+        "min_workers",
+        COUNT,
+        "Number of workers with which the run starts.",
         default=1,
         minimum=1,
         metavar="N",
-        help="Start with at least this many workers.",
     ),
     Option(
-        name="order",
-        kind=OptionKind.TEXT,
+        "order",
+        TEXT,
+        "Rank order: from measured links, or in join order.",
         default="planned",
         choices=("planned", "joined"),
-        help="Rank order: from measured links, or as joined.",
     ),
     Option(
-        name="recut_after",
-        kind=OptionKind.NUMBER,
+        "recut_after",
+        NUMBER,
+        "With fewer workers than stages, repartition after this time.",
         default=15,
         metavar="SECONDS",
-        help="With fewer workers than stages, repartition after this time.",
     ),
+    Option("bundle", SWITCH, "Serve the script of run.toml to volunteers.", default=True),
+    Option("unencrypted", SWITCH, "No encryption, for benchmarks on this machine.", default=False),
     Option(
-        name="bundle",
-        kind=OptionKind.SWITCH,
-        default=True,
-        help="Serve the script of run.toml to volunteers.",
-    ),
-    Option(
-        name="unencrypted",
-        kind=OptionKind.SWITCH,
-        default=False,
-        help="No encryption, for benchmarks on this machine.",
-    ),
-    Option(
-        name="benchmark",
-        kind=OptionKind.SWITCH,
+        "benchmark",
+        SWITCH,
+        "With --unencrypted: allow other machines.",
         default=False,
         is_hidden=True,
         is_command_line_only=True,
-        help="With --unencrypted: allow other machines.",
     ),
     Option(
-        name="exit_when_finished",
-        kind=OptionKind.SWITCH,
+        "exit_when_finished",
+        SWITCH,
+        "Exit when the run is over and all have left.",
         default=False,
-        help="Exit when the run has finished and its workers have left.",
     ),
     Option(
-        name="backup_to",
-        kind=OptionKind.FOLDER,
+        "backup_to",
+        FOLDER,
+        "Folder on another disk for backups of journal and keys.",
         default_description="no backups",
         metavar="FOLDER",
-        help="Folder on another disk for backups of journal and keys.",
     ),
     Option(
-        name="backup_every",
-        kind=OptionKind.NUMBER,
+        "backup_every",
+        NUMBER,
+        "Minimum time between two backups.",
         default=5.0,
         minimum=0.1,
         metavar="SECONDS",
-        help="Least time between two backups.",
     ),
+    Option("backup_keep", COUNT, "Number of backups to keep.", default=3, minimum=1, metavar="N"),
     Option(
-        name="backup_keep",
-        kind=OptionKind.COUNT,
-        default=3,
-        minimum=1,
-        metavar="N",
-        help="Number of backups to keep.",
-    ),
-    Option(
-        name="from_backup",
-        kind=OptionKind.FOLDER,
+        "from_backup",
+        FOLDER,
+        "Start a new --state from its latest backup.",
         metavar="FOLDER",
         is_command_line_only=True,
-        help="Start a new --state from the latest backup there.",
     ),
     Option(
-        name="dashboard",
-        kind=OptionKind.TEXT,
+        "dashboard",
+        TEXT,
+        'Address of the dashboard and /metrics; "off" disables it.',
         default="",
         default_description="127.0.0.1:7780, or the next free port",
         metavar="HOST:PORT",
         off_word="off",
-        help='Address of the dashboard and /metrics; "off": none.',
     ),
+    Option("dashboard_open", SWITCH, "Allow --dashboard to use a network address.", default=False),
     Option(
-        name="dashboard_open",
-        kind=OptionKind.SWITCH,
-        default=False,
-        help="Allow --dashboard on an address of the network.",
-    ),
-    Option(
-        name="dashboard_hosts",
-        kind=OptionKind.TEXTS,
+        "dashboard_hosts",
+        TEXTS,
+        "Additional host name of the dashboard.",
         default=(),
         metavar="NAME",
         each="--dashboard-host",
         is_comma_separated=True,
-        help="Host name of the dashboard, beside addresses and localhost.",
     ),
     Option(
-        name="log_format",
-        kind=OptionKind.TEXT,
+        "log_format",
+        TEXT,
+        "Format of log lines.",
         default="",
         default_description="json in a pipe or file",
         choices=("text", "json"),
-        help="Format of log lines.",
     ),
 )
 
 WORKER: tuple[Option, ...] = (
     Option(
-        name="invitation",
-        kind=OptionKind.TEXT,
+        "invitation",
+        TEXT,
+        "The invitation from the run's owner, or @FILE; the first argument on the command line.",
         metavar="INVITATION",
         has_no_flag=True,
         is_secret=True,
-        help="The invitation of the run's owner, or @FILE; on the command line the first argument.",
     ),
     Option(
-        name="name",
-        kind=OptionKind.TEXT,
+        "name",
+        TEXT,
+        "This worker's name.",
         default="",
         default_description="random",
         metavar="NAME",
         is_join_option=True,
-        help="This worker's name.",
     ),
     Option(
-        name="upload_limit",
-        kind=OptionKind.TEXT,
+        "upload_limit",
+        TEXT,
+        "Upload limit, such as 20Mbit.",
         default="",
         default_description="none",
         metavar="RATE",
         is_join_option=True,
-        help="Limit of sending, such as 20Mbit.",
     ),
     Option(
-        name="download_limit",
-        kind=OptionKind.TEXT,
+        "download_limit",
+        TEXT,
+        "Download limit, such as 100Mbit.",
         default="",
         default_description="none",
         metavar="RATE",
         is_join_option=True,
-        help="Limit of receiving, such as 100Mbit.",
     ),
     Option(
-        name="donate_limit",
-        kind=OptionKind.TEXT,
+        "donate_limit",
+        TEXT,
+        "Limit for sending the model.",
         default="",
         default_description=_JOIN["donate_limit"],
         metavar="RATE",
-        help="Limit of sending the model to newcomers.",
     ),
     Option(
-        name="listen",
-        kind=OptionKind.TEXT,
+        "listen",
+        TEXT,
+        "Address to listen on.",
         default="",
         default_description="any free port",
         metavar="ADDRESS",
         is_join_option=True,
-        help="Address for other workers.",
     ),
     Option(
-        name="advertise",
-        kind=OptionKind.TEXT,
+        "advertise",
+        TEXT,
+        "Address to be reached at instead.",
         default="",
         default_description="--listen",
         metavar="ADDRESS",
         is_join_option=True,
-        help="Address that other workers use instead.",
     ),
     Option(
-        name="export_dir",
-        kind=OptionKind.FOLDER,
+        "export_dir",
+        FOLDER,
+        "Folder for the final model.",
         default="",
         default_description="~/.local/state/gridtrain/RUN",
         metavar="FOLDER",
         is_join_option=True,
-        help="Folder for the final model.",
     ),
     Option(
-        name="state_dir",
-        kind=OptionKind.FOLDER,
+        "state_dir",
+        FOLDER,
+        "Folder of the checkpoints.",
         default="",
-        default_description="~/.local/state/gridtrain/...",
+        default_description="~/.local/state/...",
         metavar="FOLDER",
         is_join_option=True,
-        help="Folder for this worker's checkpoints.",
     ),
     Option(
-        name="data_dir",
-        kind=OptionKind.FOLDER,
+        "data_dir",
+        FOLDER,
+        "Folder of the run's data set.",
         default="",
         default_description="the bundle's",
         metavar="FOLDER",
-        help="Folder of the run's data set.",
     ),
     Option(
-        name="checkpoint_every",
-        kind=OptionKind.COUNT,
+        "checkpoint_every",
+        COUNT,
+        "Steps between checkpoints; 0 writes none.",
         default_description=_JOIN["checkpoint_every"],
         metavar="STEPS",
         is_join_option=True,
-        help="Steps between checkpoints; 0: none.",
     ),
     Option(
-        name="checkpoint_keep",
-        kind=OptionKind.COUNT,
+        "checkpoint_keep",
+        COUNT,
+        "Number of checkpoints to keep.",
         default_description=_JOIN["checkpoint_keep"],
         minimum=1,
         metavar="N",
         is_join_option=True,
-        help="Number of checkpoints to keep.",
     ),
     Option(
-        name="handover_mib",
-        kind=OptionKind.COUNT,
+        "handover_mib",
+        COUNT,
+        "Maximum residual to send on leaving.",
         default_description=_JOIN["handover_mib"],
         metavar="MIB",
         is_join_option=True,
-        help="Limit of the residual sent on leaving.",
     ),
     Option(
-        name="relay",
-        kind=OptionKind.SWITCH,
-        default=True,
-        is_join_option=True,
-        help="Forward (sealed) messages between other members.",
+        "relay", SWITCH, "Forward sealed messages between other members.", default=True, is_join_option=True
     ),
     Option(
-        name="unencrypted",
-        kind=OptionKind.SWITCH,
+        "unencrypted",
+        SWITCH,
+        "Join a run without encryption, for benchmarks.",
         default=False,
         is_join_option=True,
-        help="Join a run without encryption, for benchmarks.",
     ),
     Option(
-        name="restarts",
-        kind=OptionKind.COUNT,
-        default=0,
-        metavar="N",
-        help="Restarts of a script that fails.",
+        "wait",
+        TEXT,
+        '"auto": do not wait for stalled loops.',
+        default_description=_JOIN["wait"],
+        choices=WAITS,
     ),
+    Option("restarts", COUNT, "Number of restarts of a failing script.", default=0, metavar="N"),
+    Option("prefix", SWITCH, "Start each line of output with the worker's name.", default=False),
     Option(
-        name="prefix",
-        kind=OptionKind.SWITCH,
-        default=False,
-        help="Start each line of output with the worker's name.",
-    ),
-    Option(
-        name="log_format",
-        kind=OptionKind.TEXT,
+        "log_format",
+        TEXT,
+        "Format of log lines.",
         default="",
         default_description="json in a pipe or file",
         choices=("text", "json"),
-        help="Format of own lines.",
     ),
     Option(
-        name="set",
-        kind=OptionKind.TEXTS,
+        "set",
+        TEXTS,
+        "A rule, such as battery=pause.",
         default=(),
-        default_description="saved ones",
+        default_description="saved rules",
         metavar="KEY=VALUE",
-        help="A rule, such as battery=pause.",
     ),
     Option(
-        name="sensors",
-        kind=OptionKind.TEXT,
+        "sensors",
+        TEXT,
+        "File with sensor readings.",
         default="",
         default_description="this machine's",
         metavar="FILE",
-        help="JSON file of readings, to try rules.",
     ),
     Option(
-        name="accept",
-        kind=OptionKind.TEXT,
+        "accept",
+        TEXT,
+        "Accept only the bundle with this digest.",
         default="",
         default_description="ask",
         metavar="DIGEST",
-        help="Accept the bundle with this digest only.",
     ),
-    Option(
-        name="dry_run",
-        kind=OptionKind.SWITCH,
-        default=False,
-        is_command_line_only=True,
-        help="Show what would run; do not join.",
-    ),
+    Option("dry_run", SWITCH, "Show what would run; do not join.", default=False, is_command_line_only=True),
 )
 
 PROGRAMS: dict[str, tuple[Option, ...]] = {"coordinator": COORDINATOR, "worker": WORKER}
@@ -501,7 +461,7 @@ PROGRAMS: dict[str, tuple[Option, ...]] = {"coordinator": COORDINATOR, "worker":
 OTHER_VARIABLES: dict[str, str] = {
     "GRIDTRAIN_CONFIG": "the run.toml to read instead of the one in the working folder",
     "GRIDTRAIN_DEBUG": "1: show tracebacks",
-    "GRIDTRAIN_FAULTS": "faults to inject, see docs/reliability.md",
+    "GRIDTRAIN_FAULTS": "faults to inject; see docs/reliability.md",
     # set by the worker's agent for its script
     "GRIDTRAIN_COORDINATOR": "",
     "GRIDTRAIN_COORDINATOR_KEY": "",
@@ -509,25 +469,21 @@ OTHER_VARIABLES: dict[str, str] = {
     "GRIDTRAIN_CONTRIBUTION": "",
     "GRIDTRAIN_CONTROL": "",
     # read by docker/compose*.yaml
-    **{
-        f"GRIDTRAIN_{name}": ""
-        for name in (
-            *(
-                "INVITATION_FILE",
-                "ACCEPT_FILE",
-                "COORDINATOR_IMAGE",
-                "JOB",
-                "SCRIPT",
-                "IMAGE",
-                "TAG",
-                "CPUS",
-                "MEMORY",
-                "BIND",
-                "PORT",
-            ),
-            *("PROMETHEUS_PORT", "DASHBOARD_PORT", "LOCAL_USES", "LOCAL_EXPIRES"),
-        )
-    },
+    "GRIDTRAIN_INVITATION_FILE": "",
+    "GRIDTRAIN_ACCEPT_FILE": "",
+    "GRIDTRAIN_COORDINATOR_IMAGE": "",
+    "GRIDTRAIN_JOB": "",
+    "GRIDTRAIN_SCRIPT": "",
+    "GRIDTRAIN_IMAGE": "",
+    "GRIDTRAIN_TAG": "",
+    "GRIDTRAIN_CPUS": "",
+    "GRIDTRAIN_MEMORY": "",
+    "GRIDTRAIN_BIND": "",
+    "GRIDTRAIN_PORT": "",
+    "GRIDTRAIN_PROMETHEUS_PORT": "",
+    "GRIDTRAIN_DASHBOARD_PORT": "",
+    "GRIDTRAIN_LOCAL_USES": "",
+    "GRIDTRAIN_LOCAL_EXPIRES": "",
     # read by tests and benchmarks
     "GRIDTRAIN_SEED": "",
     "GRIDTRAIN_SEEDS": "",
@@ -535,36 +491,17 @@ OTHER_VARIABLES: dict[str, str] = {
     "GRIDTRAIN_RIVALS": "",
     "GRIDTRAIN_AXE": "",
 }
-"""Other variables: name -> description; "": not set by people."""
+"""Other variables: name -> description; "" for a variable that users do not set."""
 
 
 def find_option(program: str, name: str) -> Option:
-    """Raises `KeyError`."""
+    """Return the option `name` of `program`.  Raises `KeyError`."""
     return {one.name: one for one in PROGRAMS[program]}[name]
 
 
 def known_variables() -> set[str]:
-    """All known `GRIDTRAIN_` variables."""
+    """Return all known `GRIDTRAIN_` variables."""
     chosen = {
         one.variable for options in PROGRAMS.values() for one in options if not one.is_command_line_only
     }
     return chosen | set(OTHER_VARIABLES)
-
-
-def options_markdown(program: str) -> str:
-    """The table of docs/configuration.md."""
-    lines = ["| flag | variable | run.toml | default | what it is |", "|---|---|---|---|---|"]
-    for one in PROGRAMS[program]:
-        if one.is_hidden:
-            continue
-        table, key = one.toml_location(program)
-        flag = f"`{one.flag}`" + (f", `{one.off_flag}`" if one.off_flag else "")
-        cells = (
-            "(the first argument)" if one.has_no_flag else flag,
-            "" if one.is_command_line_only else f"`{one.variable}`",
-            "" if one.is_command_line_only else f"`[{table}] {key}`",
-            one.default_text,
-            one.help,
-        )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"

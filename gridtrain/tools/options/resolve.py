@@ -29,8 +29,9 @@ class ResolvedValue:
     """The value of one option and its source.
 
     Attributes:
-        source: "flag", "environment", "run.toml" or "default".
-        where: as "--upload-limit", "GRIDTRAIN_UPLOAD_LIMIT", "run.toml [worker] upload_limit" or "".
+        source: the source of the value: "flag", "environment", "run.toml" or "default".
+        where: the place of the value: "--upload-limit", "GRIDTRAIN_UPLOAD_LIMIT", "run.toml [worker]
+            upload_limit", or "" for a default.
     """
 
     option: Option
@@ -40,7 +41,7 @@ class ResolvedValue:
 
     @property
     def shown(self) -> str:
-        """The value in words; secret values are not shown."""
+        """The value as text; a secret value is not shown."""
         if self.option.is_secret and self.value:
             return HIDDEN_TEXT
         return format_value(self.value) or self.option.default_text
@@ -64,12 +65,12 @@ class OptionValues(Mapping[str, ResolvedValue]):
         return len(self._values)
 
     def text(self, name: str) -> str:
-        """A TEXT or FOLDER; "": not set."""
+        """Return the value of a TEXT or FOLDER option; "" if the option is not set."""
         value = self._values[name].value
         return value if isinstance(value, str) else ""
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """TEXTS; (): not set."""
+        """Return the values of a TEXTS option; () if the option is not set."""
         value = self._values[name].value
         return value if isinstance(value, tuple) else ()
 
@@ -80,21 +81,28 @@ class OptionValues(Mapping[str, ResolvedValue]):
     def switch(self, name: str) -> bool:
         return bool(self._values[name].value)
 
+    def join_texts(self) -> dict[str, str]:
+        """Return a worker's fields of `gridtrain.config.JoinConfig` as strings; unset fields are left out."""
+        shared = [one.name for one in PROGRAMS["worker"] if one.is_join_option]
+        texts = {name: format_value(self._values[name].value) for name in (*shared, "donate_limit", "wait")}
+        texts["unencrypted"] = "yes" if self.switch("unencrypted") else ""
+        return {name: text for name, text in texts.items() if text}
+
     def where(self, name: str) -> str:
-        """The source of the value; the flag if it is not set."""
+        """Return the place of the value; the option's flag if the value is the default."""
         return self._values[name].where or self._values[name].option.flag
 
 
 def resolve(
     program: str, given: Mapping[str, OptionValue], environ: Mapping[str, str], runfile: RunFile
 ) -> OptionValues:
-    """The values of all options of `program`.
+    """Return the values of all options of `program`.
 
     Args:
-        given: values of the command line, or of `gridtrain.join`; None: not given.
+        given: values of the command line, or of `gridtrain.join`; None for a value that is not given.
 
     Raises:
-        ConfigError: an invalid value, or an unknown `GRIDTRAIN_` variable.
+        ConfigError: a value is invalid, or a `GRIDTRAIN_` variable is unknown.
     """
     check_variables(environ)
     values = {one.name: _one(program, one, given, environ, runfile) for one in PROGRAMS[program]}
@@ -104,10 +112,12 @@ def resolve(
 def join_settings(
     given: Mapping[str, str | None], environ: Mapping[str, str], runfile: RunFile
 ) -> dict[str, str]:
-    """Texts of `gridtrain.config.JoinConfig` for a script that was started by hand; "" is left out.
+    """Return fields of `gridtrain.config.JoinConfig` as strings, for a script that was started by hand.
+
+    Empty fields are left out.
 
     Args:
-        given: arguments of `gridtrain.join`; None: none.
+        given: the arguments of `gridtrain.join`; None for an argument that is not given.
 
     Raises:
         ConfigError: see `resolve`.
@@ -119,10 +129,7 @@ def join_settings(
         if (text := given.get(name)) is not None
         and (text or one.kind in (OptionKind.TEXT, OptionKind.FOLDER))
     }
-    chosen = resolve("worker", flags, environ, runfile)
-    texts = {name: format_value(chosen[name].value) for name in (*named, "donate_limit")}
-    texts["unencrypted"] = "yes" if chosen.switch("unencrypted") else ""
-    return {name: text for name, text in texts.items() if text}
+    return resolve("worker", flags, environ, runfile).join_texts()
 
 
 def _one(
@@ -144,6 +151,6 @@ def check_variables(environ: Mapping[str, str]) -> None:
         if name.startswith(ENV_PREFIX) and name not in known:
             near = nearest_word(name, known)
             raise ConfigError(
-                f"{name} is set, and means nothing to gridtrain",
-                remedy=f"did you mean {near}?  else: unset {name}" if near else f"unset {name}",
+                f"{name} is set, but gridtrain has no such variable",
+                remedy=f"did you mean {near}?  Otherwise unset {name}" if near else f"unset {name}",
             )

@@ -1,11 +1,11 @@
 """Reads run.toml: the run, and options of its coordinator and of this worker.
 
-    [run]            shown to and run by volunteers: travels in the bundle (`gridtrain.tools.bundle`)
+    [run]            what volunteers are shown and run; part of the bundle (`gridtrain.tools.bundle`)
     [run.data]       the data set, by its digest
     [coordinator]    options of `gridtrain coordinator`, with underscores
     [worker]         options of `gridtrain worker`
 
-An unknown table or key is refused, with the nearest known one.
+An unknown table or key is refused; the error suggests the nearest known name.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _REQUIRED = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?)(?:\s*
 
 @dataclass(frozen=True, slots=True)
 class DatasetDescription:
-    """The data set of a run's script.
+    """The data set that a run's script reads.
 
     Attributes:
-        file: relative to the worker's `data_dir`, or to the run's folder.
-        digest: "sha256:" and 64 digits, of the file's bytes.
-        where: how to get it, for people.
+        file: the path of the file, relative to the worker's `data_dir`, or to the run's folder.
+        digest: "sha256:" and 64 digits, the digest of the file's bytes.
+        where: instructions for volunteers on how to get the file.
     """
 
     file: str
@@ -48,16 +48,16 @@ class DatasetDescription:
 
 @dataclass(frozen=True, slots=True)
 class RunDescription:
-    """The table [run].
+    """The table [run] of a run.toml.
 
     Attributes:
-        about: one line for volunteers.
-        script: the script, relative to run.toml; "": the run has no bundle.
-        digest: "sha256:..." of the script; "": not checked.  Always set in a bundle.
-        arguments: of the script.
-        files: further files of the bundle, relative.
-        requires: packages, as (name, least version or "").
-        image: a container image that has all of them; "": none.
+        about: one line of text for volunteers.
+        script: the path of the script, relative to run.toml; "" if the run has no bundle.
+        digest: the digest of the script, "sha256:..."; "" if it is not checked.  Always set in a bundle.
+        arguments: the arguments of the script.
+        files: the relative paths of further files of the bundle.
+        requires: the required packages, as (name, minimum version or "").
+        image: the name of a container image that contains all required packages; "" if there is none.
     """
 
     name: str = "default"
@@ -73,7 +73,7 @@ class RunDescription:
 
 @dataclass(frozen=True, slots=True)
 class RunFile:
-    """A run.toml; without a file nothing is set."""
+    """A run.toml; without a file, no option is set."""
 
     path: Path | None = None
     run: RunDescription = field(default_factory=RunDescription)
@@ -81,9 +81,11 @@ class RunFile:
 
     @classmethod
     def find(cls, environ: Mapping[str, str], folder: Path | None = None) -> RunFile:
-        """The file of `GRIDTRAIN_CONFIG`, else the one in `folder` (the working folder), else none.
+        """Read the file that `GRIDTRAIN_CONFIG` names, or run.toml in `folder` (by default the working
+        folder).
 
-        Raises `ConfigError` if it cannot be read or parsed.
+        If there is no such file, no option is set.  Raises `ConfigError` if the file cannot be read or
+        parsed.
         """
         if named := environ.get("GRIDTRAIN_CONFIG"):
             return cls.read(Path(named))
@@ -92,29 +94,29 @@ class RunFile:
 
     @classmethod
     def read(cls, path: Path) -> RunFile:
-        """Raises `ConfigError`."""
+        """Read a run.toml.  Raises `ConfigError`."""
         try:
             with path.open("rb") as file:
                 content = file.read(MAX_FILE_BYTES + 1)
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be read: {error.strerror}", remedy="name another file with GRIDTRAIN_CONFIG"
+                f"{path} cannot be read: {error.strerror}", remedy="choose another file with GRIDTRAIN_CONFIG"
             ) from None
         return cls.parse(content, path)
 
     @classmethod
     def parse(cls, content: bytes, path: Path) -> RunFile:
-        """Raises `ConfigError`; `path` is for its words."""
+        """Parse a run.toml.  Raises `ConfigError`, whose text names `path`."""
         if len(content) > MAX_FILE_BYTES:
             raise ConfigError(
-                f"{path} is longer than {MAX_FILE_BYTES} bytes", remedy="keep data in files of their own"
+                f"{path} is longer than {MAX_FILE_BYTES} bytes", remedy="store large data in other files"
             )
         try:
             document = tomllib.loads(content.decode("utf-8"))
         except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
             raise ConfigError(
-                f"{path}: {error or 'lists in lists, too deep'}",
-                remedy="write it as docs/configuration.md shows",
+                f"{path}: {error or 'lists are nested too deeply'}",
+                remedy="see docs/configuration.md for the format of the file",
             ) from None
         check_keys(path, document, ("run", *PROGRAMS), "")
         for table, value in document.items():
@@ -128,7 +130,10 @@ class RunFile:
         return cls(path, run, document)
 
     def option_value(self, program: str, one: Option) -> tuple[OptionValue, str] | None:
-        """The value and its place; None: not set.  Raises `ConfigError`."""
+        """Return the option's value and its place in the file; None if the option is not set.
+
+        Raises `ConfigError` if the value is invalid.
+        """
         table, key = one.toml_location(program)
         values = self.tables.get(table, {})
         if one.is_command_line_only or key not in values:
@@ -136,25 +141,27 @@ class RunFile:
         where = f"{self.path} [{table}] {key}"
         value = one.from_toml(values[key], where)
         if one.kind is OptionKind.FOLDER and isinstance(value, str) and value and self.path is not None:
-            value = str(self.path.parent / Path(value).expanduser())  # beside the file, wherever one stands
+            value = str(
+                self.path.parent / Path(value).expanduser()
+            )  # relative to the file, not to the working folder
         return value, where
 
 
 def check_keys(path: Path, found: Iterable[str], known: Iterable[str], table: str) -> None:
-    """Raise `ConfigError` for the first unknown key, with the nearest known one."""
+    """Raise `ConfigError` for the first unknown key; the remedy suggests the nearest known key."""
     names = list(known)
     for key in found:
         if key not in names:
             place = f"[{table}] " if table else ""
             near = nearest_word(key, names)
             raise ConfigError(
-                f"{path}: {place}{key!r} is no key that gridtrain knows",
-                remedy=f"did you mean {near!r}?" if near else f"it may have {', '.join(names)}",
+                f"{path}: {place}{key!r} is not a known key",
+                remedy=f"did you mean {near!r}?" if near else f"use one of {', '.join(names)}",
             )
 
 
 def nearest_word(word: str, known: Iterable[str]) -> str | None:
-    """The nearest known word, for a message."""
+    """Return the known word that is most similar to `word`; None if no word is similar."""
     plain = {name.lower().replace("-", "_"): name for name in known}
     found = difflib.get_close_matches(word.lower().replace("-", "_"), plain, n=1, cutoff=0.6)
     return plain[found[0]] if found else None
@@ -180,7 +187,7 @@ def _run(path: Path, table: Mapping[str, Any]) -> RunDescription:
     if not run.script and (run.files or run.digest or run.arguments):
         raise ConfigError(
             f"{path}: [run] has files, a digest or arguments, but no script",
-            remedy='write script = "train.py", or leave them out',
+            remedy='write script = "train.py", or remove these keys',
         )
     return run
 
@@ -207,7 +214,7 @@ def _plain(path: Path, key: str, value: object) -> str:
     if isinstance(value, str) and len(value) <= MAX_TEXT and value.isprintable():
         return value
     raise ConfigError(
-        f"{path}: [run] {key} is {value!r:.200}", remedy=f"write one line of at most {MAX_TEXT} letters"
+        f"{path}: [run] {key} is {value!r:.200}", remedy=f"write one line of at most {MAX_TEXT} characters"
     )
 
 
@@ -215,7 +222,7 @@ def _texts(path: Path, table: Mapping[str, Any], key: str) -> tuple[str, ...]:
     values = table.get(key, [])
     if not isinstance(values, list) or len(values) > MAX_ITEMS:
         raise ConfigError(
-            f"{path}: [run] {key} is {values!r:.200}", remedy=f"write a list of at most {MAX_ITEMS} texts"
+            f"{path}: [run] {key} is {values!r:.200}", remedy=f"write a list of at most {MAX_ITEMS} strings"
         )
     return tuple(_plain(path, key, value) for value in values)
 
@@ -223,15 +230,16 @@ def _texts(path: Path, table: Mapping[str, Any], key: str) -> tuple[str, ...]:
 def _relative(path: Path, key: str, text: str) -> str:
     if not is_safe_relative_name(text):
         raise ConfigError(
-            f"{path}: [run] {key} names {text!r}",
-            remedy="name a file beside run.toml or in a folder below it, of letters, digits and . _ - alone",
+            f"{path}: [run] {key} refers to {text!r}",
+            remedy="specify a file in the folder of run.toml or below it, using only letters, digits "
+            "and . _ -",
         )
     return text
 
 
 def is_safe_relative_name(name: str) -> bool:
-    """Whether this is a plain relative name: it stays inside the folder, and has no hidden part and no
-    character that a shell or a terminal treats specially."""
+    """Whether `name` is a plain relative name: one that stays inside the folder, and that has no hidden part
+    and no character that a shell or a terminal treats specially."""
     parts = PurePosixPath(name).parts
     plain = re.fullmatch(r"[A-Za-z0-9._/-]{1,100}", name) is not None and "/".join(parts) == name
     return plain and all(part[0] not in ".-/" and not part.endswith(".") for part in parts)
@@ -241,7 +249,7 @@ def _digest(path: Path, key: str, text: str) -> str:
     if text and not _DIGEST.fullmatch(text):
         raise ConfigError(
             f"{path}: {key} is {text!r}",
-            remedy='write "sha256:" and 64 digits, as sha256sum prints them, or leave it out',
+            remedy='write "sha256:" and 64 digits, as sha256sum prints them, or remove the key',
         )
     return text
 
@@ -251,6 +259,6 @@ def _required(path: Path, text: str) -> tuple[str, str]:
     if match is None:
         raise ConfigError(
             f"{path}: [run] requires {text!r}",
-            remedy='write a package, or one with its least version: "torch>=2.4"',
+            remedy='write a package, with or without a minimum version: "torch>=2.4"',
         )
     return match[1], match[2] or ""

@@ -1,4 +1,4 @@
-"""The state of a model as bytes, on disk, and as a file for other programs.
+"""The state of a model as bytes, as checkpoints on disk, and as a file for other programs.
 
 flat_gradient        the gradients of a model as one vector, in a fixed order
 serialization        the replicated state for joining workers, digests to compare replicas

@@ -1,14 +1,13 @@
-"""Builds a stage from checkpoints of stages of another partition, parameter by parameter.
+"""Build a stage from checkpoints of stages of another partition, parameter by parameter.
 
     [0 2) at step 20    embed.weight, body.0.*          a parameter is found by its name in the whole model,
     [2 4) at step 20    body.1.*, body.2.*              its optimizer's state by the parameter, its residual
          |                                              by its place in the flat gradient
     [0 3)               embed.weight, body.0.*, body.1.*
 
-Random numbers belong to layers and steps (docs/decisions/0026), so there is nothing to restore.  What belongs
-to a
-stage as a whole must be the same in all checkpoints: the settings of the optimizer's groups, and the
-trackers.
+Random numbers belong to layers and steps (docs/decisions/0026), so there is no random state to restore.
+State that belongs to a stage as a whole, that is, the settings of the optimizer's groups and the trackers,
+must be the same in all checkpoints.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from gridtrain.training.checkpoint.checkpoint_store import Checkpoint
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient, canonical_parameters
 
 PARAMETER_ORDER_KEY, FROZEN_KEY = "order", "frozen"
-"""Keys of a checkpoint's document: names of the parameters in the optimizer's order, and of those that are
-not trained."""
+"""Keys of a checkpoint's document: the names of the parameters in the optimizer's order, and the names of the
+parameters that are not trained."""
 
-_REMEDY = "start the run again with as many workers as it has stages"
+_REMEDY = "restart the run with as many workers as it has stages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class _CheckpointSource:
 
 
 def parameter_order(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The value of `PARAMETER_ORDER_KEY`."""
+    """Return the names of the parameters in the optimizer's order, for `PARAMETER_ORDER_KEY`."""
     names = {id(parameter): name for name, parameter in canonical_parameters(module)}
     return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -57,13 +56,14 @@ def load_merged(
     trackers: serialization.Trackers,
     tied: Sequence[frozenset[str]],
 ) -> None:
-    """Load a stage that was just built from checkpoints that together have all of it.
+    """Load a newly built stage from checkpoints that together contain the whole stage.
 
     Args:
-        tied: for each tied parameter, its names in the whole model.
+        tied: the names of each tied parameter in the whole model.
 
     Raises:
-        RemoteProtocolError: something is missing, or the checkpoints differ in what must be the same.
+        RemoteProtocolError: a parameter is missing, or settings that must be the same differ between
+            checkpoints.
     """
     sources = [_read_source(found) for found in checkpoints]
     names = [name for name, _ in canonical_parameters(module)]
@@ -77,7 +77,9 @@ def load_merged(
         return None
 
     if missing := [name for name in names if of("parameters", name) is None]:
-        raise RemoteProtocolError(f"no checkpoint has {missing[0]!r}, nor {len(missing) - 1} more")
+        raise RemoteProtocolError(
+            f"no checkpoint contains {missing[0]!r}; {len(missing) - 1} more parameters are missing"
+        )
     buffers: dict[str, Any] = {}
     for source in reversed(sources):
         buffers |= source.buffers
@@ -103,7 +105,8 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, order: Sequence[str], of:
         known = [of("groups", order[index]) for index in group["params"]]
         if any(fields is None or not _is_equal(fields, known[0]) for fields in known):
             raise RemoteProtocolError(
-                "the parameters of one group had different optimizer settings", remedy=_REMEDY
+                "the parameters of one group have different optimizer settings in the checkpoints",
+                remedy=_REMEDY,
             )
         if known:
             group.update(known[0])
@@ -155,7 +158,8 @@ def _is_equal(a: Any, b: Any) -> bool:
 def merged_residual(
     checkpoints: Sequence[Checkpoint], module: nn.Module, flat: FlatGradient
 ) -> dict[str, Tensor]:
-    """The residual of these parameters, as flat vectors (n,) by name; {} if there is none."""
+    """Return the residual of the module's parameters, as flat vectors (n,) by name; {} if there is no
+    residual."""
     kinds = {kind for found in checkpoints for kind in found.residual}
     trained = {name: p.numel() for name, p in canonical_parameters(module) if p.requires_grad}
     whole = {kind: torch.zeros(flat.n) for kind in kinds}
@@ -177,7 +181,7 @@ def merged_residual(
 
 
 def _parameter_slices(sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """The slice of each parameter in a flat vector."""
+    """Return the slice of each parameter in a flat vector."""
     places, at = {}, 0
     for name, size in sizes.items():
         places[name] = (at, at + size)

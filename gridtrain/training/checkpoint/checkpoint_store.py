@@ -6,8 +6,8 @@
         residual.safetensors   what this worker had not sent yet (sparse exchanges)
 
 Copies are made on the training thread between two steps.  A writer thread writes them to a temporary folder
-and renames it when everything is on disk, so that there is either a whole checkpoint or none.  The
-coordinator decides whether a run continues from one.
+and renames the folder when everything is on disk, so that a checkpoint is either complete or absent.  The
+coordinator decides whether a run continues from a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from gridtrain.core.commit.ledger_record import ledger_entry, parse_ledger
-from gridtrain.core.messages import CheckpointInfo, Facts
+from gridtrain.core.messages import FAILED_CHECKPOINTS, CheckpointInfo, Facts
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.runtime.state_transfer.checkpoint_copy import RESIDUAL_FILE
 from gridtrain.training.checkpoint.serialization import content_digest
@@ -40,18 +42,21 @@ log = logging.getLogger("gridtrain")
 
 FORMAT = 1
 MAX_JSON_BYTES = 256 << 20
+WARNING_INTERVAL_S = 600.0
+"""The interval at which a worker repeats the message that it cannot write checkpoints."""
+
 _NAME = re.compile(r"step-(\d{8,})")
 _PARTIAL = ".step-*.partial"
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that was read.
+    """A checkpoint that was read from disk.
 
     Attributes:
-        facts: what the worker trained, as in `Setup.facts`.
-        document: see `serialization.pack_state`, as `tensors`.
-        residual: empty if there was none.
+        facts: the training settings, as in `Setup.facts`.
+        document, tensors: the state as `serialization.pack_state` returned it.
+        residual: the residual by name; empty if the checkpoint contains none.
     """
 
     path: Path
@@ -63,13 +68,13 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Number of steps that had been committed."""
+        """The number of steps that were committed before the checkpoint."""
         return self.position.applied + 1
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointContent:
-    """What is to be written: copies that nothing changes any more."""
+    """The content of a checkpoint to write: copies, which training no longer changes."""
 
     position: CheckpointInfo
     facts: Facts
@@ -82,23 +87,35 @@ class CheckpointStore:
     """The checkpoints of one worker in one run.
 
     Args:
-        folder: created when it is claimed.
-        every: steps between two checkpoints; 0: none are written.
-        keep: number of checkpoints to keep.
+        folder: the folder for the checkpoints; `claim` creates it.
+        every: the number of steps between two checkpoints; 0 writes none.
+        keep: the number of checkpoints to keep.
+        report_figures: a function that is called, from a thread, with the number of consecutive checkpoints
+            that failed.
+        clock: a function that returns monotonic seconds.
     """
 
-    def __init__(self, folder: Path, *, every: int, keep: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        every: int,
+        keep: int,
+        report_figures: Callable[[Mapping[str, float]], None] = lambda figures: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if every < 0 or keep < 1:
             raise ConfigError(
-                f"checkpoints every {every} steps, {keep} kept; the first must be >= 0, the second >= 1",
+                f"every is {every} and keep is {keep}; every must be >= 0 and keep >= 1",
                 remedy="try every=500 and keep=2",
             )
         self.folder = folder
         self._every, self._keep = every, keep
         self._writer: threading.Thread | None = None
-        self._failed = ""
+        self._report_figures, self._clock = report_figures, clock
+        self._failed, self._failed_count, self._warned_s = "", 0, -math.inf
         self._latest: int | None = None
-        self._own: list[Path] = []  # oldest first; others on the disk may be of another history
+        self._own: list[Path] = []  # oldest first; other checkpoints on disk may belong to another history
         self._lock: int | None = None
         self._dropped_residual: int | None = None  # the step of a residual that was sent
 
@@ -106,12 +123,12 @@ class CheckpointStore:
         """Lock the folder for this worker until `release`; log a warning if it cannot be written to.
 
         Raises:
-            ConfigError: another worker uses it.
+            ConfigError: another worker uses the folder.
         """
         if not self._every:
             return
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # a residual holds traces of samples
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # residuals contain traces of samples
             self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._remove_partial()
@@ -119,13 +136,13 @@ class CheckpointStore:
             self.release()
             raise ConfigError(
                 f"the folder of checkpoints {self.folder} is in use by another worker",
-                remedy="give each worker a state directory of its own: --state-dir",
+                remedy="use a separate state directory for each worker: --state-dir",
             ) from None
         except OSError as error:
             log.warning("no checkpoints will be written: %s is not writable: %s", self.folder, error)
 
     def _remove_partial(self) -> None:
-        """Remove what a killed process had begun to write: a state is large."""
+        """Remove the partial checkpoints of killed processes, because they take up much space."""
         for left in (*self.folder.glob(_PARTIAL), *self.folder.glob(f"*/{_PARTIAL}")):
             shutil.rmtree(left, ignore_errors=True)
 
@@ -135,21 +152,23 @@ class CheckpointStore:
             self._lock = None
 
     def mark_verified(self) -> None:
-        """The training goes on from the latest checkpoint: those on disk belong to this history."""
+        """Record that training continues from the latest checkpoint, so that the checkpoints on disk belong
+        to this history."""
         with contextlib.suppress(OSError):
             self._own = list_checkpoints(self.folder)
 
     def is_due(self, step: int) -> bool:
-        """Whether one is due after `step` committed steps; later, if the previous one is still being
-        written."""
+        """Whether a checkpoint is due after `step` committed steps.  While the previous checkpoint is being
+        written, none is due."""
         if self._latest is None:
-            self._latest = step  # where this worker starts
+            self._latest = step  # the step at which this worker starts
         return (
             self._every > 0 and not self._is_writing() and step // self._every > self._latest // self._every
         )
 
     def write(self, content: CheckpointContent) -> None:
-        """Write it in the background.  An error, such as a full disk, is logged; the training goes on."""
+        """Write a checkpoint in the background.  Errors, such as a full disk, are logged, and training
+        continues."""
         self.wait()
         self._dropped_residual = None
         self._latest = content.position.applied + 1
@@ -159,8 +178,8 @@ class CheckpointStore:
         self._writer.start()
 
     def drop_residual(self, step: int) -> None:
-        """The residual of this step was sent: its checkpoint, which may be being written, must not restore
-        it."""
+        """Remove the residual, which was sent, from the checkpoint of `step`, even if the checkpoint is still
+        being written."""
         self._dropped_residual = step  # first, because the writer reads it after the rename
         self._drop_residual(step)
 
@@ -174,9 +193,9 @@ class CheckpointStore:
             self._writer.join(timeout_s)
 
     def latest(self, facts: Facts) -> Checkpoint | None:
-        """The latest readable checkpoint of this training; None if there is none.
+        """Return the latest readable checkpoint with these settings; None if there is none.
 
-        Damaged ones, and those of another model or other data, are skipped with a warning.
+        Damaged checkpoints, and checkpoints of another model or of other data, are skipped with a warning.
         """
         try:
             paths = list_checkpoints(self.folder)
@@ -191,7 +210,9 @@ class CheckpointStore:
                 continue
             if checkpoint.facts == facts:
                 return checkpoint
-            log.warning("the checkpoint %s belongs to another training, and is not used", path)
+            log.warning(
+                "the checkpoint %s was written with different training settings, and is not used", path
+            )
         return None
 
     def _is_writing(self) -> bool:
@@ -207,17 +228,35 @@ class CheckpointStore:
             self._own.append(step_folder(self.folder, step))
             while len(self._own) > self._keep:
                 shutil.rmtree(self._own.pop(0), ignore_errors=True)
-            self._failed = ""
         except OSError as error:
-            if self._failed != str(error):
-                log.error(
-                    "no checkpoint of step %d in %s: %s; the training goes on", step, self.folder, error
-                )
-            self._failed = str(error)
+            self._record_failure(step, str(error))
+            return
+        if self._failed_count:
+            log.info("checkpoints can be written again; the latest is of step %d: %s", step, self.folder)
+            self._failed, self._failed_count, self._warned_s = "", 0, -math.inf
+            self._report_figures({FAILED_CHECKPOINTS: 0.0})
+
+    def _record_failure(self, step: int, error: str) -> None:
+        """Log a new error at once, and repeat a persistent error at intervals."""
+        self._failed_count += 1
+        now_s = self._clock()
+        if error != self._failed or now_s >= self._warned_s + WARNING_INTERVAL_S:
+            log.error(
+                "the checkpoint of step %d cannot be written to %s: %s (failed checkpoints in a row: %d); "
+                "training continues without it; free space on that disk, or start this worker with another "
+                "--state-dir",
+                step,
+                self.folder,
+                error,
+                self._failed_count,
+            )
+            self._warned_s = now_s
+        self._failed = error
+        self._report_figures({FAILED_CHECKPOINTS: float(self._failed_count)})
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """The folder of the checkpoint after `step` steps."""
+    """Return the folder of the checkpoint after `step` steps."""
     return folder / checkpoint_folder_name(step)
 
 
@@ -226,7 +265,7 @@ def checkpoint_folder_name(step: int) -> str:
 
 
 def save(content: CheckpointContent, path: Path) -> None:
-    """Write a checkpoint to the new folder `path`, whole or not at all.  Raises `OSError`."""
+    """Write a checkpoint to the new folder `path`, completely or not at all.  Raises `OSError`."""
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -258,7 +297,9 @@ def read(path: Path) -> Checkpoint:
         text = _read_text(path / "state.json")
         body = json.loads(text)
         if body["format"] != FORMAT:
-            raise ValueError(f"it has format {body['format']!r}, this gridtrain reads {FORMAT}")
+            raise ValueError(
+                f"its format is {body['format']!r}; this version of gridtrain reads format {FORMAT}"
+            )
         held = _parse_position(body)
         facts = tuple((str(name), str(value)) for name, value in body["facts"])
         tensors = safetensors.torch.load_file(path / "tensors.safetensors")
@@ -273,15 +314,18 @@ def read(path: Path) -> Checkpoint:
 
 
 def _read_residual(path: Path, written: str) -> dict[str, Tensor]:
-    """Empty if there is none, or if it differs from what was written: the state beside it is still good.
+    """Read the residual; return an empty one if the file is missing, or if it differs from what was written,
+    because the state is usable without the residual.
 
-    `written`: its digest; older checkpoints have none.
+    `written` is the residual's digest; older checkpoints have none.
     """
     if not path.exists():
         return {}
     data = path.read_bytes()
     if written and _digest(data) != written:
-        log.warning("the residual %s differs from what was written: it is lost, the state is not", path)
+        log.warning(
+            "the residual %s differs from what was written, and is lost; the state is not affected", path
+        )
         return {}
     return safetensors.torch.load(data)
 
@@ -291,7 +335,8 @@ def _digest(data: bytes) -> str:
 
 
 def read_header(path: Path) -> tuple[CheckpointInfo, Facts]:
-    """Which state and which training it is; `read` may still find it damaged.  Raises `ConfigError`."""
+    """Read a checkpoint's position and facts; `read` may still find the checkpoint damaged.  Raises
+    `ConfigError`."""
     try:
         body = json.loads(_read_text(path / "state.json"))
         return _parse_position(body), tuple((str(name), str(value)) for name, value in body["facts"])
@@ -308,17 +353,17 @@ def _parse_position(body: Mapping[str, Any]) -> CheckpointInfo:
 def _unreadable_error(path: Path, error: Exception) -> ConfigError:
     return ConfigError(
         f"the checkpoint {path} cannot be read: {type(error).__name__}: {error}",
-        remedy="move it away; an older one beside it may be usable",
+        remedy="move it to another folder; an older checkpoint in the same folder may be usable",
     )
 
 
 def checkpoint_step(path: Path) -> int:
-    """Committed steps of a checkpoint that `list_checkpoints` has found."""
+    """Return the number of committed steps of a checkpoint that `list_checkpoints` has found."""
     return int(path.name.removeprefix("step-"))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Whole checkpoints, the oldest first."""
+    """Return the complete checkpoints, the oldest first."""
     if not folder.is_dir():
         return []
     found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
@@ -336,7 +381,7 @@ def _read_text(path: Path) -> bytes:
 def publish_folder(partial: Path, path: Path) -> None:
     """Rename a folder whose files are on disk to `path`.  Raises `OSError`."""
     sync_folder(partial)
-    shutil.rmtree(path, ignore_errors=True)  # of an earlier run, or before a rollback
+    shutil.rmtree(path, ignore_errors=True)  # it is from an earlier run, or from before a rollback
     os.rename(partial, path)
     sync_folder(path.parent)
 

@@ -4,7 +4,8 @@
     embed.weight (256, 64)   |  block.0.weight (64, 64)  |    ----- views_P -----
     head.weight  = embed.weight                          |    [ embed.weight | block.0.weight | ... ]
 
-A gradient of another dtype or device is converted when it is gathered, and the update when it is scattered.
+A gradient of another dtype or device is converted when it is gathered, and the update is converted when it is
+scattered.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _DATA_PARALLEL = "module."
 
 
 def canonical_names(names: Sequence[str]) -> list[str]:
-    """Names as in the plain model, without the prefixes of torch.compile and DataParallel.
+    """Return the names of the plain model, without the prefixes of torch.compile and DataParallel.
 
-    `module.` is removed only if all names have it: otherwise it is one of the model's own sub-modules.
+    `module.` is removed only if all names begin with it; otherwise it is one of the model's own sub-modules.
     """
     plain = [name.replace(_COMPILED, "") for name in names]
     while plain and all(name.startswith(_DATA_PARALLEL) for name in plain):
@@ -36,13 +37,15 @@ def canonical_names(names: Sequence[str]) -> list[str]:
 
 
 def canonical_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """(name, parameter) in the model's order, tied parameters once, under their first name."""
+    """Return the pairs (name, parameter) in the model's order; tied parameters occur once, under their first
+    name."""
     named = list(model.named_parameters(remove_duplicate=True))
     return list(zip(canonical_names([name for name, _ in named]), (p for _, p in named), strict=True))
 
 
 def model_digest(model: nn.Module) -> tuple[str, bytes]:
-    """A text for people and a digest of names, shapes, dtypes and requires_grad, not of values."""
+    """Return a description and a digest of the parameters' names, shapes, dtypes and requires_grad, not of
+    their values."""
     parameters = canonical_parameters(model)
     lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in parameters]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=32).digest()
@@ -56,11 +59,12 @@ class FlatGradient:
     """The flat vector, with a view for every trainable parameter.
 
     Args:
-        model: its trainable parameters take part.
-        optimizer: must have all of these, and none that the model does not have.
+        model: the model whose trainable parameters take part.
+        optimizer: the model's optimizer; it must have all of these parameters, and none that the model
+            lacks.
 
     Raises:
-        ConfigError: they do not fit together, or a parameter cannot take part.
+        ConfigError: model and optimizer do not match, or a parameter cannot take part.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -81,7 +85,7 @@ class FlatGradient:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """In the order of the vector; `sizes`: their elements."""
+        """The parameters in the order of the vector."""
         return [parameter for _, parameter in self._named]
 
     @property
@@ -94,35 +98,36 @@ class FlatGradient:
         return [(view, parameter) for view, (_, parameter) in zip(self._views_P, self._named, strict=True)]
 
     def check_unchanged(self) -> None:
-        """Raise `ConfigError` if parameters are trained that are not in the vector."""
+        """Raise `ConfigError` if the script trains parameters that are not in the vector."""
         if any(p.grad is not None and p.requires_grad for p in self._excluded):
             raise ConfigError(
-                "a parameter that was frozen when the optimizer was wrapped has a gradient now",
-                remedy="unfreeze parameters before grid.optimizer(...), on all workers alike",
+                "a parameter that was frozen when the optimizer was wrapped now has a gradient",
+                remedy="unfreeze parameters before grid.optimizer(...), in the same way on all workers",
             )
         if [
             id(p) for group in self._optimizer.param_groups for p in group["params"]
         ] != self._optimizer_parameters:
             raise ConfigError(
-                "the wrapped optimizer was given other parameters, which the other workers do not have",
+                "the wrapped optimizer was given further parameters, which the other workers do not have",
                 remedy="add all groups to the inner optimizer before grid.optimizer(...)",
             )
 
     def _check_not_frozen(self) -> None:
-        """A frozen parameter's gradient would be zeros, but momentum and weight decay would still change
-        it."""
+        """Raise `ConfigError` if a parameter was frozen: its gradient would be zero, but momentum and weight
+        decay would still change the parameter."""
         if frozen := [name for name, parameter in self._named if not parameter.requires_grad]:
             raise ConfigError(
                 f"parameter {frozen[0]!r} was frozen after the optimizer was wrapped",
-                remedy="freeze it before grid.optimizer(...), or put it into a group of its own and set that "
-                "group's lr to 0 later, on all workers alike",
+                remedy="freeze it before grid.optimizer(...), or put it into a separate group and set that "
+                "group's lr to 0 later, in the same way on all workers",
             )
 
     @torch.no_grad()
     def gather(self, indices: Sequence[int] | None = None) -> None:
-        """flat_N = the gradients, zeros for None; `indices`: only of these parameters.
+        """Set flat_N to the gradients, with zeros for None; `indices` restricts the call to some of the
+        parameters.
 
-        Raises `ConfigError` for a sparse gradient, and if other parameters are trained than at the start.
+        Raises `ConfigError` for a sparse gradient, and if the set of trained parameters has changed.
         """
         self.check_unchanged()
         self._check_not_frozen()
@@ -147,7 +152,8 @@ class FlatGradient:
 
     @torch.no_grad()
     def has_changed(self, indices: Sequence[int]) -> bool:
-        """Whether a gradient of these parameters differs from what `gather` has read; NaN equals NaN."""
+        """Whether a gradient of these parameters differs from the gradient that `gather` read; NaN equals
+        NaN."""
         unlike = []
         for index in indices:
             view, (_, parameter) = self._views_P[index], self._named[index]
@@ -160,7 +166,7 @@ class FlatGradient:
 
     @torch.no_grad()
     def load_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
-        """flat_N = a committed update, dense (n,) or sparse."""
+        """Set flat_N to a committed update, which is dense (n,) or sparse."""
         if isinstance(update, SparseVector):
             self.flat_N.zero_()
             where = torch.from_numpy(update.indices).to(self.flat_N.device)
@@ -170,7 +176,8 @@ class FlatGradient:
 
     @torch.no_grad()
     def scatter(self) -> None:
-        """Every trainable parameter's `grad` = its part of flat_N, in the parameter's dtype and device."""
+        """Set every trainable parameter's `grad` to its part of flat_N, with the parameter's dtype and
+        device."""
         for view, (_, parameter) in zip(self._views_P, self._named, strict=True):
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
@@ -189,7 +196,7 @@ def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
     missing = [name for name, p in named if p.requires_grad and id(p) not in held_ids]
     if missing:
         raise ConfigError(
-            f"{len(missing)} trainable parameters are in no group of the optimizer, first {missing[0]!r}",
+            f"{len(missing)} trainable parameters are in no group of the optimizer, such as {missing[0]!r}",
             remedy="add them to the optimizer, or freeze them with parameter.requires_grad_(False)",
         )
     trainable = [(name, p) for name, p in named if p.requires_grad]
@@ -202,8 +209,8 @@ def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
     normed_ids = {id(module.weight) for module in embeddings if module.max_norm is not None}
     if normed := [name for name, p in named if id(p) in normed_ids]:
         raise ConfigError(
-            f"the embedding of {normed[0]!r} has max_norm: each forward pass changes rows of the weight, on "
-            "each worker those of its own samples",
+            f"the embedding of {normed[0]!r} has max_norm, with which each forward pass changes the rows of "
+            "the weight that the worker's own samples use",
             remedy="build it without max_norm, and normalise its output",
         )
     for name, parameter in trainable:
@@ -211,7 +218,7 @@ def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
             raise _sparse_gradient_error(name)
         if not parameter.is_floating_point():
             raise ConfigError(
-                f"parameter {name!r} is {parameter.dtype}; only real floating-point ones can be trained",
+                f"parameter {name!r} is {parameter.dtype}; only real floating-point dtypes can be trained",
                 remedy="keep complex parameters as torch.view_as_real(...)",
             )
 

@@ -1,6 +1,6 @@
-"""Writes the model of a checkpoint to a plain file that any PyTorch program loads without gridtrain.
+"""Write the model of a checkpoint to a plain file that any PyTorch program can load without gridtrain.
 
-gridtrain export FOLDER OUT        FOLDER: one checkpoint, or any folder above some of them
+gridtrain export FOLDER OUT        FOLDER: one checkpoint, or any folder above checkpoints
                                    OUT:    .safetensors, or .pt/.pth for torch.load(weights_only=True)
 """
 
@@ -32,7 +32,7 @@ MAX_DEPTH = 5  # run / checkpoints / coordinator / worker / step
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """What was written, and from which checkpoint."""
+    """The result of an export: the checkpoint that was read, and the number of tensors that were written."""
 
     source: Path
     step: int
@@ -41,13 +41,13 @@ class ExportResult:
 
 
 def export_model(folder: Path, out: Path, step: int | None = None) -> ExportResult:
-    """Write the model of the latest checkpoint, or of that of `step`, in or below `folder`.
+    """Write the model of the latest checkpoint, or of the checkpoint of `step`, in or below `folder`.
 
-    The file replaces `out` when it is complete.  A damaged checkpoint is passed over if another worker has
-    one of the step.
+    The file replaces `out` when it is complete.  A damaged checkpoint is skipped if another checkpoint can be
+    read instead.
 
     Raises:
-        ConfigError: there is none, it cannot be read, or `out` cannot be written.
+        ConfigError: there is no checkpoint, it cannot be read, or `out` cannot be written.
     """
     write = _writer(out)
     found = _find_checkpoints(folder, step)
@@ -60,7 +60,7 @@ def export_model(folder: Path, out: Path, step: int | None = None) -> ExportResu
         except RemoteProtocolError as error:
             first_error = ConfigError(
                 f"the checkpoint {path} cannot be read: {error.reason}",
-                remedy="name another one: --step N, or another worker's --state-dir",
+                remedy="choose another checkpoint with --step N, or use another worker's --state-dir",
             )
             continue
         except ConfigError as error:
@@ -73,8 +73,8 @@ def export_model(folder: Path, out: Path, step: int | None = None) -> ExportResu
 
 
 def save_model(state: Mapping[str, Any], out: Path) -> None:
-    """Write a `state_dict` as a .safetensors file, without values that are not tensors (modules' extra
-    state).
+    """Write the tensors of a `state_dict` as a .safetensors file; other values, such as modules' extra state,
+    are left out.
 
     Raises:
         ConfigError: `out` cannot be written.
@@ -84,13 +84,14 @@ def save_model(state: Mapping[str, Any], out: Path) -> None:
 
 
 def plain_state(model: nn.Module) -> dict[str, Any]:
-    """The model's `state_dict` under the plain model's names, whether it is compiled or wrapped."""
+    """Return the model's `state_dict` under the plain model's names, even if the model is compiled or
+    wrapped."""
     state = model.state_dict()
     return dict(zip(canonical_names(list(state)), state.values(), strict=True))
 
 
 def _load_other_stages(read: Checkpoint, found: Sequence[Path]) -> dict[str, Tensor]:
-    """For a stage: the tensors of the other stages' checkpoints of the same step and history.
+    """Return the tensors of the other stages' checkpoints of the same step and history.
 
     Raises:
         ConfigError: a layer is missing.
@@ -111,15 +112,16 @@ def _load_other_stages(read: Checkpoint, found: Sequence[Path]) -> dict[str, Ten
             have.add(blocks)
     if missing := uncovered_spans(have, count):
         raise ConfigError(
-            f"the checkpoints of step {read.step} do not have all {count} layers of the model: the first "
-            f"missing one is {missing[0].start}",
-            remedy="name a folder above all workers' state directories, or another step",
+            f"the checkpoints of step {read.step} do not contain all {count} layers of the model; the first "
+            f"missing layer is {missing[0].start}",
+            remedy="pass a folder that contains the state directories of all workers, or choose another "
+            "--step",
         )
     return tensors
 
 
 def _find_checkpoints(folder: Path, step: int | None) -> list[Path]:
-    """The latest first."""
+    """Return the checkpoints to try, the latest first."""
     if _NAME.fullmatch(folder.name) and (folder / "state.json").exists():
         candidates = [folder]
     else:
@@ -128,11 +130,13 @@ def _find_checkpoints(folder: Path, step: int | None) -> list[Path]:
     if not steps:
         raise ConfigError(
             f"there is no checkpoint in {folder}",
-            remedy="name a worker's --state-dir; workers write one every --checkpoint-every steps",
+            remedy="pass a worker's --state-dir; workers write a checkpoint every --checkpoint-every steps",
         )
     if step is not None and step not in steps.values():
         known = ", ".join(map(str, sorted(set(steps.values()))))
-        raise ConfigError(f"there is no checkpoint of step {step} in {folder}", remedy=f"there are: {known}")
+        raise ConfigError(
+            f"there is no checkpoint of step {step} in {folder}", remedy=f"use one of the steps {known}"
+        )
     chosen = [path for path in steps if step is None or steps[path] == step]
     return sorted(chosen, key=lambda path: (-steps[path], str(path)))
 
@@ -142,7 +146,7 @@ def _search_folders(folder: Path, depth: int) -> list[Path]:
         inside = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
     except OSError as error:
         raise ConfigError(
-            f"{folder} cannot be read: {error.strerror}", remedy="name a folder with checkpoints"
+            f"{folder} cannot be read: {error.strerror}", remedy="pass a folder that contains checkpoints"
         ) from None
     whole = [path for path in inside if _NAME.fullmatch(path.name)]
     deeper = [path for path in inside if path not in whole] if depth > 1 else []
@@ -159,12 +163,13 @@ def _writer(out: Path) -> Writer:
         case ".pt" | ".pth":
             return _write_torch
     raise ConfigError(
-        f"the suffix of {out.name} names no format", remedy="end its name in .safetensors or .pt"
+        f"{out.name} does not have the suffix of a supported format",
+        remedy="use the suffix .safetensors or .pt",
     )
 
 
 class _ErrorRecordingFile:
-    """A file that remembers an error of writing, because torch reports one of its archive instead."""
+    """A file that records a write error, because torch reports an error of its archive instead."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -193,8 +198,8 @@ def _write_torch(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Copies the tensors, because safetensors refuses shared memory (tied tensors have several names) and
-    strides of another order (channels_last)."""
+    """Write copies of the tensors, because safetensors accepts neither shared memory (tied tensors have
+    several names) nor strides of another order (channels_last)."""
     own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     safetensors.torch.save_file(own, path)
 
@@ -208,7 +213,7 @@ def _write_atomically(tensors: Mapping[str, Tensor], out: Path, write: Writer) -
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:  # torch raises RuntimeError
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigError(
-            f"{out} cannot be written: {text}", remedy="make room there, or name another folder"
+            f"{out} cannot be written: {text}", remedy="free space on that disk, or choose another folder"
         ) from None
     finally:
         partial.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Serializes the replicated state, which a joining worker receives, and computes digests to compare replicas.
+"""Serialize the replicated state, which a joining worker receives, and compute digests to compare replicas.
 
     private part  buffers:    {name: tensor}                         each part: u64 J | u64 T |
                   trackers:   {name: state_dict} of schedulers, ...  J bytes of JSON | T bytes of safetensors
@@ -6,9 +6,9 @@
     shared part   parameters: {name: tensor}                         in the JSON)
                   optimizer:  the inner optimizer's state_dict
 
-The shared part is bit-identical on all members.  The private part may differ between two averages of buffers;
-it is all that a worker needs which has replayed all updates.  Residuals are in neither: every worker has its
-own, and a joining one starts without.  Nothing is ever unpickled.
+The shared part is bit-identical on all members.  The private part may differ between two averagings of
+buffers; a worker that has replayed all updates needs only this part.  Neither part contains residuals: every
+worker has its own, and a joining worker starts without a residual.  Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PACKED = ("parameters", "buffers", "optimizer", "trackers")
 
 
 class Stateful(Protocol):
-    """Anything with a state_dict, such as a scheduler, an average of weights or a GradScaler."""
+    """An object with a state_dict, such as a scheduler, an average of weights or a GradScaler."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -50,8 +50,8 @@ class Stateful(Protocol):
 Trackers = Mapping[str, Stateful]
 
 INTERNAL_PREFIX = ":"
-"""Prefix of trackers that no script has named.  A worker may lack them, and keeps its own if a state lacks
-them (of an older version, or of a worker without a loss scale)."""
+"""The prefix of trackers that were not named by a script.  A worker may lack them, and keeps its own if a
+received state lacks them (because it comes from an older version, or from a worker without a loss scale)."""
 
 
 # -- the whole state -----------------------------------------------------------------------------
@@ -59,7 +59,7 @@ them (of an older version, or of a worker without a loss scale)."""
 
 @dataclass(frozen=True, slots=True)
 class StateCopy:
-    """The state at one moment; the methods serialize it, which takes time."""
+    """A copy of the state at one moment; the methods serialize the copy, which takes time."""
 
     private_part: tuple[dict[str, Any], dict[str, Tensor]]
     shared_part: tuple[dict[str, Any], dict[str, Tensor]]
@@ -74,10 +74,10 @@ class StateCopy:
 def copy_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers, *, whole: bool = True
 ) -> StateCopy:
-    """A copy of the state, or of its private part alone.
+    """Copy the state, or only its private part.
 
     Raises:
-        ConfigError: a state_dict holds something that is neither a tensor nor plain data.
+        ConfigError: a state_dict contains a value that is neither a tensor nor plain data.
     """
     own, common = _Packer(), _Packer()
     private_document = {
@@ -99,9 +99,9 @@ def copy_state(
 def capture_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers, *, whole: bool = True
 ) -> list[bytes]:
-    """A copy of the state in parts: the private one and, if `whole`, the shared one.
+    """Copy and serialize the state: the private part and, if `whole`, the shared part.
 
-    Raises as `copy_state`.
+    Raises the errors of `copy_state`.
     """
     copy = copy_state(model, optimizer, trackers, whole=whole)
     return [copy.private_bytes(), copy.shared_bytes()] if whole else [copy.private_bytes()]
@@ -116,7 +116,8 @@ def _frame(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
 def pack_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A copy of the state: a JSON document, and the tensors that it names.  Raises as `copy_state`."""
+    """Copy the state; return a JSON document and the tensors that it names.  Raises the errors of
+    `copy_state`."""
     packer = _Packer()
     document = {
         "parameters": packer.pack(dict(canonical_parameters(model)), "model"),
@@ -129,7 +130,7 @@ def pack_state(
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
-    """Further names of tied tensors in a state_dict -> the name under which they are packed."""
+    """Return a mapping from the additional names of tied tensors to the names under which they are packed."""
     packed = {id(tensor): name for name, tensor in (*canonical_parameters(model), *buffers_of(model))}
     state = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
     named = zip(canonical_names(list(state)), state.values(), strict=True)
@@ -137,20 +138,21 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 
 
 def frame_state(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[bytes]:
-    """Serialize what `pack_state` returned, for `restore_state`."""
+    """Serialize the result of `pack_state` for `restore_state`."""
     return [_frame({name: document[name] for name in document if name in _PACKED}, tensors), b""]
 
 
 def content_digest(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    """32-byte digest of what `pack_state` returned.  Raises as `unpack_state`."""
+    """Return a 32-byte digest of the result of `pack_state`.  Raises the errors of `unpack_state`."""
     return _digest_of(read_state(document, tensors))
 
 
 def initial_digest(model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers) -> bytes:
-    """32-byte digest of the state, bit for bit, without copying it: about a second for a gigabyte.
+    """Return a 32-byte digest of the state's bits, without copying the state.  It takes about a second per
+    gigabyte.
 
-    It is equal on workers that have built the same model.  A state_dict with something that is neither a
-    tensor nor plain data, which cannot be sent, may differ from worker to worker.
+    It is equal on workers that have built the same model.  If a state_dict contains a value that is neither a
+    tensor nor plain data, and therefore cannot be sent, the digest may differ between workers.
     """
     values = {
         "parameters": dict(canonical_parameters(model)),
@@ -162,22 +164,22 @@ def initial_digest(model: nn.Module, optimizer: torch.optim.Optimizer, trackers:
 
 
 def _script_trackers(trackers: Mapping[str, _T]) -> dict[str, _T]:
-    """The trackers that all workers must have."""
+    """Return the trackers that all workers must have."""
     return {name: item for name, item in trackers.items() if not name.startswith(INTERNAL_PREFIX)}
 
 
 def check_content(blobs: Sequence[bytes | memoryview], digest: bytes) -> None:
-    """Check that a state from another worker has this `content_digest`.
+    """Check that the `content_digest` of a state from another worker is `digest`.
 
     Raises:
-        RemoteProtocolError: it has another one, or is not a state.
+        RemoteProtocolError: the digests differ, or the blobs are not a state.
     """
     received = _digest_of(_parse_values(blobs))
     if received != digest:
         raise RemoteProtocolError(
-            f"the state that was received has the digest {received.hex()[:12]}; the group's has "
+            f"the received state has the digest {received.hex()[:12]}; the group's state has "
             f"{digest.hex()[:12]}",
-            remedy="it is requested from another worker",
+            remedy="request the state from another worker",
         )
 
 
@@ -189,7 +191,8 @@ def _digest_of(values: Mapping[str, Any]) -> bytes:
 
 
 def _hash(value: Any, total: hashlib.blake2b) -> None:
-    """Unambiguous, and the same for what JSON and safetensors give back."""
+    """Add `value` to the digest `total`, unambiguously.  Values that were decoded from JSON and safetensors
+    have the same digest as the originals."""
     match value:
         case Tensor():
             flat = value.detach().cpu().contiguous()
@@ -209,7 +212,8 @@ def _hash(value: Any, total: hashlib.blake2b) -> None:
 
 
 def model_tensors(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters and buffers by name, as a plain state_dict.  Raises `RemoteProtocolError`."""
+    """Return parameters and buffers by name, as a plain state_dict.  Raises `RemoteProtocolError` if a tensor
+    is missing."""
     try:
         named = _unpack(document["parameters"], tensors) | _unpack(document["buffers"], tensors)
         named |= {alias: named[name] for alias, name in document.get("aliases", {}).items()}
@@ -224,27 +228,31 @@ def restore_state(
     optimizer: torch.optim.Optimizer,
     trackers: Trackers,
 ) -> None:
-    """Make model, optimizer and trackers bit-identical to a captured state; from a private part alone only
-    buffers, trackers and the optimizer's settings.
+    """Make model, optimizer and trackers bit-identical to a captured state.  A private part alone restores
+    only buffers, trackers and the optimizer's settings.
 
     Args:
-        blobs: what `capture_state` returned, divided in any way.
+        blobs: the parts that `capture_state` returned, separate or joined.
 
     Raises:
-        RemoteProtocolError: it is not such a state, or that of another model; nothing was changed before
-            parameters and buffers were checked.
+        RemoteProtocolError: the blobs are not a state, or are the state of another model.  Nothing is changed
+            before parameters and buffers have been checked.
     """
-    pieces = [blobs] if isinstance(blobs, bytes | memoryview) else blobs
-    load_state(_parse_values(pieces), model, optimizer, trackers)
+    parts = [blobs] if isinstance(blobs, bytes | memoryview) else blobs
+    load_state(_parse_values(parts), model, optimizer, trackers)
 
 
-def _parse_values(pieces: Sequence[bytes | memoryview]) -> dict[str, Any]:
-    data = b"".join(pieces)
-    own, end = _parse(data, 0)
-    common, end = _parse(data, end) if end < len(data) else ({}, end)
-    if end != len(data):
-        raise _invalid_state(f"{len(data) - end} bytes after its end")
-    return own | common
+def _parse_values(blobs: Sequence[bytes | memoryview]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    parts = 0
+    for blob in blobs:
+        data, end = memoryview(blob).cast("B"), 0
+        while end < len(data) or not parts:
+            if parts == 2:
+                raise _invalid_state(f"{len(data) - end} bytes follow its end")
+            part, end = _parse(data, end)
+            values, parts = values | part, parts + 1
+    return values
 
 
 def unpack_state(
@@ -254,14 +262,15 @@ def unpack_state(
     optimizer: torch.optim.Optimizer,
     trackers: Trackers,
 ) -> None:
-    """Load what `pack_state` copied.  Raises as `restore_state`."""
+    """Load the result of `pack_state`.  Raises the errors of `restore_state`."""
     load_state(read_state(document, tensors), model, optimizer, trackers)
 
 
 def load_state(
     values: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, trackers: Trackers
 ) -> None:
-    """Load what `read_state` returned, or what was built from it.  Raises as `restore_state`."""
+    """Load the result of `read_state`, or values that were built from it.  Raises the errors of
+    `restore_state`."""
     whole = "parameters" in values
     try:
         parameters = values["parameters"] if whole else {}
@@ -277,7 +286,7 @@ def load_state(
     theirs, mine = _script_trackers(tracked), _script_trackers(trackers)
     if theirs.keys() != mine.keys():
         raise RemoteProtocolError(
-            f"the state tracks {sorted(theirs)}, this worker tracks {sorted(mine)}",
+            f"the state tracks {sorted(theirs)}, but this worker tracks {sorted(mine)}",
             remedy="call grid.track(...) with the same names on all workers, before the first batch",
         )
     own_parameters, own_buffers = dict(canonical_parameters(model)), dict(buffers_of(model))
@@ -300,15 +309,16 @@ def load_state(
                 item.load_state_dict(tracked[name])
     except Exception as error:  # a user's classes with a peer's state may raise anything
         raise RemoteProtocolError(
-            f"the optimizer's or a tracker's state does not fit: {type(error).__name__}: {error}",
-            remedy="build optimizer and schedulers alike on all workers",
+            f"the optimizer's or a tracker's state cannot be loaded: {type(error).__name__}: {error}",
+            remedy="build optimizer and schedulers in the same way on all workers",
         ) from error
 
 
 def keep_dtypes(optimizer: torch.optim.Optimizer, state: Any) -> None:
-    """After `load_state_dict`, which casts tensors to their parameters' dtype: restore the original dtypes.
+    """Restore the original dtypes after `load_state_dict`, which casts tensors to their parameters' dtype.
 
-    NAdam and ASGD have float32 numbers for any parameter, others float32 moments for bfloat16 ones.
+    NAdam and ASGD keep float32 numbers for all parameters, and other optimizers keep float32 moments for
+    bfloat16 parameters.
     """
     _keep_dtypes(optimizer.state_dict().get("state"), state)
 
@@ -328,18 +338,18 @@ def _keep_dtypes(own: Any, came: Any) -> None:
             own[place] = theirs.detach().to(mine.device, copy=True)
 
 
-def _parse(data: bytes, start: int) -> tuple[dict[str, Any], int]:
-    """The part that begins at `start`, and its end."""
+def _parse(data: memoryview, start: int) -> tuple[dict[str, Any], int]:
+    """Parse the part that begins at `start`; return the part and its end."""
     if len(data) - start < _LENGTHS.size:
-        raise _invalid_state(f"{len(data)} bytes")
+        raise _invalid_state(f"it has only {len(data)} bytes")
     text_bytes, tensors_bytes = _LENGTHS.unpack_from(data, start)
     begin = start + _LENGTHS.size
     if text_bytes + tensors_bytes > len(data) - begin:
-        raise _invalid_state(f"its JSON of {text_bytes} bytes does not fit into {len(data)}")
+        raise _invalid_state(f"its JSON of {text_bytes} bytes does not fit into {len(data)} bytes")
     end = begin + text_bytes
     try:
-        document = json.loads(data[begin:end])
-        tensors = safetensors.torch.load(data[end : end + tensors_bytes])
+        document = json.loads(bytes(data[begin:end]))
+        tensors = safetensors.torch.load(bytes(data[end : end + tensors_bytes]))
     except (ValueError, RecursionError, SafetensorError) as error:
         raise _invalid_state(str(error)) from error
     if not isinstance(document, dict):
@@ -348,7 +358,7 @@ def _parse(data: bytes, start: int) -> tuple[dict[str, Any], int]:
 
 
 def read_state(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The values that were packed, by part: parameters, buffers, ...  Raises as `restore_state`."""
+    """Return the packed values by part: parameters, buffers, ...  Raises the errors of `restore_state`."""
     try:
         trackers = document.get("trackers")
         values = {name: _unpack(document[name], tensors) for name in _PARTS if name in document}
@@ -360,7 +370,8 @@ def read_state(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
 
 
 def _has_named_groups(state: Any) -> bool:
-    """As in every `Optimizer.state_dict()`; torch accepts others, too, but the names are used here."""
+    """Whether the groups are lists of named values, as in every `Optimizer.state_dict()`; torch accepts
+    others, too."""
     groups = state.get("param_groups") if isinstance(state, dict) else None
     return isinstance(groups, list) and all(
         isinstance(group, dict) and all(isinstance(name, str) for name in group) for group in groups
@@ -378,27 +389,29 @@ def _check_same(what: str, theirs: Any, own: Mapping[str, Tensor]) -> None:
     if different:
         first = different[0]
         raise RemoteProtocolError(
-            f"{len(different)} {what} differ, the first is {first!r}: "
-            f"{described.get(first, 'absent')} there, {expected.get(first, 'absent')} here",
+            f"{len(different)} {what} differ; the first is {first!r}: "
+            f"{described.get(first, 'absent')} in the state, {expected.get(first, 'absent')} on this worker",
             remedy="run the same model code on all workers",
         )
 
 
 def _invalid_state(reason: str) -> RemoteProtocolError:
     return RemoteProtocolError(
-        f"this is not a training state: {reason}", remedy="request it from another worker"
+        f"this is not a training state: {reason}", remedy="request the state from another worker"
     )
 
 
 def pack_private(state: Mapping[str, Any], tensors: dict[str, Tensor]) -> Any:
-    """Pack one more state for a checkpoint: returns its JSON, and adds copies of its tensors to `tensors`."""
+    """Pack an additional state for a checkpoint: return its JSON, and add copies of its tensors to
+    `tensors`."""
     packer = _Packer()
     packer.tensors = tensors
     return packer.pack(state, "optimizer")
 
 
 def unpack_private(node: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The state that was given to `pack_private`.  Raises `RemoteProtocolError`."""
+    """Return the state that was passed to `pack_private`.  Raises `RemoteProtocolError` if `node` is not its
+    result."""
     try:
         return dict(_unpack(node, tensors))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -438,12 +451,13 @@ class _Packer:
 
 
 def _unpack(node: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
-    """Raises `ValueError`, `KeyError` or `TypeError` for what `_Packer` does not write."""
+    """Return a packed value; raise `ValueError`, `KeyError` or `TypeError` for anything that `_Packer` does
+    not write."""
     if depth > _MAX_DEPTH:
-        raise ValueError(f"nested deeper than {_MAX_DEPTH}")
+        raise ValueError(f"it is nested more than {_MAX_DEPTH} levels deep")
     if not isinstance(node, dict):
         if isinstance(node, list):
-            raise ValueError("a bare list")
+            raise ValueError("it contains a bare list")
         return node
     ((kind, content),) = node.items()
     match kind:
@@ -462,9 +476,9 @@ def _unpack(node: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
 
 
 def replica_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
-    """32-byte digest of all parameters, the optimizer's state and its hyperparameters, bit for bit.
+    """Return a 32-byte digest of the bits of all parameters, the optimizer's state and its hyperparameters.
 
-    Buffers are left out: they may differ between two averages.
+    Buffers are left out, because they may differ between two averagings.
     """
     packer = _Packer()
     layout = {
@@ -480,29 +494,31 @@ def replica_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
 
 
 def hyperparameter_digest(optimizer: torch.optim.Optimizer) -> bytes:
-    """32-byte digest of the optimizer's kind and all plain fields of its groups (lr, weight_decay, ...)."""
+    """Return a 32-byte digest of the optimizer's class and all plain fields of its groups (lr, weight_decay,
+    ...)."""
     return hashlib.blake2b(hyperparameters_json(optimizer), digest_size=32).digest()
 
 
 def hyperparameters_json(optimizer: torch.optim.Optimizer) -> bytes:
-    """The optimizer's kind and all plain fields of its groups, as JSON."""
+    """Return the optimizer's class and all plain fields of its groups, as JSON."""
     return json.dumps([type(optimizer).__name__, _plain_groups(optimizer)], sort_keys=True).encode()
 
 
 def load_hyperparameters(optimizer: torch.optim.Optimizer, groups: Any) -> None:
-    """Load the fields that `hyperparameters_json` has for each group.  Raises `ValueError` for other
-    groups."""
+    """Load each group's fields, as `hyperparameters_json` wrote them.  Raises `ValueError` if the groups do
+    not match."""
     if not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
-        raise ValueError(f"settings of another number of groups than {len(optimizer.param_groups)}")
+        raise ValueError(f"the number of groups is not {len(optimizer.param_groups)}")
     for group, fields in zip(optimizer.param_groups, groups, strict=True):
         if not isinstance(fields, dict) or not fields.keys() <= group.keys() - set(_NAMES):
-            raise ValueError("settings that this optimizer does not have")
+            raise ValueError("the settings have fields that this optimizer does not have")
         for name, value in fields.items():
             group[name] = _convert_like(group[name], value, name)
 
 
 def _convert_like(own: Any, value: Any, name: str) -> Any:
-    """`value` from JSON, in the type of `own`.  Raises `ValueError` if it cannot be converted."""
+    """Convert `value`, which was decoded from JSON, to the type of `own`.  Raises `ValueError` if that is
+    impossible."""
     if isinstance(own, Tensor) and isinstance(value, int | float):
         return own.fill_(value)
     if isinstance(own, tuple | list) and isinstance(value, tuple | list) and len(own) == len(value):
@@ -511,11 +527,12 @@ def _convert_like(own: Any, value: Any, name: str) -> Any:
     alike = isinstance(own, bool) == isinstance(value, bool)
     if type(own) is type(value) or (alike and isinstance(own, numbers) and isinstance(value, numbers)):
         return value
-    raise ValueError(f"{name} is {value!r} there, {own!r} here")
+    raise ValueError(f"{name} is {value!r} in the state, but {own!r} on this worker")
 
 
 def hyperparameter_lines(optimizer: torch.optim.Optimizer) -> list[str]:
-    """For people, as "name=value" lines: first the fields that schedulers change, of all groups."""
+    """Return the hyperparameters as "name=value" lines, beginning with the fields of all groups that
+    schedulers change."""
     groups = _plain_groups(optimizer)
     pairs = [(name, number) for number, group in enumerate(groups) for name in group]
     pairs.sort(key=lambda pair: (pair[0] not in _OFTEN_CHANGED, pair))
@@ -548,7 +565,7 @@ def _sorted(state: Any) -> Any:
 
 
 def tensor_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
-    """The tensor's bits in logical order, (bytes,)."""
+    """Return the tensor's bytes in logical order, (bytes,) uint8."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     array: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
     return array
@@ -558,7 +575,8 @@ def tensor_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
 
 
 def buffers_of(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Persistent buffers (those in `state_dict`) by name, in the model's order, shared ones once."""
+    """Return the persistent buffers (those in `state_dict`) by name, in the model's order; shared buffers
+    occur once."""
     persistent = model.state_dict(keep_vars=True).keys()
     named: dict[int, tuple[str, Tensor]] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
@@ -573,7 +591,7 @@ def _buffers_of_type(model: nn.Module, *, floating: bool) -> list[Tensor]:
 
 
 def float_buffers(model: nn.Module) -> list[Tensor]:
-    """The floating-point buffers, in the order of `buffers_vector`."""
+    """Return the floating-point buffers (batch-norm statistics, ...)."""
     return _buffers_of_type(model, floating=True)
 
 
@@ -582,7 +600,7 @@ def has_buffers(model: nn.Module) -> bool:
 
 
 def buffers_digest(model: nn.Module) -> tuple[str, bytes]:
-    """A text for people and a digest of the buffers' names, shapes and dtypes, not of their values."""
+    """Return a description and a digest of the buffers' names, shapes and dtypes, not of their values."""
     named = buffers_of(model)
     lines = [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in named]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=32).digest()
@@ -590,30 +608,21 @@ def buffers_digest(model: nn.Module) -> tuple[str, bytes]:
     return text, digest
 
 
-def buffers_vector(model: nn.Module) -> npt.NDArray[np.float32]:
-    """All floating-point buffers (batch-norm statistics, ...) as one (n,) float32 vector."""
-    return _concatenate(_buffers_of_type(model, floating=True), torch.float32)
-
-
 def integer_buffers_vector(model: nn.Module) -> npt.NDArray[np.int64]:
-    """All integer and boolean buffers (batch counters, ...) as one (n,) int64 vector."""
-    return _concatenate(_buffers_of_type(model, floating=False), torch.int64)
+    """Return all integer and boolean buffers (batch counters, ...) as one (n,) int64 vector."""
+    pieces = [t.detach().cpu().reshape(-1).to(torch.int64) for t in _buffers_of_type(model, floating=False)]
+    return np.asarray(torch.cat([torch.empty(0, dtype=torch.int64), *pieces]).numpy())
 
 
 def load_integer_buffers_vector(model: nn.Module, vector_N: npt.NDArray[np.int64]) -> None:
-    """Load the lowest rank's `integer_buffers_vector`."""
+    """Load the `integer_buffers_vector` of the lowest rank."""
     _scatter(_buffers_of_type(model, floating=False), vector_N)
-
-
-def _concatenate(tensors: Sequence[Tensor], dtype: torch.dtype) -> npt.NDArray[Any]:
-    pieces = [t.detach().cpu().reshape(-1).to(dtype) for t in tensors]
-    return np.asarray(torch.cat([torch.empty(0, dtype=dtype), *pieces]).numpy())
 
 
 def _scatter(tensors: Sequence[Tensor], vector_N: npt.NDArray[Any]) -> None:
     expected = sum(t.numel() for t in tensors)
     if vector_N.shape != (expected,):
-        raise RemoteProtocolError(f"buffers of shape {vector_N.shape}, this model's are ({expected},)")
+        raise RemoteProtocolError(f"the buffers have shape {vector_N.shape}; expected ({expected},)")
     with torch.no_grad():
         for tensor, piece in zip(
             tensors, torch.split(torch.from_numpy(vector_N), [t.numel() for t in tensors]), strict=True

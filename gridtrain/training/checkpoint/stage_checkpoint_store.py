@@ -1,10 +1,11 @@
-"""The checkpoints of a worker that has held one stage of a model, or several in turn.
+"""The checkpoints of a worker that holds a stage of a model, or has held several stages in turn.
 
     <folder>/blocks-000-003/step-00000200/     as `checkpoint_store` writes them, the latest few of each stage
-    <folder>/blocks-003-007/step-00000100/     copies of the previous stage's, too (`checkpoint_copy`)
+    <folder>/blocks-003-007/step-00000100/     and copies of the previous stage's (`checkpoint_copy`)
 
-A stage is named by its layers, the first one and the one after the last, because the model may be partitioned
-again.  The coordinator decides from which checkpoints the run continues: it needs all stages of one step.
+A stage is named by the numbers of its first layer and of the layer after its last one, because the model may
+be partitioned again.  The coordinator decides from which checkpoints the run continues; it needs all stages
+of one step.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import re
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,11 +33,14 @@ class StageCheckpointStore:
     """The checkpoints of one worker in one run.
 
     Args:
-        folder, every, keep: as in `CheckpointStore`.
-        facts: of the training; checkpoints of another one are ignored.
-        report: called with the checkpoints on disk when they have changed, from a thread.
-        load_state: called with the checkpoints that are to become this worker's state, and with its layers.
-        pack_state: called for a copy of these layers if they are in memory; None if they are not.
+        folder, every, keep: the same arguments as those of `CheckpointStore`.
+        facts: the training settings; checkpoints with different settings are ignored.
+        report: a function that is called, from a thread, with the checkpoints on disk when they have changed.
+        load_state: a function that is called with the checkpoints that become this worker's state, and with
+            its layers.
+        pack_state: a function that copies the layers of a checkpoint if they are in memory, and otherwise
+            returns None.
+        report_figures: the same argument as that of `CheckpointStore`.
     """
 
     def __init__(
@@ -49,25 +53,26 @@ class StageCheckpointStore:
         report: Callable[[tuple[CheckpointInfo, ...]], None],
         load_state: Callable[[Sequence[Checkpoint], Span], None],
         pack_state: Callable[[CheckpointInfo], CheckpointContent | None] = lambda held: None,
+        report_figures: Callable[[Mapping[str, float]], None] = lambda figures: None,
     ) -> None:
         self.folder, self._facts, self._report, self._load_state = folder, facts, report, load_state
-        self._pack_state = pack_state
+        self._pack_state, self._report_figures = pack_state, report_figures
         self._every, self._keep = every, keep
         self._lock = CheckpointStore(folder, every=every, keep=keep)
         self._stores: dict[Span, CheckpointStore] = {}
-        self._damaged: set[Path] = set()  # unusable: not reported until they are written again
+        self._damaged: set[Path] = set()  # unusable, and not reported until they are written again
         self._writer: threading.Thread | None = None
         self._latest: tuple[Span, int] | None = None
 
     def claim(self) -> None:
-        """See `CheckpointStore.claim`."""
+        """Lock the folder, as `CheckpointStore.claim` does."""
         self._lock.claim()
 
     def release(self) -> None:
         self._lock.release()
 
     def stored_checkpoints(self) -> tuple[CheckpointInfo, ...]:
-        """The checkpoints that can be loaded, the latest first."""
+        """Return the checkpoints that can be loaded, the latest first."""
         found = []
         for blocks, folder in self.stages():
             for path in checkpoint_store.list_checkpoints(folder):
@@ -85,13 +90,13 @@ class StageCheckpointStore:
         ]
 
     def is_due(self, blocks: Span, step: int) -> bool:
-        """Whether one is due after `step` steps: at the same steps on all workers, because only checkpoints
-        of all stages are of use."""
+        """Whether a checkpoint is due after `step` steps.  It is due at the same steps on all workers,
+        because a run can only continue from checkpoints of all stages."""
         return self._every > 0 and step > 0 and step % self._every == 0 and self._latest != (blocks, step)
 
     def write(self, blocks: Span, content: CheckpointContent) -> None:
-        """Write it in the background."""
-        self.wait()  # rather than leave out a step that the other stages have
+        """Write a checkpoint in the background."""
+        self.wait()  # rather than leave out a step of which the other stages have checkpoints
         self._latest = blocks, content.position.applied + 1
         store = self._store(blocks)
         self._drop_unaligned(blocks)
@@ -107,14 +112,15 @@ class StageCheckpointStore:
         self._writer.start()
 
     def drop_residual(self, blocks: Span, step: int) -> None:
-        """See `CheckpointStore.drop_residual`."""
+        """Drop a residual that was sent, as `CheckpointStore.drop_residual` does."""
         self._store(blocks).drop_residual(step)
 
     def write_now(self, blocks: Span, content: CheckpointContent) -> bool:
-        """Write a checkpoint at once, at any step, because this worker leaves with the only copy of the
-        stage.
+        """Write a checkpoint at once, whatever the step, because this worker is leaving with the only copy of
+        the stage.
 
-        Returns False if the disk is full.  It replaces no other checkpoint that all stages have.
+        Returns False if the checkpoint cannot be written.  A checkpoint of a step that all stages have is not
+        replaced.
         """
         self.wait()
         self._drop_unaligned(blocks)
@@ -122,7 +128,7 @@ class StageCheckpointStore:
             checkpoint_store.save(content, self._replace(blocks, content.position))
         except OSError as error:
             log.error(
-                "this worker's stage cannot be saved: %s; its training since the last checkpoint is lost",
+                "this worker's stage cannot be saved: %s; its progress since the last checkpoint is lost",
                 error,
             )
             return False
@@ -130,7 +136,7 @@ class StageCheckpointStore:
         return True
 
     def _drop_unaligned(self, blocks: Span) -> None:
-        """Remove checkpoints of steps that not all stages have."""
+        """Remove checkpoints of steps at which not all stages write checkpoints."""
         for path in checkpoint_store.list_checkpoints(self.folder_of(blocks)) if self._every else ():
             if checkpoint_store.checkpoint_step(path) % self._every:
                 shutil.rmtree(path, ignore_errors=True)
@@ -140,8 +146,8 @@ class StageCheckpointStore:
             self._writer.join(timeout_s)
 
     def reload(self, held: Sequence[CheckpointInfo], blocks: Span) -> None:
-        """Load checkpoints.  Raises `ConfigError` if one cannot be read, `RemoteProtocolError` if it does not
-        fit."""
+        """Load checkpoints.  Raises `ConfigError` if a checkpoint cannot be read, and `RemoteProtocolError`
+        if it does not match the stage."""
         checkpoints = [self.load(one) for one in held]
         try:
             self._load_state(checkpoints, blocks)
@@ -152,23 +158,26 @@ class StageCheckpointStore:
         log.warning("layers %d to %d continue from %d checkpoints of step %d", *ends, len(held), step)
 
     def save_now(self, held: CheckpointInfo) -> None:
-        """Write the layers in memory at once, because the model is partitioned again.  Raises `OSError`."""
+        """Write a checkpoint of the layers in memory at once, because the model is partitioned again.  Raises
+        `OSError` if it cannot be written."""
         self.wait()
         content = self._pack_state(held)
         if content is None:
-            log.warning("the state of step %d is not in memory any more", held.applied + 1)
+            log.warning("the state of step %d is no longer in memory", held.applied + 1)
             return
         folder = self.folder_of(held.layers)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         checkpoint_store.save(content, self._replace(held.layers, held))
 
     def read_for_peer(self, held: CheckpointInfo) -> Sequence[bytes]:
-        """For another worker, in the form of `serialization.restore_state`.  Raises `ConfigError`."""
+        """Read a checkpoint for a peer, in the form that `serialization.restore_state` accepts.  Raises
+        `ConfigError`."""
         found = self.load(held)
         return serialization.frame_state(found.document, found.tensors)
 
     def load(self, held: CheckpointInfo) -> Checkpoint:
-        """Raises `ConfigError` if it is gone or damaged; then it is not reported any more."""
+        """Read a checkpoint.  If it is missing or damaged, raise `ConfigError` and no longer report the
+        checkpoint."""
         path = self._path(held.layers, held)
         try:
             found = checkpoint_store.read(path)
@@ -177,13 +186,13 @@ class StageCheckpointStore:
             raise
         if (found.position.applied, found.position.history) != (held.applied, held.history):
             raise ConfigError(
-                f"the checkpoint {path} belongs to another history than the run's",
-                remedy="move it away: another worker's is used",
+                f"the checkpoint {path} belongs to a history other than the run's",
+                remedy="move it to another folder, so that another worker's checkpoint is used",
             )
         return found
 
     def is_intact(self, held: CheckpointInfo) -> bool:
-        """Whether it can be read; if not, that is reported.  From any thread."""
+        """Whether the checkpoint can be read; if not, report the loss.  May be called from any thread."""
         try:
             self.load(held)
         except ConfigError as error:
@@ -192,17 +201,18 @@ class StageCheckpointStore:
             return False
         return True
 
-    def verify(self, blobs: Sequence[bytes], digest: bytes) -> None:
-        """Check that a state from another worker is this checkpoint's.  Raises `RemoteProtocolError`."""
+    def verify(self, blobs: Sequence[bytes | memoryview], digest: bytes) -> None:
+        """Check that a state from another worker has the checkpoint's digest.  Raises
+        `RemoteProtocolError`."""
         serialization.check_content(blobs, digest)
 
     def files_to_copy(self, held: CheckpointInfo) -> Sequence[Path]:
-        """The files that are copied to another worker's disk; the residual is not."""
+        """Return the files that are copied to another worker's disk; the residual is not copied."""
         folder = checkpoint_store.step_folder(self.folder_of(held.layers), held.applied + 1)
         return [folder / name for name in FILES]
 
     def make_copy_folder(self, held: CheckpointInfo) -> Path:
-        """A new folder for a copy from another worker.  Raises `OSError`."""
+        """Create a new folder for a copy from another worker.  Raises `OSError`."""
         self.folder_of(held.layers).mkdir(parents=True, exist_ok=True, mode=0o700)
         for left in self.folder_of(held.layers).glob(".copy-*"):
             shutil.rmtree(left, ignore_errors=True)  # its sender was lost
@@ -211,12 +221,13 @@ class StageCheckpointStore:
         return folder
 
     def adopt_copy(self, held: CheckpointInfo, folder: Path) -> None:
-        """Publish a copy from another worker, if it is the checkpoint that was announced."""
+        """Publish a copy from another worker if it is the checkpoint that was announced; otherwise discard
+        it."""
         try:
             found, facts = checkpoint_store.read_header(folder)
             if (replace(found, layers=held.layers), facts) != (held, self._facts):
                 raise ConfigError(
-                    "it has another state, or belongs to another training", remedy="none is needed"
+                    "it has a different state or different training settings", remedy="none is needed"
                 )
             checkpoint_store.read(folder)  # checks its tensors
             store = self.folder_of(held.layers)
@@ -233,7 +244,7 @@ class StageCheckpointStore:
         self._report(self.stored_checkpoints())
 
     def discard_after(self, after: int) -> None:
-        """Remove checkpoints of a history that the group has given up."""
+        """Remove the checkpoints after step index `after`, because the group has abandoned their history."""
         self.wait()
         if self._latest is not None and self._latest[1] > after + 1:
             self._latest = None  # that step will be due again
@@ -246,21 +257,27 @@ class StageCheckpointStore:
         return checkpoint_store.step_folder(self.folder_of(blocks), held.applied + 1)
 
     def _replace(self, blocks: Span, held: CheckpointInfo) -> Path:
-        """The path that is about to be written; the checkpoint there counts as damaged no longer."""
+        """Return the path that is about to be written; a checkpoint at this path is no longer considered
+        damaged."""
         path = self._path(blocks, held)
         self._damaged.discard(path)
         return path
 
     def _store(self, blocks: Span) -> CheckpointStore:
         if blocks not in self._stores:
-            self._stores[blocks] = CheckpointStore(self.folder_of(blocks), every=self._every, keep=self._keep)
+            self._stores[blocks] = CheckpointStore(
+                self.folder_of(blocks),
+                every=self._every,
+                keep=self._keep,
+                report_figures=self._report_figures,
+            )
         return self._stores[blocks]
 
     def folder_of(self, blocks: Span) -> Path:
         return self.folder / stage_folder_name(blocks)
 
     def stages(self) -> list[tuple[Span, Path]]:
-        """The stages with something on disk, and their folders."""
+        """Return the stages that have checkpoints on disk, and their folders."""
         if not self.folder.is_dir():
             return []
         found = [(parse_stage_folder(path.name), path) for path in self.folder.iterdir()]
@@ -273,7 +290,7 @@ def stage_folder_name(blocks: Span) -> str:
 
 
 def parse_stage_folder(name: str) -> Span | None:
-    """The layers that `stage_folder_name` was called with; None for another name."""
+    """Return the layers for which `stage_folder_name` returns `name`; None for any other name."""
     match = _BLOCKS.fullmatch(name)
     blocks = Span(int(match[1]), int(match[2])) if match else None
     return blocks if blocks is not None and blocks.start < blocks.stop else None

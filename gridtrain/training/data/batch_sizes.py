@@ -1,7 +1,7 @@
-"""Checks and describes arguments of `Grid`: batch sizes, numbers, an optimizer.
+"""Check and describe arguments of `Grid`: batch sizes, numbers, an optimizer.
 
 batch_size=32, accumulate=2, H = 4 calls a step      --> batch_size: 256 samples of each step
-global_batch_size=512, max_batch_size=64             --> global_batch_size, at most `batch_size` of it here
+global_batch_size=512, max_batch_size=64             --> global_batch_size, at most `batch_size` here
 AdamW(lr=0.1, weight_decay=0.5), two groups          --> "AdamW(lr=0.1, ...) and 1 more group, ..."
 """
 
@@ -22,7 +22,8 @@ from gridtrain.training.data import readers
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
-    """Samples of a step, from the arguments of `Grid.batches`: of each worker, or of the whole step."""
+    """The number of samples in a step, either per worker or of all workers together, from the arguments of
+    `Grid.batches`."""
 
     per_worker: int | None
     per_step: int | None
@@ -32,12 +33,13 @@ class BatchSizes:
 
     @property
     def global_batch_size(self) -> int | None:
-        """For `Setup.global_batch_size`."""
+        """The value of `Setup.global_batch_size`."""
         return None if self.per_step is None else self.per_step * self.calls_per_step
 
     @property
     def batch_size(self) -> int:
-        """For `Setup.batch_size`: samples of a step on this worker, or the maximum; 0: any number."""
+        """The value of `Setup.batch_size`: the number of samples that this worker processes in a step, or an
+        upper limit on it; 0 if there is no limit."""
         return (
             ((self.per_worker if self.per_step is None else self.max_per_worker) or 0)
             * self.accumulate
@@ -48,14 +50,14 @@ class BatchSizes:
         """Raise `ConfigError` for sizes that contradict each other or are not positive."""
         if (self.per_worker is None) == (self.per_step is None):
             raise ConfigError(
-                f"batch_size={self.per_worker}, global_batch_size={self.per_step}; give exactly one",
-                remedy="batch_size=32 for 32 samples on each worker",
+                f"batch_size={self.per_worker}, global_batch_size={self.per_step}; pass exactly one of them",
+                remedy="pass batch_size=32 for 32 samples on each worker",
             )
         if self.max_per_worker is not None and self.per_step is None:
             raise ConfigError(
-                f"max_batch_size={self.max_per_worker} without global_batch_size: "
-                "this worker's batch size is fixed",
-                remedy="leave max_batch_size out",
+                f"max_batch_size={self.max_per_worker} was given without global_batch_size, "
+                "so this worker's batch size is fixed",
+                remedy="remove max_batch_size=",
             )
         named = {
             "batch_size": self.per_worker,
@@ -71,19 +73,20 @@ class BatchSizes:
 
 def unsupported_scaler_error() -> ConfigError:
     return ConfigError(
-        "grid.scaler() with a pipeline, whose backward pass runs in pipe.step, without a scale",
-        remedy="train in float32 or bfloat16, which need no scale; wire='fp16' or 'bf16' for activations",
+        "grid.scaler() was called with a pipeline, whose pipe.step runs backward without a scale",
+        remedy="train in float32 or bfloat16, which need no scale; use wire='fp16' or 'bf16' for activations",
     )
 
 
 def largest_state_bytes(model: nn.Module) -> int:
-    """Bound of a state: optimizers have two or three copies of the model, weight averages one more each."""
+    """Return an upper bound for the bytes of a state: optimizers have two or three copies of the model, and
+    each weight average has one more."""
     tensors = (*model.parameters(), *model.buffers())
     return (64 << 20) + 16 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def check_readers(dataset: Any, num_workers: int, prefetch_factor: int) -> None:
-    """Raise `ConfigError` for a number of reader processes that the data set cannot have."""
+    """Raise `ConfigError` if `num_workers` or `prefetch_factor` is not valid for the data set."""
     most = 1 if readers.is_iterable(dataset) else None
     if num_workers < 0 or (most is not None and num_workers > most):
         bound = "0 or 1 for an iterable data set" if most else ">= 0"
@@ -95,7 +98,8 @@ def check_readers(dataset: Any, num_workers: int, prefetch_factor: int) -> None:
 
 
 def describe_optimizer(inner: torch.optim.Optimizer) -> str:
-    """The class and the first group's options that are not defaults, for comparison and for people."""
+    """Return a description of the optimizer for comparison between workers: its class, and the options of the
+    first group that are not defaults."""
     defaults = {name: p.default for name, p in inspect.signature(type(inner)).parameters.items()}
     first, *others = inner.param_groups
     options = {name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in first.items()}
@@ -111,9 +115,9 @@ def describe_optimizer(inner: torch.optim.Optimizer) -> str:
 
 
 def to_ints(**named: Any) -> list[Any]:
-    """The values as plain ints, because messages cannot have numpy's; None stays None.
+    """Return the values as plain ints, because messages cannot contain numpy integers; None stays None.
 
-    Raises `ConfigError` for 1e3, 1.5, "32" and the like, and for a seed or `accumulate` that is None.
+    Raises `ConfigError` for values such as 1e3, 1.5 or "32", and for a seed or `accumulate` that is None.
     """
     plain = []
     for name, value in named.items():
@@ -122,13 +126,13 @@ def to_ints(**named: Any) -> list[Any]:
             plain.append(None if value is None and optional else operator.index(value))
         except TypeError:
             raise ConfigError(
-                f"{name} is {value!r}, and not a whole number", remedy=f"give an int: {name}=32"
+                f"{name} is {value!r}; it must be a whole number", remedy=f"pass an int: {name}=32"
             ) from None
     return plain
 
 
 def parse_int(name: str, text: str) -> int:
-    """Raises `ConfigError` unless `text` is a whole number >= 0."""
+    """Parse a whole number >= 0; raise `ConfigError` for any other string."""
     if not text.isdecimal():
         raise ConfigError(f"{name} is {text!r}; it must be a whole number >= 0", remedy=f"try {name}=500")
     return int(text)

@@ -1,4 +1,4 @@
-"""Reads batches ahead in other processes, in the order in which the run is expected to need them.
+"""Read batches ahead in other processes, in the order in which the run is expected to need them.
 
     expected      s+1   s+2   s+3              a member joins, and the shares change:
     requested     s+1   s+2   s+3              s+1'  s+2' ..     s+1, s+2, s+3 are read and dropped
@@ -27,7 +27,7 @@ Spans = tuple[Span, ...]
 
 @dataclass(slots=True)
 class _BatchRequest:
-    spans: Spans  # (): the loader had room, and nothing was expected
+    spans: Spans  # (): the loader had room, but no further step was expected
     is_stale: bool = False
 
 
@@ -35,12 +35,12 @@ class Prefetcher:
     """Reads the steps of `reader` ahead.
 
     Args:
-        num_workers: processes, at least 1.
-        prefetch_factor: steps that each of them reads ahead.
+        num_workers: the number of processes, at least 1.
+        prefetch_factor: the number of steps that each process reads ahead.
 
     Attributes:
-        depth: steps that are read ahead.
-        dropped_batches: steps that were read and not used.
+        depth: the number of steps that are read ahead.
+        dropped_batches: the number of steps that were read but not used.
     """
 
     def __init__(self, reader: Reader, num_workers: int, prefetch_factor: int) -> None:
@@ -60,9 +60,9 @@ class Prefetcher:
         )
 
     def read(self, spans: Spans, ahead: Sequence[Spans]) -> list[Any]:
-        """The batches of this turn; the steps of `ahead` are read meanwhile.
+        """Return the batches of this turn; meanwhile the steps of `ahead` are read.
 
-        `ahead` has at least the next `depth` steps, fewer at the end of the run.
+        `ahead` contains at least the next `depth` steps, or fewer at the end of the run.
         """
         self._update_requests([spans, *(later for later in ahead if later)])
         if self._batches is None:
@@ -79,14 +79,14 @@ class Prefetcher:
         self._batches = None
 
     def next_request(self) -> Spans:
-        """The loader has room for one more step; () if none is expected."""
+        """Return the next step to load when the loader has room; () if no further step is expected."""
         spans = self._requests.popleft() if self._requests else ()
         self._pending.append(_BatchRequest(spans))
         return spans
 
     def _update_requests(self, expected: list[Spans]) -> None:
-        """Continue after the pending requests; if they are not what is expected, drop them and start
-        again."""
+        """Request the expected steps that are not pending yet.  If the pending steps are not the expected
+        ones, drop all pending steps and request all expected steps again."""
         pending = [asked.spans for asked in self._pending if asked.spans and not asked.is_stale]
         shorter = min(len(pending), len(expected))
         if pending[:shorter] != expected[:shorter]:
@@ -97,7 +97,7 @@ class Prefetcher:
 
 
 class _RequestSampler(Sampler[Spans]):
-    """What the loader requests next, without end."""
+    """An endless sampler that yields the steps for the loader to read next."""
 
     def __init__(self, prefetcher: Prefetcher) -> None:
         self._prefetcher = prefetcher
@@ -108,7 +108,7 @@ class _RequestSampler(Sampler[Spans]):
 
 
 class _RequestDataset(Dataset[Any]):
-    """Runs in the processes: an "index" is a step's spans."""
+    """The data set in the reader processes: an "index" is a step's spans."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -122,8 +122,8 @@ def _identity(batches: Any) -> Any:
 
 
 def _exit_with_parent(worker: int) -> None:
-    """A reader has copies of the sockets: if it outlived its parent, no peer would notice the parent's
-    death."""
+    """Make the kernel kill this reader when its parent ends.  A reader has copies of the sockets, so if it
+    outlived its parent, no peer would notice that the parent has ended."""
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -1,11 +1,10 @@
-"""From positions to batches, for data sets with an index and for iterable ones.
+"""Readers that turn positions into batches, for data sets with an index and for iterable data sets.
 
     spans of a step --MapReader-------> permutation of the pass, dataset[index] -----+
-                    --IterableReader--> read on from where the last one stopped -----+--> `accumulate` batches
+                    --IterableReader--> resume where the last read stopped     -----+--> `accumulate` batches
 
-An `IterableReader` reads past the samples of the other workers: every worker reads the whole data
-set.  Re-queued samples, and a run that is resumed within a pass, need reading from the start of the pass
-again.
+An `IterableReader` skips the samples of the other workers, so every worker reads the whole data set.  For
+re-queued samples, and in a run that is resumed within a pass, the pass has to be read from its start again.
 """
 
 from __future__ import annotations
@@ -23,17 +22,18 @@ from gridtrain.errors import ConfigError
 from gridtrain.training.data import sampler
 
 MAX_OPEN_PASSES = 2
-"""Passes that are open at a time: the present one, and the next one or one with re-queued samples."""
+"""The maximum number of passes that are open at the same time: the current pass, and the next pass or a pass
+with re-queued samples."""
 
 Collate = Callable[[list[Any]], Any]
 Item = TypeVar("Item")
 
 
 class Reader(Protocol):
-    """Can be copied to another process."""
+    """Reads the batches of steps.  A reader can be copied to another process."""
 
     def read(self, spans: Sequence[Span]) -> list[Any]:
-        """The batches of one step."""
+        """Return the batches of one step."""
         ...
 
 
@@ -43,28 +43,29 @@ def is_iterable(dataset: Any) -> bool:
 
 
 def measure_dataset(dataset: Any, length: int | None) -> tuple[int, str]:
-    """Samples of one pass, and a text that is equal on workers that have the same data.
+    """Return the number of samples in one pass, and a description that is equal on workers with the same
+    data.
 
     Raises `ConfigError` for a data set that cannot be divided among workers.
     """
     if isinstance(dataset, DataLoader):  # its batches would be taken for samples
         raise ConfigError(
-            "a DataLoader was given instead of a data set; the run makes the batches",
-            remedy="give the data set itself: grid.batches(loader.dataset, batch_size=..., collate_fn=..., "
+            "a DataLoader was passed instead of a data set, but the run itself makes the batches",
+            remedy="pass the data set itself: grid.batches(loader.dataset, batch_size=..., collate_fn=..., "
             "num_workers=...)",
         )
     if not is_iterable(dataset):
         if length is not None:
             raise ConfigError(
                 f"length={length} was given for a {type(dataset).__name__}, which has an index and a length",
-                remedy="leave length out",
+                remedy="remove length=",
             )
         return len(dataset) if hasattr(dataset, "__len__") else 0, sampler.dataset_digest(dataset)[0]
     if length is None:
         length = _declared_length(dataset)
     if length < 1:
         raise ConfigError(
-            f"a pass over the {type(dataset).__name__} has {length} samples", remedy="it must have at least 1"
+            f"a pass over the {type(dataset).__name__} has {length} samples", remedy="use at least 1 sample"
         )
     return length, _iterable_text(dataset, length)
 
@@ -74,8 +75,8 @@ def _declared_length(dataset: Any) -> int:
         return len(dataset)
     except TypeError:
         raise ConfigError(
-            f"the {type(dataset).__name__} does not say how many samples a pass over it has",
-            remedy="give grid.batches(..., length=...), the same on all workers",
+            f"the {type(dataset).__name__} has no length, so the number of samples in a pass is unknown",
+            remedy="call grid.batches(..., length=...) with the same length on all workers",
         ) from None
 
 
@@ -85,16 +86,16 @@ def _iterable_text(dataset: Any, length: int) -> str:
     text = f"{length} samples a pass in the data set's own order"
     if first != again:
         raise ConfigError(
-            f"the {type(dataset).__name__} gives different samples when it is read again: its first "
+            f"the {type(dataset).__name__} yields different samples when it is read again: its first "
             f"{min(length, sampler.DIGEST_SAMPLES)} samples differ, so positions have no meaning",
-            remedy="seed its shuffling and augmentation (by set_epoch, if passes are to differ), open its "
+            remedy="seed its shuffling and augmentation (in set_epoch, if passes should differ), open its "
             "source again in __iter__, or use a data set with an index",
         )
     return f"{text}, digest {first.hex()[:12]}" if first else f"{text} (contents not compared)"
 
 
 def _leading_samples_digest(dataset: Any, length: int, reading: int) -> bytes:
-    """Of the first samples of pass 0; b"" if a sample has no portable bytes."""
+    """Return a digest of the first samples of pass 0; b"" if a sample has no portable encoding."""
     total = hashlib.blake2b(digest_size=32)
     sampler.seed_random(reading)
     for value in islice(_open_pass(dataset, 0), min(length, sampler.DIGEST_SAMPLES)):
@@ -106,11 +107,11 @@ def _leading_samples_digest(dataset: Any, length: int, reading: int) -> bytes:
 
 
 def _open_pass(dataset: Any, pass_number: int) -> Iterator[Any]:
-    """The samples of a pass; the first one is read at once, because only then a generator reads its pass
-    number.
+    """Return the samples of a pass.  The first sample is read at once, because a generator does not read its
+    pass number earlier.
 
-    Each pass has a copy of the data set with its own pass number, because an open pass may read it later,
-    too.
+    Each pass has its own copy of the data set with its own pass number, because an open pass may read the
+    number again later.
     """
     if hasattr(dataset, "set_epoch"):
         dataset = copy.copy(dataset)
@@ -126,8 +127,8 @@ def _open_pass(dataset: Any, pass_number: int) -> Iterator[Any]:
 
 
 def split_micro_batches(items: Sequence[Item], count: int) -> list[list[Item]]:
-    """`count` near-equal micro-batches, larger ones first; if there are fewer samples, some are used
-    twice."""
+    """Split `items` into `count` micro-batches of nearly equal size, larger ones first; if there are fewer
+    samples, repeat some of them."""
     samples = len(items)
     if samples >= count:
         cuts = pairwise(accumulate(_split_sizes(samples, count), initial=0))
@@ -137,8 +138,8 @@ def split_micro_batches(items: Sequence[Item], count: int) -> list[list[Item]]:
 
 
 def micro_batch_weights(samples: int, count: int) -> list[float]:
-    """Weights of `count` micro-batches by which each sample counts once; never rising.  Equal for no
-    samples."""
+    """Return the weights of `count` micro-batches with which each sample counts once, in descending order.
+    The weights are equal if there are no samples."""
     if samples >= count:
         return [float(size) for size in _split_sizes(samples, count)]
     times = reversed(_split_sizes(count, samples)) if samples else (count,)
@@ -146,13 +147,13 @@ def micro_batch_weights(samples: int, count: int) -> list[float]:
 
 
 def _split_sizes(whole: int, count: int) -> list[int]:
-    """`whole` as `count` near-equal numbers, never rising."""
+    """Split `whole` into `count` nearly equal numbers in descending order."""
     size, more = divmod(whole, count)
     return [size + (number < more) for number in range(count)]
 
 
 class MapReader:
-    """Reads a data set with an index; every pass has its own order."""
+    """Reads a data set with an index, in a different order in every pass."""
 
     def __init__(self, dataset: Any, spec: LedgerSpec, accumulate: int, collate: Collate) -> None:
         self._dataset, self._spec, self._accumulate, self._collate = dataset, spec, accumulate, collate
@@ -192,21 +193,21 @@ class IterableReader:
 
 
 class _DatasetPass:
-    """One open pass; `offset`: samples that were read."""
+    """One open pass; `offset` is the number of samples that have been read."""
 
     def __init__(self, dataset: Any, size: int, number: int) -> None:
         self.number, self.offset = number, 0
         self._size, self._samples = size, _open_pass(dataset, number)
 
     def take(self, offset: int, count: int) -> list[Any]:
-        """Samples offset .. offset + count of the pass."""
+        """Return the samples `offset` to `offset + count - 1` of the pass."""
         skipped = sum(1 for _ in islice(self._samples, offset - self.offset))
         taken = list(islice(self._samples, count))
         got = self.offset + skipped + len(taken)
         if got < offset + count:
             raise ConfigError(
                 f"the data set ended after {got} samples of pass {self.number}, but a pass has {self._size}",
-                remedy="give grid.batches the true length=, the same on all workers",
+                remedy="pass the correct length= to grid.batches, with the same value on all workers",
             )
         self.offset = offset + count
         return taken

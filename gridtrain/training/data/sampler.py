@@ -1,6 +1,6 @@
-"""From positions of the run to samples of a data set, the same on every worker and machine.
+"""Map positions in the run to samples of a data set, in the same way on every worker and machine.
 
-The data ledger (`gridtrain.core.commit.data_ledger`) decides which worker gets which positions.
+The data ledger (`gridtrain.core.commit.data_ledger`) assigns the positions to workers.
 
     position          0   1   2   3   4 |  5   6   7   8   9 | 10 ...      size = 5
     pass                       0        |          1         |
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -30,12 +31,16 @@ from gridtrain.training.checkpoint.serialization import tensor_bytes
 DIGEST_SAMPLES = 16
 collate = default_collate
 
+GENERATORS_LOCK = threading.RLock()
+"""Held from seeding the process's random generators until they are restored, because workers may be threads
+of one process (`gridtrain.local`)."""
+
 
 @lru_cache(maxsize=2)  # a step with re-queued positions may touch two passes
 def permutation(size: int, seed: int, pass_number: int) -> npt.NDArray[np.int64]:
-    """Order of the samples in one pass over the data: (size,) int64, read only.
+    """Return the order of the samples in one pass over the data: (size,) int64, read only.
 
-    It uses `RandomState`, whose stream numpy guarantees to be the same in every version.
+    The order comes from `RandomState`, whose stream numpy guarantees to be the same in every version.
     """
     words = [seed & 0xFFFFFFFF, seed >> 32, pass_number & 0xFFFFFFFF, pass_number >> 32]
     order = np.random.RandomState(words).permutation(size).astype(np.int64)
@@ -44,7 +49,7 @@ def permutation(size: int, seed: int, pass_number: int) -> npt.NDArray[np.int64]
 
 
 def sample_indices(spec: LedgerSpec, spans: Sequence[Span]) -> list[int]:
-    """Samples of the data set at the positions of `spans`, in their order."""
+    """Return the indices of the samples at the positions of `spans`, in the same order."""
     indices: list[int] = []
     for span in spans:
         start = span.start
@@ -58,7 +63,7 @@ def sample_indices(spec: LedgerSpec, spans: Sequence[Span]) -> list[int]:
 
 
 def split_spans(spans: Sequence[Span], count: int) -> list[tuple[Span, ...]]:
-    """`spans` in `count` near-equal pieces; if there are fewer positions, some are used twice."""
+    """Split `spans` into `count` nearly equal pieces; if there are fewer positions, repeat some of them."""
     total = sum(span.stop - span.start for span in spans)
     bounds = [total * part // count for part in range(count + 1)]
     pairs = [(a, b) if a < b else (a % total, a % total + 1) for a, b in pairwise(bounds)]
@@ -66,7 +71,7 @@ def split_spans(spans: Sequence[Span], count: int) -> list[tuple[Span, ...]]:
 
 
 def _slice_spans(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
-    """The positions of `spans` from number `start` to before `stop`."""
+    """Return the positions `start` to `stop` - 1 of `spans`, counted from its beginning."""
     taken, before = [], 0
     for span in spans:
         first, last = max(start - before, 0), min(stop - before, span.stop - span.start)
@@ -79,18 +84,18 @@ def _slice_spans(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ..
 def fetch_batch(
     dataset: Any, indices: Sequence[int], collate_fn: Callable[[list[Any]], Any] = collate
 ) -> Any:
-    """One batch, as DataLoader would build it."""
+    """Return one batch, built as `DataLoader` builds it."""
     if hasattr(dataset, "__getitems__"):
         return collate_fn(dataset.__getitems__(list(indices)))
     return collate_fn([dataset[index] for index in indices])
 
 
 class GridSampler(Sampler[list[int]]):
-    """For `DataLoader(dataset, batch_sampler=...)`: one list of sample indices for each step of this worker.
+    """A batch sampler for `DataLoader` that yields one list of sample indices for each step of this worker.
 
     Args:
         spec: the run's data ledger.
-        turns: called for each iteration; yields this worker's spans step by step.
+        turns: a function that is called for each iteration, and yields this worker's spans step by step.
     """
 
     def __init__(self, spec: LedgerSpec, turns: Callable[[], Iterator[Sequence[Span]]]) -> None:
@@ -106,7 +111,7 @@ class GridSampler(Sampler[list[int]]):
 
 
 def dataset_digest(dataset: Any) -> tuple[str, bytes]:
-    """A text for people and a 32-byte digest: the length, and up to 16 evenly spaced samples.
+    """Return a description and a 32-byte digest of a data set's length and of up to 16 evenly spaced samples.
 
     Each sample is read twice, with different random numbers that are the same on all workers.  If the two
     readings differ (random augmentation), or a sample contains something other than tensors, arrays, numbers,
@@ -150,7 +155,7 @@ def _read_sample(dataset: Any, index: int, reading: int) -> Any:
 
 
 def value_digest(value: Any) -> bytes | None:
-    """None for a type that has no portable bytes."""
+    """Return a digest of `value`; None for a type that has no portable encoding."""
     if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
         array = np.ascontiguousarray(value)
         return _digest(f"{array.dtype.str} {array.shape}", array.tobytes())
@@ -171,21 +176,24 @@ def _digest(kind: str, content: bytes) -> bytes:
 
 
 def seed_random(seed: int) -> None:
-    """Make random augmentation the same on all workers; if it is rare, only some workers would see it, and
-    would refuse the others.  Call it inside of `preserve_random_state`."""
+    """Seed all random generators, so that random augmentation is the same on all workers.  Otherwise rare
+    augmentation would occur on some workers only, whose digests would then differ.  Call it within
+    `preserve_random_state`."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)  # of the CPU alone, which is what is restored
+    torch.default_generator.manual_seed(seed)  # only the CPU's generator, which is the one that is restored
 
 
 @contextmanager
 def preserve_random_state() -> Iterator[None]:
     """Restore the random state afterwards, so that reading samples for a digest does not change the
-    training."""
-    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
+    training.  Holds `GENERATORS_LOCK`."""
+    with GENERATORS_LOCK:
+        python_state, numpy_state = random.getstate(), np.random.get_state()
+        torch_state = torch.get_rng_state()
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+            torch.set_rng_state(torch_state)

@@ -62,7 +62,7 @@ def test_what_is_no_cell_says_why(text: str, says: str) -> None:
 def test_an_exchange_that_is_not_there_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="there is no exchange 'morse'"):
         parse("morse P=4 n=1M")
-    with pytest.raises(ConfigError, match="gtopk cannot have 'colour=red'"):
+    with pytest.raises(ConfigError, match="gtopk has no option 'colour=red'"):
         parse("gtopk:colour=red P=4 n=1M")
 
 

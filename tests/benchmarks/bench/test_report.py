@@ -205,17 +205,21 @@ def test_ratios_to_a_copy() -> None:
     }
 
 
-def test_ratios_to_gloo_take_the_least_of_each() -> None:
-    where = "P=2 n=2M rate=1Gbit"
+def test_ratios_to_gloo() -> None:
+    where, small = "P=2 n=2M rate=1Gbit", "P=4 n=120k rate=1Gbit"
     dense, gtopk = result(f"dense {where}", 0.9, 0.6, cpu_s=0.4), result(f"gtopk {where}", 0.1)
-    ratios, why = exchange_ratios([dense, gtopk, result(f"gloo/all_reduce {where}", 0.5, 0.7, cpu_s=0.2)])
+    short = result(f"dense:topology=ring {small}", 0.03, 0.01, cpu_s=0.006)
+    theirs = result(f"gloo/all_reduce {where}", 0.5, 0.7, cpu_s=0.2)
+    small_theirs = result(f"gloo/all_reduce {small}", 0.02, cpu_s=0.002)
+    ratios, why = exchange_ratios([dense, gtopk, theirs, short, small_theirs])
     assert ratios == pytest.approx(
-        {"dense seconds": 1.2, "dense CPU": 2.0, "gtopk seconds": 0.2, "gtopk CPU": 2.5}
+        {"dense seconds": 1.2, "dense CPU": 2.0, "gtopk seconds": 0.2, "gtopk CPU": 2.5, "small dense CPU": 3}
     )
     assert why == {}
 
-    ratios, why = exchange_ratios([dense, gtopk, result(f"gloo/all_reduce {where}", skipped="no torch")])
-    assert ratios == {} and set(why.values()) == {"no torch"}
+    missing = [result(f"gloo/all_reduce {place}", skipped="no torch") for place in (where, small)]
+    ratios, why = exchange_ratios([dense, gtopk, short, *missing])
+    assert ratios == {} and set(why.values()) == {"no torch"} and len(why) == 5
 
 
 def test_the_kept_figures_are_those_of_a_quick_bench() -> None:

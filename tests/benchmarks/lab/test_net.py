@@ -22,7 +22,7 @@ from lab import ns, shape
 from lab.net import Net
 from lab.ns import LabError
 
-BENCHMARKS = Path(lab_net.__file__).parents[2]
+BENCHMARKS = Path(lab_net.__file__).parents[1]
 DEADLINE_S = 30.0
 
 

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sniffer import Sniffer
 from zmq.utils import z85
 
 from lab.group import Group, Plan, hostname, start
 from lab.net import Host, Net
-from lab.sniff import Sniffer
 
 pytestmark = pytest.mark.integration
 

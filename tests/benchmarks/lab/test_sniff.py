@@ -8,9 +8,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from sniffer import Conversations, Sniffer, Stream, segment_of
 
 from lab.net import Host, Net
-from lab.sniff import Conversations, Sniffer, Stream, segment_of
 
 WORD = b"correct horse battery staple"
 

@@ -15,14 +15,13 @@ from gridtrain.core.collectives.collective import Provenance, StoreSlice
 from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY, extend_history
 from gridtrain.core.group.invitation import Invitation, invitation_digest
 from gridtrain.core.group.invitation import parse as parse_invitation
+from gridtrain.core.group.round_flags import SKIP, is_skipped
 from gridtrain.core.messages import CollectivePhase, LedgerSpec, PayloadSlot, Setup, Span
 from gridtrain.core.planning.exchange_facts import workload_of
 from gridtrain.errors import ConfigError, JournalError, NotAccepted, RemoteProtocolError
 from gridtrain.network.transport.access_control import pending_member_name
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.secure_channel import SecureChannel
-from gridtrain.network.wire.codec import decode, encode
-from gridtrain.network.wire.schema import MESSAGES
 from gridtrain.network.wire.sparse_payload import ValueKind
 from gridtrain.network.wire.sparse_payload import decode as decode_sparse
 from gridtrain.network.wire.sparse_payload import encode_with_decoded as encode_sparse
@@ -32,6 +31,7 @@ from gridtrain.pipeline.tensor_tree import TensorTreeSpec
 from gridtrain.pipeline.wire_precision import WirePrecision
 from gridtrain.runtime.activation_buffers import ActivationReceiveBuffer as IncomingActivations
 from gridtrain.runtime.activation_buffers import ActivationSendBuffer as OutgoingActivations
+from gridtrain.runtime.buffers.collective_buffers import sparse_digest
 from gridtrain.runtime.client.agent_link import AgentLink
 from gridtrain.runtime.client.endpoint_file import EndpointFile
 from gridtrain.runtime.client.enrollment import Enrollment
@@ -43,6 +43,7 @@ from gridtrain.runtime.state_transfer.blobs import split_blocks as cut_state
 from gridtrain.runtime.state_transfer.blobs import state_digest
 from gridtrain.runtime.state_transfer.residual_pieces import select_entries as choose_residual
 from gridtrain.runtime.state_transfer.state_snapshot import StateSnapshot
+from gridtrain.runtime.state_transfer.update_log import StepUpdate
 from gridtrain.runtime.state_transfer.update_log import decode_update as read_update
 from gridtrain.runtime.state_transfer.update_log import encode_update as write_update
 from gridtrain.sdk.local_group import LocalGroup
@@ -89,9 +90,9 @@ __all__ = [
     "ACCEPTED",
     "ARCHIVE",
     "EMPTY_HISTORY",
-    "MESSAGES",
     "OTHER_VARIABLES",
     "PROGRAMS",
+    "SKIP",
     "AgentLink",
     "Auto",
     "Blueprint",
@@ -129,6 +130,7 @@ __all__ = [
     "Span",
     "StageCheckpointStore",
     "StateSnapshot",
+    "StepUpdate",
     "StoreSlice",
     "TensorTreeSpec",
     "ValueKind",
@@ -141,13 +143,11 @@ __all__ = [
     "cut_state",
     "dashboard_token",
     "dataset_digest",
-    "decode",
     "decode_sparse",
     "derive_layer_seed",
     "derive_step_seed",
     "describe_optimizer",
     "door_of_journal",
-    "encode",
     "encode_sparse",
     "export_model",
     "extend_history",
@@ -157,6 +157,7 @@ __all__ = [
     "hyperparameter_lines",
     "initial_digest",
     "invitation_digest",
+    "is_skipped",
     "known_variables",
     "model_digest",
     "model_tensors",
@@ -180,6 +181,7 @@ __all__ = [
     "restore_backup",
     "restore_state",
     "run_folder_name",
+    "sparse_digest",
     "state_digest",
     "value_digest",
     "worker_commands",

@@ -32,7 +32,7 @@ ANNA, BERT, CARL, DORA, EMIL, OPERATOR, US = (
 KEY, OTHER_KEY = b"k" * 32, b"l" * 32
 NAMES = {ANNA: "anna", BERT: "bert", CARL: "carl", DORA: "dora", EMIL: "emil"}
 DAY_S = 86_400.0
-NOT_VALID = "this invitation is not valid (any more)"
+USED_UP = "this invitation is used up"
 
 
 class House:
@@ -105,7 +105,7 @@ def test_one_volunteer_comes_in() -> None:
     assert house.invite(KEY) == "OperatorReply"
     assert [house.standing(key) for key in (KEY, ANNA, OPERATOR)] == ["guest", "stranger", "peer"]
     assert house.enrol(KEY, ANNA) == "Enrolled"
-    assert [house.standing(key) for key in (KEY, ANNA, OPERATOR)] == ["stranger", "peer", "peer"]
+    assert [house.standing(key) for key in (KEY, ANNA, OPERATOR)] == ["guest", "peer", "peer"]
     assert [entry.kind for entry in house.journal] == ["invitation", "enrolled"]
 
 
@@ -115,23 +115,39 @@ def test_uses_are_counted_once_for_each_key() -> None:
     assert [house.enrol(peer=peer) for peer in (ANNA, ANNA, ANNA)] == ["Enrolled"] * 3
     assert [entry.kind for entry in house.journal] == ["invitation", "enrolled"], "one use"
     assert house.enrol(peer=BERT) == "Enrolled"
-    assert house.enrol(peer=CARL) == f"Refused invitation: {NOT_VALID}"
+    assert house.enrol(peer=CARL) == f"Refused invitation: {USED_UP}"
 
 
-def test_whatever_is_wrong_with_an_invitation_the_answer_is_the_same() -> None:
+def test_the_holder_of_an_invitation_that_has_ended_is_told_how_it_ended() -> None:
     house = House()
-    house.invite(KEY)
+    expired, withdrawn, unknown = b"x" * 32, b"w" * 32, b"u" * 32
+    for key in (KEY, expired, withdrawn):
+        house.invite(key)
     house.enrol(KEY, ANNA)
-    house.invite(OTHER_KEY)
-    house.now_s += 2 * DAY_S
-    answers = [
-        house.door.enrol(b"x" * 32, BERT, "", house.now_s),  # unknown
-        house.door.enrol(KEY, BERT, "", house.now_s),  # used up
-        house.door.enrol(OTHER_KEY, BERT, "", house.now_s),  # expired
-    ]
-    assert (
-        answers == [AccessReply(m.Refused("invitation", NOT_VALID, "ask the run's owner for a new one"))] * 3
-    )
+    house.invite(withdrawn, expires_s=0.0)
+    house.now_s += DAY_S + 1.0
+    for door in (house.door, house.restarted()):
+        told = {
+            key: (str(door.access_role(key, house.now_s)), door.enrol(key, BERT, "", house.now_s))
+            for key in (KEY, expired, withdrawn, unknown)
+        }
+        assert {key: (role, answer.reply.reason) for key, (role, answer) in told.items()} == {
+            KEY: ("guest", USED_UP),
+            expired: ("guest", "this invitation has expired"),
+            withdrawn: ("guest", "this invitation was withdrawn by the run's owner"),
+            unknown: ("stranger", "this coordinator has no such invitation"),
+        }
+        assert {(answer.reply.code, answer.entries) for _, answer in told.values()} == {("invitation", ())}
+
+
+def test_an_ended_invitation_is_known_for_thirty_days_and_its_digest_lets_nobody_in() -> None:
+    house = House()
+    house.invite(expires_s=DAY_S)
+    house.now_s += 31 * DAY_S - 1.0
+    assert house.standing(KEY) == "guest"
+    assert house.standing(bytes.fromhex(invitation_digest(KEY))) == "stranger"
+    house.now_s += 1.0
+    assert house.standing(KEY) == "stranger"
 
 
 def test_nobody_enrols_a_key_that_is_something_else() -> None:
@@ -139,7 +155,7 @@ def test_nobody_enrols_a_key_that_is_something_else() -> None:
     house.invite(uses=9)
     house.invite(OTHER_KEY)
     for key in (KEY, OTHER_KEY, OPERATOR, US):
-        assert house.enrol(peer=key) == "Refused key: this key belongs to somebody else"
+        assert house.enrol(peer=key) == "Refused key: this key is already in use"
     assert house.standing(US) == "stranger"
 
 
@@ -148,8 +164,9 @@ def test_an_invitation_is_withdrawn() -> None:
     house.invite(uses=9)
     house.enrol(peer=ANNA)
     assert house.invite(expires_s=0.0) == "OperatorReply"
-    assert [house.standing(key) for key in (KEY, ANNA)] == ["stranger", "peer"]
-    assert house.invite(expires_s=0.0) == "Refused unknown: there is no such invitation"
+    assert [house.standing(key) for key in (KEY, ANNA)] == ["guest", "peer"]
+    assert house.enrol(peer=BERT) == "Refused invitation: this invitation was withdrawn by the run's owner"
+    assert house.invite(expires_s=0.0) == "Refused unknown: this run has no valid invitation with this key"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +188,13 @@ def test_a_thousand_invitations_and_no_more_until_some_have_ended() -> None:
     assert house.invite() == "Refused too-many: 1000 invitations are open"
     house.now_s += 2 * DAY_S
     assert house.invite() == "OperatorReply"
-    assert len(house.door._invitations) == 1, "those that have ended are forgotten"
+    assert len(house.door._invitations) == 1001, "of those that have ended the latest thousand are known"
+    house.now_s += 2 * DAY_S
+    assert house.invite(OTHER_KEY) == "OperatorReply"
+    assert len(house.door._invitations) == 1001 and house.standing(bytes(32)) == "stranger"
+    house.now_s += 40 * DAY_S
+    assert house.invite(b"n" * 32) == "OperatorReply"
+    assert len(house.door._invitations) == 1, "none is known for longer than 30 days"
 
 
 def test_a_key_cannot_be_invited_twice() -> None:
@@ -191,7 +214,7 @@ def test_kick_ban_and_unban() -> None:
     assert house.expel(ANNA) == "OperatorReply"
     assert house.standing(ANNA) == "stranger"
     assert house.enrol(OTHER_KEY, ANNA) == (
-        "Refused kicked: this worker was removed from the run: the run's owner decided so"
+        "Refused kicked: this worker was removed from the run: the run's owner gave no reason"
     ), "it was made before the kick"
     house.invite(KEY, uses=9)
     assert house.enrol(KEY, ANNA) == "Enrolled"
@@ -216,7 +239,7 @@ def test_the_name_of_a_banned_one_outlives_a_restart_until_the_ban_is_lifted() -
 
 def test_orders_about_nobody() -> None:
     house = House(ANNA)
-    assert house.expel(BERT) == f"Refused unknown: {BERT.hex()[:12]} is no member"
+    assert house.expel(BERT) == f"Refused unknown: {BERT.hex()[:12]} is not a member"
     assert house.pardon(ANNA) == f"Refused unknown: {ANNA.hex()[:12]} is not banned"
     assert house.expel(OPERATOR).startswith("Refused ours") and house.expel(US, ban=True).startswith(
         "Refused ours"
@@ -224,6 +247,37 @@ def test_orders_about_nobody() -> None:
     assert house.expel(BERT, ban=True) == "OperatorReply", "a key can be banned before it comes"
     before = len(house.journal)
     assert house.expel(BERT, ban=True) == "OperatorReply" and len(house.journal) == before, "once is enough"
+
+
+def test_every_order_is_carried_out_for_the_operator_alone() -> None:
+    house = House(ANNA)
+    orders = (m.Invite(KEY, 1, DAY_S), m.RemoveWorker(ANNA, True, ""), m.Unban(ANNA))
+    for order in orders:
+        assert house.said(house.door.handle_order(BERT, order, house.now_s)).startswith("Refused")
+    assert [house.said(house.door.handle_order(OPERATOR, order, house.now_s)) for order in orders] == [
+        "OperatorReply"
+    ] * 3
+    assert [entry.kind for entry in house.journal[-3:]] == ["invitation", "expelled", "pardoned"]
+
+
+def test_bans_are_bounded_and_one_that_is_lifted_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "MAX_BANNED", 2)
+    house = House(ANNA)
+    assert [house.expel(peer, ban=True) for peer in (BERT, CARL)] == ["OperatorReply"] * 2
+    assert house.expel(ANNA, ban=True) == "Refused too-many: 2 keys are banned"
+    assert house.expel(ANNA) == "OperatorReply", "a kick is no ban"
+    house.pardon(BERT)
+    assert house.expel(ANNA, ban=True) == "OperatorReply"
+
+
+def test_the_oldest_kicks_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "MAX_REMOVED", 2)
+    house = House(ANNA, BERT, CARL)
+    house.invite(KEY, uses=9)
+    for peer in (ANNA, BERT, CARL):
+        house.expel(peer)
+    answers = [house.enrol(KEY, peer).split(":")[0] for peer in (ANNA, BERT, CARL)]
+    assert answers == ["Enrolled", "Refused kicked", "Refused kicked"]
 
 
 def test_the_daemon_hears_whom_to_send_away() -> None:
@@ -397,7 +451,7 @@ def attack_with_a_used_invitation() -> bool:
     house = House()
     house.invite(uses=1)
     house.enrol(peer=ANNA)
-    return house.standing(KEY) == "guest" and house.enrol(peer=BERT) == "Enrolled"
+    return house.enrol(peer=BERT) == "Enrolled"
 
 
 def attack_with_what_the_journal_holds() -> bool:
@@ -576,6 +630,13 @@ def test_entries_that_no_door_wrote(entry: tuple[str, dict[str, Any]]) -> None:
         recover_authorization([entry])
 
 
+def test_how_long_invitations_hold_is_shown_in_tenths_of_a_second() -> None:
+    house = House()
+    house.invite(expires_s=60.04)
+    assert house.door.status(house.now_s)["invitations"][0]["left_s"] == 60.0
+    assert house.door.status(house.now_s + 0.5)["invitations"][0]["left_s"] == 59.5
+
+
 def test_the_picture_shows_nothing_to_come_in_with() -> None:
     house = House(ANNA, BERT)
     house.invite(KEY, uses=3)
@@ -594,7 +655,7 @@ def test_the_picture_shows_nothing_to_come_in_with() -> None:
             {"peer": ANNA.hex(), "invitation": invitation_digest(bytes(31) + b"-")[:8], "strikes": 2},
             {"peer": CARL.hex(), "invitation": name[:8], "strikes": 0},
         ],
-        "banned": [{"peer": BERT.hex(), "reason": "the run's owner decided so"}],
+        "banned": [{"peer": BERT.hex(), "reason": "the run's owner gave no reason"}],
         "strikes": [
             {
                 "peer": ANNA.hex(),

@@ -162,6 +162,7 @@ def test_metrics_can_be_read_by_prometheus(desk: Desks) -> None:
     families = {each.name: each for each in text_string_to_metric_families(here.client.get("/metrics").text)}
     assert families["gridtrain_step"].samples[0].value == here.board.run["step"]
     assert families["gridtrain_world_size"].samples[0].value == 4
+    assert families["gridtrain_worker_missed_steps"].type == "counter"
     assert {s.labels["event"]: s.value for s in families["gridtrain_events"].samples}["lost"] == 1
     names = {sample.labels["worker"] for sample in families["gridtrain_worker_step"].samples}
     assert names == {row["name"] for row in here.board.workers()}  # the hostile one too, escaped

@@ -8,7 +8,8 @@ from typing import Any
 
 from gridtrain_coordinator.dashboard.board import DEPARTED_RETENTION_S, LIVE_COLUMNS, Board
 from gridtrain_coordinator.dashboard.history import RECENT_POINTS, WHOLE_POINTS, History, Point
-from gridtrain_coordinator.dashboard.topology_graph import build_graph, find_straggler
+from gridtrain_coordinator.dashboard.straggler import find_straggler
+from gridtrain_coordinator.dashboard.topology_graph import build_graph
 from showing.simulated import Run
 
 
@@ -216,7 +217,7 @@ def test_edges_are_those_of_the_exchange() -> None:
 def test_who_is_waited_for() -> None:
     assert find_straggler({"a": 0.1, "b": 0.11, "c": 0.3}) == (
         "c",
-        "computes 300 ms a step, the median 110 ms",
+        "computes 300 ms per step; the median is 110 ms",
     )
     assert find_straggler({"a": 0.1, "b": 0.11, "c": 0.12}) is None
     assert find_straggler({"a": 0.001, "b": 0.003}) is None  # noise
@@ -225,6 +226,7 @@ def test_who_is_waited_for() -> None:
 
 def test_columns_of_rows() -> None:
     board = Board()
-    board.update(picture(1, (member("a", computing_s=0.25, sent_bytes=10.0),)), 0.0)
+    board.update(picture(1, (member("a", computing_s=0.25, sent_bytes=10.0, missed_steps=7.0),)), 0.0)
     row = dict(zip(LIVE_COLUMNS, board.full_state()["rows"][0][1:], strict=True))
     assert (row["state"], row["rank"], row["computing_s"], row["sent_bytes"]) == ("active", 0, 0.25, 10.0)
+    assert row["missed_steps"] == 7.0 and "missed_steps" not in board.workers()[0]["figures"]

@@ -140,7 +140,7 @@ def test_other_topologies_are_drawn_without_overlaps(
     ("state", "size", "phase", "said", "drawn"),
     [
         ("resting", "desktop", "training", "5 workers since step ", 5),
-        ("away", "phone", "paused", "all 6 members are away; waiting for them to come back", 6),
+        ("away", "phone", "paused", "all 6 members are disconnected; waiting for them to come back", 6),
         ("standstill", "small", "paused", "the coordinator makes no decisions, because the journal ", 6),
         ("waiting", "desktop", "waiting", "waiting for 64 workers", 0),
         ("finished", "phone", "finished", "6 workers reached the end of the run", 0),

@@ -184,7 +184,9 @@ def test_orders_are_fetched_by_the_daemon_and_bounded(running: Running) -> None:
     for thread in threads:
         thread.start()
     until(lambda: len(answers) == 4, "those that are too many", WITHIN_S)
-    assert {status for status, _ in answers} == {409} and b"orders are waiting" in answers[0][1]
+    assert {status for status, _ in answers} == {409} and b"commands are waiting to be handled" in answers[0][
+        1
+    ]
     fetched = list(running.service.take_orders())
     assert [order for order, _ in fetched] == [
         RemoveWorker(bytes.fromhex(peer), False, "")

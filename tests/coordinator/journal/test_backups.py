@@ -78,9 +78,11 @@ def test_a_journal_is_not_replaced(tmp_path: Path) -> None:
     Backups(tmp_path / "backups", tmp_path / "state").make(store, 0.0)
     running(tmp_path / "other").close()
     before = (tmp_path / "other" / JOURNAL).read_bytes()
-    with pytest.raises(ConfigError, match="already, which a backup must not replace") as caught:
+    with pytest.raises(
+        ConfigError, match="already contains a journal, which a backup must not replace"
+    ) as caught:
         restore(tmp_path / "backups", tmp_path / "other")
-    assert "leave --from-backup out" in caught.value.remedy
+    assert "omit --from-backup" in caught.value.remedy
     assert (tmp_path / "other" / JOURNAL).read_bytes() == before
 
 
@@ -98,7 +100,7 @@ def test_a_damaged_backup_makes_no_standby(tmp_path: Path) -> None:
     (path / JOURNAL).write_bytes(content.replace(b'"term":1', b'"term":7'))
     with pytest.raises(JournalError, match="cannot be used: .* is damaged") as caught:  # noqa: RUF043
         restore(path, tmp_path / "standby")
-    assert "older one" in caught.value.remedy
+    assert "older backup" in caught.value.remedy
     assert not [name for name in os.listdir(tmp_path / "standby") if JOURNAL in name]
     (path / JOURNAL).write_bytes(content)
     restore(path, tmp_path / "standby")  # a start that failed can be repeated
@@ -107,7 +109,7 @@ def test_a_damaged_backup_makes_no_standby(tmp_path: Path) -> None:
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     one, other = running(tmp_path / "one"), running(tmp_path / "other")
     Backups(tmp_path / "backups", tmp_path / "one").make(one, 0.0)
-    with pytest.raises(JournalError, match="is of another coordinator"):
+    with pytest.raises(JournalError, match="belongs to another coordinator"):
         Backups(tmp_path / "backups", tmp_path / "other").make(other, 0.0)
     assert os.listdir(tmp_path / "backups") == ["backup-1-00000001"]
     with pytest.raises(ConfigError, match="the folder of the journal itself"):

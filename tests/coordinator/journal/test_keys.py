@@ -58,7 +58,7 @@ def test_another_key_beside_the_journal(journal: Path) -> None:
 def test_the_key_is_gone(journal: Path) -> None:
     started(journal)
     journal.with_name(COORDINATOR_KEY).unlink()
-    assert "there is no" in complaint(journal).reason
+    assert "does not exist" in complaint(journal).reason
     assert not journal.with_name(COORDINATOR_KEY).exists(), "and no new one is made in silence"
 
 

@@ -98,7 +98,7 @@ def test_a_commit_waits_for_the_disk(path: Path) -> None:
 
 def test_entries_of_one_call_become_durable_together_or_not_at_all(path: Path) -> None:
     store = JournalStore.open(path)
-    with pytest.raises(JournalError, match="refused"):
+    with pytest.raises(JournalError, match="rejected"):
         store.append_all([("state", {"state": "training"}), ("gossip", {})])
     assert store.entries() == []
     store.append("state", {"state": "paused"})  # and it goes on
@@ -260,7 +260,7 @@ def test_a_newer_version(path: Path) -> None:
     store = JournalStore.open(path)
     store._connection.execute("PRAGMA user_version = 9")
     store.close()
-    assert "version 9; this gridtrain knows up to 3" in complaint(path)
+    assert "version 9; this gridtrain supports versions up to 3" in complaint(path)
 
 
 def test_two_coordinators_on_one_journal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,9 +83,7 @@ class Coordinator:
         generation, history = self.core.generation, bytes([applied + 1]) * 32
         self.hear(
             peer,
-            m.FreezeReport(
-                self.core.term, generation, True, applied, history, ledger_state, None, b"", False
-            ),
+            m.FreezeReport(self.core.term, generation, True, applied, history, ledger_state, None, b"", 0),
         )
 
     def last(self, kind: type[m.Message], peer: m.PeerId) -> m.Message:
@@ -185,6 +183,19 @@ def test_many_keys_of_one_invitation_raise_the_term_now_and_then_only() -> None:
     assert raised == [1, 2, 4, 6], "and then the highest of all that came since"
     standby.wait(3 * TERM_RAISE_INTERVAL_S)
     assert standby.core.term == 6
+
+
+def test_a_generation_that_forms_with_the_lower_term_is_given_up() -> None:
+    standby = Coordinator(backup(), term=2)
+    for peer in (A, B):
+        standby.join(peer)
+    for peer in (A, B):
+        standby.report(peer, 5, at_step(5))
+    assert standby.core.run.view_change.is_forming and standby.core.generation == 2
+    standby.join(C, m.CurrentGeneration(7, 1, ((C, 4),)))
+    standby.wait(2.0)
+    freeze = standby.last(m.Freeze, A)
+    assert isinstance(freeze, m.Freeze) and (freeze.term, freeze.generation) == (8, 2)
 
 
 def test_who_told_of_a_higher_term_too_early_gets_its_view_later() -> None:

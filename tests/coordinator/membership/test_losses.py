@@ -50,7 +50,7 @@ class Told:
 
     def join(self, peer: m.PeerId, now_s: float, *, setup: bool = True, anew: bool = False) -> None:
         """`anew`: another process with the same key."""
-        self._keep(self.core.handle(PeerConnected(peer, "host"), now_s))
+        self.connect(peer, now_s)
         generation, address = 0 if anew else self.core.generation, "memory://" + peer[:1].decode()
         self.say(peer, m.Join("r", peer[:1].decode(), address, True, generation > 0, generation), now_s)
         self._keep(self.core.handle(DialBackResult(peer, address), now_s))
@@ -59,6 +59,10 @@ class Told:
 
     def say(self, peer: m.PeerId, message: m.Message, now_s: float) -> list[Effect]:
         return self._keep(self.core.handle(MessageReceived(peer, message), now_s))
+
+    def connect(self, peer: m.PeerId, now_s: float) -> None:
+        """Its key connects, and says nothing yet."""
+        self._keep(self.core.handle(PeerConnected(peer, "host"), now_s))
 
     def lose(self, peer: m.PeerId, now_s: float) -> None:
         self._keep(self.core.handle(PeerDisconnected(peer, "reset"), now_s))
@@ -97,7 +101,7 @@ class Told:
         view = self.core.run.view
         assert view is not None
         told = (self.core.term, view.generation, synced, view.applied, view.history, view.ledger)
-        self.say(peer, m.FreezeReport(*told, None, b"", False), now_s)
+        self.say(peer, m.FreezeReport(*told, None, b"", 0), now_s)
 
     def frozen(self) -> list[m.PeerId]:
         return [e.peer for e in self.done if isinstance(e, Send) and isinstance(e.message, m.Freeze)]
@@ -120,8 +124,65 @@ def test_two_connections_that_break_together_are_the_end_of_a_process() -> None:
     told.pass_to(10.0 + LIMITS.ended_s - 0.01, A, B)
     assert not told.lost()
     told.pass_to(10.0 + LIMITS.ended_s, A, B)
-    assert told.lost() == [("c", "its connections to this coordinator and to a member broke")]
+    assert told.lost() == [("c", "lost its connections to this coordinator and to a member")]
     assert told.frozen() == [A, B]
+
+
+def test_another_program_with_the_workers_key_is_not_its_return() -> None:
+    """10.000  C is killed;  10.015  its agent asks for the run's status;  10.030  and disconnects."""
+    told = Told()
+    told.train()
+    told.pass_to(9.9, A, B, C)
+    told.lose(C, 10.0)
+    told.say(A, m.ConnectionLost(1, 1, C), 10.002)
+    told.connect(C, 10.015)
+    told.lose(C, 10.03)
+    told.pass_to(10.0 + LIMITS.ended_s, A, B)
+    assert told.lost() == [("c", "lost its connections to this coordinator and to a member")]
+
+
+def test_nobody_is_lost_while_a_connection_is_open_over_which_a_join_may_come() -> None:
+    """10.0  C's connections break;  10.09  it has connected again;  10.3  its Join has arrived."""
+    told = Told()
+    told.train()
+    told.pass_to(9.9, A, B, C)
+    told.lose(C, 10.0)
+    told.say(A, m.ConnectionLost(1, 1, C), 10.02)
+    told.connect(C, 10.09)
+    told.pass_to(10.3, A, B)
+    told.join(C, 10.3)
+    told.pass_to(13.0, A, B, C)
+    assert not told.lost() and not told.frozen()
+
+
+def test_a_connection_that_broke_before_the_return_counts_no_more() -> None:
+    """10.0  C's connections break;  10.05  it has joined again;  10.5  one breaks: it may come back."""
+    told = Told()
+    told.train()
+    told.pass_to(9.9, A, B, C)
+    told.lose(C, 10.0)
+    told.say(A, m.ConnectionLost(1, 1, C), 10.02)
+    told.join(C, 10.05)
+    told.lose(C, 10.5)
+    told.pass_to(10.5 + LIMITS.regreet_s - 0.01, A, B)
+    assert not told.lost()
+    told.pass_to(10.5 + LIMITS.regreet_s, A, B)
+    assert told.lost() == [("c", "lost its connection and did not reconnect")]
+
+
+def test_a_member_that_ends_while_a_generation_forms_is_detected_as_soon() -> None:
+    """10.0  B leaves;  10.01  the next generation forms;  10.05  C's connections break."""
+    told = Told()
+    told.train()
+    told.pass_to(9.9, A, B, C)
+    told.say(B, m.Leave("tired"), 10.0)
+    for peer in (A, C):
+        told.report(peer, 10.01)
+    assert told.core.generation == 2
+    told.lose(C, 10.05)
+    told.say(A, m.ConnectionLost(1, 2, C), 10.06)
+    told.pass_to(10.05 + LIMITS.ended_s, A)
+    assert told.lost() == [("c", "lost its connections to this coordinator and to a member")]
 
 
 def test_one_broken_connection_may_come_back() -> None:
@@ -137,7 +198,7 @@ def test_one_broken_connection_may_come_back() -> None:
     told.pass_to(20.0 + LIMITS.regreet_s - 0.01, A, B)
     assert not told.lost()
     told.pass_to(20.0 + LIMITS.regreet_s, A, B)
-    assert told.lost() == [("c", "its connection broke and did not come back")]
+    assert told.lost() == [("c", "lost its connection and did not reconnect")]
 
 
 def test_what_a_member_said_long_ago_is_no_second_connection() -> None:

@@ -11,6 +11,7 @@ from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.planning.batch_shares import WorkerSpeeds
 from gridtrain_coordinator.membership.catch_up import choose_snapshot_step
+from gridtrain_coordinator.membership.complaints import StalledStep
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run.events import (
     DialBack,
@@ -72,9 +73,7 @@ class Run:
         assert view is not None
         self.say(
             peer,
-            m.FreezeReport(
-                1, view.generation, True, view.applied, view.history, view.ledger, None, b"", False
-            ),
+            m.FreezeReport(1, view.generation, True, view.applied, view.history, view.ledger, None, b"", 0),
         )
 
     def beat(self, *peers: m.PeerId) -> None:
@@ -343,6 +342,14 @@ def test_only_members_report_a_stall_and_their_word_for_the_step_is_not_needed()
     assert Disconnect(A) not in run.effects, "it has just moved"
 
 
+def test_a_connection_to_a_member_that_has_left_is_not_remembered() -> None:
+    """Its neighbours see it end after the coordinator has forgotten it."""
+    run = Run(A, B, C)
+    run.say(C, m.Leave("tired"))
+    flap(run, [(A, C), (B, C)])
+    assert not run.core._planner.link_failures._times_s
+
+
 def flap(run: Run, pairs: list[tuple[m.PeerId, m.PeerId]]) -> list[Effect]:
     """The first of each pair reports that its connection to the second broke; returns the effects."""
     effects: list[Effect] = []
@@ -487,7 +494,7 @@ def test_shares_follow_the_speed_that_beats_tell() -> None:
     assert run.shares == {A: 20, B: 20, C: 20}
     began_s = run.now_s
     effects = run.compute(30)
-    assert freezes(effects) == ["shares by measured speed make the computing of a step 2.00 times as fast"]
+    assert freezes(effects) == ["shares by measured speed make the computation of a step 2.00 times as fast"]
     assert run.now_s - began_s >= 30.0, "not before some tens of seconds have passed"
     for peer in (A, B, C):
         run.report(peer)
@@ -739,3 +746,23 @@ def test_whom_it_follows_are_gone_for_good() -> None:
     assert run.core.deadline_s <= run.now_s
     run.core.tick(run.now_s)
     assert run.core.run.workers[C].has_caught_up, "there is nobody to follow"
+
+
+def test_a_suspect_that_has_left_is_no_member_to_dismiss() -> None:
+    run = Run(A, B, C)
+    step, left = StalledStep(run.core.run), b"x" * 32
+    for number in range(1, 4):
+        assert step.record(7, m.RoundStalled(m.RoundId(1, 1, 7, 0), (left, B), 0.0, "voted NO")) == number
+    stalled = m.RoundStalled(m.RoundId(1, 1, 7, 0), (left, B), 0.0, "voted NO")
+    assert step.find_at_fault(stalled, run.now_s) == {B: "delayed step 7 3 times: voted NO"}
+    assert step.record(8, stalled) == 1 and step.find_at_fault(stalled, run.now_s) == {}
+    silent = replace(stalled, suspects=(left,), silent_s=5.0)
+    assert step.find_at_fault(silent, run.now_s + 1000.0) == {}
+
+
+def test_after_the_end_a_setup_is_answered_by_that() -> None:
+    run = Run(A, B)
+    run.core.run.phase = RunPhase.FINISHED
+    effects = run.say(A, SETUP)
+    codes = [e.message.code for e in effects if isinstance(e, Send) and isinstance(e.message, m.Refused)]
+    assert codes == ["finished"]

@@ -290,7 +290,7 @@ class MembershipMachine(RuleBasedStateMachine):
                 worker.ledger,
                 round_id,
                 digest,
-                False,
+                0,
             ),
         )
 

@@ -117,9 +117,7 @@ class Run:
 
 def report(run: Run, peer: m.PeerId, step: int) -> None:
     state = m.LedgerState(step=step, cursor=8 * step, consumed=8 * step)
-    told = m.FreezeReport(
-        run.core.term, run.core.generation, True, step - 1, b"h" * 32, state, None, b"", False
-    )
+    told = m.FreezeReport(run.core.term, run.core.generation, True, step - 1, b"h" * 32, state, None, b"", 0)
     run.say(peer, told)
 
 
@@ -134,7 +132,7 @@ def test_it_has_no_seat_and_the_others_go_on_from_what_they_hold(noticed: bool) 
     run.now_s += LIMITS.regreet_s / 2
     assert run.join(A) == ["Welcome", "RunStateUpdate"]
     assert run.notes("lost") == [
-        {"name": "a", "reason": "its process has ended, and another one came with its key"}
+        {"name": "a", "reason": "its process has ended, and another process joined with its key"}
     ]
     assert run.frozen() == [(B, (A,))]
     run.enter(A, SETUP)

@@ -8,10 +8,11 @@ from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.planning import rank_order
 from gridtrain_coordinator.membership.membership import Membership
+from gridtrain_coordinator.run import reorder_limits
 from gridtrain_coordinator.run.events import DialBackResult, Effect, MessageReceived, RunPhase, Send
 from gridtrain_coordinator.run.link_failures import FAILURES_BEFORE_AVOIDING
-from gridtrain_coordinator.run.link_reports import LinkReports
 from gridtrain_coordinator.run.registry import AVOIDED_PAIR_RTT_S
+from gridtrain_coordinator.run.reorder_limits import ReorderLimits
 
 PEERS = A, B, C, D = tuple(name.encode() * 32 for name in "abcd")
 FACTS = (("model", "25600000 parameters in 1 tensors"), ("exchange", "GTopK(density=0.001, values=fp16)"))
@@ -22,9 +23,11 @@ FAST_Bps, SLOW_Bps = 1.25e8, 5e5
 class Run:
     """A coordinator and four cooperating workers, one virtual second after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, plans: bool = True) -> None:
         limits = Deadlines(silence_s=1e9, settle_s=0.0, report_s=100.0)
-        self.core = Membership(me=b"0" * 32, run="r", term=1, deadlines=limits, software="", min_workers=4)
+        self.core = Membership(
+            me=b"0" * 32, run="r", term=1, deadlines=limits, software="", min_workers=4, plans=plans
+        )
         self.now_s = 0.0
         for peer in PEERS:
             address = "memory://" + peer[:1].decode()
@@ -69,7 +72,7 @@ class Run:
             self.say(
                 peer,
                 m.FreezeReport(
-                    1, view.generation, True, view.applied, view.history, view.ledger, None, b"", False
+                    1, view.generation, True, view.applied, view.history, view.ledger, None, b"", 0
                 ),
             )
         self.begin()
@@ -129,7 +132,7 @@ def test_a_word_counts_once_for_each_introduction() -> None:
 
 def test_who_brings_orders_about_has_to_wait_ever_longer() -> None:
     """Changes reported at once lead to another order at 0, 30, 90, 210 s."""
-    tellers, found_s = LinkReports(pause_s=30.0), []
+    tellers, found_s = ReorderLimits(pause_s=30.0), []
     for now_s in range(400):
         tellers.mark_changed(A)
         if now_s % 60 == 0:
@@ -142,7 +145,7 @@ def test_who_brings_orders_about_has_to_wait_ever_longer() -> None:
 
 
 def test_a_look_that_finds_nothing_costs_no_waiting() -> None:
-    tellers = LinkReports(pause_s=30.0)
+    tellers = ReorderLimits(pause_s=30.0)
     tellers.mark_changed(A)
     tellers.record_evaluation(tellers.due_reporters(0.0), 0.0, found=False)
     assert tellers.due_reporters(1.0) == frozenset()
@@ -150,6 +153,15 @@ def test_a_look_that_finds_nothing_costs_no_waiting() -> None:
     assert tellers.due_reporters(1.0) == {A}
     tellers.clear_changes()
     assert tellers.due_reporters(1.0) == frozenset(), "the plan has taken it up"
+
+
+def test_of_a_worker_that_has_left_only_its_waiting_is_kept() -> None:
+    tellers = ReorderLimits(pause_s=30.0)
+    tellers.record_introduction(A)
+    rates = [(B, 1e6, 2e6)]
+    assert [tellers.accept(A, rates), tellers.accept(A, rates)] == [rates, []]
+    tellers.forget(A)
+    assert not tellers._introduction_of and not tellers._last_accepted
 
 
 def test_rates_of_strangers_are_not_kept() -> None:
@@ -160,3 +172,25 @@ def test_rates_of_strangers_are_not_kept() -> None:
     assert run.core._planner.measured_links.rate_Bps(A, B) == 2e6
     run.say(B, m.Leave("enough"))
     assert run.core._planner.measured_links.rate_Bps(A, B) is None
+
+
+def test_of_too_many_that_wait_the_one_that_may_first_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reorder_limits, "MAX_REMEMBERED", 2)
+    limits = ReorderLimits(pause_s=30.0)
+    for now_s, peer in ((0.0, A), (1.0, B), (2.0, C)):
+        limits.record_evaluation(frozenset({peer}), now_s, found=True)
+    for peer in (A, B, C):
+        limits.mark_changed(peer)
+    assert limits.due_reporters(3.0) == {A}
+    assert limits.due_reporters(31.0) == {A, B}
+
+
+def test_where_the_order_of_joining_is_ordered_links_change_nothing() -> None:
+    run = Run(plans=False)
+    run.rates({frozenset((A, B))})
+    assert run.beat_until_frozen(100.0) == ""
+    run.say(D, m.Leave("enough"))
+    assert run.order == "abcd" and "as configured" in run.core.snapshot(run.now_s)["plan_reason"]
+    assert run.core._planner.link_cost(PEERS, run.now_s) is None
+    assert Run().core._planner.link_cost(PEERS, 9.0) is not None
+    assert Run().core._planner.link_cost(PEERS[:2], 9.0) is None

@@ -165,3 +165,30 @@ def test_of_each_member_two_lines_are_kept_however_many_read_them() -> None:
     ways = {(x.peer, x.address) for viewer in peers for x in where.members_for(viewer, roster)}
     assert len(ways) > 5 * len(peers), "over many relays"
     assert len(where._address_cache) <= 2 * len(peers)
+
+
+def test_of_a_worker_that_has_left_no_route_is_kept() -> None:
+    made = routes(a=open_place("a"), b=open_place("b"))
+    assert made.location(A) == open_place("a")
+    made.forget(A)
+    assert made.location(A) is None and told(made, A, B)["b>a"] == ""
+
+
+def test_a_route_that_failed_blocks_the_direct_exchange_until_its_worker_moves() -> None:
+    made = routes(a=open_place("a"), b=open_place("b"))
+    made.block(B, A, ())
+    made.set_location(A, open_place("a"))
+    assert not made.is_directly_reachable(A), "it has not moved"
+    made.set_location(A, open_place("z"))
+    assert made.is_directly_reachable(A) and not made.is_directly_reachable(C)
+
+
+def test_an_answer_about_an_earlier_address_is_ignored() -> None:
+    book, worker = AddressBook(COORDINATOR), Worker(A, "a", at("a"), 0.0, 0.0)
+    assert book.on_dial_back_result(worker, at("a")) == [], "it has left"
+    assert book.request_dial_back(worker, False) and not worker.is_addressable
+    assert book.on_dial_back_result(worker, at("z")) == [] and not worker.is_addressable
+    assert book.on_dial_back_result(worker, at("a")) and worker.is_addressable
+    assert book.reachability_text(A) == "direct"
+    assert book.on_dial_back_result(worker, "") == [], "a second one"
+    assert book.reachability_text(A) == "direct"

@@ -10,8 +10,13 @@ from gridtrain.core import messages as m
 from gridtrain.core.commit.verdict import Outcome
 from gridtrain_coordinator.run.events import JournalEntry, RunPhase
 from gridtrain_coordinator.run.journal_recovery import recover_run
+from gridtrain_coordinator.stages.checkpoint_catalog import failed_to_write, is_impossible
 from gridtrain_coordinator.stages.checkpoint_quorum import MAX_CONFIRMED, CheckpointQuorum, ReporterMajority
-from gridtrain_coordinator.stages.whole_state import find_restart_point, latest_whole_state
+from gridtrain_coordinator.stages.whole_state import (
+    find_restart_point,
+    latest_whole_state,
+    unconfirmed_reason,
+)
 
 A, B, C, D, E = (letter * 32 for letter in (b"a", b"b", b"c", b"d", b"e"))
 SPEC = m.LedgerSpec(1000, 0, epochs=1)
@@ -77,7 +82,7 @@ def test_without_anything_borne_out_the_run_waits_rather_than_believe_one() -> N
     run.checkpoints |= {D: kept(5, 0, 1), E: kept(5, 1)}
     run.join(D)
     assert run.core.phase is RunPhase.PAUSED
-    assert "step 6 is reported, but neither the journal nor most of the workers" in run.core.reason
+    assert "step 6 is reported, but neither the journal nor most of the present workers" in run.core.reason
     run.join(E)
     view = run.core.run.view
     assert view is not None and view.applied == 5, "two of three say so"
@@ -184,3 +189,47 @@ def test_a_state_in_memory_needs_no_digest() -> None:
         SPEC, outcome, 19, {A: BLOCKS[0]}, {A: (), B: kept(19, 1)}, (0, 1, 2), CheckpointQuorum()
     )
     assert begin.outcome is outcome and begin.state_locations.in_memory == {A: 0}
+
+
+def test_a_whole_state_that_nobody_confirms_is_named_unless_it_is_of_a_history_given_up() -> None:
+    for step, last, is_named in ((9, 9, True), (9, 10, True), (9, 8, False), (10, 9, False)):
+        reason = unconfirmed_reason(SPEC, {A: kept(step, 0), B: kept(step, 1)}, 2, last)
+        assert reason.startswith(f"; step {step + 1} is reported") is is_named and bool(reason) is is_named
+    assert unconfirmed_reason(SPEC, {A: kept(9, 0)}, 2, 9) == "", "it is not whole"
+    both = {A: (*kept(5, 0, 1), *kept(9, 0, 1))}
+    assert unconfirmed_reason(SPEC, both, 2, 9).startswith("; step 10 ")
+
+
+def test_a_checkpoint_of_another_run_is_impossible() -> None:
+    setup = m.Setup((), SPEC, 4, None, stages=2)
+    (held,) = kept(9, 1)
+    assert not is_impossible(held, setup) and is_impossible(held, None)
+    for wrong in (
+        replace(held, layers=m.Span(1, 3)),
+        replace(held, ledger=state_after(8)),
+        replace(held, applied=8),
+        replace(held, ledger=m.LedgerState(10, 40, (), 41)),
+    ):
+        assert is_impossible(wrong, setup)
+
+
+def test_who_has_failed_to_write_its_memory() -> None:
+    """a holds stage 0 in memory, which b assembles its own from."""
+    members = (
+        m.Member(A, "a", "", 1, False),
+        m.Member(B, "b", "", 1, True, pieces=((BLOCKS[0], 0),), piece_digests=(b"",)),
+    )
+    ledger, history = state_after(9), b"h9"
+    view = m.MembershipView(1, 3, 2, m.Verdict.ABORT, None, 9, history, ledger, "")
+    report = m.FreezeReport(1, 2, True, 9, history, ledger, None, b"", 0, BLOCKS[0])
+
+    def failed(
+        peer: bytes = A, told: m.FreezeReport | None = report, stored: tuple[m.CheckpointInfo, ...] = ()
+    ) -> bool:
+        return failed_to_write(view, members, peer, told, stored)
+
+    assert failed() and failed(stored=kept(9, 1)) and failed(stored=kept(8, 0))
+    assert not failed(stored=kept(9, 0)), "it is written"
+    assert not failed(told=None) and not failed(told=replace(report, is_synced=False))
+    assert not failed(peer=C) and not failed(peer=B), "nobody needs it from these"
+    assert not failed(told=replace(report, layers=BLOCKS[1]))

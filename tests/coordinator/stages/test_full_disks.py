@@ -49,7 +49,7 @@ def cut_anew_without_b() -> StagedRun:
 def tells_of_memory(run: StagedRun, peer: m.PeerId, blocks: m.Span) -> None:
     core = run.core
     run.receive(
-        peer, m.FreezeReport(core.term, core.generation, True, 11, b"k" * 32, AT, None, b"", False, blocks)
+        peer, m.FreezeReport(core.term, core.generation, True, 11, b"k" * 32, AT, None, b"", 0, blocks)
     )
 
 
@@ -80,7 +80,7 @@ def a_cannot_write(run: StagedRun) -> None:
     run.receive(A, m.StageCheckpointList((), generation))
     (freeze,) = run.last_sent(C, m.Freeze)
     assert isinstance(freeze, m.Freeze)
-    assert freeze.reason == "a has no checkpoint of blocks 0 to 2, of which it is the source"
+    assert freeze.reason == "a has no checkpoint of blocks 0 to 2, which it was to provide"
     view = run.core.run.view
     assert view is not None
     tells_of_memory(run, A, A_HAS)
@@ -89,7 +89,7 @@ def a_cannot_write(run: StagedRun) -> None:
     term, generation = run.core.term, run.core.generation
     for peer in (C, D):
         run.receive(
-            peer, m.FreezeReport(term, generation, False, -1, EMPTY_HISTORY, nothing, None, b"", False, C_HAS)
+            peer, m.FreezeReport(term, generation, False, -1, EMPTY_HISTORY, nothing, None, b"", 0, C_HAS)
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from staged_run import StagedRun
@@ -38,7 +39,7 @@ def test_an_aborted_step_is_handed_out_anew_as_a_whole() -> None:
     shares = [(A, 4), (B, 4), (C, 0), (D, 0)]
     state = m.LedgerState()
     reports = {
-        peer: m.FreezeReport(1, 1, True, -1, b"", state, None, b"", False, m.Span(stage, stage + 1))
+        peer: m.FreezeReport(1, 1, True, -1, b"", state, None, b"", 0, m.Span(stage, stage + 1))
         for peer, stage in ((A, 0), (C, 1), (D, 1))
     }
     apart = decide_outcome(reports, SPEC, shares).ledger
@@ -110,7 +111,8 @@ def test_fewer_than_stages_pause_and_say_so() -> None:
     snapshot = run.core.snapshot(run.now_s)
     assert snapshot["phase"] == "paused"
     assert snapshot["reason"] == (
-        "stage 2 of 4 has no worker: 3 workers are here, 4 are needed; training continues when one joins"
+        "stage 2 of 4 has no worker: 3 workers are present, but 4 are needed; "
+        "training continues when one joins"
     )
     told = [e.message for e in run.seen if isinstance(e, Send) and e.peer == A]
     assert m.RunStateUpdate("paused", snapshot["reason"]) in told
@@ -181,7 +183,7 @@ def test_with_no_whole_step_the_run_waits_for_who_has_it() -> None:
     run.join(C)
     assert run.core.phase is RunPhase.PAUSED
     assert run.core.reason.startswith(
-        "no worker here holds stage 1 of 2 after step 12, and of no earlier step"
+        "no present worker holds stage 1 of 2 after step 12, and no earlier step has"
     )
     run.join(D)
     view = run.core.run.view
@@ -249,7 +251,7 @@ def test_after_a_restart_the_journal_knows_the_seats() -> None:
     wrong = m.Span(2, 3)  # there is none such
     view = again.core.run.view
     assert view is not None
-    report = m.FreezeReport(2, 1, True, -1, view.history, view.ledger, None, b"", False, wrong)
+    report = m.FreezeReport(2, 1, True, -1, view.history, view.ledger, None, b"", 0, wrong)
     assert any(isinstance(effect, RecordViolation) for effect in again.receive(A, report))
 
 
@@ -326,3 +328,16 @@ def test_states_are_compared_within_a_stage() -> None:
     assert drifts.add(A, 5, b"one") == drifts.add(B, 5, b"one") == drifts.add(D, 5, b"two") == []
     assert drifts.add(E, 5, b"two") == []
     assert drifts.add(C, 5, b"other") == [C]
+
+
+def test_a_member_that_comes_back_to_a_paused_run_and_does_not_report_is_given_up() -> None:
+    run = StagedRun(2, A, B)
+    run.lose(B)
+    run.report(A)
+    assert run.core.phase is RunPhase.PAUSED and run.core.run.view_change.deadline_s == math.inf
+    run.join(B)
+    until_s = run.core.run.view_change.deadline_s
+    assert until_s <= run.now_s + run.core.run.limits.report_s
+    for now_s, here in ((until_s - 0.1, {A, B}), (until_s, {A})):
+        run.core.tick(now_s)
+        assert set(run.core.run.workers) == here

@@ -47,7 +47,7 @@ def test_with_too_few_for_all_replicas_the_eldest_of_each_stage_stay() -> None:
     seating = place_ranks(3, [A, B, C, D, E], hands, name=called)
     assert names(seating.order) == "b a e" and seating.state_sources == {}
     assert seating.standbys == (C, D)
-    assert seating.reason == "3 stages x 1 replica; nobody has to be sent a state; standby: c, d"
+    assert seating.reason == "3 stages x 1 replica; no worker needs to receive a state; standby: c, d"
 
 
 def test_the_fastest_spare_is_taken() -> None:
@@ -88,7 +88,7 @@ def test_at_the_beginning_each_stage_begins_at_its_first_replica() -> None:
 def test_it_is_said_who_cannot_be_seated() -> None:
     with pytest.raises(LocalProtocolError, match="1 workers cannot be placed in 2 stages"):
         place_ranks(2, [A], StateLocations())
-    with pytest.raises(LocalProtocolError, match="nobody has the state of stage 1 of 2"):
+    with pytest.raises(LocalProtocolError, match="no worker has the state of stage 1 of 2"):
         place_ranks(2, [A, B], StateLocations(in_memory={A: 0}))
 
 
@@ -109,7 +109,7 @@ def test_neighbours_in_a_pipeline_are_near_each_other() -> None:
     seats = RankLayout.for_world_size(3, 6)
     for replica in range(2):
         assert len({site[seating.order[rank]] for rank in seats.pipeline_ranks(replica)}) == 1
-    assert seating.reason.endswith("102 ms along a pipeline and a group instead of 151 ms")
+    assert seating.reason.endswith("102 ms along a pipeline and a group of replicas instead of 151 ms")
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -149,7 +149,7 @@ def test_only_the_first_stage_reads_samples() -> None:
     seats = RankLayout(3, 2)
     assert stage_shares([4, 6, 1, 1, 1, 1], seats, None).counts == (4, 6, 0, 0, 0, 0)
     dealt = stage_shares([0] * 6, seats, 9)
-    assert dealt.counts == (5, 4, 0, 0, 0, 0) and dealt.reason == "9 samples in even shares over 2 pipelines"
+    assert dealt.counts == (5, 4, 0, 0, 0, 0) and dealt.reason == "9 samples divided evenly over 2 pipelines"
 
 
 def test_a_residual_goes_to_a_replica_of_the_same_stage() -> None:
@@ -170,7 +170,7 @@ def test_a_generation_is_a_whole_number_of_pipelines_and_the_rest_is_spare() -> 
     snapshot = run.core.snapshot(run.now_s)
     lines = {line["name"]: line for line in snapshot["members"]}
     assert (lines["a"]["stage"], lines["b"]["stage"], lines["c"]["stage"]) == (0, 1, None)
-    assert lines["c"]["state"] == "spare" and "2 stages x 1 replicas are 2 workers" in lines["c"]["spare"]
+    assert lines["c"]["state"] == "spare" and "2 stages x 1 replicas use 2 workers" in lines["c"]["spare"]
     assert snapshot["stages"] == 2
 
 

@@ -49,7 +49,7 @@ def carry(buffers: list[bytes], limit_bytes: int = 1 << 30, seed: int = 0) -> li
     sends = [e for e in out.make_send(0, 1).start(0.0) if isinstance(e, SendTo)]
     random.Random(seed).shuffle(sends)
     for send in sends:
-        for effect in taking.handle(PayloadReceived(0, send.slot, False, out.payload(send.slot)), 0.0):
+        for effect in taking.handle(PayloadReceived(0, send.slot, 0, out.payload(send.slot)), 0.0):
             if isinstance(effect, StoreSlice):
                 back.apply(effect)
     assert taking.complete
@@ -75,7 +75,7 @@ def test_a_sent_buffer_may_be_overwritten_at_once() -> None:
 
 
 def test_a_payload_over_the_limit_is_refused() -> None:
-    with pytest.raises(RemoteProtocolError, match="at most 100 are possible"):
+    with pytest.raises(RemoteProtocolError, match="a correct peer sends at most 100 bytes"):
         carry([bytes(200)], limit_bytes=100)
 
 
@@ -96,7 +96,7 @@ def test_slices_that_do_not_match_the_header_are_refused(table: bytes, pieces: l
     with pytest.raises(RemoteProtocolError, match="rank 0 sent"):
         for i, payload in enumerate(payloads):
             place = PayloadSlot(CollectivePhase.ACTIVATION, hop=len(payloads), slice=i)
-            for effect in taking.handle(PayloadReceived(0, place, False, payload), 0.0):
+            for effect in taking.handle(PayloadReceived(0, place, 0, payload), 0.0):
                 if isinstance(effect, StoreSlice):
                     workspace.apply(effect)
 
@@ -117,7 +117,7 @@ def test_slices_that_do_not_match_the_header_are_refused(table: bytes, pieces: l
 def test_a_single_slice_with_a_wrong_header_is_refused(piece: bytes) -> None:
     workspace = ActivationReceiveBuffer(1 << 20)
     effects = workspace.make_receive(1, 0, 2).handle(
-        PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=1), False, piece), 0.0
+        PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=1), 0, piece), 0.0
     )
     with pytest.raises(RemoteProtocolError, match="rank 0 sent"):
         for effect in effects:
@@ -137,27 +137,25 @@ def test_small_buffers_are_one_message(lengths: list[int], messages: int) -> Non
 @pytest.mark.parametrize(
     "arrived",
     [
-        PayloadReceived(2, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=1), False, b""),  # another's
+        PayloadReceived(2, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=1), 0, b""),  # another's
         PayloadReceived(
-            0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=0), False, b""
+            0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=0), 0, b""
         ),  # the same one twice
         PayloadReceived(
-            0, PayloadSlot(CollectivePhase.ACTIVATION, hop=3, slice=1), False, b""
+            0, PayloadSlot(CollectivePhase.ACTIVATION, hop=3, slice=1), 0, b""
         ),  # as if there were more
         PayloadReceived(
-            0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=2), False, b""
+            0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=2), 0, b""
         ),  # beyond the last
-        PayloadReceived(0, PayloadSlot(CollectivePhase.ALL_GATHER, hop=2, slice=1), False, b""),
+        PayloadReceived(0, PayloadSlot(CollectivePhase.ALL_GATHER, hop=2, slice=1), 0, b""),
         PayloadReceived(
-            0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=1), True, b""
+            0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=1), 1, b""
         ),  # a hand-off never skips
     ],
 )
 def test_a_slice_that_is_not_due_is_refused(arrived: PayloadReceived) -> None:
     taking = ActivationReceiver(1, 0, 3)
-    taking.handle(
-        PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=0), False, b""), 0.0
-    )
+    taking.handle(PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2, slice=0), 0, b""), 0.0)
     with pytest.raises(RemoteProtocolError):
         taking.handle(arrived, 0.0)
     assert not taking.complete and taking.waiting_for() == {0}
@@ -166,13 +164,13 @@ def test_a_slice_that_is_not_due_is_refused(arrived: PayloadReceived) -> None:
 def test_a_sender_receives_nothing_and_the_number_of_slices_is_bounded() -> None:
     with pytest.raises(RemoteProtocolError):
         ActivationSender(0, 1, 1).handle(
-            PayloadReceived(1, PayloadSlot(CollectivePhase.ACTIVATION, hop=1), False, b""), 0.0
+            PayloadReceived(1, PayloadSlot(CollectivePhase.ACTIVATION, hop=1), 0, b""), 0.0
         )
     taking = ActivationReceiver(1, 0, 2)
     with pytest.raises(RemoteProtocolError):
-        taking.handle(PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=0), False, b""), 0.0)
+        taking.handle(PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=0), 0, b""), 0.0)
     huge = ActivationReceiver(1, 0, 2)
-    huge.handle(PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2**31 - 1), False, b""), 0.0)
+    huge.handle(PayloadReceived(0, PayloadSlot(CollectivePhase.ACTIVATION, hop=2**31 - 1), 0, b""), 0.0)
     assert len(huge._missing) < MAX_PIECES
 
 
@@ -190,9 +188,7 @@ def test_two_pairs_of_stages_never_use_one_channel() -> None:
 # -- among some ranks ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "make", [lambda r, n: RingAllReduce(r, n, 1, False), lambda r, n: AllGather(r, n, False)]
-)
+@pytest.mark.parametrize("make", [lambda r, n: RingAllReduce(r, n, 1, 0), lambda r, n: AllGather(r, n, 0)])
 def test_a_subgroup_sends_only_to_its_own_ranks(make: Any) -> None:
     ranks = (3, 5, 8)
     cores = {rank: Subgroup(make(i, len(ranks)), ranks) for i, rank in enumerate(ranks)}
@@ -201,7 +197,7 @@ def test_a_subgroup_sends_only_to_its_own_ranks(make: Any) -> None:
         rank, effect = wire.pop(0)
         if isinstance(effect, SendTo):
             assert effect.to_rank in ranks and effect.to_rank != rank
-            arrived = PayloadReceived(rank, effect.slot, effect.skip, b"")
+            arrived = PayloadReceived(rank, effect.slot, effect.flags, b"")
             wire += [(effect.to_rank, e) for e in cores[effect.to_rank].handle(arrived, 0.0)]
         elif not isinstance(effect, CollectiveComplete):
             assert effect.provenance.rank in ranks
@@ -209,9 +205,9 @@ def test_a_subgroup_sends_only_to_its_own_ranks(make: Any) -> None:
 
 
 def test_a_stranger_to_a_subgroup_is_refused() -> None:
-    core = Subgroup(AllGather(0, 2, False), (4, 5))
+    core = Subgroup(AllGather(0, 2, 0), (4, 5))
     with pytest.raises(RemoteProtocolError, match=r"exchange of only the ranks \(4, 5\)"):
-        core.handle(PayloadReceived(1, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 1), False, b""), 0.0)
+        core.handle(PayloadReceived(1, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 1), 0, b""), 0.0)
 
 
 def test_neighbours_within_a_subgroup() -> None:
@@ -242,7 +238,7 @@ def test_a_stage_summary_of_another_length_is_refused() -> None:
     from gridtrain.core.collectives.collective import Provenance, StoreFromRank
 
     workspace = StageSummaryBuffer(RankLayout(2, 1), 0, StageSummary(bytes(32), bytes(32), 0.0, 0.0))
-    with pytest.raises(RemoteProtocolError, match="has 3 bytes, must have 120"):
+    with pytest.raises(RemoteProtocolError, match="has 3 bytes; it must have 120"):
         workspace.apply(StoreFromRank(1, b"abc", Provenance(1, 1, 2, 1)))
 
 
@@ -270,7 +266,7 @@ def member(rank: int) -> Attempts:
 
 
 def data(channel: m.Channel, place: PayloadSlot) -> m.Data:
-    return m.Data(HERE, channel, place, False, b"")
+    return m.Data(HERE, channel, place, 0, b"")
 
 
 def test_a_round_with_further_collectives_is_sealed_after_the_last_one() -> None:
@@ -283,13 +279,11 @@ def test_a_round_with_further_collectives_is_sealed_after_the_last_one() -> None
     came = mine.receive(
         ROSTER[0].peer, data(ACTIVATION, PayloadSlot(CollectivePhase.ACTIVATION, hop=1)), 10, 0.0
     )
-    assert CollectiveCompleted(ACTIVATION, False) in came and not any(
-        isinstance(e, ComputeDigest) for e in came
-    )
+    assert CollectiveCompleted(ACTIVATION, 0) in came and not any(isinstance(e, ComputeDigest) for e in came)
     last = mine.add_collectives(
-        AddCollectives(HERE, {m.Channel(kind=16): AllGather(1, 2, False)}, has_more=False), 0.0
+        AddCollectives(HERE, {m.Channel(kind=16): AllGather(1, 2, 0)}, has_more=False), 0.0
     )
-    assert ComputeDigest(False) in last and mine.early_bytes(ROSTER[0].peer) == 0
+    assert ComputeDigest(0) in last and mine.early_bytes(ROSTER[0].peer) == 0
     voted = mine.advance(Prepared(b"d" * 32), 0.0)
     assert [e.message.yes for e in voted if isinstance(e, Send)] == [True]
     with pytest.raises(RemoteProtocolError):
@@ -305,7 +299,7 @@ def test_a_no_ends_the_round_of_a_member_that_awaits_an_activation() -> None:
     )
     ended = root.receive(ROSTER[1].peer, m.Vote(HERE, False, b"", "a stage failed"), 10, 0.0)
     assert [e.committed for e in ended if isinstance(e, ResolveRound)] == [False]
-    assert root.add_collectives(AddCollectives(HERE, {UPDATE: AllGather(0, 2, False)}), 0.0) == []
+    assert root.add_collectives(AddCollectives(HERE, {UPDATE: AllGather(0, 2, 0)}), 0.0) == []
     assert root.next_round.attempt == 1
 
 
@@ -331,6 +325,6 @@ def test_a_silent_pipeline_times_out() -> None:
 def test_nothing_comes_after_the_last_collective() -> None:
     mine = member(1)
     mine.submit(HERE, {ACTIVATION: ActivationReceiver(1, 0, 2)}, 10.0, 0.0, has_more=True)
-    mine.add_collectives(AddCollectives(HERE, {UPDATE: AllGather(1, 2, False)}, has_more=False), 0.0)
+    mine.add_collectives(AddCollectives(HERE, {UPDATE: AllGather(1, 2, 0)}, has_more=False), 0.0)
     with pytest.raises(LocalProtocolError, match="after its last collective"):
-        mine.add_collectives(AddCollectives(HERE, {m.Channel(index=1): AllGather(1, 2, False)}), 0.0)
+        mine.add_collectives(AddCollectives(HERE, {m.Channel(index=1): AllGather(1, 2, 0)}), 0.0)

@@ -10,7 +10,11 @@ from gridtrain.core.collectives.collective import (
     SendTo,
     StoreFromRank,
 )
-from gridtrain.core.collectives.direct_allgather import MAX_DIRECT_MEMBERS, make_allgather, neighbours
+from gridtrain.core.collectives.direct_allgather import (
+    MAX_DIRECT_ALLGATHER_MEMBERS,
+    make_allgather,
+    neighbours,
+)
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.errors import RemoteProtocolError
 
@@ -25,11 +29,11 @@ def hops_after(last: int, world_size: int) -> int:
     def do(now: int, rank: int, effects: list[CollectiveEffect]) -> None:
         for effect in effects:
             if isinstance(effect, CollectiveComplete):
-                assert effect.skip and rank not in done
+                assert effect.flags and rank not in done
                 done[rank] = now
             if isinstance(effect, SendTo):
                 assert effect.to_rank in neighbours(rank, world_size)
-                arrived = PayloadReceived(rank, effect.slot, effect.skip, effect.slot.segment)
+                arrived = PayloadReceived(rank, effect.slot, effect.flags, effect.slot.segment)
                 under_way.append((now + 1, effect.to_rank, arrived))
 
     for now in (0, 100):
@@ -54,27 +58,25 @@ def test_number_of_hops_after_the_last_rank_has_started(world_size: int, hops: i
 
 def test_few_ranks_are_fully_connected_and_many_use_the_tree() -> None:
     assert neighbours(1, 4) == {0, 2, 3} == gathered(1, 4)
-    assert len(neighbours(0, MAX_DIRECT_MEMBERS)) == MAX_DIRECT_MEMBERS - 1
-    assert neighbours(5, MAX_DIRECT_MEMBERS + 1) == gathered(5, MAX_DIRECT_MEMBERS + 1)
+    assert len(neighbours(0, MAX_DIRECT_ALLGATHER_MEMBERS)) == MAX_DIRECT_ALLGATHER_MEMBERS - 1
+    assert neighbours(5, MAX_DIRECT_ALLGATHER_MEMBERS + 1) == gathered(5, MAX_DIRECT_ALLGATHER_MEMBERS + 1)
 
 
 def test_a_transcript_of_rank_1_of_three() -> None:
-    core = make_allgather(1, 3, skip=False)
+    core = make_allgather(1, 3, flags=0)
     place = PayloadSlot(CollectivePhase.ALL_GATHER, 0, 1)
-    assert core.start(0.0) == [SendTo(0, place, False), SendTo(2, place, False)]
-    (stored,) = core.handle(
-        PayloadReceived(2, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 2), False, "two"), 0.0
-    )
+    assert core.start(0.0) == [SendTo(0, place, 0), SendTo(2, place, 0)]
+    (stored,) = core.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 2), 0, "two"), 0.0)
     assert isinstance(stored, StoreFromRank) and (stored.rank, stored.payload) == (2, "two")
     assert core.waiting_for() == {0}
-    assert core.handle(PayloadReceived(0, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 0), True, "nil"), 0.0)[
+    assert core.handle(PayloadReceived(0, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 0), 1, "nil"), 0.0)[
         -1
-    ] == CollectiveComplete(True)
+    ] == CollectiveComplete(1)
     assert core.complete
 
 
 def test_no_rank_sends_for_another_one() -> None:
-    core = make_allgather(1, 3, skip=False)
+    core = make_allgather(1, 3, flags=0)
     core.start(0.0)
     with pytest.raises(RemoteProtocolError, match="rank 2"):
-        core.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 0), False, "nil"), 0.0)
+        core.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 0), 0, "nil"), 0.0)

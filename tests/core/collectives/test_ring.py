@@ -1,4 +1,4 @@
-"""The ring: its schedule as a picture, and guarantees 1 and 2 on a virtual network that reorders."""
+"""The ring: its schedule as a picture, and retries that send only what is missing."""
 
 from random import Random
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from collective_group import (
     CollectiveGroup,
-    assert_crash_is_blamed,
     random_vectors,
     run_lockstep,
 )
@@ -19,17 +18,16 @@ from gridtrain.core.collectives.collective import (
     SendTo,
     StoreSlice,
 )
-from gridtrain.core.collectives.ring import RingAllReduce, neighbours, ring_message_count
+from gridtrain.core.collectives.ring import RingAllReduce
+from gridtrain.core.group.round_flags import SKIP
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
 
-WORLD_SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 31, 32]
-
 
 def test_the_schedule_of_three_ranks():
     """R2: a partial sum of segment 2; G2: its total."""
-    ticks = run_lockstep([RingAllReduce(rank, 3, slices=1, skip=False) for rank in range(3)])
+    ticks = run_lockstep([RingAllReduce(rank, 3, slices=1, flags=0) for rank in range(3)])
     picture = "\n".join(
         f"tick {tick}  "
         + "  ".join(
@@ -47,7 +45,7 @@ def test_the_schedule_of_three_ranks():
 
 
 def test_a_transcript_of_rank_0_of_three():
-    ring = RingAllReduce(0, 3, slices=1, skip=False)
+    ring = RingAllReduce(0, 3, slices=1, flags=0)
     whole = Provenance(2, contributors=3, world_size=3, roundings=3)
 
     def came(phase, hop, segment, skip=False):
@@ -55,98 +53,56 @@ def test_a_transcript_of_rank_0_of_three():
             PayloadReceived(2, PayloadSlot(phase, hop, segment), skip, f"{phase.name} {segment}"), 0.0
         )
 
-    assert ring.start(0.0) == [SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 0, 0), False)]
+    assert ring.start(0.0) == [SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 0, 0), 0)]
     assert came(CollectivePhase.REDUCE, 0, 2, skip=True) == [  # rank 2 skips: its mark goes along
         AddSlice(2, 0, "REDUCE 2", Provenance(2, contributors=1, world_size=3, roundings=1)),
-        SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 1, 2), True),
+        SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 1, 2), 1),
     ]
     assert came(CollectivePhase.REDUCE, 1, 1, skip=True) == [  # segment 1 is whole here
         AddSlice(1, 0, "REDUCE 1", Provenance(2, contributors=2, world_size=3, roundings=2)),
-        SendTo(1, PayloadSlot(CollectivePhase.GATHER, 0, 1), True),
+        SendTo(1, PayloadSlot(CollectivePhase.GATHER, 0, 1), 1),
     ]
     assert came(CollectivePhase.GATHER, 0, 0, skip=True) == [
         StoreSlice(0, 0, "GATHER 0", whole),
-        SendTo(1, PayloadSlot(CollectivePhase.GATHER, 1, 0), True),
+        SendTo(1, PayloadSlot(CollectivePhase.GATHER, 1, 0), 1),
     ]
     assert ring.waiting_for() == {2} and not ring.complete
     assert came(CollectivePhase.GATHER, 1, 2, skip=True) == [
         StoreSlice(2, 0, "GATHER 2", whole),
-        CollectiveComplete(True),
+        CollectiveComplete(1),
     ]
     assert ring.waiting_for() == frozenset() and ring.complete
 
 
 def test_slices_do_not_wait_for_each_other():
-    ring = RingAllReduce(0, 2, slices=2, skip=False)
+    ring = RingAllReduce(0, 2, slices=2, flags=0)
     ring.start(0.0)
     for phase, slice_ in [(CollectivePhase.REDUCE, 1), (CollectivePhase.REDUCE, 0)]:
-        effects = ring.handle(PayloadReceived(1, PayloadSlot(phase, 0, 1, slice_), False, "x"), 0.0)
-        assert effects[1] == SendTo(1, PayloadSlot(CollectivePhase.GATHER, 0, 1, slice_), False)
+        effects = ring.handle(PayloadReceived(1, PayloadSlot(phase, 0, 1, slice_), 0, "x"), 0.0)
+        assert effects[1] == SendTo(1, PayloadSlot(CollectivePhase.GATHER, 0, 1, slice_), 0)
 
 
 def test_a_skipping_rank_marks_all_that_it_sends_on():
-    ring = RingAllReduce(0, 3, slices=1, skip=True)
-    assert ring.start(0.0) == [SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 0, 0), True)]
-    effects = ring.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 0, 2), False, "x"), 0.0)
-    assert effects[1] == SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 1, 2), True)
+    ring = RingAllReduce(0, 3, slices=1, flags=SKIP)
+    assert ring.start(0.0) == [SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 0, 0), 1)]
+    effects = ring.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 0, 2), 0, "x"), 0.0)
+    assert effects[1] == SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 1, 2), 1)
 
 
-def test_one_rank_is_complete_at_once():
-    ring = RingAllReduce(0, 1, slices=3, skip=True)
-    assert ring.start(0.0) == [CollectiveComplete(True)]
-    assert ring.complete and neighbours(0, 1) == frozenset()
-
-
-@pytest.mark.parametrize(
-    ("from_rank", "place"),
-    [
-        (1, PayloadSlot(CollectivePhase.REDUCE, 0, 2)),  # the right neighbour, not the left
-        (0, PayloadSlot(CollectivePhase.REDUCE, 0, 2)),  # myself
-        (2, PayloadSlot(CollectivePhase.REDUCE, 1, 2)),  # segment 2 comes at hop 0
-        (2, PayloadSlot(CollectivePhase.REDUCE, 0, 0)),  # mine, which nobody reduces before me
-        (2, PayloadSlot(CollectivePhase.GATHER, 0, 2)),  # gathered before it was reduced here
-        (2, PayloadSlot(CollectivePhase.GATHER, 2, 1)),  # became whole here
-        (2, PayloadSlot(CollectivePhase.REDUCE, 0, 3)),  # no such segment
-        (2, PayloadSlot(CollectivePhase.REDUCE, 0, -1)),
-        (2, PayloadSlot(CollectivePhase.REDUCE, 0, 2, 1)),  # no such slice
-        (2, PayloadSlot(CollectivePhase.SWAP, 0, 2)),  # another exchange
-    ],
-)
-def test_impossible_payloads_are_refused(from_rank, place):
-    ring = RingAllReduce(0, 3, slices=1, skip=False)
+def test_a_total_that_comes_before_its_partial_sum_is_refused():
+    ring = RingAllReduce(0, 3, slices=1, flags=0)
     ring.start(0.0)
-    with pytest.raises(RemoteProtocolError, match=f"rank {from_rank} sent"):
-        ring.handle(PayloadReceived(from_rank, place, False, "x"), 0.0)
+    with pytest.raises(RemoteProtocolError, match="rank 2 sent"):
+        ring.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.GATHER, 0, 2), 0, "x"), 0.0)
 
 
 def test_the_same_slot_twice_is_refused():
-    ring = RingAllReduce(0, 3, slices=1, skip=False)
-    event = PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 0, 2), False, "x")
+    ring = RingAllReduce(0, 3, slices=1, flags=0)
+    event = PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 0, 2), 0, "x")
     ring.start(0.0)
     ring.handle(event, 0.0)
-    with pytest.raises(RemoteProtocolError, match=r"due was PayloadSlot.*GATHER.* from rank 2"):
+    with pytest.raises(RemoteProtocolError, match=r"expected PayloadSlot.*GATHER.* from rank 2"):
         ring.handle(event, 0.0)
-
-
-def test_all_ranks_end_with_the_same_bits_and_the_sum(seeds):
-    for seed in seeds(300):
-        rng = np.random.default_rng(seed)
-        world_size = WORLD_SIZES[seed % len(WORLD_SIZES)]
-        vectors = random_vectors(rng, world_size)
-        skipping = {r for r in range(world_size) if rng.random() < 0.05}
-
-        workspaces = [DenseRingBuffer(v.copy(), world_size, slice_bytes=16) for v in vectors.vectors]
-        group = CollectiveGroup(workspaces, seed=seed, skipping=skipping)
-        group.run()
-
-        assert group.verdicts == [bool(skipping)] * world_size, f"seed {seed}"
-        assert len({w.compute_digest() for w in workspaces}) == 1, f"seed {seed}: the ranks differ"
-        vectors.assert_sum(workspaces[0].update_N, skipping, f"seed {seed}")
-        messages = ring_message_count(world_size, workspaces[0].slices)
-        for rank in range(world_size):
-            partners = {to for src, to, _ in group.sent if src == rank}
-            assert partners <= neighbours(rank, world_size), f"seed {seed}"
-            assert sum(src == rank for src, _, _ in group.sent) == messages, f"seed {seed}"
 
 
 def sent_bytes(sent, workspaces):
@@ -183,7 +139,7 @@ def test_a_retry_sends_only_what_is_missing(world_size, part):
     retry.run()
 
     assert {w.compute_digest() for w in retry.buffers} == {calm.buffers[0].compute_digest()}, "the same bits"
-    assert retry.verdicts == [False] * world_size
+    assert retry.flags == [0] * world_size
     again_bytes, resume_bytes = sent_bytes(retry.sent, retry.buffers)
     assert again_bytes == whole_bytes - came_bytes, "not one payload twice"
     slices = world_size * retry.buffers[0].slices
@@ -210,49 +166,36 @@ def test_interrupted_retries_hold_the_skip_and_end_with_the_same_bits(seeds):
                     torn.network.step()
         last = CollectiveGroup(workspaces, seed=seed, skipping=skipping)
         last.run()
-        assert last.verdicts == calm.verdicts, f"seed {seed}"
+        assert last.flags == calm.flags, f"seed {seed}"
         assert {w.compute_digest() for w in workspaces} == {calm.buffers[0].compute_digest()}, f"seed {seed}"
 
 
 def test_a_resume_that_lacks_what_the_neighbour_must_have_is_refused():
     """Rank 0 of 3 has the total of segment 2, so rank 1 has had the partial sum of rank 0."""
-    ring = RingAllReduce(0, 3, slices=1, skip=False)
+    ring = RingAllReduce(0, 3, slices=1, flags=0)
     ring.start(0.0)
-    ring.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 0, 2), False, "partial"), 0.0)
-    ring.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.GATHER, 1, 2), False, "total"), 0.0)
+    ring.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 0, 2), 0, "partial"), 0.0)
+    ring.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.GATHER, 1, 2), 0, "total"), 0.0)
     for lacks, words in (
-        (bytes([2, 1, 0]), "that its total has"),
+        (bytes([2, 1, 0]), "although its total"),
         (bytes([2, 0, 2]), "never sent"),  # rank 1 starts segment 1 itself
         (bytes([2, 1, 1]), "never sent"),  # and completes segment 2
         (bytes([2, 1]), "2 bytes"),
         (bytes([2, 1, 3]), "up to 3"),
     ):
         again = ring.next_attempt()
-        assert again.start(0.0) == [SendTo(2, PayloadSlot(CollectivePhase.RESUME), False)]
+        assert again.start(0.0) == [SendTo(2, PayloadSlot(CollectivePhase.RESUME), 0)]
         assert again.received == bytes([1, 0, 2])
         with pytest.raises(RemoteProtocolError, match=words):
-            again.handle(PayloadReceived(1, PayloadSlot(CollectivePhase.RESUME), False, lacks), 0.0)
+            again.handle(PayloadReceived(1, PayloadSlot(CollectivePhase.RESUME), 0, lacks), 0.0)
     again = ring.next_attempt()
-    resume = PayloadReceived(1, PayloadSlot(CollectivePhase.RESUME), False, bytes([0, 1, 2]))
-    assert again.handle(resume, 0.0) == [SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 0, 0), False)]
-    came = again.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 1, 1), False, "partial"), 0.0)
-    assert came[1:] == [SendTo(1, PayloadSlot(CollectivePhase.GATHER, 0, 1), False)], (
+    resume = PayloadReceived(1, PayloadSlot(CollectivePhase.RESUME), 0, bytes([0, 1, 2]))
+    assert again.handle(resume, 0.0) == [SendTo(1, PayloadSlot(CollectivePhase.REDUCE, 0, 0), 0)]
+    came = again.handle(PayloadReceived(2, PayloadSlot(CollectivePhase.REDUCE, 1, 1), 0, "partial"), 0.0)
+    assert came[1:] == [SendTo(1, PayloadSlot(CollectivePhase.GATHER, 0, 1), 0)], (
         "passed on when it comes, as ever"
     )
-    with pytest.raises(RemoteProtocolError, match="due was no RESUME"):
+    with pytest.raises(RemoteProtocolError, match="expected no RESUME"):
         again.handle(resume, 0.0)
-    with pytest.raises(RemoteProtocolError, match="due was no RESUME"):
+    with pytest.raises(RemoteProtocolError, match="expected no RESUME"):
         ring.handle(resume, 0.0)  # the first attempt has nothing to resume
-
-
-def test_when_a_rank_dies_no_other_completes_and_all_wait_for_it(seeds):
-    for seed in seeds(200):
-        rng = np.random.default_rng(seed)
-        world_size = int(rng.integers(2, 10))
-        vectors = random_vectors(rng, world_size).vectors
-
-        def group_of(vectors, world_size=world_size, seed=seed):
-            workspaces = [DenseRingBuffer(v.copy(), world_size, slice_bytes=64) for v in vectors]
-            return CollectiveGroup(workspaces, seed=seed)
-
-        assert_crash_is_blamed(group_of(vectors), group_of(vectors), seed, within_s=0.1)

@@ -57,7 +57,7 @@ class Worker:
                 payload = encode(indices, values_N[indices], n=N, kind=ValueKind.FP32)
                 workspace = ButterflyBuffer(payload, n=N, k=K, kind=ValueKind.FP32)
             self.channels[channel] = workspace
-        return channel, workspace.make_collective(self.rank, len(self.peers), False)
+        return channel, workspace.make_collective(self.rank, len(self.peers), 0)
 
     def move(self) -> None:
         """Begin another bucket, or submit the rest."""
@@ -80,9 +80,9 @@ class Worker:
         queue = deque(effects)
         while queue:
             match queue.popleft():
-                case SendPayload(peer, round_id, channel, place, skip):
+                case SendPayload(peer, round_id, channel, place, flags):
                     payload = bytes(self.channels[channel].payload(place))
-                    self.send(peer, m.Data(round_id, channel, place, skip, payload))
+                    self.send(peer, m.Data(round_id, channel, place, flags, payload))
                 case ApplyToBuffer(channel, fill):
                     self.channels[channel].apply(fill)
                 case ComputeDigest():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -251,20 +252,20 @@ def test_invalid_shares_are_a_local_error(shares: list[tuple[PeerId, int]]) -> N
 
 def test_a_holder_that_is_no_member_is_a_local_error() -> None:
     state = LedgerState(cursor=2, holders=((A, spans("0-1")),))
-    with pytest.raises(LocalProtocolError, match=r"no members: .*61616161"):
+    with pytest.raises(LocalProtocolError, match=r"non-members: .*61616161"):
         data_ledger.assign(LedgerSpec(size=10, seed=0, epochs=1), state, [(B, 2)])
 
 
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
-        (LedgerSpec(size=0, seed=0, epochs=1), "0 samples"),
+        (LedgerSpec(size=0, seed=0, epochs=1), "the data set has 0 samples"),
         (LedgerSpec(size=5, seed=-1, epochs=1), "seed is -1"),
         (LedgerSpec(size=5, seed=0), "exactly one"),
         (LedgerSpec(size=5, seed=0, epochs=1, steps=1), "exactly one"),
-        (LedgerSpec(size=5, seed=0, epochs=0), "epochs=0"),
-        (LedgerSpec(size=2**62, seed=0, epochs=2), "epochs=2"),
-        (LedgerSpec(size=5, seed=0, steps=0), "steps=0"),
+        (LedgerSpec(size=5, seed=0, epochs=0), "epochs is 0"),
+        (LedgerSpec(size=2**62, seed=0, epochs=2), "epochs is 2"),
+        (LedgerSpec(size=5, seed=0, steps=0), "steps is 0"),
     ],
 )
 def test_an_invalid_spec_is_refused_with_the_reason(spec: LedgerSpec, text: str) -> None:
@@ -272,3 +273,36 @@ def test_an_invalid_spec_is_refused_with_the_reason(spec: LedgerSpec, text: str)
         data_ledger.validate(spec)
     data_ledger.validate(LedgerSpec(size=5, seed=0, epochs=1))
     data_ledger.validate(LedgerSpec(size=5, seed=0, steps=1))
+    largest = data_ledger.MAX_POSITION
+    data_ledger.validate(LedgerSpec(size=largest, seed=largest, epochs=1))
+    data_ledger.validate(LedgerSpec(size=1, seed=0, steps=largest))
+
+
+SOUND = LedgerState(
+    step=3,
+    cursor=20,
+    consumed=12,
+    skipped=12,
+    requeued=spans("0-2"),
+    holders=((A, spans("3-4")), (B, spans("17-19"))),
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_sound"),
+    [
+        ({}, True),
+        ({"step": data_ledger.MAX_POSITION // 2}, True),
+        ({"step": data_ledger.MAX_POSITION // 2 + 1}, False),
+        ({"consumed": 13}, False),  # a position is counted twice
+        ({"skipped": 13}, False),  # more than was consumed
+        ({"requeued": spans("1-3")}, False),  # 3 is held as well
+        ({"requeued": spans("18-20")}, False),  # 20 was never assigned
+        ({"requeued": (Span(-1, 2),)}, False),
+        ({"requeued": (*spans("0-2"), Span(5, 5))}, False),  # an empty span
+        ({"holders": ((A, spans("3-4")), (C, spans("17-19")))}, False),  # C is no member
+        ({"holders": ((A, spans("3-4")), (A, spans("17-19")))}, False),
+    ],
+)
+def test_what_an_honest_member_may_report(change: dict[str, Any], is_sound: bool) -> None:
+    assert data_ledger.is_sound(replace(SOUND, **change), (A, B)) is is_sound

@@ -80,7 +80,7 @@ def test_a_member_votes_once_and_waits() -> None:
     assert member.handle(Prepared(b"u"), 1.0) == [CastVote(True, b"u", "")]
     assert member.is_prepared
     assert member.handle(Failed("too late to fail"), 1.1) == []  # after a YES it never aborts by itself
-    with pytest.raises(LocalProtocolError, match="a second vote"):
+    with pytest.raises(LocalProtocolError, match="voted twice"):
         member.handle(Prepared(b"v"), 1.2)
     assert outcome(member.handle(DecisionReceived(0, COMMIT, ""), 2.0)) == (COMMIT, ())
     assert not member.is_prepared
@@ -141,3 +141,11 @@ def test_the_root_aborts_when_all_are_alive_and_nothing_moves() -> None:
     effects = root.tick(5.0)
     assert outcome(effects) == (ABORT, ())
     assert effects[0] == AnnounceDecision(ABORT, "no member made progress for 5.0 s")
+
+
+def test_a_vote_after_the_decision_is_not_cast_any_more() -> None:
+    root, member = round_of(0), round_of(1)
+    root.handle(VoteReceived(2, False, b"", "no memory"), 1.0)
+    member.handle(DecisionReceived(0, ABORT, "rank 2 voted NO"), 1.0)
+    for late in (root, member):
+        assert late.handle(Prepared(b"u"), 1.1) == [] and late.verdict is ABORT

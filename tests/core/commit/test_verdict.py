@@ -12,7 +12,7 @@ TRUE, FALSE = b"t" * 32, b"f" * 32
 def report(applied: int, history: bytes = TRUE) -> m.FreezeReport:
     step = applied + 1
     ledger = m.LedgerState(step, 4 * step, (), 4 * step, 0, None)
-    return m.FreezeReport(1, 1, True, applied, history, ledger, None, b"", False)
+    return m.FreezeReport(1, 1, True, applied, history, ledger, None, b"", 0)
 
 
 def judged(*reports: m.FreezeReport) -> Outcome:

@@ -109,13 +109,13 @@ def test_a_changed_a_lost_and_a_doubled_letter_are_refused(
 
 def test_a_truncated_invitation_is_refused() -> None:
     for length in range(len(PREFIX), len(TEXT)):
-        assert complaint(TEXT[:length]) == "this invitation was cut short or changed on its way"
+        assert complaint(TEXT[:length]) == "this invitation was cut short or altered in transit"
 
 
 def test_without_the_checksum_an_altered_invitation_is_accepted() -> None:
     """A character of the address is mistyped, and the volunteer would connect somewhere else."""
     altered = TEXT.replace("NzAw", "NzAx")  # port 7700 -> 7701
-    assert complaint(altered) == "this invitation was cut short or changed on its way"
+    assert complaint(altered) == "this invitation was cut short or altered in transit"
     with disable_defences("invite-checksum"):
         assert parse(altered).address == "tcp://192.0.2.7:7701"
 
@@ -127,7 +127,7 @@ def test_an_invitation_of_a_newer_gridtrain_is_refused() -> None:
 
 @pytest.mark.parametrize("text", ["", "tcp://192.0.2.7:7700", "hello", "Gridtrain1:AQAB", "x" * 100_000])
 def test_text_that_is_no_invitation_is_refused(text: str) -> None:
-    assert "is not an invitation, which begins with gridtrain1:" in complaint(text)
+    assert "is not an invitation; an invitation begins with gridtrain1:" in complaint(text)
     assert not looks_like(text)
 
 
@@ -136,7 +136,7 @@ def test_an_invitation_is_not_taken_for_an_address() -> None:
 
 
 def test_an_invitation_that_is_too_long_is_refused() -> None:
-    assert "changed on its way" in complaint(PREFIX + "A" * 10_000_000)
+    assert "altered in transit" in complaint(PREFIX + "A" * 10_000_000)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,8 @@ def test_an_invitation_that_is_too_long_is_refused() -> None:
         ({"address": "ipc:///tmp/socket"}, "address"),
         ({"address": "tcp://a b"}, "address"),
         ({"address": "tcp://" + "x" * 123}, "address"),
-        ({"run": "../up"}, "run's name"),
-        ({"run": ""}, "run's name"),
+        ({"run": "../up"}, "valid run name"),
+        ({"run": ""}, "valid run name"),
         ({"coordinator": b"short"}, "32 bytes"),
         ({"token": b"short"}, "32 bytes"),
     ],

@@ -238,3 +238,30 @@ def test_catch_up_replaces_the_state_of_a_checkpoint(event: io.MemberEvent) -> N
     assert not worker.core.is_synced and worker.core.applied == -1 and worker.core.replica_state.is_modified
     effects = lone_view(worker, 1, 99, b"h" * 32)
     assert [e for e in effects if isinstance(e, io.Stop)], "who counts on its checkpoint has to do without"
+
+
+def test_a_generation_that_ends_before_its_state_arrives_leaves_the_checkpoint_in_memory() -> None:
+    """It joins at step 501, whose state is lost before it arrives; the run goes back to its checkpoint."""
+    held = m.CheckpointInfo(99, b"h" * 32, m.LedgerState(step=100, cursor=400, consumed=400))
+    worker = Worker(replace(SETUP, checkpoint=held))
+    lone_view(worker, 1, 500, b"k" * 32, ME)
+    worker.say(m.Freeze(1, 1, "the source is gone"))
+    assert not worker.core.is_synced and worker.core.applied == 500
+    assert m.Ready(1, 2, b"h" * 32) in posts(lone_view(worker, 2, 99, b"h" * 32))
+    assert worker.core.is_synced and worker.core.applied == 99
+
+
+def test_a_state_that_has_arrived_leaves_no_checkpoint_in_memory() -> None:
+    """The state of step 501 arrives, and may be loaded; what the checkpoint had is not in memory any more."""
+    held = m.CheckpointInfo(99, b"h" * 32, m.LedgerState(step=100, cursor=400, consumed=400))
+    worker = Worker(replace(SETUP, checkpoint=held))
+    worker.hear(io.PeerConnected(A))
+    lone_view(worker, 1, 500, b"k" * 32, ME)
+    assert worker.say(m.StateBlock(1, 1, 0, 1, b""), A)
+    assert not posts(lone_view(worker, 2, 99, b"h" * 32)) and not worker.core.is_synced
+
+
+def test_checkpoints_that_are_stored_before_the_first_generation_are_reported_without_one() -> None:
+    worker, stored = Worker(), m.CheckpointInfo(4, b"h" * 32, m.LedgerState(), m.Span(0, 2))
+    report = io.Send(COORDINATOR, m.StageCheckpointList((stored,), 0))
+    assert worker.hear(io.StageCheckpointsChanged((stored,), False)) == [report]

@@ -65,7 +65,7 @@ def test_an_accepted_connection_is_not_closed_from_this_side() -> None:
     assert A not in worker.core.known_peers, "its next message closes the connection"
     assert worker.view(3, a="", b="b:1") == ["ready"], "it said nothing, and its connection stands"
     worker.view(4, b="b:1")
-    assert worker.hear(io.PeerDisconnected(A, "its key is not admitted any more")) == []
+    assert worker.hear(io.PeerDisconnected(A, "its key is no longer admitted")) == []
     assert worker.view(5, a="", b="b:1") == [], "not ready before it has come"
     assert worker.hear(io.PeerConnected(A)) == ["ready"]
 

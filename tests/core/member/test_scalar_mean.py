@@ -104,3 +104,24 @@ def test_numbers_that_overflow_a_sum_still_have_a_finite_average() -> None:
     root.request((7, 0), largest)
     root.receive(B, ask(largest))
     assert root.receive(C, ask(largest))[0] == DeliverMean(largest)
+    root = means(A)
+    root.request((8, 0), largest)
+    root.receive(B, ask(largest, step=8))
+    (delivered, *_) = root.receive(C, ask(largest / 4, step=8))
+    assert isinstance(delivered, DeliverMean) and delivered.value == pytest.approx(largest / 4 * 3)
+
+
+def test_an_average_does_not_wait_for_absent_ranks() -> None:
+    root = means(A)
+    root.set_absent(frozenset({2}))
+    assert root.request((7, 0), 1.0) == [] and root.awaited_ranks == {1, 2}
+    assert root.receive(B, ask(3.0)) == [DeliverMean(2.0), Send(B, m.MeanReply(1, 5, 7, 0, 2.0))]
+    assert root.awaited_ranks == frozenset()
+    assert root.receive(C, ask(9.0)) == [Send(C, m.MeanReply(1, 5, 7, 0, 2.0))], "it gets the known result"
+
+
+def test_the_root_completes_averages_that_nobody_else_calls() -> None:
+    root = means(A)
+    assert root.receive(C, ask(4.0)) == [] and root.awaited_ranks == {0, 1}
+    assert root.complete() == [Send(C, m.MeanReply(1, 5, 7, 0, 4.0))]
+    assert root.complete() == []

@@ -133,6 +133,17 @@ def test_repeated_blocks_are_no_progress() -> None:
     assert asked == ["ask donor for blocks"]
 
 
+def test_blocks_that_a_broken_connection_lost_are_taken_after_later_ones() -> None:
+    """c had sent blocks 1 to 4, and sends block 5 over the new connection before it reads the new request."""
+    a = Newcomer()
+    a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C))
+    a.say(C, block(0))
+    a.hear(io.PeerDisconnected(C, "reset"))
+    assert a.hear(io.PeerConnected(C)) == ["ask c for blocks"]
+    a.say(C, block(5))
+    assert a.say(C, block(1)) == ["take a block of c's"]
+
+
 def test_a_slow_but_steady_upstream_member_is_not_bypassed() -> None:
     a = Newcomer()
     a.hear(io.PeerConnected(B)), a.hear(io.PeerConnected(C))
@@ -156,7 +167,8 @@ def test_the_timeout_of_the_first_block_grows_with_the_position_in_the_chain() -
         100 + 3 * BLOCK_TIMEOUT_S,
         100 + MAX_FIRST_BLOCK_TIMEOUT_S,
     ]
-    assert last[15].accept_block(peers[14], 0, 112.0) and last[15].deadline_s == 112 + BLOCK_TIMEOUT_S
+    last[15].record_block(peers[14], 0, 112.0)
+    assert last[15].deadline_s == 112 + BLOCK_TIMEOUT_S
 
 
 def test_after_a_stall_of_its_own_a_member_does_not_bypass_upstream() -> None:

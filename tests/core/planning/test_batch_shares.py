@@ -115,7 +115,7 @@ def test_one_deal_is_enough_and_the_reason_is_told() -> None:
     plan = workers.sharing.plan_shares([A, B, C], ["ann", "bob", "cy"], 60, [0, 0, 0])
     assert plan.reason == "60 samples shared by measured speed: ann 40 (40/s), bob 10 (10/s), cy 10 (10/s)"
     assert workers.sharing.rebalance_reason([A, B, C], [20, 20, 20], [0, 0, 0]) == (
-        "shares by measured speed make the computing of a step 2.00 times as fast"
+        "shares by measured speed make the computation of a step 2.00 times as fast"
     )
 
 
@@ -169,3 +169,38 @@ def test_a_boast_gets_a_bounded_share() -> None:
     workers.compute([10**5] * 3, steps=10)
     counts = workers.sharing.plan_shares([A, B, C], ["a", "b", "c"], 6600, [0, 0, 0]).counts
     assert counts == (100, 100, 6400)
+
+
+def test_a_worker_that_restarts_is_measured_from_its_new_beginning() -> None:
+    speeds = WorkerSpeeds()
+    speeds.observe(A, {SAMPLES_FIGURE: 100.0, SECONDS_FIGURE: 50.0})
+    speeds.observe(A, {})  # nothing computed yet
+    for number in range(1, MIN_OBSERVATIONS + 1):
+        assert speeds.speed(A) is None
+        speeds.observe(A, {SAMPLES_FIGURE: 10.0 * number, SECONDS_FIGURE: 2.0 * number})
+    assert speeds.speed(A) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize(
+    "samples, seconds_s", [(5.0, float("inf")), (float("inf"), 5.0), (5.0, 0.0), (0.0, 5.0)]
+)
+def test_totals_that_cannot_be_measured_are_ignored(samples: float, seconds_s: float) -> None:
+    speeds = WorkerSpeeds()
+    for number in range(1, MIN_OBSERVATIONS + 1):
+        speeds.observe(A, {SAMPLES_FIGURE: samples * number, SECONDS_FIGURE: seconds_s * number})
+        assert speeds.speed(A) is None
+    speeds = WorkerSpeeds()
+    speeds.observe(A, {SAMPLES_FIGURE: samples, SECONDS_FIGURE: seconds_s})
+    for number in range(1, MIN_OBSERVATIONS + 1):
+        speeds.observe(A, {SAMPLES_FIGURE: 100.0 * number, SECONDS_FIGURE: 50.0 * number})
+    assert speeds.speed(A) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("last", [(200.0, 40.0), (90.0, 60.0)])
+def test_totals_of_which_one_has_fallen_are_of_a_restarted_worker(last: tuple[float, float]) -> None:
+    speeds = WorkerSpeeds()
+    for number in range(MIN_OBSERVATIONS):
+        speeds.observe(A, {SAMPLES_FIGURE: 100.0 + number, SECONDS_FIGURE: 50.0 + number})
+    assert speeds.speed(A) is not None
+    speeds.observe(A, dict(zip((SAMPLES_FIGURE, SECONDS_FIGURE), last, strict=True)))
+    assert speeds.speed(A) is None

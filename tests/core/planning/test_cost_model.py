@@ -18,6 +18,7 @@ from gridtrain.core.planning.workload import (
     ExchangeKind,
     Workload,
     count_messages,
+    end_work_s,
     messages_by_pair,
     messages_of,
     slice_count,
@@ -242,9 +243,9 @@ def test_the_vote_is_a_round_trip_to_the_root() -> None:
 
 
 def test_a_load_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"density 1\.5"):
+    with pytest.raises(ConfigError, match=r"density is 1\.5"):
         Workload(ExchangeKind.TOPK, 10, density=1.5)
-    with pytest.raises(ConfigError, match="slowest link 0 bytes"):
+    with pytest.raises(ConfigError, match="slowest rate is 0 bytes"):
         uniform_network(2, 0.0, 0.0)
 
 
@@ -293,3 +294,101 @@ def test_the_root_handles_one_vote_after_the_other(world_size: int) -> None:
     assert voted <= trips_s + turns_s + 1e-6
     if world_size & (world_size - 1) == 0:
         assert voted == pytest.approx(trips_s + turns_s, rel=1e-6)
+
+
+def test_packets_on_one_machine_slow_down_all_other_work_and_nothing_else() -> None:
+    """More cores than members have work for: without packets sharing the machine changes nothing."""
+    load, network = Workload(ExchangeKind.GTOPK, 1_000_000, 0.01), uniform_network(4, 0.001, RATE_Bps)
+    costs = replace(NO_CPU_COSTS, message_s=0.001, merge_entry_s=1e-6)
+
+    def on_one_host_s(cpu: CpuCosts) -> float:
+        return cost_model.exchange_cost(load, network, cpu, host_cores=100, vote=False).exchange_s
+
+    alone_s = exchange_s(load, network, costs)
+    assert on_one_host_s(costs) == pytest.approx(alone_s)
+    packets = replace(costs, packet_s=1e-3)
+    assert on_one_host_s(packets) > 1.02 * alone_s
+    # Selecting is over before there are packets, so it neither slows down nor thins them out.
+    select_s = 5 * alone_s
+    selecting = replace(packets, select_parameter_s=select_s / load.parameters)
+    assert on_one_host_s(selecting) == pytest.approx(select_s + on_one_host_s(packets))
+
+
+@pytest.mark.parametrize("far", [1, 2, 3])
+def test_an_estimated_star_waits_for_the_most_distant_member(far: int) -> None:
+    load, even = Workload(ExchangeKind.STAR, 2_000_000), LinkModel(0.001, RATE_Bps)
+
+    def link(src: int, dst: int) -> LinkModel:
+        return LinkModel(2.0, RATE_Bps) if far in (src, dst) else even
+
+    rates = [RATE_Bps] * 4
+    costs = [
+        cost_model.exchange_cost(
+            load, NetworkModel(link, rates, rates), NO_CPU_COSTS, vote=False, max_messages=n
+        )
+        for n in (1, 10**6)
+    ]
+    assert costs[0].exchange_s == pytest.approx(costs[1].exchange_s, rel=0.1)
+
+
+def test_an_estimated_ring_of_two_slices_fills_its_pipeline_once() -> None:
+    """Hops are dear here: 22 in sequence, and one more slice that follows the first."""
+    load = next(
+        load
+        for parameters in range(100_000, 10_000_000, 100_000)
+        if slice_count(load := Workload(ExchangeKind.DENSE, parameters), 4) == 2
+    )
+    network = uniform_network(4, 0.0, RATE_Bps)
+    estimated, simulated = (
+        cost_model.exchange_cost(
+            load, network, replace(NO_CPU_COSTS, wake_s=1.0), vote=False, max_messages=n
+        ).exchange_s
+        for n in (1, 10**6)
+    )
+    slice_s = load.unit_bytes / 8 / RATE_Bps
+    assert estimated == pytest.approx(6 * (1.0 + slice_s) + slice_s, rel=1e-3)
+    assert abs(estimated - simulated) < 0.2
+
+
+@pytest.mark.parametrize("kind", list(ExchangeKind))
+def test_half_of_beginning_an_exchange_is_before_its_first_message_and_half_after_the_vote(
+    kind: ExchangeKind,
+) -> None:
+    load, network = Workload(kind, 1_000_000), uniform_network(4, 0.001, RATE_Bps)
+    for vote, begin_s in ((False, 1.5), (True, 3.0)):
+        for max_messages in (1, 10**6):  # estimated where that is possible, and simulated
+            with_s, without_s = (
+                cost_model.exchange_cost(load, network, cpu, vote=vote, max_messages=max_messages).exchange_s
+                for cpu in (replace(NO_CPU_COSTS, begin_s=3.0), NO_CPU_COSTS)
+            )
+            assert with_s - without_s == pytest.approx(begin_s)
+
+
+def test_the_digest_of_a_sparse_update_is_of_its_entries() -> None:
+    hashing = replace(NO_CPU_COSTS, hash_byte_s=1.0)
+    for kind, world_size in ((ExchangeKind.GTOPK, 1), (ExchangeKind.TREE, 1), (ExchangeKind.TOPK, 4)):
+        load = Workload(kind, 1_000_000, 0.01)
+        assert end_work_s(load, 4, hashing) == 12 * 10_000 * world_size
+
+
+def test_a_direct_exchange_of_sixteen_members_is_always_simulated() -> None:
+    load = Workload(ExchangeKind.DIRECT, 1_000_000)
+    for size, is_simulated in ((16, True), (17, False)):
+        network = uniform_network(size, 0.01, RATE_Bps)
+        few, many = (
+            cost_model.exchange_cost(load, network, NO_CPU_COSTS, max_messages=n).exchange_s
+            for n in (500, 10**6)
+        )
+        assert (few == many) is is_simulated
+
+
+@pytest.mark.parametrize("kind", [ExchangeKind.DENSE, ExchangeKind.DIRECT, ExchangeKind.STAR])
+def test_where_handling_messages_takes_longest_the_estimate_counts_both_ends(kind: ExchangeKind) -> None:
+    load, network = Workload(kind, 2_000_000), uniform_network(24, 0.0, 1e12)
+    estimated, simulated = (
+        cost_model.exchange_cost(
+            load, network, replace(NO_CPU_COSTS, message_s=0.01), vote=False, max_messages=n
+        ).exchange_s
+        for n in (1, 10**6)
+    )
+    assert estimated == pytest.approx(simulated, rel=0.05)

@@ -59,7 +59,7 @@ def test_a_slow_link_may_be_one_that_others_share() -> None:
     """A ring crosses from one site to the other once each way, the direct exchange four times."""
     assert choose_dense_topology(SMALL, 4, two_sites(800 * Mbit), True).is_direct
     thin = choose_dense_topology(SMALL, 4, two_sites(100 * Mbit), True)
-    assert thin.reason == "round a ring, as a link has only 10% of the rate of its ends"
+    assert thin.reason == "around a ring, because a link has only 10% of the rate of its ends"
     assert not thin.is_direct
 
 
@@ -72,7 +72,7 @@ def test_a_slow_home_connection_is_no_slow_link() -> None:
 
 def test_it_says_why() -> None:
     assert choose_dense_topology(SMALL, 4, LAN, True).reason.startswith("direct: 1")
-    assert " ms, round a ring 1" in choose_dense_topology(SMALL, 4, LAN, True).reason
+    assert " ms, around a ring 1" in choose_dense_topology(SMALL, 4, LAN, True).reason
     assert "482304 bytes are few" in choose_dense_topology(SMALL, 4, None, True).reason
 
 
@@ -111,7 +111,7 @@ def test_a_thin_link_that_is_found_later_is_worth_a_generation() -> None:
     made.choose_dense_topology(4, None, lambda: True)
     assert made.view_exchange == DIRECT_DENSE and made.ring_reason(4, LAN) == ""
     assert made.ring_reason(4, two_sites(100 * Mbit)).startswith(
-        "links have changed: round a ring, as a link"
+        "links have changed: around a ring, because a link"
     )
     made.choose_dense_topology(4, two_sites(100 * Mbit), lambda: True)
     assert made.view_exchange == "" and made.ring_reason(4, two_sites(100 * Mbit)) == "", (
@@ -186,7 +186,7 @@ def test_two_that_cannot_be_dialled_make_a_ring() -> None:
     one, two = formed(A), formed(A, C)
     assert one.run.view is not None and one.run.view.exchange == DIRECT_DENSE, "it dials the others"
     assert two.run.view is not None and two.run.view.exchange == ""
-    assert "not any two members have a connection" in two.snapshot(100.0)["plan_reason"]
+    assert "some members cannot connect directly" in two.snapshot(100.0)["plan_reason"]
 
 
 def test_the_topology_is_in_the_journal() -> None:

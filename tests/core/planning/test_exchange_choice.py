@@ -78,7 +78,10 @@ def test_a_thin_line_is_told_of_local_steps() -> None:
         PEERS[:4], dict.fromkeys(PEERS[:4], 2.0), uniform_network(4, 0.02, 20 * Mbit), 0.0
     )
     assert exchanging.chosen == Dense()
-    assert "LocalSteps(every=" in exchanging.description and "behind this optimizer" in exchanging.description
+    assert (
+        "LocalSteps(every=" in exchanging.description
+        and "works with this optimizer" in exchanging.description
+    )
 
 
 def test_it_waits_until_all_have_computed_and_a_rate_is_known() -> None:
@@ -88,7 +91,7 @@ def test_it_waits_until_all_have_computed_and_a_rate_is_known() -> None:
     told = dict.fromkeys(peers, 1.0)
     assert not exchanging.choose_first(peers, told, None, 10.0), "a rate may come yet"
     assert not exchanging.choose_first(peers, told, None, 11.9)
-    assert "no link is measured, each counts as 100 Mbit/s" in exchanging.choose_first(
+    assert "no link has been measured; 100 Mbit/s are assumed" in exchanging.choose_first(
         peers, told, None, 12.1
     )
     assert not exchanging.is_open and not exchanging.choose_first(peers, told, network, 13.0), "chosen once"
@@ -133,7 +136,7 @@ def test_a_small_gain_is_said_and_not_taken() -> None:
     exchanging.choose_first(peers, dict.fromkeys(peers, 60.0), network, 0.0)
     assert not exchanging.reconsider(4, network, [9.0] * 4)
     assert (
-        "would now make steps 1" in exchanging.description and "taken from 20% on" in exchanging.description
+        "would now make steps 1" in exchanging.description and "at least 20% faster" in exchanging.description
     )
     assert exchanging.chosen == Dense()
 
@@ -216,3 +219,10 @@ def test_no_heartbeat_parses_the_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = opened()
     monkeypatch.setattr(exchange_choice, "exchange_of", lambda setup: pytest.fail("the facts were parsed"))
     assert choice.is_auto and choice.is_open and choice.workload is None
+
+
+def test_a_model_of_one_parameter_can_be_exchanged_and_one_of_none_cannot() -> None:
+    for parameters, is_known in ((0, False), (1, True), (2, True)):
+        exchanging = ExchangeChoice()
+        exchanging.configure(setup_of(parameters, "Dense()"))
+        assert (exchanging.workload is not None) is is_known

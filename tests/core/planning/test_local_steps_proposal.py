@@ -33,14 +33,14 @@ def test_the_fewest_steps_that_keep_to_the_share(step_s, exchange_s, target_shar
 def test_it_says_why():
     few, none, many = (propose_local_steps(0.5, exchange_s).reason for exchange_s in (3.0, 0.001, 900.0))
     assert few == (
-        "a step takes 0.5 s and an exchange 3 s; with 54 steps between two exchanges these take 10.0% of the "
-        "time, at most 10.0%"
+        "a step takes 0.5 s and an exchange takes 3 s; with 54 steps between two exchanges, exchanges take "
+        "10.0% of the time, at most 10.0%"
     )
     assert none == (
-        "a step takes 0.5 s and an exchange 0.001 s; with 1 the exchange takes 0.2% of the time, so there is "
-        "nothing to save"
+        "a step takes 0.5 s and an exchange takes 0.001 s; with 1 step between two exchanges, exchanges take "
+        "only 0.2% of the time"
     )
-    assert "512 steps between two exchanges, the most that is proposed, these still take 77.9%" in many
+    assert "512 steps between two exchanges, the largest number proposed, exchanges still take 77.9%" in many
 
 
 def test_a_smaller_most_is_kept_to():

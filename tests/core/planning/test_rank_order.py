@@ -11,7 +11,13 @@ import pytest
 from gridtrain.core.messages import LedgerSpec, PeerId, Setup
 from gridtrain.core.planning import message_schedule
 from gridtrain.core.planning.exchange_facts import workload_of
-from gridtrain.core.planning.rank_order import LinkMeasurements, RankOrder, plan_rank_order, reorder_reason
+from gridtrain.core.planning.rank_order import (
+    LinkMeasurements,
+    RankOrder,
+    join_order,
+    plan_rank_order,
+    reorder_reason,
+)
 from gridtrain.core.planning.rank_order_search import simulated_exchange_s
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
 
@@ -137,8 +143,8 @@ def test_without_rates_a_ring_goes_by_round_trips_and_a_butterfly_says_what_it_a
     )
     assert plan_rank_order(None, measured, PEERS, [A]).reason.startswith("ring of 4 ordered by round trip")
     reason = plan_rank_order(LOAD, measured, PEERS, [A]).reason
-    assert reason.endswith("(no rate is measured; links count as 100 Mbit/s)")
-    assert "no round trip is measured" in plan_rank_order(LOAD, LinkMeasurements(), PEERS, [A]).reason
+    assert reason.endswith("(no rate has been measured; 100 Mbit/s are assumed)")
+    assert "no round trip has been measured" in plan_rank_order(LOAD, LinkMeasurements(), PEERS, [A]).reason
 
 
 def test_an_order_is_given_up_for_one_that_is_noticeably_faster() -> None:
@@ -245,7 +251,7 @@ def test_a_thousand_members_stay_as_they_joined(kind: ExchangeKind, monkeypatch:
     measured.record(peers[0], [(peers[1], 1e6, 0.0)])
     made_plan = plan_rank_order(Workload(kind, 25_600_000), measured, peers, peers)
     assert made_plan.order == tuple(peers)
-    assert "in join order, as above 128 members no better one is looked for" in made_plan.reason
+    assert "in join order: above 128 members no better order is searched for" in made_plan.reason
     assert sum(made) <= 30_000
 
 
@@ -315,20 +321,25 @@ def test_measurements_that_are_no_numbers_count_as_missing() -> None:
     broken = {(peer("a"), peer("b")): float("nan"), (peer("b"), peer("c")): -1.0, (peer("a"), peer("a")): 1.0}
     made = plan_rank_order(None, LinkMeasurements(broken), [peer("c"), peer("a"), peer("b")], [peer("a")])
     assert made == RankOrder(
-        (peer("a"), peer("b"), peer("c")), "3 workers in join order: no round trip is measured"
+        (peer("a"), peer("b"), peer("c")), "3 workers in join order: no round trip has been measured"
     )
 
 
 @pytest.mark.parametrize(
     ("joined", "first", "order", "reason"),
     [
-        ("a", "a", "a", "1 workers: there is only one order"),
-        ("ab", "b", "ba", "2 workers: there is only one order"),
-        ("abc", "b", "bca", "3 workers in join order: no round trip is measured"),
+        ("a", "a", "a", "1 workers: the order makes no difference"),
+        ("ab", "b", "ba", "2 workers: the order makes no difference"),
+        ("abc", "b", "bca", "3 workers in join order: no round trip has been measured"),
     ],
 )
 def test_where_there_is_nothing_to_order(joined: str, first: str, order: str, reason: str) -> None:
     assert ring("", joined, first) == (order, reason)
+
+
+def test_in_the_order_of_joining_only_the_first_moves() -> None:
+    assert join_order((A, B, C, D), (C,)).order == (C, A, B, D)
+    assert join_order((A, B, C, D), (B, A)).order == (B, A, C, D)
 
 
 def ring_s(links: Links, order: tuple[PeerId, ...]) -> float:

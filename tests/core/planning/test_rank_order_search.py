@@ -171,14 +171,14 @@ def each_on(network: NetworkModel, compute_s: float) -> list[ExchangeEstimate]:
 def test_dense_is_taken_where_it_costs_little() -> None:
     best, reason = recommend_exchange(each_on(uniform_network(4, 0.0001, 10_000 * MBIT_Bps), 5.0))
     assert best.load.kind is ExchangeKind.DENSE
-    assert reason.startswith("Take dense with 4 workers: its exchange takes")
+    assert reason.startswith("Use dense with 4 workers: its exchange takes")
 
 
 def test_on_a_slow_line_the_butterfly_wins_and_the_reason_says_by_how_much() -> None:
     best, reason = recommend_exchange(each_on(uniform_network(16, 0.010, 20 * MBIT_Bps), 0.5))
     assert best.load.kind is ExchangeKind.GTOPK
-    assert reason.startswith("Take gtopk at density 0.001 with 16 workers: a step takes")
-    assert "next is topk" in reason
+    assert reason.startswith("Use gtopk at density 0.001 with 16 workers: a step takes")
+    assert "the next best is topk" in reason
     assert "and dense would take" in reason
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from gridtrain.core.planning.network_model import LinkModel, NetworkModel, uniform_network
 from gridtrain.core.stages.bottleneck_partition import bottleneck_cuts, bottleneck_cuts_within
-from gridtrain.core.stages.memory_fit import fits, format_bytes
+from gridtrain.core.stages.memory_fit import fits
 from gridtrain.core.stages.partition import best_partition, partition_at
 from gridtrain.core.stages.stage_cost import (
     Card,
@@ -23,6 +23,7 @@ from gridtrain.core.stages.stage_cost import (
     StageCostModel,
 )
 from gridtrain.errors import ConfigError
+from gridtrain.quantities import format_bytes
 
 Seeds = Callable[[int], Iterator[int]]
 BARE = ExecutionSettings(message_s=0.0, copies=0.0, rematerialise=False, micro_batches=1)
@@ -278,12 +279,22 @@ def test_a_model_that_does_not_fit_is_told_what_lacks_and_what_would_do() -> Non
     with pytest.raises(ConfigError) as refused:
         best_partition(layers, cards, running=running)
     assert refused.value.reason == (
-        "no partition of 8 layers into 2 stages fits: at best stage 1 "
-        '(layers 4 to 7, "block4" to "block7") needs 28.9 GB of its card\'s 8 GB, 20.9 GB too many '
+        "no partition of 8 layers into 2 stages fits: in the best one, stage 1 "
+        '(layers 4 to 7, "block4" to "block7") needs 28.9 GB, but its card has only 8 GB; '
+        "20.9 GB are missing "
         "(parameters 4 GB, gradients and optimizer 12 GB, activations 12.9 GB, in transit 16 MB); "
-        'its largest layer, "block4", needs 7.29 GB alone'
+        'its largest layer, "block4", alone needs 7.29 GB'
     )
-    assert refused.value.remedy == "this is enough: 8 stages, the further ones on cards of 8 GB"
+    assert refused.value.remedy == "use this: 8 stages, the additional ones on cards of 8 GB"
+
+
+def test_micro_batches_of_one_sample_are_a_remedy() -> None:
+    """Of 10 kB that a sample keeps in a stage a card holds one and a half."""
+    layers = even_layers(2, kept=10_000)
+    running = ExecutionSettings(samples=2, micro_batches=1, rematerialise=True)
+    with pytest.raises(ConfigError) as refused:
+        best_partition(layers, [Card(memory_bytes=15_000)] * 2, running=running)
+    assert refused.value.remedy == "use this: 2 micro-batches of 1 sample"
 
 
 def test_each_remedy_is_true_and_the_others_are_not_proposed() -> None:
@@ -294,8 +305,8 @@ def test_each_remedy_is_true_and_the_others_are_not_proposed() -> None:
     with pytest.raises(ConfigError) as refused:
         best_partition(layers, cards, running=running)
     assert refused.value.remedy == (
-        "any of these is enough: the schedule 1f1b; re-materialisation; "
-        "4 stages, the further ones on cards of 60 kB"
+        "use one of these: the schedule 1f1b; re-materialisation; "
+        "4 stages, the additional ones on cards of 60 kB"
     )
     best_partition(layers, cards, running=replace(running, order=ScheduleKind.ONE_F_ONE_B))
     best_partition(layers, cards, running=replace(running, rematerialise=True))
@@ -306,7 +317,7 @@ def test_a_layer_too_large_for_every_card_is_named() -> None:
     layers = [*even_layers(3, parameters=10), replace(layer(0.1, 10**6), name="head")]
     with pytest.raises(ConfigError) as refused:
         best_partition(layers, [Card(memory_bytes=1000)] * 2)
-    assert 'at best stage 1 (layer 3, "head") needs 4 MB of its card\'s 1 kB' in refused.value.reason
+    assert 'stage 1 (layer 3, "head") needs 4 MB, but its card has only 1 kB' in refused.value.reason
     assert 'divide "head" into smaller layers' in refused.value.remedy
 
 
@@ -317,12 +328,12 @@ def test_a_layer_too_large_for_every_card_is_named() -> None:
         (lambda: best_partition(even_layers(3), []), "cannot be divided into 0 stages"),
         (
             lambda: best_partition(even_layers(3), [Card()] * 2, uniform_network(3, 0, 1)),
-            "2 cards in a network of 3",
+            "2 cards, but the network has 3",
         ),
-        (lambda: Card(speed=0), "a card of speed 0"),
+        (lambda: Card(speed=0), "a card has speed 0"),
         (lambda: Card(memory_bytes=0), "and 0 bytes"),
-        (lambda: layer(-1.0), 'layer "x" costs'),
-        (lambda: layer(math.nan), 'layer "x" costs'),
+        (lambda: layer(-1.0), 'costs of layer "x" are'),
+        (lambda: layer(math.nan), 'costs of layer "x" are'),
         (lambda: ExecutionSettings(samples=0), "micro-batches of 0 samples"),
         (lambda: ExecutionSettings(copies=-1.0), "-1 copies"),
     ],

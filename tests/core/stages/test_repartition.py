@@ -179,7 +179,7 @@ def test_a_stage_with_nothing_to_train_is_refused() -> None:
     blocks = (m.LayerCosts(1, 1), m.LayerCosts(1, 0), m.LayerCosts(1, 0), m.LayerCosts(1, 1))
     run = StagedRun(3, A, model=m.StagedModel((0, 1, 2, 4), blocks), start=False)
     (refused,) = [e.message for e in run.seen if isinstance(e, Send) and isinstance(e.message, m.Refused)]
-    assert "nothing to train" in refused.reason
+    assert "no trainable parameters" in refused.reason
 
 
 def test_who_fits_into_no_stage_is_not_left_out_with_the_only_state() -> None:
@@ -266,15 +266,15 @@ def test_a_piece_that_is_not_on_its_disk_any_more_is_not_waited_for() -> None:
     run.receive(C, m.StageCheckpointList(run.checkpoints[C][1:]))
     (freeze,) = run.last_sent(A, m.Freeze)
     assert isinstance(freeze, m.Freeze)
-    assert freeze.reason == "c has no checkpoint of blocks 2 to 3, of which it is the source"
+    assert freeze.reason == "c has no checkpoint of blocks 2 to 3, which it was to provide"
     for peer in (A, C):
         view = run.core.run.view
         assert view is not None
         run.receive(
             peer,
-            m.FreezeReport(1, view.generation, False, 9, b"h", view.ledger, None, b"", False, m.Span(0, 3)),
+            m.FreezeReport(1, view.generation, False, 9, b"h", view.ledger, None, b"", 0, m.Span(0, 3)),
         )
-    assert run.core.phase is RunPhase.PAUSED and "no worker here holds" in run.core.reason
+    assert run.core.phase is RunPhase.PAUSED and "no present worker holds" in run.core.reason
 
 
 def test_pieces_come_with_the_digests_that_their_holders_told() -> None:
@@ -299,7 +299,7 @@ def short_of_one(run: StagedRun) -> None:
     """B is gone; A and C, who have all of it on their disks, wait for another before it is repartitioned."""
     run.lose(B)
     run.report(A, C)
-    assert "15 s later over 2 workers, repartitioned" in run.core.reason
+    assert "or, repartitioned over 2 workers, after 15 s" in run.core.reason
 
 
 def with_all_on_their_disks() -> tuple[StagedRun, tuple[m.CheckpointInfo, ...]]:
@@ -315,11 +315,11 @@ def test_a_shortage_that_was_over_is_waited_for_anew() -> None:
     short_of_one(run)
     run.receive(A, m.StageCheckpointList(())), run.receive(C, m.StageCheckpointList(()))
     run.join(D)
-    assert run.core.phase is RunPhase.PAUSED and "no worker here holds" in run.core.reason
+    assert run.core.phase is RunPhase.PAUSED and "no present worker holds" in run.core.reason
     run.now_s += run.core.run.limits.recut_s
     run.lose(D)
     run.receive(A, m.StageCheckpointList(kept)), run.receive(C, m.StageCheckpointList(kept))
-    assert run.core.phase is RunPhase.PAUSED and "15 s later over 2 workers" in run.core.reason
+    assert run.core.phase is RunPhase.PAUSED and "over 2 workers, after 15 s" in run.core.reason
     run.now_s += run.core.run.limits.recut_s
     run.core.tick(run.now_s)
     assert run.core.run.view is not None and run.core.run.view.stage_bounds == (0, 3, 6)
@@ -333,7 +333,7 @@ def test_who_is_back_first_after_all_were_gone_waits_for_the_others() -> None:
     run.core.tick(run.now_s)
     run.join(A)
     run.report(A)
-    assert run.core.phase is RunPhase.PAUSED and "15 s later over 1 worker" in run.core.reason
+    assert run.core.phase is RunPhase.PAUSED and "over 1 worker, after 15 s" in run.core.reason
 
 
 def test_newcomers_without_room_for_a_seat_stop_nobody() -> None:

@@ -115,14 +115,14 @@ def test_the_proposal_is_the_best_that_was_walked() -> None:
         if each.settings.micro_batches < proposal.micro_batches
     )
     assert proposal.reason.startswith(f"{dear} micro-batches of ")
-    assert "as each costs its overhead and latency" in proposal.reason
+    assert "because each micro-batch adds overhead and latency" in proposal.reason
 
 
 def test_1f1b_runs_ahead_where_payloads_are_long_on_their_way() -> None:
     running = replace(RUNNING, order=ScheduleKind.ONE_F_ONE_B)
     slow = propose_micro_batches(layers(8, 100), [Card()] * 4, uniform_network(4, 0.05, 12.5e6), running, 64)
     assert slow.chosen.settings.ahead > 0
-    assert "ahead for each stage that follows" in slow.reason
+    assert "micro-batches ahead for each later stage" in slow.reason
     stuck = replace(slow.chosen.settings, ahead=0.0)
     cards, network = [Card()] * 4, uniform_network(4, 0.05, 12.5e6)
     without = estimate_step(layers(8, 100), cards, network, stuck, 64, slow.chosen.cut)
@@ -152,5 +152,17 @@ def test_numbers_of_ones_own_are_compared() -> None:
     assert [one.settings.micro_batches for one in proposal.alternatives] == [4, 8, 16]
     assert proposal.micro_batches == 16
     for batch, numbers in ((0, ()), (4, (8,)), (4, (0,))):
-        with pytest.raises(ConfigError, match="samples in"):
+        with pytest.raises(ConfigError, match="samples cannot be divided"):
             propose_micro_batches(layers(8), [Card()] * 4, None, RUNNING, batch, numbers=numbers)
+
+
+def test_each_stage_of_a_proposal_has_something_to_train() -> None:
+    frozen = [replace(layer, trainable_bytes=0) for layer in layers(6)]
+    two = [replace(layer, trainable_bytes=int(index < 2)) for index, layer in enumerate(frozen)]
+    for each, cuts in ((frozen, (0, 3, 6)), (two, (0, 1, 6))):
+        proposal = propose_micro_batches(each, [Card()] * 2, None, RUNNING, 8)
+        assert proposal.chosen.cut.cuts == cuts
+    with pytest.raises(
+        ConfigError, match="6 layers, of which 2 are trained, cannot be divided into 3 stages"
+    ):
+        propose_micro_batches(two, [Card()] * 3, None, RUNNING, 8)

@@ -48,6 +48,12 @@ def message(source: Source, classes: Sequence[type], hints: Hints) -> m.Message:
     return drawn
 
 
+def flags(source: Source) -> int:
+    """Flags of a payload: mostly none, sometimes the skip flag, those of a few ranks, or any."""
+    drawn = source.byte()
+    return 0 if drawn < 208 else drawn & 15 if drawn < 248 else source.integer(0, 2**63 - 1)
+
+
 def nbytes(message: m.Message) -> int | None:
     """Size of its frames; None: its header is too large although each field is within its bounds."""
     try:

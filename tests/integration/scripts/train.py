@@ -49,8 +49,10 @@ class Options:
         join_gate, step_gate: FIFOs; a byte in one lets the worker join, or begin step `held_step`, or each
             step from `held_from` on.
         die: "apply": at the first payload that arrives in step `die_step`; "votes": as the root, when all
-            others have voted YES on it; "restore", "capture": when the group's state is to be loaded, given.
+            others have voted YES on it; "restore", "capture": when the group's state is to be loaded, given;
+            "block": when block `die_block` of the state is to be sent.
         die_rank, die_of: whom it hits, in the first group of `die_of` workers.
+        width: of the model's middle layer.
     """
 
     invitation: str | None = None
@@ -71,6 +73,8 @@ class Options:
     die_step: int = -1
     die_rank: int = -1
     die_of: int = 0
+    die_block: int = -1
+    width: int = WIDTH
 
 
 def say(mark: str, **fields: object) -> None:
@@ -107,10 +111,10 @@ class Points:
         return self._x[index], self._y[index], index
 
 
-def build_model(seed: int, batch_norm: bool = False) -> nn.Module:
+def build_model(seed: int, batch_norm: bool = False, width: int = WIDTH) -> nn.Module:
     torch.manual_seed(seed)
-    norm = [nn.BatchNorm1d(WIDTH)] if batch_norm else []
-    first, middle, last = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+    norm = [nn.BatchNorm1d(width)] if batch_norm else []
+    first, middle, last = nn.Linear(FEATURES, width), nn.Linear(width, width), nn.Linear(width, CLASSES)
     return nn.Sequential(first, *norm, nn.ReLU(), middle, nn.ReLU(), last)
 
 
@@ -142,6 +146,16 @@ class Witness:
             self._session.tasks._restore = lambda blobs: die()
         elif options.die == "capture":
             self._session.tasks._capture = lambda picture, whole: die()
+        elif options.die == "block":
+            transport = self._session.connection.loop._transport
+            send = transport.send
+
+            def send_or_die(peer, message):
+                if isinstance(message, m.StateBlock) and message.index == options.die_block:
+                    die()
+                send(peer, message)
+
+            transport.send = send_or_die
 
     def run(self, plan, workspaces, skip, salt):
         round_id = self._session._turn.open_round
@@ -197,7 +211,8 @@ def train(options: Options) -> None:
     if options.join_gate:
         wait_for_gate(options.join_gate)
     grid = gridtrain.join(options.invitation)
-    model = build_model(os.getpid() if options.seed is None else options.seed, options.batch_norm)
+    seed = os.getpid() if options.seed is None else options.seed
+    model = build_model(seed, options.batch_norm, options.width)
     optimizer = grid.optimizer(
         build_optimizer(model, options.exchange),
         model,

@@ -166,7 +166,7 @@ def test_a_member_cannot_greet_as_another(zeromq_net, besieger, identity_of):
     dealer.send_multipart(codec.encode(Ping(1)))
     next_event(zeromq_net, monitor, {zmq.EVENT_DISCONNECTED}, bert)
     mallory, anna = (identity_of(name).public.hex()[:8] for name in ("mallory", "anna"))
-    assert bert.events == [TransportViolation(None, f"key {mallory} greets as {anna}")]
+    assert bert.events == [TransportViolation(None, f"key {mallory} sent a Hello for key {anna}")]
     assert bert.transport.traffic.sent_messages == {}
 
 
@@ -269,8 +269,8 @@ def test_a_peer_that_talks_without_end_is_cut(zeromq_net, besieger, identity_of,
     bert = babble(zeromq_net, besieger, identity_of, monkeypatch)
     assert len(bert.got()) == 200
     (flood,) = bert.of(TransportViolation)
-    assert flood.peer == identity_of("mallory").public and "that need no credit" in flood.reason
-    assert [down.reason for down in bert.of(PeerDown)] == ["it floods this connection"]
+    assert flood.peer == identity_of("mallory").public and "bytes without credit" in flood.reason
+    assert [down.reason for down in bert.of(PeerDown)] == ["the peer is flooding this connection"]
 
 
 def test_without_the_bound_all_that_it_says_is_kept(zeromq_net, besieger, identity_of, monkeypatch, away):
@@ -348,8 +348,8 @@ def test_a_message_that_never_ends_is_cut_off(plain_net, identity_of, monkeypatc
     mallory = identity_of("mallory").public
     bert = endless(plain_net, mallory, monkeypatch, seconds=5.0)
     (violation,) = bert.of(TransportViolation)
-    assert violation.peer == mallory and "never ends a message" in violation.reason
-    assert [down.reason for down in bert.of(PeerDown)] == ["it fills the memory"]
+    assert violation.peer == mallory and "never completes a message" in violation.reason
+    assert [down.reason for down in bert.of(PeerDown)] == ["the peer is filling this process's memory"]
 
 
 def test_without_the_look_at_what_came_it_goes_on(plain_net, identity_of, monkeypatch, away):

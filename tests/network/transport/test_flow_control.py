@@ -22,7 +22,7 @@ from gridtrain.core.messages import (
     StatusReply,
 )
 from gridtrain.errors import TransportError
-from gridtrain.network.transport.flow_control import FlowControlTransport, credit_bytes
+from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.network.transport.in_memory import MemoryHub, MemoryTransport
 from gridtrain.network.transport.interface import (
     PeerDown,
@@ -32,6 +32,7 @@ from gridtrain.network.transport.interface import (
     TransportEvent,
     TransportViolation,
 )
+from gridtrain.network.wire import codec
 
 WINDOW_BYTES = 64 * 1024
 CHUNK_BYTES = 8 * 1024
@@ -39,7 +40,7 @@ CHUNK_BYTES = 8 * 1024
 
 def data(index: int, payload: object = bytes(CHUNK_BYTES)) -> Data:
     return Data(
-        RoundId(1, 1, 0, 0), Channel(), PayloadSlot(CollectivePhase.REDUCE, segment=index), False, payload
+        RoundId(1, 1, 0, 0), Channel(), PayloadSlot(CollectivePhase.REDUCE, segment=index), 0, payload
     )
 
 
@@ -123,7 +124,7 @@ def pair() -> Iterator[Pair]:
         side.transport.close()
 
 
-ONE = credit_bytes(data(0))
+ONE = sum(map(len, codec.encode(data(0))))
 FULL = WINDOW_BYTES // ONE
 
 
@@ -197,7 +198,7 @@ def test_no_size_of_message_gets_stuck(pair, fraction):
 def test_the_queue_is_bounded():
     pair = Pair(queue_bytes=4 * ONE)
     anna, bert = pair.join(pair.add("anna"), pair.add("bert"))
-    with pytest.raises(TransportError, match=r"bytes wait for credit, \d+ more would exceed"):
+    with pytest.raises(TransportError, match=r"bytes wait for credit, and \d+ more would exceed"):
         for index in range(FULL + 100):
             anna.transport.send(bert.key, data(index))
     pair.settle()
@@ -340,7 +341,7 @@ def test_a_sender_that_does_not_wait_is_a_violation_and_fills_no_memory(pair):
     anna, bert = flood(pair)
     held_bytes = sum(event.nbytes for event in bert.undone)
     assert held_bytes <= 2 * (WINDOW_BYTES + ONE)
-    assert "are not acknowledged; the window has 65536" in bert.violations()[0]
+    assert "bytes were not acknowledged; the window is 65536 bytes" in bert.violations()[0]
     assert {event.peer for event in bert.events if isinstance(event, TransportViolation)} == {anna.key}
 
 
@@ -368,7 +369,7 @@ def test_granting_more_than_was_ever_sent_is_a_violation(pair):
         anna.transport.send(bert.key, data(index))
     bert.transport.send(anna.key, Credit(FULL * ONE + 1))
     pair.until(lambda: anna.violations())
-    assert anna.violations() == [f"Credit for {FULL * ONE + 1} bytes of bulk; {FULL * ONE} were sent to it"]
+    assert anna.violations() == [f"Credit is for {FULL * ONE + 1} bytes, but only {FULL * ONE} were sent"]
     pair.settle()
     assert len(bert.got()) == FULL
 

@@ -155,7 +155,7 @@ def test_the_bound_is_per_peer_and_says_what_is_queued():
     outbox: SendQueue[str] = SendQueue(UploadLimiter(1.0), limit_bytes=250)
     outbox.put(packet("a", "a1"))
     outbox.put(packet("a", "a2"))
-    with pytest.raises(TransportError, match="200 bytes wait, 100 more would exceed 250"):
+    with pytest.raises(TransportError, match="200 bytes wait, and 100 more would exceed the limit of 250"):
         outbox.put(packet("a", "a3"))
     outbox.put(packet("b", "b1"))
 

@@ -51,7 +51,7 @@ def everybody(origin: bytes, to: bytes) -> bool:
 
 def data(index: int, payload: object = b"x") -> Data:
     return Data(
-        RoundId(1, 1, 0, 0), Channel(), PayloadSlot(CollectivePhase.REDUCE, segment=index), False, payload
+        RoundId(1, 1, 0, 0), Channel(), PayloadSlot(CollectivePhase.REDUCE, segment=index), 0, payload
     )
 
 
@@ -308,8 +308,8 @@ def test_another_relay_takes_over(world):
     [
         ("relay:xyz", "cannot dial"),
         ("relay:" + "AB" * 32, "cannot dial"),
-        ("relay:{me}", "a relay is a third peer"),
-        ("relay:{peer}", "a relay is a third peer"),
+        ("relay:{me}", "the relay must be a third peer"),
+        ("relay:{peer}", "the relay must be a third peer"),
     ],
 )
 def test_an_address_that_cannot_work_is_an_error(world, address, problem):
@@ -320,7 +320,7 @@ def test_an_address_that_cannot_work_is_an_error(world, address, problem):
 
 
 def test_the_keys_must_fit(world):
-    with pytest.raises(LocalProtocolError, match="give both the same identity"):
+    with pytest.raises(LocalProtocolError, match="use the same identity for both"):
         RelayTransport(MemoryTransport(b"k" * 32, world.hub), Identity.generate())
 
 
@@ -350,7 +350,7 @@ def test_a_relay_passes_on_only_between_those_it_may(world):
     assert bert.got(RelayedMessage) == [RelayedMessage(anna.key, b"hello")]
     assert not mallory.got(RelayedMessage) and not anna.got(RelayedMessage)
     assert {lost.to for lost in anna.got(RelayFailed)} == {mallory.key, anna.key}
-    assert anna.got(RelayFailed)[0].reason == "I do not relay between you two"
+    assert anna.got(RelayFailed)[0].reason == "this relay does not permit packets between the two peers"
     allowed.discard(bert.key)
     anna.transport.send(carl.key, RelayRequest(bert.key, b"again"))
     world.until(lambda: len(anna.got(RelayFailed)) == 3)
@@ -368,7 +368,7 @@ def test_a_relay_holds_a_bounded_number_of_bytes(world, monkeypatch):
         world.turn([anna, carl])  # bert does not read
         assert carl.transport.backlog_bytes(bert.key) <= 3 * 2**20
     world.until(lambda: anna.got(RelayFailed))
-    assert "wait for it" in anna.got(RelayFailed)[0].reason
+    assert "would wait for the destination" in anna.got(RelayFailed)[0].reason
     assert len(bert.got(RelayedMessage)) < 12
 
 
@@ -603,9 +603,15 @@ def _ping_through(party: Party, other: Party) -> bool:
     ("frames", "reason"),
     [
         ([b"\xc1"], "not msgpack"),
-        ([codec.encode(Hello(bytes(32), 1, "x"))[0]], "Hello came encrypted"),
-        ([codec.encode(RelayFailed(bytes(32), "x"))[0]], "RelayFailed came encrypted"),
-        ([*codec.encode(RelayRequest(bytes(32), b"x"))], "RelayRequest came encrypted"),
+        ([codec.encode(Hello(bytes(32), 1, "x"))[0]], "Hello must not be sent encrypted through a relay"),
+        (
+            [codec.encode(RelayFailed(bytes(32), "x"))[0]],
+            "RelayFailed must not be sent encrypted through a relay",
+        ),
+        (
+            [*codec.encode(RelayRequest(bytes(32), b"x"))],
+            "RelayRequest must not be sent encrypted through a relay",
+        ),
     ],
     ids=["garbage", "hello", "relay-lost", "relay"],
 )
@@ -630,7 +636,7 @@ def test_another_version_is_told_in_words(world, monkeypatch):
         party.transport.dial(peer.key, relay_address(carl.key))
     world.until(lambda: [event for event in bert.events if isinstance(event, TransportViolation)])
     reason = next(event.reason for event in bert.events if isinstance(event, TransportViolation))
-    assert "peer speaks gridtrain protocol 99, this software speaks 2" in reason
+    assert "the peer uses protocol version 99, but this software uses version 3" in reason
     assert not bert.transport.connected(anna.key)
 
 

@@ -81,7 +81,7 @@ def test_there_and_back(record: schema.RecordField) -> None:
 
 
 def data(payload: Any) -> m.Data:
-    return m.Data(m.RoundId(1, 2, 3, 0), m.Channel(), m.PayloadSlot(m.CollectivePhase.REDUCE), False, payload)
+    return m.Data(m.RoundId(1, 2, 3, 0), m.Channel(), m.PayloadSlot(m.CollectivePhase.REDUCE), 0, payload)
 
 
 def test_a_payload_is_not_copied_on_either_side() -> None:
@@ -120,13 +120,15 @@ SPEC = m.LedgerSpec(100, 0, epochs=1)
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        pytest.param(m.Ping(-1), "Ping.nonce is int -1, must be an integer 0", id="negative"),
+        pytest.param(m.Ping(-1), "Ping.nonce is int -1; it must be an integer 0", id="negative"),
         pytest.param(m.Ping(2**63), "Ping.nonce is int 9223372036854775808", id="over 2^63"),
         pytest.param(m.Ping(True), "Ping.nonce is bool True", id="bool for an int"),
         pytest.param(m.Ping(1.0), "Ping.nonce is float 1.0", id="float for an int"),  # type: ignore[arg-type]
-        pytest.param(m.Hello(bytes(31), 1, ""), "Hello.peer is 31 bytes, must be exactly 32", id="short key"),
         pytest.param(
-            m.Ready(1, 1, bytes(65)), "Ready.history is 65 bytes, must be 0 .. 64", id="long digest"
+            m.Hello(bytes(31), 1, ""), "Hello.peer is 31 bytes; it must be exactly 32", id="short key"
+        ),
+        pytest.param(
+            m.Ready(1, 1, bytes(65)), "Ready.history is 65 bytes; it must be 0 .. 64", id="long digest"
         ),
         pytest.param(m.Join("r", "a\x1b[2J", "tcp://h:1"), "Join.name is 5 bytes", id="terminal escape"),
         pytest.param(m.Join("r", "\ud800", "tcp://h:1"), "Join.name is str .* valid UTF-8", id="surrogate"),
@@ -149,12 +151,12 @@ SPEC = m.LedgerSpec(100, 0, epochs=1)
         ),
         pytest.param(
             m.Setup((), m.LedgerSpec(1, 0), 1, None),
-            "Setup.ledger is LedgerSpec.* must have epochs or steps",
+            "Setup.ledger is LedgerSpec.* must have either epochs or steps",
             id="two ends",
         ),
         pytest.param(
             m.MembershipView(1, 1, 1, m.Verdict.ABORT, None, 0, b"", m.LedgerState(requeued=LONG_SPANS), ""),
-            "header of MembershipView takes 77.* at most 65536",
+            "header of MembershipView has 77.* at most 65536",
             id="header over 64 KiB",
         ),
         pytest.param(data("text"), "payload of Data is not a contiguous buffer", id="payload is text"),
@@ -162,7 +164,7 @@ SPEC = m.LedgerSpec(100, 0, epochs=1)
             data(np.zeros((4, 4))[:, 0]), "payload of Data is not a contiguous", id="payload has gaps"
         ),
         pytest.param(
-            data(np.empty(MAX_PAYLOAD_BYTES + 1, np.uint8)), "takes 67108865 bytes", id="payload over 64 MiB"
+            data(np.empty(MAX_PAYLOAD_BYTES + 1, np.uint8)), "has 67108865 bytes", id="payload over 64 MiB"
         ),
         pytest.param(ROUND, "RoundId is not a message", id="a part of a message"),
     ],

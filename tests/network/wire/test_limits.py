@@ -18,9 +18,9 @@ from gridtrain.network.wire.codec import (
 
 KEY = bytes(32)
 ROUND = [1, 2, 3, 0]
-LEDGER = [0, 0, [], 0, 0, None]
+LEDGER = [0, 0, [], 0, 0, None, []]
 MEMBER = [KEY, "ada", "tcp://h:1", 8, False, -1, [], b"", []]
-DATA = [50, ROUND, [0, 0, 0], [0, 0, 0, 0], False]
+DATA = [50, ROUND, [0, 0, 0], [0, 0, 0, 0], 0]
 
 
 def header(*fields: Any) -> list[bytes | memoryview]:
@@ -37,16 +37,16 @@ def refused(words: str, frames: list[bytes | memoryview], name: str) -> Any:
 
 
 FRAMES = [
-    refused("0 frames, must be 1 .. 2", [], "no frame"),
-    refused("3 frames, must be 1 .. 2", [b"", b"", b""], "three frames"),
-    refused("header of 65537 bytes, at most 65536", [b"\xc0" * 65537], "long header"),
+    refused("the number of frames is 0; it must be 1 .. 2", [], "no frame"),
+    refused("the number of frames is 3; it must be 1 .. 2", [b"", b"", b""], "three frames"),
+    refused("the header has 65537 bytes; at most 65536", [b"\xc0" * 65537], "long header"),
     refused(
-        "payload of 67108865 bytes",
+        "the payload has 67108865 bytes",
         [*header(*DATA), memoryview(bytes(MAX_PAYLOAD_BYTES + 1))],
         "long payload",
     ),
-    refused("Data has 1 frames, must be 2", header(*DATA), "Data without its payload"),
-    refused("Ping has 2 frames, must be 1", [*header(54, 1), b"x"], "a payload where none belongs"),
+    refused("frames of Data is 1; it must be 2", header(*DATA), "Data without its payload"),
+    refused("frames of Ping is 2; it must be 1", [*header(54, 1), b"x"], "a payload where none belongs"),
 ]
 
 MSGPACK = [
@@ -60,7 +60,7 @@ MSGPACK = [
     refused("exceeds max_array_len", header(16, ROUND, [0] * 4097, ""), "array of 4097"),
     refused("exceeds max_array_len", [b"\xdd\xff\xff\xff\xff"], "an array's length is a lie"),
     refused("exceeds max_map_len", header(54, {1: 1}), "map"),
-    refused("holds a map", header(54, {}), "empty map"),
+    refused("contains a map", header(54, {}), "empty map"),
     refused("exceeds max_ext_len", [b"\xd4\x05\x00"], "extension type"),
     refused("extension type 5", [b"\xc7\x00\x05"], "empty extension type"),
     refused("max_ext_len", [b"\xd6\xff\0\0\0\0"], "timestamp"),
@@ -72,46 +72,54 @@ CODES = [
     refused("not an array", [b"\x90"], "empty array"),
     refused("not an array that begins with a message code", header("Ping", 1), "name for a code"),
     refused("not an array that begins with a message code", header(True, KEY, 1, ""), "true for 1"),
-    refused("message code 99 is not known", header(99), "unknown code"),
-    refused("message code -1 is not known", header(-1), "negative code"),
-    refused("Ping is 0 fields, must be an array of the 1 fields", header(54), "a field too few"),
-    refused("Ping is 2 fields, must be an array of the 1 fields", header(54, 1, 2), "a field too many"),
+    refused("message code 99 is unknown", header(99), "unknown code"),
+    refused("message code -1 is unknown", header(-1), "negative code"),
+    refused("Ping is 0 fields; it must be an array of the 1 fields", header(54), "a field too few"),
+    refused("Ping is 2 fields; it must be an array of the 1 fields", header(54, 1, 2), "a field too many"),
 ]
 
 FIELDS = [
-    refused("Ping.nonce is int -1,", header(54, -1), "negative"),
-    refused("Ping.nonce is int 9223372036854775808,", header(54, 2**63), "2^63"),
-    refused("Ping.nonce is bool True,", header(54, True), "true for an int"),
-    refused("Ping.nonce is float 1.0,", header(54, 1.0), "float for an int"),
-    refused("Ping.nonce is NoneType None,", header(54, None), "nil for an int"),
-    refused("Heartbeat.step is int -2,", header(13, 0, -2, 0, []), "step -2"),
-    refused("Vote.yes is int 1,", header(51, ROUND, 1, b"", ""), "int for a bool"),
-    refused("Vote.round.attempt is int -1,", header(51, [1, 2, 3, -1], True, b"", ""), "inside a record"),
-    refused("Vote.round is 3 fields,", header(51, [1, 2, 3], True, b"", ""), "a record too short"),
-    refused("Vote.round is int 7,", header(51, 7, True, b"", ""), "int for a record"),
-    refused("Vote.digest is str", header(51, ROUND, True, "ab", ""), "text for bytes"),
-    refused("Vote.reason is bytes", header(51, ROUND, True, b"", b"ab"), "bytes for text"),
-    refused("Decision.verdict is int 2,", header(52, ROUND, 2, ""), "unknown verdict"),
-    refused("Decision.verdict is bool True,", header(52, ROUND, True, ""), "true for COMMIT"),
-    refused("Data.slot.phase is int 10,", [*header(50, ROUND, [0] * 3, [10, 0, 0, 0], False), b""], "phase"),
-    refused("Data.slot.hop is int 21", [*header(50, ROUND, [0] * 3, [0, 2**31, 0, 0], False), b""], "hop"),
-    refused("Hello.peer is 31 bytes,", header(1, bytes(31), 1, ""), "short key"),
-    refused("Hello.peer is 33 bytes,", header(1, bytes(33), 1, ""), "long key"),
+    refused("Ping.nonce is int -1;", header(54, -1), "negative"),
+    refused("Ping.nonce is int 9223372036854775808;", header(54, 2**63), "2^63"),
+    refused("Ping.nonce is bool True;", header(54, True), "true for an int"),
+    refused("Ping.nonce is float 1.0;", header(54, 1.0), "float for an int"),
+    refused("Ping.nonce is NoneType None;", header(54, None), "nil for an int"),
+    refused("Heartbeat.step is int -2;", header(13, 0, -2, 0, []), "step -2"),
+    refused("Vote.yes is int 1;", header(51, ROUND, 1, b"", "", None), "int for a bool"),
+    refused(
+        "Vote.round.attempt is int -1;", header(51, [1, 2, 3, -1], True, b"", "", None), "inside a record"
+    ),
+    refused("Vote.round is 3 fields;", header(51, [1, 2, 3], True, b"", "", None), "a record too short"),
+    refused("Vote.round is int 7;", header(51, 7, True, b"", "", None), "int for a record"),
+    refused("Vote.digest is str", header(51, ROUND, True, "ab", "", None), "text for bytes"),
+    refused("Vote.reason is bytes", header(51, ROUND, True, b"", b"ab", None), "bytes for text"),
+    refused("Decision.verdict is int 2;", header(52, ROUND, 2, ""), "unknown verdict"),
+    refused("Decision.verdict is bool True;", header(52, ROUND, True, ""), "true for COMMIT"),
+    refused("Data.slot.phase is int 10;", [*header(50, ROUND, [0] * 3, [10, 0, 0, 0], 0), b""], "phase"),
+    refused("Data.slot.hop is int 21", [*header(50, ROUND, [0] * 3, [0, 2**31, 0, 0], 0), b""], "hop"),
+    refused(
+        "Data.flags is bool False;", [*header(50, ROUND, [0] * 3, [0] * 4, False), b""], "bool for flags"
+    ),
+    refused("Vote.compute_s is float -1.0;", header(51, ROUND, True, b"", "", -1.0), "negative time"),
+    refused("frames of Waiting is 1; it must be 2", header(48, ROUND), "Waiting without its payload"),
+    refused("frames of ProceedWithout is 1; it must be 2", header(49, ROUND), "ProceedWithout alone"),
+    refused("Hello.peer is 31 bytes;", header(1, bytes(31), 1, ""), "short key"),
+    refused("Hello.peer is 33 bytes;", header(1, bytes(33), 1, ""), "long key"),
     refused("Hello.software is 65 bytes,", header(1, KEY, 1, "a" * 65), "long name"),
     refused("Join.address is 129 bytes,", joins("n", "a" * 129), "long address"),
     refused(r"Join.name is 1 bytes, '\\x1b'", joins("\x1b", "a"), "escape in a name"),
     refused(r"Join.name is 2 bytes, '\\x9b'", joins("\x9b", "a"), "8-bit escape in a name"),
     refused("Join.name is 1 bytes", joins("\n", "a"), "newline in a name"),
     refused("Leave.reason is 1 bytes", header(17, "\x07"), "bell in a reason"),
-    refused("RunStateUpdate.state is str 'asleep',", header(38, "asleep", ""), "unknown state"),
-    refused(r"Heartbeat.metrics\[0\] is float nan,", header(13, 0, 0, 0, [["a", float("nan")]]), "NaN"),
-    refused(r"Heartbeat.metrics\[0\] is float inf,", header(13, 0, 0, 0, [["a", float("inf")]]), "infinity"),
-    refused(r"Heartbeat.metrics\[0\] is int 1,", header(13, 0, 0, 0, [["a", 1]]), "int for a float"),
+    refused("RunStateUpdate.state is str 'asleep';", header(38, "asleep", ""), "unknown state"),
+    refused(r"Heartbeat.metrics\[0\] is float nan;", header(13, 0, 0, 0, [["a", float("nan")]]), "NaN"),
+    refused(r"Heartbeat.metrics\[0\] is float inf;", header(13, 0, 0, 0, [["a", float("inf")]]), "infinity"),
+    refused(r"Heartbeat.metrics\[0\] is int 1;", header(13, 0, 0, 0, [["a", 1]]), "int for a float"),
     refused(r"Heartbeat.metrics\[0\] is tuple", header(13, 0, 0, 0, [["a", 1.0, 2.0]]), "three for a pair"),
-    refused("Heartbeat.metrics is 65 items,", header(13, 0, 0, 0, [["a", 1.0]] * 65), "65 figures"),
-    refused(r"LinkLatencies.rtt_s\[0\] is float -1.0,", header(12, [[KEY, -1.0]]), "negative seconds"),
+    refused("Heartbeat.metrics is 65 items;", header(13, 0, 0, 0, [["a", 1.0]] * 65), "65 figures"),
+    refused(r"LinkLatencies.rtt_s\[0\] is float -1.0;", header(12, [[KEY, -1.0]]), "negative seconds"),
     refused(
-        "Setup.facts is 65 items,",
+        "Setup.facts is 65 items;",
         header(11, [["a", "b"]] * 65, [1, 0, 1, None], 1, None, None, False, 1, [], None, 0, 0.0, b""),
         "65 facts",
     ),
@@ -126,37 +134,42 @@ FIELDS = [
         "a run with two ends",
     ),
     refused(
-        "MemberListPage.members is 193 items,",
+        "MemberListPage.members is 193 items;",
         header(35, 1, 1, 0, 1, [MEMBER] * 193),
         "193 members on a page",
     ),
     refused("MemberListPage is page 1 of 1", header(35, 1, 1, 1, 1, []), "page over pages"),
     refused("MemberListPage is page 0 of 257", header(35, 1, 1, 0, 257, []), "257 pages"),
     refused(
-        r"MemberListPage.members\[1\].peer is 0 bytes,",
+        r"MemberListPage.members\[1\].peer is 0 bytes;",
         header(35, 1, 1, 0, 1, [MEMBER, [b"", *MEMBER[1:]]]),
         "path to the field",
     ),
     refused(
         r"FreezeReport.ledger.requeued\[0\] is Span\(start=2, stop=1\)",
-        header(14, 1, 1, True, 0, b"", [0, 0, [[2, 1]], 0, 0, None], None, b"", False, [0, 1]),
+        header(14, 1, 1, True, 0, b"", [0, 0, [[2, 1]], 0, 0, None, []], None, b"", 0, [0, 1]),
         "a span that stops before it starts",
+    ),
+    refused(
+        r"FreezeReport.ledger.late\[0\].peer is 31 bytes;",
+        header(14, 1, 1, True, 0, b"", [*LEDGER[:-1], [[bytes(31), [[0, 1]], 1, 0]]], None, b"", 0, [0, 1]),
+        "a late batch of nobody",
     ),
     refused(
         "StateBlock is block 1 of 1",
         [*header(57, 1, 1, 1, 1), b""],
         "block over total",
     ),
-    refused("Burst is index 16, must be below 16", [*header(65, 1, 16), b""], "a burst that does not end"),
+    refused("Burst is index 16; it must be below 16", [*header(65, 1, 16), b""], "a burst that does not end"),
     refused(
-        "Burst is 16385 bytes, must be at most 16384",
+        "Burst is 16385 bytes; it must be at most 16384",
         [*header(65, 1, 0), memoryview(bytes(2**14 + 1))],
         "burst over 16 KiB",
     ),
     refused("exactly 8 bytes", header(66, 1, bytes(7)), "a proof that is too short"),
     refused("StateBlock is block 0 of 65537", [*header(57, 1, 1, 0, 65537), b""], "more than 64 GiB"),
     refused(
-        "StateBlock is 1048577 bytes, must be at most 1048576",
+        "StateBlock is 1048577 bytes; it must be at most 1048576",
         [*header(57, 1, 1, 0, 1), memoryview(bytes(2**20 + 1))],
         "block over 1 MiB",
     ),
@@ -177,9 +190,9 @@ ACCEPTED = [
     pytest.param(header(17, "a" * 512), id="string of 512 bytes"),
     pytest.param(header(15, 1, 1, bytes(64)), id="binary of 64 bytes"),
     pytest.param(header(35, 1, 1, 0, 1, [MEMBER] * 192), id="192 members on a page"),
-    pytest.param(header(14, 1, 1, True, -1, b"", LEDGER, None, b"", False, [0, 1]), id="nothing applied yet"),
+    pytest.param(header(14, 1, 1, True, -1, b"", LEDGER, None, b"", 0, [0, 1]), id="nothing applied yet"),
     pytest.param(
-        header(14, 1, 1, True, 0, b"", [0, 0, [[0, 1]] * 4096, 0, 0, None], None, b"", False, [0, 1]),
+        header(14, 1, 1, True, 0, b"", [0, 0, [[0, 1]] * 4096, 0, 0, None, []], None, b"", 0, [0, 1]),
         id="4096 spans",
     ),
     pytest.param([*header(*DATA), b""], id="empty payload"),

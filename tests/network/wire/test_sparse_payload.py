@@ -264,27 +264,27 @@ def changed(payload: bytes, offset: int, code: str, value: float) -> bytes:
 @pytest.mark.parametrize(
     ("payload", "words"),
     [
-        pytest.param(b"", "shorter than its 8-byte header", id="empty"),
-        pytest.param(GOOD[:7], "shorter than its 8-byte header", id="half a header"),
-        pytest.param(GOOD[:-1], "18 bytes, 4 FP16 entries of 64 take 19", id="truncated"),
-        pytest.param(GOOD + b"\0", "20 bytes, 4 FP16 entries of 64 take 19", id="trailing byte"),
-        pytest.param(GOOD_FP32, "value kind 0, this generation's is 1", id="the other kind of values"),
+        pytest.param(b"", "its header alone has 8 bytes", id="empty"),
+        pytest.param(GOOD[:7], "its header alone has 8 bytes", id="half a header"),
+        pytest.param(GOOD[:-1], "18 bytes; 4 FP16 entries of 64 take 19", id="truncated"),
+        pytest.param(GOOD + b"\0", "20 bytes; 4 FP16 entries of 64 take 19", id="trailing byte"),
+        pytest.param(GOOD_FP32, "value kind 0; this generation uses 1", id="the other kind of values"),
         pytest.param(changed(GOOD, 6, "<H", 9), "value kind 9", id="unknown kind of values"),
         pytest.param(changed(GOOD, 0, "<I", 3), "3 FP16 entries of 64 take", id="K less than sent"),
         pytest.param(changed(GOOD, 0, "<I", 5), "at most 4", id="K over the generation's k"),
         pytest.param(changed(GOOD, 0, "<I", 2**32 - 1), "at most 4", id="K = 2^32 - 1"),
-        pytest.param(changed(GOOD, 8, "<H", 0x8AA3), "not strictly increasing", id="twice the same index"),
-        pytest.param(changed(GOOD, 8, "<H", 0x89A3), "not strictly increasing", id="index out of order"),
-        pytest.param(changed(GOOD, 10, "B", 0x2F), "hold 5 entries, its header says 4", id="a bit too many"),
-        pytest.param(changed(GOOD, 10, "B", 0x07), "hold 3 entries, its header says 4", id="a bit too few"),
+        pytest.param(changed(GOOD, 8, "<H", 0x8AA3), "be strictly increasing", id="twice the same index"),
+        pytest.param(changed(GOOD, 8, "<H", 0x89A3), "be strictly increasing", id="index out of order"),
+        pytest.param(changed(GOOD, 10, "B", 0x2F), "5 entries; its header specifies 4", id="a bit too many"),
+        pytest.param(changed(GOOD, 10, "B", 0x07), "3 entries; its header specifies 4", id="a bit too few"),
         pytest.param(changed(GOOD, 10, "B", 0xA7), "padding after the high bits", id="padding not zero"),
         pytest.param(changed(GOOD, 11, "<H", 0x7C00), "fp16 values", id="infinity"),
         pytest.param(changed(GOOD, 11, "<H", 0xFE00), "fp16 values", id="NaN"),
         pytest.param(changed(GOOD, 11, "<H", 0x7800), "fp16 values", id="magnitude 2^15"),
         pytest.param(changed(GOOD, 13, "<I", 0)[:-2] + b"\0\0", "fp16 values", id="scale too large"),
-        pytest.param(changed(GOOD, 4, "<h", 114), "-163 .. 113", id="decodes to infinity"),
-        pytest.param(changed(GOOD, 4, "<h", -164), "-163 .. 113", id="decodes to nothing"),
-        pytest.param(changed(GOOD, 4, "<h", -163)[:-2] + b"\x01\x74", "finer than float32", id="too fine"),
+        pytest.param(changed(GOOD, 4, "<h", 114), "-163 to 113", id="decodes to infinity"),
+        pytest.param(changed(GOOD, 4, "<h", -164), "-163 to 113", id="decodes to nothing"),
+        pytest.param(changed(GOOD, 4, "<h", -163)[:-2] + b"\x01\x74", "too fine for float32", id="too fine"),
     ],
 )
 def test_fp16_payloads_that_are_refused(payload: bytes, words: str) -> None:
@@ -312,10 +312,10 @@ GOOD_INT8 = encode(*entries([3, 10, 11, 40], [1, -2, 0.5, 3]), n=64, kind=INT8) 
 @pytest.mark.parametrize(
     ("payload", "words"),
     [
-        pytest.param(changed(GOOD_BF16, 4, "<h", 1), "exponent 1 of bf16 values, must be 0", id="exponent"),
+        pytest.param(changed(GOOD_BF16, 4, "<h", 1), "of bf16 values is 1; it must be 0", id="exponent"),
         pytest.param(changed(GOOD_BF16, 11, "<H", 0x7F80), "infinite or NaN", id="infinity"),
         pytest.param(changed(GOOD_BF16, 11, "<H", 0xFFC0), "infinite or NaN", id="NaN"),
-        pytest.param(changed(GOOD_BF16, 6, "<H", 1), "value kind 1, this generation's is 2", id="as fp16"),
+        pytest.param(changed(GOOD_BF16, 6, "<H", 1), "value kind 1; this generation uses 2", id="as fp16"),
     ],
 )
 def test_bf16_payloads_that_are_refused(payload: bytes, words: str) -> None:
@@ -326,10 +326,10 @@ def test_bf16_payloads_that_are_refused(payload: bytes, words: str) -> None:
 @pytest.mark.parametrize(
     ("payload", "words"),
     [
-        pytest.param(GOOD_INT8[:-1], "16 bytes, 4 INT8 entries of 64 take 17", id="truncated"),
-        pytest.param(changed(GOOD_INT8, 4, "<h", -5), "exponent -5 of int8 values, must be 0", id="exponent"),
-        pytest.param(changed(GOOD_INT8, 11, "<h", 122), "-149 .. 121", id="decodes to infinity"),
-        pytest.param(changed(GOOD_INT8, 11, "<h", -150), "-149 .. 121", id="finer than float32"),
+        pytest.param(GOOD_INT8[:-1], "16 bytes; 4 INT8 entries of 64 take 17", id="truncated"),
+        pytest.param(changed(GOOD_INT8, 4, "<h", -5), "of int8 values is -5; it must be 0", id="exponent"),
+        pytest.param(changed(GOOD_INT8, 11, "<h", 122), "-149 to 121", id="decodes to infinity"),
+        pytest.param(changed(GOOD_INT8, 11, "<h", -150), "-149 to 121", id="finer than float32"),
         pytest.param(changed(GOOD_INT8, 16, "b", -128), "magnitude 128 .* in block 0", id="-128"),
         pytest.param(changed(GOOD_INT8, 13, "<I", 0x3F), "magnitude 63 ", id="scale too large"),
         pytest.param(changed(GOOD_INT8, 13, "<I", 0), "magnitude 0 and scale exponent -5", id="zeros scaled"),

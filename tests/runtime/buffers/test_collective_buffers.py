@@ -16,6 +16,7 @@ from gridtrain.core.collectives.collective import (
     StoreSlice,
 )
 from gridtrain.core.collectives.ring import RingAllReduce
+from gridtrain.core.group.round_flags import SKIP
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import ValueKind, encode
@@ -90,7 +91,7 @@ def test_more_ranks_than_elements_leave_empty_segments():
 @pytest.mark.parametrize("nbytes", [0, 4, 7, 12])
 def test_a_slice_of_another_length_is_refused(nbytes):
     buffer = DenseRingBuffer(floats(1, 2, 3, 4), 2)
-    with pytest.raises(RemoteProtocolError, match=f"has {nbytes} bytes, must have 8"):
+    with pytest.raises(RemoteProtocolError, match=f"has {nbytes} bytes; it must have 8"):
         buffer.apply(AddSlice(0, 0, bytes(nbytes), FROM_1))
 
 
@@ -170,7 +171,7 @@ def test_the_seal_is_of_the_slices_in_their_order():
 
 def test_one_who_skips_contributes_zeros():
     buffer = DenseRingBuffer(floats(np.nan, 1), 2)
-    assert isinstance(buffer.make_collective(0, 2, skip=True), RingAllReduce)
+    assert isinstance(buffer.make_collective(0, 2, flags=SKIP), RingAllReduce)
     assert buffer.update_N.tolist() == [0, 0]
 
 
@@ -186,15 +187,15 @@ def test_a_contribution_of_another_form_is_our_bug(wrong):
 def test_the_update_is_the_sum_over_all_ranks():
     buffer = gather(1, 3, {0: 1.0, 5: 2.0})
     buffer.apply(StoreFromRank(2, payload({5: 3.0}), FROM_1))
-    with pytest.raises(LocalProtocolError, match="payloads of 2 of 3 ranks"):
+    with pytest.raises(LocalProtocolError, match="only 2 of 3 payloads"):
         buffer.compute_digest()
     buffer.apply(StoreFromRank(0, payload({0: -1.0, 7: 4.0}), FROM_1))
     assert shown(buffer.update) == {5: 5.0, 7: 4.0}
-    assert isinstance(buffer.make_collective(1, 3, skip=False), AllGather)
+    assert isinstance(buffer.make_collective(1, 3, flags=0), AllGather)
 
 
 def test_more_entries_than_k_are_refused():
-    with pytest.raises(RemoteProtocolError, match="3 entries"):
+    with pytest.raises(RemoteProtocolError, match="3 of 8 entries"):
         gather(1, 3, {}).apply(StoreFromRank(0, payload({0: 1.0, 1: 1.0, 2: 1.0}), FROM_1))
 
 
@@ -226,7 +227,7 @@ def test_what_is_adopted_is_taken_bit_for_bit():
 
 def test_one_who_skips_sends_no_entries():
     buffer = butterfly({0: 1.0})
-    assert isinstance(buffer.make_collective(0, 4, skip=True), ButterflyExchange)
+    assert isinstance(buffer.make_collective(0, 4, flags=SKIP), ButterflyExchange)
     assert buffer.payload(PayloadSlot(CollectivePhase.SWAP)) == payload({})
 
 
@@ -267,11 +268,11 @@ def test_a_damaged_payload_is_the_peers_fault_and_changes_nothing(damaged):
     ids=["dense", "gather", "butterfly"],
 )
 def test_an_effect_of_another_core_is_our_bug(buffer, foreign):
-    with pytest.raises(LocalProtocolError, match="is no effect of"):
+    with pytest.raises(LocalProtocolError, match="is not an effect of"):
         buffer.apply(foreign)
 
 
 @pytest.mark.parametrize("buffer", [DenseRingBuffer(floats(1, 2), 3), gather(0, 3, {})])
 def test_a_buffer_made_for_other_ranks_is_our_bug(buffer):
-    with pytest.raises(LocalProtocolError, match="collective of 4 ranks over a buffer made for 3"):
-        buffer.make_collective(0, 4, skip=False)
+    with pytest.raises(LocalProtocolError, match="a collective of 4 ranks was requested from a buffer"):
+        buffer.make_collective(0, 4, flags=0)

@@ -15,15 +15,19 @@ from gridtrain.core.commit.two_phase_commit import extend_history
 from gridtrain.core.group import member_events as io
 from gridtrain.errors import RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
+from gridtrain.runtime.mailbox.mailbox import Mailbox
 from gridtrain.runtime.state_transfer import catch_up_source, update_log
+from gridtrain.runtime.state_transfer.blobs import BlobReceiver
+from gridtrain.runtime.state_transfer.block_buffer import BLOCK_BYTES
 from gridtrain.runtime.state_transfer.catch_up_receiver import (
     CatchUpReceiver,
     ReplayWork,
     SnapshotWork,
     progress_line,
 )
+from gridtrain.runtime.state_transfer.catch_up_session import CatchUpSession
 from gridtrain.runtime.state_transfer.catch_up_source import MAX_UPDATE_REQUESTS, CatchUpSource
-from gridtrain.runtime.state_transfer.state_snapshot import BLOCK_BYTES, StateSnapshot
+from gridtrain.runtime.state_transfer.state_snapshot import StateSnapshot
 from gridtrain.runtime.state_transfer.update_log import StepUpdate, UpdateLog
 
 N = 1000
@@ -97,6 +101,32 @@ def follow(following: CatchUpReceiver, donor: Donor, peer: m.PeerId = A) -> None
             following.finish_work(following.take_work())
 
 
+@pytest.mark.parametrize("others", [True, False])
+def test_a_source_that_sends_no_updates_is_replaced_if_there_is_another(others: bool) -> None:
+    """The membership view names step 11; a sends its snapshot and nothing more, b all."""
+    session = CatchUpSession(Mailbox(lambda: None, lambda: False), BlobReceiver(), idle_s=5.0)
+    session.set_limits(1 << 30, N)
+    session.execute(io.BeginCatchUp())
+    donors = {A: Donor(), B: Donor()} if others else {A: Donor()}
+    asks = [ask for peer in donors for ask in session.execute(io.SourceConnected(peer))]
+    session.execute(io.SetCatchUpTarget(11, history_after(11)))
+    now_s, status = 0.0, None
+    while now_s < 30.0 and (status is None or not (status.is_complete or status.event)):
+        pending, asks = asks, []
+        for peer, donor in donors.items():
+            for answer in donor.answers([ask for ask in pending if ask[0] == peer]):
+                if peer == B or not isinstance(answer, m.UpdateLogEntry):
+                    asks += session.handle_message(peer, answer, now_s)
+        while (work := session.take_work()) is not None:
+            session.finish_work(work)
+        now_s += 0.5
+        status = session.poll(now_s, is_member=True, synced=False)
+        assert status is not None
+        asks += status.requests
+    assert status is not None and 5.0 <= now_s < 9.0
+    assert status.is_complete is others and isinstance(status.event, io.CatchUpFailed) is not others
+
+
 def test_it_loads_the_image_then_replays_what_was_voted_for() -> None:
     following, donor = CatchUpReceiver(1 << 30, N), Donor()
     done: list[Any] = []
@@ -120,7 +150,7 @@ def test_it_loads_the_image_then_replays_what_was_voted_for() -> None:
     steps = [step for work in replayed if isinstance(work, ReplayWork) for step in work.steps]
     assert [step.step for step in steps] == [5, 6, 7, 8, 9, 10, 11]
     for got, expected in zip(steps, STEPS, strict=True):
-        assert got.digest == expected.digest and got.is_skipped == expected.is_skipped
+        assert got.digest == expected.digest and got.flags == expected.flags
         if got.update is not None and expected.update is not None:
             assert got.update.values.tobytes() == expected.update.values.tobytes()
     assert following.position == (11, history_after(11)) and following.is_caught_up
@@ -165,7 +195,7 @@ def changed(update: StepUpdate) -> StepUpdate:
     values = update.update.values.copy()
     values[0] += 1
     return StepUpdate(
-        update.step, update.settings, False, SparseVector(update.update.indices, values), update.other_digests
+        update.step, update.settings, 0, SparseVector(update.update.indices, values), update.other_digests
     )
 
 
@@ -182,7 +212,7 @@ def replay_a_lie() -> CatchUpReceiver:
 
 def test_a_donor_that_changes_an_update_is_found_out() -> None:
     following = replay_a_lie()
-    assert not following.has_reached_target and "not those of the group" in following.failure
+    assert not following.has_reached_target and "differ from the updates of the group" in following.failure
 
 
 def test_without_the_votes_it_would_be_believed() -> None:
@@ -230,7 +260,7 @@ def test_what_the_log_does_not_hold_is_not_followed() -> None:
     donor = Donor(latest=4)
     donor.donating.record_step(STEPS[3], N)  # step 8: steps 5 to 7 are not here
     follow(following, donor)
-    assert following.failure == "the updates after step 4 are not here"
+    assert following.failure == "the updates after step 4 are not available"
 
 
 def test_a_script_that_cannot_be_replayed_says_so() -> None:
@@ -253,7 +283,7 @@ def test_settings_that_fit_into_no_update_are_not_sent() -> None:
     following, donor = CatchUpReceiver(1 << 30, N), Donor()
     donor.donating.record_step(replace(STEPS[-1], step=12, settings=b"x" * (2 << 20)), N)
     follow(following, donor)
-    assert "settings of 2097152 bytes" in following.failure
+    assert "settings have 2097152 bytes" in following.failure
 
 
 def test_an_update_that_fits_into_no_message_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +291,7 @@ def test_an_update_that_fits_into_no_message_is_not_sent(monkeypatch: pytest.Mon
     monkeypatch.setattr(catch_up_source, "MOST_UPDATE_BYTES", 10)
     following, donor = CatchUpReceiver(1 << 30, N), Donor()
     follow(following, donor)
-    assert "fits into no message" in following.failure
+    assert "does not fit into a message" in following.failure
 
 
 @pytest.mark.parametrize("update", STEPS, ids=lambda u: f"step {u.step}")
@@ -311,4 +341,4 @@ def test_the_log_is_bounded_and_has_no_gap() -> None:
 def test_progress_in_words() -> None:
     assert progress_line((0, 0, -1, -1)) == "waiting for a snapshot of the state"
     assert progress_line((5, 10, -1, 7), width=4) == "[##..] 5 of 10 blocks of the state"
-    assert progress_line((10, 10, 6, 9)) == "at step 6, the others at step 9"
+    assert progress_line((10, 10, 6, 9)) == "at step 6; the other workers are at step 9"

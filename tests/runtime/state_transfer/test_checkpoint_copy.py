@@ -14,7 +14,7 @@ from brisk import WITHIN_S
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.errors import RemoteProtocolError, TransportError
-from gridtrain.runtime.state_transfer.blobs import BLOCK_BYTES
+from gridtrain.runtime.state_transfer.block_buffer import BLOCK_BYTES
 from gridtrain.runtime.state_transfer.checkpoint_copy import FILES, RESIDUAL_FILE, CheckpointCopier
 
 HELD = m.CheckpointInfo(9, b"h", m.LedgerState(step=10), layers=m.Span(1, 2))
@@ -172,10 +172,10 @@ def test_after_a_gap_nothing_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "total", "words"),
     [
-        (b"12345678", 2, "table has 8 bytes, must have 16"),
-        (struct.pack("<2Q", 10, 2**63), 5, "must be at most 100000000"),
-        (struct.pack("<2Q", 0, 10), 2, "a checkpoint of"),
-        (struct.pack("<2Q", 10, 10), 7, "in 7 blocks; must be at most 100000000, in 3"),
+        (b"12345678", 2, "table has 8 bytes; it must have 16"),
+        (struct.pack("<2Q", 10, 2**63), 5, "must have at most 100000000 bytes"),
+        (struct.pack("<2Q", 0, 10), 2, "a checkpoint has files of"),
+        (struct.pack("<2Q", 10, 10), 7, "at most 100000000 bytes in total, in 3 blocks"),
     ],
 )
 def test_a_table_that_cannot_be_is_refused(tmp_path: Path, table: bytes, total: int, words: str) -> None:
@@ -189,5 +189,5 @@ def test_a_block_of_another_length_is_refused(tmp_path: Path) -> None:
     blocks = sent_by(CheckpointCopier(disk, None, 10**8), line)
     taker = CheckpointCopier(disk, None, 10**8)
     taker.receive(blocks[0])
-    with pytest.raises(RemoteProtocolError, match="block 1 of a checkpoint has 99 bytes, must have 100"):
+    with pytest.raises(RemoteProtocolError, match="block 1 of a checkpoint has 99 bytes; it must have 100"):
         taker.receive(replace(blocks[1], payload=blocks[1].payload[:-1]))

@@ -116,7 +116,7 @@ def test_what_is_no_residual_is_refused(payload: bytes) -> None:
 def test_a_residual_of_more_pieces_than_the_model_makes_is_refused_before_it_comes() -> None:
     heir = IncomingResiduals()
     heir.set_length(64)
-    with pytest.raises(RemoteProtocolError, match="a residual of 2 pieces; 64 elements"):
+    with pytest.raises(RemoteProtocolError, match="a residual has 2 pieces; for the 64 elements"):
         heir.receive_piece(A, ResidualBlock(1, 2, 5, b"h", 0, 2, b""), 3)
     dense = IncomingResiduals()
     with pytest.raises(RemoteProtocolError, match="at most"):

@@ -1,21 +1,25 @@
-"""A state that goes from newcomer to newcomer: when it is there, and what of it is believed."""
+"""A state that goes from newcomer to newcomer, or whose source is lost: what is there, what is believed."""
 
 from __future__ import annotations
 
+import random
+import tracemalloc
 from typing import Any
 
 import pytest
 
 from gridtrain.core import messages as m
 from gridtrain.errors import LocalProtocolError, TransportError
+from gridtrain.runtime.mailbox.mailbox import Mailbox
 from gridtrain.runtime.state_transfer.blobs import (
     BACKLOG_BYTES,
-    BLOCK_BYTES,
     BlobReceiver,
     BlobSender,
     state_digest,
 )
+from gridtrain.runtime.state_transfer.block_buffer import BLOCK_BYTES
 from gridtrain.runtime.state_transfer.state_forwarder import StateForwarder
+from gridtrain.runtime.state_transfer.state_receiver import StateReceiver
 
 BLOBS: list[bytes | memoryview] = [b"own", bytes(range(256)) * (BLOCK_BYTES // 256) * 11]
 BLOCKS = 1 + 1 + 11
@@ -85,7 +89,8 @@ def test_one_wrong_bit_and_nothing_is_loaded() -> None:
     for _ in range(9):
         chain.tick()
     first = chain.intakes[0]
-    first._blocks[3] = b"\1" + first._blocks[3][1:]  # the first newcomer lies
+    assert first._buffer is not None
+    first._buffer.parts[1][BLOCK_BYTES] ^= 1  # the first newcomer lies
     chain.outlets[0].request(PEERS[1], 1, 5, 0)
     chain.intakes[1].clear()
     for _ in range(60):
@@ -171,3 +176,154 @@ def test_asks_of_one_generation_do_not_count_in_the_next() -> None:
     assert not outlet.has_data(line) and outlet.send_pending(line) == 0  # type: ignore[arg-type]
     outlet.request(PEERS[1], 1, 5, 0)
     assert outlet.send_pending(line) == 2  # type: ignore[arg-type]
+
+
+# -- the source is lost ------------------------------------------------------------------------------
+
+SHARED = random.Random(5).randbytes(11 * BLOCK_BYTES - 7)
+AT: Any = (41, b"h" * 32)
+
+
+class Receiver:
+    """A newcomer with the requests that its loop makes of the core's, and the sources that answer them."""
+
+    def __init__(self) -> None:
+        self.mailbox = Mailbox(lambda: None, lambda: False)
+        self.state = StateReceiver(self.mailbox)
+        self.received_bytes = 0
+        self.asked: list[tuple[bool, int, bool]] = []  # is_whole, blocks_received, digest_only
+
+    def transfer(
+        self, generation: int, blobs: list[bytes], *, blocks: int = 1000, chain: Receiver | None = None
+    ) -> bool:
+        """One source, or one that vouches while `chain` forwards, until it is killed after so many blocks.
+
+        Returns whether the state is complete.
+        """
+        self.blocks_left, self.source, self.line = blocks, BlobSender(), Line()
+        self._request(generation, blobs, chain)
+        for _ in range(200):
+            if self.blocks_left <= 0 or self.state.blobs.is_complete_for(generation):
+                break
+            self.source.send_pending(self.line)  # type: ignore[arg-type]
+            if chain is not None:
+                chain.state.forwarder.send_pending(self.line)  # type: ignore[arg-type]
+            for _, message in self.line.queued:
+                self._receive(generation, message, blobs, chain)
+            self.line.queued.clear()
+        return self.state.blobs.is_complete_for(generation)
+
+    def _request(self, generation: int, blobs: list[bytes], chain: Receiver | None) -> None:
+        """What `IncomingState.request` leads to in the I/O loop."""
+        ask = m.StateRequest(1, generation, digest_only=chain is not None)
+        to_source = self.state.remaining_request(ask, AT, to_source=True)
+        if to_source is not None:
+            x = to_source
+            self.asked.append((x.is_whole, x.blocks_received, x.digest_only))
+            args = {"whole": x.is_whole, "blocks_received": x.blocks_received, "digest_only": x.digest_only}
+            self.source.request(PEERS[0], 1, generation, **args)  # type: ignore[arg-type]
+            self.source.store(generation, blobs, state_digest(blobs))
+        if chain is None:
+            return
+        upstream = self.state.remaining_request(m.StateRequest(1, generation), AT, to_source=False)
+        if upstream is not None:
+            chain.state.forwarder.request(PEERS[0], 1, generation, upstream.blocks_received)
+
+    def _receive(self, generation: int, message: Any, blobs: list[bytes], chain: Receiver | None) -> None:
+        if isinstance(message, m.StateDigest):
+            self.state.set_expected_digest(generation, message.digest)
+        elif self.blocks_left > 0:
+            self.received_bytes += len(message.payload)
+            self.blocks_left -= 1
+            vouched = chain is None or message.total == 2
+            if self.state.receive_block(message, vouched=vouched, is_forwarding=True):
+                self._request(generation, blobs, chain)
+        if self.state.drop_if_mismatched(generation):
+            self._request(generation, blobs, None)
+
+    def take(self, generation: int) -> list[bytes]:
+        taken = self.state.take_state(generation)
+        assert taken is not None
+        return [bytes(blob) for blob in taken[2]]
+
+
+@pytest.mark.parametrize("killed_after", range(15))
+def test_a_lost_source_costs_no_shared_block_twice(killed_after: int) -> None:
+    """Whatever the source's own part is: table, 2 blocks of it, 11 shared blocks."""
+    newcomer = Receiver()
+    of_anna, of_bert = [b"a" * (BLOCK_BYTES + 5), SHARED], [b"b" * 7, SHARED]
+    assert newcomer.transfer(1, of_anna, blocks=killed_after) == (killed_after == 14)
+    before = newcomer.received_bytes
+    assert newcomer.transfer(2, of_bert)
+    assert newcomer.take(2) == of_bert
+    kept_bytes = max(0, before - 16 - BLOCK_BYTES - 5)
+    assert newcomer.received_bytes - before <= (len(SHARED) - kept_bytes) + 7 + 16 + 8
+    if killed_after >= 4:
+        rest = (True, 0, True) if killed_after == 14 else (True, killed_after - 1, False)
+        assert newcomer.asked[1:] == [(False, 0, False), rest]
+
+
+@pytest.mark.parametrize("kills", [(4, 3, 2), (14, 14, 14), (9, 2, 9)])
+def test_several_sources_are_lost_one_after_the_other(kills: tuple[int, ...]) -> None:
+    newcomer = Receiver()
+    for generation, blocks in enumerate(kills, 1):
+        newcomer.transfer(generation, [b"own %d" % generation, SHARED], blocks=blocks)
+    assert newcomer.transfer(9, [b"last", SHARED])
+    assert newcomer.take(9) == [b"last", SHARED]
+
+
+@pytest.mark.parametrize(
+    "lie", [SHARED[:-1], SHARED + b"x" * BLOCK_BYTES, b"x" * len(SHARED), SHARED[: 5 * BLOCK_BYTES]],
+    ids=["a byte less", "a block more", "other bits", "shorter"],
+)  # fmt: skip
+@pytest.mark.parametrize("killed_after", [2, 4, 6])
+def test_blocks_of_a_lost_liar_delay_and_harm_nobody(lie: bytes, killed_after: int) -> None:
+    """Neither is the honest source blamed, nor is a wrong bit loaded: all is requested again."""
+    newcomer = Receiver()
+    newcomer.transfer(1, [b"own", lie], blocks=killed_after)
+    assert newcomer.transfer(2, [b"own", SHARED])
+    assert newcomer.take(2) == [b"own", SHARED]
+    if killed_after > 2:
+        assert newcomer.asked[-1] == (True, 0, False)
+
+
+def test_a_member_further_down_the_chain_resumes_too() -> None:
+    """Its own blocks stay, the source sends it the first blob, and its neighbour forwards the rest."""
+    first, second = Receiver(), Receiver()
+    first.transfer(1, [b"anna", SHARED], blocks=9)
+    second.transfer(1, [b"anna", SHARED], blocks=5, chain=first)
+    assert first.transfer(2, [b"bert", SHARED])
+    before = second.received_bytes
+    assert second.transfer(2, [b"bert", SHARED], chain=first)
+    assert second.take(2) == [b"bert", SHARED] == first.take(2)
+    assert second.received_bytes - before == 8 + 4 + len(SHARED) - 3 * BLOCK_BYTES
+    assert second.asked[-1] == (True, 0, True), "of the source only the digest"
+
+
+def test_another_state_begins_with_its_first_block() -> None:
+    newcomer = Receiver()
+    newcomer.transfer(1, [b"anna", SHARED], blocks=9)
+    ask = m.StateRequest(1, 2)
+    assert newcomer.state.remaining_request(ask, (42, b"i" * 32), to_source=True) == ask
+    assert newcomer.state.blobs.held_bytes == 0
+    newcomer.transfer(3, [b"anna", SHARED], blocks=9)
+    assert newcomer.state.remaining_request(m.StateRequest(1, 4), None, to_source=True) == m.StateRequest(
+        1, 4
+    )
+
+
+def test_a_state_that_is_forwarded_lies_in_memory_once() -> None:
+    """Received, taken by the trainer and kept for others: the same bytes."""
+    newcomer = Receiver()
+    shared = bytes(8 * BLOCK_BYTES)
+    tracemalloc.start()
+    try:
+        newcomer.transfer(1, [b"own", shared])
+        taken = newcomer.state.take_state(1)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert taken is not None and newcomer.state.blobs.forwardable_block(1, 9) is not None
+    assert len(shared) <= peak_bytes < 1.3 * len(shared)
+    newcomer.state.forwarder.clear()
+    assert newcomer.state.blobs.held_bytes == 0

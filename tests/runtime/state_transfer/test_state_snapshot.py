@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 
@@ -10,8 +11,9 @@ from defences import disable_defences
 
 from gridtrain.core import messages as m
 from gridtrain.errors import RemoteProtocolError
+from gridtrain.runtime.state_transfer.block_buffer import BLOCK_BYTES
 from gridtrain.runtime.state_transfer.state_snapshot import (
-    BLOCK_BYTES,
+    BLOCK_TIMEOUT_S,
     SETTLE_S,
     SnapshotReceiver,
     SnapshotSender,
@@ -37,6 +39,8 @@ class Exchange:
         self.intake = SnapshotReceiver(1 << 30)
         self.asks: deque[tuple[m.PeerId, m.Message]] = deque()
         self.now_s = 0.0
+        self.block_s: dict[m.PeerId, float] = {}  # of slow ones; infinite: it sends its table and no block
+        self.sent_s: dict[m.PeerId, float] = {}
         for peer in self.outlets:
             self.asks.extend(self.intake.source_up(peer))
 
@@ -52,8 +56,11 @@ class Exchange:
                 for answer in self.outlets[peer].handle_request(peer, ask):
                     self.answer(peer, answer)
         for peer, outlet in list(self.outlets.items()):
+            if self.now_s < self.sent_s.get(peer, 0.0) + self.block_s.get(peer, 0.0):
+                continue
             block = outlet.next_block(peer)
             if block is not None:
+                self.sent_s[peer] = self.now_s
                 self.answer(peer, block)
         self.now_s += 0.1
         self.asks.extend(self.intake.tick(self.now_s))
@@ -63,7 +70,7 @@ class Exchange:
             case m.SnapshotDigests():
                 self.asks.extend(self.intake.receive_table(peer, answer, self.now_s))
             case m.SnapshotBlock():
-                self.asks.extend(self.intake.receive_block(peer, answer))
+                self.asks.extend(self.intake.receive_block(peer, answer, self.now_s))
             case _:
                 self.asks.extend(self.intake.source_down(peer))
 
@@ -99,6 +106,62 @@ def test_a_donor_that_vanishes_is_replaced_and_nothing_is_fetched_twice(who: byt
     if who == A:
         assert bytes(own) == b"bert's own" or had == 12
     assert sum(exchange.intake.bytes_by_source.values()) <= len(COMMON) + 20
+
+
+@pytest.mark.parametrize("who", [A, B])
+@pytest.mark.parametrize("block_s", [math.inf, 60.0])
+def test_a_source_that_hardly_sends_delays_a_snapshot_by_its_timeout(who: bytes, block_s: float) -> None:
+    """It held its blocks, and with them the snapshot, for as long as it liked."""
+    exchange = Exchange(a=image(b"anna's"), b=image(b"bert's"), c=image(b"carl's"))
+    exchange.block_s[who] = block_s
+    exchange.finish(turns=150)
+    assert exchange.now_s <= BLOCK_TIMEOUT_S + 4.0
+    own, common = exchange.intake.take_parts()
+    assert bytes(common) == COMMON and bytes(own) == (b"bert's" if who == A else b"anna's")
+    assert exchange.intake.bytes_by_source.get(who, 0) <= BLOCK_BYTES
+
+
+@pytest.mark.parametrize("who", [A, B])
+def test_a_source_that_replaces_its_table_is_not_waited_for(who: bytes) -> None:
+    """Of what was requested from it nothing would come, and nobody else would be asked for it."""
+    exchange = Exchange(a=image(b"of a"), b=image(b"of b"), c=image(b"of c"))
+    exchange.turn()
+    exchange.outlets[who].set_receivers(())  # it sends no block
+    later = image(b"later", applied=6)
+    table = m.SnapshotDigests(6, HISTORY, later.table)
+    exchange.asks.extend(exchange.intake.receive_table(who, table, exchange.now_s))
+    exchange.finish()
+    _, common = exchange.intake.take_parts()
+    assert common == COMMON
+
+
+def test_of_an_only_source_the_later_snapshot_is_taken() -> None:
+    exchange = Exchange(a=image(b"of a"))
+    exchange.turn()
+    exchange.outlets[A].store(image(b"later", applied=6))
+    exchange.asks = deque([(A, m.SnapshotRequest())])
+    exchange.finish()
+    assert exchange.intake.applied == 6
+
+
+def test_sources_that_are_slow_alike_are_waited_for() -> None:
+    """Each sends at a limited rate, perhaps to many receivers."""
+    exchange = Exchange(a=image(), b=image())
+    exchange.block_s = {A: 15.0, B: 20.0}
+    exchange.finish(turns=2000)
+    assert all(count > 3 * BLOCK_BYTES for count in exchange.intake.bytes_by_source.values())
+
+
+def test_the_only_source_that_is_left_is_asked_however_slow_it_is() -> None:
+    exchange = Exchange(a=image(), b=image())
+    exchange.block_s[A] = 20.0
+    while not exchange.intake._sources[A].is_slow:
+        exchange.turn()
+        assert exchange.now_s < 20.0
+    exchange.outlets[B].set_receivers([])
+    exchange.drop(B)
+    exchange.finish(turns=3000)
+    assert bytes(exchange.intake.take_parts()[1]) == COMMON
 
 
 def test_the_table_that_most_have_is_believed() -> None:
@@ -162,13 +225,49 @@ def test_if_all_go_it_begins_anew_with_whoever_comes() -> None:
     assert exchange.intake.applied == 9
 
 
+@pytest.mark.parametrize("turns", [0, 1, 5, 9])
+def test_if_all_go_only_the_blocks_that_differ_are_requested_again(turns: int) -> None:
+    """The same step from others, and a later step in which two blocks have changed."""
+    later = bytearray(COMMON)
+    later[4 * BLOCK_BYTES], later[7 * BLOCK_BYTES] = later[4 * BLOCK_BYTES] ^ 1, later[7 * BLOCK_BYTES] ^ 1
+    for applied, common, changed in ((5, COMMON, ()), (9, bytes(later), (4, 7))):
+        exchange = Exchange(a=image(b"anna's"))
+        for _ in range(turns):
+            exchange.turn()
+        kept = exchange.intake._buffer.received - set(changed)
+        exchange.drop(A)
+        exchange.outlets[B] = SnapshotSender()
+        exchange.outlets[B].store(image(b"bert's", applied=applied, common=common))
+        exchange.asks.extend(exchange.intake.source_up(B))
+        exchange.finish()
+        own, received = exchange.intake.take_parts()
+        assert (bytes(own), bytes(received), exchange.intake.applied) == (b"bert's", common, applied)
+        lengths = [exchange.intake._buffer.layout.place(index).nbytes for index in kept]
+        assert exchange.intake.bytes_by_source[B] == len(COMMON) + 6 - sum(lengths)
+
+
+@pytest.mark.parametrize("common", [COMMON[: 3 * BLOCK_BYTES + 5], COMMON + bytes(BLOCK_BYTES), b""])
+def test_a_state_of_another_length_has_blocks_in_common(common: bytes) -> None:
+    exchange = Exchange(a=image())
+    for _ in range(6):
+        exchange.turn()
+    exchange.drop(A)
+    exchange.outlets[B] = SnapshotSender()
+    exchange.outlets[B].store(image(b"", applied=9, common=common))
+    exchange.asks.extend(exchange.intake.source_up(B))
+    exchange.finish()
+    assert bytes(exchange.intake.take_parts()[1]) == common
+    if common:
+        assert exchange.intake.bytes_by_source[B] <= max(0, len(common) - 3 * BLOCK_BYTES)
+
+
 def test_a_block_that_is_not_what_the_table_says() -> None:
     exchange = Exchange(a=image(), b=image())
     exchange.turn()
     exchange.turn()
     index = min(exchange.intake._sources[A].requested)
     with pytest.raises(RemoteProtocolError, match=f"block {index} of the snapshot of step 5"):
-        exchange.intake.receive_block(A, m.SnapshotBlock(5, index, bytes(BLOCK_BYTES)))
+        exchange.intake.receive_block(A, m.SnapshotBlock(5, index, bytes(BLOCK_BYTES)), 0.0)
     exchange.drop(A)  # as the loop does with whoever breaks the protocol
     exchange.finish()
     assert bytes(exchange.intake.take_parts()[1]) == COMMON
@@ -177,12 +276,12 @@ def test_a_block_that_is_not_what_the_table_says() -> None:
 @pytest.mark.parametrize(
     ("payload", "words"),
     [
-        (b"short", "table of 5 bytes"),
+        (b"short", "table has 5 bytes"),
         (
             StateSnapshot.build(1, b"", b"", bytes(2000)).table,
-            "a snapshot of 2000 bytes; at most 1000",
+            "a snapshot has 2000 bytes; this worker accepts at most 1000",
         ),
-        (StateSnapshot.build(1, b"", b"x", b"y").table + b"z", "for parts of 1 and 1"),
+        (StateSnapshot.build(1, b"", b"x", b"y").table + b"z", "does not match its parts of 1 and 1"),
     ],
 )
 def test_tables_that_cannot_be(payload: bytes, words: str) -> None:

@@ -39,10 +39,10 @@ def found(workers: tuple[int, ...] = (4,)) -> BenchResult:
 
 def test_sentences_say_what_the_figures_mean() -> None:
     assert summary_sentences(found()) == [
-        "Selecting takes 50.0 ms a step on one CPU thread, 10.0 times a plain copy.",
-        "On a line of 20Mbit a step among 4 workers takes at least 24.0 s dense and 0.20 s with gTop-k, "
-        "for the bytes alone.",
-        "5 processes share 2 cores here: on machines of their own they are faster.",
+        "Selecting takes 50.0 ms per step on one CPU thread, 10.0 times as long as a copy.",
+        "On a link of 20Mbit a step among 4 workers takes at least 24.0 s with dense and 0.20 s with gTop-k, "
+        "counting only the bytes.",
+        "5 processes share 2 cores here; on separate machines they are faster.",
     ]
 
 
@@ -77,12 +77,12 @@ def test_a_local_group_is_measured() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
-        ("--workers", "1", "name numbers from 2 to 32"),
-        ("--workers", "two", "name numbers from 2 to 32"),
-        ("--workers", "2,4,2", "names a size twice"),
+        ("--workers", "1", "is not a list of numbers from 2 to 32"),
+        ("--workers", "two", "is not a list of numbers from 2 to 32"),
+        ("--workers", "2,4,2", "contains a size twice"),
         ("--parameters", "9", "not in the range"),
         ("--line", "", "is not a rate"),
-        ("--density", "nan", "nan is no number"),
+        ("--density", "nan", "the share is nan"),
         ("--parameters", "1000000000000000", "a payload has at most 4,294,967,296 elements"),
     ],
 )

@@ -50,7 +50,7 @@ def test_a_missing_member_is_counted(tmp_path: Path) -> None:
 def test_a_member_at_another_place_is_named(tmp_path: Path) -> None:
     with BarrierServer(tmp_path / "r", 1) as referee:
         play(tmp_path / "r", ["done"], [], 0)
-        with pytest.raises(GridtrainError, match=r"members are at \['done'\], expected at 'ready'"):
+        with pytest.raises(GridtrainError, match=r"members are at \['done'\], but must be at 'ready'"):
             referee.wait_for_all("ready", 10.0)
 
 

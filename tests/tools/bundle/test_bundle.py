@@ -102,16 +102,17 @@ def test_another_script_than_run_toml_names(folder: Path) -> None:
     with pytest.raises(ConfigError, match="has the digest") as caught:
         made(folder)
     assert (
-        digest_of(SCRIPT) in caught.value.reason and "write its digest into run.toml" in caught.value.remedy
+        digest_of(SCRIPT) in caught.value.reason
+        and "write the new digest into run.toml" in caught.value.remedy
     )
 
 
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("lib/model.py", "lib/gone.py", "gone.py, which run.toml names, cannot be read"),
-        ('"train.py"]', '"run.toml"]', "names run.toml itself"),
-        ("lib/model.py", "../model.py", "names '../model.py'"),
+        ("lib/model.py", "lib/gone.py", "gone.py, which is listed in run.toml, cannot be read"),
+        ('"train.py"]', '"run.toml"]', "lists run.toml itself"),
+        ("lib/model.py", "../model.py", "refers to '../model.py'"),
     ],
 )
 def test_files_that_cannot_be(folder: Path, old: str, new: str, words: str) -> None:
@@ -123,7 +124,7 @@ def test_files_that_cannot_be(folder: Path, old: str, new: str, words: str) -> N
 
 def test_another_digest_than_was_announced(folder: Path) -> None:
     bundle = made(folder)
-    with pytest.raises(RemoteProtocolError, match="was asked for"):
+    with pytest.raises(RemoteProtocolError, match="was requested"):
         Bundle.from_archive(bundle.archive + b"\0", bundle.digest)
 
 
@@ -131,9 +132,12 @@ def test_another_digest_than_was_announced(folder: Path) -> None:
     ("files", "words"),
     [
         ({"train.py": SCRIPT}, "not in the form"),
-        ({"run.toml": SHIPPED.encode(), "train.py": SCRIPT}, "other files than there are"),
-        ({"run.toml": SHIPPED.encode(), "train.py": SCRIPT, "lib/model.py": b"", "more": b""}, "other files"),
-        ({"run.toml": SHIPPED.encode(), "train.py": b"evil", "lib/model.py": b""}, "is not the script"),
+        ({"run.toml": SHIPPED.encode(), "train.py": SCRIPT}, "files other than those in the archive"),
+        ({"run.toml": SHIPPED.encode(), "train.py": SCRIPT, "lib/model.py": b"", "more": b""}, "files other"),
+        (
+            {"run.toml": SHIPPED.encode(), "train.py": b"evil", "lib/model.py": b""},
+            "does not have the digest",
+        ),
         ({"run.toml": b"[run", "train.py": SCRIPT}, "run.toml"),
         ({"run.toml": b"\xff", "train.py": SCRIPT}, "run.toml"),
         ({"run.toml": (SHIPPED + "# hidden\n").encode(), "train.py": SCRIPT}, "not in the form"),
@@ -145,7 +149,7 @@ def test_archives_that_do_not_fit_together(files: dict[str, bytes], words: str) 
     archive = pack(files)
     with pytest.raises(RemoteProtocolError, match=words) as caught:
         Bundle.from_archive(archive, digest_of(archive))
-    assert "nothing of it was run" in caught.value.remedy
+    assert "nothing from this bundle was run" in caught.value.remedy
 
 
 def test_the_shipped_form_is_read_back_as_it_was(folder: Path) -> None:

@@ -56,7 +56,7 @@ def test_windows_tile_the_text_and_y_is_one_ahead() -> None:
         (b"def", b"efg"),
         (b"ghi", b"hij"),
     ]
-    with pytest.raises(IndexError, match="window 3 of 3"):
+    with pytest.raises(IndexError, match="the window is 3"):
         windows[3]
 
 

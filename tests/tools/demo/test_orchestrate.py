@@ -21,6 +21,7 @@ from gridtrain.tools.demo.orchestrator import (
     read_curve,
     run_all,
     supervise,
+    training_command,
     worker_commands,
 )
 from gridtrain.tools.demo.step_records import STEPS_FILE, SentBytes, StepRecord, StepTimes
@@ -94,7 +95,7 @@ def test_a_failing_worker_shows_the_tail_of_its_log_and_ends_the_others(tmp_path
     text = str(caught.value)
     assert "worker-2 ended with exit code 1" in text
     assert "CUDA is on fire" in text and "line 99" in text and "line 50\n" not in text
-    assert f"the complete logs are in {tmp_path}" in text
+    assert f"see the complete logs in {tmp_path}" in text
     lifeline.read_to_end()
 
 
@@ -109,7 +110,7 @@ def test_a_coordinator_that_cannot_start_is_named(tmp_path: Path) -> None:
 
 
 def test_silence_is_a_failure_not_a_hang(tmp_path: Path) -> None:
-    with pytest.raises(GridtrainError, match=r"no step for 0 s"):
+    with pytest.raises(GridtrainError, match=r"no step was committed for 0 s"):
         supervise(
             python("coordinator", FOREVER),
             lambda: [python("worker-1", FOREVER)],
@@ -163,7 +164,9 @@ def test_workers_are_started_when_the_coordinator_listens(tmp_path: Path) -> Non
 
 
 def test_a_coordinator_that_never_listens_is_no_hang(tmp_path: Path) -> None:
-    with pytest.raises(GridtrainError, match=r"(?s)no step for 0 s.*coordinator, end of its log"):
+    with pytest.raises(
+        GridtrainError, match=r"(?s)no step was committed for 0 s.*coordinator, end of its log"
+    ):
         supervise(python("coordinator", FOREVER), lambda: None, tmp_path, nothing, start_s=0.2)
 
 
@@ -192,7 +195,7 @@ PLAN = {"runs": (("gtopk", 450),), "workers": 2, "cap": "20Mbit", "density": 0.0
 
 
 def test_the_coordinators_command_is_what_a_user_would_type(tmp_path: Path) -> None:
-    command = coordinator_command(DemoPlan(**PLAN, out=tmp_path), tmp_path)
+    command = coordinator_command(2, tmp_path)
     assert " ".join(command.argv[3:]) == (
         f"coordinator --listen tcp://127.0.0.1:0 --state {tmp_path} --min-workers 2"
     )
@@ -202,7 +205,9 @@ def test_the_workers_commands_are_those_that_a_user_would_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = DemoPlan(**PLAN, out=tmp_path)
-    assert worker_commands(plan, "gtopk", 450, tmp_path) is None, "no coordinator listens yet"
+    train = training_command(plan, "gtopk", 450, tmp_path)
+    limits = ("--upload-limit", "20Mbit", "--download-limit", "20Mbit")
+    assert worker_commands(2, tmp_path, train, limits) is None, "no coordinator listens yet"
     asked: list[tuple[CoordinatorEndpoint, int, float]] = []
     invitation = Invitation("tcp://127.0.0.1:7700", bytes(32), bytes(range(32)), "default")
 
@@ -222,7 +227,7 @@ def test_the_workers_commands_are_those_that_a_user_would_type(
     monkeypatch.setattr("gridtrain.tools.demo.orchestrator.OperatorClient", Desk)
     Identity.generate().write(tmp_path / OPERATOR_KEY)
     EndpointFile("tcp://127.0.0.1:7700", "tcp://127.0.0.1:7700", bytes(32), "default", True).write(tmp_path)
-    workers = worker_commands(plan, "gtopk", 450, tmp_path)
+    workers = worker_commands(2, tmp_path, train, limits)
 
     assert workers is not None and [worker.name for worker in workers] == ["worker-1", "worker-2"]
     ((contact, uses, _),) = asked

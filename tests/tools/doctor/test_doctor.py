@@ -26,7 +26,7 @@ from gridtrain.core.group.invitation import Invitation
 from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.planning.workload import ExchangeKind, Workload
 from gridtrain.errors import ConfigError
-from gridtrain.runtime.client.enrollment import enroll
+from gridtrain.runtime.client.enrollment import UNKNOWN_INVITATION, enroll
 from gridtrain.tools.doctor import connection_check, machine_check
 from gridtrain.tools.doctor.doctor_probe import LinkMeasurement, download_rate_Bps
 from gridtrain.tools.doctor.examination import TOTAL_TIMEOUT_S, Examination
@@ -45,7 +45,7 @@ def quick_probe(text: str = TORCH) -> machine_check.TorchProbe:
 
 
 def nobody_trains(picture: Mapping[str, Any]) -> RunStatus:
-    raise ConfigError("nobody trains yet")
+    raise ConfigError("no worker trains yet")
 
 
 def look(invitation: Invitation, **options: Any) -> dict[str, Finding]:
@@ -80,11 +80,11 @@ def test_a_machine_that_can_join(coordinator: LiveCoordinator) -> None:
         "gpu": levels(found)["gpu"],
         "prediction": "ok",
     }
-    assert found["invitation"].text == 'valid for run "default"; no use of it was spent'
+    assert found["invitation"].text == 'valid for run "default"; this check did not use it up'
     assert found["coordinator"].figures["up_Bps"] > 1e4 and found["coordinator"].figures["down_Bps"] > 1e4
     assert 0 < found["coordinator"].figures["rtt_s"] < 10
     assert abs(found["clock"].figures["skew_s"]) < 2
-    assert "nobody trains yet" in found["prediction"].text
+    assert "no worker trains yet" in found["prediction"].text
     with enroll(once, WITHIN_S):  # the use is still there
         pass
 
@@ -101,16 +101,16 @@ def test_a_used_up_invitation_of_this_machine_still_finds_the_run(coordinator: L
     once = coordinator.invitation(uses=1)
     with enroll(once, WITHIN_S):
         while_it_runs = look(once)["invitation"]
-    assert while_it_runs.text == "in use by a worker of this machine"
+    assert while_it_runs.text == "in use by a worker on this machine"
     found = look(once)
-    assert found["invitation"].text == "used up or expired, but this machine is already admitted"
+    assert found["invitation"].text == "no longer valid, but this machine is already admitted"
     assert found["run"].level is FindingLevel.OK and found["coordinator"].level is FindingLevel.OK
 
 
 def test_an_invitation_that_is_not_valid(
     coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Used up by another machine; expired; withdrawn; never was: all the same to who holds it."""
+    """Used up by another machine; expired; withdrawn; never made."""
     others = len(coordinator.access()["invitations"])
     withdrawn = coordinator.invitation()
     with coordinator.operator_client() as operator:
@@ -122,12 +122,17 @@ def test_an_invitation_that_is_not_valid(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another machine"))
     while len(coordinator.access()["invitations"]) > others:  # until the short one is over; pytest bounds it
         pass
-    for invitation in (withdrawn, short, used, replace(withdrawn, token=bytes(31) + b"x")):
+    never = replace(withdrawn, token=bytes(31) + b"x")
+    told = {
+        withdrawn: "this invitation was withdrawn by the run's owner",
+        short: "this invitation has expired",
+        used: "this invitation is used up",
+        never: UNKNOWN_INVITATION,
+    }
+    for invitation, text in told.items():
         found = look(invitation)["invitation"]
-        assert found.level is FindingLevel.FAILURE and found.text.startswith(
-            "it is not valid: used up, expired"
-        )
-        assert found.fix.startswith("ask the run's owner for a new one")
+        assert (found.level, found.text) == (FindingLevel.FAILURE, text)
+        assert "ask the run's owner for a new one" in found.fix
 
 
 def test_another_coordinators_key(coordinator: LiveCoordinator) -> None:
@@ -148,7 +153,7 @@ def test_a_closed_port(invitation: Invitation) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
     found = look(replace(invitation, address=address))
-    assert found["port"].text == f"nobody listens at {address}"
+    assert found["port"].text == f"no program is listening on {address}"
     assert found["port"].fix.startswith("ask the run's owner whether `gridtrain coordinator` is running")
     assert "invitation" not in found, "what comes after is not looked at"
 
@@ -162,7 +167,7 @@ def test_a_name_server_that_is_silent(invitation: Invitation, monkeypatch: pytes
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(60))
     monkeypatch.setattr(connection_check, "RESOLVE_TIMEOUT_S", 0.2)
     found = look(replace(invitation, address="tcp://far.example:7700"))
-    assert found["name"].text == "no name server answers for far.example within 0.2 s"
+    assert found["name"].text == "no name server answered for far.example within 0.2 s"
 
 
 def test_everything_is_over_when_the_time_is(
@@ -172,7 +177,7 @@ def test_everything_is_over_when_the_time_is(
     began_s = time.monotonic()
     found = look(coordinator.invitation(), total_s=1.0, probe=partial(hanging_probe))
     assert time.monotonic() - began_s < 30.0
-    assert "still is being imported after" in found["torch"].text
+    assert "is still being imported after" in found["torch"].text
 
 
 def hanging_probe(at: str = "import") -> machine_check.TorchProbe:
@@ -183,11 +188,11 @@ def hanging_probe(at: str = "import") -> machine_check.TorchProbe:
 @pytest.mark.parametrize(
     ("at", "installed", "level", "text"),
     [
-        ("import", "torch 9.9", "warning", "slow: torch 9.9 still is being imported after"),
-        ("product", "torch 9.9", "warning", "slow: torch 9.9 still computes after"),
+        ("import", "torch 9.9", "warning", "slow: torch 9.9 is still being imported after"),
+        ("product", "torch 9.9", "warning", "slow: torch 9.9 is still computing after"),
         ("gpu", "torch 9.9", "failure", "torch 9.9: its GPU driver does not answer within"),
         ("import", "", "failure", "torch is not installed here"),
-        ("product", "", "warning", "slow: torch still computes after"),  # no package: built here
+        ("product", "", "warning", "slow: torch is still computing after"),  # no package: built here
         ("gpu", "", "failure", "torch: its GPU driver does not answer within"),
     ],
 )
@@ -255,7 +260,7 @@ def test_gpus_as_they_are_found() -> None:
     assert flops == 5e10
     assert [(str(f.level), f.text) for f in findings[1:]] == [
         ("ok", "A: 7.0 of 8.0 GiB free"),
-        ("warning", "B: 1.0 of 8.0 GiB free; something else uses it"),
+        ("warning", "B: 1.0 of 8.0 GiB free; another program uses it"),
     ]
 
 
@@ -401,8 +406,8 @@ def far_coordinator(far: Any, tmp_path: Path) -> Iterator[str]:
 def test_a_firewall_that_drops_everything(far: Any, far_coordinator: str, tmp_path: Path) -> None:
     assert far("b", "iptables", "-A", "INPUT", "-p", "tcp", "--dport", "7700", "-j", "DROP").returncode == 0
     found, code, took_s = doctor_in(far, tmp_path, far_coordinator)
-    assert found["port"]["level"] == "failure" and "does not answer within" in found["port"]["text"]
-    assert found["port"]["fix"].startswith("a firewall drops") and code == 2 and took_s < MOST_S
+    assert found["port"]["level"] == "failure" and "did not answer within" in found["port"]["text"]
+    assert found["port"]["fix"].startswith("ask the run's owner to open") and code == 2 and took_s < MOST_S
 
 
 def test_a_machine_that_cannot_be_dialled(far: Any, far_coordinator: str, tmp_path: Path) -> None:

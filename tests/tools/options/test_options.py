@@ -14,7 +14,6 @@ from gridtrain.tools.options.option_table import (
     OTHER_VARIABLES,
     find_option,
     known_variables,
-    options_markdown,
 )
 from gridtrain.tools.options.resolve import join_settings
 
@@ -72,7 +71,7 @@ def test_every_option_comes_from_every_place(program: str, one: Option) -> None:
     by_variable = {one.variable: text}
     by_file = f"[{table}]\n{key} = {toml}\n"
     if one.is_command_line_only:
-        with pytest.raises(ConfigError, match=f"'{key}' is no key"):
+        with pytest.raises(ConfigError, match=f"'{key}' is not a known key"):
             run_toml(by_file)
         return
     found = resolve(program, {}, by_variable, RunFile())[one.name]
@@ -91,13 +90,13 @@ def test_every_option_comes_from_every_place(program: str, one: Option) -> None:
 @pytest.mark.parametrize(
     ("toml", "words", "near"),
     [
-        ("[cordinator]\n", "'cordinator' is no key", "did you mean 'coordinator'?"),
+        ("[cordinator]\n", "'cordinator' is not a known key", "did you mean 'coordinator'?"),
         ("[worker]\nupload-limit = '1Mbit'\n", r"\[worker\] 'upload-limit'", "did you mean 'upload_limit'?"),
         ("[coordinator]\nmin_worker = 2\n", r"\[coordinator\] 'min_worker'", "did you mean 'min_workers'?"),
         ("[run]\nscritp = 'train.py'\n", r"\[run\] 'scritp'", "did you mean 'script'?"),
         ("[run.data]\nfil = 'x'\n", r"\[run.data\] 'fil'", "did you mean 'file'?"),
-        ("[worker]\nzzz = 1\n", r"\[worker\] 'zzz'", "it may have "),
-        ("[worker]\nmin_workers = 1\n", r"\[worker\] 'min_workers'", "it may have "),
+        ("[worker]\nzzz = 1\n", r"\[worker\] 'zzz'", "use one of "),
+        ("[worker]\nmin_workers = 1\n", r"\[worker\] 'min_workers'", "use one of "),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest(toml: str, words: str, near: str) -> None:
@@ -115,7 +114,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(toml: str, words: str, near:
     ],
 )
 def test_an_unknown_variable_is_refused_with_the_nearest(name: str, remedy: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is set, and means nothing") as caught:
+    with pytest.raises(ConfigError, match=f"{name} is set, but gridtrain has no such variable") as caught:
         resolve("worker", {}, {name: "x", "PATH": "/bin"}, RunFile())
     assert remedy in caught.value.remedy
 
@@ -125,8 +124,8 @@ def test_an_unknown_variable_is_refused_with_the_nearest(name: str, remedy: str)
     [
         ("[run\n", "run.toml"),
         ("run = 1\n", "run is 1"),
-        ("[run]\nscript = '../x.py'\n", "names '../x.py'"),
-        ("[run]\nscript = '/x.py'\n", "names '/x.py'"),
+        ("[run]\nscript = '../x.py'\n", "refers to '../x.py'"),
+        ("[run]\nscript = '/x.py'\n", "refers to '/x.py'"),
         ("[run]\nfiles = ['a.py']\n", "but no script"),
         ("[run]\nscript = 'a.py'\ndigest = 'abc'\n", "digest is 'abc'"),
         ("[run]\nrequires = ['torch ; rm']\n", "requires 'torch ; rm'"),
@@ -160,10 +159,14 @@ def test_the_file_is_found_and_folders_in_it_are_beside_it(tmp_path: Path) -> No
 def test_a_script_started_by_hand_is_configured_alike() -> None:
     file = run_toml('[worker]\nupload_limit = "3Mbit"\ncheckpoint_every = 50\nrelay = false\n')
     given = {"name": "anna", "checkpoint_every": "70", "listen": None}
-    found = join_settings(given, {"GRIDTRAIN_EXPORT_DIR": "out", "GRIDTRAIN_UNENCRYPTED": "true"}, file)
+    found = join_settings(
+        given,
+        {"GRIDTRAIN_EXPORT_DIR": "out", "GRIDTRAIN_UNENCRYPTED": "true", "GRIDTRAIN_WAIT": "auto"},
+        file,
+    )
     assert found == {
         "name": "anna", "upload_limit": "3Mbit", "checkpoint_every": "70", "export_dir": "out",
-        "relay": "no", "unencrypted": "yes",
+        "relay": "no", "unencrypted": "yes", "wait": "auto",
     }  # fmt: skip
     keys = {"coordinator": "tcp://x:1", "coordinator_key": "a" * 64, "identity": "i"}
     assert JoinConfig.from_environment({}, **keys, **found).relay == "no"
@@ -176,6 +179,25 @@ def test_join_takes_what_the_table_says_it_takes() -> None:
 
     taken = set(inspect.signature(join).parameters) - {"invitation"}
     assert taken == {one.name for one in PROGRAMS["worker"] if one.is_join_option}
+
+
+def options_markdown(program: str) -> str:
+    """The table of docs/configuration.md."""
+    lines = ["| flag | variable | run.toml | default | what it is |", "|---|---|---|---|---|"]
+    for one in PROGRAMS[program]:
+        if one.is_hidden:
+            continue
+        table, key = one.toml_location(program)
+        flag = f"`{one.flag}`" + (f", `{one.off_flag}`" if one.off_flag else "")
+        cells = (
+            "(the first argument)" if one.has_no_flag else flag,
+            "" if one.is_command_line_only else f"`{one.variable}`",
+            "" if one.is_command_line_only else f"`[{table}] {key}`",
+            one.default_text,
+            one.help,
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def test_the_documents_table_is_this_one() -> None:

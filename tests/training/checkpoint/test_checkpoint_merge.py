@@ -115,7 +115,8 @@ def test_what_was_not_sent_goes_with_its_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "text"), [(True, "no checkpoint has '1.weight'"), (False, "different optimizer settings")]
+    ("missing", "text"),
+    [(True, "no checkpoint contains '1.weight'"), (False, "different optimizer settings")],
 )
 def test_what_does_not_fit_together_is_refused(missing: bool, text: str) -> None:
     cut = staging(0, 1, 4)

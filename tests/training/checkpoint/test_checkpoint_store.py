@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 from pathlib import Path
@@ -51,4 +52,49 @@ def test_a_damaged_residual_is_lost_and_the_state_is_not(
     file.write_bytes(data[:-9] if torn else data[:-1] + bytes([data[-1] ^ 0x40]))
     found = checkpoint_store.read(path)
     assert found.residual == {} and torch.equal(found.tensors["weight"], torch.zeros(3))
-    assert "differs from what was written: it is lost, the state is not" in caplog.text
+    assert "differs from what was written, and is lost; the state is not affected" in caplog.text
+
+
+def test_a_disk_that_stays_full_is_repeated_every_ten_minutes_until_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, is_full, figures = 0.0, True, []
+
+    def save(content: CheckpointContent, path: Path) -> None:
+        if is_full:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_store, "save", save)
+    store = CheckpointStore(tmp_path, every=1, keep=1, report_figures=figures.append, clock=lambda: now_s)
+    caplog.set_level(logging.INFO, "gridtrain")
+
+    def write(step: int) -> list[str]:
+        caplog.clear()
+        held = CheckpointInfo(step - 1, b"h" * 32, LedgerState(step=step))
+        store.write(CheckpointContent(held, (), {}, {}, {}))
+        store.wait()
+        return caplog.messages
+
+    lines = []
+    for step, at_s in enumerate((0.0, 60.0, 599.0, 600.0), start=1):
+        now_s = at_s
+        lines.append(write(step))
+    problem = "[Errno 28] No space left on device"
+
+    def failed(step: int, in_a_row: int) -> str:
+        return (
+            f"the checkpoint of step {step} cannot be written to {tmp_path}: {problem} (failed checkpoints "
+            f"in a row: {in_a_row}); training continues without it; free space on that disk, or start this "
+            "worker with another --state-dir"
+        )
+
+    assert lines == [
+        [failed(1, 1)],
+        [],
+        [],
+        [failed(4, 4)],
+    ]
+    is_full = False
+    assert write(5) == [f"checkpoints can be written again; the latest is of step 5: {tmp_path}"]
+    assert write(6) == []
+    assert figures == [{"failed_checkpoints": float(count)} for count in (1, 2, 3, 4, 0)]

@@ -12,8 +12,8 @@ from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.training.checkpoint import serialization
 from gridtrain.training.checkpoint.flat_gradient import canonical_names, model_digest
 from gridtrain.training.checkpoint.serialization import (
-    buffers_vector,
     capture_state,
+    float_buffers,
     replica_digest,
     restore_state,
 )
@@ -68,7 +68,7 @@ def test_the_joiner_goes_on_bit_for_bit(optimizer_name, scheduler_name):
     assert replica_digest(*donor[:2]) != replica_digest(*joiner[:2])
     restore_state(capture_state(*donor[:2], {"lr": donor[2]}), *joiner[:2], {"lr": joiner[2]})
     assert replica_digest(*donor[:2]) == replica_digest(*joiner[:2])
-    assert (buffers_vector(donor[0]) == buffers_vector(joiner[0])).all()
+    assert all(map(torch.equal, float_buffers(donor[0]), float_buffers(joiner[0])))
     for one in (donor, joiner):
         train(*one, steps=4, seed=2)
     assert replica_digest(*donor[:2]) == replica_digest(*joiner[:2])
@@ -92,7 +92,9 @@ def test_a_loss_scale_is_taken_over_where_both_sides_have_one():
     assert joiner[2][ours].get_scale() == 8.0, "it keeps its own"
     restore_state(capture_state(*donor), *beside)
     assert replica_digest(*beside[:2]) == replica_digest(*donor[:2])
-    with pytest.raises(RemoteProtocolError, match=r"the state tracks \['scaler'\], this worker tracks \[\]"):
+    with pytest.raises(
+        RemoteProtocolError, match=r"the state tracks \['scaler'\], but this worker tracks \[\]"
+    ):
         restore_state(capture_state(*worker(8.0, scaler=GridScaler(device="cpu"))), *joiner)
 
 
@@ -206,14 +208,14 @@ def test_another_model_is_refused_and_nothing_changes(pair):
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     before = replica_digest(other, optimizer)
     with pytest.raises(
-        RemoteProtocolError, match=r"parameters differ, the first is '0\.bias'.*\(6,\).*\(7,\)"
+        RemoteProtocolError, match=r"parameters differ; the first is '0\.bias'.*\(6,\).*\(7,\)"
     ):
         restore_state(capture_state(*pair, {}), other, optimizer, {})
     assert replica_digest(other, optimizer) == before
 
 
 def test_other_trackers_are_refused(pair):
-    with pytest.raises(RemoteProtocolError, match=r"tracks \['ema'\], this worker tracks \[\]"):
+    with pytest.raises(RemoteProtocolError, match=r"tracks \['ema'\], but this worker tracks \[\]"):
         restore_state(capture_state(*pair, {"ema": Box()}), *pair, {})
 
 

@@ -75,7 +75,7 @@ def test_the_digest_of_a_checkpoint_is_that_of_the_state_however_it_travels(tmp_
     store.verify(captured, held.digest)
     with torch.no_grad():
         next(model.parameters())[0, 0] += 1e-6
-    with pytest.raises(RemoteProtocolError, match=r"has the digest \w{12}; the group's has"):
+    with pytest.raises(RemoteProtocolError, match=r"has the digest \w{12}; the group's state has"):
         store.verify(serialization.capture_state(model, optimizer, {"scheduler": scheduler}), held.digest)
     with pytest.raises(RemoteProtocolError, match="not a training state"):
         store.verify([b"short"], held.digest)

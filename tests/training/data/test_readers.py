@@ -141,12 +141,12 @@ def test_the_text_tells_data_apart() -> None:
         (
             iter([1.0, 2.0, 3.0]),
             3,
-            "gives different samples when it is read again: its first 3 samples differ",
+            "yields different samples when it is read again: its first 3 samples differ",
         ),
-        (Numbered(lambda i: i), None, "does not say how many samples a pass over it has"),
+        (Numbered(lambda i: i), None, "has no length, so the number of samples in a pass is unknown"),
         (Letters(), 0, "a pass over the Letters has 0 samples"),
         ([1, 2, 3], 3, "length=3 was given for a list, which has an index"),
-        (DataLoader([1, 2, 3]), None, "a DataLoader was given instead of a data set"),  # type: ignore[arg-type]
+        (DataLoader([1, 2, 3]), None, "a DataLoader was passed instead of a data set"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(dataset: Any, length: int | None, words: str) -> None:

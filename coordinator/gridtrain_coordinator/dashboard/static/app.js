@@ -88,12 +88,12 @@ function tiles(run) {
   const dense = /^Dense/.test(run.facts?.exchange ?? "");
   const lines = [
     ["Step", count(run.step), run.steps_per_s === null || run.steps_per_s === undefined ? "no rate yet" : `${digits(run.steps_per_s)} a second`],
-    ["Loss", digits(run.loss, 4), run.loss === null ? "no worker reports one" : "mean of all workers"],
+    ["Loss", digits(run.loss, 4), run.loss === null ? "no worker reports a loss" : "mean of all workers"],
     ["Samples/s", digits(run.samples_per_s), "of all workers"],
     ["Workers", count(active), !all ? "no workers" : all === active ? "all active" : `of ${all}: ${others(run.workers)}`],
     ["Sent", rate(run.sent_Bps), `${bytes(run.exchanged_bytes)} for exchanges`],
-    ["Saved", saved === null ? "–" : dense ? "none" : `${digits(saved, 3)} ×`, dense ? "a dense exchange leaves nothing out" : saved === null ? "against a dense ring" : `a dense ring: ${bytes(run.dense_bytes)}`],
-    ["Generation", count(run.generation), `term ${count(run.term)}, drifts ${count(run.drifts)}`],
+    ["Saved", saved === null ? "–" : dense ? "none" : `${digits(saved, 3)} ×`, dense ? "a dense exchange sends everything" : saved === null ? "against a dense ring" : `a dense ring: ${bytes(run.dense_bytes)}`],
+    ["Generation", count(run.generation), `term ${count(run.term)}, replica divergences ${count(run.drifts)}`],
     ["Up", run.uptime_s === undefined ? "–" : about(run.uptime_s), "since the coordinator started"],
   ];
   const place = at("tiles");
@@ -149,5 +149,5 @@ stream.addEventListener("whole", heard(whole));
 stream.addEventListener("tick", heard(tick));
 stream.addEventListener("error", () => alive("no connection, trying again", "off"));
 setInterval(() => {
-  if (heard_ms && performance.now() - heard_ms > STALE_S * 1000 && stream.readyState === EventSource.OPEN) alive("nothing new for a while", "");
+  if (heard_ms && performance.now() - heard_ms > STALE_S * 1000 && stream.readyState === EventSource.OPEN) alive("no new data for a while", "");
 }, 1000);

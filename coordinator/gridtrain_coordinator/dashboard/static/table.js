@@ -19,6 +19,7 @@ const COLUMNS = [
   { title: "Step time", key: "total_s", left: true },
   { title: "Link", key: "sent_Bps", left: true },
   { title: "Loss", key: "loss", text: (w) => digits(w.loss, 4) },
+  { title: "Missed", key: "missed_steps", text: (w) => count(w.missed_steps ?? 0) },
   { title: "Strikes", key: "strikes", text: (w) => count(w.strikes) },
   { title: "Heard", key: "heard_s", text: (w) => (w.heard_s ? `${w.heard_s} s ago` : "now") },
 ];
@@ -49,7 +50,7 @@ export class Table {
   }
 
   by(key) {
-    this.sort = { key, down: this.sort.key === key ? !this.sort.down : ["total_s", "sent_Bps", "strikes", "heard_s"].includes(key) };
+    this.sort = { key, down: this.sort.key === key ? !this.sort.down : ["total_s", "sent_Bps", "missed_steps", "strikes", "heard_s"].includes(key) };
     this.render(this.workers);
   }
 

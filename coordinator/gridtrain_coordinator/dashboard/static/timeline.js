@@ -6,7 +6,7 @@ const BAND = 26, TOP = 8, HEIGHT = 104, LISTED = 100;
 let WIDTH = 640;
 const LANES = { worker: 54, fault: 78 };
 const WORDS = { generation: "generation", violation: "broke the protocol", no_route: "no route", no_room: "no room on the disk" };
-const KEY = [["t-band", "a generation"], ["t-change", "the run's phase"], ["t-worker", "a worker comes, goes"], ["t-fault", "a fault"]];
+const KEY = [["t-band", "a generation"], ["t-change", "the run's phase"], ["t-worker", "a worker joins or leaves"], ["t-fault", "a fault"]];
 
 export class Timeline {
   constructor() {

@@ -6,7 +6,7 @@ import { total_s } from "./table.js";
 const NARROW = 480;
 let WIDTH = 640, HEIGHT = 440, NAMED = 16, LABELLED = 10; // of the drawing; smaller on a phone, so that letters keep their size
 const KEYS = {
-  edges: [["edge", "wider: a faster line"], ["edge slow", "slowest line"], ["edge relay", "through a relay"]],
+  edges: [["edge", "wider: a faster link"], ["edge slow", "slowest link"], ["edge relay", "through a relay"]],
   nodes: [["arc busy", "computing"], ["arc", "waiting and communicating"], ["halo", "the others wait for it"]],
 };
 

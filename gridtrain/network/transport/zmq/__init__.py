@@ -1,1 +1,7 @@
-"""The transport over TCP with ZeroMQ, encrypted with CURVE; `zeromq_transport` is what others use."""
+"""The transport over TCP with ZeroMQ, encrypted with CURVE.  Its entry point is `zeromq_transport`.
+
+- `sockets`: sockets with all limits set, and functions that read or write one message.
+- `dialer`, `name_lookup`: outgoing connections.  `listener`, `half_open`: incoming connections.
+- `handshake`: CURVE, access control and Hello.  `reachability`: checks of whether a peer can be dialled.
+- `tcp_options`, `congestion_control`: options of the TCP connections.
+"""

@@ -1,14 +1,14 @@
-"""Which TCP congestion control a connection uses where the kernel's default is bbr (decisions 0037, 0049).
+"""Chooses a connection's TCP congestion control if the kernel's default is bbr (decisions 0037, 0049).
 
     connected --bbr, round trip <= 15 ms-> cubic --repeated losses--> bbr, for the rest of the connection
-        +------ all others: the kernel's choice
+        +------ otherwise: the kernel's choice
 
 bbr pauses for 0.2 s every 10 s to measure the round trip again, and underestimates a link on which payloads
-have gaps between them.  cubic takes each lost packet for a full queue.  A full queue of its own loses many
-packets at once, every other second with several connections on one link, but then the window is large.  A
-link that loses a share p of its packets keeps the window at about 1.2 / sqrt(p) segments (Mathis et al. 1997,
-equation 3).  So a loss counts only while the window is small, and what is counted are intervals of a quarter
-of a second that have a loss.
+have gaps between them.  cubic interprets each lost packet as a sign of a full queue.  If cubic itself fills
+the queue, many packets are lost at once, every other second with several connections on one link, but the
+window is then large.  On a link that loses a share p of its packets, the window remains at about 1.2 /
+sqrt(p) segments (Mathis et al. 1997, equation 3).  Therefore losses are considered only while the window is
+small, and the monitor counts the intervals of a quarter of a second in which such a loss occurred.
 """
 
 from __future__ import annotations
@@ -20,32 +20,39 @@ from collections import deque
 from dataclasses import dataclass, field
 
 SHORT_LINK_RTT_S = 0.015
-"""If such a link loses packets, cubic is slow only until that was detected: 2 s."""
+"""The largest round trip for which cubic is chosen.  If such a link loses packets, cubic is slow for about 2
+s, until the losses are detected."""
 
 LOOKS, BAD_LOOKS = 20, 6
 MIN_SEGMENTS = 200
-"""Between two looks; fewer say nothing about the link."""
+"""The smallest number of segments between two observations; fewer segments do not characterise the link."""
 
 FULL_QUEUE_SEGMENTS = 100
-"""A larger window means that the link loses less than one packet in 7,000."""
+"""A window of at least this size means that the link loses less than one packet in 7,000."""
 
-_INFO_BYTES = 192  # linux/tcp.h, tcp_info: contains the fields at these offsets
+_INFO_BYTES = 192  # size of linux/tcp.h, tcp_info, which has the fields at the following offsets
 _WINDOW_AT, _RETRANSMITTED_AT, _MIN_RTT_AT, _SEGMENTS_AT = 80, 100, 148, 156
 _NUMBER = struct.Struct("=I")
 _COUNTS = 1 << 32
-"""The kernel's counters wrap around there: after 6 TB, a day at 1 Gbit/s."""
+"""The value at which the kernel's counters wrap around, which is after 6 TB, or half a day at 1 Gbit/s."""
 
 
 @dataclass(slots=True)
 class LossMonitor:
-    """Detects repeated losses on a connection by the kernel's counters, read about four times a second."""
+    """Detects repeated losses on a connection from the kernel's counters, read about four times a second."""
 
     segments: int = 0
     retransmitted: int = 0
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=LOOKS))
 
     def record(self, segments: int, retransmitted: int, window: int) -> bool:
-        """Whether the link loses packets repeatedly; `window`: current congestion window in segments."""
+        """Record the kernel's counters; return whether the link loses packets repeatedly.
+
+        Args:
+            segments: the kernel's count of segments sent.
+            retransmitted: the kernel's count of segments retransmitted.
+            window: the current congestion window in segments.
+        """
         if (segments - self.segments) % _COUNTS < MIN_SEGMENTS:
             return False
         self.recent.append(retransmitted != self.retransmitted and window < FULL_QUEUE_SEGMENTS)
@@ -54,12 +61,15 @@ class LossMonitor:
 
 
 def preferred_control(control: str, round_trip_s: float) -> str:
-    """What to request at the start instead of the kernel's choice; empty: nothing."""
+    """Return the congestion control to set at the start, or "" to keep the kernel's choice."""
     return "cubic" if control == "bbr" and round_trip_s <= SHORT_LINK_RTT_S else ""
 
 
 def choose_control(connection: socket.socket) -> bool:
-    """At the start.  True: cubic was set instead of bbr, and losses should be watched."""
+    """Choose the initial congestion control.
+
+    Returns True if cubic was set instead of bbr, in which case losses should be watched.
+    """
     with contextlib.suppress(OSError, AttributeError, struct.error):
         if control := preferred_control(control_of(connection), _read_info(connection, _MIN_RTT_AT)[0] / 1e6):
             _set_control(connection, control)
@@ -68,7 +78,7 @@ def choose_control(connection: socket.socket) -> bool:
 
 
 def watch_losses(connection: socket.socket, losses: LossMonitor) -> bool:
-    """True: losses were repeated, and bbr was set again."""
+    """Switch back to bbr if the link loses packets repeatedly; return whether it was switched."""
     with contextlib.suppress(OSError, AttributeError, struct.error):
         if losses.record(*_read_info(connection, _SEGMENTS_AT, _RETRANSMITTED_AT, _WINDOW_AT)):
             _set_control(connection, "bbr")

@@ -1,4 +1,4 @@
-"""Connections that we make: addresses to dial, with retries, and the connection once a peer has greeted.
+"""Outgoing connections: dials addresses, retries, and makes the connection when the peer has sent Hello.
 
 OutgoingConnection   waiting --due--> connecting --Hello answered--> established (has a Connection)
                         ^---- back-off ----+------- lost, or no answer in time ---+
@@ -22,35 +22,40 @@ from gridtrain.network.transport.zmq import sockets
 from gridtrain.network.transport.zmq.tcp_options import TcpConnection
 
 HELLO_TIMEOUT_S = 10.0
-"""Connecting, handshake and Hello must be finished by then, or another connection is tried."""
+"""The time limit for connecting, handshake and Hello; after that, the attempt is abandoned and repeated."""
 
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 2.0
 
+REDIAL_S, STEADY_S = 0.01, 1.0
+"""A connection that lasted at least `STEADY_S` is redialled within `REDIAL_S`, so that a running process is
+connected again before the coordinator concludes from several broken connections that the process has
+ended."""
+
 MAX_UNREAD_BYTES = 192 * 2**20
-"""Bytes of one connection that have arrived and were not read: libzmq bounds neither a message of many
-frames while it arrives nor, as we configure it, its receive queue.  The credit of an honest peer ends at a
-fraction of this."""
+"""The largest number of bytes that may have arrived over one connection without being read.  libzmq limits
+neither a message of many frames while it arrives nor, as we configure it, its receive queue.  A correct peer
+runs out of credit at a fraction of this number."""
 
 MAX_UNREAD_OF_PENDING_BYTES = 2**20
-_OVERHEAD = 1.05  # TCP bytes for each counted byte: commands, handshake, frames that were skipped
+_OVERHEAD = 1.05  # TCP bytes per counted byte, because of commands, the handshake and skipped frames
 
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """A connection over which a peer has greeted, dialled (`outgoing`) or accepted (`routing_id`).
+    """A connection over which a peer has sent Hello, either dialled (`outgoing`) or accepted (`routing_id`).
 
     Attributes:
-        peer: its name; of a pending member one that we invented.
-        key: the key that the other side has proven (without encryption: claimed).
-        socket: what to write to, with the routing id of an accepted connection.
-        user_id: of an accepted encrypted connection: the key as its frames carry it; else empty.
-        accepted_tcp: of an accepted connection; None: not known.
-        state: of an accepted connection, assigned by `Listener` alone: "silent" after `hang_up`; "replaced"
-            when the peer greeted over a newer connection; "shut" when it was closed, so that whatever is
-            still read from it is dropped.
-        read_bytes: bytes that arrived over it and were read.
-        flood_detector: of messages that need no credit.
+        peer: the peer's name; for a pending member, a generated name.
+        key: the key that the other side has proven or, without encryption, claimed.
+        socket: the socket to write to; messages of an accepted connection begin with its routing id.
+        user_id: the User-Id that the frames of an accepted, encrypted connection carry, otherwise "".
+        accepted_tcp: the TCP connection if it was accepted and is known, otherwise None.
+        state: the state of an accepted connection, which only `Listener` assigns: "silent" after `hang_up`;
+            "replaced" after the peer has sent Hello over a newer connection; "shut" after the connection was
+            closed, so that messages that are still read from it are dropped.
+        read_bytes: the number of bytes that arrived over the connection and were read.
+        flood_detector: counts the messages that need no credit.
     """
 
     peer: PeerId
@@ -72,24 +77,25 @@ class Connection:
         return self.accepted_tcp if self.outgoing is None else self.outgoing.tcp
 
     def is_hoarding(self) -> bool:
-        """Whether the peer has sent far more than was read."""
+        """Whether many more bytes have arrived over the connection than were read."""
         arrived_bytes = 0 if self.tcp is None else self.tcp.received_bytes()
         return exceeds_unread(arrived_bytes, self.read_bytes, is_pending=self.is_pending)
 
 
 def exceeds_unread(arrived_bytes: int, read_bytes: int, *, is_pending: bool) -> bool:
-    """The defence: whether more has arrived over a connection than an honest peer has under way."""
+    """Whether more bytes have arrived over a connection without being read than a correct peer can send."""
     max_unread_bytes = MAX_UNREAD_OF_PENDING_BYTES if is_pending else MAX_UNREAD_BYTES
     return arrived_bytes > read_bytes * _OVERHEAD + max_unread_bytes
 
 
 @dataclass(slots=True, eq=False)
 class OutgoingConnection:
-    """An address that is dialled until it is given up.
+    """An address that is dialled until the dialler gives up.
 
     Attributes:
-        due_s: when to try again, or to abandon the attempt.
-        connection: once the peer has greeted.
+        due_s: the time at which to try again, or at which to abandon the current attempt.
+        connection: the connection, or None until the peer has sent Hello.
+        established_s: the time at which the peer last sent Hello.
     """
 
     peer: PeerId
@@ -99,10 +105,15 @@ class OutgoingConnection:
     socket: zmq.Socket[bytes] | None = None
     monitor: zmq.Socket[bytes] | None = None
     connection: Connection | None = None
+    established_s: float = 0.0
     tcp: TcpConnection | None = None
 
     def open(self, dealer: zmq.Socket[bytes], hello: sockets.Frames, now_s: float) -> None:
-        """Begin to connect; `hello` is sent first.  Raises `TransportError` for an invalid address."""
+        """Begin to connect, and queue `hello` as the first message.
+
+        Raises:
+            TransportError: the address is invalid.
+        """
         monitor = sockets.open_monitor(dealer)
         try:
             sockets.connect(dealer, self.address)
@@ -113,7 +124,7 @@ class OutgoingConnection:
         self.socket, self.monitor, self.due_s = dealer, monitor, now_s + HELLO_TIMEOUT_S
 
     def read_monitor(self) -> int | None:
-        """Process what happened to the TCP connection; returns the event that says it is lost, if any."""
+        """Process the monitor's events; return the event that reports the connection's loss, or None."""
         assert self.monitor is not None
         for event, number in sockets.monitor_events(self.monitor):
             if event == zmq.EVENT_CONNECTED:
@@ -126,10 +137,10 @@ class OutgoingConnection:
                 return event
         return None
 
-    def establish(self, software: str) -> Connection:
-        """The peer has answered our Hello."""
+    def establish(self, software: str, now_s: float) -> Connection:
+        """Create the `Connection` after the peer has answered our Hello."""
         assert self.socket is not None
-        self.due_s, self.attempt = math.inf, 0
+        self.due_s, self.attempt, self.established_s = math.inf, 0, now_s
         if self.tcp is not None:
             self.tcp.choose_congestion_control()
         self.connection = Connection(self.peer, self.peer, software, self.socket, outgoing=self)
@@ -141,20 +152,25 @@ class OutgoingConnection:
         self.socket = self.monitor = self.tcp = None
 
     def retry_later(self, now_s: float) -> Connection | None:
-        """Close the socket, and try again after a back-off.  Returns the connection that is lost by that."""
+        """Close the socket and schedule another attempt; return the lost connection, or None."""
         self.close()
-        longest_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(self.attempt, 16))
-        self.due_s = now_s + longest_s * random.uniform(0.5, 1.0)  # peers should not retry simultaneously
-        self.attempt += 1
         lost, self.connection = self.connection, None
+        was_steady = lost is not None and now_s >= self.established_s + STEADY_S
+        if was_steady:
+            longest_s = REDIAL_S
+        else:
+            longest_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(self.attempt, 16))
+            self.attempt += 1
+        self.due_s = now_s + longest_s * random.uniform(0.5, 1.0)  # peers should not retry simultaneously
         return lost
 
 
 class Dialer:
-    """All addresses that are dialled.
+    """Makes and keeps the outgoing connections.
 
     Args:
-        identity: None: connections are not encrypted.
+        context: the ZeroMQ context of all sockets.
+        identity: our key pair; None if connections are not encrypted.
         hello: the frames of our Hello.
     """
 
@@ -168,11 +184,15 @@ class Dialer:
         return iter(list(self._outgoing))
 
     def open_socket(self, peer: PeerId) -> zmq.Socket[bytes]:
-        """A socket that connects to nobody but `peer`."""
+        """Open a socket that connects only to the holder of `peer`'s secret key."""
         return sockets.open_dealer(self._context, self._identity, peer)
 
     def dial(self, peer: PeerId, address: str, now_s: float) -> None:
-        """Dial this address, and no other one, for `peer`.  Raises `TransportError` if it is invalid."""
+        """Dial this address for `peer`, and stop dialling other addresses for this peer.
+
+        Raises:
+            TransportError: the address is invalid.
+        """
         if any(dial.peer == peer and dial.address == address for dial in self._outgoing):
             return
         self.give_up(peer)
@@ -190,7 +210,7 @@ class Dialer:
         self._outgoing.remove(dial)
 
     def retry_due(self, now_s: float) -> None:
-        """Open what waited for its back-off; abandon attempts without an answer in time."""
+        """Dial the addresses whose back-off has ended, and abandon attempts without an answer in time."""
         for dial in self._outgoing:
             if now_s >= dial.due_s:
                 if dial.socket is None:
@@ -199,5 +219,5 @@ class Dialer:
                     dial.retry_later(now_s)
 
     def due_s(self) -> float:
-        """When `retry_due` has something to do."""
+        """Return the time from which `retry_due` must be called; infinity if no call is necessary."""
         return min((dial.due_s for dial in self._outgoing), default=math.inf)

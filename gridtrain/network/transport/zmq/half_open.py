@@ -1,15 +1,17 @@
-"""Half-open connections: accepted, but nobody has greeted over them yet.  Decides which are closed.
+"""Decides which half-open connections to close, that is, accepted connections without Hello.
 
-Strangers can open many, and each costs a descriptor and part of a handshake.  So their time and number are
-limited, the number for each address range separately.  Pure: times are passed in.
+Strangers can open many half-open connections, and each one costs a descriptor and part of a handshake.
+Their age and their number are therefore limited, in total and for each address range.  Pure: times are passed
+as arguments.
 
-    accepted --> waiting --Hello--> greeted, and no longer here
+    accepted --> waiting --Hello--> established, and no longer counted
                     |-------------> closed by the other side
-                    +-------------> to be closed: too old, too many of its range, or too many in total
+                    +-------------> to be closed: too old, too many in its range, or too many in total
 
-A closed one may return at once, and each accept costs us more than the other side.  So beyond the soft limits
-the oldest are closed at a limited rate, and the newest have time to greet meanwhile; only beyond the hard
-limit there is no delay.
+A stranger whose connection is closed may connect again immediately, and accepting a connection costs us more
+than it costs the stranger.  Therefore, beyond the soft limits, the oldest connections are closed at a limited
+rate, so that the newest connections have time to send Hello.  Beyond the hard limit, connections are closed
+without delay.
 """
 
 from __future__ import annotations
@@ -18,23 +20,25 @@ import ipaddress
 from dataclasses import dataclass, field
 
 HALF_OPEN_S = 5.0
-"""Time for connection, handshake and Hello, which take a few round trips."""
+"""The time limit for connection, handshake and Hello, which take a few round trips."""
 
 MAX_HALF_OPEN = 256
 MAX_OF_ONE_RANGE = 64
-"""The workers of one household or laboratory have one range, and return all at once after an outage."""
+"""The largest numbers of half-open connections, in total and from one address range.  All workers in a
+household or laboratory share one range, and after an outage they all connect again at the same time."""
 
 CLOSES_PER_S = 200.0
-"""Rate of closing beyond those two limits."""
+"""The rate at which connections are closed while `MAX_HALF_OPEN` or `MAX_OF_ONE_RANGE` is exceeded."""
 
 MAX_TOTAL = 4096
-"""Beyond it, or half of the descriptors that this process may have, the rate is not limited."""
+"""The number of half-open connections beyond which connections are closed without a limit of the rate.  The
+number is smaller if this process may open fewer than twice as many descriptors."""
 
 IPV4_RANGE_BITS, IPV6_RANGE_BITS = 24, 48
 
 
 def address_range(host: str) -> str:
-    """The network that one party may control as a whole; a host that is not an address is its own range."""
+    """Return the network around an IP address that one party may control; return other hosts unchanged."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -46,21 +50,22 @@ def address_range(host: str) -> str:
 
 
 def connections_to_close(waiting: HalfOpenConnections, drained_s: float, now_s: float) -> list[int]:
-    """Descriptors of connections to close now, each returned once.
+    """Remove the connections that must be closed now from `waiting`, and return their descriptors.
 
-    `drained_s`: everything that arrived before has been read, so a connection that was accepted `HALF_OPEN_S`
-    earlier and is still here has sent nothing.
+    Args:
+        drained_s: a time before which all data that had arrived have been read.  A connection that was
+            accepted `HALF_OPEN_S` earlier and is still in `waiting` has not sent Hello.
     """
     return waiting.take_expired(drained_s - HALF_OPEN_S) + waiting.take_surplus(now_s)
 
 
 @dataclass(slots=True)
 class HalfOpenConnections:
-    """Descriptors of half-open connections, in the order in which they were accepted."""
+    """The descriptors of half-open connections, in the order in which the connections were accepted."""
 
     max_total: int = MAX_TOTAL
     _waiting: dict[int, tuple[str, float]] = field(default_factory=dict)  # range, accepted_s
-    _by_range: dict[str, dict[int, None]] = field(default_factory=dict)  # its descriptors, in order
+    _by_range: dict[str, dict[int, None]] = field(default_factory=dict)  # the range's descriptors, in order
     _last_close_s: float = float("-inf")
 
     def __len__(self) -> int:
@@ -76,7 +81,7 @@ class HalfOpenConnections:
         self._by_range.setdefault(name, {})[fd] = None
 
     def remove(self, fd: int) -> bool:
-        """It has greeted, or is closed.  False: it was not waiting."""
+        """Remove a connection that has sent Hello or is closed; return whether it was waiting."""
         if fd not in self._waiting:
             return False
         name, _ = self._waiting.pop(fd)
@@ -86,7 +91,7 @@ class HalfOpenConnections:
         return True
 
     def due_s(self) -> float:
-        """When the next one must be closed; infinite: none waits."""
+        """Return the time at which the next connection must be closed; infinity if no connection waits."""
         for _, accepted_s in self._waiting.values():
             crowded = len(self._waiting) > MAX_HALF_OPEN or self._largest() > MAX_OF_ONE_RANGE
             next_s = self._last_close_s + 1.0 / CLOSES_PER_S if crowded else float("inf")
@@ -102,7 +107,10 @@ class HalfOpenConnections:
         return self._take(old)
 
     def take_surplus(self, now_s: float) -> list[int]:
-        """The oldest of the largest range, repeatedly, as far as limits and rate say."""
+        """Remove and return surplus connections, each time the oldest connection of the largest range.
+
+        The number of connections depends on the limits and on the rate at which connections are closed.
+        """
         allowed = int(min((now_s - self._last_close_s) * CLOSES_PER_S, CLOSES_PER_S))
         taken: list[int] = []
         while self._waiting:

@@ -1,15 +1,15 @@
-"""The start of a connection: CURVE's handshake (ZAP, RFC 27), then the first message, which must be Hello.
+"""Handles the beginning of a connection: CURVE's handshake (ZAP, RFC 27), and then the first message, Hello.
 
     stranger --handshake--> ROUTER --request: domain, mechanism, key--> ZapHandler --> access policy
              <---- 400 -----        <------- 200 and User-Id, or 400 ----------
 
-    Hello --> well-formed? --> the key's own? --> access policy --> Connection of a peer
+    Hello --> well-formed? --> the proven key? -> access policy --> Connection of a peer
                   |                 |                 +-----------> Connection of a pending member, with a
-                  |                 |                 |             name that we invent
-                  +--- no: RemoteProtocolError        +-----------> None: a stranger
+                  |                 |                 |             generated name
+                  +--- no: RemoteProtocolError        +-----------> None for a stranger
 
-Without a ZAP handler libzmq admits every key.  So the handler is bound before the transport listens, in the
-same context, and ZAP_ENFORCE_DOMAIN makes libzmq refuse all if there is none.
+Without a ZAP handler libzmq admits every key.  Therefore the handler is bound before the transport listens,
+in the same context, and ZAP_ENFORCE_DOMAIN makes libzmq refuse all keys if there is no handler.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from gridtrain.network.wire import codec
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 BATCH_REQUESTS = 256
-"""Requests answered in one turn of the loop, so that messages are not delayed."""
+"""The largest number of requests to answer in one turn of the loop, so that messages are not delayed."""
 
 _ZAP_VERSION = b"1.0"
 
 
 def authenticate(policy: AccessPolicy, domain: bytes, mechanism: bytes, credentials: list[bytes]) -> str:
-    """The User-Id of a key that is admitted, which is the key in hexadecimal; empty: it is refused."""
+    """Return the User-Id of an admitted key, which is the key in hexadecimal; "" if the key is refused."""
     if domain != sockets.ZAP_DOMAIN or mechanism != b"CURVE" or len(credentials) != 1:
         return ""
     (key,) = credentials
@@ -50,9 +50,10 @@ def authenticate(policy: AccessPolicy, domain: bytes, mechanism: bytes, credenti
 
 
 class ZapHandler:
-    """Answers libzmq's question whether a key may finish its handshake.
+    """Answers libzmq's ZAP requests, which ask whether a key may finish its handshake.
 
-    Raises `zmq.ZMQError` if the context has a handler already.
+    Raises:
+        zmq.ZMQError: the context already has a handler.
     """
 
     def __init__(self, context: sockets.Context, policy: AccessPolicy) -> None:
@@ -62,7 +63,7 @@ class ZapHandler:
         self.socket.bind(ZAP_ENDPOINT)
 
     def handle_requests(self) -> None:
-        """Answer the requests that are there, without waiting."""
+        """Answer the pending requests without waiting for further requests."""
         with contextlib.suppress(zmq.Again):
             for _ in range(BATCH_REQUESTS):
                 self._handle_request(self.socket.recv_multipart(zmq.DONTWAIT))
@@ -71,9 +72,13 @@ class ZapHandler:
         self.socket.close(linger=0)
 
     def _handle_request(self, frames: list[bytes]) -> None:
-        """Routing id, empty, version, request id, domain, address, identity, mechanism, credentials."""
+        """Answer one request.
+
+        The request's frames are routing id, empty, version, request id, domain, address, identity, mechanism
+        and credentials.
+        """
         if len(frames) < 8 or frames[2] != _ZAP_VERSION:
-            return  # not libzmq's; without an answer the handshake times out
+            return  # not a request from libzmq; without an answer the handshake times out
         routing_id, _, version, request, domain, _, _, mechanism, *credentials = frames
         user_id = authenticate(self._policy, domain, mechanism, credentials)
         status = [b"200", b""] if user_id else [b"400", b"not admitted"]
@@ -83,28 +88,28 @@ class ZapHandler:
 
 
 def decode_message(incoming: sockets.IncomingMessage, traffic: TrafficCounters) -> Message:
-    """Any message; it is counted if it can be decoded.  Raises `RemoteProtocolError`."""
+    """Decode a message and count its bytes in `traffic`; raise `RemoteProtocolError` if it is invalid."""
     if incoming.excess:
         raise RemoteProtocolError(incoming.excess)
     message = codec.decode(incoming.frames)
-    traffic.count_received(type(message).__name__, incoming.nbytes)
+    traffic.count_received(type(message).__name__, incoming.wire_bytes)
     return message
 
 
 def read_hello(incoming: sockets.IncomingMessage, traffic: TrafficCounters) -> Hello:
-    """Raises `RemoteProtocolError` for any other message."""
+    """Decode the first message of a connection; raise `RemoteProtocolError` if it is not a valid Hello."""
     message = decode_message(incoming, traffic)
     if not isinstance(message, Hello):
-        raise RemoteProtocolError(f"{type(message).__name__} before Hello")
+        raise RemoteProtocolError(f"{type(message).__name__} arrived before Hello")
     return message
 
 
 def check_hello(hello: Hello, incoming: sockets.IncomingMessage, me: PeerId, *, encrypted: bool) -> None:
-    """Check that Hello names the key which the connection has proven.  Raises `RemoteProtocolError`."""
+    """Raise `RemoteProtocolError` unless Hello names the key that the connection has proven."""
     if not access_control.is_key_match(incoming.user_id, hello.peer.hex() if encrypted else ""):
-        raise RemoteProtocolError(f"key {incoming.user_id[:8]} greets as {hello.peer.hex()[:8]}")
+        raise RemoteProtocolError(f"key {incoming.user_id[:8]} sent a Hello for key {hello.peer.hex()[:8]}")
     if hello.peer == me:
-        raise RemoteProtocolError("a peer greets with our own key")
+        raise RemoteProtocolError("a peer sent a Hello for our own key")
 
 
 def make_connection(
@@ -114,7 +119,7 @@ def make_connection(
     tcp: TcpConnection | None,
     policy: AccessPolicy,
 ) -> Connection | None:
-    """The accepted connection of an admitted peer; None: it is not admitted."""
+    """Return the accepted connection of a peer, or None if the peer is not admitted."""
     is_pending = policy(hello.peer) is ConnectionRole.PENDING_MEMBER
     if not access_control.is_still_admitted(policy, hello.peer, is_pending):
         return None
@@ -142,6 +147,6 @@ def peer_up_event(connection: Connection) -> PeerUp:
 def version_mismatch(hello: Hello, peer: PeerId | None) -> TransportViolation:
     return TransportViolation(
         peer,
-        f"peer speaks gridtrain protocol {hello.version}, this software speaks {PROTOCOL_VERSION} "
+        f"the peer uses protocol version {hello.version}, but this software uses version {PROTOCOL_VERSION} "
         f"(the peer runs {hello.software!r}) -> install the same version of gridtrain on both machines",
     )

@@ -1,12 +1,13 @@
-"""Connections that others made to us: the ROUTER, and which descriptor belongs to which connection.
+"""Incoming connections: the ROUTER, and the descriptor of each connection.
 
               ZapHandler <--handshake--+
-    others --------------------------ROUTER --messages--> ZeroMQTransport --Hello--> Connection
+    peers ---------------------------ROUTER --messages--> ZeroMQTransport --Hello--> Connection
               HalfOpenConnections <--accepted, closed-- monitor                          |
                        +--too old, too many--> shut down <--violation, revoked, hang_up--+
 
-A monitor event carries a file descriptor and nothing else, and so does a frame (SRCFD).  Descriptors are
-reused, so one is believed only if the other end is still the one that it had when it was accepted.
+A monitor event identifies a connection only by its file descriptor, and so does a frame (SRCFD).  Descriptors
+are reused, so a descriptor is trusted only if its remote address is still the same as when the connection was
+accepted.
 """
 
 from __future__ import annotations
@@ -26,39 +27,45 @@ from gridtrain.network.transport.zmq.handshake import ZapHandler
 from gridtrain.network.transport.zmq.tcp_options import TcpConnection
 
 BATCH_EVENTS = 256
-"""Monitor events processed in one turn of the loop, so that messages are not delayed."""
+"""The largest number of monitor events to read at once, so that messages are not delayed."""
 
 CLOSE_DELAY_S = 1.0
-"""Between `hang_up` and the closing of a pending member's connection, so that its answer still leaves."""
+"""The delay before `hang_up` closes a pending member's connection, so that the reply is sent first."""
 
 DRAIN_S = 0.1
-"""For at most this long a loss is not reported while messages from before it are still unread."""
+"""The longest delay before a lost connection is reported while its earlier messages are still unread."""
 
 
 class Listener:
-    """All accepted connections.
+    """Accepts and manages the incoming connections.
 
     Args:
-        identity: our key pair; None: connections are not encrypted.
+        context: the ZeroMQ context of all sockets.
+        policy: the access policy, which decides which keys may connect.
+        identity: our key pair; None if connections are not encrypted.
     """
 
     def __init__(self, context: sockets.Context, policy: AccessPolicy, identity: Identity | None) -> None:
-        # Before anybody can connect.
+        # The handler must exist before the ROUTER listens.
         self.zap_handler = ZapHandler(context, policy) if identity is not None else None
         self.router = sockets.open_router(context, identity)
         self.monitor = sockets.open_monitor(self.router, sockets.ACCEPTED_EVENTS)
         self._policy = policy
         self._encrypted = identity is not None
         self._ports: set[int] = set()
-        self._connections: dict[bytes, Connection] = {}  # by routing id; also refused ones, which are "shut"
-        self._accepted: dict[int, TcpConnection] = {}  # by descriptor: every accepted connection
+        self._connections: dict[bytes, Connection] = {}  # by routing id; refused connections are "shut"
+        self._accepted: dict[int, TcpConnection] = {}  # all accepted connections, by descriptor
         self._by_fd: dict[int, Connection] = {}
         self._half_open = half_open.HalfOpenConnections()
-        self._lost: list[tuple[Connection, float]] = []  # and since when
+        self._lost: list[tuple[Connection, float]] = []  # lost connections, and the times of their loss
         self._closing: list[tuple[float, Connection]] = []
 
     def listen(self, address: str) -> str:
-        """Raises `TransportError`."""
+        """Bind the ROUTER; return the address with the chosen port.
+
+        Raises:
+            TransportError: the address is taken or invalid.
+        """
         self._half_open.max_total = min(half_open.MAX_TOTAL, tcp_options.raise_descriptor_limit() // 2)
         bound = sockets.bind(self.router, address)
         self._ports.add(int(bound.rpartition(":")[2]))
@@ -73,15 +80,16 @@ class Listener:
         return sockets.read(self.router, encrypted=self._encrypted, router=True)
 
     def connection_of(self, incoming: sockets.IncomingMessage) -> Connection | None:
-        """None: nobody has greeted over the connection of this message."""
+        """Return the connection of a message, or None if no Hello has arrived over the connection."""
         return self._connections.get(incoming.routing_id)
 
-    # -- accepted, and not greeted yet ---------------------------------------------------------
+    # -- before Hello --------------------------------------------------------------------------
 
     def read_monitor(self, *, until_fd: int = -1) -> None:
-        """Process events of accepted and closed connections.
+        """Process the monitor's events about accepted and closed connections.
 
-        At most `BATCH_EVENTS`, or with `until_fd` as many as it takes until that connection is known.
+        Without `until_fd`, at most one batch of `BATCH_EVENTS` events is read; with `until_fd`, batches are
+        read until the connection with this descriptor is known.
         """
         now_s = time.monotonic()
         while events := sockets.monitor_events(self.monitor, BATCH_EVENTS):
@@ -91,19 +99,22 @@ class Listener:
                 break
 
     def is_open(self, fd: int) -> bool:
-        """Whether this descriptor belongs to a connection we know; True if libzmq gives no descriptor."""
+        """Whether this descriptor belongs to a known connection; also True if libzmq provides none."""
         return fd < 0 or (fd in self._accepted and self._accepted[fd].is_current())
 
     def accepted(self, fd: int) -> TcpConnection | None:
         return self._accepted.get(fd)
 
     def refuse(self, incoming: sockets.IncomingMessage) -> None:
-        """Drop everything from a connection that has not greeted, and close it."""
+        """Close a connection over which no valid Hello has arrived, and drop all its messages."""
         if (connection := self.ignore(incoming)) is not None:
             self.shut(connection)
 
     def ignore(self, incoming: sockets.IncomingMessage) -> Connection | None:
-        """Drop everything from a connection that has not greeted; None: it is gone already."""
+        """Drop all messages of a connection over which no valid Hello has arrived.
+
+        Returns the connection, or None if it is already closed.
+        """
         fd = incoming.fd
         if fd not in self._accepted:
             return None
@@ -117,43 +128,46 @@ class Listener:
             accepted_tcp=self._accepted[fd],
             state="shut",
         )
-        # Both entries stay until the monitor says that it is closed.
+        # Both entries remain until the monitor reports that the connection is closed.
         self._connections[connection.routing_id] = self._by_fd[fd] = connection
         return connection
 
-    # -- greeted -------------------------------------------------------------------------------
+    # -- after Hello ---------------------------------------------------------------------------
 
     def add(self, connection: Connection) -> list[Connection]:
-        """A peer has greeted.  Returns older connections of it, which must be reported as down."""
+        """Add the connection of a peer that has sent Hello.
+
+        Returns the peer's older connections, which must be reported as down.
+        """
         replaced = []
         for old in [] if connection.is_pending else self._connections_of(connection.key):
             if old.state == "replaced":
                 self.shut(old)
             else:
-                old.state = "replaced"  # not closed yet: a second process with this key would return at once
+                old.state = "replaced"  # stays open: a second process with this key would reconnect at once
                 replaced.append(old)
         self._connections[connection.routing_id] = connection
         if connection.tcp is not None:
             fd = connection.tcp.fd
-            if (stale := self._by_fd.get(fd)) is not None:  # the monitor has not reported its loss
+            if (stale := self._by_fd.get(fd)) is not None:  # the monitor has not reported its loss yet
                 self.mark_lost(stale)
             self._by_fd[fd] = connection
             self._half_open.remove(fd)
         return replaced
 
     def surplus_pending_members(self) -> list[Connection]:
-        """The oldest connections of pending members, as far as there are too many."""
+        """Return the oldest connections of pending members, as many as exceed `MAX_PENDING_MEMBERS`."""
         pending = [one for one in self._connections.values() if one.is_pending and one.state != "shut"]
         return pending[: max(0, len(pending) - access_control.MAX_PENDING_MEMBERS)]
 
     def silence(self, connection: Connection) -> None:
-        """After `hang_up`: drop what comes over it.  Of a pending member it is closed a moment later."""
+        """Drop the messages that arrive after `hang_up`; close a pending member's connection soon after."""
         connection.state = "silent"
         if connection.is_pending:
             self._closing.append((time.monotonic() + CLOSE_DELAY_S, connection))
 
     def revive(self, peer: PeerId) -> Connection | None:
-        """The connection of this peer that `silence` has left standing, in use again; None: there is none."""
+        """Resume using a connection of this peer that `silence` left open; return it or None."""
         lost = [connection for connection, _ in self._lost]
         for connection in self._connections_of(peer):
             is_admitted = access_control.is_still_admitted(self._policy, peer, is_pending=False)
@@ -163,7 +177,7 @@ class Listener:
         return None
 
     def shut(self, connection: Connection) -> None:
-        """Close this connection; what is still read from it is dropped."""
+        """Close this connection; messages that are still read from the connection are dropped."""
         connection.state = "shut"
         if connection.tcp is not None and self._by_fd.get(connection.tcp.fd) is connection:
             connection.tcp.shut_down()
@@ -179,7 +193,12 @@ class Listener:
         return bool(self._lost)
 
     def take_lost(self, *, drained: bool) -> list[Connection]:
-        """Lost connections from which everything was read, which is known if the ROUTER is `drained`."""
+        """Remove and return the lost connections that can be reported as down.
+
+        Args:
+            drained: whether the ROUTER is empty, so that no message from a lost connection is unread.  If it
+                is not empty, only connections that were lost at least `DRAIN_S` ago are returned.
+        """
         now_s = time.monotonic()
         taken, waiting = [], []
         for connection, since_s in self._lost:
@@ -193,13 +212,14 @@ class Listener:
         return taken
 
     def due_s(self) -> float:
-        """When `close_overdue` has something to do."""
+        """Return the time from which `close_overdue` must be called; infinity if no call is necessary."""
         return min(self._half_open.due_s(), *(due_s for due_s, _ in self._closing), math.inf)
 
     def close_overdue(self, drained_s: float, now_s: float) -> None:
-        """Close half-open connections that are too old or too many, and those of `silence`.
+        """Close surplus and expired half-open connections, and the connections that `silence` has scheduled.
 
-        `drained_s`: everything that arrived before has been read.
+        Args:
+            drained_s: a time before which all data that had arrived have been read.
         """
         for fd in half_open.connections_to_close(self._half_open, drained_s, now_s):
             self._shut_down(fd)
@@ -209,9 +229,9 @@ class Listener:
         self._closing = [(due_s, connection) for due_s, connection in self._closing if now_s < due_s]
 
     def find_hoarders(self) -> list[Connection | None]:
-        """Connections over which far more has arrived than was read.
+        """Return the connections over which many more bytes have arrived than were read.
 
-        None stands for one over which nobody has greeted; it is closed already.
+        Connections over which no Hello has arrived are closed, and None is returned for each of them.
         """
         found: list[Connection | None] = []
         for fd, tcp in list(self._accepted.items()):
@@ -230,12 +250,12 @@ class Listener:
         self._half_open.remove(fd)
         self._accepted.pop(fd, None)
         tcp = TcpConnection.identify(fd, self._ports) if event == zmq.EVENT_ACCEPTED else None
-        if tcp is not None:  # None: it is closed again, as the monitor will say
+        if tcp is not None:  # otherwise it is already closed, which the monitor will report
             self._accepted[fd] = tcp
             self._half_open.add(fd, tcp.remote[0], now_s)
 
     def _connections_of(self, key: PeerId) -> list[Connection]:
-        """Those of a peer that were not shut."""
+        """Return the connections of a member that are not shut."""
         found = [one for one in self._connections.values() if one.key == key]
         return [one for one in found if not one.is_pending and one.state != "shut"]
 

@@ -1,8 +1,8 @@
-"""Checks whether a peer can be dialled, with new connections that end after the handshake.
+"""Checks whether a peer can be dialled, by making new connections that end after the handshake.
 
-    reach(peer, addresses) --> one attempt each, all at once, up to `MAX_ATTEMPTS`
+    reach(peer, addresses) --> one attempt per address, at the same time, up to `MAX_ATTEMPTS`
                                   handshake finished --------> ReachResult(peer, address)
-                                  all failed, or time over --> ReachResult(peer, "")
+                                  all failed, or timeout ----> ReachResult(peer, "")
 
 A finished handshake proves the peer's key.  Without encryption a Hello that names the key is accepted.
 Host names are not resolved, because a peer chooses the addresses.
@@ -23,10 +23,11 @@ from gridtrain.network.wire import codec
 
 MAX_ADDRESSES = 4
 MAX_ATTEMPTS = 64
-"""Connections at a time; further ones wait, within their own time limits."""
+"""The largest number of simultaneous attempts.  Further attempts wait; their time limits keep running."""
 
 PROBE_SOFTWARE = "gridtrain reach"
-"""Without encryption: the `software` of a Hello that only asks for the key, and opens no connection."""
+"""The value of `software` in a Hello that only requests the peer's key and opens no connection.  This Hello
+is used without encryption."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,12 +46,12 @@ class _ReachRequest:
 
 
 class ReachabilityCheck:
-    """All checks in progress.
+    """Checks whether peers can be dialled; checks of several peers can run at the same time.
 
     Args:
-        open_dealer: opens a socket that connects to nobody but the given peer.
-        hello: what is sent without encryption; None: connections are encrypted.
-        can_dial: False for addresses that this transport must not use.
+        open_dealer: opens a socket that connects only to the given peer.
+        hello: the frames to send if connections are not encrypted; None if they are encrypted.
+        can_dial: returns whether this transport may use an address.
     """
 
     def __init__(
@@ -63,6 +64,10 @@ class ReachabilityCheck:
         self._hello = hello
         self._can_dial = can_dial
         self._requests: list[_ReachRequest] = []
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._requests)
 
     def start(self, peer: PeerId, addresses: Sequence[str], deadline_s: float) -> None:
         possible = [address for address in dict.fromkeys(addresses) if sockets.is_numeric(address)]
@@ -77,11 +82,11 @@ class ReachabilityCheck:
         return [(source, sockets.READ) for source in sources]
 
     def due_s(self) -> float:
-        """When the first request times out."""
+        """Return the time at which the first request times out; infinity if there is no request."""
         return min((request.deadline_s for request in self._requests), default=float("inf"))
 
     def poll(self, now_s: float) -> list[ReachResult]:
-        """Process what is ready; returns the results."""
+        """Process all requests; return the results of the finished requests."""
         results = []
         for request in list(self._requests):
             self._open_attempts(request)
@@ -97,12 +102,12 @@ class ReachabilityCheck:
             self._close_request(request)
 
     def _open_attempts(self, request: _ReachRequest) -> None:
-        """Open connections up to `MAX_ATTEMPTS`."""
+        """Open connections to the untried addresses, up to `MAX_ATTEMPTS` in total."""
         while request.untried and sum(len(other.attempts) for other in self._requests) < MAX_ATTEMPTS:
             address = request.untried.pop(0)
             try:
                 dealer = self._open_dealer(request.peer)
-            except zmq.ZMQError:  # not a key, or no descriptor left
+            except zmq.ZMQError:  # the peer's name is not a key, or no descriptor is left
                 continue
             attempt = _ReachAttempt(address, dealer, sockets.open_monitor(dealer))
             try:
@@ -115,7 +120,7 @@ class ReachabilityCheck:
             request.attempts.append(attempt)
 
     def _poll_request(self, request: _ReachRequest) -> str:
-        """The address that answered; empty: none yet.  Failed attempts are closed."""
+        """Close failed attempts; return the address that has answered, or "" if none has answered."""
         for attempt in list(request.attempts):
             events = [event for event, _ in sockets.monitor_events(attempt.monitor)]
             if self._has_answered(attempt, request.peer, events):

@@ -1,16 +1,16 @@
-"""ZeroMQ sockets with every bound set, and reading and writing of one bounded message.
+"""Opens ZeroMQ sockets with all limits set, and reads and writes single messages of bounded size.
 
-    ROUTER  all connections that others made to us; a message begins with a routing id that libzmq
-            generates for each connection (clients set none: a chosen one could be taken from another)
-    DEALER  one connection that we made.  It never reconnects by itself: a new connection is a new
-            socket, so nothing written for the old one can precede our Hello on the new one.
-            IMMEDIATE stays off: with it, messages that were not read are dropped at a disconnect
+    ROUTER  all incoming connections; a message begins with a routing id that libzmq generates for each
+            connection (clients cannot choose it, because they could choose the id of another client)
+    DEALER  one outgoing connection.  It never reconnects by itself: a new connection uses a new socket, so
+            nothing that was written for the old connection can precede our Hello on the new connection.
+            IMMEDIATE is off, because with this option unread messages are dropped at a disconnect
 
-Every frame from a ROUTER carries the User-Id that `handshake.ZapHandler` gave to its connection: the key that
-the other side has proven.  A DEALER knows whom it talks to by the server's key.
+Every frame from a ROUTER carries the User-Id that `handshake.ZapHandler` assigned to its connection, which is
+the key that the other side has proven.  A DEALER connects only to the owner of the server's key.
 
-libzmq does not bound the number of frames of one message while it arrives (each has at most `MAXMSGSIZE`).
-A message beyond the codec's bounds is read frame by frame and dropped.
+While a message arrives, libzmq limits the size of each frame (`MAXMSGSIZE`), but not the number of frames.  A
+message that exceeds the codec's limits is read frame by frame and dropped.
 """
 
 from __future__ import annotations
@@ -26,48 +26,56 @@ from dataclasses import dataclass
 from typing import Any
 
 import zmq
-import zmq.utils.garbage  # imported early, so that its exit handler runs after that of a Grid, which sends
+import zmq.utils.garbage  # imported early, so that its exit handler runs after a Grid's, which sends
 
 from gridtrain.core.messages import PeerId
 from gridtrain.errors import TransportError
 from gridtrain.network.transport.identity import Identity
+from gridtrain.network.transport.interface import Frames as Frames
+from gridtrain.network.transport.zmq import name_lookup
+from gridtrain.network.transport.zmq.name_lookup import NameLookup
 from gridtrain.network.wire import codec
 
 ZAP_DOMAIN = b"gridtrain"
 HIGH_WATER_MESSAGES = 8
-"""Messages that libzmq holds per connection for sending, beyond `SendQueue` and the kernel.  Control waits
-behind them: 8 of 1 MiB take 3.4 s on a link of 20 Mbit/s."""
+"""The number of messages that libzmq queues for sending on each connection, in addition to `SendQueue` and
+the kernel's buffers.  Control waits behind these messages: 8 messages of 1 MiB take 3.4 s on a link of 20
+Mbit/s."""
 
 RECEIVE_MESSAGES = 0
-"""No bound for receiving, because it can crash libzmq 4.3.5 (`!_io_error`, stream_engine_base.cpp): a full
-queue stops its reading, and if the connection is then reset while a ZMTP ping is still to be answered or
-sent, an assertion ends the process.  A peer could cause that.  What a peer may have in this queue is bounded
-by flow control and, for everything else, by `FloodDetector`: beyond that its connection is closed."""
+"""The number of received messages that libzmq queues; 0 means no limit.  A limit can crash libzmq 4.3.5
+(`!_io_error`, stream_engine_base.cpp): a full queue stops its reading, and if the connection is then reset
+while a ZMTP ping remains to be answered or sent, an assertion aborts the process.  A peer could cause this
+crash.  Instead, flow control limits the bulk that a peer may have in this queue, and `FloodDetector` limits
+all other messages; a connection that exceeds these limits is closed."""
 
 HEARTBEAT_TIMEOUT_S = 25.0
-"""After about that long without an answer to TCP's keep-alive probes a connection is closed.  ZMTP's
-heartbeats stay off, see above; the deadlines of the loops detect a silent peer earlier."""
+"""The approximate time without an answer to TCP's keep-alive probes after which a connection is closed.
+ZMTP's heartbeats are off (see `RECEIVE_MESSAGES`); the deadlines of the loops detect a silent peer
+earlier."""
 
 RECONNECT_NEVER_MS = 24 * 3600 * 1000
-"""For RECONNECT_IVL.  libzmq's value for never, -1, drops unread messages when a connection ends."""
+"""The value of RECONNECT_IVL.  libzmq's "never", -1, drops unread messages when a connection ends."""
 
 HANDSHAKE_S = 10.0
 CURVE_FRAME_BYTES = 33
-"""Added to each frame by CURVE: a command's name, a nonce, flags and the authenticator."""
+"""The bytes that CURVE adds to each frame: a command's name, a nonce, flags and the authenticator."""
 
 LINGER_S = 0.5
 ZERO_COPY_RECEIVE_BYTES = 64 * 1024
 ZERO_COPY_SEND_BYTES = 256 * 1024
-"""From this size on a frame is sent without a copy.  Releasing it afterwards wakes a thread of pyzmq, which
-takes the interpreter lock: that costs more than copying 120 KiB."""
+"""The size from which a frame is sent without a copy.  Releasing a frame that was not copied wakes a thread
+of pyzmq, which takes the interpreter lock; this costs more than copying 120 KiB."""
 
 READ, WRITE = int(zmq.POLLIN), int(zmq.POLLOUT)
-"""What to wait for, as plain numbers: combining enum flags takes longer than sending a short frame."""
+"""Flags for `wait`.  They are plain integers because combining enum flags takes longer than sending a short
+frame."""
 
 _NO_WAIT, _MORE = int(zmq.DONTWAIT), int(zmq.DONTWAIT | zmq.SNDMORE)
 
 _monitors = itertools.count()
-_EVENT = struct.Struct("=Hi")  # of a socket monitor: event, and a descriptor or error number
+_names = NameLookup()
+_EVENT = struct.Struct("=Hi")  # a socket monitor's event: its number, and a descriptor or error number
 _ADDRESS = re.compile(r"tcp://([^/\s]+):(\d{1,5}|\*)")
 
 LOST_EVENTS = frozenset(
@@ -83,33 +91,35 @@ LOST_EVENTS = frozenset(
 
 ACCEPTED_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
-Frames = list[bytes | memoryview]
 Waitable = zmq.Socket[bytes] | int
 Context = zmq.Context[zmq.Socket[bytes]]
 
 
 @dataclass(frozen=True, slots=True)
 class IncomingMessage:
-    """One multipart message.
+    """A multipart message that was read from a socket.
 
     Attributes:
-        frames: empty if the message exceeds a bound.
-        nbytes: on the wire.
-        excess: the bound that it exceeds; empty: none.
-        user_id: from ZAP, of an accepted connection; empty: none.
-        first: its first frame, by which libzmq tells properties of the connection.
+        routing_id: the routing id of an accepted connection, otherwise empty.
+        frames: the frames; empty if the message exceeds a bound.
+        nbytes: the size of the frames.
+        wire_bytes: the size of the frames on the wire.
+        excess: a description of the limit that the message exceeds, or "".
+        user_id: the User-Id from ZAP if the connection is accepted and encrypted, otherwise "".
+        first: the first frame, from which libzmq reads properties of the connection.
     """
 
     routing_id: bytes
     frames: Frames
     nbytes: int
+    wire_bytes: int
     excess: str
     user_id: str
     first: zmq.Frame
 
     @property
     def fd(self) -> int:
-        """The connection's descriptor in this process (TCP only; deprecated in libzmq); -1: not known."""
+        """The connection's descriptor in this process (TCP only; deprecated in libzmq); -1 if unknown."""
         try:
             return int(self.first.get(zmq.SRCFD))
         except (zmq.ZMQError, AttributeError, TypeError, ValueError):
@@ -117,25 +127,25 @@ class IncomingMessage:
 
     @property
     def host(self) -> str:
-        """The address of the other end; an IPv4 address in IPv4 form, even on an IPv6 socket."""
+        """The address of the other end; an IPv4 address is in IPv4 form, even on an IPv6 socket."""
         return _connection_property(self.first, "Peer-Address").removeprefix("::ffff:")
 
 
 def open_router(context: Context, identity: Identity | None) -> zmq.Socket[bytes]:
-    """For connections that others make.  `identity` None: not encrypted."""
+    """Open the socket for incoming connections, which are encrypted unless `identity` is None."""
     router = _open_socket(context, zmq.ROUTER)
-    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else a message to an unknown routing id is dropped silently
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # do not drop messages to unknown routing ids silently
     router.setsockopt(zmq.BACKLOG, 512)
     if identity is not None:
         router.setsockopt(zmq.CURVE_SERVER, 1)
         router.setsockopt(zmq.CURVE_SECRETKEY, identity.secret)
         router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-        router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler refuse all, instead of admitting all
+        router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler, refuse all keys
     return router
 
 
 def open_dealer(context: Context, identity: Identity | None, peer: PeerId) -> zmq.Socket[bytes]:
-    """For a connection to `peer`.  `identity` None: not encrypted."""
+    """Open the socket for a connection to `peer`, which is encrypted unless `identity` is None."""
     dealer = _open_socket(context, zmq.DEALER)
     dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_NEVER_MS)
     dealer.setsockopt(zmq.CONNECT_TIMEOUT, round(HANDSHAKE_S * 1000))
@@ -147,10 +157,11 @@ def open_dealer(context: Context, identity: Identity | None, peer: PeerId) -> zm
 
 
 def open_monitor(socket: zmq.Socket[bytes], events: int = zmq.EVENT_ALL) -> zmq.Socket[bytes]:
-    """A socket from which `monitor_events` reads what happens to the socket's connections.
+    """Return a socket from which `monitor_events` reads events about the connections of `socket`.
 
-    Its queue has no bound: at the usual one of 1,000 libzmq's thread would wait for the reader, all its
-    connections with it, and `close` for that thread.  An event takes some 100 bytes until it is read.
+    The monitor's queue is not limited.  With the default limit of 1,000 events, libzmq's thread would wait
+    for the reader; all connections would stop, and `close` would wait for that thread.  An unread event takes
+    about 100 bytes.
     """
     address = f"inproc://monitor-{next(_monitors)}"
     socket.monitor(address, events)
@@ -161,44 +172,53 @@ def open_monitor(socket: zmq.Socket[bytes], events: int = zmq.EVENT_ALL) -> zmq.
 
 
 def close(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
-    """Close both; libzmq goes on sending what it holds for at most `LINGER_S` in the background."""
+    """Close both sockets.  libzmq continues to send queued messages in the background, up to `LINGER_S`."""
     socket.disable_monitor()
     monitor.close(linger=0)
     socket.close(linger=round(LINGER_S * 1000))
 
 
 def bind(router: zmq.Socket[bytes], address: str) -> str:
-    """Bind, and return the address with the port that was chosen.  Raises `TransportError`."""
-    endpoint = f"{address[:-1]}0" if address.endswith(":*") else address
+    """Bind the socket; return the address with the chosen port.
+
+    Raises:
+        TransportError: the address is taken or invalid.
+    """
     try:
         _check_address(address)
-        _set_address_family(router, address)
-        router.bind(endpoint)
+        endpoint = _resolve_ipv6_only(address, name_lookup.BIND_WAIT_S)
+        _set_address_family(router, endpoint)
+        router.bind(f"{endpoint[:-1]}0" if endpoint.endswith(":*") else endpoint)
     except zmq.ZMQError as error:
         raise _bind_error(address, error) from None
     return str(router.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0")
 
 
 def connect(dealer: zmq.Socket[bytes], address: str) -> None:
-    """Begin to connect.  Raises `TransportError` if the address is invalid."""
+    """Begin to connect; raise `TransportError` if the address is invalid."""
     try:
         _check_address(address)
-        _set_address_family(dealer, address)
-        dealer.connect(address)
+        endpoint = _resolve_ipv6_only(address, name_lookup.CONNECT_WAIT_S)
+        _set_address_family(dealer, endpoint)
+        dealer.connect(endpoint)
     except zmq.ZMQError as error:
         raise TransportError(
-            f"cannot dial {address!r}: {error.strerror}", remedy='an address looks like "tcp://10.0.0.5:7000"'
+            f"cannot dial {address!r}: {error.strerror}",
+            remedy='use an address such as "tcp://10.0.0.5:7000"',
         ) from None
 
 
 def wait(interests: list[tuple[Waitable, int]], wait_s: float) -> dict[Waitable | None, int]:
-    """Wait for any of (socket or descriptor, READ | WRITE); returns what is ready, with its flags."""
+    """Wait until a socket or descriptor is ready for reading or writing, as its flags request.
+
+    Returns the sockets and descriptors that are ready, each with the flags for which it is ready.
+    """
     untyped: Any = interests
     return dict(zmq.zmq_poll(untyped, math.ceil(wait_s * 1000)))
 
 
 def is_loopback(address: str) -> bool:
-    """Whether the address never leaves this machine."""
+    """Whether connections to this address do not leave this machine."""
     host = _host(address)
     if host == "localhost":
         return True
@@ -209,7 +229,10 @@ def is_loopback(address: str) -> bool:
 
 
 def is_numeric(address: str) -> bool:
-    """Whether no name must be resolved, which libzmq does in the thread that serves all connections."""
+    """Whether the address can be dialled without resolving a name.
+
+    libzmq would resolve a name in the thread that handles all connections.
+    """
     try:
         _check_address(address)
         return _host(address) == "localhost" or bool(ipaddress.ip_address(_host(address)))
@@ -217,8 +240,19 @@ def is_numeric(address: str) -> bool:
         return False
 
 
+def is_readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether `read` would return a message.  This check is faster than the exception that `read` handles."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & READ)
+
+
 def read(socket: zmq.Socket[bytes], *, encrypted: bool, router: bool = False) -> IncomingMessage | None:
-    """The next message; None: there is none.  `router`: messages begin with a routing id."""
+    """Read the next message; return None if there is none.
+
+    Args:
+        socket: the socket to read from.
+        encrypted: whether the socket's connections are encrypted.
+        router: whether the socket is a ROUTER, whose messages begin with a routing id.
+    """
     try:
         first = socket.recv(_NO_WAIT, copy=False)
     except zmq.Again:
@@ -227,32 +261,35 @@ def read(socket: zmq.Socket[bytes], *, encrypted: bool, router: bool = False) ->
     if router:
         routing_id, user_id = first.bytes, _connection_property(first, "User-Id") if encrypted else ""
         if not first.more:
-            return IncomingMessage(routing_id, [], 0, "a message without frames", user_id, first)
+            return IncomingMessage(routing_id, [], 0, 0, "a message has no frames", user_id, first)
         frame = socket.recv(_NO_WAIT, copy=False)
     frames: Frames = []
     count, content_bytes, wire = 0, 0, 0
     while True:
+        nbytes = len(frame)
         count += 1
-        content_bytes += len(frame)
-        wire += wire_bytes(len(frame), encrypted=encrypted)
+        content_bytes += nbytes
+        wire += wire_bytes(nbytes, encrypted=encrypted)
         if count <= codec.MAX_FRAMES and content_bytes <= codec.MAX_MESSAGE_BYTES:
-            frames.append(frame.buffer if len(frame) >= ZERO_COPY_RECEIVE_BYTES else frame.bytes)
+            frames.append(frame.buffer if nbytes >= ZERO_COPY_RECEIVE_BYTES else frame.bytes)
         if not frame.more:
             break
         frame = socket.recv(_NO_WAIT, copy=False)
     excess = ""
     if count > codec.MAX_FRAMES:
-        excess = f"{count} frames, at most {codec.MAX_FRAMES} are allowed"
+        excess = f"a message has {count} frames; at most {codec.MAX_FRAMES} are allowed"
     elif content_bytes > codec.MAX_MESSAGE_BYTES:
-        excess = f"{content_bytes} bytes, at most {codec.MAX_MESSAGE_BYTES} are allowed"
-    return IncomingMessage(routing_id, [] if excess else frames, wire, excess, user_id, first)
+        excess = f"a message has {content_bytes} bytes; at most {codec.MAX_MESSAGE_BYTES} are allowed"
+    return IncomingMessage(routing_id, [] if excess else frames, content_bytes, wire, excess, user_id, first)
 
 
 def write(socket: zmq.Socket[bytes], frames: Frames, routing_id: bytes = b"") -> bool:
-    """Give the message to libzmq, frames of 256 KiB and more without a copy.
+    """Pass the message to libzmq; frames of 256 KiB or more are not copied.
 
-    False: its queue is full, and nothing was taken.  Raises `zmq.ZMQError` (EHOSTUNREACH) if the
-    connection with this routing id is gone.
+    Returns False if libzmq's queue is full, in which case nothing was queued.
+
+    Raises:
+        zmq.ZMQError: the connection with this routing id is closed (EHOSTUNREACH).
     """
     parts = [routing_id, *frames] if routing_id else frames
     last = len(parts) - 1
@@ -266,7 +303,7 @@ def write(socket: zmq.Socket[bytes], frames: Frames, routing_id: bytes = b"") ->
 
 
 def monitor_events(monitor: zmq.Socket[bytes], max_events: int = 1024) -> list[tuple[int, int]]:
-    """Events in their order, each with a file descriptor or an error number."""
+    """Return the pending events in order, each with a file descriptor or an error number."""
     events: list[tuple[int, int]] = []
     with contextlib.suppress(zmq.Again):
         while len(events) < max_events:
@@ -276,7 +313,10 @@ def monitor_events(monitor: zmq.Socket[bytes], max_events: int = 1024) -> list[t
 
 
 def wire_bytes(frame_bytes: int, *, encrypted: bool) -> int:
-    """Size of a frame on the wire: ZMTP 3.1 puts 2 bytes before a short frame and 9 before a long one."""
+    """Return the size of a frame on the wire.
+
+    ZMTP 3.1 adds a header of 2 bytes to a short frame and a header of 9 bytes to a long frame.
+    """
     nbytes = frame_bytes + (CURVE_FRAME_BYTES if encrypted else 0)
     return nbytes + (2 if nbytes <= 255 else 9)
 
@@ -302,15 +342,24 @@ def _open_socket(context: Context, kind: int) -> zmq.Socket[bytes]:
 
 
 def _check_address(address: str) -> None:
-    """TCP only: over libzmq's other transports a lost peer would not be detected."""
+    """Raise `zmq.ZMQError` unless this is a TCP address.
+
+    Over libzmq's other transports, the loss of a peer would not be detected.
+    """
     match = _ADDRESS.fullmatch(address)
     if match is None or (match[2] != "*" and int(match[2]) > 65535):
         raise zmq.ZMQError(errno.EINVAL)
 
 
+def _resolve_ipv6_only(address: str, wait_s: float) -> str:
+    """Replace a host name that has no IPv4 address by its IPv6 address; see `name_lookup`."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    found = _names.ipv6_address(_host(address), wait_s)
+    return f"tcp://[{found}]:{port}" if found else f"tcp://{host}:{port}"
+
+
 def _set_address_family(socket: zmq.Socket[bytes], address: str) -> None:
-    """Enable IPv6 for an IPv6 address.  Not for names: libzmq would then prefer their IPv6 addresses, at
-    which a coordinator may not listen."""
+    """Enable IPv6 on the socket if the address is an IPv6 address."""
     if ":" in _host(address):
         socket.setsockopt(zmq.IPV6, 1)
 
@@ -321,7 +370,7 @@ def _host(address: str) -> str:
 
 
 def _connection_property(frame: zmq.Frame, name: str) -> str:
-    """A property that libzmq knows of the connection of a frame; empty: not known."""
+    """Return a property of the connection from which libzmq read the frame, or "" if it is unknown."""
     try:
         return str(frame.get(name))
     except (zmq.ZMQError, UnicodeDecodeError):
@@ -332,7 +381,8 @@ def _bind_error(address: str, error: zmq.ZMQError) -> TransportError:
     if error.errno == errno.EADDRINUSE:
         return TransportError(
             f"cannot listen at {address}: the port is taken",
-            remedy="stop the program that uses it, choose another port, or use port 0 for any free one",
+            remedy="stop the program that uses the port, choose another port, or use port 0 for any free "
+            "port",
         )
     if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV, errno.EAGAIN):
         return TransportError(
@@ -341,5 +391,5 @@ def _bind_error(address: str, error: zmq.ZMQError) -> TransportError:
         )
     return TransportError(
         f"cannot listen at {address!r}: {error.strerror}",
-        remedy='an address looks like "tcp://0.0.0.0:7000", with port 0 for any free one',
+        remedy='use an address such as "tcp://0.0.0.0:7000"; port 0 stands for any free port',
     )

@@ -1,17 +1,17 @@
-"""TCP connections by their file descriptors, and the options that are set on them.
+"""Sets options on TCP connections, which are identified by their file descriptors.
 
-libzmq owns the descriptors and closes them in a thread of its own, and their numbers are reused.  So each
-access goes through a duplicate of the descriptor, and only if both ends of the connection are the expected
-ones.  No data is read or written here.  Options that the system lacks are left out.
+libzmq owns the descriptors and closes them in its own thread, and their numbers are reused.  Therefore each
+access uses a duplicate of the descriptor, and checks first that both ends of the connection are as expected.
+This module neither reads nor writes data.  Options that the system does not support are skipped.
 
 Buffers:
 
     send() --> libzmq (8 messages) --> not sent yet (at most 2 MiB) | sent, not acknowledged --> network
                                        `------------------ SO_SNDBUF -------------------'
 
-SO_SNDBUF bounds what is sent and not acknowledged.  Linux lets it grow to 4 MiB, which with the kernel's own
-overhead is 2.5 MB of data: 0.5 Gbit/s at a round trip of 40 ms.  A fixed size may be larger where
-`net.core.wmem_max` allows it.  The part that is not sent yet is bounded separately (TCP_NOTSENT_LOWAT), so
+SO_SNDBUF limits the unacknowledged data.  Linux lets the buffer grow to 4 MiB, which with the kernel's
+overhead holds 2.5 MB of data, enough for 0.5 Gbit/s at a round trip of 40 ms.  A fixed size may be larger if
+`net.core.wmem_max` allows it.  The part that is not sent yet is limited separately (TCP_NOTSENT_LOWAT), so
 that control messages do not wait behind a large buffer on a slow link.
 """
 
@@ -30,7 +30,7 @@ from gridtrain.network.transport.zmq import congestion_control
 
 MAX_UNSENT_BYTES = 2 * 2**20
 BUFFER_BYTES = 8 * 2**20
-"""1 Gbit/s at a round trip of 40 ms."""
+"""The size of the send buffer, which is sufficient for 1 Gbit/s at a round trip of 40 ms."""
 
 MAX_DESCRIPTORS = 65536
 _BYTES_RECEIVED, _BYTES_RECEIVED_AT, _TCP_INFO_BYTES = struct.Struct("=Q"), 128, 192  # linux/tcp.h, tcp_info
@@ -39,16 +39,16 @@ _WMEM_MAX = Path("/proc/sys/net/core/wmem_max")
 _TCP_WMEM = Path("/proc/sys/net/ipv4/tcp_wmem")
 
 RemoteAddress = tuple[str, int]
-"""Host and port of the other end, as numbers."""
+"""The numeric host address and the port of the other end."""
 
 
 class TcpConnection:
-    """A connection that was identified by its descriptor and is found again by both of its ends.
+    """A TCP connection that was identified by its descriptor, and is recognized by the addresses of its ends.
 
     Args:
         fd: the descriptor.
-        remote: the other end.
-        ports: of an accepted connection, the ports at which we listen; None: we dialled.
+        remote: the address of the other end.
+        ports: the ports at which we listen, if the connection was accepted; None if we dialled.
     """
 
     def __init__(self, fd: int, remote: RemoteAddress, ports: Set[int] | None = None) -> None:
@@ -59,7 +59,7 @@ class TcpConnection:
 
     @classmethod
     def identify(cls, fd: int, ports: Set[int] | None = None) -> TcpConnection | None:
-        """The connection of this descriptor; None if it is not one, or not to one of these ports."""
+        """Return the connection of this descriptor; None if it is no TCP connection to one of `ports`."""
         with _duplicate_socket(fd) as duplicate:
             remote = None if duplicate is None else _remote_address(duplicate, ports)
         return None if remote is None else cls(fd, remote, ports)
@@ -70,7 +70,10 @@ class TcpConnection:
             return duplicate is not None
 
     def shut_down(self) -> bool:
-        """Shut it down in both directions; libzmq then closes the descriptor.  False: it is gone."""
+        """Shut the connection down in both directions; libzmq then closes the descriptor.
+
+        Returns False if the connection is already closed.
+        """
         with self._duplicate() as duplicate:
             if duplicate is None:
                 return False
@@ -79,7 +82,7 @@ class TcpConnection:
             return True
 
     def received_bytes(self) -> int:
-        """Bytes that have arrived, whether they were read or not; 0: not known."""
+        """Return the number of bytes that have arrived, whether or not they were read; 0 if unknown."""
         with self._duplicate() as duplicate:
             if duplicate is not None:
                 with contextlib.suppress(OSError, AttributeError, struct.error):  # Linux only
@@ -88,7 +91,7 @@ class TcpConnection:
             return 0
 
     def enlarge_buffers(self) -> None:
-        """Give it the buffers that a fast link with a long round trip needs."""
+        """Set buffer sizes that are suitable for a fast link with a long round trip."""
         with self._duplicate() as duplicate:
             if duplicate is not None:
                 with contextlib.suppress(OSError, AttributeError):
@@ -97,13 +100,16 @@ class TcpConnection:
                         duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
 
     def choose_congestion_control(self) -> None:
-        """To be called when the connection is up; see `congestion_control`."""
+        """Choose the congestion control of a new connection; see `congestion_control`."""
         with self._duplicate() as duplicate:
             if duplicate is not None and congestion_control.choose_control(duplicate):
                 self._loss_monitor = congestion_control.LossMonitor()
 
     def watch_losses(self) -> None:
-        """To be called several times a second: may revise what `choose_congestion_control` has chosen."""
+        """Revise the choice of `choose_congestion_control` if necessary.
+
+        This method must be called several times a second.
+        """
         if self._loss_monitor is None:
             return
         with self._duplicate() as duplicate:
@@ -112,16 +118,16 @@ class TcpConnection:
 
     @contextlib.contextmanager
     def _duplicate(self) -> Iterator[socket.socket | None]:
-        """A duplicate of the descriptor; None if it belongs to another connection by now."""
+        """Yield a duplicate of the descriptor; None if the descriptor now belongs to another connection."""
         with _duplicate_socket(self.fd) as duplicate:
             is_same = duplicate is not None and _remote_address(duplicate, self._ports) == self.remote
             yield duplicate if is_same else None
 
 
 def buffer_bytes_to_request(wmem_max_bytes: int, grows_to_bytes: int) -> int:
-    """Value for SO_SNDBUF; 0: leave it, as the buffer grows to as much or more by itself.
+    """Return the value for SO_SNDBUF, or 0 if the buffer grows to the same size or more by itself.
 
-    Linux gives twice the requested size, at most twice `wmem_max_bytes`, and a requested size stays fixed.
+    Linux allocates twice the requested size, at most twice `wmem_max_bytes`, and a requested size is fixed.
     """
     requested_bytes = min(wmem_max_bytes, BUFFER_BYTES // 2)
     return requested_bytes if 2 * requested_bytes > grows_to_bytes else 0
@@ -130,19 +136,21 @@ def buffer_bytes_to_request(wmem_max_bytes: int, grows_to_bytes: int) -> int:
 def keep_freed_pages() -> None:
     """Let the C library reuse the memory of received messages instead of returning it to the system.
 
-    glibc returns each freed block above a threshold, and every received slice then costs the kernel 256
-    empty pages: a tenth of the CPU time of a dense round.  The threshold is the size of the largest such
-    block freed so far, at most 32 MiB (mallopt(3), M_MMAP_THRESHOLD).  This block is never written, so it
-    takes no memory.
+    glibc returns each freed block above a threshold to the system.  The kernel then has to provide 256 empty
+    pages for every received slice, which takes a tenth of the CPU time of a dense round.  The threshold is
+    the size of the largest block that was freed in this way, at most 32 MiB (mallopt(3), M_MMAP_THRESHOLD),
+    so this function allocates and frees one large block.  `bytes` gets zeroed pages from the system (calloc)
+    and never writes to the block, so the block takes no memory.
     """
-    block = bytearray(_FREED_BYTES)
+    block = bytes(_FREED_BYTES)
     del block
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's limit of open files as far as allowed, so that idle connections exhaust it late.
+    """Raise this process's limit of open files as far as the system allows, up to `MAX_DESCRIPTORS`.
 
-    Returns the limit, at most `MAX_DESCRIPTORS`.
+    With a higher limit, idle connections take longer to exhaust the descriptors.  Returns the limit, at most
+    `MAX_DESCRIPTORS`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
@@ -155,7 +163,7 @@ def raise_descriptor_limit() -> int:
 
 @contextlib.contextmanager
 def _duplicate_socket(fd: int) -> Iterator[socket.socket | None]:
-    """A duplicate of the descriptor as a socket; None if it is not a socket."""
+    """Yield a duplicate of the descriptor as a socket; None if the descriptor is not a socket."""
     copy = -1
     try:
         copy = os.dup(fd)
@@ -183,7 +191,7 @@ def _remote_address(duplicate: socket.socket, ports: Set[int] | None) -> RemoteA
 
 @functools.cache
 def _system_limits() -> tuple[int, int]:
-    """`net.core.wmem_max` and the maximum of `net.ipv4.tcp_wmem`; (0, 0) where they are not known."""
+    """Return `net.core.wmem_max` and the maximum of `net.ipv4.tcp_wmem`; (0, 0) if they are unknown."""
     try:
         return int(_WMEM_MAX.read_text()), int(_TCP_WMEM.read_text().split()[2])
     except (OSError, ValueError, IndexError):

@@ -1,24 +1,25 @@
 """The transport over TCP with ZeroMQ, encrypted with CURVE.
 
-    who dialled                                   who was dialled
+    dialling side                                 accepting side
     DEALER (one per connection) --- Hello ------> ROUTER (all connections)    routing id -> Connection
         PeerUp <------------------- Hello ----        PeerUp
         both directions <=========================>   both directions
 
-A peer may have several connections, for instance if both sides dialled.  Each side sends over the one that
-was there first, so that order is kept, and reads all.  When any of them breaks, messages may be lost; so
-`PeerDown` comes, and at once `PeerUp` again if another one is left.
+A peer may have several connections, for example if both sides have dialled.  Each side sends over its oldest
+connection, so that messages stay in order, and reads from all connections.  When a connection breaks,
+messages may be lost; therefore the transport reports `PeerDown`, followed by `PeerUp` if another connection
+remains.
 
-libzmq's socket monitors report a lost connection: that of a DEALER is its own; the ROUTER's gives a file
-descriptor, which belongs to the peer that greeted over it.  What the peer sent before the loss is delivered
-before `PeerDown`.
+libzmq's socket monitors report the loss of a connection.  The monitor of a DEALER reports on its only
+connection; the monitor of the ROUTER reports a file descriptor, which belongs to the peer that sent Hello
+over it.  Messages that the peer sent before the loss are delivered before `PeerDown`.
 
-The access policy is asked during the handshake (`handshake`), and again for every message: a connection whose
-key is not admitted any more is closed at its next message.
+The access policy is consulted during the handshake (`handshake`), and again for every message: a connection
+whose key is no longer admitted is closed at its next message.
 
-    `Dialer`     connections that we make        `Listener`            connections that others make
-    `SendQueue`  what waits to leave             `ReceiveQueue`        what waits for the download cap
-    `sockets`    libzmq, with every bound set    `ReachabilityCheck`   whether a peer can be dialled
+    `Dialer`     outgoing connections            `Listener`            incoming connections
+    `SendQueue`  messages to be sent             `ReceiveQueue`        messages that wait for the download cap
+    `sockets`    libzmq, with all limits set     `ReachabilityCheck`   checks of whether a peer can be dialled
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from gridtrain.network.transport.identity import Identity, require_curve
 from gridtrain.network.transport.interface import (
     AccessPolicy,
     ConnectionDenied,
+    Frames,
     PeerDown,
     ReachResult,
     Received,
@@ -55,15 +57,16 @@ from gridtrain.network.transport.zmq.reachability import PROBE_SOFTWARE, Reachab
 from gridtrain.network.wire import codec
 
 BATCH_MESSAGES = 64
-"""Messages read from one socket before the others have their turn."""
+"""The largest number of messages to read from one socket before the next socket is read."""
 
 ROUTER_RETRY_S = (0.001, 0.1)
-"""A ROUTER does not report when the full queue of a connection has room again.  So writing is tried again
-after half of the time for which it has been full, within these bounds.  libzmq accepts messages again when
-half of its queue has been sent; the other half covers the delay of the retry."""
+"""The bounds of the delay before another attempt to write to a ROUTER.  A ROUTER does not report when the
+full queue of a connection has room again, so the delay is half of the time for which the queue has been full.
+libzmq accepts messages again when half of its queue has been sent; it sends the other half during the
+delay."""
 
 CHECK_INTERVAL_S = 0.25
-"""Between two checks of unread bytes and of losses."""
+"""The interval between two checks for unread bytes and packet losses."""
 
 CLOSE_S = 1.0
 _WILDCARDS = ("*", "0.0.0.0", "[::]")
@@ -74,16 +77,19 @@ class ZeroMQTransport:
 
     Args:
         identity: our key pair.
-        software: our name and version, for Hello.
-        gate: who may connect and send.
-        encrypted: False: a peer is who its Hello says, and anybody on the path can read and alter messages.
-            Such a transport uses loopback addresses alone, unless `plain_anywhere`, for benchmarks.
-        upload_Bps, download_Bps: rate caps in bytes per second; None: none.
-        outbox_bytes: bound of what is queued for one peer (libzmq holds a little more).
+        software: the name and version of our software, for Hello.
+        gate: the access policy.
+        encrypted: whether to encrypt connections.  Without encryption, the key in a peer's Hello is not
+            verified and anyone on the network path can read and alter messages, so only loopback addresses
+            are allowed.
+        plain_anywhere: whether to allow all addresses without encryption, for benchmarks.
+        upload_Bps, download_Bps: rate caps in bytes per second; None for no cap.
+        outbox_bytes: the largest number of bytes that may be queued for one peer, not counting libzmq's
+            queue.
         advertise_host: the host that peers should dial if we listen on all interfaces.
 
     Raises:
-        ConfigError: libzmq cannot encrypt, or has known vulnerabilities.
+        ConfigError: libzmq cannot encrypt or has known vulnerabilities.
     """
 
     def __init__(
@@ -108,9 +114,9 @@ class ZeroMQTransport:
         self._is_any_address_allowed = encrypted or plain_anywhere
         self._hello = codec.encode(Hello(self.me, PROTOCOL_VERSION, software))
         self._advertise_host = advertise_host
-        self._send_queue: SendQueue[sockets.Frames] = SendQueue(UploadLimiter(upload_Bps), outbox_bytes)
+        self._send_queue: SendQueue[Frames] = SendQueue(UploadLimiter(upload_Bps), outbox_bytes)
         self._receive_queue: ReceiveQueue[Connection, TransportEvent] = ReceiveQueue(download_Bps)
-        self._context: sockets.Context = zmq.Context()  # not the global one, which does not survive a fork
+        self._context: sockets.Context = zmq.Context()  # the global context does not survive a fork
         curve_identity = identity if encrypted else None
         self._listener = Listener(self._context, gate, curve_identity)
         self._dialer = Dialer(self._context, curve_identity, self._hello)
@@ -120,9 +126,9 @@ class ZeroMQTransport:
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._events: list[TransportEvent] = []
-        self._connections: dict[PeerId, list[Connection]] = {}  # we send over the first
-        self._last_drained_s = time.monotonic()  # the ROUTER was empty then
-        self._router_full_s = math.inf  # since when
+        self._connections: dict[PeerId, list[Connection]] = {}  # we send over the first connection
+        self._last_drained_s = time.monotonic()  # when the ROUTER was last empty
+        self._router_full_s = math.inf  # since when a ROUTER's queue has been full
         self._next_check_s = 0.0
         self._closed = False
 
@@ -137,7 +143,8 @@ class ZeroMQTransport:
     def dial(self, peer: PeerId, address: str) -> None:
         if peer == self.me:
             raise TransportError(
-                f"{address} was to be dialled with our own key", remedy="leave this worker out of the list"
+                f"cannot dial {address}: the peer's key is our own key",
+                remedy="remove this worker from the list of peers",
             )
         self._require_encryption("dial", address)
         if peer in self._connections:
@@ -148,14 +155,14 @@ class ZeroMQTransport:
             self._dialer.dial(peer, address, time.monotonic())
 
     def reach(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
-        """See `Transport.reach`.  At most four addresses are tried, and host names are not resolved: a peer
-        chooses these addresses, and a slow name server would stop all connections."""
+        """See `Transport.reach`.  At most four addresses are tried.  Host names are not resolved, because a
+        peer chooses these addresses and a slow name server would block all connections."""
         self._reachability.start(peer, addresses, time.monotonic() + timeout_s)
 
     def hang_up(self, peer: PeerId) -> None:
-        """See `Transport.hang_up`.  Queued bulk is dropped; queued control messages leave now."""
+        """See `Transport.hang_up`.  Queued bulk is dropped, and queued control messages are sent now."""
         connections = self._connections.get(peer, [])
-        self._router_full_s = math.inf  # this connection may have been the full one
+        self._router_full_s = math.inf  # the full queue may have been this connection's
         for queued in self._send_queue.drain_control(peer):
             if not (connections and self._write(connections[0], queued)):
                 break  # the peer does not read
@@ -171,13 +178,13 @@ class ZeroMQTransport:
     def connected(self, peer: PeerId) -> bool:
         return peer in self._connections
 
-    def send(self, peer: PeerId, message: Message) -> None:
+    def send(self, peer: PeerId, message: Message, frames: Frames | None = None) -> None:
         if peer not in self._connections:
             raise TransportError(
-                f"peer {peer.hex()[:8]} is not connected", remedy="wait for its PeerUp before sending"
+                f"peer {peer.hex()[:8]} is not connected", remedy="wait for the peer's PeerUp before sending"
             )
-        frames, now_s = codec.encode(message), time.monotonic()
-        nbytes = self._wire_bytes(frames)
+        frames = codec.encode(message) if frames is None else frames
+        nbytes, now_s = self._wire_bytes(frames), time.monotonic()
         queued = QueuedMessage(peer, type(message).__name__, frames, nbytes, is_bulk(message), now_s)
         can_bypass = self._send_queue.limiter.rate_Bps is None and self._send_queue.is_empty()
         if can_bypass and self._try_write(self._connections[peer][0], queued, now_s):
@@ -199,7 +206,8 @@ class ZeroMQTransport:
         while True:
             now_s = time.monotonic()
             self._dialer.retry_due(now_s)
-            self._events += self._reachability.poll(now_s)
+            if self._reachability.is_busy:
+                self._events += self._reachability.poll(now_s)
             self._flush(now_s)
             until_s = now_s if self._events else min(deadline_s, self._due_s(now_s))
             woken = self._poll_once(max(0.0, until_s - now_s))
@@ -235,23 +243,22 @@ class ZeroMQTransport:
     # -- one turn of the loop ------------------------------------------------------------------
 
     def _due_s(self, now_s: float) -> float:
-        """When there is something to do although no socket is ready."""
+        """Return the time at which the transport must act even if no socket is ready."""
         if self._listener.has_lost:
             return now_s
-        due_s = min(
-            self._send_queue.due_s(),
-            self._receive_queue.due_s(),
-            self._reachability.due_s(),
-            self._dialer.due_s(),
-            self._listener.due_s(),
-        )
+        due_s = min(self._receive_queue.due_s(), self._dialer.due_s(), self._listener.due_s())
+        if self._reachability.is_busy:
+            due_s = min(due_s, self._reachability.due_s())
+        if self._send_queue.is_empty():
+            return due_s
+        due_s = min(due_s, self._send_queue.due_s())
         if any(connection.outgoing is None for connection in self._blocked_connections()):
             least_s, most_s = ROUTER_RETRY_S
             due_s = min(due_s, now_s + min(most_s, max(least_s, (now_s - self._router_full_s) / 2)))
         return due_s
 
     def _poll_once(self, wait_s: float) -> bool:
-        """Wait once, then process what is ready.  True: `wake` was called."""
+        """Wait once, then process the sockets that are ready; return whether `wake` was called."""
         ready = sockets.wait(self._interests(), wait_s)
         zap_handler = self._listener.zap_handler
         if zap_handler is not None and zap_handler.socket in ready:
@@ -266,9 +273,10 @@ class ZeroMQTransport:
                 self._read_outgoing(dial)
             if dial.monitor in ready:
                 self._read_dial_monitor(dial)
-        for connection in self._blocked_connections():
-            if connection.outgoing is None:
-                self._send_queue.unblock(connection.peer)
+        if not self._send_queue.is_empty():
+            for connection in self._blocked_connections():
+                if connection.outgoing is None:
+                    self._send_queue.unblock(connection.peer)
         drained = True
         if self._listener.router in ready or self._listener.has_lost:
             drained = self._read_router()
@@ -277,7 +285,8 @@ class ZeroMQTransport:
         now_s = time.monotonic()
         if drained:
             self._last_drained_s = now_s
-        self._events += self._receive_queue.take_due(now_s)
+        if not self._receive_queue.is_idle:
+            self._events += self._receive_queue.take_due(now_s)
         self._listener.close_overdue(self._last_drained_s, now_s)
         if now_s >= self._next_check_s:
             self._next_check_s = now_s + CHECK_INTERVAL_S
@@ -285,14 +294,17 @@ class ZeroMQTransport:
         return self._wake_in.fileno() in ready and self._drain_wakeups()
 
     def _interests(self) -> list[tuple[sockets.Waitable, int]]:
-        """What to wait for."""
-        blocked = {connection.outgoing for connection in self._blocked_connections()}
+        """Return the sockets and descriptors to wait for, each with its flags (READ | WRITE)."""
         interests: list[tuple[sockets.Waitable, int]] = [
             (self._wake_in.fileno(), sockets.READ),
             (self._listener.monitor, sockets.READ),
             (self._listener.router, sockets.READ),
-            *self._reachability.interests(),
         ]
+        if self._reachability.is_busy:
+            interests += self._reachability.interests()
+        blocked: set[OutgoingConnection | None] = set()
+        if not self._send_queue.is_empty():
+            blocked = {connection.outgoing for connection in self._blocked_connections()}
         if self._listener.zap_handler is not None:
             interests.append((self._listener.zap_handler.socket, sockets.READ))
         for dial in self._dialer:
@@ -302,11 +314,11 @@ class ZeroMQTransport:
         return interests
 
     def _blocked_connections(self) -> list[Connection]:
-        """Connections whose queues in libzmq are full."""
+        """Return the connections whose queues in libzmq are full."""
         return [self._connections[peer][0] for peer in self._send_queue.blocked_peers()]
 
     def _check_connections(self) -> None:
-        """Watch losses, and close connections over which far more has arrived than was read."""
+        """Check for packet losses, and close connections over which too many bytes arrived unread."""
         for connections in self._connections.values():
             for connection in connections:
                 if connection.tcp is not None:
@@ -324,22 +336,27 @@ class ZeroMQTransport:
     # -- sending -------------------------------------------------------------------------------
 
     def _flush(self, now_s: float) -> None:
+        if self._send_queue.is_empty():
+            return
         while (queued := self._send_queue.take(now_s)) is not None:
             if not self._try_write(self._connections[queued.peer][0], queued, now_s):
                 self._send_queue.put_back(queued)
 
-    def _try_write(self, connection: Connection, queued: QueuedMessage[sockets.Frames], now_s: float) -> bool:
-        """As `_write`; also keeps track of since when the ROUTER has been full."""
+    def _try_write(self, connection: Connection, queued: QueuedMessage[Frames], now_s: float) -> bool:
+        """Write a message with `_write`, and record since when the ROUTER has been full."""
         taken = self._write(connection, queued)
         if connection.outgoing is None:
             self._router_full_s = math.inf if taken else min(now_s, self._router_full_s)
         return taken
 
-    def _write(self, connection: Connection, queued: QueuedMessage[sockets.Frames]) -> bool:
-        """False: libzmq's queue is full.  If the connection is gone, all that is queued is dropped."""
+    def _write(self, connection: Connection, queued: QueuedMessage[Frames]) -> bool:
+        """Write a message; return False if libzmq's queue is full.
+
+        If the connection is closed, all messages queued for the peer are dropped, and True is returned.
+        """
         try:
             taken = sockets.write(connection.socket, queued.body, connection.routing_id)
-        except zmq.ZMQError:  # EHOSTUNREACH: the ROUTER knows before its monitor is read
+        except zmq.ZMQError:  # EHOSTUNREACH: the connection is closed, but its monitor was not read yet
             self._send_queue.clear_peer(queued.peer)
             self._listener.mark_lost(connection)
             return True
@@ -350,9 +367,9 @@ class ZeroMQTransport:
     # -- receiving -----------------------------------------------------------------------------
 
     def _read_router(self) -> bool:
-        """Read at most a batch from all accepted connections.  True: nothing more is there."""
+        """Read at most one batch from all accepted connections; return whether no message is left."""
         for _ in range(BATCH_MESSAGES):
-            incoming = self._listener.read()
+            incoming = self._listener.read() if sockets.is_readable(self._listener.router) else None
             if incoming is None:
                 return True
             connection = self._listener.connection_of(incoming)
@@ -364,11 +381,13 @@ class ZeroMQTransport:
         return False
 
     def _read_outgoing(self, dial: OutgoingConnection) -> bool:
-        """Read at most a batch from a connection that we made.  True: nothing more is there."""
+        """Read at most one batch from an outgoing connection; return whether no message is left."""
         for _ in range(BATCH_MESSAGES):
             if dial.socket is None:
-                return True  # it was closed
-            incoming = sockets.read(dial.socket, encrypted=self._encrypted)
+                return True  # the connection was closed while messages were handled
+            incoming = None
+            if sockets.is_readable(dial.socket):
+                incoming = sockets.read(dial.socket, encrypted=self._encrypted)
             if incoming is None:
                 return True
             if dial.connection is not None:
@@ -378,81 +397,88 @@ class ZeroMQTransport:
         return False
 
     def _handle_incoming(self, connection: Connection, incoming: sockets.IncomingMessage) -> None:
-        """A message of a peer that has greeted."""
-        connection.read_bytes += incoming.nbytes
+        """Handle a message from a peer that has sent Hello."""
+        connection.read_bytes += incoming.wire_bytes
         if connection.state == "shut":
             return
         if not access_control.is_key_match(incoming.user_id, connection.user_id):
-            text = f"a message came under the name of {connection.key.hex()[:8]}"
+            text = f"a message was sent in the name of {connection.key.hex()[:8]}"
             self._events.append(TransportViolation(None, text))
-            self._close_connection(connection, "another key sent a message in its name")
+            self._close_connection(connection, "another key sent a message in the peer's name")
         elif not access_control.is_still_admitted(self._access_policy, connection.key, connection.is_pending):
-            self._close_connection(connection, "its key is not admitted any more")
+            self._close_connection(connection, "the peer's key is no longer admitted")
         elif connection.state == "up":
             try:
                 message = handshake.decode_message(incoming, self.traffic)
                 if isinstance(message, Hello):
-                    raise RemoteProtocolError("a second Hello on a connection")
+                    raise RemoteProtocolError("a second Hello arrived over a connection")
             except RemoteProtocolError as error:
                 self._events.append(TransportViolation(connection.peer, str(error)))
             else:
-                self._deliver(connection, Received(connection.peer, message, incoming.nbytes))
+                received = Received(connection.peer, message, incoming.nbytes)
+                self._deliver(connection, received, incoming.wire_bytes)
 
-    def _deliver(self, connection: Connection, event: Received) -> None:
-        """Control is delivered at once, bulk when the download cap permits."""
-        now_s = time.monotonic()
-        if is_bulk(event.message) and self._receive_queue.is_idle:
+    def _deliver(self, connection: Connection, event: Received, wire_bytes: int) -> None:
+        """Deliver control immediately, and bulk when the download cap permits."""
+        is_bulk_message = is_bulk(event.message)
+        if is_bulk_message and self._receive_queue.is_idle:
             self._events.append(event)
-        elif is_bulk(event.message):
-            self._receive_queue.put(connection, event, event.nbytes, now_s)
+            return
+        now_s = time.monotonic()
+        if is_bulk_message:
+            self._receive_queue.put(connection, event, wire_bytes, now_s)
             self._events += self._receive_queue.take_due(now_s)
             waiting_bytes = self._receive_queue.waiting_bytes(connection)
             if dialer.exceeds_unread(waiting_bytes, 0, is_pending=connection.is_pending):
                 self._close_hoarder(connection)
             elif (fullest := self._receive_queue.find_overfull_sender()) is not None:
                 self._close_connection(
-                    fullest, "the most of what waits for the download limit is from there, and it is too much"
+                    fullest, "too many bytes wait for the download limit, and this peer has sent most of them"
                 )
-        elif connection.flood_detector.add(event.nbytes, now_s):
-            # Closed before the loop reads the event: what arrives meanwhile would fill the memory.
-            text = f"more than {FLOOD_MESSAGES} messages or {FLOOD_BYTES} bytes that need no credit"
+        elif connection.flood_detector.add(wire_bytes, now_s):
+            # The connection is closed before the loop reads the event, because messages that arrive meanwhile
+            # would fill the memory.
+            text = f"a peer sent more than {FLOOD_MESSAGES} messages or {FLOOD_BYTES} bytes without credit"
             self._events.append(TransportViolation(connection.peer, text))
-            self._close_connection(connection, "it floods this connection")
+            self._close_connection(connection, "the peer is flooding this connection")
         else:
-            self._receive_queue.charge(connection, event.nbytes, now_s)
+            self._receive_queue.charge(connection, wire_bytes, now_s)
             self._events.append(event)
 
     def _close_hoarder(self, connection: Connection | None) -> None:
-        """None: nobody had greeted, and the connection is closed already."""
-        text = "it sends far more than is read, or never ends a message"
+        """Report a connection over which many more bytes have arrived than were read, and close it.
+
+        None stands for a connection over which no Hello has arrived; this connection has already been closed.
+        """
+        text = "a peer sends far more than this worker reads, or never completes a message"
         if connection is None or connection.state == "up":
             self._events.append(TransportViolation(None if connection is None else connection.peer, text))
         if connection is not None:
-            self._close_connection(connection, "it fills the memory")
+            self._close_connection(connection, "the peer is filling this process's memory")
 
-    # -- greeting ------------------------------------------------------------------------------
+    # -- Hello ---------------------------------------------------------------------------------
 
     def _handle_hello_reply(self, dial: OutgoingConnection, incoming: sockets.IncomingMessage) -> None:
-        """The first message over a connection that we made."""
+        """Handle the first message of an outgoing connection."""
         try:
             hello = handshake.read_hello(incoming, self.traffic)
             if hello.peer != dial.peer:
-                raise RemoteProtocolError(f"{dial.address} answers with key {hello.peer.hex()[:8]}")
+                raise RemoteProtocolError(f"{dial.address} answered with key {hello.peer.hex()[:8]}")
         except RemoteProtocolError as error:
             self._events.append(TransportViolation(None, str(error)))
             self._redial(dial, str(error))
             return
-        self._count_hello()  # the one that was answered; those of failed attempts never left
+        self._count_hello()  # only the Hello that was answered; a failed attempt sends none
         if hello.version != PROTOCOL_VERSION:
             self._events.append(handshake.version_mismatch(hello, dial.peer))
-            self._dialer.close(dial)  # the same software will give the same answer
+            self._dialer.close(dial)  # a retry would fail in the same way
         elif not access_control.is_still_admitted(self._access_policy, dial.peer, is_pending=False):
-            self._redial(dial, "its key is not admitted")
+            self._redial(dial, "the peer's key is not admitted")
         else:
-            self._connection_up(dial.establish(hello.software))
+            self._connection_up(dial.establish(hello.software, time.monotonic()))
 
     def _handle_hello(self, incoming: sockets.IncomingMessage) -> None:
-        """The first message over an accepted connection."""
+        """Handle the first message of an accepted connection."""
         fd = incoming.fd
         if not self._listener.is_open(fd):
             return
@@ -469,7 +495,7 @@ class ZeroMQTransport:
         if connection is None:
             self._listener.refuse(incoming)  # without an answer
             return
-        with contextlib.suppress(zmq.ZMQError):  # it is gone again, as the monitor will say
+        with contextlib.suppress(zmq.ZMQError):  # the connection is already closed; the monitor reports it
             if sockets.write(self._listener.router, self._hello, incoming.routing_id):
                 self._count_hello()
         if hello.version != PROTOCOL_VERSION:
@@ -495,20 +521,20 @@ class ZeroMQTransport:
         if dial.monitor is None or (event := dial.read_monitor()) is None:
             return
         while not self._read_outgoing(dial):
-            pass  # bounded by what libzmq holds, as nothing more can arrive
+            pass  # bounded by libzmq's queue, because no more messages can arrive
         # Without encryption there is no status 400: a connection that ends before Hello was denied.
         closed_early = not self._encrypted and dial.connection is None and event == zmq.EVENT_DISCONNECTED
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or closed_early:
             self._events.append(ConnectionDenied(dial.peer, dial.address))
         if dial.socket is not None:
-            self._redial(dial, f"connection to {dial.address} lost")
+            self._redial(dial, f"the connection to {dial.address} was lost")
 
     def _redial(self, dial: OutgoingConnection, reason: str) -> None:
         if (connection := dial.retry_later(time.monotonic())) is not None:
             self._connection_down(connection, reason)
 
     def _close_connection(self, connection: Connection, reason: str) -> None:
-        """Close it now; what waits to be delivered from it is dropped."""
+        """Close a connection immediately; its messages that wait to be delivered are dropped."""
         self._receive_queue.remove_sender(connection, connection.peer, time.monotonic())
         if connection.outgoing is not None:
             self._redial(connection.outgoing, reason)
@@ -541,7 +567,7 @@ class ZeroMQTransport:
     def _count_hello(self) -> None:
         self.traffic.count_sent("Hello", self._wire_bytes(self._hello))
 
-    def _wire_bytes(self, frames: sockets.Frames) -> int:
+    def _wire_bytes(self, frames: Frames) -> int:
         return sum(sockets.wire_bytes(len(frame), encrypted=self._encrypted) for frame in frames)
 
     # -- addresses -----------------------------------------------------------------------------
@@ -552,6 +578,7 @@ class ZeroMQTransport:
     def _require_encryption(self, what: str, address: str) -> None:
         if not self._can_use(address):
             raise TransportError(
-                f"cannot {what} {address!r} without encryption: anybody on the path could read and alter",
-                remedy='switch encryption on, or stay on this machine: "tcp://127.0.0.1:PORT"',
+                f"cannot {what} {address!r} without encryption, because anyone on the network path could "
+                "alter messages",
+                remedy='enable encryption, or use a loopback address: "tcp://127.0.0.1:PORT"',
             )

@@ -1,7 +1,7 @@
-"""A small classifier, trained by everybody together: which of three spiral arms is a point on?
+"""Trains a small classifier on all workers together: on which of three spiral arms is a point?
 
-The lines marked `# grid` are all that gridtrain changes in an ordinary PyTorch loop.  Nothing is
-downloaded; replace model and data by yours.
+The lines marked `# grid` are the only changes to an ordinary PyTorch loop.  Nothing is
+downloaded; replace the model and the data with your own.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch.utils.data import TensorDataset
 import gridtrain  # grid
 
 ARMS, POINTS = 3, 1000
+STEPS = 20_000  # a few minutes with two workers on one machine
 
 
 def spirals() -> TensorDataset:
-    """ARMS * POINTS points: positions of shape (n, 2), and the arm of each."""
+    """Return ARMS * POINTS points: positions of shape (n, 2), and the arm of each."""
     positions, arms = [], []
     for arm in range(ARMS):
         for i in range(POINTS):
@@ -37,16 +38,16 @@ def main() -> None:
     dataset = spirals()
 
     grid = gridtrain.join()  # grid
-    exchange = gridtrain.GTopK(density=0.1, momentum=0.9)  # grid: what travels, see docs/exchanges.md
+    exchange = gridtrain.GTopK(density=0.1, momentum=0.9)  # grid: see docs/exchanges.md
     optimizer = grid.optimizer(optimizer, model, exchange=exchange)  # grid
-    for x, y in grid.batches(dataset, global_batch_size=128, steps=600):  # grid: was a DataLoader
+    for x, y in grid.batches(dataset, global_batch_size=128, steps=STEPS):  # grid: was a DataLoader
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
         grid.report(loss=loss.item())  # grid: for `gridtrain status`
-        if grid.is_first and grid.step % 100 == 0:
+        if grid.is_first and grid.step % (STEPS // 10) == 0:
             x_all, y_all = dataset.tensors
             with torch.no_grad(), grid.evaluation():
                 right = (model(x_all).argmax(1) == y_all).float().mean().item()

@@ -91,9 +91,9 @@ def run(data: bytes) -> bool:
     kind, world_size = source.below(7), 1 + source.below(9)
     rank, slices = source.below(world_size), 1 + source.below(3)
     if kind in DENSE:
-        core: Collective = DENSE[kind](rank, world_size, slices, False)
+        core: Collective = DENSE[kind](rank, world_size, slices, 0)
     else:
-        core = (AllGather, ButterflyExchange, TreeExchange, SparseStar)[kind - 1](rank, world_size, False)
+        core = (AllGather, ButterflyExchange, TreeExchange, SparseStar)[kind - 1](rank, world_size, 0)
     due, sent = expected(kind, rank, world_size, slices), 0
     awaited = len(due)
     sent += _check(core.start(0.0), rank, world_size, completes=not due)
@@ -107,7 +107,7 @@ def run(data: bytes) -> bool:
                 "something is due from a rank that is not waited for",
             )
             due.remove(arrival)
-            effects = core.handle(PayloadReceived(*arrival, bool(source.byte() & 1), b"x"), 1.0)
+            effects = core.handle(PayloadReceived(*arrival, source.byte(), b"x"), 1.0)
             sent += _check(effects, rank, world_size, completes=not due)
             continue
         wrong = _wrong(source, world_size, due)
@@ -139,7 +139,7 @@ def _wrong(source: Source, world_size: int, due: Due) -> PayloadReceived:
             source.below(world_size + 1),
             PayloadSlot(source.choice(list(CollectivePhase)), *numbers),
         )
-    return PayloadReceived(sender, place, False, b"wrong")
+    return PayloadReceived(sender, place, 0, b"wrong")
 
 
 def _check(effects: Sequence[CollectiveEffect], rank: int, world_size: int, completes: bool) -> int:
@@ -179,7 +179,10 @@ TARGETS = (
         "arrivals into ring, all-gather, butterfly, tree and stars",
         run,
         valid,
-        tuple(f"gridtrain.core.{name}" for name in ("ring", "allgather", "gtopk", "hops", "tree", "star")),
+        tuple(
+            f"gridtrain.core.collectives.{name}"
+            for name in ("ring", "allgather", "butterfly", "hop_exchange", "tree", "star")
+        ),
         max_bytes=600,
     ),
 )

@@ -9,12 +9,14 @@ product.  The schedule decides what arrives, and when.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from random import Random
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from gridfuzz import drawing
 from gridfuzz.source import Source
@@ -24,6 +26,7 @@ from gridfuzz.targets.loops import Before, Watched, Wire, loop_by
 from gridtrain.config import JoinConfig
 from gridtrain.core import messages as m
 from gridtrain.core.collectives import allgather, butterfly, ring
+from gridtrain.core.commit import data_ledger
 from gridtrain.core.commit.attempts import MAX_EARLY_BYTES, MAX_EARLY_MESSAGES
 from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY, ROOT, extend_history
 from gridtrain.core.group import member_events as io
@@ -41,6 +44,7 @@ from gridtrain.network.wire.sparse_payload import ValueKind, encode
 from gridtrain.runtime import io_loop as loop
 from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
 from gridtrain.runtime.open_round import OpenRound
+from gridtrain.runtime.step_plan import StepPlan
 
 KEYS = tuple(bytes([letter]) * 32 for letter in b"abc")
 COORDINATOR, STRANGER = b"C" * 32, b"s" * 32
@@ -54,7 +58,7 @@ PAYLOADS = tuple(
 EDGES = (ring.neighbours, allgather.neighbours, butterfly.neighbours)
 OF_MEMBERS = (
     *(m.Data, m.Vote, m.Decision, m.RoundProgress, m.MeanRequest, m.MeanReply, m.StateRequest, m.StateBlock),
-    m.StateDigest,
+    *(m.StateDigest, m.Waiting, m.ProceedWithout),
     *(m.ResidualBlock, m.ResidualReply, m.CheckpointBlock),
 )
 OF_COORDINATOR = (
@@ -79,7 +83,8 @@ class Rig:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.me = KEYS[source.below(3)]
-        self.kind = source.below(3)
+        kind = source.below(6)
+        self.kind, self.may_be_absent = kind % 3, kind >= 3
         self.now_s = 100.0
         self.up: set[m.PeerId] = set()
         self.yes: dict[m.RoundId, dict[m.PeerId, bytes]] = {}
@@ -94,6 +99,8 @@ class Rig:
         self.core = Watched(self.me, COORDINATOR, join, config.deadlines)
         self.core.watcher = self
         self.loop._core = self.core
+        if self.may_be_absent:
+            self.loop.step_rounds.attach_empty(self._make_empty)
 
     @property
     def open(self) -> m.RoundId | None:
@@ -112,7 +119,7 @@ class Rig:
     def _enter(self) -> None:
         self.edge(COORDINATOR)
         self.tell(m.Welcome(1, "run", "s"))
-        self.loop._handle(io.TrainerJoined(SETUP, EDGES[self.kind]))
+        self.loop._handle(io.TrainerJoined(SETUP, EDGES[self.kind], may_be_absent=self.may_be_absent))
         self.next_generation(KEYS, -1, EMPTY_HISTORY, m.LedgerState(), joining=KEYS[1:])
 
     def next_generation(
@@ -192,6 +199,7 @@ class Rig:
                 self.loop._handle(
                     source.choice((io.RoundFailed("here"), io.ProbeResults(()), io.LeaveGroup("why")))
                 )
+        self.loop._contribute_if_absent()
         self.loop._publish()
 
     def hear(self, peer: m.PeerId, message: m.Message) -> None:
@@ -251,7 +259,7 @@ class Rig:
             damaged = bytearray(payload)
             damaged[self.source.below(len(damaged) or 1) : 1] = self.source.bytes(1)
             payload = bytes(damaged)
-        data = m.Data(self.open, CHANNEL, place, self.source.one_in(16), payload)
+        data = m.Data(self.open, CHANNEL, place, drawing.flags(self.source), payload)
         self.hear(self.core.rank_assignment.members[rank].peer, data)
 
     def _payload(self) -> bytes:
@@ -292,6 +300,7 @@ class Rig:
         others = [peer for peer in KEYS if peer != self.me and source.byte() % 4]
         order = tuple(sorted([self.me, *others], reverse=source.one_in(2)))
         joining = () if core.is_synced else (self.me,) if len(order) > 1 else ()
+        state = data_ledger.release_late(SETUP.ledger, state, order)
         self.next_generation(order, applied, history, state, joining)
 
     # -- the trainer ---------------------------------------------------------------------------------
@@ -300,8 +309,25 @@ class Rig:
     def world(self) -> int:
         return self.core.rank_assignment.world_size if self.core.rank_assignment is not None else 1
 
+    def _make_empty(self, plan: StepPlan, _: Sequence[object]) -> Sequence[Any] | None:
+        """What the loop contributes instead of the trainer; None if the trainer has to take part."""
+        if self.source.one_in(8):
+            return None
+        self.due = expected(self.kind, plan.rank, plan.world_size, 1)
+        return (self._workspace(plan.rank, PAYLOADS[0], np.zeros(N, np.float32)),)
+
+    def _workspace(self, rank: int, payload: bytes, values_N: npt.NDArray[np.float32]) -> Any:
+        if self.kind == 0:
+            return DenseRingBuffer(values_N, self.world)
+        if self.kind == 1:
+            return AllGatherBuffer(rank, self.world, payload, n=N, k=K, kind=KIND)
+        return ButterflyBuffer(payload, n=N, k=K, kind=KIND)
+
     def _train(self) -> None:
         core = self.core
+        if self.loop.step_rounds.last_missed is not None and not self.source.one_in(4):
+            self.loop.step_rounds.take_missed()
+            self.loop._handle(io.TrainerReturned())
         if (
             self.core.rank_assignment is not None
             and self.loop.state_receiver.blobs.is_complete_for(core.generation)
@@ -321,14 +347,9 @@ class Rig:
         )
         rank, round_id = core.rank_assignment.rank, core.next_round
         self.due = expected(self.kind, rank, self.world, 1)
-        workspace: Any
-        if self.kind == 0:
-            workspace = DenseRingBuffer(np.ones(N, np.float32), self.world)
-        elif self.kind == 1:
-            workspace = AllGatherBuffer(rank, self.world, self._payload(), n=N, k=K, kind=KIND)
-        else:
-            workspace = ButterflyBuffer(self._payload(), n=N, k=K, kind=KIND)
-        collective = workspace.make_collective(rank, self.world, self.source.one_in(16))
+        payload = self._payload() if self.kind else b""
+        workspace = self._workspace(rank, payload, np.ones(N, np.float32))
+        collective = workspace.make_collective(rank, self.world, int(self.source.one_in(16)))
         self.loop.step_rounds.current = OpenRound(round_id, {CHANNEL: workspace}, (workspace,), b"salt")
         self.loop._handle(io.SubmitRound(round_id, {CHANNEL: collective}))
 
@@ -389,7 +410,8 @@ class Rig:
                 case io.ResolveRound(round_id, committed) if not by_view:
                     self._check_resolved(round_id, committed, cause, before)
         must(core.term >= before.term, "the term goes back")
-        must(core.generation >= before.generation, "the generation goes back")
+        is_apart = core.phase is io.MemberPhase.APART  # after a StandbyNotice it is in no generation
+        must(core.generation >= before.generation or is_apart, "the generation goes back")
         must(core.applied >= before.applied or by_view, "the applied step goes back without a VIEW")
         must(core.deadline_s == core.deadline_s, "the deadline is no number")
         must(len(core._context.peer_links._expected_since) <= MAX_EXPECTED, "too many are expected")
@@ -465,8 +487,8 @@ TARGETS = (
         tuple(
             f"gridtrain.core.{name}"
             for name in (
-                *("member", "course", "generation", "entering", "allegiance", "holding", "edges"),
-                *("attempts", "means"),
+                *("member.member", "member.generation", "member.incoming_state", "member.peer_links"),
+                *("member.replica_state", "member.scalar_means", "member.stragglers", "commit.attempts"),
             )
         ),
         max_bytes=800,

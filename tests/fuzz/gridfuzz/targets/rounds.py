@@ -48,7 +48,7 @@ class Play:
     def step(self) -> None:
         source, core = self.source, self.core
         if core.open_attempt is None and not core.is_stuck and not source.one_in(4):
-            ring = RingAllReduce(self.seat.rank, self.seat.world_size, 1, source.one_in(16))
+            ring = RingAllReduce(self.seat.rank, self.seat.world_size, 1, int(source.one_in(16)))
             self.due = expected(0, self.seat.rank, self.seat.world_size, 1)
             self.take(core.submit(core.next_round, {CHANNEL: ring}, 5.0, self.now_s), ROOT)
             return
@@ -56,7 +56,7 @@ class Play:
         match source.byte() % 12:
             case 0 | 1 | 2 if self.due:
                 rank, place = self.due.pop(0)
-                self.hear(rank, m.Data(self.here, CHANNEL, place, source.one_in(16), b""))
+                self.hear(rank, m.Data(self.here, CHANNEL, place, drawing.flags(source), b""))
             case 3 | 4:
                 self.hear(self.any_rank(), m.Vote(self.here, True, GOOD, ""))
             case 5:
@@ -79,7 +79,7 @@ class Play:
                 ahead = m.RoundId(here.term, here.generation, here.step + 1, 0)
                 self.hear(
                     self.any_rank(),
-                    m.Data(ahead, CHANNEL, m.PayloadSlot(m.CollectivePhase.REDUCE), False, b""),
+                    m.Data(ahead, CHANNEL, m.PayloadSlot(m.CollectivePhase.REDUCE), 0, b""),
                 )
             case _:
                 classes = (m.Data, m.Vote, m.Decision)

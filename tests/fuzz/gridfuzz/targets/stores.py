@@ -18,7 +18,8 @@ from gridfuzz.targets.base import Target, must
 from gridfuzz.targets.texts import change_json
 from gridtrain.core import messages as m
 from gridtrain.errors import RemoteProtocolError
-from gridtrain.runtime.state_transfer.blobs import BLOCK_BYTES, BlobReceiver, split_blocks
+from gridtrain.runtime.state_transfer.blobs import BlobReceiver, split_blocks
+from gridtrain.runtime.state_transfer.block_buffer import BLOCK_BYTES
 from gridtrain_coordinator.access import authorization
 from gridtrain_coordinator.run.journal_recovery import generation_entry, recover_run
 
@@ -132,7 +133,7 @@ def run_state(data: bytes) -> bool:
     try:
         serialization.restore_state(data, model, optimizer, {"schedule": scheduler})
     except RemoteProtocolError as error:
-        if "does not fit" not in error.reason:
+        if "cannot be loaded" not in error.reason:
             same = all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
             must(same, "a refused state changed the model")
         return False

@@ -21,7 +21,8 @@ from gridtrain.errors import TransportError
 from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.network.transport.identity import Identity
 from gridtrain.network.transport.interface import PeerDown, PeerUp, Received, TransportViolation, allow_all
-from gridtrain.network.transport.zmq import sockets
+from gridtrain.network.transport.zmq import name_lookup, sockets
+from gridtrain.network.transport.zmq.name_lookup import NameLookup
 from gridtrain.network.transport.zmq.tcp_options import TcpConnection
 from gridtrain.network.transport.zmq.zeromq_transport import ZeroMQTransport
 from gridtrain.network.wire import codec
@@ -109,7 +110,7 @@ def test_before_hello_nothing_is_listened_to(zeromq_net, mallory):
     dealer = mallory(bert)
     dealer.send_multipart(codec.encode(Ping(1)))
     zeromq_net.until(lambda: bert.events, bert)
-    assert bert.events == [TransportViolation(None, "Ping before Hello")]
+    assert bert.events == [TransportViolation(None, "Ping arrived before Hello")]
 
 
 def test_a_second_hello_does_not_rename_a_peer(zeromq_net, mallory, mallory_key):
@@ -171,8 +172,8 @@ def test_another_version_is_told_to_both_sides(zeromq_net, mallory, mallory_key)
     assert anna.events == [
         TransportViolation(
             None,  # old or new software is no offence of the peer's
-            "peer speaks gridtrain protocol 99, this software speaks 2 (the peer runs 'gridtrain 9.9') "
-            "-> install the same version of gridtrain on both machines",
+            "the peer uses protocol version 99, but this software uses version 3 "
+            "(the peer runs 'gridtrain 9.9') -> install the same version of gridtrain on both machines",
         )
     ]
     assert future.recv_multipart() == new_hello(anna)  # so that the other side can say it too
@@ -188,7 +189,7 @@ def test_a_joiner_learns_that_the_coordinator_speaks_another_version(zeromq_net,
     coordinator.send_multipart([routing_id, *greeting(mallory_key, version=99)])
     zeromq_net.until(lambda: worker.events, worker)
     (violation,) = worker.of(TransportViolation)
-    assert "peer speaks gridtrain protocol 99, this software speaks 2" in violation.reason
+    assert "the peer uses protocol version 99, but this software uses version 3" in violation.reason
 
 
 def test_an_address_where_somebody_else_answers(zeromq_net):
@@ -206,7 +207,7 @@ def test_an_address_where_somebody_else_answers_without_encryption(plain_net):
     anna, bert = plain_net.add("anna"), plain_net.add("bert")
     anna.transport.dial(b"c" * 32, bert.transport.listen("tcp://127.0.0.1:0"))
     plain_net.until(lambda: anna.of(TransportViolation), anna, bert)
-    assert f"answers with key {bert.key.hex()[:8]}" in anna.of(TransportViolation)[0].reason
+    assert f"answered with key {bert.key.hex()[:8]}" in anna.of(TransportViolation)[0].reason
     assert not anna.transport.connected(bert.key)
 
 
@@ -215,16 +216,18 @@ def test_an_address_where_somebody_else_answers_without_encryption(plain_net):
 
 def test_a_taken_port_says_what_to_do(zeromq_net):
     address = zeromq_net.add("anna").transport.listen("tcp://127.0.0.1:0")
-    with pytest.raises(TransportError, match="the port is taken -> stop the program that uses it, choose"):
+    with pytest.raises(
+        TransportError, match="the port is taken -> stop the program that uses the port, choose"
+    ):
         zeromq_net.add("bert").transport.listen(address)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:7000", "ipc:///x:1", "tcp://127.0.0.1", "tcp://host:70000"])
 def test_addresses_that_can_never_work(zeromq_net, address):
     anna = zeromq_net.add("anna")
-    with pytest.raises(TransportError, match=r'an address looks like "tcp://'):
+    with pytest.raises(TransportError, match=r'use an address such as "tcp://'):
         anna.transport.dial(b"k" * 32, address)
-    with pytest.raises(TransportError, match=r'an address looks like "tcp://'):
+    with pytest.raises(TransportError, match=r'use an address such as "tcp://'):
         anna.transport.listen(address)
 
 
@@ -258,6 +261,43 @@ def test_ipv6(zeromq_net, listen, dialled, host):
     assert [up.host for up in bert.of(PeerUp)] == [host]
 
 
+@pytest.mark.skipif(not has_ipv6(), reason="this machine speaks no IPv6")
+def test_a_name_that_has_ipv6_addresses_only(zeromq_net, monkeypatch):
+    """To listen and to dial; a name with an address of either kind is dialled over IPv4."""
+    ipv6 = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0))
+    ipv4 = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
+    found = {"six.invalid": [ipv6], "both.invalid": [ipv6, ipv4]}
+    monkeypatch.setattr(name_lookup.socket, "getaddrinfo", lambda host, *_, **options: found[host])
+    anna, bert = zeromq_net.add("anna"), zeromq_net.add("bert")
+    address = bert.transport.listen("tcp://six.invalid:0")
+    assert address.startswith("tcp://[::1]:")
+    anna.transport.dial(bert.key, f"tcp://six.invalid:{address.rpartition(':')[2]}")
+    zeromq_net.until(lambda: anna.of(PeerUp) and bert.of(PeerUp), anna, bert)
+    assert [up.host for up in bert.of(PeerUp)] == ["::1"]
+    assert NameLookup().ipv6_address("both.invalid", 60.0) == ""
+
+
+def test_a_slow_name_server_stops_nobody(monkeypatch):
+    answers = threading.Event()
+
+    def look_up(host, *_, **options):
+        assert answers.wait(60.0)
+        return [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("2001:db8::9", 0, 0, 0))]
+
+    monkeypatch.setattr(name_lookup.socket, "getaddrinfo", look_up)
+    names = NameLookup()
+    hosts = [f"host-{number}.invalid" for number in range(name_lookup.MAX_LOOKUPS + 1)]
+    assert [names.ipv6_address(host, 0.0) for host in hosts] == [""] * len(hosts)
+    answers.set()
+    assert [names.ipv6_address(host, 60.0) for host in hosts[:-1]] == ["2001:db8::9"] * (len(hosts) - 1)
+
+
+@pytest.mark.parametrize("host", ["", "*", "192.0.2.7", "2001:db8::9", "fe80::1%eth0"])
+def test_an_address_is_not_looked_up(host, monkeypatch):
+    monkeypatch.setattr(name_lookup.socket, "getaddrinfo", None)
+    assert NameLookup().ipv6_address(host, 60.0) == ""
+
+
 @pytest.mark.parametrize("wildcard", ["tcp://*:0", "tcp://*:*", "tcp://0.0.0.0:0"])
 def test_all_interfaces_become_an_address_that_can_be_dialled(zeromq_net, wildcard):
     anna = zeromq_net.add("anna")
@@ -271,16 +311,19 @@ def test_all_interfaces_become_an_address_that_can_be_dialled(zeromq_net, wildca
 # -- other processes -----------------------------------------------------------------------------
 
 
+def peer_process(secret: bytes, *arguments: str) -> subprocess.Popen[str]:
+    script = [sys.executable, str(Path(__file__).with_name("peer_process.py")), secret.hex(), *arguments]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return subprocess.Popen(script, stdout=subprocess.PIPE, text=True, env=environment)
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize("who_dialled", ["the dead", "the living"])
 def test_a_killed_process_is_noticed_at_once(zeromq_net, identity_of, who_dialled):
     anna = zeromq_net.add("anna")
     bert = identity_of("bert")
-    script = [sys.executable, str(Path(__file__).with_name("peer_process.py")), bert.secret.hex()]
     dial = ["dial", anna.transport.listen("tcp://*:0"), anna.key.hex()]
-    script += dial if who_dialled == "the dead" else ["listen"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    with subprocess.Popen(script, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with peer_process(bert.secret, *(dial if who_dialled == "the dead" else ["listen"])) as process:
         try:
             if who_dialled == "the living":
                 anna.transport.dial(bert.public, process.stdout.readline().strip())
@@ -290,6 +333,32 @@ def test_a_killed_process_is_noticed_at_once(zeromq_net, identity_of, who_dialle
         finally:
             process.kill()
     assert anna.story() == ["up bert", "down bert"]
+
+
+@pytest.mark.integration
+def test_each_peer_of_a_killed_process_notices_its_end_and_then_another_program_with_its_key(
+    zeromq_net, identity_of
+):
+    """As of a worker: anna is the coordinator, which it has dialled, carl a member that has dialled it.  Its
+    agent connects to anna afterwards, and that is no return of the process: carl hears nothing more."""
+    anna, carl, bert = zeromq_net.add("anna"), zeromq_net.add("carl"), identity_of("bert")
+    address = anna.transport.listen("tcp://127.0.0.1:0")
+    with peer_process(bert.secret, "both", address, anna.key.hex()) as process:
+        try:
+            carl.transport.dial(bert.public, process.stdout.readline().strip())
+            zeromq_net.until(lambda: anna.of(PeerUp) and carl.of(PeerUp), anna, carl, deadline_s=30.0)
+            process.send_signal(signal.SIGKILL)
+            within_s = sockets.HEARTBEAT_TIMEOUT_S / 2
+            zeromq_net.until(lambda: anna.of(PeerDown) and carl.of(PeerDown), anna, carl, deadline_s=within_s)
+        finally:
+            process.kill()
+    agent = zeromq_net.add("bert")
+    agent.transport.dial(anna.key, address)
+    zeromq_net.until(lambda: agent.of(PeerUp), agent, anna, carl)
+    agent.transport.close()
+    zeromq_net.until(lambda: len(anna.of(PeerDown)) == 2, anna, carl)
+    assert anna.story() == ["up bert", "down bert"] * 2
+    assert carl.story() == ["up bert", "down bert"]
 
 
 # -- bounds of libzmq ----------------------------------------------------------------------------

@@ -1,0 +1,188 @@
+"""What workers whose training loops stall cost the others, with `wait="all"` and `wait="auto"`.
+
+    python stragglers.py one  [--out FILE]    four workers, 20 ms a batch; one stalls 3 s every 40 batches
+    python stragglers.py many [--out FILE]    eight workers, 50 ms a batch; each stalls 10 % of the time
+
+All workers are threads of one process over memory.  Computing and stalls are waits, so that they do not share
+the processors.  `one`: the seconds in which the other three take 400 batches, divided by those of the calm
+run with wait="all".  `many`: the samples per second of the whole group, divided by those of the calm run and
+by the share of the time in which workers are awake; and the held-out loss after the same samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import os
+import platform
+import threading
+import time
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import nn
+
+import gridtrain
+
+WARM_UP_BATCHES = 20
+EXCHANGES: dict[str, Any] = {
+    "gtopk": gridtrain.GTopK(density=0.05),
+    "local steps": gridtrain.LocalSteps(every=8, exchange=gridtrain.GTopK(density=0.05)),
+    "dense": gridtrain.Dense(),
+}
+ONE_COMPUTE_S, ONE_STALL_S, ONE_EVERY = 0.02, 3.0, 40
+MANY_COMPUTE_S, MANY_STALL_S, MANY_SHARE = 0.05, 3.0, 0.1
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def make_data(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs (size, 20) and labels from a fixed random network, a tenth of them at random."""
+    dice = torch.Generator().manual_seed(seed)
+    teacher = torch.randn(20, 10, generator=torch.Generator().manual_seed(77))
+    inputs = torch.randn(size, 20, generator=dice)
+    labels = (inputs.tanh() @ teacher).argmax(1)
+    noise = torch.rand(size, generator=dice) < 0.1
+    return inputs, torch.where(noise, torch.randint(0, 10, (size,), generator=dice), labels)
+
+
+class Stalls:
+    """Waits in which a worker stalls, between two batches."""
+
+    def __init__(self, *, every: int = 0, stall_s: float = 0.0, share: float = 0.0, seed: int = 0) -> None:
+        self._every, self._stall_s, self._share, self._dice = every, stall_s, share, Random(seed)
+        self._awake_s = self._next_awake_s() if share else math.inf
+        self._batches = 0
+
+    def _next_awake_s(self) -> float:
+        return self._dice.expovariate(self._share / (self._stall_s * (1 - self._share)))
+
+    def batch(self, compute_s: float) -> None:
+        self._batches += 1
+        time.sleep(compute_s)  # this is the computation whose time is emulated
+        self._awake_s -= compute_s
+        if self._every and self._batches > WARM_UP_BATCHES and self._batches % self._every == 0:
+            time.sleep(self._stall_s)  # and this is the stall
+        if self._awake_s <= 0:
+            time.sleep(self._dice.expovariate(1 / self._stall_s))
+            self._awake_s = self._next_awake_s()
+
+
+def run(
+    exchange: Any, wait: str, stalls: list[Stalls], compute_s: float, data: Any, **batches: Any
+) -> dict[str, Any]:
+    """Train with one worker for each of `stalls`; return seconds, steps, samples and the held-out loss."""
+    initial, numbers = make_model(), count()
+    results: dict[int, dict[str, Any]] = {}
+    lock = threading.Lock()
+    held_out = make_data(4000, 999)
+
+    def train(grid: gridtrain.Grid) -> None:
+        with lock:
+            number = next(numbers)
+        model = copy.deepcopy(initial)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = grid.optimizer(inner, model, exchange=exchange, wait=wait)
+        taken, began_s, ended_s = 0, 0.0, 0.0
+        for inputs, labels in grid.batches(data, **batches):
+            taken += 1
+            if taken == WARM_UP_BATCHES:
+                began_s, first = time.monotonic(), grid.step
+            stalls[number].batch(compute_s)
+            nn.functional.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ended_s = time.monotonic()
+        with torch.no_grad():
+            loss = float(nn.functional.cross_entropy(model(held_out[0]), held_out[1]))
+        digest = hash(tuple(float(each.detach().double().sum()) for each in model.parameters()))
+        results[number] = {
+            "seconds": ended_s - began_s,
+            "steps": grid.step - first,
+            "batches": taken,
+            "loss": loss,
+            "digest": digest,
+        }
+
+    gridtrain.local(train, workers=len(stalls))
+    assert len({each["digest"] for each in results.values()}) == 1, "the replicas differ"
+    return results[0] | {"batches": [results[number]["batches"] for number in sorted(results)]}
+
+
+def one(steps: int) -> dict[str, Any]:
+    data = torch.utils.data.TensorDataset(*make_data(8192, 1))
+    found: dict[str, Any] = {}
+    for name, exchange in EXCHANGES.items():
+        turns = max(1, steps // getattr(exchange, "every", 1))
+        seconds: dict[str, float] = {}
+        for wait, is_stalled in (("all", False), ("auto", False), ("all", True), ("auto", True)):
+            stalls = [Stalls() for _ in range(4)]
+            if is_stalled:
+                stalls[3] = Stalls(every=ONE_EVERY, stall_s=ONE_STALL_S)
+            seen = run(exchange, wait, stalls, ONE_COMPUTE_S, data, batch_size=8, steps=turns)
+            key = f"{wait}, {'stalled' if is_stalled else 'calm'}"
+            seconds[key] = seen["seconds"]
+            print(f"{name:12} {key:14} {seen['seconds']:6.1f} s  batches {seen['batches']}", flush=True)
+        found[name] = seconds | {
+            "waiting_ratio": seconds["all, stalled"] / seconds["all, calm"],
+            "auto_ratio": seconds["auto, stalled"] / seconds["all, calm"],
+        }
+        print(f"{name:12} all x{found[name]['waiting_ratio']:.2f}, auto x{found[name]['auto_ratio']:.3f}")
+    return found
+
+
+def many(seeds: int, epochs: int) -> dict[str, Any]:
+    data = torch.utils.data.TensorDataset(*make_data(12_800, 1))
+    found: dict[str, Any] = {"runs": []}
+    for seed in range(seeds):
+        by_name: dict[str, dict[str, Any]] = {}
+        for name, wait, share in (
+            ("calm", "all", 0.0),
+            ("all", "all", MANY_SHARE),
+            ("auto", "auto", MANY_SHARE),
+        ):
+            stalls = [Stalls(stall_s=MANY_STALL_S, share=share, seed=100 * seed + i) for i in range(8)]
+            exchange = gridtrain.GTopK(density=0.05)
+            seen = run(exchange, wait, stalls, MANY_COMPUTE_S, data, batch_size=8, epochs=epochs, seed=seed)
+            by_name[name] = seen
+            print(f"seed {seed} {name:5} {seen['seconds']:6.1f} s  loss {seen['loss']:.4f}", flush=True)
+        calm, auto = by_name["calm"], by_name["auto"]
+        rate = calm["seconds"] / auto["seconds"]
+        found["runs"].append(
+            {
+                "seconds": {name: seen["seconds"] for name, seen in by_name.items()},
+                "loss": {name: seen["loss"] for name, seen in by_name.items()},
+                "of_awake": rate / (1 - MANY_SHARE),
+                "loss_ratio": auto["loss"] / calm["loss"],
+            }
+        )
+        print(f"seed {seed}: {rate / (1 - MANY_SHARE):.3f} of the awake workers' rate", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("one", "many"))
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    found = one(options.steps) if options.what == "one" else many(options.seeds, options.epochs)
+    machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
+    if options.out is not None:
+        options.out.write_text(json.dumps({"machine": machine, options.what: found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

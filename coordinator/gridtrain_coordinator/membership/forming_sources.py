@@ -1,0 +1,81 @@
+"""Chooses the member that sends the state to joining members, and decides who is at fault if none arrives.
+
+    dora, from anna: nothing arrives     anna is replaced by bert, and dora stays
+    dora, from bert: nothing arrives     dora is dismissed if both have served others; else clara is tried
+    dora, from clara: nothing arrives    dora is dismissed
+
+A source that does not send the state still reports `Ready`.  Only the receivers notice the failure, and they
+may lie, so the decision depends on which other members the source has served.  This applies only to models in
+one piece; in a pipeline the ranks determine which member sends which part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from gridtrain.core.messages import PeerId
+
+MAX_PROVEN_FAILURES, MAX_FAILURES = 2, 3
+"""How many sources may fail to serve one member: sources that have served other members, and all sources."""
+
+MAX_RECORDS = 1024
+"""The largest number of members with a record; the oldest record is dropped first."""
+
+
+class StateSources:
+    """Outcomes of state transfers, by joining member and by source, kept over generations."""
+
+    def __init__(self) -> None:
+        self._failed: dict[PeerId, list[PeerId]] = {}  # by joining member, the sources that failed with it
+        self._served: dict[PeerId, set[PeerId]] = {}  # by source, members that it served: two are enough
+        self._unreliable: dict[PeerId, int] = {}  # by source, its failures since it last served somebody
+
+    def record_success(self, source: PeerId, receivers: Collection[PeerId]) -> None:
+        """Record that these members have received the state."""
+        for receiver in receivers:
+            self._failed.pop(receiver, None)
+        if receivers:
+            self._unreliable.pop(source, None)
+            self._served[source] = set([*self._served.pop(source, ()), *receivers][:2])
+        _trim(self._served)
+
+    def record_failure(self, source: PeerId, receivers: Collection[PeerId]) -> None:
+        """Record that these members have received nothing or too little from the source."""
+        for receiver in receivers:
+            failed = self._failed.pop(receiver, [])
+            self._failed[receiver] = [*(peer for peer in failed if peer != source), source]
+        self._unreliable[source] = self._unreliable.pop(source, 0) + 1
+        _trim(self._failed)
+        _trim(self._unreliable)
+
+    def is_at_fault(self, receiver: PeerId) -> bool:
+        """Whether so many sources have failed to serve this member that the member itself is at fault."""
+        failed = self._failed.get(receiver, [])
+        proven = [source for source in failed if self._served.get(source, set()) - {receiver}]
+        return len(proven) >= MAX_PROVEN_FAILURES or len(failed) >= MAX_FAILURES
+
+    def untried(self, receiver: PeerId, holders: Iterable[PeerId]) -> list[PeerId]:
+        """Return the holders of the state that have not failed to serve this member."""
+        return [holder for holder in holders if holder not in self._failed.get(receiver, ())]
+
+    def choose(self, holders: Iterable[PeerId], receivers: Collection[PeerId]) -> PeerId | None:
+        """Return the source for these members; None if no holder is known to have failed.
+
+        Args:
+            holders: members that hold the state, in order of preference.
+            receivers: members that lack the state.
+        """
+        ranked = {
+            holder: (
+                sum(holder in self._failed.get(x, ()) for x in receivers),
+                self._unreliable.get(holder, 0),
+            )
+            for holder in holders
+        }
+        return min(ranked, key=lambda holder: ranked[holder]) if any(map(any, ranked.values())) else None
+
+
+def _trim(records: dict[PeerId, Any]) -> None:
+    while len(records) > MAX_RECORDS:
+        del records[next(iter(records))]

@@ -1,0 +1,101 @@
+"""Decides which reports about links count, and when they may lead to another rank order.
+
+    introduced anna (1)      anna: to bert 10 MB/s     counts
+                             anna: to bert  1 MB/s     does not count: she has reported since
+    introduced bert (1)      anna: to bert  1 MB/s     counts: bert's link may have changed
+    new order due to anna                              no further order due to her for 30 s, then 60, 120 ..
+
+Honest workers measure when they are introduced to their peers, so a report counts once for each introduction
+of one of the link's two ends.  A worker that joins again and again causes generations less and less often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gridtrain.core.messages import PeerId
+
+MAX_BACKOFF_S = 86_400.0
+MAX_REMEMBERED = 4096  # workers that caused a new rank order; kept even after they have left
+
+LinkRate = tuple[PeerId, float, float]  # as in `LinkRates`: peer, rate to it, rate from it
+
+
+class ReorderLimits:
+    """Limits how often reports about links change the rank order.
+
+    Memory is bounded by the number of links, and by `MAX_REMEMBERED`.
+
+    Args:
+        pause_s: the shortest time in seconds between the first two rank orders that one worker causes.
+    """
+
+    def __init__(self, pause_s: float) -> None:
+        self._initial_backoff_s = pause_s
+        self._introduction_of: dict[PeerId, int] = {}  # number of the latest introduction
+        self._introduction_count = 0
+        self._last_accepted: dict[
+            tuple[PeerId, PeerId, bool], tuple[int, int]
+        ] = {}  # introductions of both ends at that time
+        self._changed_reporters: set[PeerId] = set()
+        self._backoff: dict[PeerId, tuple[float, float]] = {}  # the end and the length of the wait
+
+    def record_introduction(self, peer: PeerId) -> None:
+        """Record that a worker was asked to measure its links."""
+        self._introduction_count += 1
+        self._introduction_of[peer] = self._introduction_count
+
+    def accept(self, peer: PeerId, rates: Sequence[LinkRate]) -> list[LinkRate]:
+        """Return the rates that count; a rate that does not count is replaced by 0."""
+        accepted = []
+        for other, there_Bps, back_Bps in rates:
+            there = there_Bps if there_Bps > 0 and self._is_new(peer, other, True) else 0.0
+            back = back_Bps if back_Bps > 0 and self._is_new(peer, other, False) else 0.0
+            if there or back:
+                accepted.append((other, there, back))
+        return accepted
+
+    def mark_changed(self, peer: PeerId) -> None:
+        """Record that a report of this worker changed a measurement."""
+        self._changed_reporters.add(peer)
+
+    def due_reporters(self, now_s: float) -> frozenset[PeerId]:
+        """Return the workers that changed measurements and whose waiting time is over."""
+        return frozenset(
+            peer for peer in self._changed_reporters if now_s >= self._backoff.get(peer, (now_s, 0.0))[0]
+        )
+
+    def record_evaluation(self, reporters: frozenset[PeerId], now_s: float, *, found: bool) -> None:
+        """Record that a rank order was computed because of reports from these workers.
+
+        Args:
+            found: whether the new order will be used; if so, the workers have to wait before they can cause
+                another order.
+        """
+        self._changed_reporters -= reporters
+        for peer in reporters if found else ():
+            _, before_s = self._backoff.pop(peer, (0.0, 0.0))
+            wait_s = min(MAX_BACKOFF_S, 2 * before_s or self._initial_backoff_s)
+            self._backoff[peer] = now_s + wait_s, wait_s
+        while len(self._backoff) > MAX_REMEMBERED:
+            del self._backoff[min(self._backoff, key=lambda peer: self._backoff[peer])]
+
+    def clear_changes(self) -> None:
+        """Forget which workers changed measurements, because a plan has now used all measurements."""
+        self._changed_reporters.clear()
+
+    def forget(self, peer: PeerId) -> None:
+        """Forget a worker that has left, except for its waiting time."""
+        self._introduction_of.pop(peer, None)
+        self._last_accepted = {
+            direction: at for direction, at in self._last_accepted.items() if peer not in direction
+        }
+        self._changed_reporters.discard(peer)
+
+    def _is_new(self, peer: PeerId, other: PeerId, there: bool) -> bool:
+        at = self._introduction_of.get(peer, 0), self._introduction_of.get(other, 0)
+        direction = peer, other, there
+        if self._last_accepted.get(direction) == at:
+            return False
+        self._last_accepted[direction] = at
+        return True

@@ -1,0 +1,38 @@
+"""Makes a console and checks the fields of a status, for the commands that show a status."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PLAIN_WIDTH = 120
+"""The width of a line in a file or a pipe."""
+
+
+def make_console() -> Console:
+    """Return a console as wide as the terminal; `PLAIN_WIDTH` wide in a file or a pipe."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+
+
+# -- a status comes from workers over the network ----------------------------------------------------
+
+
+def rows(place: Any, name: str) -> list[Mapping[str, Any]]:
+    """Return the objects of the list `place[name]`; [] if there is no such list."""
+    found = mapping(place).get(name)
+    return [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def count(value: Any) -> str:
+    """Format an integer; return "-" if `value` is not an integer."""
+    return str(value) if isinstance(value, int) else "-"

@@ -1,0 +1,318 @@
+"""Decides when a step goes on without a member whose trainer has stalled (commit rule 14).
+
+    member that waits        root                               member whose trainer has stalled
+      submits, waits
+      longer than usual
+      --- Waiting ------------> members with enough samples wait,
+                                rank 2 is later than usual
+                                --- ProceedWithout ----------------> its I/O loop contributes nothing,
+                                                                     marked as absent, and votes
+
+What is usual is learnt: the median of the latest delays plus a multiple of their median absolute deviation,
+for each member from its own delays, so that a worker that is always slower is never late.  In calm rounds no
+message is sent.  A member that was absent from the last step is requested to stay absent as soon as the
+others have submitted, so that a long stall delays the group only once.
+
+The absent member alone decides: if its trainer has begun to submit, the group waits.  Both hold for all
+attempts at the step, because a ring that is resumed has used what an earlier attempt has contributed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from statistics import median
+
+from gridtrain.core import messages as m
+from gridtrain.core.commit.two_phase_commit import ROOT
+from gridtrain.core.group.member_events import LogEvent, MemberEffect, Send
+from gridtrain.core.group.rank_layout import RankAssignment
+from gridtrain.core.group.round_flags import MAX_RANKS, absent_ranks
+from gridtrain.errors import RemoteProtocolError
+
+QUORUM = 0.5
+"""Smallest share of a step's samples with which the step goes on; with less, the group waits."""
+
+WINDOW, FEWEST_DELAYS = 32, 4
+"""Number of delays from which a limit is computed, and the number below which there is no limit."""
+
+DEVIATIONS = 6.0
+"""Number of median absolute deviations above the median at which a delay is unusual."""
+
+LEAST_MARGIN_S, LEAST_MARGIN_SHARE = 0.05, 0.25
+"""Smallest distance of the limit from the median, in seconds and as a share of the median."""
+
+MAX_ABSENT_S = 300.0
+"""Time after which an absent member takes part again: the group waits, and its usual timeouts apply."""
+
+MAX_SETTINGS_BYTES = 1 << 20
+"""Largest size of optimizer settings in a message."""
+
+
+class UsualDelay:
+    """The limit beyond which a delay is unusual, from the latest delays in seconds."""
+
+    def __init__(self) -> None:
+        self._delays_s: deque[float] = deque(maxlen=WINDOW)
+        self.limit_s = math.inf
+
+    def record(self, delay_s: float) -> None:
+        self._delays_s.append(delay_s)
+        if len(self._delays_s) >= FEWEST_DELAYS:
+            middle_s = median(self._delays_s)
+            deviation_s = median(abs(each_s - middle_s) for each_s in self._delays_s)
+            margin_s = max(DEVIATIONS * deviation_s, LEAST_MARGIN_SHARE * middle_s, LEAST_MARGIN_S)
+            self.limit_s = middle_s + margin_s
+
+
+UsualDelays = defaultdict[m.PeerId, UsualDelay]
+"""By member: the delay from a commit to the submission of its trainer."""
+
+
+class Stragglers:
+    """The waiting and absent members of one generation, as one member sees them.
+
+    Args:
+        count_samples: returns the number of samples of each rank in the open step.
+        delays: the delays of all members, which outlive the generation.
+        is_enabled: whether steps may go on without members in this run.
+
+    Attributes:
+        absent: the ranks that were absent from the last committed step.
+        is_enabled: whether steps may go on without members in this generation.
+        absence: the step from which this member is absent, and the optimizer settings of the others; or None.
+    """
+
+    def __init__(
+        self,
+        assignment: RankAssignment,
+        count_samples: Callable[[], Sequence[int]],
+        delays: UsualDelays,
+        *,
+        is_enabled: bool,
+    ) -> None:
+        self._assignment, self._count_samples = assignment, count_samples
+        self.is_enabled = is_enabled and 1 < assignment.world_size <= MAX_RANKS and assignment.stages == 1
+        self._compute = [delays[member.peer] for member in assignment.members]
+        self._wait = UsualDelay()  # from this member's submission to the commit
+        self.absent: frozenset[int] = frozenset()
+        self.absence: tuple[int, bytes] | None = None
+        self._earliest_s = -math.inf  # no deadline passes before
+        self._returned_s = math.inf  # when the absent trainer was ready to take part again
+        self._absent_since_s = math.inf  # when the first of the steps opened from which it was absent
+        # Of the open step:
+        self._opened_s = math.inf
+        self._step = 0  # once this member or another one has submitted
+        self._requested_settings: bytes | None = None  # this member is requested to be absent
+        self._takes_part = False  # the trainer has begun to submit, or must not be absent
+        self._has_contributed_nothing = False  # to an attempt
+        self._waiting: dict[int, bytes] = {}  # on the root: settings of the ranks that wait
+        # Of the open attempt:
+        self._submission: tuple[m.RoundId, float, bytes] | None = None
+        self._is_reported = False
+        self._requested: set[int] = set()  # by the root
+
+    def _open_step(self, now_s: float) -> None:
+        self._opened_s = now_s
+        self.absence = self._requested_settings = None
+        self._takes_part = self._has_contributed_nothing = False
+        self._waiting.clear()
+        self.attempt_ended()
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def started(self, late: Collection[m.PeerId], now_s: float) -> None:
+        """Record that the first step of the generation is open, and which members have a late batch."""
+        ranks = (self._assignment.rank_of(peer) for peer in late)
+        self.absent = frozenset(rank for rank in ranks if rank is not None)
+        self._open_step(now_s)
+
+    def take_part(self) -> None:
+        """Record that the trainer takes part in the open step: it has begun to submit, or must not be
+        absent."""
+        self.absence, self._takes_part = None, True
+
+    def accepts(self, *, is_absent: bool) -> bool:
+        """Whether a submission is accepted: of the trainer, or an empty one of the I/O loop (`is_absent`).
+
+        A trainer's submission that came before the empty one counts, although it was handled later.
+        """
+        if is_absent:
+            self._has_contributed_nothing = self.absence is not None
+            return self._has_contributed_nothing
+        if not self._has_contributed_nothing:
+            self.take_part()
+        return not self._has_contributed_nothing
+
+    def submitted(self, round_id: m.RoundId, settings: bytes, now_s: float) -> float | None:
+        """Record the trainer's submission; return its delay for the vote, or None in a retry.
+
+        The delay of a late batch begins when its step was opened, so that a worker that has become slower is
+        waited for after some batches.
+        """
+        self._submission, self._step = (round_id, now_s, settings), round_id.step
+        since_s = self._absent_since_s if self._assignment.rank in self.absent else self._opened_s
+        if round_id.attempt or not math.isfinite(since_s):
+            return None
+        self._own_compute.record(now_s - since_s)
+        return now_s - since_s
+
+    def attempt_ended(self) -> None:
+        """Record the end of an attempt: reports and requests have to be repeated in the next one."""
+        self._submission, self._is_reported = None, False
+        self._requested.clear()
+
+    def voted(self, rank: int, compute_s: float | None) -> None:
+        """Record the delay in another member's vote; called on the root."""
+        if compute_s is not None:
+            self._compute[rank].record(compute_s)
+
+    def committed(self, flags: int, now_s: float) -> None:
+        """Record that the open step was committed with these flags, and that the next one is open."""
+        if self._submission is not None:
+            self._wait.record(now_s - self._submission[1])
+        self.absent = frozenset(absent_ranks(flags))
+        if self._assignment.rank not in self.absent:
+            self._returned_s = self._absent_since_s = math.inf
+        elif not math.isfinite(self._absent_since_s):
+            self._absent_since_s = self._opened_s
+        self._open_step(now_s)
+
+    def repeat(self) -> None:
+        """Send reports and requests once more, which may have been lost; called at each heartbeat."""
+        self._is_reported = False
+        self._requested.clear()
+
+    def trainer_returned(self, now_s: float) -> None:
+        """Record that the trainer is ready to take part again, after it has applied the missed steps."""
+        self._returned_s = now_s
+
+    def extend_timeouts(self, until_s: float) -> None:
+        """Let no deadline pass before `until_s`, after a stall of this worker's own loop."""
+        self._earliest_s = max(self._earliest_s, until_s)
+
+    def receive(
+        self, rank: int, message: m.Waiting | m.ProceedWithout, step: int, now_s: float
+    ) -> list[MemberEffect]:
+        """Process a message about the open step; ignore a message about another step.
+
+        Raises:
+            RemoteProtocolError: the sender must not send this message to this member.
+        """
+        _check_message(rank, self._assignment.rank, message)
+        if not self.is_enabled or message.round.step != step:
+            return []
+        settings = bytes(message.payload)
+        if isinstance(message, m.Waiting):
+            self._waiting[rank], self._step = settings, step
+            return self.tick(now_s)
+        self._requested_settings, self._step = settings, step
+        return self.tick(now_s)
+
+    # -- the clock -------------------------------------------------------------------------------
+
+    @property
+    def deadline_s(self) -> float:
+        """The time at which to call `tick`."""
+        due_s = [self._report_due_s, self._absence_due_s]
+        if self._has_quorum:
+            due_s += [self._late_s(rank) for rank in self._candidates]
+        return max(self._earliest_s, min(due_s))
+
+    def tick(self, now_s: float) -> list[MemberEffect]:
+        """Report that this member waits; as the root, request late members to stay absent."""
+        if now_s < self._earliest_s:
+            return []
+        effects: list[MemberEffect] = []
+        if now_s >= self._report_due_s and self._submission is not None:
+            self._is_reported = True
+            round_id, _, settings = self._submission
+            if self._assignment.rank == ROOT:
+                self._waiting[ROOT] = settings
+            else:
+                effects.append(Send(self._assignment.members[ROOT].peer, m.Waiting(round_id, settings)))
+        if self._has_quorum:
+            late = [rank for rank in self._candidates if now_s >= self._late_s(rank)]
+            effects += [effect for rank in late for effect in self._request(rank)]
+        if now_s >= self._absence_due_s and self._requested_settings is not None:
+            self.absence, self._returned_s = (self._step, self._requested_settings), math.inf
+        return effects
+
+    @property
+    def _absence_due_s(self) -> float:
+        """The time at which this member follows the root's request; infinite if it does not.
+
+        A trainer that has returned gets its usual time, because the others report at once that they wait.
+        """
+        if self._takes_part or self.absence is not None or self._requested_settings is None:
+            return math.inf
+        if self._opened_s - self._absent_since_s > MAX_ABSENT_S:
+            return math.inf
+        if self._assignment.rank not in self.absent:
+            return self._opened_s + self._own_compute.limit_s
+        if not math.isfinite(self._returned_s):
+            return -math.inf
+        return max(self._opened_s, self._returned_s) + self._own_compute.limit_s
+
+    @property
+    def _own_compute(self) -> UsualDelay:
+        return self._compute[self._assignment.rank]
+
+    @property
+    def _report_due_s(self) -> float:
+        """The time at which this member reports that it waits; infinite if it does not."""
+        if not self.is_enabled or self._submission is None or self._is_reported:
+            return math.inf
+        return self._submission[1] + (0.0 if self.absent else self._wait.limit_s)
+
+    @property
+    def _candidates(self) -> list[int]:
+        """The ranks that have neither reported that they wait, nor been requested to stay absent."""
+        known = self._waiting.keys() | self._requested
+        if self._submission is not None:
+            known |= {self._assignment.rank}
+        return [rank for rank in range(self._assignment.world_size) if rank not in known]
+
+    @property
+    def _has_quorum(self) -> bool:
+        """Whether this is the root, and members with enough samples and equal optimizer settings wait."""
+        if not self._waiting or len(set(self._waiting.values())) > 1:  # none on all other members
+            return False
+        counts = self._count_samples()
+        present = sum(counts[rank] for rank in self._waiting)
+        return present > 0 and present >= QUORUM * sum(counts)
+
+    def late_s(self, ranks: Iterable[int]) -> float:
+        """Return the time from which all of these ranks are late in the open step; infinite if never."""
+        return max((self._late_s(rank) for rank in ranks), default=math.inf)
+
+    def _late_s(self, rank: int) -> float:
+        """The time from which this rank is late."""
+        return self._opened_s + (0.0 if rank in self.absent else self._compute[rank].limit_s)
+
+    def _request(self, rank: int) -> list[MemberEffect]:
+        """Request this rank to be absent from the step; it may be this member itself."""
+        self._requested.add(rank)
+        settings = next(iter(self._waiting.values()))
+        member, at = self._assignment.members[rank], self._assignment
+        effects: list[MemberEffect] = []
+        if rank not in self.absent:
+            effects.append(LogEvent("proceed", {"step": self._step, "without": member.name}))
+        if rank == ROOT:
+            self._requested_settings = settings
+            return effects
+        round_id = m.RoundId(at.term, at.generation, self._step, 0)
+        return [*effects, Send(member.peer, m.ProceedWithout(round_id, settings))]
+
+
+def _check_message(from_rank: int, rank: int, message: m.Waiting | m.ProceedWithout) -> None:
+    is_wrong = rank != ROOT if isinstance(message, m.Waiting) else from_rank != ROOT
+    size = len(message.payload)
+    if is_wrong or size > MAX_SETTINGS_BYTES:
+        raise RemoteProtocolError(
+            f"rank {from_rank} sent {type(message).__name__} with {size} bytes of settings to rank {rank}; "
+            f"only rank {ROOT} requests, reports are for rank {ROOT}, and at most {MAX_SETTINGS_BYTES} bytes "
+            "are allowed",
+            remedy="disconnect the peer; a correct peer of the same version never sends this message",
+        )

@@ -1,0 +1,36 @@
+"""Parse and format sizes and durations such as "500MB", "10ms" and "7d"."""
+
+from __future__ import annotations
+
+import re
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s|m|h|d)")
+_UNIT_s = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([kKmMgGtT]?)(i?)B?")
+_PREFIXES = " kmgt"
+
+
+def parse_duration_s(text: str) -> float | None:
+    """Return the seconds in "200us", "10ms", "90s", "15m", "12h" or "7d"; None for any other string."""
+    match = _DURATION.fullmatch(text.strip())
+    return None if match is None else float(match[1]) * _UNIT_s[match[2]]
+
+
+def parse_bytes(text: str) -> int | None:
+    """Return the bytes in "100", "64kB", "1.5GB" (decimal) or "512MiB" (binary); None for any other
+    string."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        return None
+    power = _PREFIXES.index(match[2].lower() or " ")
+    scale = (1024.0 if match[3] else 1000.0) ** power
+    return round(float(match[1]) * scale)
+
+
+def format_bytes(nbytes: float) -> str:
+    """Format a number of bytes with decimal prefixes and three digits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 999.5:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:,.3g} TB"

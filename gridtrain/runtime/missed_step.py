@@ -1,0 +1,52 @@
+"""A committed step from which this worker's trainer was absent, and which it still has to apply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gridtrain.network.wire.sparse_payload import SparseVector
+from gridtrain.runtime.buffers.buckets import BucketedBuffer
+from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer, CollectiveBuffer
+from gridtrain.sparsify.merge import FloatArray, TruncatedEntries
+
+
+@dataclass(frozen=True, slots=True)
+class MissedStep:
+    """The effect of the step on the model and on this worker's residual.
+
+    Attributes:
+        settings: the optimizer settings with which the other members apply the step.
+        update: the update, dense or sparse; None for a skipped step.
+        truncated: the entries that this worker's merges truncated, which belong to its residual.
+    """
+
+    step: int
+    settings: bytes
+    update: FloatArray | SparseVector | None
+    truncated: tuple[TruncatedEntries, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the arrays in memory."""
+        arrays = [array for entries in self.truncated for array in entries]
+        match self.update:
+            case None:
+                pass
+            case SparseVector(indices, values):
+                arrays += [indices, values]
+            case dense_N:
+                arrays.append(dense_N)
+        return sum(int(array.nbytes) for array in arrays)
+
+
+def truncated_entries(buffer: CollectiveBuffer | BucketedBuffer) -> tuple[TruncatedEntries, ...]:
+    """Return the entries that this worker's merges truncated, indexed by position in the whole vector."""
+    parts: Sequence[object] = buffer.parts if isinstance(buffer, BucketedBuffer) else (buffer,)
+    starts = buffer.starts if isinstance(buffer, BucketedBuffer) else (0,)
+    return tuple(
+        (indices + start, values)
+        for part, start in zip(parts, starts, strict=True)
+        if isinstance(part, ButterflyBuffer)
+        for indices, values in part.truncated
+    )

@@ -1,0 +1,90 @@
+"""Transfers this worker's residual when it leaves, and accepts the residuals of other workers.
+
+`gridtrain.core.member.residual_transfer` decides which worker accepts a residual, and when the residual is
+confirmed.
+
+    io.StoreResidualBlock, AddResidual, ... --> IncomingResiduals --AddResiduals (task)--> take_confirmed
+    transfer --> io.TransferResidual --> core --> io.ResidualTransferEnded --> trainer
+"""
+
+from __future__ import annotations
+
+from gridtrain.core import messages as m
+from gridtrain.core.group import member_events as io
+from gridtrain.network.wire.sparse_payload import SparseVector
+from gridtrain.runtime.mailbox.mailbox import Mailbox
+from gridtrain.runtime.state_transfer.residual_pieces import IncomingResiduals
+
+
+class ResidualExchange:
+    """Sends and receives residuals.
+
+    Attributes:
+        incoming: stores the residuals of other workers; the mailbox's condition guards it.
+    """
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self.incoming = IncomingResiduals()
+        self._transfer_result: io.ResidualTransferEnded | None = None
+
+    # -- training thread -------------------------------------------------------------------------
+
+    def set_length(self, n: int) -> None:
+        """Set the number of elements of this worker's residual and of the residuals to receive."""
+        with self._mailbox.condition:
+            self.incoming.set_length(n)
+
+    def take_confirmed(self) -> list[tuple[m.PeerId, SparseVector]]:
+        """Take the confirmed residuals of other workers.  The caller adds them to this worker's residual."""
+        with self._mailbox.condition:
+            confirmed = self.incoming.take_confirmed()
+        self._mailbox.mark_stale()
+        return confirmed
+
+    def stop_accepting(self, timeout_s: float) -> None:
+        """Accept no more residuals; wait until each acknowledged residual is confirmed or dropped.
+
+        Returns after `timeout_s` at the latest.
+        """
+        self._mailbox.submit(io.RefuseResiduals())
+        self._mailbox.wait(lambda snapshot: not snapshot.is_residual_recipient, timeout_s)
+
+    @property
+    def unconfirmed_magnitude(self) -> float:
+        """The sum of the magnitudes of all residuals that are acknowledged but not confirmed."""
+        with self._mailbox.condition:
+            return self.incoming.unconfirmed_magnitude
+
+    def transfer(self, pieces: tuple[memoryview, ...], timeout_s: float) -> io.ResidualTransferEnded | None:
+        """Transfer this worker's residual to another worker; return the result, or None after `timeout_s`.
+
+        After this call, this worker must not take part in any step.
+        """
+        self._mailbox.submit(io.TransferResidual(pieces))
+        self._mailbox.wait(lambda _: self._transfer_result is not None, timeout_s)
+        return self._transfer_result
+
+    # -- I/O thread ------------------------------------------------------------------------------
+
+    def execute(
+        self, effect: io.StoreResidualBlock | io.AddResidual | io.DropResidual | io.ResidualTransferEnded
+    ) -> io.ResidualReceived | None:
+        """Execute an effect; return the event that results from it, or None.
+
+        Raises `RemoteProtocolError` if a received residual is invalid.
+        """
+        with self._mailbox.condition:
+            match effect:
+                case io.StoreResidualBlock(peer, piece, world_size):
+                    self._mailbox.count_progress()
+                    if self.incoming.receive_piece(peer, piece, world_size):
+                        return io.ResidualReceived(peer)
+                case io.AddResidual(peer):
+                    self.incoming.confirm(peer)
+                case io.DropResidual(peer):
+                    self.incoming.remove_peer(peer)
+                case io.ResidualTransferEnded():
+                    self._transfer_result = effect
+                    self._mailbox.condition.notify_all()
+        return None

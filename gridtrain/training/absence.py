@@ -1,0 +1,184 @@
+"""Steps that commit without this worker, because its trainer has stalled: `wait="auto"`.
+
+    I/O thread        make_empty_buffers     an empty contribution to the step, in the trainer's place
+    training thread   apply_missed           the committed updates, in order, before it takes part again
+
+The model, the optimizer and the residual are then those of a worker that has taken part with zeros.  The
+gradient that the trainer was computing is contributed to a later step, with the weight that it would have
+had.  The group waits for the trainer in the steps in which its state is needed, and if a step could not be
+applied later (`find_obstacle`).
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.optim import lr_scheduler
+
+from gridtrain.config import Auto, Exchange, LocalSteps, Overlap, round_exchange
+from gridtrain.network.wire.sparse_payload import SparseVector
+from gridtrain.runtime.buffers.buckets import BucketBuffer, BucketedBuffer
+from gridtrain.runtime.buffers.collective_buffers import CollectiveBuffer, DenseRingBuffer
+from gridtrain.runtime.missed_step import MissedStep
+from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.training import hyperparameter_check
+from gridtrain.training.checkpoint import serialization
+from gridtrain.training.worker_residual import WorkerResidual
+
+log = logging.getLogger("gridtrain")
+
+
+class AbsentOptimizer(Protocol):
+    """What `Absence` uses of the optimizer wrapper (`optimizer.GridOptimizer`)."""
+
+    inner: torch.optim.Optimizer
+    exchange_config: Exchange | LocalSteps | Auto
+    wait: str
+    overlap_config: Overlap | None
+    residual: WorkerResidual
+
+    @property
+    def calls_per_turn(self) -> int: ...
+
+    @property
+    def backwards_per_step(self) -> int: ...
+
+    def is_state_needed(self, step: int) -> bool: ...
+
+    def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | None: ...
+
+    def load_settings(self, settings: bytes) -> None: ...
+
+    def apply_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None: ...
+
+
+class Absence:
+    """The part of an optimizer wrapper that lets steps commit without its trainer.
+
+    Args:
+        trackers: the objects that the script tracks, by name; they may be added later.
+    """
+
+    def __init__(self, optimizer: AbsentOptimizer, trackers: Mapping[str, serialization.Stateful]) -> None:
+        self._optimizer, self._trackers = optimizer, trackers
+        self._latest: tuple[int, bytes, tuple[int, ...]] | None = None  # step, settings, steps of schedulers
+        self._are_schedulers_seen = False  # each has made one step in one step of the run
+        self._found_obstacle = ""
+        self._is_obstacle_logged = False
+
+    def find_obstacle(self) -> str:
+        """Return why no step may commit without this worker; "" if steps may."""
+        optimizer = self._optimizer
+        if self._found_obstacle:
+            return self._found_obstacle
+        if isinstance(round_exchange(optimizer.exchange_config), Auto):
+            return "the coordinator chooses its exchange"
+        if optimizer.overlap_config is not None:
+            return "it uses Overlap(), which sends parts of a gradient early"
+        if self._schedulers and not self._are_schedulers_seen:
+            return "its schedulers have not been seen to step once for each step of the run"
+        in_one_call = optimizer.calls_per_turn == 1 and optimizer.backwards_per_step == 1
+        for name, tracker in list(self._trackers.items()):  # the script may be adding one
+            is_plateau = isinstance(tracker, lr_scheduler.ReduceLROnPlateau)
+            if is_plateau or not (in_one_call and isinstance(tracker, lr_scheduler.LRScheduler)):
+                return f"it tracks {name!r}, which cannot be repeated for a missed step"
+        return ""
+
+    def check_step(self, step: int, settings: bytes) -> None:
+        """Compare the optimizer settings and the schedulers in a step with those in the previous step.
+
+        If they change in a way that could not be repeated for a missed step, no step may be missed.
+        """
+        before = self._latest
+        if before is not None and before[0] == step:  # a retry
+            return
+        schedulers = tuple(int(each.last_epoch) for each in self._schedulers)
+        self._latest = step, settings, schedulers
+        if before is None or before[0] + 1 != step or len(before[2]) != len(schedulers):
+            return
+        if any(now != then + 1 for now, then in zip(schedulers, before[2], strict=True)):
+            self.set_obstacle("its schedulers do not step once for each step of the run")
+        elif not schedulers and settings != before[1]:
+            self.set_obstacle("its optimizer settings change, and grid.track names no scheduler")
+        self._are_schedulers_seen = True
+        self._log_obstacle()
+
+    def set_obstacle(self, reason: str) -> None:
+        """Let no step commit without this worker from now on."""
+        self._found_obstacle = self._found_obstacle or reason
+        self._log_obstacle()
+
+    def _log_obstacle(self) -> None:
+        if self._is_obstacle_logged or self._optimizer.wait != "auto":
+            return
+        if obstacle := self.find_obstacle():
+            self._is_obstacle_logged = True
+            log.info("the group waits for this worker if its loop stalls: %s", obstacle)
+
+    @property
+    def _schedulers(self) -> list[lr_scheduler.LRScheduler]:
+        return [each for each in list(self._trackers.values()) if isinstance(each, lr_scheduler.LRScheduler)]
+
+    # -- I/O thread ------------------------------------------------------------------------------
+
+    def make_empty_buffers(
+        self, plan: StepPlan, previous: Sequence[CollectiveBuffer | BucketedBuffer]
+    ) -> list[CollectiveBuffer | BucketedBuffer] | None:
+        """Return the buffers of a contribution without samples; None if the trainer has to take part.
+
+        Args:
+            plan: the plan of the step.
+            previous: the buffers of the previous attempt at the step, which a ring continues.
+        """
+        optimizer = self._optimizer
+        if plan.compare_after or optimizer.is_state_needed(plan.step) or self.find_obstacle():
+            return None
+        main: CollectiveBuffer | BucketedBuffer | None = None
+        if previous and isinstance(previous[0], DenseRingBuffer) and previous[0].is_resumable:
+            main = previous[0]
+        else:
+            main = optimizer.make_empty_buffer(plan)
+        if main is None:
+            return None
+        if plan.attempt == 0:
+            return [main]
+        return [main, hyperparameter_check.make_empty_buffer(plan)]
+
+    # -- training thread -------------------------------------------------------------------------
+
+    def apply(self, steps: Sequence[MissedStep]) -> None:
+        """Apply committed steps, in order.  The gradients of the parameters are overwritten.
+
+        Raises:
+            GridtrainError: a step cannot be applied; the model is unusable then.
+        """
+        for step in steps:
+            own = serialization.hyperparameters_json(self._optimizer.inner)
+            if step.update is not None:
+                if step.settings != own:
+                    self._optimizer.load_settings(step.settings)
+                self._optimizer.apply_update(step.update)
+                self._optimizer.residual.add_truncated(step.truncated)
+            if step.settings != own and self._schedulers:
+                self._optimizer.load_settings(own)
+                self.set_obstacle("its schedulers give other settings than the other workers have used")
+            self._advance_schedulers()
+        if steps:
+            log.info("applied steps %d to %d, which did not wait", steps[0].step, steps[-1].step)
+
+    def drop(self, steps: Sequence[MissedStep]) -> None:
+        """Add to the residual what belongs to it of steps that the model already contains."""
+        for step in steps:
+            self._optimizer.residual.add_truncated(step.truncated)
+
+    def _advance_schedulers(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch expects its own optimizer's step before each
+            for scheduler in self._schedulers:
+                scheduler.step()

@@ -1,0 +1,223 @@
+"""What a newcomer mistypes, in this process: one sentence says what to do, and the exit code fits it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gridtrain._version import __version__
+from gridtrain.cli import status
+from gridtrain.cli.main import main
+from gridtrain.core.group.invitation import Invitation
+from gridtrain.errors import ConfigError
+from gridtrain.network.transport.identity import Identity
+
+RunCommand = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where keys and journals of this test go by default."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def gridtrain(home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> RunCommand:
+    """Run the command to its end, without settings of a run, a terminal's width and colours."""
+    for name in os.environ:
+        if name.startswith(("GRIDTRAIN_", "COLUMNS", "FORCE_COLOR")):
+            monkeypatch.delenv(name)
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert isinstance(ended.value.code, int)
+        said = capfd.readouterr()
+        return subprocess.CompletedProcess(arguments, ended.value.code, said.out, said.err)
+
+    return run
+
+
+def one_sentence(done: subprocess.CompletedProcess[str], code: int) -> str:
+    """The last line of stderr: an error with its remedy."""
+    assert done.returncode == code, done.stderr
+    line = done.stderr.splitlines()[-1]
+    if line.startswith("{"):  # a coordinator's log, where it is no terminal
+        line = "gridtrain: " + json.loads(line)["fields"]["text"]
+    assert line.startswith("gridtrain: ") and " -> " in line, done.stderr
+    return line
+
+
+def test_version_and_help(gridtrain: RunCommand) -> None:
+    assert gridtrain("--version").stdout == f"gridtrain, version {__version__}\n"
+    text = gridtrain("--help").stdout
+    for expected in (
+        "coordinator",
+        "worker",
+        "status",
+        "demo",
+        "Exit codes of all",
+        "3    the coordinator cannot",
+    ):
+        assert expected in text
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_an_error_that_ends_a_coordinator_has_the_format_of_its_log(
+    gridtrain: RunCommand, log_format: str, tmp_path: Path
+) -> None:
+    nowhere = ("--from-backup", str(tmp_path / "nowhere"), "--state", str(tmp_path / "state"))
+    done = gridtrain("coordinator", *nowhere, "--no-dashboard", "--log-format", log_format)
+    (line,) = done.stderr.splitlines()
+    text = f"there is no backup in {tmp_path / 'nowhere'} -> "
+    if log_format == "text":
+        assert done.returncode == 2 and line.startswith(f"gridtrain: {text}")
+    else:
+        entry = json.loads(line)
+        assert (done.returncode, entry["event"], entry["level"]) == (2, "error", "error")
+        assert entry["fields"]["text"].startswith(text) and entry["fields"]["exit_code"] == 2
+
+
+def invitation_to(address: str, **fields: Any) -> str:
+    keys = {"coordinator": bytes(32), "token": bytes(32), "run": "default"}
+    return Invitation(address, **keys | fields).text()
+
+
+INVITATION = invitation_to("tcp://127.0.0.1:1")
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator waits 1 s for an answer, where nobody is to answer."""
+    monkeypatch.setattr(status, "ANSWER_TIMEOUT_S", 1.0)
+
+
+def test_nobody_is_there(gridtrain: RunCommand, impatient: None) -> None:
+    began_s = time.monotonic()
+    line = one_sentence(gridtrain("status", invitation_to("tcp://127.0.0.1:1")), code=3)
+    assert "no coordinator can be reached at tcp://127.0.0.1:1" in line
+    assert "`gridtrain coordinator` is running" in line
+    assert time.monotonic() - began_s < 15
+
+
+def test_no_coordinator_runs_on_this_machine(gridtrain: RunCommand, home: Path) -> None:
+    line = one_sentence(gridtrain("status"), code=2)
+    assert f"no coordinator is running: {home}/gridtrain/default/coordinator.json does not exist" in line
+    assert "gridtrain coordinator" in line
+
+
+def test_somebody_else_is_there(gridtrain: RunCommand, impatient: None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        line = one_sentence(gridtrain("status", invitation_to(f"tcp://127.0.0.1:{port}")), code=3)
+    assert "did not answer within 1 s" in line
+
+
+def test_an_address_in_the_place_of_an_invitation(gridtrain: RunCommand) -> None:
+    """As gridtrain 0.1 took it."""
+    for command in (("status", "tcp://10.0.0.5:7700"), ("worker", "tcp://10.0.0.5:7700", "--", "true")):
+        line = one_sentence(gridtrain(*command), code=2)
+        assert "is not an invitation; an invitation begins with gridtrain1: -> copy the whole line" in line
+
+
+def test_the_port_is_taken(gridtrain: RunCommand, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        state = str(tmp_path / "state")
+        line = one_sentence(gridtrain("coordinator", "--listen", address, "--state", state), code=1)
+    assert f"{address}: the port is taken -> stop the program that uses the port" in line
+
+
+def test_the_state_cannot_be_kept_there(gridtrain: RunCommand, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" / "state"
+    line = one_sentence(gridtrain("coordinator", "--state", str(place)), code=2)
+    assert (
+        f"the folder {place} cannot be created: Not a directory -> choose another folder with --state" in line
+    )
+
+
+def test_a_run_name_that_is_no_file_name(gridtrain: RunCommand) -> None:
+    assert "is not a valid run name" in one_sentence(gridtrain("coordinator", "--run", "../me"), code=2)
+
+
+@pytest.mark.parametrize("change", ["cut", "one letter", "another version"])
+def test_an_invitation_that_was_altered(gridtrain: RunCommand, change: str) -> None:
+    text = invitation_to("tcp://127.0.0.1:1")
+    middle = len(text) // 2
+    altered, told = {
+        "cut": (text[:-3], "was cut short or altered in transit -> copy the whole line again"),
+        "one letter": (
+            text[:middle] + ("B" if text[middle] != "B" else "C") + text[middle + 1 :],
+            "was cut short or altered in transit",
+        ),
+        "another version": (
+            text.replace("1:", "2:", 1),
+            "by a newer gridtrain -> run: pip install --upgrade",
+        ),
+    }[change]
+    assert told in one_sentence(gridtrain("worker", altered, "--", "true"), code=2)
+
+
+def test_a_coordinator_in_the_clear_stays_on_this_machine(gridtrain: RunCommand) -> None:
+    line = one_sentence(gridtrain("coordinator", "--unencrypted", "--listen", "tcp://0.0.0.0:0"), code=1)
+    assert "cannot listen at 'tcp://0.0.0.0:0' without encryption" in line and "127.0.0.1" in line
+
+
+@pytest.mark.parametrize("name", ["coordinator.key", "operator.key"])
+def test_a_coordinator_with_a_key_that_others_may_read(
+    gridtrain: RunCommand, tmp_path: Path, name: str
+) -> None:
+    state = tmp_path / "state"
+    Identity.generate().write(state / name)
+    (state / name).chmod(0o640)
+    line = one_sentence(gridtrain("coordinator", "--state", str(state)), code=2)
+    assert f"{state / name} has mode 0640, so others may read it -> chmod 600 {state / name}" in line
+
+
+def test_debug_raises(gridtrain: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRIDTRAIN_DEBUG", "1")
+    with pytest.raises(ConfigError, match="is not an invitation"):
+        gridtrain("status", "example")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("dance",), "No such command 'dance'"),
+        (("worker",), "no invitation was given -> run gridtrain worker INVITATION"),
+        (("worker", INVITATION, "--upload-limit", "fast", "--", "true"), "'fast' is not a rate"),
+        (("worker", "--", "true"), "not an invitation"),
+        (("coordinator", "--min-workers", "0"), "0 is not in the range"),
+        (("coordinator", "--listen", "lab-pc"), "--listen lab-pc has no port -> write tcp://lab-pc:7700"),
+        (
+            ("coordinator", "--listen", "tcp://127.0.0.1:0", "--backup-to", "/proc/x"),
+            "no backup can be written",
+        ),
+        (("coordinator", "--advertise", "foo"), "--advertise foo has no port -> write tcp://foo:7700"),
+        (
+            ("coordinator", "--listen", "7700"),
+            "--listen 7700 has no host -> write tcp://0.0.0.0:7700 for all",
+        ),
+        (("coordinator", "--listen", "::1"), "in brackets: tcp://[2001:db8::1]:7700"),
+        (("coordinator", "--advertise", "foo:0"), "--advertise must be tcp://host:port, got 'foo:0'"),
+        (("worker", INVITATION, "--advertise", "foo", "--", "true"), "--advertise foo has no port"),
+        (("invite", "--expires", "0s"), "'0s' is not between 1 s and 366 d"),
+        (("invite", "--expires", "367d"), "'367d' is not between 1 s and 366 d"),
+        (("config", "show", "worker", "--restarts", "-1"), "-1 is not in the range"),
+    ],
+    ids=lambda value: " ".join(value).replace(INVITATION, "INVITATION") if isinstance(value, tuple) else "",
+)
+def test_usage(gridtrain: RunCommand, arguments: tuple[str, ...], text: str) -> None:
+    done = gridtrain(*arguments)
+    assert done.returncode == 2 and text in done.stderr

@@ -1,0 +1,92 @@
+"""Two pytest processes run one suite together, file by file (scripts/test-halves).
+
+    GRIDTRAIN_HALF=plain      runs the files that start no process, from the front
+    GRIDTRAIN_HALF=process    runs the tests marked `integration`, then files of the other half, from its back
+    GRIDTRAIN_CLAIMS=FOLDER   who runs a file makes one of its name here first, or finds that the other did
+
+Tests with real processes stay one at a time, as they need the processors; both processors are busy until the
+end, as the first half to end takes what is left of the other.  Every file of a half is run, or claimed, by
+its owner: if both exit with 0, all tests have passed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HALF, CLAIMS = "GRIDTRAIN_HALF", "GRIDTRAIN_CLAIMS"
+PLAIN, PROCESS = "plain", "process"
+
+Batch = list[pytest.Item]
+
+
+class WorkSharing:
+    """The plugin of one half."""
+
+    def __init__(self, half: str, claims: Path) -> None:
+        self._half = half
+        self._claims = claims
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """As pytest's own, over the batches that are ours."""
+        if session.testsfailed or session.config.option.collectonly:
+            return None
+        before: pytest.Item | None = None
+        for item in (item for batch in self.batches(session.items) for item in batch):
+            if before is not None:
+                _run(session, before, item)
+            before = item
+        if before is not None:
+            _run(session, before, None)
+        return True
+
+    def batches(self, items: list[pytest.Item]) -> Iterator[Batch]:
+        """Those that we run, each claimed when the one before has begun its last test."""
+        plain, process = split(items)
+        for batch in process + plain[::-1] if self._half == PROCESS else plain:
+            if self._claim(batch):
+                yield batch
+
+    def _claim(self, batch: Batch) -> bool:
+        name = f"{_file(batch[0])} {_is_process(batch[0])}"
+        try:
+            (self._claims / hashlib.sha256(name.encode()).hexdigest()).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+
+def split(items: list[pytest.Item]) -> tuple[list[Batch], list[Batch]]:
+    """By file, each once: the tests that start no processes, and those that do."""
+    plain: dict[str, Batch] = {}
+    process: dict[str, Batch] = {}
+    for item in items:
+        (process if _is_process(item) else plain).setdefault(_file(item), []).append(item)
+    return [*plain.values()], [*process.values()]
+
+
+def plugin() -> WorkSharing | None:
+    """For the half that the environment names, once: a pytest that a test starts is none."""
+    half, claims = os.environ.pop(HALF, ""), os.environ.pop(CLAIMS, "")
+    return WorkSharing(half, Path(claims)) if half else None
+
+
+def _run(session: pytest.Session, item: pytest.Item, following: pytest.Item | None) -> None:
+    item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+    if session.shouldfail:
+        raise session.Failed(session.shouldfail)
+    if session.shouldstop:
+        raise session.Interrupted(session.shouldstop)
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+def _is_process(item: pytest.Item) -> bool:
+    return item.get_closest_marker("integration") is not None

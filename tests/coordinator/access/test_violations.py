@@ -1,0 +1,53 @@
+"""What is kept of accusations."""
+
+from __future__ import annotations
+
+import pytest
+
+from gridtrain_coordinator.access import violations as module
+from gridtrain_coordinator.access.violations import ViolationLog, ViolationRecord
+
+A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
+
+
+def by(accuser: bytes | None) -> ViolationRecord:
+    return ViolationRecord(accuser, "sent rubbish")
+
+
+def test_the_oldest_accused_is_forgotten_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_ACCUSED", 2)
+    log = ViolationLog()
+    assert all(log.add(accused, by(D)) for accused in (A, B, A))
+    assert log.accused_members() == [A, B]
+    assert log.add(C, by(None)) and log.accused_members() == [B, C]
+
+
+def test_an_accuser_that_is_removed_takes_back_its_accusations_alone() -> None:
+    log = ViolationLog()
+    for accuser in (D, C, D):
+        log.add(A, by(accuser))
+    log.add(B, by(D))
+    log.withdraw_accusations(D)
+    assert log.accused_members() == [A] and list(log.records_of(A)) == [by(C)]
+    assert log.accused_by(D) == []
+
+
+def test_of_one_accuser_so_many_accusations_count_whoever_else_accuses() -> None:
+    log = ViolationLog()
+    for _ in range(module.VIOLATIONS_BEFORE_REMOVAL):
+        assert log.add(A, by(C)) and log.add(A, by(D))
+    assert not log.add(A, by(C)) and not log.add(A, by(A))
+    assert len(log.records_of(A)) == 2 * module.VIOLATIONS_BEFORE_REMOVAL
+    assert log.members_over_limit() == [A]
+
+
+def test_who_accuses_two_alone_is_suspected_until_another_confirms() -> None:
+    log = ViolationLog()
+    for accused in (A, B):
+        assert log.add(accused, by(D))
+    assert log.review_suspects(5.0) == [] and log.is_suspected(D) and not log.is_suspected(C)
+    assert not log.add(C, by(D)), "nothing more of a suspect counts"
+    assert log.review_suspects(4.9 + module.CONFIRMATION_TIMEOUT_S) == []
+    assert log.review_suspects(5.0 + module.CONFIRMATION_TIMEOUT_S) == [D]
+    log.add(A, by(C))
+    assert log.review_suspects(100.0) == [] and not log.is_suspected(D)

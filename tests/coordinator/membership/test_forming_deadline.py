@@ -1,0 +1,515 @@
+"""A generation that forms while a state is being received, and one whose members built the same state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gridtrain.config import Deadlines
+from gridtrain.core import messages as m
+from gridtrain.core.group import member_events as io
+from gridtrain.core.member.member import MemberCore
+from gridtrain.core.planning.exchange_choice import SAMPLES_FIGURE, SECONDS_FIGURE
+from gridtrain_coordinator.membership import readiness
+from gridtrain_coordinator.membership.membership import Membership
+from gridtrain_coordinator.run.events import (
+    DialBackResult,
+    Effect,
+    Event,
+    LogEvent,
+    MessageReceived,
+    PeerConnected,
+    PeerDisconnected,
+    Send,
+)
+from gridtrain_coordinator.run.registry import StateTransferProgress
+
+ME = b"0" * 32
+A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
+SETUP = m.Setup((("model", "100 parameters"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
+HELD = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=20))
+
+
+class Group:
+    """A coordinator, and workers that join 0.1 virtual seconds after each other."""
+
+    def __init__(self, min_workers: int) -> None:
+        limits = Deadlines(silence_s=1e9, settle_s=0.0)
+        self.core = Membership(me=ME, run="r", term=1, deadlines=limits, software="", min_workers=min_workers)
+        self.now_s = 0.0
+        self.left = dict.fromkeys((A, B, C, D), 0.0)
+        self.sent: list[Effect] = []
+
+    def hear(self, event: Event) -> list[Effect]:
+        self.now_s += 0.1
+        effects = self.core.handle(event, self.now_s)
+        if self.now_s >= self.core.deadline_s:  # as the daemon does after each round of its loop
+            effects += self.core.tick(self.now_s)
+        assert self.core.deadline_s > self.now_s, "a tick has done all that was due"
+        self.sent += effects
+        return effects
+
+    def say(self, peer: m.PeerId, *messages: m.Message) -> None:
+        for message in messages:
+            self.hear(MessageReceived(peer, message))
+
+    def join(self, peer: m.PeerId, setup: m.Setup, *, reachable: bool = True) -> None:
+        self.hear(PeerConnected(peer, peer.hex()[:8]))
+        self.say(peer, m.Join("r", peer[:1].decode(), "memory://x"))
+        self.hear(DialBackResult(peer, "memory://x" if reachable else ""))
+        self.say(peer, setup, m.LinkLatencies(()))
+
+    def way(self, viewer: m.PeerId, other: m.PeerId) -> str:
+        """The address of `other` in the latest member list of `viewer`."""
+        sent = [x.message for x in self.sent if isinstance(x, Send) and x.peer == viewer]
+        rosters = [message for message in sent if isinstance(message, m.MemberListPage)]
+        return next(member.address for member in rosters[-1].members if member.peer == other)
+
+    def ready(self, *peers: m.PeerId) -> None:
+        assert self.core.run.view is not None
+        for peer in peers:
+            self.say(peer, m.Ready(1, self.core.generation, self.core.run.view.history))
+
+    def beats(self, seconds: float, **came_Bps: float) -> None:
+        """All workers send heartbeats; the named ones receive that much of their state each second."""
+        for _ in range(round(seconds)):
+            for peer in self.left:
+                self.left[peer] = max(0.0, self.left[peer] - came_Bps.get(peer[:1].decode(), 0.0))
+                figures = ((m.STATE_LEFT, self.left[peer]),) if self.left[peer] else ()
+                self.say(peer, m.Heartbeat(1, 0, round(1000 * self.now_s), figures))
+            self.now_s = round(self.now_s + 1.0 - 0.4, 3)
+
+    @property
+    def roster(self) -> str:
+        """ "a b C": c receives the state."""
+        letters = {x.peer: x.peer[:1].decode() for x in self.core.run.member_list}
+        return " ".join(sorted(letters[x.peer].upper() if x.joining else letters[x.peer]
+                               for x in self.core.run.member_list))  # fmt: skip
+
+    @property
+    def frozen(self) -> int:
+        return sum(isinstance(x, Send) and isinstance(x.message, m.Freeze) and x.peer == A for x in self.sent)
+
+
+def test_who_has_built_the_same_is_sent_nothing() -> None:
+    """16 newcomers with 100 MB each over the source's link of 100 Mbit/s would take two minutes."""
+    group = Group(4)
+    same = replace(SETUP, initial_state_digest=b"3f" * 16)
+    for peer, setup in (
+        (A, same),
+        (B, same),
+        (C, replace(SETUP, initial_state_digest=b"77" * 16)),
+        (D, SETUP),
+    ):
+        group.join(peer, setup)
+    assert group.roster == "C D a b"
+
+
+def test_who_only_says_that_it_holds_the_state_gives_it_to_nobody() -> None:
+    """Else a newcomer that reports the same digest could send its own state to most of the others."""
+    group = Group(4)
+    same = replace(SETUP, initial_state_digest=b"3f" * 16)
+    for peer, setup in ((A, same), (B, same), (C, SETUP), (D, SETUP)):
+        group.join(peer, setup)
+    order = [member.peer for member in group.core.run.member_list]
+    donors = {member.peer: member.donor for member in group.core.run.member_list}
+    assert donors == {A: -1, B: -1, C: order.index(A), D: order.index(A)}
+    group.say(B, m.Leave(""))
+    view = group.core.run.view
+    assert view is not None
+    for peer in (A, C, D):
+        group.say(peer, m.FreezeReport(1, 1, peer == A, -1, view.history, m.LedgerState(), None, b"", 0))
+    order = [member.peer for member in group.core.run.member_list]
+    assert {x.donor for x in group.core.run.member_list if x.joining} == {order.index(A)}
+
+
+def test_an_eldest_that_says_nothing_is_like_nobody() -> None:
+    group = Group(2)
+    group.join(A, SETUP), group.join(B, SETUP)
+    assert group.roster == "B a"
+
+
+def test_until_the_first_step_is_committed_a_newcomer_may_have_built_the_same() -> None:
+    group = Group(1)
+    same = replace(SETUP, initial_state_digest=b"3f" * 16)
+    group.join(A, same)
+    group.ready(A)
+    group.join(B, same)
+    group.beats(2)
+    view = group.core.run.view
+    assert view is not None and group.frozen == 1
+    group.say(A, m.FreezeReport(1, 1, True, -1, view.history, m.LedgerState(), None, b"", 0))
+    assert group.roster == "a b"
+    group.ready(A, B)
+    group.join(C, same)
+    group.beats(2)
+    after = m.LedgerState(step=1, cursor=8, consumed=8)
+    for peer in (A, B):
+        group.say(peer, m.FreezeReport(1, 2, True, 0, b"1" * 32, after, None, b"", 0))
+    assert group.roster == "C a b", "a step has been taken, and what c has built is nobody's state any more"
+
+
+def test_a_checkpoint_is_not_what_the_script_has_built() -> None:
+    group = Group(2)
+    group.join(A, replace(SETUP, initial_state_digest=b"3f" * 16))
+    group.join(B, replace(SETUP, initial_state_digest=b"3f" * 16, checkpoint=HELD))
+    assert group.roster == "A b", "the run goes on from b's checkpoint"
+
+
+def test_of_a_run_that_was_given_up_nobody_has_what_it_began_with() -> None:
+    group = Group(2)
+    same = replace(SETUP, initial_state_digest=b"3f" * 16)
+    group.join(A, same), group.join(B, same)
+    group.ready(A, B)
+    group.join(C, same)
+    group.say(A, m.Leave("")), group.say(B, m.Leave(""))
+    assert [w.setup.initial_state_digest for w in group.core.run.workers.values() if w.setup] == [b""]
+
+
+def one_pair_without_a_way() -> Group:
+    """b cannot reach c, and d has 40 of the 100 MB that a sends to each of the others."""
+    group = Group(4)
+    for peer in (A, B, C, D):
+        group.join(peer, SETUP)
+    assert group.roster == "B C D a"
+    group.left[D] = 60e6
+    group.beats(1)
+    group.say(B, m.PeersUnreachable(1, 1, (C,)))
+    return group
+
+
+def test_no_generation_is_remade_while_a_state_is_on_its_way() -> None:
+    """In the next generation all 100 MB would be sent again."""
+    group = one_pair_without_a_way()
+    group.beats(29, d=2e6)
+    assert group.frozen == 0 and group.core.generation == 1
+    group.beats(3, d=2e6)
+    assert group.frozen == 1, "d has it all: now the way between b and c can be another one"
+
+
+def test_a_state_of_which_nothing_more_comes_holds_nobody_up() -> None:
+    group = one_pair_without_a_way()
+    group.beats(15)
+    assert group.frozen == 0
+    group.beats(8)
+    assert group.frozen == 1
+
+
+def test_a_pair_that_finds_its_way_after_all_needs_no_other_generation() -> None:
+    group = one_pair_without_a_way()
+    group.beats(5, d=2e6)
+    group.ready(A, B, C, D)
+    group.beats(5)
+    assert group.frozen == 0 and group.core.phase == "training"
+
+
+def test_only_a_way_that_was_told_is_given_up() -> None:
+    """Both ends report a relay that does not work, one of them twice: the other relay was not tried."""
+    group = Group(4)
+    for peer in (A, B, C, D):
+        group.join(peer, SETUP, reachable=peer in (A, B))
+    relays = {f"relay:{peer.hex()}" for peer in (A, B)}
+    first = group.way(C, D)
+    assert first == group.way(D, C) and first in relays
+    group.left[B] = 20e6
+    group.beats(1)
+    for peer, other in ((C, D), (D, C), (C, D)):
+        group.say(peer, m.PeersUnreachable(1, 1, (other,)))
+    group.beats(9, b=2e6)
+    assert not group.frozen
+    group.beats(1, b=2e6)
+    assert group.frozen
+    view = group.core.run.view
+    assert view is not None
+    for peer in (A, B, C, D):
+        group.say(peer, m.FreezeReport(1, 1, peer == A, -1, view.history, m.LedgerState(), None, b"", 0))
+    assert group.core.generation == 2 and {group.way(C, D)} == relays - {first}
+
+
+def test_the_time_for_forming_grows_with_the_bytes_that_are_due() -> None:
+    assert readiness.max_forming_s(0, 25_600_000, None) == readiness.MAX_FORMING_S
+    few, many = (readiness.max_forming_s(count, 25_600_000, 12.5e6) for count in (1, 15))
+    assert many - readiness.MAX_FORMING_S > 15 * 102.4e6 / 12.5e6
+    assert round(many - readiness.MAX_FORMING_S) == round(15 * (few - readiness.MAX_FORMING_S))
+    assert readiness.max_forming_s(1, 1000, 1.0) == readiness.max_forming_s(
+        1, 1000, readiness.MIN_RATE_Bps
+    ), "a liar's line"
+
+
+# -- a state that does not arrive, or hardly ------------------------------------------------------
+
+
+class Trained(Group):
+    """`holders` have taken five steps; `newcomers` then join one generation, and lack the state.
+
+    All send heartbeats once a second; a newcomer's progress counter stands still, as nothing arrives.
+    """
+
+    def __init__(self, holders: str, newcomers: str) -> None:
+        self.holders = holders
+        self.by_letter = {letter: letter.encode() * 32 for letter in holders + newcomers}
+        super().__init__(len(holders))
+        self.left = dict.fromkeys(self.by_letter.values(), 0.0)
+        self.applied = 4
+        for letter in holders:
+            self.join(self.by_letter[letter], SETUP)
+        self.ready(*self.peers(holders))
+        for letter in newcomers:
+            self.join(self.by_letter[letter], SETUP)
+        while not self.core.run.view_change.is_freezing:
+            assert self.seconds(5) < 5
+        self.form(holders)
+
+    def peers(self, letters: str) -> list[m.PeerId]:
+        return [self.by_letter[letter] for letter in letters]
+
+    def form(self, holders: str) -> None:
+        """All that are there answer the `Freeze`; the holders are ready at once."""
+        here = [peer for peer in self.core.run.member_order if peer in self.core.run.workers]
+        at = self.core.generation
+        for peer in here:
+            held = peer in self.peers(holders)
+            ledger = m.LedgerState(step=self.applied + 1, cursor=20, consumed=20)
+            report = m.FreezeReport(1, at, held, self.applied, b"h" * 32, ledger, None, b"", 0)
+            self.say(peer, report)
+        assert self.core.generation == at + 1
+        self.ready(*self.peers(holders))
+
+    def seconds(self, seconds: int, *, busy: str = "", **arriving_Bps: float) -> int:
+        """Heartbeats until another generation is requested or the time is over; returns the seconds."""
+        frozen, generation = self.frozen, self.core.run.view_change.phase
+        for second in range(seconds):
+            for letter, peer in self.by_letter.items():
+                self.left[peer] = max(0.0, self.left[peer] - arriving_Bps.get(letter, 0.0))
+                is_moving = letter in busy or arriving_Bps.get(letter) or letter in self.holders
+                figures = ((m.STATE_LEFT, self.left[peer]),) if self.left[peer] else ()
+                progress = round(1000 * self.now_s) if is_moving else 1
+                if peer in self.core.run.workers:
+                    self.core.handle(MessageReceived(peer, m.Heartbeat(1, 0, progress, figures)), self.now_s)
+            self.now_s += 1.0
+            self.sent += self.core.tick(self.now_s)
+            if self.frozen > frozen or self.core.run.view_change.phase != generation:
+                return second + 1
+        return seconds
+
+    @property
+    def source(self) -> str:
+        """The member that sends the state."""
+        members = self.core.run.member_list
+        named = next((x.donor for x in members if x.joining), -1)
+        rank = named if named >= 0 else next(i for i, x in enumerate(members) if not x.joining)
+        return members[rank].peer[:1].decode()
+
+    @property
+    def here(self) -> str:
+        return "".join(sorted(peer[:1].decode() for peer in self.core.run.workers))
+
+
+def test_a_silent_source_is_replaced_and_its_newcomer_stays() -> None:
+    """It was the newcomer that was dismissed."""
+    run = Trained("ab", "c")
+    assert (run.roster, run.source) == ("C a b", "a")
+    assert run.seconds(60) <= 21
+    run.form("ab")
+    assert (run.here, run.source) == ("abc", "b")
+    notes = [x.fields for x in run.sent if isinstance(x, LogEvent) and x.event == "source_replaced"]
+    assert notes == [{"source": "a", "names": "c"}]
+    assert run.core.run.view is not None and "did not arrive from a" in run.core.run.view.reason
+    run.ready(*run.peers("c"))
+    assert run.core.phase == "training" and run.roster == "C a b"
+
+
+def test_the_next_newcomer_is_not_sent_to_a_source_that_has_failed() -> None:
+    run = Trained("ab", "c")
+    run.seconds(60), run.form("ab"), run.ready(*run.peers("c"))
+    run.by_letter["d"] = D
+    run.left[D] = 0.0
+    run.join(D, SETUP)
+    run.seconds(3)
+    run.form("abc")
+    assert (run.roster, run.source) == ("D a b c", "b")
+
+
+def test_a_source_that_sends_too_slowly_is_replaced() -> None:
+    """A block now and then kept the generation waiting for 900 s: here 15 minutes of 1 MiB in 15 s."""
+    run = Trained("ab", "c")
+    run.left[C] = 500e6
+    assert run.seconds(900, c=70e3) <= 42
+    run.form("ab")
+    assert (run.here, run.source) == ("abc", "b")
+
+
+def test_a_slow_link_is_waited_for() -> None:
+    """A sixteenth of what an unmeasured link is taken to carry."""
+    run = Trained("ab", "c")
+    run.left[C] = 100e6
+    assert run.seconds(600, c=readiness.MIN_RATE_SHARE * readiness.DEFAULT_RATE_Bps * 1.2) >= 500
+    assert run.core.generation == 2
+
+
+def test_a_newcomer_with_which_every_source_fails_is_dismissed_after_three() -> None:
+    run = Trained("abde", "c")
+    tried = []
+    for _ in range(3):
+        tried.append(run.source)
+        run.seconds(60)
+        if "c" in run.here:
+            run.form("abde")
+    assert len(set(tried)) == 3 and run.here == "abde"
+    assert run.now_s < 100
+
+
+def test_a_newcomer_is_at_fault_where_the_sources_serve_others() -> None:
+    """The second newcomer receives the state of both sources that fail with the first one."""
+    run = Trained("ab", "cd")
+    run.ready(*run.peers("d"))
+    run.seconds(60)
+    run.form("ab")
+    assert (run.here, run.source) == ("abcd", "b")
+    run.ready(*run.peers("d"))
+    run.seconds(60)
+    assert run.here == "abd"
+
+
+def test_a_newcomer_that_is_busy_for_ever_blames_nobody() -> None:
+    """Without a byte missing it does not wait for the source: the others go on without it."""
+    run = Trained("ab", "c")
+    assert 100 < run.seconds(900, busy="c") <= (readiness.LOADING_PERIODS + 2) * 20
+    assert run.here == "ab"
+    assert not [x for x in run.sent if isinstance(x, LogEvent) and x.event == "source_replaced"]
+
+
+def test_a_large_state_may_take_long_to_load() -> None:
+    run = Trained("ab", "c")
+    run.left[C] = 100e6
+    run.seconds(50, c=2e6)
+    assert run.left[C] == 0 and run.seconds(100, busy="c") == 100 and run.core.generation == 2
+
+
+def test_the_only_source_is_kept() -> None:
+    """Nobody else holds the model, and nothing tells who is at fault."""
+    run = Trained("a", "c")
+    run.seconds(60)
+    assert run.here == "a"
+
+
+def test_a_source_in_a_long_step_is_waited_for_as_its_steps_last() -> None:
+    """Its counter stands still until the step is over.  One that never sends looks the same."""
+    for step_s, least, most in ((20.0, 160, 200), (0.1, 19, 41)):
+        run = Trained("ab", "c")
+        for worker in run.core.run.workers.values():
+            worker.figures = {SAMPLES_FIGURE: 100.0, SECONDS_FIGURE: 25.0 * step_s}
+            worker.progressed_s = -1.0
+        source = run.core.run.workers[A]
+        elapsed = 0
+        while run.core.run.view_change.is_forming and elapsed < 400:
+            run.now_s += 1.0
+            elapsed += 1
+            source.last_heard_s = run.now_s
+            run.sent += run.core.tick(run.now_s)
+        assert least <= elapsed <= most, (step_s, elapsed)
+
+
+def test_progress_of_a_state_transfer() -> None:
+    transfer = StateTransferProgress()
+    transfer.begin(10.0, 100.0, 0.0)
+    reported = [
+        (0, False),  # nothing has arrived
+        (90, True),  # the table
+        (85, False),
+        (81, False),
+        (80, True),  # ten bytes less
+        (60, True),
+        (95, True),  # it begins anew
+        (90, False),
+        (3, True),
+        (0, True),  # complete
+        (0, False),
+        (1e9, True),  # anew, once more; more than there can be
+        (95, False),
+        (0, True),
+        (100, False),  # not again
+        (0, False),
+    ]
+    for second, (left, counts) in enumerate(reported, 1):
+        transfer.update(left, float(second))
+        assert (transfer.progressed_s == second) is counts, (second, left)
+
+
+# -- a member's side -------------------------------------------------------------------------------
+
+
+def member() -> MemberCore:
+    core = MemberCore(A, ME, m.Join("r", "a", "tcp://a:1"), Deadlines())
+    core.handle(io.PeerConnected(ME), 0.0)
+    core.handle(io.MessageReceived(ME, m.Welcome(1, "r", "")), 0.0)
+    core.handle(
+        io.TrainerJoined(
+            replace(SETUP, initial_state_digest=b"3f" * 16), lambda r, n: frozenset(range(n)) - {r}
+        ),
+        0.0,
+    )
+    members = (m.Member(B, "b", "tcp://b:1", 4, False), m.Member(A, "a", "tcp://a:1", 4, True))
+    core.handle(io.MessageReceived(ME, m.MemberListPage(1, 1, 0, 1, members)), 0.0)
+    view = m.MembershipView(1, 1, 2, m.Verdict.ABORT, None, -1, core.history, m.LedgerState(), "")
+    core.handle(io.MessageReceived(ME, view), 0.0)
+    return core
+
+
+def told(effects: list[io.MemberEffect], kind: type[m.Message]) -> list[m.Message]:
+    return [x.message for x in effects if isinstance(x, io.Send) and isinstance(x.message, kind)]
+
+
+def test_a_connection_that_breaks_late_has_its_time_to_come_back() -> None:
+    """It was connected, so there is a route.  Counted from the view it would have had no time."""
+    core = member()
+    core.handle(io.PeerConnected(B), 1.0)
+    core.handle(io.PeerDisconnected(B, "the line is full"), 40.0)
+    assert not told(core.tick(47.9), m.PeersUnreachable)
+    assert told(core.tick(48.1), m.PeersUnreachable)
+    core.handle(io.PeerConnected(B), 50.0)
+    core.handle(io.PeerDisconnected(B, "again"), 60.0)
+    assert told(core.tick(68.1), m.PeersUnreachable), "said again, as it is news"
+
+
+def test_who_was_sent_a_state_does_not_say_any_more_what_it_has_built() -> None:
+    core = member()
+    again = core.handle(io.MessageReceived(ME, m.Welcome(1, "r", "")), 1.0)
+    assert [x.initial_state_digest for x in told(again, m.Setup)] == [b"3f" * 16]  # type: ignore[attr-defined]
+    core.handle(io.PeerConnected(B), 1.0)
+    core.handle(io.StateLoaded(1, 1), 2.0)
+    again = core.handle(io.MessageReceived(ME, m.Welcome(1, "r", "")), 3.0)
+    assert [x.initial_state_digest for x in told(again, m.Setup)] == [b""]  # type: ignore[attr-defined]
+
+
+def test_of_strangers_that_have_gone_nothing_is_kept() -> None:
+    group = Group(1)
+    for number in range(100):
+        stranger = number.to_bytes(32, "big")
+        group.hear(PeerConnected(stranger, "192.0.2.7"))
+        group.hear(PeerDisconnected(stranger, "gone"))
+    assert group.core._addresses._hosts == {}
+
+
+def test_a_newcomer_waits_for_a_source_in_a_long_first_step_and_no_longer() -> None:
+    """b lacks the state; a says nothing new, as in a first step, which may take `first_step_s`."""
+    group = Group(2)
+    group.join(A, SETUP), group.join(B, SETUP)
+    limits, installed_s = group.core.run.limits, group.now_s
+    group.ready(A)
+    while B in group.core.run.workers and group.now_s < installed_s + 3 * limits.first_step_s:
+        group.now_s += 1.0
+        group.say(A, m.Heartbeat(1, 0, 0, ()))
+        group.say(B, m.Heartbeat(1, 0, 0, ()))
+    assert limits.first_step_s <= group.now_s - installed_s <= limits.first_step_s + limits.ready_s + 2.0
+
+
+def test_a_source_that_is_not_ready_itself_is_in_no_long_step() -> None:
+    """Only where all holders are ready may the source still compute what the others wait for."""
+    for ready, stays in (((), False), ((A,), True)):
+        group = Group(2)
+        group.join(A, SETUP), group.join(B, SETUP)
+        group.ready(*ready)
+        due_s = group.core.run.view_change.deadline_s
+        assert due_s < group.now_s + group.core.run.limits.first_step_s
+        group.core.tick(due_s)
+        assert A in group.core.run.workers and (B in group.core.run.workers) is stays

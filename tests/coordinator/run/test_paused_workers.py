@@ -1,0 +1,44 @@
+"""What is remembered of workers whose owners have paused them."""
+
+from __future__ import annotations
+
+import pytest
+
+from gridtrain_coordinator.run import paused_workers as module
+from gridtrain_coordinator.run.paused_workers import RETENTION_S, PausedWorkers
+
+A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
+
+
+def test_a_pause_is_shown_and_its_name_reserved_for_a_week() -> None:
+    paused = PausedWorkers()
+    paused.add(A, "anna", "on battery", 10.0)
+    assert paused.status_rows(12.5) == [
+        {
+            "name": "anna",
+            "peer": A.hex(),
+            "state": "paused",
+            "reason": "paused by its owner: on battery",
+            "since_s": 2.5,
+        }
+    ]
+    assert paused.reserved_names(B) == {"anna"} and paused.reserved_names(A) == set()
+    assert len(paused.status_rows(9.9 + RETENTION_S)) == 1
+    assert paused.status_rows(10.0 + RETENTION_S) == [] and paused.worker_name(A) == ""
+
+
+def test_a_worker_that_joins_is_paused_no_more() -> None:
+    paused = PausedWorkers()
+    paused.add(A, "anna", "hot", 1.0)
+    paused.discard(B)
+    assert paused.worker_name(A) == "anna"
+    paused.discard(A)
+    assert paused.worker_name(A) == "" and paused.status_rows(1.0) == []
+
+
+def test_of_too_many_the_one_that_paused_first_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_PAUSED", 2)
+    paused = PausedWorkers()
+    for peer, name in ((A, "anna"), (B, "bert"), (A, "anna"), (C, "carl")):
+        paused.add(peer, name, "", 1.0)
+    assert [row["name"] for row in paused.status_rows(1.0)] == ["anna", "carl"]

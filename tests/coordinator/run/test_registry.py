@@ -1,0 +1,170 @@
+"""What follows from what is known of one worker alone: until when it is waited for, and how it is shown."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from gridtrain.config import Deadlines
+from gridtrain.core import messages as m
+from gridtrain_coordinator.run.registry import (
+    AVOIDED_PAIR_RTT_S,
+    MAX_RESTARTS,
+    Registry,
+    StateTransferProgress,
+    Worker,
+    batch_limits,
+    round_trip_times,
+    setup_differences,
+)
+
+A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
+LIMITS = Deadlines()
+SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
+
+
+def worker(peer: m.PeerId = A, joined_s: float = 0.0) -> Worker:
+    return Worker(peer, peer[:1].decode(), "", joined_s, joined_s)
+
+
+def test_a_state_is_on_its_way_until_its_last_byte_or_while_it_moves() -> None:
+    progress = StateTransferProgress()
+    assert progress.deadline_s(30.0) == -math.inf
+    for now_s, left_bytes, deadline_s in ((5.0, 2.0, 35.0), (9.0, 2.0, 35.0), (10.0, 1.0, 40.0)):
+        progress.update(left_bytes, now_s)
+        assert progress.deadline_s(30.0) == deadline_s
+    progress.excuse_stall(7.0)
+    assert progress.deadline_s(30.0) == 47.0
+    progress.update(0.0, 11.0)
+    assert progress.deadline_s(30.0) == -math.inf
+
+
+def test_a_transfer_may_begin_anew_twice_and_slow_bytes_are_no_progress() -> None:
+    progress = StateTransferProgress()
+    progress.begin(10.0, 100.0, 5.0)
+    assert not progress.has_begun and progress.progressed_s == 5.0
+    for now_s, left_bytes, progressed_s in (
+        (6.0, 500.0, 6.0),  # counts as 100, the most that there is
+        (7.0, 91.0, 6.0),
+        (8.0, 90.0, 8.0),
+        (9.0, 81.0, 8.0),
+        (10.0, 80.0, 10.0),
+    ):
+        progress.update(left_bytes, now_s)
+        assert progress.progressed_s == progressed_s and progress.has_begun
+    found = []
+    for number in range(MAX_RESTARTS + 1):
+        for now_s, left_bytes in ((20.0, 50.0), (30.0, 60.0), (40.0, 61.0)):
+            progress.update(left_bytes, now_s + number)
+        found.append(progress.progressed_s)
+    assert found == [40.0, 41.0, 22.0]
+
+
+def test_a_worker_counts_as_lost_at_its_deadline_and_not_before() -> None:
+    silent, ended = worker(), worker()
+    silent_s = LIMITS.silence_s
+    assert silent.deadline_s(LIMITS) == silent_s and not silent.failure_reason(LIMITS, silent_s - 0.01)
+    assert silent.failure_reason(LIMITS, silent_s) == f"sent nothing for {silent_s:.1f} s"
+    silent.mark_loading(True)
+    assert silent.deadline_s(LIMITS) == max(LIMITS.ready_s, silent_s)
+    for broken_s, wait_s, why in (
+        (-math.inf, LIMITS.regreet_s, "lost its connection and did not reconnect"),
+        (1.0 + LIMITS.regreet_s, min(LIMITS.ended_s, LIMITS.regreet_s), "lost its connections to this"),
+        (1.01 + LIMITS.regreet_s, LIMITS.regreet_s, "lost its connection and"),
+    ):
+        ended = worker()
+        ended.record_disconnected(1.0)
+        ended.record_disconnected(1.5)
+        ended.record_link_broken(broken_s)
+        assert ended.deadline_s(LIMITS) == 1.0 + wait_s
+        assert not ended.failure_reason(LIMITS, 0.99 + wait_s)
+        assert ended.failure_reason(LIMITS, 1.0 + wait_s).startswith(why)
+        ended.record_connected()
+        assert not ended.failure_reason(LIMITS, 1.0 + wait_s), "a Join may come"
+        ended.record_join("tcp://a:1")
+        assert ended.link_broken_s == -math.inf and ended.disconnected_s is None
+
+
+def test_after_a_stall_of_the_coordinator_all_that_is_waited_for_has_more_time() -> None:
+    waiting = worker()
+    waiting.record_disconnected(1.0)
+    waiting.begin_probing(2.0)
+    assert waiting.deadline_s(LIMITS) == 2.0
+    waiting.excuse_stall(30.0, 40.0, LIMITS)
+    assert waiting.last_heard_s == 40.0 - LIMITS.silence_s and waiting.probe_deadline_s == 40.0
+    assert waiting.disconnected_s == 40.0 - LIMITS.regreet_s
+    assert waiting.progressed_s == 30.0 == waiting.state_progress.progressed_s
+
+
+def test_a_worker_is_introduced_then_admitted_and_eligible_once_it_has_caught_up() -> None:
+    new = worker()
+    assert not new.is_introduced and not new.is_eligible
+    new.begin_probing(5.0)
+    assert new.is_introduced and not new.is_admitted
+    new.record_round_trips({B: 0.1})
+    assert not new.is_admitted, "it has not said what it trains"
+    new.record_setup(replace(SETUP, can_catch_up=True))
+    new.record_round_trips({B: 0.1})
+    assert new.is_catching_up and not new.is_eligible
+    new.mark_caught_up()
+    assert new.is_eligible and not new.is_catching_up
+
+
+@pytest.mark.parametrize(
+    ("changed", "rank", "state"),
+    [
+        ({}, None, "joining"),
+        ({"is_admitted": True}, None, "admitted"),
+        ({"is_admitted": True, "standby_reason": "too small"}, None, "spare"),
+        ({"is_admitted": True, "setup": replace(SETUP, can_catch_up=True)}, None, "following"),
+        ({"is_admitted": True}, 0, "active"),
+        ({"is_admitted": True, "disconnected_s": 1.0}, 0, "suspect"),
+    ],
+)
+def test_the_state_of_a_worker_as_the_status_shows_it(
+    changed: dict[str, object], rank: int | None, state: str
+) -> None:
+    shown = worker()
+    for name, value in changed.items():
+        setattr(shown, name, value)
+    row = shown.status_row(rank, [m.Member(A, "a", "", 7, False)], 2.5)
+    assert row["state"] == state and row["share"] == (0 if rank is None else 7)
+    assert row["last_heard_s"] == 2.5 and row["spare"] == changed.get("standby_reason", "")
+
+
+def test_a_rollback_takes_back_steps_and_checkpoints_after_it() -> None:
+    member = worker()
+    for step, kept in ((9, 2), (4, 1)):
+        member.step = 7
+        member.record_checkpoints(
+            tuple(m.CheckpointInfo(applied, b"", m.LedgerState()) for applied in (4, 5))
+        )
+        member.roll_back(step)
+        assert member.step == min(7, step + 1) and len(member.checkpoints) == kept
+
+
+def test_workers_in_order_and_pairs_to_avoid() -> None:
+    workers = Registry({peer: worker(peer, at_s) for peer, at_s in ((A, 2.0), (C, 1.0), (B, 1.0))})
+    assert workers.sort_by_seniority([A, B, C]) == [B, C, A]
+    assert workers.display_name(A) == "a" and workers.display_name(b"x" * 32) == "78787878"
+    listed = [*workers.values()]
+    assert round_trip_times(listed) == {}
+    assert round_trip_times(listed, [(A, B)]) == {(A, C): 0.0, (A, B): AVOIDED_PAIR_RTT_S, (C, B): 0.0}
+    workers[A].rtt_s = {B: 0.1, C: 0.2}
+    assert round_trip_times(listed, [(A, B)]) == {(A, B): AVOIDED_PAIR_RTT_S, (A, C): 0.2}
+    workers[C].setup = SETUP
+    assert batch_limits(listed) == [0, SETUP.batch_size, 0]
+
+
+def test_a_setup_that_differs_is_described() -> None:
+    assert setup_differences(SETUP, replace(SETUP, batch_size=9)) == []
+    other = replace(SETUP, ledger=m.LedgerSpec(100, 0, steps=7), stages=2, facts=(("optimizer", "sgd"),))
+    assert setup_differences(SETUP, other) == [
+        "model is missing here and tiny in the run",
+        "end of the run is 7 steps over 100 samples with data seed 0 here and 1 epochs over 100 samples with "
+        "data seed 0 in the run",
+        "stages is 2 here and 1 in the run",
+        "optimizer is sgd here and missing in the run",
+    ]

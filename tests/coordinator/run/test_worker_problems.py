@@ -1,0 +1,97 @@
+"""What the coordinator makes of heartbeats that report skipped steps and checkpoints that failed."""
+
+from __future__ import annotations
+
+from gridtrain.core import messages as m
+from gridtrain_coordinator.run.worker_problems import WorkerProblems
+
+
+def told(problems: WorkerProblems, now_s: float, step: int, **figures: float) -> list[str]:
+    events = problems.update("anna", step, figures, now_s)
+    return [" ".join(map(str, (x.event, *list(x.fields.values())[:3]))) for x in events]
+
+
+def test_a_skipped_step_has_an_event_and_many_have_one_a_minute() -> None:
+    problems = WorkerProblems()
+    history = [
+        (0.0, 5, 0.0),
+        (1.0, 6, 1.0),
+        (1.5, 7, 2.0),
+        (30.0, 60, 31.0),
+        (61.0, 90, 31.0),
+        (200.0, 200, 31.0),
+    ]
+    assert [told(problems, at_s, step, own_skipped_steps=skips) for at_s, step, skips in history] == [
+        [],
+        ["step_skipped anna 6 1"],
+        [],  # within a minute
+        [],
+        ["step_skipped anna 60 30"],  # all since the last event, the latest at step 60
+        [],  # no further one
+    ]
+
+
+def test_the_status_names_the_latest_skipped_step_for_ten_minutes() -> None:
+    problems = WorkerProblems()
+    assert problems.text(0.0) == ""
+    told(problems, 0.0, 6, **{m.OWN_SKIPPED_STEPS: 1.0})
+    assert problems.text(599.0) == (
+        "made the group skip 1 step, the latest near step 6: "
+        "its gradient was not finite, or too large to be summed"
+    )
+    assert problems.text(600.0) == ""
+
+
+def test_a_restarted_worker_counts_from_zero() -> None:
+    problems = WorkerProblems()
+    told(problems, 0.0, 6, own_skipped_steps=9.0)
+    told(problems, 100.0, 7)
+    assert told(problems, 200.0, 8, own_skipped_steps=2.0) == ["step_skipped anna 8 2"]
+
+
+def test_steps_that_did_not_wait_are_counted_apart_from_skipped_ones() -> None:
+    problems = WorkerProblems()
+    assert told(problems, 0.0, 6, missed_steps=3.0, own_skipped_steps=1.0) == [
+        "step_skipped anna 6 1",
+        "step_missed anna 6 3",
+    ]
+    assert told(problems, 30.0, 9, missed_steps=5.0, own_skipped_steps=1.0) == []  # within a minute
+    assert told(problems, 61.0, 70, missed_steps=5.0, own_skipped_steps=1.0) == ["step_missed anna 9 2"]
+    assert problems.text(610.0) == (
+        "was left out of 5 steps, the latest near step 9: its training loop had stalled"
+    )
+    assert problems.text(630.0) == ""
+
+
+def test_checkpoints_that_fail_are_repeated_every_ten_minutes_until_one_is_written() -> None:
+    problems = WorkerProblems()
+    history = [(0.0, 1.0), (0.5, 1.0), (599.0, 7.0), (600.0, 8.0), (700.0, 0.0), (800.0, 0.0), (801.0, 1.0)]
+    remedy = "free space on its disk; its log names the folder"
+    assert [told(problems, at_s, 0, failed_checkpoints=failed) for at_s, failed in history] == [
+        [f"checkpoint_failed anna 1 {remedy}"],
+        [],
+        [],
+        [f"checkpoint_failed anna 8 {remedy}"],
+        ["checkpoint_written anna"],
+        [],
+        [f"checkpoint_failed anna 1 {remedy}"],
+    ]
+    assert problems.text(801.0) == f"could not write 1 checkpoints in a row: {remedy}"
+
+
+def test_a_worker_that_claims_something_else_in_each_heartbeat_does_not_fill_the_log() -> None:
+    problems = WorkerProblems()
+    events = [
+        event
+        for beat in range(1200)
+        for event in told(problems, beat / 2, 0, failed_checkpoints=beat % 2, own_skipped_steps=beat % 2)
+    ]
+    assert 20 <= len(events) <= 40  # in ten minutes
+
+
+def test_figures_that_are_no_counts_say_nothing() -> None:
+    problems = WorkerProblems()
+    for value in (-1.0, float("inf"), float("nan"), 1e300):
+        figures = dict.fromkeys((m.OWN_SKIPPED_STEPS, m.MISSED_STEPS, m.FAILED_CHECKPOINTS), value)
+        assert told(problems, 0.0, 0, **figures) == []
+    assert problems.text(0.0) == ""

@@ -1,0 +1,136 @@
+"""Late batches in the data ledger: members that were absent from committed steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from gridtrain.core.commit import data_ledger as ledger
+from gridtrain.core.commit.ledger_record import ledger_entry, parse_ledger
+from gridtrain.core.messages import LateBatch, LedgerSpec, LedgerState, Span
+from gridtrain.errors import LocalProtocolError
+
+A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
+SPEC = LedgerSpec(size=30, seed=0, epochs=2)
+SHARES = ((A, 2), (B, 2), (C, 2))
+
+
+def commit(state: LedgerState, *absent: bytes, skipped: bool = False) -> LedgerState:
+    return ledger.commit(SPEC, state, ledger.assign(SPEC, state, SHARES), skipped=skipped, absent=absent)
+
+
+def test_an_absent_member_keeps_its_batch_and_gets_no_other() -> None:
+    state = commit(LedgerState(), B)
+    assert state.late == (LateBatch(B, (Span(2, 4),), 6, 0),)
+    assert (state.cursor, state.consumed) == (6, 4)
+    assigned = ledger.assign(SPEC, state, SHARES)
+    assert assigned == {A: (Span(6, 8),), B: (Span(2, 4),), C: (Span(8, 10),)}
+    # The batch weighs what it weighed in its step; the others share the step among themselves.
+    assert ledger.count_total(state, assigned, B) == 6
+    assert ledger.count_total(state, assigned, A) == ledger.count_total(state, assigned) == 4
+
+
+def test_the_batch_stays_late_until_its_member_takes_part() -> None:
+    state = commit(commit(LedgerState(), B), B)
+    assert state.late == (LateBatch(B, (Span(2, 4),), 6, 0),)
+    state = commit(state)
+    assert state.late == () and state.consumed == state.cursor == 14
+    assert ledger.assign(SPEC, state, SHARES)[B] == (Span(16, 18),)
+
+
+def test_a_skipped_step_consumes_only_what_was_present() -> None:
+    state = commit(LedgerState(), B, skipped=True)
+    assert state.consumed == state.skipped == 4
+
+
+def test_a_batch_that_is_too_late_is_requeued_and_its_member_stays_absent() -> None:
+    state = LedgerState()
+    spec = LedgerSpec(size=1000, seed=0, epochs=1)
+    for step in range(ledger.MAX_LATE_STEPS + 1):
+        assert state.requeued == (), step
+        state = ledger.commit(spec, state, ledger.assign(spec, state, SHARES), skipped=False, absent=[B])
+    assert state.requeued == (Span(2, 4),) and state.late == (LateBatch(B, (), 6, 0),)
+    assigned = ledger.assign(spec, state, SHARES)
+    assert assigned[B] == () and assigned[A] == (Span(2, 4),), "the others get it first"
+    state = ledger.commit(spec, state, assigned, skipped=False)
+    assert state.late == () and ledger.assign(spec, state, SHARES)[B] != ()
+
+
+def test_a_lost_member_leaves_its_late_batch_to_the_others() -> None:
+    state = commit(LedgerState(), B)
+    aborted = ledger.reassign(SPEC, state, ledger.assign(SPEC, state, SHARES), {A, C})
+    assert aborted.late == () and aborted.requeued == (Span(2, 4),)
+    kept = ledger.reassign(SPEC, state, ledger.assign(SPEC, state, SHARES), {A, B})
+    assert kept.late == state.late and kept.requeued == (Span(8, 10),)
+    assert kept.holders == ((A, (Span(6, 8),)),)
+    assert ledger.assign(SPEC, kept, SHARES[:2]) == {A: (Span(6, 8),), B: (Span(2, 4),)}
+    assert ledger.release_late(SPEC, state, [A, B, C]) == state
+    assert ledger.release_holders(SPEC, kept).requeued == (Span(2, 4), Span(6, 10))
+
+
+def test_all_members_may_have_late_batches_only() -> None:
+    state = ledger.release_late(SPEC, commit(LedgerState(), A, B), [A, B])
+    assigned = ledger.assign(SPEC, state, SHARES[:2])
+    assert assigned == {A: (Span(0, 2),), B: (Span(2, 4),)}
+    assert ledger.commit(SPEC, state, assigned, skipped=False).consumed == 6
+
+
+def test_a_run_is_not_finished_while_a_batch_is_late() -> None:
+    state = LedgerState()
+    while ledger.assign(SPEC, state, SHARES)[A]:
+        state = commit(state, B) if state.step == 9 else commit(state)
+    assert not ledger.is_finished(SPEC, state)
+    assert ledger.is_finished(SPEC, commit(state))
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        LateBatch(B, (Span(0, 2),), 6, 0),  # consumed already
+        LateBatch(B, (Span(6, 8),), 6, 0),  # beyond the cursor
+        LateBatch(b"x" * 32, (Span(2, 4),), 6, 0),  # of no member
+    ],
+)
+def test_an_unsound_late_batch_is_found(late: LateBatch) -> None:
+    sound = commit(LedgerState(), B)
+    assert ledger.is_sound(sound, [A, B, C])
+    assert not ledger.is_sound(replace(sound, late=(late,), requeued=(Span(0, 1),)), [A, B, C])
+    assert not ledger.is_sound(replace(sound, late=(*sound.late, *sound.late)), [A, B, C])
+
+
+def test_a_record_is_read_back_and_one_without_late_batches_too() -> None:
+    state = commit(LedgerState(), B)
+    assert parse_ledger(ledger_entry(state)) == state
+    calm = commit(LedgerState())
+    assert "late" not in ledger_entry(calm) and parse_ledger(ledger_entry(calm)) == calm
+
+
+def test_a_batch_of_another_state_does_not_balance() -> None:
+    state = commit(LedgerState(), B)
+    with pytest.raises(LocalProtocolError, match="does not balance"):
+        ledger.commit(SPEC, state, {A: (Span(0, 2),), B: (Span(2, 4),), C: ()}, skipped=False)
+
+
+def test_every_sample_is_consumed_once_whoever_is_absent() -> None:
+    for seed in range(200):
+        random, state, seen = Random(seed), LedgerState(), [0] * (SPEC.size * 2)
+        members = list(SHARES)
+        for _ in range(1000):
+            if ledger.is_finished(SPEC, state):
+                break
+            assigned = ledger.assign(SPEC, state, members)
+            if random.random() < 0.1:
+                gone = random.choice(members) if len(members) > 1 and random.random() < 0.3 else None
+                members = [member for member in members if member != gone]
+                state = ledger.reassign(SPEC, state, assigned, [peer for peer, _ in members])
+                continue
+            absent = [peer for peer, _ in members[1:] if random.random() < 0.3]
+            for peer, spans in assigned.items():
+                for span in spans if peer not in absent else ():
+                    for position in range(span.start, span.stop):
+                        seen[position] += 1
+            state = ledger.commit(SPEC, state, assigned, skipped=False, absent=absent)
+            assert ledger.is_sound(state, [peer for peer, _ in members])
+        assert set(seen) == {1}, seed

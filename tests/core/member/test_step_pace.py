@@ -1,0 +1,47 @@
+"""How long members wait for a step, from how long steps have taken."""
+
+from __future__ import annotations
+
+import pytest
+
+from gridtrain.config import Deadlines
+from gridtrain.core.group.member_events import HeartbeatDue
+from gridtrain.core.member.step_pace import StepPace
+
+LIMITS = Deadlines()
+
+
+def timeout_s(step_s: float) -> float:
+    return LIMITS.patience_floor_s + LIMITS.patience_factor * step_s
+
+
+def test_a_timeout_follows_the_decaying_mean_of_whole_steps() -> None:
+    pace = StepPace(LIMITS)
+    assert pace.timeout_s == LIMITS.first_step_s
+    pace.step_committed(3.0)
+    assert pace.timeout_s == LIMITS.first_step_s, "nobody knows when it began"
+    pace.step_started(4.0)
+    pace.step_committed(5.0)
+    assert pace.timeout_s == pytest.approx(timeout_s(2.0)), "from commit to commit"
+    pace.step_committed(15.0)
+    assert pace.timeout_s == pytest.approx(timeout_s(2.8))
+
+
+def test_an_interrupted_step_does_not_count_and_the_first_part_of_a_step_does() -> None:
+    pace = StepPace(LIMITS)
+    pace.step_started(0.0)
+    pace.step_interrupted()
+    pace.step_started(10.0)
+    pace.step_started(11.0)
+    pace.step_committed(12.0)
+    assert pace.timeout_s == pytest.approx(timeout_s(2.0))
+
+
+def test_progress_is_what_grows() -> None:
+    pace = StepPace(LIMITS)
+    assert [pace.update_progress(number) for number in (0, 1, 1, 3, 2, 3)] == [
+        False, True, False, True, False, True,
+    ]  # fmt: skip
+    due = HeartbeatDue(7, False, ())
+    assert [pace.make_heartbeat(4, due).sequence for _ in range(2)] == [1, 2]
+    assert (pace.make_heartbeat(4, due).step, pace.make_heartbeat(4, due).progress) == (4, 7)

@@ -1,0 +1,295 @@
+"""When a step goes on without a stalled trainer: deadlines, reports, requests, and who decides."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import pytest
+
+from gridtrain.core import messages as m
+from gridtrain.core.group.member_events import LogEvent, MemberEffect, Send
+from gridtrain.core.group.rank_layout import RankAssignment
+from gridtrain.core.group.round_flags import SKIP, absent_flag, absent_ranks, is_absent, is_skipped
+from gridtrain.core.member.stragglers import (
+    FEWEST_DELAYS,
+    LEAST_MARGIN_S,
+    MAX_ABSENT_S,
+    Stragglers,
+    UsualDelay,
+    UsualDelays,
+)
+from gridtrain.errors import RemoteProtocolError
+
+PEERS = tuple(letter * 32 for letter in (b"a", b"b", b"c", b"d"))
+MEMBERS = tuple(m.Member(peer, name, "", 4, False) for peer, name in zip(PEERS, "abcd", strict=True))
+SETTINGS = b"lr=0.1"
+STEP_S = 0.2
+
+
+class Group:
+    """One member's `Stragglers`, in a run whose steps take `STEP_S`, of which everybody computes half."""
+
+    def __init__(self, rank: int, counts: tuple[int, ...] = (4, 4, 4, 4), *, is_enabled: bool = True) -> None:
+        assignment = RankAssignment(PEERS[rank], 1, 1, MEMBERS)
+        self.rank, self.now_s, self.step = rank, 10.0, 0
+        delays: UsualDelays = defaultdict(UsualDelay)
+        self.subject = Stragglers(assignment, lambda: counts, delays, is_enabled=is_enabled)
+        self.subject.started([], self.now_s)
+
+    def round_id(self) -> m.RoundId:
+        return m.RoundId(1, 1, self.step, 0)
+
+    def submit(self, at_s: float) -> None:
+        assert self.subject.accepts(is_absent=False)
+        compute_s = self.subject.submitted(self.round_id(), SETTINGS, self.now_s + at_s)
+        assert self.rank in self.subject.absent or compute_s == pytest.approx(at_s)
+
+    def commit(self, flags: int = 0) -> None:
+        self.now_s += STEP_S
+        self.step += 1
+        self.subject.committed(flags, self.now_s)
+
+    def calm_steps(self, count: int) -> None:
+        for _ in range(count):
+            for rank in range(4):
+                if rank != self.rank and self.rank == 0:
+                    self.subject.voted(rank, STEP_S / 2)
+            self.submit(STEP_S / 2)
+            assert self.subject.tick(self.now_s + STEP_S) == []
+            self.commit()
+
+    def tell(self, rank: int, message: m.Waiting | m.ProceedWithout, at_s: float) -> list[MemberEffect]:
+        return self.subject.receive(rank, message, self.step, self.now_s + at_s)
+
+    def waiting(self, rank: int, at_s: float, settings: bytes = SETTINGS) -> list[MemberEffect]:
+        return self.tell(rank, m.Waiting(self.round_id(), settings), at_s)
+
+    def request(self, at_s: float) -> list[MemberEffect]:
+        return self.tell(0, m.ProceedWithout(self.round_id(), SETTINGS), at_s)
+
+
+def requests(effects: list[MemberEffect]) -> list[m.PeerId]:
+    return [x.peer for x in effects if isinstance(x, Send) and isinstance(x.message, m.ProceedWithout)]
+
+
+def test_flags_of_a_round() -> None:
+    flags = SKIP | absent_flag(0) | absent_flag(3)
+    assert is_skipped(flags) and absent_ranks(flags) == (0, 3)
+    assert is_absent(flags, 3) and not is_absent(flags, 1)
+    assert absent_ranks(SKIP) == () and not is_skipped(absent_flag(0))
+
+
+def test_a_delay_is_unusual_beyond_six_deviations_above_the_median() -> None:
+    usual = UsualDelay()
+    for number in range(FEWEST_DELAYS):
+        assert usual.limit_s == math.inf, "too few delays"
+        usual.record(1.0 if number % 2 else 1.2)
+    assert usual.limit_s == pytest.approx(1.1 + 6 * 0.1)
+    for _ in range(64):
+        usual.record(0.01)
+    assert usual.limit_s == pytest.approx(0.01 + LEAST_MARGIN_S), "old delays are forgotten"
+
+
+def test_a_member_reports_that_it_waits_once_and_only_if_it_waits_longer_than_usual() -> None:
+    member = Group(rank=2)
+    member.submit(0.1)
+    assert member.subject.deadline_s == math.inf, "nothing is usual yet"
+    member.commit()
+    member.calm_steps(FEWEST_DELAYS)
+    member.submit(0.1)
+    due_s = member.subject.deadline_s
+    assert due_s == pytest.approx(member.now_s + 0.1 + STEP_S / 2 + LEAST_MARGIN_S)
+    assert member.subject.tick(due_s - 0.01) == []
+    assert member.subject.tick(due_s) == [Send(PEERS[0], m.Waiting(member.round_id(), SETTINGS))]
+    assert member.subject.deadline_s == math.inf and member.subject.tick(due_s + 9) == []
+    member.subject.attempt_ended()
+    member.submit(1.0)
+    assert member.subject.tick(member.subject.deadline_s) != [], "in the next attempt again"
+
+
+def test_the_root_requests_those_who_are_late_once_half_of_the_samples_wait() -> None:
+    root = Group(rank=0)
+    root.calm_steps(FEWEST_DELAYS)
+    root.submit(0.1)
+    assert requests(root.waiting(1, 0.12)) == [], "4 of 16 samples"
+    assert requests(root.waiting(2, 0.12)) == [], "rank 3 is not late yet"
+    due_s = root.subject.deadline_s
+    assert due_s == pytest.approx(root.now_s + STEP_S / 2 + LEAST_MARGIN_S)
+    effects = root.subject.tick(due_s)
+    assert effects == [
+        LogEvent("proceed", {"step": root.step, "without": "d"}),
+        Send(PEERS[3], m.ProceedWithout(root.round_id(), SETTINGS)),
+    ]
+    assert root.subject.tick(due_s + 1) == [], "requested once"
+
+
+def test_without_a_quorum_the_group_waits() -> None:
+    root = Group(rank=0, counts=(1, 1, 1, 9))
+    root.calm_steps(FEWEST_DELAYS)
+    root.submit(0.1)
+    for rank in (1, 2):
+        assert requests(root.waiting(rank, 5.0)) == []
+    assert requests(root.subject.tick(root.now_s + 9)) == []
+
+
+def test_whoever_was_absent_is_requested_at_once() -> None:
+    root = Group(rank=0)
+    root.calm_steps(FEWEST_DELAYS)
+    root.submit(0.1)
+    root.commit(absent_flag(3))
+    root.submit(0.01)
+    assert root.subject.deadline_s == pytest.approx(root.now_s + 0.01), "it reports at once"
+    assert root.subject.tick(root.now_s + 0.01) == []
+    effects = root.waiting(1, 0.02)
+    assert requests(effects) == [PEERS[3]] and not any(isinstance(x, LogEvent) for x in effects)
+    root.commit()
+    root.submit(0.01)
+    assert root.subject.deadline_s > root.now_s + 0.1, "all were present"
+
+
+def test_the_requested_member_decides() -> None:
+    member = Group(rank=3)
+    assert not member.subject.accepts(is_absent=True), "nobody has requested it"
+    assert member.request(9.0) == [] and member.subject.absence is None, "nothing is usual yet"
+    member.commit()
+    member.calm_steps(FEWEST_DELAYS)
+    assert member.request(0.1) == [] and member.subject.absence is None, "it is not late"
+    assert member.request(0.5) == [] and member.subject.absence == (member.step, SETTINGS)
+    assert member.subject.accepts(is_absent=True)
+    assert not member.subject.accepts(is_absent=False), "its I/O loop came first"
+    member.commit(absent_flag(3))
+    assert member.subject.absence is None
+
+    member.submit(0.1)
+    member.request(0.5)
+    assert member.subject.absence is None, "its trainer came first"
+    member.subject.attempt_ended()
+    member.request(0.6)
+    assert member.subject.absence is None, "for all attempts at the step"
+
+
+def test_a_submission_that_was_on_its_way_counts() -> None:
+    member = Group(rank=3)
+    member.calm_steps(FEWEST_DELAYS)
+    member.request(0.5)
+    member.submit(0.5)  # the trainer had submitted before the I/O loop contributed nothing
+    assert member.subject.absence is None and not member.subject.accepts(is_absent=True)
+
+
+def test_a_worker_that_becomes_slower_is_waited_for_after_some_batches() -> None:
+    member = Group(rank=3)
+    member.calm_steps(FEWEST_DELAYS)
+    for _ in range(40):
+        member.request(0.5)
+        if member.subject.absence is None:
+            break
+        for _ in range(4):  # the group is four steps further when the batch is complete
+            assert member.subject.accepts(is_absent=True) or member.subject.absent
+            member.commit(absent_flag(3))
+        assert member.subject.accepts(is_absent=False)
+        member.subject.submitted(member.round_id(), SETTINGS, member.now_s + 0.1)
+        member.commit()
+    else:
+        pytest.fail("it is left out for ever")
+
+
+def test_an_absence_has_an_end() -> None:
+    member = Group(rank=3)
+    member.calm_steps(FEWEST_DELAYS)
+    member.request(0.5)
+    member.commit(absent_flag(3))
+    member.now_s += MAX_ABSENT_S
+    member.commit(absent_flag(3))
+    member.request(0.5)
+    assert member.subject.absence is None
+
+
+def test_reports_and_requests_are_repeated() -> None:
+    root, member = Group(rank=0), Group(rank=2)
+    for each in (root, member):
+        each.calm_steps(FEWEST_DELAYS)
+        each.submit(0.1)
+    for rank in (1, 2):
+        root.waiting(rank, 1.0)
+    assert requests(root.subject.tick(root.now_s + 2)) == [] and member.subject.tick(member.now_s + 2) != []
+    root.subject.repeat()
+    member.subject.repeat()
+    assert requests(root.subject.tick(root.now_s + 3)) == [PEERS[3]]
+    assert member.subject.tick(member.now_s + 3) != []
+
+
+def test_a_member_that_cannot_be_absent_says_so_once() -> None:
+    member = Group(rank=3)
+    member.calm_steps(FEWEST_DELAYS)
+    member.request(0.5)
+    member.subject.take_part()
+    member.request(0.6)
+    assert member.subject.absence is None
+
+
+def test_a_trainer_that_has_returned_gets_its_usual_time() -> None:
+    member = Group(rank=3)
+    member.calm_steps(FEWEST_DELAYS)
+    member.request(0.5)
+    member.commit(absent_flag(3))
+    member.subject.trainer_returned(member.now_s + 0.01)
+    member.request(0.02)
+    assert member.subject.absence is None
+    due_s = member.subject.deadline_s
+    assert due_s == pytest.approx(member.now_s + 0.01 + STEP_S / 2 + LEAST_MARGIN_S)
+    member.subject.tick(due_s)
+    assert member.subject.absence == (member.step, SETTINGS), "it has stalled again"
+
+
+def test_the_root_itself_may_be_absent_unless_those_who_wait_disagree() -> None:
+    for settings in (SETTINGS, b"other"):
+        root = Group(rank=0)
+        root.calm_steps(FEWEST_DELAYS)
+        root.waiting(1, 0.01, settings)
+        for rank in (2, 3):
+            root.waiting(rank, 0.01)  # before the root is late
+        root.subject.tick(root.now_s + 1.0)
+        assert root.subject.absence == ((root.step, SETTINGS) if settings == SETTINGS else None)
+
+
+def test_nothing_happens_where_it_is_not_allowed() -> None:
+    member = Group(rank=3, is_enabled=False)
+    member.request(0.5)
+    assert member.subject.absence is None and member.subject.deadline_s == math.inf
+    large = tuple(m.Member(bytes([rank]) * 32, "", "", 1, False) for rank in range(63))
+    assignment = RankAssignment(bytes(32), 1, 1, large)
+    subject = Stragglers(assignment, lambda: [1] * 63, defaultdict(UsualDelay), is_enabled=True)
+    subject.receive(0, m.ProceedWithout(m.RoundId(1, 1, 0, 0), SETTINGS), 0, 1.0)
+    assert subject.absence is None, "there are flags for 62 ranks"
+
+
+def test_a_message_about_another_step_is_ignored() -> None:
+    member = Group(rank=3)
+    member.subject.receive(0, m.ProceedWithout(m.RoundId(1, 1, 7, 0), SETTINGS), 0, 1.0)
+    assert member.subject.absence is None
+
+
+@pytest.mark.parametrize(
+    ("rank", "sender", "message"),
+    [
+        (3, 1, m.ProceedWithout(m.RoundId(1, 1, 0, 0), SETTINGS)),
+        (3, 0, m.Waiting(m.RoundId(1, 1, 0, 0), SETTINGS)),
+        (0, 1, m.Waiting(m.RoundId(1, 1, 0, 0), bytes((1 << 20) + 1))),
+    ],
+    ids=["a request of another member", "a report to another member", "endless settings"],
+)
+def test_a_violation_is_refused(rank: int, sender: int, message: m.Waiting | m.ProceedWithout) -> None:
+    with pytest.raises(RemoteProtocolError, match="disconnect the peer"):
+        Group(rank=rank).subject.receive(sender, message, 0, 1.0)
+
+
+def test_no_deadline_passes_while_this_loop_was_stalled() -> None:
+    root = Group(rank=0)
+    root.calm_steps(FEWEST_DELAYS)
+    root.submit(0.1)
+    root.subject.extend_timeouts(root.now_s + 5.0)
+    for rank in (1, 2):
+        assert requests(root.waiting(rank, 3.0)) == []
+    assert root.subject.deadline_s == pytest.approx(root.now_s + 5.0)
+    assert requests(root.subject.tick(root.now_s + 5.0)) == [PEERS[3]]

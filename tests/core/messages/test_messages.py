@@ -1,0 +1,136 @@
+"""Bounds and defaults that messages declare."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+
+from gridtrain.core import messages as m
+from gridtrain.core.messages import declaration
+from gridtrain.core.messages.transfer import MAX_RESIDUAL_BLOCKS, MAX_STATE_BLOCKS
+from gridtrain.core.messages.types import MAX_BLOCK_BYTES
+
+HELD = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(), m.Span(0, 2))
+FULL, TOO_LARGE = bytes(MAX_BLOCK_BYTES), bytes(MAX_BLOCK_BYTES + 1)
+
+
+@pytest.mark.parametrize("kind", ["state", "checkpoint", "residual"])
+def test_a_block_is_one_of_its_total_and_has_at_most_a_mebibyte(kind: str) -> None:
+    def problem(index: int, total: int, payload: bytes) -> str | None:
+        if kind == "state":
+            return m.StateBlock(1, 1, index, total, payload).find_problem()
+        if kind == "residual":
+            return m.ResidualBlock(1, 1, 4, b"h" * 32, index, total, payload).find_problem()
+        return m.CheckpointBlock(1, 1, HELD, index, total, payload).find_problem()
+
+    most = MAX_RESIDUAL_BLOCKS if kind == "residual" else MAX_STATE_BLOCKS
+    assert problem(0, 1, FULL) is problem(most - 1, most, b"") is None
+    assert problem(1, 1, b"") and problem(0, most + 1, b"") and problem(0, 1, TOO_LARGE)
+
+
+def test_a_block_of_a_snapshot_has_at_most_a_mebibyte() -> None:
+    assert m.SnapshotBlock(4, 0, FULL).find_problem() is None
+    assert m.SnapshotBlock(4, 0, TOO_LARGE).find_problem() == "1048577 bytes; it must be at most 1048576"
+
+
+def test_seconds_are_from_zero_to_a_million() -> None:
+    (seconds,) = declaration.Seconds.__metadata__
+    assert [seconds.pack(value) for value in (0.0, 1e6)] == [0.0, 1e6]
+    for value in (-0.001, 1_000_000.1, float("nan")):
+        with pytest.raises(declaration.FieldError):
+            seconds.pack(value)
+
+
+def test_a_reason_to_be_sent_is_text() -> None:
+    reason = declaration.ReasonField("reason", 20, "a sentence")
+    assert reason.pack("two\nlines\x00") == "two\nlines "
+    with pytest.raises(declaration.FieldError, match="a sentence"):
+        reason.pack(5)
+
+
+def test_what_is_not_said_is_zero_or_no() -> None:
+    slot = m.PayloadSlot(m.CollectivePhase.FOLD)
+    assert (slot.hop, slot.segment, slot.slice) == (0, 0, 0)
+    assert not m.Join("r", "anna", "").is_rejoin
+    assert not m.StagedModel((0, 1), ()).fill_drain
+
+
+def number(text: str) -> int:
+    """Of "2^63-1", for example."""
+    power, *less = text.lstrip("-").split("-")
+    base, *exponent = map(int, power.split("^"))
+    value = int(base ** exponent[0] if exponent else base) - sum(map(int, less))
+    return -value if text.startswith("-") else value
+
+
+NUMBERS = {
+    name: annotated.__metadata__[0]
+    for name, annotated in vars(declaration).items()
+    if isinstance(getattr(annotated, "__metadata__", [0])[0], declaration.IntField | declaration.FloatField)
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_refusal_names_the_bounds_that_hold(name: str) -> None:
+    field = NUMBERS[name]
+    match = re.search(r"(?:integer|float) (\S+) \.\. ([0-9^-]+)", field.bounds)
+    assert match
+    for bound, beyond in ((number(match[1]), -1), (number(match[2]), 1)):
+        kind = type(field.low)
+        assert field.pack(kind(bound)) == field.unpack(kind(bound)) == bound
+        outside = kind(bound + beyond) if kind is int else math.nextafter(bound, beyond * math.inf)
+        with pytest.raises(declaration.FieldError, match=re.escape(field.bounds)):
+            field.pack(outside)
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [
+        ("PeerId", 32, 32),
+        ("Proof", 8, 8),
+        ("Digest", 0, 64),
+        ("Name", 0, 64),
+        ("Address", 0, 128),
+        ("Text", 0, 512),
+    ],
+)
+def test_how_long_texts_and_keys_may_be(name: str, least: int, most: int) -> None:
+    (field,) = getattr(declaration, name).__metadata__
+    letter = b"x" if isinstance(field, declaration.BytesField) else "x"
+    for length in (least, most):
+        assert field.pack(letter * length) == letter * length
+    for length in {least - 1, most + 1} - {-1}:
+        with pytest.raises(declaration.FieldError, match=f"^ is {length} bytes"):
+            field.pack(letter * length)
+    with pytest.raises(declaration.FieldError, match=r"^ is int 5; it must be"):
+        field.pack(5)
+
+
+def test_a_text_has_no_control_characters_and_its_bytes_are_counted() -> None:
+    (field,) = declaration.Name.__metadata__
+    assert field.pack("é" * 32) == "é" * 32
+    for text in ("é" * 33, "a\x1b[2J", "\x7f", "\x9b", "a\nb"):
+        with pytest.raises(declaration.FieldError, match=f"^ is {len(text.encode())} bytes"):
+            field.unpack(text)
+    with pytest.raises(declaration.FieldError, match="valid UTF-8"):
+        field.pack("\ud800")
+
+
+def test_a_reason_is_shortened_by_its_sender_and_refused_from_another() -> None:
+    (field,) = declaration.Reason.__metadata__
+    assert field.pack("x" * 513) == field.unpack("x" * 512) == "x" * 512
+    assert field.pack("é" * 300) == "é" * 256
+    with pytest.raises(declaration.FieldError, match=r"^ is 513 bytes"):
+        field.unpack("x" * 513)
+
+
+def test_a_member_has_a_digest_for_each_of_its_pieces() -> None:
+    pieces = ((m.Span(0, 1), 0), (m.Span(1, 2), 1))
+    member = m.Member(bytes(32), "", "", 1, False, pieces=pieces, piece_digests=(b"", b"x"))
+    assert member.find_problem() is None
+    problem = replace(member, piece_digests=(b"x",)).find_problem()
+    assert problem == "1 digests of 2 pieces; each piece must have one"
+    assert replace(member, pieces=((m.Span(2, 2), 0),), piece_digests=(b"",)).find_problem()

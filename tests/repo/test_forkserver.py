@@ -1,0 +1,148 @@
+"""A forked program is what an executed one is."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import forkserver
+import pytest
+
+pytestmark = pytest.mark.integration
+WITHIN_S = 120.0
+
+PROGRAM = """
+import os, signal, sys, time
+sys.stderr.write("an error\\n")
+import json
+import random
+import torch
+
+def of(it: random.Random) -> None: ...
+
+if sys.argv[1:] == ["raises"]:
+    raise ValueError("what it raised")
+if sys.argv[1:] == ["waits"]:
+    print("ready", flush=True)
+    while True:
+        time.sleep(0.1)  # `signal.pause` would miss a signal that comes just before it
+print(json.dumps({
+    "argv": sys.argv,
+    "main": [__name__, __file__, sys.modules["__main__"].__dict__ is globals()],
+    "path": [path for path in sys.path if path],
+    "folder": os.getcwd(),
+    "environment": sorted(os.environ.items()),
+    "parent": os.getppid(),
+    "group": "own" if os.getpgid(0) == os.getpid() else os.getpgid(0),
+    "session": "own" if os.getsid(0) == os.getpid() else os.getsid(0),
+    "files": len(os.listdir("/proc/self/fd")),
+    "input": sys.stdin.read(),
+    "streams": [
+        [one.encoding, one.errors, one.line_buffering, one.write_through] for one in (sys.stdout, sys.stderr)
+    ],
+    "signals": [str(signal.getsignal(number)) for number in (2, 1, 15, 17, 10, 12, 13)],
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+    "threads": torch.get_num_threads(),
+    "command": open("/proc/self/cmdline").read().rstrip("\\0").split("\\0"),
+    "annotations": str(of.__annotations__),  # no future feature of the server's is inherited
+}))
+sys.exit(7)
+"""
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[forkserver.Client]:
+    client = forkserver.Client()
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return str(path)
+
+
+def both(client: forkserver.Client, *command: str, **options: Any) -> list[subprocess.CompletedProcess[str]]:
+    """Executed, and forked."""
+    done = []
+    for way in (forkserver.executing(), client.forking()):
+        with way:
+            given = {"stdin": subprocess.DEVNULL} | options
+            done.append(subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, **given))
+    return done
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [((), {}), (("-u",), {"start_new_session": True}), ((), {"process_group": 0})],
+    ids=str,
+)
+def test_it_finds_what_an_executed_one_finds(client, program, tmp_path, flags, options) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "SOME": "words", "PYTHONUNBUFFERED": ""}
+    executed, forked = both(
+        client, sys.executable, *flags, program, "a b", "--c", env=environment, cwd=tmp_path, **options
+    )
+    assert executed.returncode == forked.returncode == 7
+    assert executed.stderr == forked.stderr == "an error\n"
+    assert json.loads(forked.stdout) == json.loads(executed.stdout)
+
+
+def test_what_it_raises_ends_it(client, program) -> None:
+    executed, forked = both(client, sys.executable, program, "raises")
+    assert executed.returncode == forked.returncode == 1
+    assert forked.stderr.splitlines()[-3:] == executed.stderr.splitlines()[-3:]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_signals_reach_it(client, program, number) -> None:
+    with client.forking():
+        process = subprocess.Popen(
+            (sys.executable, program, "waits"), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+    with process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.wait(WITHIN_S) == -number
+
+
+def test_modules_are_run_and_may_start_programs_themselves(client, program) -> None:
+    """An agent starts the script: as its own child, in a group of its own."""
+    command = (sys.executable, "-m", "gridtrain.cli", "worker", "--help")
+    executed, forked = both(client, *command)
+    assert executed.returncode == forked.returncode == 0
+    assert executed.stdout == forked.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "environment"),
+    [
+        (("-c", "import sys; print('torch' in sys.modules)"), {}),
+        (("-m", "site", "--user-base"), {}),
+        (("PROGRAM",), {"PYTHONPATH": "/elsewhere"}),
+        (("PROGRAM",), {"LC_ALL": "C"}),
+        (("-X", "dev", "PROGRAM"), {}),
+    ],
+    ids=str,
+)
+def test_what_another_interpreter_would_run_is_executed(
+    client, program, command, environment, monkeypatch
+) -> None:
+    words = [program if word == "PROGRAM" else word for word in command]
+    monkeypatch.setattr(client, "_ask", lambda *_: pytest.fail("it was forked"))
+    with client.forking():
+        subprocess.run(
+            (sys.executable, *words), capture_output=True, env=os.environ | environment, timeout=WITHIN_S
+        )
+
+
+def test_a_folder_that_is_missing_is_an_error_as_ever(client, program, tmp_path) -> None:
+    with client.forking(), pytest.raises(FileNotFoundError, match="missing"):
+        subprocess.run((sys.executable, program), cwd=tmp_path / "missing")

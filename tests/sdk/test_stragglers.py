@@ -1,0 +1,199 @@
+"""`wait="auto"` in real groups: one training loop stalls until the others have gone on without it."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gridtrain
+from gridtrain.core.member.stragglers import FEWEST_DELAYS
+from gridtrain.sdk.local_group import LocalGroup
+
+NET = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+DATA = torch.utils.data.TensorDataset(
+    torch.randn(640, 6, generator=torch.Generator().manual_seed(1)), torch.arange(640) % 3
+)
+STALLED_AT, STEPS_WITHOUT = FEWEST_DELAYS + 4, 6
+
+
+@dataclass
+class Stall:
+    """One worker stalls at its batch `STALLED_AT` until the group is `STEPS_WITHOUT` steps further.
+
+    Attributes:
+        steps_without: the steps that the group has taken when the stall ended.
+        batches: the number of batches of the worker that stalled.
+    """
+
+    steps_without: int = -1
+    batches: int = 0
+    _claim: threading.Lock = field(default_factory=threading.Lock)
+    _gone_on: threading.Condition = field(default_factory=threading.Condition)
+    _step: int = 0
+
+    def claim(self) -> bool:
+        return self._claim.acquire(blocking=False)
+
+    def step_taken(self, step: int) -> None:
+        with self._gone_on:
+            self._step = max(self._step, step)
+            self._gone_on.notify_all()
+
+    def stall(self, timeout_s: float) -> None:
+        with self._gone_on:
+            before = self._step
+            self._gone_on.wait_for(lambda: self._step >= before + STEPS_WITHOUT, timeout_s)
+            self.steps_without = self._step - before
+
+
+def train(
+    stall: Stall,
+    exchange: Any,
+    *,
+    wait: str = "auto",
+    timeout_s: float = 60.0,
+    schedule: Callable[[gridtrain.Grid, torch.optim.Optimizer], Any] = lambda grid, optimizer: None,
+    averages: bool = False,
+) -> list[tuple[bytes, float, int]]:
+    """Train with three workers; return each one's parameters, learning rate, and consumed samples."""
+
+    def one(grid: gridtrain.Grid) -> tuple[bytes, float, int]:
+        is_stalling, model = stall.claim(), copy.deepcopy(NET)
+        optimizer = grid.optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, exchange=exchange, wait=wait
+        )
+        scheduler = schedule(grid, optimizer)
+        number = 0
+        for inputs, labels in grid.batches(DATA, batch_size=4, epochs=1):
+            number += 1
+            if is_stalling and number == STALLED_AT * optimizer.calls_per_turn:
+                stall.stall(timeout_s)
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            if averages:
+                grid.mean(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if scheduler is not None:
+                scheduler.step()
+            if not is_stalling:
+                stall.step_taken(grid.step)
+        stall.batches = number if is_stalling else stall.batches
+        parameters = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
+        return parameters, optimizer.param_groups[0]["lr"], grid._session.snapshot.ledger.consumed
+
+    return gridtrain.local(one, workers=3)
+
+
+def exponential(grid: gridtrain.Grid, optimizer: torch.optim.Optimizer) -> Any:
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+    grid.track(scheduler=scheduler)
+    return scheduler
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        gridtrain.GTopK(density=0.1, momentum=0.9),
+        gridtrain.GTopK(density=0.1, topology="tree"),
+        gridtrain.TopK(density=0.1),
+        gridtrain.Dense(),
+        gridtrain.LocalSteps(every=2, exchange=gridtrain.Dense()),
+    ],
+    ids=["gtopk", "tree", "topk", "dense", "local steps"],
+)
+def test_the_group_goes_on_without_a_stalled_loop(exchange: Any) -> None:
+    stall = Stall()
+    results = train(stall, exchange)
+    assert stall.steps_without >= STEPS_WITHOUT, "the group has waited"
+    assert len(set(results)) == 1, "models, learning rates and ledgers are equal"
+    assert results[0][2] == len(DATA), "every sample counts once"
+
+
+def test_a_tracked_scheduler_is_repeated_for_missed_steps() -> None:
+    stall = Stall()
+    results = train(stall, gridtrain.GTopK(density=0.1), schedule=exponential)
+    assert stall.steps_without >= STEPS_WITHOUT
+    assert len(set(results)) == 1 and results[0][1] < 0.05
+
+
+def test_an_average_does_not_wait_for_a_stalled_loop() -> None:
+    stall = Stall()
+    results = train(stall, gridtrain.GTopK(density=0.1), averages=True)
+    assert stall.steps_without >= STEPS_WITHOUT and len(set(results)) == 1
+
+
+@pytest.mark.parametrize(
+    ("wait", "schedule"),
+    [
+        ("all", exponential),
+        ("auto", lambda grid, optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)),
+    ],
+    ids=["as usual", "an untracked scheduler"],
+)
+def test_the_group_waits(wait: str, schedule: Callable[..., Any]) -> None:
+    stall = Stall()
+    results = train(stall, gridtrain.GTopK(density=0.1), wait=wait, schedule=schedule, timeout_s=0.7)
+    assert stall.steps_without <= 1, "only the step before the stall was still under way"
+    assert len(set(results)) == 1
+
+
+def test_an_unknown_word_is_refused() -> None:
+    with pytest.raises(gridtrain.ConfigError, match="wait is 'never'; it must be one of all, auto"):
+        train(Stall(), gridtrain.Dense(), wait="never")
+
+
+def test_the_default_is_the_option_of_the_worker() -> None:
+    with LocalGroup() as group, group.join("anna") as grid:
+        grid._config = replace(grid._config, wait="auto")
+        model = nn.Linear(2, 1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        assert grid.optimizer(inner, model).wait == "auto"
+
+
+@pytest.mark.parametrize(
+    ("wait", "options", "messages"),
+    [
+        ("auto", {"exchange": gridtrain.Dense()}, []),
+        ("all", {"exchange": "auto"}, []),
+        ("auto", {"exchange": "auto"}, ["the coordinator chooses its exchange"]),
+        (
+            "auto",
+            {"exchange": gridtrain.Dense(), "overlap": gridtrain.Overlap()},
+            ["it uses Overlap(), which sends parts of a gradient early"],
+        ),
+        (
+            "auto",
+            {"exchange": gridtrain.Dense(), "by_hand": True},
+            ["its script may change updates between exchange() and step()"],
+        ),
+    ],
+    ids=["none", "not asked", "auto exchange", "overlap", "exchange() by hand"],
+)
+def test_a_worker_that_is_waited_for_says_why_once(
+    wait: str, options: dict[str, Any], messages: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    by_hand = options.get("by_hand", False)
+    options = {name: value for name, value in options.items() if name != "by_hand"}
+
+    def one(grid: gridtrain.Grid) -> None:
+        model = copy.deepcopy(NET)
+        optimizer = grid.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, wait=wait, **options)
+        for inputs, labels in grid.batches(DATA, batch_size=4, steps=4):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), labels).backward()
+            if by_hand:
+                optimizer.exchange()
+            optimizer.step()
+
+    with caplog.at_level("INFO", "gridtrain"):
+        gridtrain.local(one, workers=1)
+    prefix = "the group waits for this worker if its loop stalls: "
+    assert [text.removeprefix(prefix) for text in caplog.messages if text.startswith(prefix)] == messages
