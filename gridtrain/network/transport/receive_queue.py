@@ -9,7 +9,8 @@ Pure: times are passed as arguments.
     bert  [4 kB] #-->  [4 kB] #-->                             does not wait for anna's message
 
 A closed connection gets no share of the rate.  Its debt decreases at the rate of the cap and is charged to
-the next connection of the same peer, so that a peer cannot evade the cap by reconnecting.
+the next connection of the same peer, so that a peer cannot evade the cap by reconnecting.  The debt is
+forgotten when this worker closes its connections to a peer that has left the group or was excluded.
 
 No messages are left unread in libzmq, because a queue that is not read stops its connections, and with them
 the messages of all senders.  A correct sender stops when its credit is used up, because messages in this
@@ -115,6 +116,13 @@ class ReceiveQueue(Generic[S, T]):
             if len(self._departed_debts) > MOST_OWNERS:
                 del self._departed_debts[next(iter(self._departed_debts))]
         return [item for item, _ in queue.waiting]
+
+    def forget_owner(self, owner: bytes) -> None:
+        """Forget the debt of the owner's closed connections, because the owner has left or was excluded.
+
+        If it becomes a member again, its messages must not be late: all members would wait for them.
+        """
+        self._departed_debts.pop(owner, None)
 
     def _take_departed_debt(self, owner: bytes, now_s: float) -> float:
         """Remove and return the remaining debt of the owner's closed connections."""

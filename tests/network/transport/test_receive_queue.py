@@ -90,6 +90,17 @@ def test_nobody_gets_round_the_cap_by_coming_back():
     assert arrivals.due_s() == float("inf"), "she owes nothing"
 
 
+def test_the_debt_of_an_excluded_peer_is_forgotten():
+    arrivals: ReceiveQueue[str, str] = ReceiveQueue(1000.0)
+    arrivals.put("first", "giant", 100_000, 0.0)
+    assert arrivals.take_due(0.0) == ["giant"]
+    arrivals.remove_sender("first", b"mallory", 0.0)
+    arrivals.forget_owner(b"mallory")
+    arrivals.add_sender("second", b"mallory", 1.0)
+    arrivals.put("second", "next", 100, 1.0)
+    assert arrivals.take_due(1.0) == ["next"], "all members would wait for it"
+
+
 def test_what_waits_of_all_is_bounded_and_the_one_with_the_most_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("gridtrain.network.transport.receive_queue.MOST_WAITING_BYTES", 1000)
     monkeypatch.setattr("gridtrain.network.transport.receive_queue.MIN_WAITING_BYTES", 300)

@@ -171,6 +171,7 @@ class ZeroMQTransport:
             self._receive_queue.remove_sender(connection, connection.peer, time.monotonic())
             if connection.outgoing is None:
                 self._listener.silence(connection)
+        self._receive_queue.forget_owner(peer)
         self._events = [
             event for event in self._events if event.peer != peer or isinstance(event, ReachResult)
         ]

@@ -404,6 +404,18 @@ def test_one_peers_giant_does_not_keep_the_others_from_being_heard(zeromq_net):
     zeromq_net.until(lambda: len(bert.got()) == 3, anna, bert, carl, deadline_s=15.0)
 
 
+def test_a_readmitted_peer_does_not_pay_for_what_it_sent_before_it_was_excluded(zeromq_net):
+    """At the cap, 1 MiB takes 34 s, for which all other members would wait."""
+    anna, bert = zeromq_net.pair(acceptor={"download_Bps": 1e6 / 32})
+    anna.transport.send(bert.key, StateBlock(1, 1, 0, 1, bytes(2**20)))
+    zeromq_net.until(lambda: len(bert.got()) == 1, anna, bert)
+    bert.transport.hang_up(anna.key)
+    bert.transport.dial(anna.key, "tcp://127.0.0.1:9")  # the old connection is used again
+    zeromq_net.until(lambda: len(bert.of(PeerUp)) == 2, anna, bert)
+    anna.transport.send(bert.key, StateBlock(1, 1, 0, 1, bytes(1000)))
+    zeromq_net.until(lambda: len(bert.got()) == 2, anna, bert, deadline_s=15.0)
+
+
 def test_two_threads_play_ping_pong():
     """Also the way it is used: one thread for each transport."""
     anna, bert = (ZeroMQTransport(Identity.generate(), "gridtrain test", gate=allow_all) for _ in range(2))
