@@ -36,7 +36,7 @@ from hostile.honest import Options, say, train, wait_for_gate
 
 LAWFUL_STEPS = 2
 MOST_LIVES = 10
-MOST_S = 30.0
+MOST_S = 60.0
 
 
 @dataclass(frozen=True)
