@@ -10,6 +10,7 @@ threads, votes and all; only the sockets are memory.  Every setting sees the sam
 Run:  python benchmarks/local_steps.py                  (about 6 minutes on two idle CPU cores)
       python benchmarks/local_steps.py --only H=16      (settings whose name holds it)
       python benchmarks/local_steps.py --table          (the latest results as a table)
+      python benchmarks/local_steps_lab.py              (share of the time that is computing, on slow lines)
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import os
 import platform
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,21 @@ class Setting:
         if not isinstance(self.exchange, LocalSteps):
             return f"{text}, each step, lr {self.learning_rate:g}"
         outer = f"outer lr {self.exchange.outer_learning_rate:g} momentum {self.exchange.outer_momentum:g}"
-        return f"{text}, H={self.exchange.every}, {outer}, lr {self.learning_rate:g}"
+        overlap = ", overlap" if self.exchange.overlap else ""
+        return f"{text}, H={self.exchange.every}, {outer}, lr {self.learning_rate:g}{overlap}"
 
 
-def settings() -> list[Setting]:
-    each = [Setting(exchange) for exchange in (DENSE, SPARSE, SPARSER)]
-    return each + [Setting(LocalSteps(h, shared, *outer)) for h, shared, outers in LOCAL for outer in outers]
+def settings(learning_rate: float, overlap: bool) -> list[Setting]:
+    each = [Setting(exchange, learning_rate) for exchange in (DENSE, SPARSE, SPARSER)]
+    local = (LocalSteps(h, shared, *outer) for h, shared, outers in LOCAL for outer in outers)
+    found = each + [Setting(exchange, learning_rate) for exchange in local]
+    if overlap:
+        found += [
+            replace(setting, exchange=replace(setting.exchange, overlap=True))
+            for setting in found
+            if isinstance(setting.exchange, LocalSteps)
+        ]
+    return found
 
 
 def train(setting: Setting, steps: int, seed: int) -> dict[str, Any]:
@@ -98,7 +108,14 @@ def train(setting: Setting, steps: int, seed: int) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the measured fact that it warns of is what is measured here
             optimizer = grid.optimizer(inner, model, exchange=setting.exchange)
-        curve = []
+
+        def held_out_loss() -> float:
+            if not grid.is_first:
+                return float("nan")
+            with grid.evaluation(), torch.no_grad():
+                return float(model.loss(*held_out))
+
+        curve: list[tuple[int, float, int]] = []
         batches = grid.batches(windows, batch_size=BATCH_SIZE, steps=steps // every, seed=seed)
         for taken, (x_BT, y_BT) in enumerate(batches, 1):
             model.loss(x_BT, y_BT).backward()  # type: ignore[no-untyped-call]
@@ -106,12 +123,9 @@ def train(setting: Setting, steps: int, seed: int) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
             if taken % (steps // MEASURED) == 0:
-                loss = float("nan")
-                if grid.is_first:
-                    with grid.evaluation(), torch.no_grad():
-                        loss = float(model.loss(*held_out))
-                curve.append((taken, loss, grid.traffic.get("Data", (0, 0))[0]))
-        return curve
+                curve.append((taken, held_out_loss(), grid.traffic.get("Data", (0, 0))[0]))
+        # With overlap, the last changes are exchanged after the last local step.
+        return [*curve[:-1], (taken, held_out_loss(), grid.traffic.get("Data", (0, 0))[0])]
 
     began_s = time.perf_counter()
     curves = gridtrain.local(loop, workers=WORKERS)
@@ -152,6 +166,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", action="append", metavar="TEXT", help="may be given several times")
     parser.add_argument("--lr", type=float, default=0.003)
+    parser.add_argument("--overlap", action="store_true", help="local steps with overlap, too")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="print what is in --out and train nothing")
     options = parser.parse_args()
@@ -162,7 +177,7 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     results = []
-    chosen = [Setting(setting.exchange, options.lr) for setting in settings()]
+    chosen = settings(options.lr, options.overlap)
     for setting in (s for s in chosen if any(text in s.name for text in options.only or [""])):
         results.append(train(setting, options.steps, options.seed))
         print(f"{setting.name:60} {results[-1]['held_out'][-1]:.3f}  {results[-1]['seconds']} s", flush=True)

@@ -282,12 +282,15 @@ class LocalSteps:
         exchange: how the changes of the parameters are shared; its momentum must be 0.
         outer_learning_rate: the factor by which the group's mean change is multiplied; 1 is plain averaging.
         outer_momentum: the Nesterov momentum applied to the exchanged changes; 0 disables it.
+        overlap: whether the changes are exchanged while the next `every` steps are computed.  A worker then
+            learns of the changes of the others `every` steps later (eager updates, arXiv 2502.12996).
     """
 
     every: int
     exchange: Exchange = field(default_factory=GTopK)
     outer_learning_rate: float = 1.0
     outer_momentum: float = 0.0
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
@@ -324,7 +327,8 @@ class LocalSteps:
 
     def describe(self) -> str:
         outer = f"outer_learning_rate={self.outer_learning_rate}, outer_momentum={self.outer_momentum}"
-        return f"LocalSteps(every={self.every}, exchange={self.exchange.describe()}, {outer})"
+        overlap = ", overlap=True" if self.overlap else ""
+        return f"LocalSteps(every={self.every}, exchange={self.exchange.describe()}, {outer}{overlap})"
 
 
 def round_exchange(exchange: Exchange | LocalSteps | Auto) -> Exchange | Auto:

@@ -44,6 +44,7 @@ class Plan:
         encrypted: False: the coordinator and thereby everybody talks in the clear.
         cap: the workers' own upload and download limit, such as "20Mbit"; empty: none.
         line: what each worker's cable (its router's, behind NAT) carries in each direction; empty: no limit.
+        delay_s: how long a packet to a worker is on its way.
         relay: who may pass on what others send one another: "members", or "hub": the coordinator alone.
         names: of the workers and their hosts; their machines call themselves "NAMEs-laptop".
         late: so many of the workers are not waited for at the start: their scripts join later.
@@ -55,6 +56,7 @@ class Plan:
     encrypted: bool = True
     cap: str = ""
     line: str = ""
+    delay_s: float = 0.0
     names: tuple[str, ...] = ()
     relay: str = "members"
     late: int = 0
@@ -150,7 +152,7 @@ def _place(net: Net, plan: Plan, group: Group) -> None:
             group.hosts[name], group.lines[name] = router.host(name), router
         else:
             group.hosts[name] = group.lines[name] = net.host(name)
-        group.lines[name].shape(up=plan.line, down=plan.line)
+        group.lines[name].shape(up=plan.line, down=plan.line, delay_s=plan.delay_s or None)
 
 
 # -- what is typed -------------------------------------------------------------------------------

@@ -88,6 +88,7 @@ class Pipeline:
         held: the stage that this worker has in memory.
     """
 
+    delay = 0
     calls_per_turn = 1
     local_calls = 0
 

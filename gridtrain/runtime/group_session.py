@@ -32,7 +32,7 @@ from gridtrain.runtime.group_connection import GroupConnection
 from gridtrain.runtime.io_loop import IoLoop
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.mailbox.worker_task import ApplyMissedSteps, CaptureState, WorkerTask
-from gridtrain.runtime.open_round import PipelineRound, RoundPart
+from gridtrain.runtime.open_round import OpenRound, PipelineRound, RoundPart
 from gridtrain.runtime.step_plan import RoundOutcome, StepPlan
 from gridtrain.runtime.trainer_tasks import LOAD_TASKS
 
@@ -86,6 +86,7 @@ class GroupSession:
         self._is_turn_done = False
         self._turn_began_s = 0.0
         self._early_plan: tuple[m.RoundId, StepPlan] | None = None  # the round for which buckets were sent
+        self._submitted: OpenRound | None = None  # the round to which `submit` has submitted
         self._is_awaiting_choice = False  # the trainer has its gradient, and needs the choice of an exchange
         self._is_dropping_batch = False  # until this worker has left: buckets of it may be under way
         self._mean_step = self._mean_index = 0
@@ -400,6 +401,26 @@ class GroupSession:
         self.end_round(outcome)
         return outcome
 
+    def submit(
+        self,
+        plan: StepPlan,
+        buffers: Sequence[CollectiveBuffer | BucketedBuffer],
+        skip: bool,
+        settings: bytes,
+    ) -> None:
+        """See `TrainingSession.submit`."""
+        assert self._early_plan is not None and self._early_plan[1] is plan
+        self._loop.step_rounds.begin_attempt()
+        self._submitted = self._loop.step_rounds.submit(self._early_plan[0], buffers, skip, settings)
+
+    def await_submitted(self) -> RoundOutcome:
+        """See `TrainingSession.await_submitted`."""
+        self.finish_computing()
+        mine, self._submitted, self._early_plan = self._submitted, None, None
+        outcome = self._loop.step_rounds.await_submitted(mine)
+        self.end_round(outcome)
+        return outcome
+
     def _count_contribution(self) -> None:
         assert self._turn is not None
         self._contribution.step_committed(data_ledger.count_samples(self._turn.spans))
@@ -432,11 +453,19 @@ class GroupSession:
         """Return the mean of the workers' values for display, or `value` if the group changes meanwhile."""
         if self._is_dropping_batch:  # the other workers run a step in which this worker takes no part
             return value
-        step = self.snapshot.applied + 1
+        step = self.step
         self._mean_index = self._mean_index + 1 if self._mean_step == step else 0
         self._mean_step = step
         mean = self._loop.average(step, self._mean_index, value, self.config.deadlines.first_step_s)
         return value if mean is None else mean
+
+    @property
+    def step(self) -> int:
+        """The number of steps committed so far; with a delay, only those of turns that have ended."""
+        turn, joined = self._turn, self._joined
+        if joined is None or not joined.setup.ledger.delay or turn is None or turn.open_round is None:
+            return self.snapshot.applied + 1
+        return turn.open_round.step + int(self._is_turn_done)
 
     @property
     def snapshot(self) -> WorkerSnapshot:
@@ -498,7 +527,7 @@ def _make_step_plan(snapshot: WorkerSnapshot, open_round: m.RoundId) -> StepPlan
         attempt=open_round.attempt,
         rank=snapshot.rank,
         world_size=snapshot.world_size,
-        samples=data_ledger.count_samples(snapshot.spans),
+        samples=snapshot.samples,
         total_samples=snapshot.total_samples,
         compare_after=snapshot.compare_after_step,
         exchange=snapshot.exchange,

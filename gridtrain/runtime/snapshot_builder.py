@@ -39,13 +39,13 @@ class SnapshotBuilder:
         self._state_sender, self._state_receiver = state_sender, state_receiver
         self._catch_up_source, self._catch_up = catch_up_source, catch_up
         self._residuals, self._checkpoint_requests = residuals, checkpoint_requests
-        self._assigned: tuple[m.RoundId | None, tuple[m.Span, ...], int] = (None, (), 0)
+        self._assigned: tuple[m.RoundId | None, tuple[m.Span, ...], int, int] = (None, (), 0, 0)
 
     def build(self, core: MemberCore) -> WorkerSnapshot:
         """Return a snapshot of the current state."""
         assignment, generation, state = core.rank_assignment, core.current_generation, core.replica_state
         me = assignment.members[assignment.rank] if assignment is not None else None
-        spans, total = self._step_spans(core)
+        spans, samples, total = self._step_data(core)
         return WorkerSnapshot(
             is_welcomed=core.coordinator_link.is_welcomed,
             phase=core.phase,
@@ -54,6 +54,7 @@ class SnapshotBuilder:
             world_size=assignment.world_size if assignment is not None else 0,
             open_round=core.next_round,
             spans=spans,
+            samples=samples,
             total_samples=total,
             shares=assignment.shares if assignment is not None else (),
             applied=core.applied,
@@ -98,14 +99,11 @@ class SnapshotBuilder:
         is_complete = self._state_receiver.blobs.is_complete_for(core.generation) and not core.is_synced
         return LoadState(core.generation, digest) if is_complete and self._catch_up.can_load_state else None
 
-    def _step_spans(self, core: MemberCore) -> tuple[tuple[m.Span, ...], int]:
-        """Return this worker's positions in the open step, and the number of samples of all members.
-
-        Both are computed once for each round.
-        """
+    def _step_data(self, core: MemberCore) -> tuple[tuple[m.Span, ...], int, int]:
+        """Return `Generation.data_positions`, which is computed once for each round."""
         open_round, generation = core.next_round, core.current_generation
         if open_round is None or generation is None:
-            return (), 0
+            return (), 0, 0
         if open_round != self._assigned[0]:
             self._assigned = (open_round, *generation.data_positions())
         return self._assigned[1:]

@@ -53,3 +53,6 @@ class RoundOutcome:
 
     is_committed: bool
     is_skipped: bool
+
+
+NOT_COMMITTED = RoundOutcome(is_committed=False, is_skipped=False)

@@ -37,7 +37,7 @@ from gridtrain.runtime.open_round import (
     collectives_of,
 )
 from gridtrain.runtime.state_transfer.update_log import StepUpdate, vote_digest
-from gridtrain.runtime.step_plan import RoundOutcome, StepPlan
+from gridtrain.runtime.step_plan import NOT_COMMITTED, RoundOutcome, StepPlan
 
 log = logging.getLogger("gridtrain")
 
@@ -118,18 +118,28 @@ class StepRounds:
         skip: bool,
         settings: bytes,
     ) -> RoundOutcome:
-        """Submit this worker's part of a round, wait for the outcome, and return the outcome.
+        """Submit this worker's part of a round, wait for the outcome, and return the outcome."""
+        return self.await_submitted(self.submit(round_id, buffers, skip, settings))
+
+    def submit(
+        self,
+        round_id: m.RoundId,
+        buffers: Sequence[CollectiveBuffer | BucketedBuffer],
+        skip: bool,
+        settings: bytes,
+    ) -> OpenRound | None:
+        """Submit this worker's part of a round and return the round, or None if the round is over.
 
         Buckets that `begin_bucket` has already submitted are not submitted again.
         """
         snapshot = self._mailbox.read()
         if snapshot.generation != round_id.generation:
-            return RoundOutcome(is_committed=False, is_skipped=False)
+            return None
         with self._mailbox.condition:
             channels = buffers_by_channel(buffers)
             begun = self._current_if(round_id)
             if begun is not None and begun.is_absent:  # the group proceeds without this submission
-                return RoundOutcome(is_committed=False, is_skipped=False)
+                return None
             mine = begun or OpenRound(
                 round_id, {}, is_failed=_was_failed_before(channels.values(), self.last_submitted)
             )
@@ -140,7 +150,7 @@ class StepRounds:
         }
         with self._mailbox.condition:
             if self._missed or (self.current is not None and self.current.is_absent):
-                return RoundOutcome(is_committed=False, is_skipped=False)
+                return None
             mine.buffers |= rest
             mine.voted_buffers, mine.settings = buffers, settings
             self._submit(mine)
@@ -148,7 +158,11 @@ class StepRounds:
         if mine.is_failed:
             # The other members cannot send the missing payload again, so all members must start over.
             self._mailbox.submit(io.RoundFailed(REJECTED_EARLIER))
-        return await_outcome(self._mailbox, mine)
+        return mine
+
+    def await_submitted(self, mine: OpenRound | None) -> RoundOutcome:
+        """Wait for the outcome of what `submit` has returned."""
+        return NOT_COMMITTED if mine is None else await_outcome(self._mailbox, mine)
 
     def resolve_last(self, timeout_s: float) -> RoundOutcome | None:
         """Return the outcome of the last round to which this worker submitted; None after `timeout_s`.
@@ -159,7 +173,7 @@ class StepRounds:
         """
         latest = self.last_submitted
         if latest is None or not self._submitted:
-            return RoundOutcome(is_committed=False, is_skipped=False)
+            return NOT_COMMITTED
         self._mailbox.submit(io.AbandonRound())
         self._mailbox.wait(lambda _: latest.outcome is not None, timeout_s)
         return latest.outcome

@@ -99,6 +99,7 @@ from gridtrain.training.grad_scaler import GridScaler
 from gridtrain.training.local_sgd import LocalSGDOptimizer
 from gridtrain.training.model_state import CheckpointOptions, ModelState, WholeModelState
 from gridtrain.training.optimizer import GridOptimizer
+from gridtrain.training.overlapped_local_sgd import OverlappedLocalSGDOptimizer
 from gridtrain.training.pause import MakeTransport, PauseController, SetRateLimits
 
 log = logging.getLogger("gridtrain")
@@ -282,7 +283,7 @@ class Grid:
     @property
     def step(self) -> int:
         """The number of steps committed so far, over the whole run."""
-        return self._session.snapshot.applied + 1
+        return self._session.step
 
     @property
     def calls_per_step(self) -> int:
@@ -357,10 +358,11 @@ class Grid:
             "wait": wait,
         }
         if isinstance(chosen, LocalSteps):
-            wrapped: GridOptimizer = LocalSGDOptimizer(optimizer, model, chosen, self._session, **options)
+            kind = OverlappedLocalSGDOptimizer if chosen.overlap else LocalSGDOptimizer
+            wrapped: GridOptimizer = kind(optimizer, model, chosen, self._session, **options)
         else:
             wrapped = GridOptimizer(optimizer, model, chosen, self._session, **options)
-        self._optimizer, self._clip_norm, self._wait = wrapped, clip_norm, wait
+        self._optimizer, self._clip_norm, self._wait = wrapped, clip_norm, wrapped.wait
         self._track_scalers()
         self._model_state = WholeModelState(
             self._session, wrapped, self._checkpoint_options(), self._max_transfer_bytes()
@@ -699,7 +701,7 @@ class Grid:
         sizes.check()
         self._export_folder()
         size, data_text = readers.measure_dataset(dataset, length)
-        spec = LedgerSpec(size=size, seed=seed, epochs=epochs, steps=steps)
+        spec = LedgerSpec(size=size, seed=seed, epochs=epochs, steps=steps, delay=wrapped.delay)
         data_ledger.validate(spec)
         facts: Facts = (
             ("model", model_digest(wrapped.model)[0]),

@@ -22,6 +22,7 @@ from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.training.data import sampler
 from gridtrain.training.model_state import ModelState
 from gridtrain.training.optimizer import GridOptimizer
+from gridtrain.training.overlapped_local_sgd import OverlappedLocalSGDOptimizer
 from gridtrain.training.pause import PauseController
 
 log = logging.getLogger("gridtrain")
@@ -72,9 +73,12 @@ class Turns:
             assert snapshot.open_round is not None
             self._model_state.begin_turn(snapshot)
             self._full_share = snapshot.shares[snapshot.rank][1]
-            self._trainer.begin_turn(self._calls_with_samples(snapshot.spans))
             if self._pauses.is_controlled:
                 self._rollback.begin_turn(saves_now=self._calls > 1)
+            self._trainer.begin_turn(self._calls_with_samples(snapshot.spans))
+            if isinstance(self._trainer, OverlappedLocalSGDOptimizer) and self._is_empty(snapshot):
+                self._trainer.end_empty_turn()
+                continue
             spans = self._divide(snapshot.spans) if snapshot.spans else [stand_in] * self._calls
             self._pending, stand_in = deque(spans), spans[-1]
             while self._pending:
@@ -131,6 +135,10 @@ class Turns:
         snapshot = self._session.snapshot
         held = self._model_state.rest(self._pauses.remaining_bytes // 2)
         return self._pauses.pause(held, touched=snapshot.is_modified or snapshot.applied >= 0)
+
+    def _is_empty(self, snapshot: WorkerSnapshot) -> bool:
+        """Whether no worker has samples in this turn, as in the last turn of a run with a delay."""
+        return not any(data_ledger.assign(self.spec, snapshot.ledger, snapshot.shares).values())
 
     # -- the calls of a turn -----------------------------------------------------------------------------
 

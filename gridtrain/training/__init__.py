@@ -1,10 +1,10 @@
 """A worker's part in training a whole model, and the code that pipelines share with it.
 
-    backward() -> p.grad -> optimizer (GridOptimizer, local_sgd.LocalSGDOptimizer)
+    backward() -> p.grad -> optimizer (GridOptimizer, local_sgd.LocalSGDOptimizer, overlapped_local_sgd)
         -> exchangers: contribution -> collective buffers -> session_interface.TrainingSession: round and vote
         -> worker_residual: keeps what was not sent; the update -> p.grad -> the user's optimizer
 
-Both optimizers inherit from wrapping_optimizer; auto_exchanger changes the exchange during a run,
+All optimizers inherit from wrapping_optimizer; auto_exchanger changes the exchange during a run,
 overlap_trial decides whether overlap saves time, and grad_scaler keeps the loss scale equal on all workers.
 
 Around a step: overlap (buckets during backward), buffer_averaging (batch norm), hyperparameter_check (after

@@ -110,7 +110,7 @@ class OuterOptimizer(torch.optim.Optimizer):
             step_N.add_(self._velocity_N * self._momentum)
         step_N.mul_(self._rate)
         for view, parameter in self._flat.views:
-            parameter.copy_(_to_float32(parameter) - view.to(parameter.device))
+            subtract(parameter, view, parameter)
 
 
 class LocalSGDOptimizer(GridOptimizer):
@@ -210,12 +210,15 @@ class LocalSGDOptimizer(GridOptimizer):
 
     # -- local steps -------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def _save_anchor(self) -> None:
         """Save the anchor at a turn's first step, because a state may have been loaded since the last
         step."""
         if self._calls_left is None:
             self._save_turn_start()
+        self._copy_to_anchor()
+
+    @torch.no_grad()
+    def _copy_to_anchor(self) -> None:
         parameters = [parameter for _, parameter in self._flat.views]
         if not self._anchor:
             self._anchor = [parameter.detach().clone() for parameter in parameters]
@@ -265,7 +268,7 @@ class LocalSGDOptimizer(GridOptimizer):
     def _compute_delta(self) -> None:
         """Set flat_N = anchor - parameters, then parameters = anchor."""
         for (view, parameter), anchor in zip(self._flat.views, self._anchor, strict=True):
-            view.copy_(_to_float32(anchor) - _to_float32(parameter))
+            subtract(anchor, parameter, view)
             parameter.copy_(anchor)
 
     def _reset_inner(self) -> None:
@@ -325,7 +328,16 @@ class LocalSGDOptimizer(GridOptimizer):
         serialization.keep_dtypes(self.inner, state)
 
 
-def _to_float32(values: Tensor) -> Tensor:
+@torch.no_grad()
+def subtract(a: Tensor, b: Tensor, result: Tensor) -> None:
+    """Set result = a - b, computed as float32; the tensors may have other dtypes and devices."""
+    if a.dtype == b.dtype == result.dtype == torch.float32 and a.device == b.device == result.device:
+        torch.sub(a, b, out=result)  # no temporary tensor, whose memory would have to be mapped anew
+    else:
+        result.copy_(to_float32(a) - to_float32(b).to(a.device))
+
+
+def to_float32(values: Tensor) -> Tensor:
     """Return the values detached and as at least float32, because the difference of two bfloat16 values needs
     more precision."""
     wide = torch.promote_types(values.dtype, torch.float32)

@@ -7,7 +7,7 @@
       |                                            (skipped: no update, the inner optimizer is not called)
       +--> inner.step()
 
-The session decides whether a step is committed (rules 1 to 13 in docs/architecture.md).
+The session decides whether a step is committed (rules 1 to 15 in docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ from gridtrain.training.worker_residual import WorkerResidual
 from gridtrain.training.wrapping_optimizer import WrappingOptimizer
 
 _NORM_BLOCK = 1 << 20
+
+SentStep = tuple[StepPlan, ExchangeAttempt, DenseRingBuffer | None]
+"""The plan, the attempt and the average of buffers of a step that was submitted before its turn's end."""
 
 EarlyBuckets = tuple[StepPlan | None, dict[int, ExchangeAttempt]]
 """The buckets that were sent during the backward pass, and the plan that they were sent for."""
@@ -92,6 +95,7 @@ class GridOptimizer(WrappingOptimizer):
         ConfigError: inner, model and exchange are not compatible; the message says what to change.
     """
 
+    delay = 0  # `LedgerSpec.delay`
     shares_scale = True  # whether a GradScaler's scale has to be equal on all workers
     local_calls = 0  # calls of `step` in this turn that have not exchanged yet
     _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to `step`
@@ -151,6 +155,7 @@ class GridOptimizer(WrappingOptimizer):
         self.wait = wait
         self.absence = Absence(self, self._trackers)
         self._is_exchanging = False  # flat_N holds a gradient that is not applied yet
+        self._sent: SentStep | None = None
 
     @property
     def skipped_steps(self) -> int:
@@ -273,8 +278,17 @@ class GridOptimizer(WrappingOptimizer):
     def _iterate_attempts(self, usable: bool, early: EarlyBuckets | None) -> None:
         self._stopwatch.lap("computing_s")
         attempt: ExchangeAttempt | None = None
+        plan: StepPlan | None
         averages = compared = before = trial = None
         while True:
+            if self._sent is not None:
+                (plan, attempt, averages), self._sent = self._sent, None
+                before = plan
+                outcome = self._session.await_submitted()
+                self._stopwatch.lap("waiting_s")
+                if outcome.is_committed:
+                    break
+                self.residual.mark_ended()
             plan = self._session.begin()
             self._stopwatch.lap("waiting_s")
             if plan is None:
@@ -290,11 +304,11 @@ class GridOptimizer(WrappingOptimizer):
                 averages = self.buffer_averaging.make_collective_buffer(plan)
                 trial = self._overlapper.make_trial_buffer(plan) if self._overlapper is not None else None
             if fresh or compared is None:
-                compared = hyperparameter_check.make_hyperparameter_buffer(plan, self.inner)
+                compared = hyperparameter_check.make_hyperparameter_buffer(plan, self._settings_of_step)
             # A retry adds the hyperparameters at the end, so that the channels of the others do not change.
             extra = [each for each in (averages, trial, compared) if each is not None]
             self._stopwatch.lap("selecting_s")
-            settings_text = serialization.hyperparameters_json(self.inner)
+            settings_text = serialization.hyperparameters_json(self._settings_of_step)
             self.absence.check_step(plan.step, settings_text)
             self.residual.mark_sent(attempt)
             outcome = self._session.run(plan, [attempt.buffer, *extra], attempt.skip, settings_text)
@@ -316,6 +330,22 @@ class GridOptimizer(WrappingOptimizer):
         if trial is not None and self._overlapper is not None:
             self._overlapper.finish_trial(plan, trial)
         self._load_update(self.residual.commit(attempt))
+
+    def _send_step(self, plan: StepPlan, *, usable: bool) -> None:
+        """Submit the gradient in flat_N for the plan that the session has predicted, without waiting; the
+        next `_run_attempts` waits for the outcome."""
+        attempt = self._prepare(plan, usable or plan.samples == 0, {})
+        averages = self.buffer_averaging.make_collective_buffer(plan)
+        self.residual.mark_sent(attempt)
+        settings = serialization.hyperparameters_json(self._settings_of_step)
+        buffers = [attempt.buffer] if averages is None else [attempt.buffer, averages]
+        self._session.submit(plan, buffers, attempt.skip, settings)
+        self._sent = plan, attempt, averages
+
+    @property
+    def _settings_of_step(self) -> torch.optim.Optimizer:
+        """An optimizer with the settings that the members vote on in this step."""
+        return self.inner
 
     def _check_hyperparameters(self, plan: StepPlan, compared: DenseRingBuffer) -> None:
         try:

@@ -60,6 +60,23 @@ class TrainingSession(Protocol):
         """
         ...
 
+    def submit(
+        self,
+        plan: StepPlan,
+        workspaces: Sequence[CollectiveBuffer | BucketedBuffer],
+        skip: bool,
+        settings: bytes,
+    ) -> None:
+        """Submit this worker's part for the plan that `predict_plan` has returned, without waiting.
+
+        The arguments are those of `run`.  `await_submitted` returns the outcome.
+        """
+        ...
+
+    def await_submitted(self) -> RoundOutcome:
+        """Wait for the decision on what `submit` has submitted.  After an abort, `begin` follows."""
+        ...
+
     def disable_replay(self, reason: str) -> None:
         """Declare that steps cannot be repeated from the updates alone, so that no worker catches up by
         replaying them."""

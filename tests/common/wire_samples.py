@@ -27,8 +27,8 @@ def repair(drawn: Any) -> Any:
             )
         case m.StagedModel(blocks=blocks):
             return replace(drawn, cuts=(0, len(blocks) or 3))
-        case m.LedgerSpec(epochs=epochs):
-            return replace(drawn, steps=7 if epochs is None else None)
+        case m.LedgerSpec(epochs=epochs, delay=delay):
+            return replace(drawn, steps=7 if epochs is None else None, delay=delay % 2)
         case m.MemberListPage(page=page, pages=pages):
             return replace(drawn, page=page % min(pages, 256), pages=min(pages, 256))
         case m.ResidualBlock():

@@ -300,6 +300,9 @@ class Transcript:
             self.lines.append(line)
 
 
+ADDED = {(m.LedgerSpec, "delay"), (m.LedgerState, "pending")}
+"""Fields that classes did not have when the baseline was recorded; all histories have their defaults."""
+
 _WRITTEN: dict[type[Any], tuple[str, ...] | None] = {}
 
 
@@ -308,7 +311,8 @@ def _written(cls: type[Any]) -> tuple[str, ...] | None:
     if cls not in _WRITTEN:
         _WRITTEN[cls] = None
         if is_dataclass(cls):
-            names, texts = [field.name for field in fields(cls) if field.init], TEXTS.get(cls, ())
+            names = [field.name for field in fields(cls) if field.init and (cls, field.name) not in ADDED]
+            texts = TEXTS.get(cls, ())
             _WRITTEN[cls] = tuple(name for position, name in enumerate(names) if position not in texts)
     return _WRITTEN[cls]
 

@@ -185,13 +185,20 @@ class ToyTrainer:
 
 
 def build(
-    seed: int, kind: str, workers: int, *, follows: bool | None = None, samples: int = SAMPLES, **more: Any
+    seed: int,
+    kind: str,
+    workers: int,
+    *,
+    follows: bool | None = None,
+    samples: int = SAMPLES,
+    delay: int = 0,
+    **more: Any,
 ) -> tuple[World, dict[m.RoundId, list[ToyTrainer.Attempt]]]:
     book: dict[m.RoundId, list[ToyTrainer.Attempt]] = defaultdict(list)
     if follows is None:  # newcomers take over the state while the others train on
         follows = Random(seed).random() < 0.5
     begins = Random(seed ^ 0xA11CE).choice((b"", b"as built"))  # all build the same model: do they say so?
-    spec = m.LedgerSpec(samples, 1, epochs=2)
+    spec = m.LedgerSpec(samples, 1, epochs=2, delay=delay)
     setup = m.Setup((("kind", kind),), spec, 3, None, can_catch_up=follows, initial_state_digest=begins)
     more = {
         "behind_nat": Random(seed).choice((0.0, 0.0, 0.5, 1.0)),

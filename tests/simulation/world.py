@@ -162,6 +162,7 @@ class SimWorker:
         self._state_requests: list[tuple[m.PeerId, int, int, bool]] = []
         self._forward_requests: list[tuple[m.PeerId, int, int]] = []  # who is sent the state that we receive
         self._received_block: m.StateBlock | None = None
+        self._computed: tuple[m.Span, ...] = ()  # the batch of the turn before, in a run with a delay
         self._begun: tuple[m.Span, ...] = ()  # the batch that is computed, or was computed last
         self._stalled_until_s = 0.0  # the trainer alone; the core and the connections go on
         self._is_absent = False  # from the open round
@@ -430,6 +431,9 @@ class SimWorker:
         self._state_requests.clear()
         if self.core.next_round is None or (self._is_exchange_undecided and self.has_computed):
             return
+        if self._setup.ledger.delay:
+            self._begin_turn(self.core.next_round)
+            return
         self._computing = True
         assert self.core.current_generation is not None
         spans = self.core.current_generation.data_assignment().get(self.peer, ())
@@ -437,6 +441,32 @@ class SimWorker:
         fresh = self._batch_step != self.core.step and not is_late
         self._begun = spans
         self.world.later(self.world.compute_s(self.peer) if fresh else 0.0, self.peer, self._submit)
+
+    def _begin_turn(self, round_id: m.RoundId) -> None:
+        """In a run with a delay: submit the batch of the turn before, and compute this step's meanwhile."""
+        assert self.core.current_generation is not None
+        spans = self.core.current_generation.data_assignment().get(self.peer, ())
+        is_new = self._batch_step != self.core.step
+        if not is_new and spans not in ((), self._batch):
+            self.world.log.voided += 1  # it was removed, and its batch is assigned to other workers
+            is_new = True
+        if is_new:
+            self._computed, self._batch, self._batch_step = self._batch, spans, self.core.step
+        pending = {batch.peer: batch.spans for batch in self.core.replica_state.ledger.pending}
+        counted = pending.get(self.peer, ())
+        assert counted in ((), self._computed), "the group counts a batch that this trainer does not have"
+        if is_new and spans:
+            self._computing = True
+            self.world.later(self.world.compute_s(self.peer), self.peer, self._end_turn)
+        self._submit_batch(round_id, counted)
+
+    def _end_turn(self) -> None:
+        if self._frozen or self._is_stalled:
+            self.world.later(0.1, self.peer, self._end_turn)
+            return
+        self._computing = False
+        self._progress += 1
+        self._go_on()
 
     @property
     def _is_exchange_undecided(self) -> bool:
@@ -487,8 +517,13 @@ class SimWorker:
         if self._batch_step == self.core.step and spans not in ((), self._batch):
             self.world.log.voided += 1  # it was removed, and its batch is assigned to other workers
         self._batch, self._batch_step = spans, self.core.step
-        self._is_round_failed = self._is_absent = False
         self.world.log.late_submissions += self._is_late and bool(spans)
+        self._submit_batch(round_id, spans)
+
+    def _submit_batch(self, round_id: m.RoundId, spans: tuple[m.Span, ...]) -> None:
+        assignment = self.core.rank_assignment
+        assert assignment is not None
+        self._is_round_failed = self._is_absent = False
         skip = self.world.is_skipped(self.peer, round_id.step)
         self._buffers = self.trainer.prepare(round_id, assignment, spans, skip)
         self.world.log.submissions.append(Submission(self.peer, round_id, spans))

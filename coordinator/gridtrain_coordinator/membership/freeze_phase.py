@@ -122,9 +122,9 @@ class FreezePhase:
             return [RecordViolation(worker.peer, "reported on a generation to which it does not belong")]
         if worker.peer in run.departed_members:
             return []  # another process with its key: what it has on disk is in its `Setup`
-        is_sound = (
-            data_ledger.is_sound(report.ledger, run.members) and report.ledger.step == report.applied + 1
-        )
+        assert run.definition is not None
+        spec, ledger = run.definition.ledger, report.ledger
+        is_sound = data_ledger.is_sound(spec, ledger, run.members) and ledger.step == report.applied + 1
         is_sound = is_sound and run.partition.can_hold(report.layers)
         least = run.view.applied if run.view is not None else -1
         if report.is_synced and (not is_sound or report.applied < least):

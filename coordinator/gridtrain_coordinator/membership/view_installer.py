@@ -187,7 +187,7 @@ class ViewInstaller:
             decided_round=outcome.decided_round,
             applied=outcome.applied,
             history=outcome.history,
-            ledger=data_ledger.release_late(run.definition.ledger, outcome.ledger, order),
+            ledger=data_ledger.release_deferred(run.definition.ledger, outcome.ledger, order),
             reason=run.view_change.begin_forming(now_s + run.limits.ready_s, now_s),
             exchange=self._planner.exchange_choice.view_exchange,
             stage_bounds=run.partition.recorded_bounds,

@@ -14,6 +14,7 @@ from typing import Any
 
 from gridtrain.core import messages as m
 from gridtrain.core.commit import data_ledger
+from gridtrain.core.commit.ledger_record import spec_entry
 from gridtrain.core.stages.repartition import check_setup
 from gridtrain.errors import ConfigError
 from gridtrain_coordinator.membership.departures import Departures
@@ -154,7 +155,7 @@ def _definition_entry(setup: m.Setup) -> dict[str, Any]:
     """Return the journal entry of the definition, which `journal_recovery.recover_run` reads."""
     return {
         "facts": dict(setup.facts),
-        "ledger": asdict(setup.ledger),
+        "ledger": spec_entry(setup.ledger),
         "global_batch_size": setup.global_batch_size,
         "stages": setup.stages,
         "model": asdict(setup.model) if setup.model is not None else None,

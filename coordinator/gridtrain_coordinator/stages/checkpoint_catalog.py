@@ -189,7 +189,7 @@ def is_impossible(checkpoint: m.CheckpointInfo, definition: m.Setup | None) -> b
         return True
     ledger = data_ledger.release_holders(definition.ledger, checkpoint.ledger)
     return (
-        not data_ledger.is_sound(ledger, ())
+        not data_ledger.is_sound(definition.ledger, ledger, ())
         or checkpoint.ledger.step != checkpoint.applied + 1
         or checkpoint.layers.stop > defined_cuts(definition)[-1]
     )

@@ -14,12 +14,19 @@ The state is replicated.  It changes only when a step commits (`commit`), or whe
 step (`reassign`).  All other values are computed from the state, with equal results on every worker.
 `commit` and `reassign` check an invariant:
 
-    cursor == consumed + requeued + held by the members that a VIEW named + late
+    cursor == consumed + requeued + held by the members that a VIEW named + late + pending
 
 A member may be absent from a step that commits, because its trainer has stalled.  Its batch is then late: it
 stays the member's only assignment until the member takes part in a committed step again, which consumes the
 batch.  Meanwhile the share of the member counts as 0.  A batch that is late by more than `MAX_LATE_STEPS` is
 re-queued for other members.
+
+With `LedgerSpec.delay` 1 each batch is pending for a step: a member computes the batch that a step hands out
+while the gradient of its previous batch is exchanged, and the next step consumes it.
+
+    step                    0        1        2        3, the last one with `steps=3`
+    handed out              a0 b0    a1 b1    a2 b2    -
+    exchanged, consumed     -        a0 b0    a1 b1    a2 b2
 
 A share is a batch size in samples.  A step takes as many samples as the sum of all shares, or fewer at the
 end of a pass, because it extends at most from the cursor to the end of the pass.  Therefore, no step has
@@ -35,7 +42,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from gridtrain.core.messages import LateBatch, LedgerSpec, LedgerState, PeerId, Span
+from gridtrain.core.messages import DeferredBatch, LedgerSpec, LedgerState, PeerId, Span
 from gridtrain.errors import ConfigError, LocalProtocolError
 
 MAX_POSITION = 2**63 - 1  # positions and counts are sent as signed 64-bit integers
@@ -74,7 +81,7 @@ def is_finished(spec: LedgerSpec, state: LedgerState) -> bool:
     """Whether the run is over, because all passes are consumed or all steps are committed."""
     if spec.epochs is not None:
         return state.consumed >= spec.epochs * spec.size
-    return spec.steps is not None and state.step >= spec.steps
+    return spec.steps is not None and state.step >= spec.steps + spec.delay
 
 
 def count_samples(spans: Iterable[Span]) -> int:
@@ -92,7 +99,8 @@ def assign(
 
     Returns:
         The spans of each member, in rank order.  Each span lies within one pass.  A member without spans
-        takes part with a zero contribution; in a finished run no member has spans.
+        takes part with a zero contribution; in a finished run no member has spans.  With a delay, the members
+        contribute their pending batches instead.
 
     Raises:
         LocalProtocolError: the shares are invalid (a share is negative, none is above 0, or a member occurs
@@ -112,7 +120,8 @@ def assign(
             names = sorted(peer.hex()[:8] for peer in strangers)
             raise LocalProtocolError(f"positions of step {state.step} are held by non-members: {names}")
         return {peer: held.get(peer, ()) for peer in peers}
-    if is_finished(spec, state):
+    is_last = spec.delay and spec.steps is not None and state.step >= spec.steps  # nothing could follow it
+    if is_last or is_finished(spec, state):
         return {peer: () for peer in peers}
 
     queue = deque((*state.requeued, *_rest_of_pass(spec, state.cursor)))
@@ -141,17 +150,27 @@ def predict_assignments(
     return ahead
 
 
-def count_total(state: LedgerState, assignment: Assignment, peer: PeerId | None = None) -> int:
-    """Return the number of samples by which the contributions to step `state.step` are weighted.
+def contribution_weight(
+    spec: LedgerSpec, state: LedgerState, assignment: Assignment, peer: PeerId
+) -> tuple[int, int]:
+    """Return the weight of a member's contribution to step `state.step`: its samples, and all samples.
+
+    A late or pending batch is weighted by the total of the step that handed it out.
 
     Args:
         assignment: the result of `assign` for this step.
-        peer: the contributor; a late batch is weighted by the total of the step that handed it out.
     """
-    late = {batch.peer: batch for batch in state.late}
-    if peer is not None and peer in late:
-        return late[peer].total_samples
-    return sum(count_samples(spans) for member, spans in assignment.items() if member not in late)
+    deferred = {batch.peer: batch for batch in (state.pending if spec.delay else state.late)}
+    if peer in deferred:
+        return count_samples(deferred[peer].spans), deferred[peer].total_samples
+    if spec.delay:
+        return 0, 0
+    return count_samples(assignment[peer]), _count_handed_out(state, assignment)
+
+
+def _count_handed_out(state: LedgerState, assignment: Assignment) -> int:
+    """Return the number of samples that step `state.step` hands out."""
+    return count_samples(_newly_assigned(state, assignment))
 
 
 def commit(
@@ -164,6 +183,8 @@ def commit(
 ) -> LedgerState:
     """Return the state after step `state.step` was committed, which consumes exactly the assigned samples.
 
+    With a delay it consumes the pending batches, and the assigned ones are pending.
+
     Args:
         assignment: the result of `assign` for this step.
         skipped: whether the committed update was empty, because a member's gradient was not finite.
@@ -172,13 +193,15 @@ def commit(
     Raises:
         LocalProtocolError: `assignment` does not belong to this state.
     """
-    taken, total = _newly_assigned(state, assignment), count_total(state, assignment)
+    if spec.delay:
+        return _commit_delayed(spec, state, assignment, skipped=skipped, absent=absent)
+    taken, total = _newly_assigned(state, assignment), _count_handed_out(state, assignment)
     known = {batch.peer: batch for batch in state.late}
     consumed = count_samples(
         span for peer, spans in assignment.items() if peer not in absent for span in spans
     )
     late = [
-        known.get(peer) or LateBatch(peer, assignment[peer], total, state.step) for peer in sorted(absent)
+        known.get(peer) or DeferredBatch(peer, assignment[peer], total, state.step) for peer in sorted(absent)
     ]
     expired = [batch for batch in late if state.step - batch.step >= MAX_LATE_STEPS]
     too_late = [span for batch in expired for span in batch.spans]
@@ -192,6 +215,40 @@ def commit(
             skipped=state.skipped + (consumed if skipped else 0),
             holders=None,
             late=tuple(replace(batch, spans=()) if batch in expired else batch for batch in late),
+        )
+    )
+
+
+def _commit_delayed(
+    spec: LedgerSpec,
+    state: LedgerState,
+    assignment: Assignment,
+    *,
+    skipped: bool,
+    absent: Collection[PeerId],
+) -> LedgerState:
+    """Do the same as `commit` in a run with a delay, in which members are absent only if they violate the
+    protocol: they keep what they have, and get nothing new."""
+    taken = _newly_assigned(state, assignment)
+    total = count_samples(taken)
+    consumed = sum(count_samples(batch.spans) for batch in state.pending if batch.peer not in absent)
+    pending = [batch for batch in state.pending if batch.peer in absent]
+    pending += [
+        DeferredBatch(peer, spans, total, state.step)
+        for peer, spans in assignment.items()
+        if spans and peer not in absent
+    ]
+    unused = [span for peer, spans in assignment.items() if peer in absent for span in spans]
+    return _check_balanced(
+        replace(
+            state,
+            step=state.step + 1,
+            cursor=_cursor_after(state, taken),
+            requeued=_coalesce(spec, [*_subtract(state.requeued, taken), *unused]),
+            consumed=state.consumed + consumed,
+            skipped=state.skipped + (consumed if skipped else 0),
+            holders=None,
+            pending=tuple(sorted(pending, key=lambda batch: batch.peer)),
         )
     )
 
@@ -224,23 +281,29 @@ def reassign(
         requeued=_coalesce(spec, [*_subtract(state.requeued, taken), *lost]),
         holders=tuple(sorted(holders.items())),
     )
-    return release_late(spec, reassigned, survivors)
+    return release_deferred(spec, reassigned, survivors)
 
 
-def release_late(spec: LedgerSpec, state: LedgerState, survivors: Collection[PeerId]) -> LedgerState:
-    """Return the ledger with the late batches of all members but `survivors` re-queued."""
-    late = tuple(batch for batch in state.late if batch.peer in survivors)
-    if late == state.late:
+def release_deferred(spec: LedgerSpec, state: LedgerState, survivors: Collection[PeerId]) -> LedgerState:
+    """Return the ledger with the late and pending batches of all members but `survivors` re-queued."""
+    lost = [b for b in (*state.late, *state.pending) if b.peer not in survivors]
+    if not lost:
         return _check_balanced(state)
-    lost = [span for batch in state.late if batch not in late for span in batch.spans]
-    return _check_balanced(replace(state, requeued=_coalesce(spec, [*state.requeued, *lost]), late=late))
+    return _check_balanced(
+        replace(
+            state,
+            requeued=_coalesce(spec, [*state.requeued, *(span for batch in lost for span in batch.spans)]),
+            late=tuple(batch for batch in state.late if batch not in lost),
+            pending=tuple(batch for batch in state.pending if batch not in lost),
+        )
+    )
 
 
 def release_holders(spec: LedgerSpec, state: LedgerState) -> LedgerState:
     """Return the ledger with all positions re-queued that are assigned to particular members."""
     held = [span for _, spans in state.holders or () for span in spans]
     released = replace(state, requeued=_coalesce(spec, [*state.requeued, *held]), holders=None)
-    return release_late(spec, released, ())
+    return release_deferred(spec, released, ())
 
 
 # -- spans ---------------------------------------------------------------------------------------
@@ -322,24 +385,32 @@ def is_balanced(state: LedgerState) -> bool:
 def _count_held(state: LedgerState) -> int:
     """Return the number of samples that are assigned to particular members."""
     held = sum(count_samples(spans) for _, spans in state.holders or ())
-    return held + sum(count_samples(batch.spans) for batch in state.late)
+    return held + sum(count_samples(batch.spans) for batch in (*state.late, *state.pending))
 
 
-def is_sound(state: LedgerState, members: Collection[PeerId]) -> bool:
+def is_sound(spec: LedgerSpec, state: LedgerState, members: Collection[PeerId]) -> bool:
     """Whether a correct member of this generation may hold `state`.
 
     This is the case if the state balances, no position occurs twice or lies beyond the cursor, positions are
-    assigned only to members, and the step and the cursor are so far from overflow that no run reaches it.
+    assigned only to members, batches are pending only in a run with a delay, and the step and the cursor are
+    so far from overflow that no run reaches it.
     """
     holders = [*(state.holders or ()), *((batch.peer, batch.spans) for batch in state.late)]
-    spans = sorted((*state.requeued, *(s for _, held in holders for s in held)), key=lambda s: s.start)
+    pending = [(batch.peer, batch.spans) for batch in state.pending]
+    held = (span for _, spans in (*holders, *pending) for span in spans)
+    spans = sorted((*state.requeued, *held), key=lambda span: span.start)
     is_disjoint = all(one.stop <= other.start for one, other in pairwise(spans))
     is_inside = all(0 <= span.start < span.stop <= state.cursor for span in spans)
-    is_known = len(dict(holders)) == len(holders) and all(peer in members for peer, _ in holders)
+    is_known = all(
+        len(dict(each)) == len(each) and all(peer in members for peer, _ in each)
+        for each in (holders, pending)
+    )
+    deferred = (*state.late, *state.pending)
     has_room = (
-        max(state.step, state.cursor, *(batch.total_samples for batch in state.late)) <= MAX_POSITION // 2
+        max(state.step, state.cursor, *(batch.total_samples for batch in deferred)) <= MAX_POSITION // 2
     )
     is_plausible = is_known and has_room and state.skipped <= state.consumed
+    is_plausible = is_plausible and not (state.late if spec.delay else state.pending)
     return is_balanced(state) and is_disjoint and is_inside and is_plausible
 
 

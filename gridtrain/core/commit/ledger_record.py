@@ -8,15 +8,27 @@ from typing import Any
 
 from gridtrain.core import messages as m
 
+_DEFERRED = ("late", "pending")
+"""The fields with deferred batches."""
+
+
+def spec_entry(spec: m.LedgerSpec) -> dict[str, Any]:
+    """Return `spec` as a JSON object of its fields."""
+    body = asdict(spec)
+    if not spec.delay:  # as in records of earlier versions
+        del body["delay"]
+    return body
+
 
 def ledger_entry(state: m.LedgerState) -> dict[str, Any]:
     """Return `state` as a JSON object; `parse_ledger` reads it back."""
     body = asdict(state)
     if state.holders is not None:
         body["holders"] = [[peer.hex(), [asdict(s) for s in spans]] for peer, spans in state.holders]
-    del body["late"]
-    if state.late:  # absent in the usual case, and in records of earlier versions
-        body["late"] = [asdict(batch) | {"peer": batch.peer.hex()} for batch in state.late]
+    for name in _DEFERRED:
+        del body[name]
+        if batches := getattr(state, name):  # none in the usual case, and in records of earlier versions
+            body[name] = [asdict(batch) | {"peer": batch.peer.hex()} for batch in batches]
     return body
 
 
@@ -29,11 +41,16 @@ def parse_ledger(body: Mapping[str, Any]) -> m.LedgerState:
     holders = body["holders"]
     if holders is not None:
         holders = tuple((bytes.fromhex(peer), _spans(spans)) for peer, spans in holders)
-    late = tuple(
-        m.LateBatch(**{**batch, "peer": bytes.fromhex(batch["peer"]), "spans": _spans(batch["spans"])})
-        for batch in body.get("late", ())
-    )
-    return m.LedgerState(**{**body, "requeued": _spans(body["requeued"]), "holders": holders, "late": late})
+    deferred = {
+        name: tuple(
+            m.DeferredBatch(
+                **{**batch, "peer": bytes.fromhex(batch["peer"]), "spans": _spans(batch["spans"])}
+            )
+            for batch in body.get(name, ())
+        )
+        for name in _DEFERRED
+    }
+    return m.LedgerState(**{**body, "requeued": _spans(body["requeued"]), "holders": holders, **deferred})
 
 
 def _spans(records: Iterable[Mapping[str, int]]) -> tuple[m.Span, ...]:

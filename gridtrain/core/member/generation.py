@@ -148,20 +148,21 @@ class Generation:
             return None
         return attempt.round_id if not self._is_running or attempt.vote is False else None
 
-    def data_positions(self) -> tuple[tuple[m.Span, ...], int]:
-        """Return this member's data positions in the open step, and the number of samples of the whole step.
+    def data_positions(self) -> tuple[tuple[m.Span, ...], int, int]:
+        """Return this member's data positions in the open step, the number of samples of its contribution to
+        that step, and the number of all samples by which the contribution is weighted.
 
-        A late batch is weighted by the number of samples of the step that handed it out.
         All members of a pipeline process the same samples: the positions of all its members, first stage
         first.
         """
         spans_of, assignment = self.data_assignment(), self.rank_assignment
-        peers: tuple[m.PeerId, ...] = (assignment.own_id,)
-        if self._context.is_pipelined:
-            ranks = assignment.layout.pipeline_ranks(assignment.layout.replica_of(assignment.rank))
-            peers = tuple(assignment.members[rank].peer for rank in ranks)
-        own = tuple(span for peer in peers for span in spans_of.get(peer, ()))
-        return own, data_ledger.count_total(self._context.replica_state.ledger, spans_of, assignment.own_id)
+        spec, ledger = self._ledger_spec, self._context.replica_state.ledger
+        weight = data_ledger.contribution_weight(spec, ledger, spans_of, assignment.own_id)
+        if not self._context.is_pipelined:
+            return (spans_of[assignment.own_id], *weight)
+        ranks = assignment.layout.pipeline_ranks(assignment.layout.replica_of(assignment.rank))
+        spans = tuple(span for rank in ranks for span in spans_of[assignment.members[rank].peer])
+        return spans, data_ledger.count_samples(spans), weight[1]
 
     def _count_samples(self) -> list[int]:
         """Return the number of samples of each rank in the open step."""
@@ -170,11 +171,15 @@ class Generation:
 
     def data_assignment(self) -> dict[m.PeerId, tuple[m.Span, ...]]:
         """Return each member's data positions in the open step, computed only from replicated state."""
+        ledger = self._context.replica_state.ledger
+        return data_ledger.assign(self._ledger_spec, ledger, self.rank_assignment.shares)
+
+    @property
+    def _ledger_spec(self) -> m.LedgerSpec:
         setup = self._context.setup
         if setup is None:
             raise LocalProtocolError("data positions were requested before the trainer had joined")
-        ledger = self._context.replica_state.ledger
-        return data_ledger.assign(setup.ledger, ledger, self.rank_assignment.shares)
+        return setup.ledger
 
     @property
     def is_comparison_due(self) -> bool:
@@ -646,12 +651,11 @@ class Generation:
         return out
 
     def _commit(self, committed: StepCommitted, now_s: float) -> list[MemberEffect]:
-        context, state, setup = self._context, self._context.replica_state, self._context.setup
-        assert setup is not None
+        context, state = self._context, self._context.replica_state
         spans_of, flags = self.data_assignment(), committed.flags
         absent = {self.rank_assignment.members[rank].peer for rank in absent_ranks(flags)}
         ledger = data_ledger.commit(
-            setup.ledger, state.ledger, spans_of, skipped=is_skipped(flags), absent=absent
+            self._ledger_spec, state.ledger, spans_of, skipped=is_skipped(flags), absent=absent
         )
         state.commit_step(committed.round.step, committed.digest, ledger)
         self.stragglers.committed(flags, now_s)

@@ -124,27 +124,34 @@ class LedgerSpec:
     """Size of the data set, seed of its order, and end of the run.  Replicated, and constant over the run.
 
     Exactly one of `epochs` and `steps` is not None; the run ends after that many epochs or steps.
+
+    Attributes:
+        delay: number of steps after which the gradients of a step's samples are exchanged: 0, or 1 if they
+            are exchanged while the samples of the next step are computed.
     """
 
     size: UInt
     seed: UInt
     epochs: UInt | None = None
     steps: UInt | None = None
+    delay: UInt = 0
 
     def find_problem(self) -> str | None:
+        if self.delay > 1:
+            return f"{self}; the delay must be 0 or 1"
         one_limit = (self.epochs is None) != (self.steps is None)
         return None if one_limit else f"{self}; it must have either epochs or steps"
 
 
 @dataclass(frozen=True, slots=True)
-class LateBatch:
-    """The batch of a member that was absent from a committed step, and has not contributed it since.
+class DeferredBatch:
+    """A batch that its member contributes to a later step than the one that handed it out.
 
     Attributes:
         spans: the positions of the batch; () if the member was absent without positions, or if its batch was
             re-queued because it was too late.
         total_samples: number of samples that step `step` handed out; the batch keeps that step's weight.
-        step: the first step from which the member was absent.
+        step: the step that handed the batch out, from which the member was absent if the batch is late.
     """
 
     peer: PeerId
@@ -166,6 +173,7 @@ class LedgerState:
         holders: the positions of each member in step `step`, if a VIEW fixed them; None if they are assigned
             by shares.
         late: the batches of members that are absent, by peer in ascending order.
+        pending: the batches of the step before, if `LedgerSpec.delay` is 1, by peer in ascending order.
     """
 
     step: UInt = 0
@@ -174,7 +182,8 @@ class LedgerState:
     consumed: UInt = 0
     skipped: UInt = 0
     holders: Annotated[tuple[tuple[PeerId, Spans], ...], AtMost(1024)] | None = None
-    late: Annotated[tuple[LateBatch, ...], AtMost(1024)] = ()
+    late: Annotated[tuple[DeferredBatch, ...], AtMost(1024)] = ()
+    pending: Annotated[tuple[DeferredBatch, ...], AtMost(1024)] = ()
 
 
 @dataclass(frozen=True, slots=True)

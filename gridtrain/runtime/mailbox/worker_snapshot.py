@@ -18,7 +18,8 @@ class WorkerSnapshot:
     Attributes:
         open_round: the round to which the trainer may submit now; None if the trainer has to wait.
         spans: this worker's positions in the open step.
-        total_samples: the number of samples of all members in the open step.
+        samples, total_samples: the number of samples of this worker's contribution to the open step, and of
+            all members; they are not those of `spans` in a run with a delay (`LedgerSpec.delay`).
         shares: the key and the share of each member of the generation, in rank order.
         applied: the last step that this worker has applied; -1 if it has applied none.
         compare_after_step: whether all members compare their replicas after the open step.
@@ -44,6 +45,7 @@ class WorkerSnapshot:
     world_size: int = 0
     open_round: m.RoundId | None = None
     spans: tuple[m.Span, ...] = ()
+    samples: int = 0
     total_samples: int = 0
     shares: tuple[tuple[m.PeerId, int], ...] = ()
     applied: int = -1

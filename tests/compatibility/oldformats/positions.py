@@ -6,7 +6,7 @@ from dataclasses import Field, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-ADDED = {("LedgerState", "late")}
+ADDED = {("LedgerState", "late"), ("LedgerState", "pending"), ("LedgerSpec", "delay")}
 """Fields that commit 330f465 did not have; in whatever it wrote, they have their defaults."""
 
 

@@ -305,4 +305,7 @@ SOUND = LedgerState(
     ],
 )
 def test_what_an_honest_member_may_report(change: dict[str, Any], is_sound: bool) -> None:
-    assert data_ledger.is_sound(replace(SOUND, **change), (A, B)) is is_sound
+    assert (
+        data_ledger.is_sound(LedgerSpec(size=20, seed=0, epochs=9), replace(SOUND, **change), (A, B))
+        is is_sound
+    )

@@ -9,7 +9,7 @@ import pytest
 
 from gridtrain.core.commit import data_ledger as ledger
 from gridtrain.core.commit.ledger_record import ledger_entry, parse_ledger
-from gridtrain.core.messages import LateBatch, LedgerSpec, LedgerState, Span
+from gridtrain.core.messages import DeferredBatch, LedgerSpec, LedgerState, Span
 from gridtrain.errors import LocalProtocolError
 
 A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
@@ -23,18 +23,18 @@ def commit(state: LedgerState, *absent: bytes, skipped: bool = False) -> LedgerS
 
 def test_an_absent_member_keeps_its_batch_and_gets_no_other() -> None:
     state = commit(LedgerState(), B)
-    assert state.late == (LateBatch(B, (Span(2, 4),), 6, 0),)
+    assert state.late == (DeferredBatch(B, (Span(2, 4),), 6, 0),)
     assert (state.cursor, state.consumed) == (6, 4)
     assigned = ledger.assign(SPEC, state, SHARES)
     assert assigned == {A: (Span(6, 8),), B: (Span(2, 4),), C: (Span(8, 10),)}
     # The batch weighs what it weighed in its step; the others share the step among themselves.
-    assert ledger.count_total(state, assigned, B) == 6
-    assert ledger.count_total(state, assigned, A) == ledger.count_total(state, assigned) == 4
+    assert ledger.contribution_weight(SPEC, state, assigned, B) == (2, 6)
+    assert ledger.contribution_weight(SPEC, state, assigned, A) == (2, 4)
 
 
 def test_the_batch_stays_late_until_its_member_takes_part() -> None:
     state = commit(commit(LedgerState(), B), B)
-    assert state.late == (LateBatch(B, (Span(2, 4),), 6, 0),)
+    assert state.late == (DeferredBatch(B, (Span(2, 4),), 6, 0),)
     state = commit(state)
     assert state.late == () and state.consumed == state.cursor == 14
     assert ledger.assign(SPEC, state, SHARES)[B] == (Span(16, 18),)
@@ -51,7 +51,7 @@ def test_a_batch_that_is_too_late_is_requeued_and_its_member_stays_absent() -> N
     for step in range(ledger.MAX_LATE_STEPS + 1):
         assert state.requeued == (), step
         state = ledger.commit(spec, state, ledger.assign(spec, state, SHARES), skipped=False, absent=[B])
-    assert state.requeued == (Span(2, 4),) and state.late == (LateBatch(B, (), 6, 0),)
+    assert state.requeued == (Span(2, 4),) and state.late == (DeferredBatch(B, (), 6, 0),)
     assigned = ledger.assign(spec, state, SHARES)
     assert assigned[B] == () and assigned[A] == (Span(2, 4),), "the others get it first"
     state = ledger.commit(spec, state, assigned, skipped=False)
@@ -66,12 +66,12 @@ def test_a_lost_member_leaves_its_late_batch_to_the_others() -> None:
     assert kept.late == state.late and kept.requeued == (Span(8, 10),)
     assert kept.holders == ((A, (Span(6, 8),)),)
     assert ledger.assign(SPEC, kept, SHARES[:2]) == {A: (Span(6, 8),), B: (Span(2, 4),)}
-    assert ledger.release_late(SPEC, state, [A, B, C]) == state
+    assert ledger.release_deferred(SPEC, state, [A, B, C]) == state
     assert ledger.release_holders(SPEC, kept).requeued == (Span(2, 4), Span(6, 10))
 
 
 def test_all_members_may_have_late_batches_only() -> None:
-    state = ledger.release_late(SPEC, commit(LedgerState(), A, B), [A, B])
+    state = ledger.release_deferred(SPEC, commit(LedgerState(), A, B), [A, B])
     assigned = ledger.assign(SPEC, state, SHARES[:2])
     assert assigned == {A: (Span(0, 2),), B: (Span(2, 4),)}
     assert ledger.commit(SPEC, state, assigned, skipped=False).consumed == 6
@@ -88,16 +88,16 @@ def test_a_run_is_not_finished_while_a_batch_is_late() -> None:
 @pytest.mark.parametrize(
     "late",
     [
-        LateBatch(B, (Span(0, 2),), 6, 0),  # consumed already
-        LateBatch(B, (Span(6, 8),), 6, 0),  # beyond the cursor
-        LateBatch(b"x" * 32, (Span(2, 4),), 6, 0),  # of no member
+        DeferredBatch(B, (Span(0, 2),), 6, 0),  # consumed already
+        DeferredBatch(B, (Span(6, 8),), 6, 0),  # beyond the cursor
+        DeferredBatch(b"x" * 32, (Span(2, 4),), 6, 0),  # of no member
     ],
 )
-def test_an_unsound_late_batch_is_found(late: LateBatch) -> None:
+def test_an_unsound_late_batch_is_found(late: DeferredBatch) -> None:
     sound = commit(LedgerState(), B)
-    assert ledger.is_sound(sound, [A, B, C])
-    assert not ledger.is_sound(replace(sound, late=(late,), requeued=(Span(0, 1),)), [A, B, C])
-    assert not ledger.is_sound(replace(sound, late=(*sound.late, *sound.late)), [A, B, C])
+    assert ledger.is_sound(SPEC, sound, [A, B, C])
+    assert not ledger.is_sound(SPEC, replace(sound, late=(late,), requeued=(Span(0, 1),)), [A, B, C])
+    assert not ledger.is_sound(SPEC, replace(sound, late=(*sound.late, *sound.late)), [A, B, C])
 
 
 def test_a_record_is_read_back_and_one_without_late_batches_too() -> None:
@@ -132,5 +132,5 @@ def test_every_sample_is_consumed_once_whoever_is_absent() -> None:
                     for position in range(span.start, span.stop):
                         seen[position] += 1
             state = ledger.commit(SPEC, state, assigned, skipped=False, absent=absent)
-            assert ledger.is_sound(state, [peer for peer, _ in members])
+            assert ledger.is_sound(SPEC, state, [peer for peer, _ in members])
         assert set(seen) == {1}, seed

@@ -300,7 +300,7 @@ class Rig:
         others = [peer for peer in KEYS if peer != self.me and source.byte() % 4]
         order = tuple(sorted([self.me, *others], reverse=source.one_in(2)))
         joining = () if core.is_synced else (self.me,) if len(order) > 1 else ()
-        state = data_ledger.release_late(SETUP.ledger, state, order)
+        state = data_ledger.release_deferred(SETUP.ledger, state, order)
         self.next_generation(order, applied, history, state, joining)
 
     # -- the trainer ---------------------------------------------------------------------------------

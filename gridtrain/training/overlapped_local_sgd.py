@@ -1,0 +1,142 @@
+"""`LocalSteps(..., overlap=True)`: the changes of one turn are exchanged while the next turn is computed.
+
+    A     the anchor: parameters after the last committed round, equal on all workers
+    D_r   the change that turn r has made on this worker: parameters at its start - parameters at its end
+
+    turn begins      D_r-1 is submitted to round r;  parameters = A - D_r-1
+    local steps      the parameters change;  meanwhile the group exchanges D_r-1 and commits round r
+    last step        D_r is kept;  parameters = A;  waits for round r
+                     committed: A = parameters = A - outer_learning_rate * nesterov(update)
+
+So a worker always has its own latest change, and the changes of the others one turn later.  After Streaming
+DiLoCo (Douillard et al. 2025, arXiv 2501.18512, section 3.2) and eager updates (Kale et al. 2025, arXiv
+2502.12996); all parameters are exchanged in one round.
+
+Between two turns the parameters are the anchor, so that states, checkpoints and comparisons are as in
+`local_sgd`.  The data ledger counts the samples of a turn when its change is committed (`LedgerSpec.delay`).
+If round r is aborted during turn r, it is repeated at the end of the turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from gridtrain.config import LocalSteps
+from gridtrain.errors import LocalProtocolError
+from gridtrain.runtime.step_plan import StepPlan
+from gridtrain.training.exchangers import largest_magnitude
+from gridtrain.training.local_sgd import LocalSGDOptimizer, subtract
+from gridtrain.training.session_interface import TrainingSession
+
+log = logging.getLogger("gridtrain")
+
+
+class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
+    """A `LocalSGDOptimizer` whose rounds overlap with the next turn.
+
+    It takes the arguments of `LocalSGDOptimizer`.  `wait="auto"` has no effect: a round waits only for
+    workers that have not finished the turn before, so that a shorter stall than a turn delays nobody.
+    """
+
+    delay = 1
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        model: nn.Module,
+        exchange: LocalSteps,
+        session: TrainingSession,
+        **options: Any,
+    ) -> None:
+        if options.get("wait") == "auto":
+            log.info('wait="auto" has no effect with LocalSteps(overlap=True)')
+            options["wait"] = "all"
+        super().__init__(inner, model, exchange, session, **options)
+        self._change_N = torch.zeros_like(self._flat.flat_N)  # of the latest turn; flat_N: of the one before
+        self._has_change = False
+        self._is_change_finite = True
+        self._step_settings = inner
+
+    # -- turns ---------------------------------------------------------------------------------------
+
+    def begin_turn(self, calls_with_samples: int) -> None:
+        """Submit the change of the turn before, and begin the next turn from it."""
+        super().begin_turn(calls_with_samples)
+        self._stopwatch.lap("computing_s")
+        self._step_settings = _copy_settings(self.inner)
+        self._copy_to_anchor()
+        plan = self._session.predict_plan()  # None: after an aborted attempt, which is repeated at the end
+        self._flat.flat_N.copy_(self._change_N)
+        if not (self._is_change_finite and self._is_change_counted(plan)):
+            self._flat.flat_N.zero_()
+        self._set_parameters_to_start()
+        if plan is not None:
+            self._send_step(plan, usable=self._is_change_finite)
+        self._stopwatch.lap("selecting_s")
+
+    def end_empty_turn(self) -> None:
+        """End a turn in which no worker has samples: only the change of the turn before is exchanged."""
+        self._calls_left = 0
+        self._global_step()
+
+    def _is_change_counted(self, plan: StepPlan | None) -> bool:
+        """Whether the group counts this worker's latest change.
+
+        Not if this worker has left the group meanwhile; the other workers then repeat its samples.
+        """
+        if plan is None:
+            return self._has_change
+        if plan.samples and not self._has_change:
+            raise LocalProtocolError(
+                f"step {plan.step} counts {plan.samples} samples of this worker, which has no change of them"
+            )
+        return plan.samples > 0
+
+    def _save_anchor(self) -> None:
+        """Do nothing: `begin_turn` has saved the anchor."""
+
+    # -- the exchange --------------------------------------------------------------------------------
+
+    def _global_step(self) -> None:
+        self.local_calls = 0
+        was_finite = self._is_change_finite
+        self._keep_change()
+        self._run_attempts(was_finite)
+        self._apply()
+
+    @torch.no_grad()
+    def _set_parameters_to_start(self) -> None:
+        """Set parameters = anchor - flat_N, where the turn starts."""
+        for (view, parameter), anchor in zip(self._flat.views, self._anchor, strict=True):
+            subtract(anchor, view, parameter)
+
+    @torch.no_grad()
+    def _keep_change(self) -> None:
+        """Set the change to the parameters at the turn's start - parameters, then parameters = anchor."""
+        changes = torch.split(self._change_N, self._flat.sizes)
+        for (view, parameter), anchor, change in zip(self._flat.views, self._anchor, changes, strict=True):
+            start = change.view_as(view) if parameter.dtype == torch.float32 else torch.empty_like(anchor)
+            subtract(anchor, view, start)
+            subtract(start, parameter, change.view_as(view))
+            parameter.copy_(anchor)
+        self._has_change = True
+        self._is_change_finite = math.isfinite(largest_magnitude(self._change_N))
+        if not self._is_change_finite:
+            self._reset_inner()
+
+    @property
+    def _settings_of_step(self) -> torch.optim.Optimizer:
+        """An optimizer with the settings at the start of the turn: a retry at its end repeats them."""
+        return self._step_settings
+
+
+def _copy_settings(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer of the same class that has only a copy of the groups' settings."""
+    copied = object.__new__(type(optimizer))
+    copied.param_groups = [dict(group) for group in optimizer.param_groups]
+    return copied
