@@ -13,7 +13,7 @@ The committed state is only read until `commit`; new values are written to secon
 With DGC momentum correction (Lin et al. 2018, arXiv 1712.01887, section 3.1), the residual is the vector v of
 that paper:
 
-    u = m u + contribution;   v += u;   select from v;   v -= decode(mine);   u = 0 at the selected indices
+    u = m u + contribution;   v += u;   select from v;   v -= decode(mine);   u = 0 at the sent indices
 
 In the figure, "contribution" then stands for the new u.  No gradient is lost from v either.  Only the
 selected entries are copied from the device to the host.
@@ -145,9 +145,12 @@ class ErrorFeedback:
         if not (magnitudes_K <= limit).all():  # NaN and the largest magnitudes are among the selected values
             return self.prepare_skip(kind, start=start, n=acc_N.numel())
         made = encode_with_decoded(selected.indices_K, selected.values_K, n=acc_N.numel(), kind=kind)
-        acc_N.index_add_(0, selected.where_K, _like(made.sparse.values, acc_N), alpha=-1)
+        where_K = selected.where_K
+        if made.sparse.indices.size < where_K.numel():  # some entries are not sent
+            where_K = torch.from_numpy(made.sparse.indices).to(acc_N.device)
+        acc_N.index_add_(0, where_K, _like(made.sparse.values, acc_N), alpha=-1)
         if new_u_N is not None:
-            new_u_N.index_fill_(0, selected.where_K, 0.0)
+            new_u_N.index_fill_(0, where_K, 0.0)
         threshold = float(magnitudes_K.min()) if magnitudes_K.size else 0.0
         return PreparedState(made.payload, made.sparse, False, acc_N, new_u_N, start, threshold)
 
