@@ -21,8 +21,9 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 WAITS = ("all", "auto")
 """Whether the group waits for workers whose training loops have stalled."""
 
-VALUES = ("fp16", "fp32", "bf16", "int8")
-"""The possible encodings of the values in a sparse exchange."""
+VALUES = ("fp16", "fp32", "bf16", "int8", "int4", "int2")
+"""The possible encodings of the values in a sparse exchange; "int2" only if values are rounded once on their way:
+by `TopK`, and by `GTopK(topology="star")`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,8 @@ class _Sparse:
     Attributes:
         density: rho, the share of elements that are sent: k = max(1, round(rho * n)) of n elements.
         momentum: the factor of DGC momentum correction (arXiv 1712.01887, section 3.1); 0 disables it.
-        values: the encoding of values: "fp16", "fp32", "bf16" or "int8"; rounding errors are added to the
-            residual.
+        values: the encoding of values: "fp16", "fp32", "bf16", "int8", "int4" or "int2"; rounding errors are
+            added to the residual.  "int2" is for `TopK` and `GTopK(topology="star")`, which round once.
         warmup: the densities of the first steps as ((until_step, density), ...), in ascending order.  They
             depend only on the global step, so that a worker that joins late uses the same density as the
             others.
@@ -132,6 +133,13 @@ class GTopK(_Sparse):
     def __post_init__(self) -> None:
         _Sparse.__post_init__(self)  # super() does not work in a dataclass with slots
         _check_topology("GTopK", self.topology, ("butterfly", "tree", "star"))
+        if self.values == "int2" and self.topology != "star":
+            raise ConfigError(
+                f'values is "int2", and GTopK(topology="{self.topology}") rounds at each merge, which two bits '
+                "are too coarse for",
+                remedy='use values="int4", or an exchange that rounds once: TopK(values="int2") or '
+                'GTopK(values="int2", topology="star")',
+            )
 
     def describe(self) -> str:
         text = _Sparse.describe(self)

@@ -13,7 +13,7 @@ The committed state is only read until `commit`; new values are written to secon
 With DGC momentum correction (Lin et al. 2018, arXiv 1712.01887, section 3.1), the residual is the vector v of
 that paper:
 
-    u = m u + contribution;   v += u;   select from v;   v -= decode(mine);   u = 0 at the sent indices
+    u = m u + contribution;   v += u;   select from v;   v -= decode(mine);   u = 0 at the indices of mine
 
 In the figure, "contribution" then stands for the new u.  No gradient is lost from v either.  Only the
 selected entries are copied from the device to the host.

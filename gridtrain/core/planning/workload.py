@@ -19,8 +19,9 @@ HEADER_BYTES = 110
 PACKET_BYTES = 1448
 """Payload of an Ethernet frame that carries TCP with timestamps over IPv4."""
 
-VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
+VALUE_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "int4": 4, "int2": 2}
 INT8_BLOCK_ENTRIES = 256  # entries that share a scale of 2 bytes
+LEVEL_BLOCK_SHIFT = 6  # with int4 and int2, 2**(low bits + 6) indices share a scale of 2 bytes
 MAX_MESSAGES = 30_000
 """An exchange of more messages is simulated with fewer slices, or estimated if one slice has too many."""
 
@@ -107,7 +108,7 @@ class Workload:
 
     Attributes:
         density: the share of the elements that a member selects, for sparse kinds.
-        values: the format of transferred values, for sparse kinds: fp32, fp16, bf16 or int8.
+        values: the format of transferred values, for sparse kinds: a name in `config.VALUES`.
         encrypted: whether messages are encrypted by CURVE.
 
     Raises:
@@ -121,12 +122,17 @@ class Workload:
     encrypted: bool = True
 
     def __post_init__(self) -> None:
-        if self.parameters < 1 or not 0 < self.density <= 1 or self.values not in VALUE_BYTES:
+        if self.parameters < 1 or not 0 < self.density <= 1 or self.values not in VALUE_BITS:
             raise ConfigError(
                 f"parameters is {self.parameters}, density is {self.density} and values is {self.values!r}; "
                 "at least one of them is out of range",
                 remedy="use at least 1 parameter, a density > 0 and <= 1, and one of these formats for "
-                f"values: {', '.join(VALUE_BYTES)}",
+                f"values: {', '.join(VALUE_BITS)}",
+            )
+        if self.values == "int2" and self.kind in (ExchangeKind.GTOPK, ExchangeKind.TREE):
+            raise ConfigError(
+                f'values is "int2", which {self.kind} does not support, because it rounds at each merge',
+                remedy="use int4, or compare only exchanges that round once: topk, star-gtopk, and dense ones",
             )
 
     @classmethod
@@ -150,13 +156,18 @@ class Workload:
 
 
 def sparse_payload_bytes(parameters: int, entries: int, values: str) -> int:
-    """Return the exact length in bytes of a payload of `entries` entries (PROTOCOL.md, 5.2)."""
+    """Return the exact length in bytes of a payload of `entries` entries (PROTOCOL.md, 5.2).
+
+    With int4 and int2 a payload may have fewer entries than were selected.
+    """
     if entries == 0:
         return 8
     low = int(math.log2(parameters // entries)) if parameters >= entries else 0
     high = entries + ((parameters - 1) >> low)
-    scales = 2 * -(-entries // INT8_BLOCK_ENTRIES) if values == "int8" else 0
-    return 8 + -(-entries * low // 8) + -(-high // 8) + scales + VALUE_BYTES[values] * entries
+    scales = -(-entries // INT8_BLOCK_ENTRIES) if values == "int8" else 0
+    if values in ("int4", "int2"):
+        scales = ((parameters - 1) >> (low + LEVEL_BLOCK_SHIFT)) + 1
+    return 8 + -(-entries * low // 8) + -(-high // 8) + 2 * scales + -(-entries * VALUE_BITS[values] // 8)
 
 
 def slice_count(load: Workload, world_size: int) -> int:

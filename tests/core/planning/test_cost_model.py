@@ -13,7 +13,7 @@ from gridtrain.core.planning.network_model import LinkModel, NetworkModel, unifo
 from gridtrain.core.planning.workload import (
     HEADER_BYTES,
     NO_CPU_COSTS,
-    VALUE_BYTES,
+    VALUE_BITS,
     CpuCosts,
     ExchangeKind,
     Workload,
@@ -141,9 +141,9 @@ def random_network(rng: random.Random, world_size: int) -> NetworkModel:
 def test_nothing_is_faster_than_the_wire(kind: ExchangeKind, seed: int) -> None:
     rng = random.Random(seed)
     network = random_network(rng, rng.randint(2, 9))
-    load = Workload(
-        kind, 500_000, density=rng.choice([0.001, 0.01, 0.3]), values=rng.choice(list(VALUE_BYTES))
-    )
+    merging = kind in (ExchangeKind.GTOPK, ExchangeKind.TREE)
+    values = rng.choice([name for name in VALUE_BITS if not (merging and name == "int2")])
+    load = Workload(kind, 500_000, density=rng.choice([0.001, 0.01, 0.3]), values=values)
     found = cost_model.exchange_cost(load, network, NO_CPU_COSTS, vote=False)
     assert found.exchange_s >= found.total_bytes / sum(network.up_Bps)
     assert found.exchange_s >= found.total_bytes / sum(network.down_Bps)
@@ -265,6 +265,12 @@ def test_all_kinds_of_values_have_the_bytes_that_the_codec_makes(values: str, k:
     assert sparse_payload_bytes(25_600_000, k, values) == encoded_bytes(
         k, 25_600_000, ValueKind[values.upper()]
     )
+
+
+@pytest.mark.parametrize("kind", [ExchangeKind.GTOPK, ExchangeKind.TREE])
+def test_two_bits_are_refused_where_merges_round(kind: ExchangeKind) -> None:
+    with pytest.raises(ConfigError, match=f"{kind} does not support.*topk, star-gtopk"):
+        Workload(kind, 1000, values="int2")
 
 
 def test_a_ring_hashes_while_it_waits_and_a_star_at_its_end() -> None:
