@@ -83,6 +83,17 @@ def test_nothing_is_lost_at_a_commit(kind, momentum, k):
             assert torch.equal(feedback.u_N, u), f"{seed=} {step=}"
 
 
+@pytest.mark.parametrize("kind", [ValueKind.INT4, ValueKind.INT2])
+def test_what_is_too_small_for_its_block_is_not_sent(kind):
+    feedback = ErrorFeedback(4, "cpu", momentum=0.5)
+    prepared = feedback.prepare(vector(8, 0.25, 4, 0), 3, kind)
+    sent = dense(prepared.payload, 4, kind)
+    assert prepared.decoded.indices.tolist() == [0, 2] and sent[0] == 8 and 2 <= sent[2] <= 8
+    feedback.commit(prepared, [])
+    assert feedback.residual_N.tolist() == [0, 0.25, 4 - sent[2], 0]
+    assert feedback.u_N.tolist() == [0, 0.25, 0, 0]
+
+
 def test_integers_conserve_exactly():
     generator = torch.Generator().manual_seed(3)
     feedback = ErrorFeedback(50, "cpu", momentum=0.5)

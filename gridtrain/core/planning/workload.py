@@ -132,7 +132,7 @@ class Workload:
         if self.values == "int2" and self.kind in (ExchangeKind.GTOPK, ExchangeKind.TREE):
             raise ConfigError(
                 f'values is "int2", which {self.kind} does not support, because it rounds at each merge',
-                remedy="use int4, or compare only exchanges that round once: topk, star-gtopk, and dense ones",
+                remedy="use int4, or compare only exchanges that round once: topk, star-gtopk and dense ones",
             )
 
     @classmethod

@@ -4,8 +4,8 @@
     int4   sign and 3 of magnitude  1/2, 1, 2, 3, 4, 5, 6, 7                 2**e
     int2   sign and 1 of magnitude  3/8, 1                                   (1, 1.25, 1.5 or 1.75) * 2**e
 
-    indices   | 2**(L + 6) neighbours | 2**(L + 6) neighbours | ...     L: see `elias_fano`; on average a block
-    blocks    | scale                 | scale                 | ...     has 32 to 64 entries
+    indices   | 2**(L + 6) neighbours | 2**(L + 6) neighbours | ...     L: see `elias_fano`; a block has 32 to
+    blocks    | scale                 | scale                 | ...     64 entries on average
     section   the scales of all blocks, 2 bytes each | codes, in each byte the lowest bits first
 
 An entry v is sent as q only if v / 2 <= q <= 2 v in magnitude.  The rest v - q is then exactly a float32
@@ -91,7 +91,8 @@ def write_levels(
         scales_K = np.repeat(scales_B, counts_B).take(kept)
     words_B = np.zeros(_block_count(sent_K.size, n), "<i2")
     words_B[blocks_K] = scales_K
-    codes_K = levels_K | (np.signbit(values_K.take(sent_K)).view(np.uint8) << (code.bits - 1))
+    signs_K = np.signbit(values_K.take(sent_K)).view(np.uint8)
+    codes_K = levels_K | (signs_K << np.uint8(code.bits - 1))
     decoded_K = _decode(codes_K, words_B, blocks_K, code)
     return sent_K, words_B.tobytes() + _pack(codes_K, code.bits), decoded_K
 

@@ -96,7 +96,7 @@ class EncodedValues:
     """A section, and what `decode_values` returns for it.
 
     Attributes:
-        indices_K: the indices of the entries that are sent: with int4 and int2 possibly fewer than were given.
+        indices_K: the indices of the entries that are sent; with int4 and int2 possibly fewer than given.
         section: the encoded values.
         exponent: the exponent for the header.
         decoded_K: (K,) float32, the rounded values.

@@ -113,7 +113,9 @@ def test_the_update_is_the_k_largest_of_the_sum_of_all_that_was_selected(seeds):
         order = sorted((i for i in range(inputs.n) if sums[i]), key=lambda i: (-abs(sums[i]), i))
         chosen = np.array(sorted(order[: inputs.k]), np.int64)
         numbers = {"n": inputs.n, "kind": inputs.kind}
-        sent = decode(encode(chosen, sums[chosen].astype(np.float32), **numbers), max_entries=inputs.k, **numbers)
+        sent = decode(
+            encode(chosen, sums[chosen].astype(np.float32), **numbers), max_entries=inputs.k, **numbers
+        )
         assert group.buffers[0].update.indices.tolist() == sent.indices.tolist(), f"seed {seed}"
 
 

@@ -216,7 +216,9 @@ def test_int8_rounds_to_nearest_of_the_blocks_steps(vector: tuple[int, np.ndarra
     ("values", "decoded"),
     [
         pytest.param([0.0, -0.0], {}, id="zeros are not sent"),
-        pytest.param([7.0, -3.0, 1.25], {0: 7.0, 1: -3.0, 2: 1.0}, id="the largest is 4 to 8 times the scale"),
+        pytest.param(
+            [7.0, -3.0, 1.25], {0: 7.0, 1: -3.0, 2: 1.0}, id="the largest is 4 to 8 times the scale"
+        ),
         pytest.param([4.0, 0.7, -0.25, 0.24], {0: 4.0, 1: 0.5, 2: -0.5}, id="down to a quarter"),
         pytest.param([4.0, 0.75, 1.5], {0: 4.0, 1: 1.0, 2: 2.0}, id="ties up"),
         pytest.param([5.75, 5.5, 4.6], {0: 5.0, 1: 5.0, 2: 5.0}, id="never above the largest"),
@@ -434,7 +436,9 @@ GOOD_INT2 = encode(*entries([3, 10, 11, 40, 41], [3, -3, 1, 3, 1]), n=64, kind=I
         pytest.param(changed(GOOD_INT4, 4, "<h", -1), "of int4 values is -1; it must be 0", id="exponent"),
         pytest.param(changed(GOOD_INT4, 11, "<h", 126), "scale -126 to 125", id="decodes to infinity"),
         pytest.param(changed(GOOD_INT4, 11, "<h", -127), "scale -126 to 125", id="too fine a scale"),
-        pytest.param(changed(GOOD_INT4, 13, "<H", 0x3333), "largest level 3 .* must be 4 to 7", id="too large"),
+        pytest.param(
+            changed(GOOD_INT4, 13, "<H", 0x3333), "largest level 3 .* must be 4 to 7", id="too large"
+        ),
     ],
 )
 def test_int4_payloads_that_are_refused(payload: bytes, words: str) -> None:
@@ -460,7 +464,9 @@ def test_int2_payloads_that_are_refused(payload: bytes, words: str) -> None:
 
 def test_a_scale_of_a_block_without_entries_is_refused() -> None:
     payload = encode(*entries([1, 900], [1, 1]), n=2**20, kind=INT2)  # one block is of 2**25 elements ...
-    assert len(payload) == encoded_bytes(2, 2**20, INT2) and decode(payload, n=2**20, max_entries=2, kind=INT2)
+    assert len(payload) == encoded_bytes(2, 2**20, INT2) and decode(
+        payload, n=2**20, max_entries=2, kind=INT2
+    )
     indices = list(range(0, 128))  # ... and here two of 2**6 * 8
     payload = encode(*entries(indices, [1.0] * 128), n=1024, kind=INT2)
     with pytest.raises(RemoteProtocolError, match="level -1 and scale 7 in block 1"):
