@@ -22,8 +22,8 @@ WAITS = ("all", "auto")
 """Whether the group waits for workers whose training loops have stalled."""
 
 VALUES = ("fp16", "fp32", "bf16", "int8", "int4", "int2")
-"""The possible encodings of the values in a sparse exchange; "int2" only for exchanges that round values once,
-which are `TopK` and `GTopK(topology="star")`."""
+"""The possible encodings of the values in a sparse exchange; "int2" only for exchanges that round once, which
+are `TopK` and `GTopK(topology="star")`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class _Sparse:
         least = min(self.density, *(density for _, density in self.warmup), 1.0)
         if self.chunk is not None and not self.chunk * least >= 2.0:
             raise ConfigError(
-                f"chunk is {self.chunk} elements, of which the density {least} selects {self.chunk * least:g}; "
+                f"chunk is {self.chunk}, of which the density {least} selects {self.chunk * least:g} elements; "
                 "it must be at least 2, so that no chunk is left out",
                 remedy=f"use chunk={math.ceil(2 / least)} or more, or chunk=None",
             )
