@@ -96,9 +96,10 @@ class _Sparse:
                 remedy="try warmup=((100, 0.25), (200, 0.0625))",
             )
         least = min(self.density, *(density for _, density in self.warmup), 1.0)
-        if self.chunk is not None and not self.chunk * least >= 2.0:
+        selected = 2.0 if self.chunk is None else self.chunk * least
+        if not selected >= 2.0:
             raise ConfigError(
-                f"chunk is {self.chunk}, of which the density {least} selects {self.chunk * least:g} elements; "
+                f"chunk is {self.chunk}, of which the density {least} selects {selected:g} elements; "
                 "it must be at least 2, so that no chunk is left out",
                 remedy=f"use chunk={math.ceil(2 / least)} or more, or chunk=None",
             )

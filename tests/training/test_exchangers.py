@@ -23,8 +23,8 @@ from gridtrain.training.exchangers import neighbours_of
         (Dense(topology="star"), "Dense(topology=star)"),
         (TopK(values="int8"), "TopK(density=0.01, momentum=0.0, values=int8)"),
         (
-            TopK(values="int2", chunk=200, residual_decay=0.05, warmup=((9, 0.1),)),
-            "TopK(density=0.01, momentum=0.0, values=int2, chunk=200, residual_decay=0.05, warmup=((9, 0.1),))",
+            TopK(values="int2", chunk=200, residual_decay=0.05, warmup=((9, 1),)),
+            "TopK(density=0.01, momentum=0.0, values=int2, chunk=200, residual_decay=0.05, warmup=((9, 1),))",
         ),
         (GTopK(), "GTopK(density=0.01, momentum=0.0, values=fp16)"),
         (GTopK(topology="tree"), "GTopK(density=0.01, momentum=0.0, values=fp16, topology=tree)"),
