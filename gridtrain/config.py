@@ -63,7 +63,7 @@ class _Sparse:
             depend only on the global step, so that a worker that joins late uses the same density as the
             others.
         chunk: the length of the chunks of which the largest elements are selected (SparseLoCo, arXiv
-            2508.15706); None to select the largest of all.  Merges of `GTopK` keep the largest of all.
+            2508.15706); 0 to select the largest of all.  Merges of `GTopK` keep the largest of all.
         residual_decay: the share of the residual that is dropped after each committed step, as in SparseLoCo,
             whose beta is 1 - residual_decay; 0 drops nothing.  What is dropped is lost; `gridtrain status`
             shows the sum of its magnitudes as decayed_mass.
@@ -73,7 +73,7 @@ class _Sparse:
     momentum: float = 0.0
     values: str = "fp16"
     warmup: tuple[tuple[int, float], ...] = field(default=())
-    chunk: int | None = field(default=None, kw_only=True)
+    chunk: int = field(default=0, kw_only=True)
     residual_decay: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -96,12 +96,12 @@ class _Sparse:
                 remedy="try warmup=((100, 0.25), (200, 0.0625))",
             )
         least = min(self.density, *(density for _, density in self.warmup), 1.0)
-        selected = 2.0 if self.chunk is None else self.chunk * least
-        if not selected >= 2.0:
+        selected = self.chunk * least
+        if self.chunk != 0 and selected < 2.0:
             raise ConfigError(
                 f"chunk is {self.chunk}, of which the density {least} selects {selected:g} elements; "
                 "it must be at least 2, so that no chunk is left out",
-                remedy=f"use chunk={math.ceil(2 / least)} or more, or chunk=None",
+                remedy=f"use chunk={math.ceil(2 / least)} or more, or chunk=0",
             )
         if not 0.0 <= self.residual_decay < 1.0:
             raise ConfigError(

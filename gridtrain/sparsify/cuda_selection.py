@@ -40,9 +40,9 @@ _CAPACITY_FACTOR = 4  # times k keys
 _MIN_CAPACITY = 1 << 14
 
 
-def make_selection(device: torch.device, chunk: int | None = None) -> Selection:
-    """Return the fastest selection that works on `device`; `chunk` is the length of chunks, None for none."""
-    if chunk is not None:
+def make_selection(device: torch.device, chunk: int = 0) -> Selection:
+    """Return the fastest selection that works on `device`; `chunk` is the length of chunks, 0 for none."""
+    if chunk:
         return ChunkedSelection(chunk)
     if device.type == "cpu":
         return HostSelection()

@@ -77,7 +77,7 @@ class ErrorFeedback:
         n: the number of elements of the flat gradient.
         device: the device on which entries are selected.
         momentum: the DGC momentum m, 0 <= m < 1; if it is 0, there is no momentum vector u.
-        chunk: the length of the chunks in which entries are selected; None to select among all.
+        chunk: the length of the chunks in which entries are selected; 0 to select among all.
         decay: the share of the residual that each commit drops, 0 <= decay < 1.
 
     Attributes:
@@ -89,7 +89,7 @@ class ErrorFeedback:
         n: int,
         device: torch.device | str,
         momentum: float = 0.0,
-        chunk: int | None = None,
+        chunk: int = 0,
         decay: float = 0.0,
     ) -> None:
         self._momentum, self._chunk, self._decay = momentum, chunk, decay

@@ -50,7 +50,7 @@ def test_workers_with_other_options_have_another_text(exchange: Any, text: str) 
         ),
         (lambda: GTopK(values="int2", topology="tree"), r'"int2", but GTopK\(topology="tree"\).*use.*TopK'),
         (lambda: Auto(values="int2"), r"two bits are too coarse.*TopK"),
-        (lambda: TopK(chunk=199), r"chunk is 199.*selects 1\.99.*chunk=200 or more, or chunk=None"),
+        (lambda: TopK(chunk=199), r"chunk is 199.*selects 1\.99.*chunk=200 or more, or chunk=0"),
         (lambda: TopK(chunk=4096, warmup=((5, 0.0001),)), r"density 0\.0001 selects 0\.4.*chunk=20000"),
         (lambda: TopK(chunk=-1), r"chunk is -1"),
         (lambda: TopK(residual_decay=1.0), r"residual_decay is 1\.0; it must be >= 0 and < 1"),
