@@ -111,6 +111,12 @@ def read_levels(section: ByteArray, indices_K: IndexArray, n: int, code: LevelCo
     tops_B = np.full(blocks, -1)
     if k:
         tops_B[blocks_K.take(starts_B)] = np.maximum.reduceat(codes_K & code.mask, starts_B)
+    _check_levels(tops_B, words_B, code)
+    return _decode(codes_K, words_B, blocks_K, code)
+
+
+def _check_levels(tops_B: IndexArray, words_B: npt.NDArray[np.int16], code: LevelCode) -> None:
+    """Check that each block has a scale that follows from its largest level; -1: it has no entries."""
     least, most, top = _EXPONENT_MIN * code.steps, code.max_scale, code.levels.index(code.top)
     good = np.where(tops_B < 0, words_B == 0, (words_B >= least) & (words_B <= most) & (tops_B >= top))
     if not good.all():
@@ -120,7 +126,11 @@ def read_levels(section: ByteArray, indices_K: IndexArray, n: int, code: LevelCo
             f"{first}; the level must be {top} to {len(code.levels) - 1} and the scale {least} to {most}, or "
             "-1 and 0 without entries"
         )
-    return _decode(codes_K, words_B, blocks_K, code)
+
+
+def _check_padding(padding: ByteArray, code: LevelCode) -> None:
+    if padding.any():
+        raise _invalid(f"the padding after the {code.name} values of a sparse payload is not zero")
 
 
 def _invalid(reason: str) -> RemoteProtocolError:
@@ -230,6 +240,5 @@ def _unpack(packed: ByteArray, k: int, code: LevelCode) -> ByteArray:
     codes = np.empty((packed.size, each), np.uint8)
     for place in range(each):
         codes[:, place] = (packed >> (place * code.bits)) & ((1 << code.bits) - 1)
-    if codes.reshape(-1)[k:].any():
-        raise _invalid(f"the padding after the {code.name} values of a sparse payload is not zero")
+    _check_padding(codes.reshape(-1)[k:], code)
     return codes.reshape(-1)[:k]
