@@ -293,7 +293,7 @@ def test_size_at_density_a_thousandth() -> None:
     assert round((fp16 - 2) * 8, 2) == 11.96  # bits an index, header included
 
 
-def test_two_bits_at_a_hundredth_and_at_three() -> None:
+def test_size_at_a_hundredth_and_at_three() -> None:
     n, rng = 25_600_000, np.random.default_rng(0)
     sizes = {}
     for density in (0.01, 0.03):
@@ -305,6 +305,7 @@ def test_two_bits_at_a_hundredth_and_at_three() -> None:
             assert len(payload) == encoded_bytes(k, n, kind)  # no entry was left out
             sizes[density, kind] = round(len(payload) / k, 2)
     assert sizes == {(0.01, INT4): 1.62, (0.01, INT2): 1.37, (0.03, INT4): 1.41, (0.03, INT2): 1.16}
+    assert [encoded_bytes(6029, 120_576, kind) for kind in LEVELS] == [7970, 6463]  # the demo's GPT, 0.05
 
 
 # -- our own faults ------------------------------------------------------------------------------
