@@ -74,6 +74,7 @@ def test_indices_come_back_and_what_is_rounded_is_a_float32(
         assert (np.abs(values) <= 2 * np.abs(back.values.astype(np.float64))).all()
         assert (np.abs(back.values) <= 2 * np.abs(values.astype(np.float64))).all()
         assert (np.sign(values) == np.sign(back.values)).all()
+        assert np.abs(back.values).max(initial=0.0) <= np.abs(values).max(initial=0.0)
     else:
         assert back.indices.tolist() == indices.tolist()
     assert np.isfinite(back.values).all()
