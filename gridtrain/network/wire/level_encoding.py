@@ -147,7 +147,9 @@ def _block_count(k: int, n: int) -> int:
 
 def _runs(blocks_K: IndexArray) -> tuple[IndexArray, IndexArray]:
     """Return the first positions and the lengths of the runs of equal blocks."""
-    starts_B = np.flatnonzero(np.diff(blocks_K, prepend=-1))
+    is_first_K = np.ones(blocks_K.size, np.bool_)
+    np.not_equal(blocks_K[1:], blocks_K[:-1], out=is_first_K[1:])
+    starts_B = np.flatnonzero(is_first_K)
     return starts_B, np.diff(starts_B, append=blocks_K.size)
 
 
