@@ -16,6 +16,7 @@ tests/docs/test_figures.py fails if a page has a measured number without such a 
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 import sys
@@ -108,6 +109,14 @@ def sooner(file: str, workload: str, contender: str, reference: str) -> Figure:
 def steps_to_target(file: str, values: str) -> Figure:
     """Steps until the held-out loss of the workload, in a file of `python -m accuracy.tune`."""
     return lambda: str(next(t["reached"] for t in result(file)["tried"] if t["values"] == values))
+
+
+def median_steps(file: str, variant: str) -> Figure:
+    """Median over seeds of the steps until the held-out loss of the workload; infinite where it was not
+    reached."""
+    return lambda: str(
+        statistics.median(t["reached"] or math.inf for t in result(file)["tried"] if t["gathered"] == variant)
+    )
 
 
 def per_entry(words: str) -> Figure:
@@ -369,8 +378,17 @@ for _name, _exchange, _rate in (
         f"overlap-{_name}-hideable": overlap(_exchange, _rate, "hideable", 100, 0),
         f"overlap-{_name}-exchange-ms": overlap(_exchange, _rate, "communication_s", 1e3, 0),
     }
-for _kind in ("fp32", "fp16", "bf16", "int8"):
+for _kind in ("fp32", "fp16", "bf16", "int8", "int4"):
     FIGURES[f"values-{_kind}-steps"] = steps_to_target("accuracy_values", _kind)
+for _name, _options in (
+    ("fp16", "values=fp16"),
+    ("int8", "values=int8"),
+    ("int4", "values=int4"),
+    ("int2", "values=int2"),
+    ("chunk", "values=int2,chunk=4096"),
+    ("decay", "values=int2,chunk=4096,residual_decay=0.05"),
+):
+    FIGURES[f"few-bits-{_name}-steps"] = median_steps("accuracy_few_bits", f"8:density=0.03,{_options}")
 for _P in (4, 8):
     _at = f"P={_P} {FAST}"
     FIGURES |= {

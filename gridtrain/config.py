@@ -21,8 +21,9 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 WAITS = ("all", "auto")
 """Whether the group waits for workers whose training loops have stalled."""
 
-VALUES = ("fp16", "fp32", "bf16", "int8")
-"""The possible encodings of the values in a sparse exchange."""
+VALUES = ("fp16", "fp32", "bf16", "int8", "int4", "int2")
+"""The possible encodings of the values in a sparse exchange; "int2" only for exchanges that round once, which
+are `TopK` and `GTopK(topology="star")`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +57,24 @@ class _Sparse:
     Attributes:
         density: rho, the share of elements that are sent: k = max(1, round(rho * n)) of n elements.
         momentum: the factor of DGC momentum correction (arXiv 1712.01887, section 3.1); 0 disables it.
-        values: the encoding of values: "fp16", "fp32", "bf16" or "int8"; rounding errors are added to the
-            residual.
+        values: the encoding of values: "fp16", "fp32", "bf16", "int8", "int4" or "int2"; rounding errors are
+            added to the residual.  "int2" is for `TopK` and `GTopK(topology="star")`, which round once.
         warmup: the densities of the first steps as ((until_step, density), ...), in ascending order.  They
             depend only on the global step, so that a worker that joins late uses the same density as the
             others.
+        chunk: the length of the chunks of which the largest elements are selected (SparseLoCo, arXiv
+            2508.15706); 0 to select the largest of all.  Merges of `GTopK` keep the largest of all.
+        residual_decay: the share of the residual that is dropped after each committed step, as in SparseLoCo,
+            whose beta is 1 - residual_decay; 0 drops nothing.  What is dropped is lost; `gridtrain status`
+            shows the sum of its magnitudes as decayed_mass.
     """
 
     density: float = 0.01
     momentum: float = 0.0
     values: str = "fp16"
     warmup: tuple[tuple[int, float], ...] = field(default=())
+    chunk: int = field(default=0, kw_only=True)
+    residual_decay: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
         for name, value in (("density", self.density), *(("warmup density", d) for _, d in self.warmup)):
@@ -87,6 +95,19 @@ class _Sparse:
                 f"warmup steps are {bounds}; they must be positive and ascending",
                 remedy="try warmup=((100, 0.25), (200, 0.0625))",
             )
+        least = min(self.density, *(density for _, density in self.warmup), 1.0)
+        selected = self.chunk * least
+        if self.chunk != 0 and selected < 2.0:
+            raise ConfigError(
+                f"chunk is {self.chunk}, of which the density {least} selects {selected:g} elements; "
+                "it must be at least 2, so that no chunk is left out",
+                remedy=f"use chunk={math.ceil(2 / least)} or more, or chunk=0",
+            )
+        if not 0.0 <= self.residual_decay < 1.0:
+            raise ConfigError(
+                f"residual_decay is {self.residual_decay}; it must be >= 0 and < 1",
+                remedy="use residual_decay=0.0, or 0.05 as in SparseLoCo",
+            )
 
     @property
     def sparse(self) -> bool:
@@ -104,9 +125,10 @@ class _Sparse:
         return min(n, max(1, round(self.density_at(step) * n)))
 
     def describe(self) -> str:
-        warmup = f", warmup={self.warmup}" if self.warmup else ""
+        options = {"chunk": self.chunk, "residual_decay": self.residual_decay, "warmup": self.warmup}
+        rest = "".join(f", {name}={value}" for name, value in options.items() if value)
         name = type(self).__name__
-        return f"{name}(density={self.density}, momentum={self.momentum}, values={self.values}{warmup})"
+        return f"{name}(density={self.density}, momentum={self.momentum}, values={self.values}{rest})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +154,13 @@ class GTopK(_Sparse):
     def __post_init__(self) -> None:
         _Sparse.__post_init__(self)  # super() does not work in a dataclass with slots
         _check_topology("GTopK", self.topology, ("butterfly", "tree", "star"))
+        if self.values == "int2" and self.topology != "star":
+            raise ConfigError(
+                f'values is "int2", but GTopK(topology="{self.topology}") rounds at each merge, and two bits '
+                "are too coarse for that",
+                remedy='use values="int4", or an exchange that rounds once: TopK(values="int2") or '
+                'GTopK(values="int2", topology="star")',
+            )
 
     def describe(self) -> str:
         text = _Sparse.describe(self)

@@ -20,6 +20,7 @@ import gridtrain
 from accuracy.recorder import Recorder
 from accuracy.workloads import WORKLOADS
 from gridtrain.sdk.grid import Grid
+from gridtrain.tools.bench.exchange_names import parse_exchange
 from gridtrain.training.local_sgd import LocalSGDOptimizer
 from rivals.contract import INTERFACE
 
@@ -57,7 +58,8 @@ def exchange_of(options: argparse.Namespace) -> tuple[str, object]:
         case "local-topk" | "local-topk-sgd" as road:
             family = "local-sgd" if road.endswith("sgd") else "local"
             short, many = options.gathered or WORKLOADS[options.workload].gathered[family]
-            gathered = gridtrain.TopK(density=float(many), values="int8")
+            words = str(many) if "=" in str(many) else f"density={many},values=int8"
+            gathered = parse_exchange(f"topk:{words}")
             return family, gridtrain.LocalSteps(every=int(short), exchange=gathered)
         case _:
             sparse = gridtrain.GTopK(density=density, values="int8")
@@ -131,7 +133,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, help="instead of the workload's")
     parser.add_argument("--until-loss", type=float, default=-math.inf, metavar="NATS")
     parser.add_argument(
-        "--gathered", nargs=2, metavar=("EVERY", "DENSITY"), help="of local-topk; else the workload's"
+        "--gathered",
+        nargs=2,
+        metavar=("EVERY", "DENSITY"),
+        help="of local-topk; else the workload's; also density=0.03,values=int2 and the like",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, required=True)

@@ -107,6 +107,11 @@ class GTopKState:
     def world_size(self) -> int:
         return self._channel.world_size
 
+    @property
+    def decayed_magnitude(self) -> float:
+        """The sum of the magnitudes that `residual_decay` has dropped here, since the buckets were made."""
+        return sum(bucket.feedback.decayed_magnitude for bucket in self._buckets.values())
+
     # -- one bucket ------------------------------------------------------------------------------
 
     def begin(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -198,9 +203,8 @@ class GTopKState:
                 f"{sum(parameter.numel() for parameter in parameters)}"
             )
         moved = [self._take_residual(parameter) for parameter in parameters]
-        fresh = _Bucket(
-            parameters, ErrorFeedback(mean_B.numel(), mean_B.device, momentum=self.exchange.momentum)
-        )
+        options = self.exchange.momentum, self.exchange.chunk, self.exchange.residual_decay
+        fresh = _Bucket(parameters, ErrorFeedback(mean_B.numel(), mean_B.device, *options))
         fresh.feedback.load({name: torch.cat([each[name] for each in moved]) for name in moved[0]})
         self._buckets[key] = fresh
         return fresh

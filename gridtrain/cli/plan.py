@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gridtrain.cli.plan_stages import OPTION_NAMES, pipeline_options, show_plan
+from gridtrain.config import VALUES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,10 +74,10 @@ _MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 @click.option("--density", default=0.001, metavar="SHARE", help="Density of sparse exchanges.  [0.001]")
 @click.option(
     "--values",
-    type=click.Choice(["fp16", "bf16", "int8", "fp32"]),
+    type=click.Choice(VALUES),
     default="fp16",
     metavar="KIND",
-    help="Values: fp16, bf16, int8 or fp32.  [fp16]",
+    help="Values: fp16, fp32, bf16, int8, int4 or int2.  [fp16]",
 )
 @click.option(
     "--local-steps", type=click.IntRange(min=1), default=1, metavar="N", help="Steps per exchange.  [1]"

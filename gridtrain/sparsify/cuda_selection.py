@@ -24,6 +24,7 @@ from torch import Tensor
 from gridtrain.sparsify.cpu_selection import ThresholdHint, value_bits
 from gridtrain.sparsify.selection import (
     AccumulationTerms,
+    ChunkedSelection,
     HostSelection,
     SelectedEntries,
     Selection,
@@ -39,8 +40,10 @@ _CAPACITY_FACTOR = 4  # times k keys
 _MIN_CAPACITY = 1 << 14
 
 
-def make_selection(device: torch.device) -> Selection:
-    """Return the fastest selection that works on `device`."""
+def make_selection(device: torch.device, chunk: int = 0) -> Selection:
+    """Return the fastest selection that works on `device`; `chunk` is the length of chunks, 0 for none."""
+    if chunk:
+        return ChunkedSelection(chunk)
     if device.type == "cpu":
         return HostSelection()
     if device.type == "cuda" and are_kernels_correct(device):

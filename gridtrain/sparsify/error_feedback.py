@@ -10,10 +10,13 @@ The committed state is only read until `commit`; new values are written to secon
        +------------------------------- commit: swap -------------------+
                                         abort: nothing to do
 
+A decay (SparseLoCo, arXiv 2508.15706) drops a share of the new residual at each commit.  It is off unless the
+user asks for it, and the only way in which a residual loses gradient; `decayed_magnitude` counts it.
+
 With DGC momentum correction (Lin et al. 2018, arXiv 1712.01887, section 3.1), the residual is the vector v of
 that paper:
 
-    u = m u + contribution;   v += u;   select from v;   v -= decode(mine);   u = 0 at the selected indices
+    u = m u + contribution;   v += u;   select from v;   v -= decode(mine);   u = 0 at the indices of mine
 
 In the figure, "contribution" then stands for the new u.  No gradient is lost from v either.  Only the
 selected entries are copied from the device to the host.
@@ -74,10 +77,23 @@ class ErrorFeedback:
         n: the number of elements of the flat gradient.
         device: the device on which entries are selected.
         momentum: the DGC momentum m, 0 <= m < 1; if it is 0, there is no momentum vector u.
+        chunk: the length of the chunks in which entries are selected; 0 to select among all.
+        decay: the share of the residual that each commit drops, 0 <= decay < 1.
+
+    Attributes:
+        decayed_magnitude: the sum of the magnitudes that commits have dropped.
     """
 
-    def __init__(self, n: int, device: torch.device | str, momentum: float = 0.0) -> None:
-        self._momentum = momentum
+    def __init__(
+        self,
+        n: int,
+        device: torch.device | str,
+        momentum: float = 0.0,
+        chunk: int = 0,
+        decay: float = 0.0,
+    ) -> None:
+        self._momentum, self._chunk, self._decay = momentum, chunk, decay
+        self.decayed_magnitude = 0.0
         self._residual_N = torch.zeros(n, dtype=torch.float32, device=device)
         self._spare_residual_N = torch.zeros_like(self._residual_N)
         self._u_N = torch.zeros_like(self._residual_N) if momentum else None
@@ -145,9 +161,12 @@ class ErrorFeedback:
         if not (magnitudes_K <= limit).all():  # NaN and the largest magnitudes are among the selected values
             return self.prepare_skip(kind, start=start, n=acc_N.numel())
         made = encode_with_decoded(selected.indices_K, selected.values_K, n=acc_N.numel(), kind=kind)
-        acc_N.index_add_(0, selected.where_K, _like(made.sparse.values, acc_N), alpha=-1)
+        where_K = selected.where_K
+        if made.sparse.indices.size < where_K.numel():  # some entries are not sent
+            where_K = torch.from_numpy(made.sparse.indices).to(acc_N.device)
+        acc_N.index_add_(0, where_K, _like(made.sparse.values, acc_N), alpha=-1)
         if new_u_N is not None:
-            new_u_N.index_fill_(0, selected.where_K, 0.0)
+            new_u_N.index_fill_(0, where_K, 0.0)
         threshold = float(magnitudes_K.min()) if magnitudes_K.size else 0.0
         return PreparedState(made.payload, made.sparse, False, acc_N, new_u_N, start, threshold)
 
@@ -189,6 +208,10 @@ class ErrorFeedback:
         for prepared, truncated in parts:
             assert prepared.new_residual_N is not None
             _add_entries(prepared.new_residual_N, truncated)
+        if self._decay:
+            magnitude = torch.linalg.vector_norm(self._spare_residual_N, 1, dtype=torch.float64)
+            self.decayed_magnitude += self._decay * float(magnitude)
+            self._spare_residual_N.mul_(1.0 - self._decay)
         self._residual_N, self._spare_residual_N = self._spare_residual_N, self._residual_N
         self._u_N, self._spare_u_N = self._spare_u_N, self._u_N
 
@@ -204,7 +227,7 @@ class ErrorFeedback:
     def _selection(self, part: slice) -> Selection:
         key = (part.start, part.stop)
         if key not in self._selections:
-            self._selections[key] = make_selection(self._residual_N.device)
+            self._selections[key] = make_selection(self._residual_N.device, self._chunk)
         return self._selections[key]
 
     def _check_whole(self, parts: Sequence[PreparedState]) -> None:

@@ -111,10 +111,11 @@ def truncate(summed: SparseVector, *, n: int, k: int, kind: ValueKind) -> MergeR
         kind: the encoding of the values.
     """
     chosen = np.flatnonzero(_largest(np.abs(summed.values), k))
-    sums = summed.values.take(chosen)
-    made = encode_with_decoded(summed.indices.take(chosen), sums, n=n, kind=kind)
+    made = encode_with_decoded(summed.indices.take(chosen), summed.values.take(chosen), n=n, kind=kind)
+    if made.sparse.indices.size < chosen.size:  # some values are not sent
+        chosen = np.searchsorted(summed.indices, made.sparse.indices)
     rest_values = summed.values.copy()
-    rest_values[chosen] = sums - made.sparse.values  # exact: see `sparse_payload.encode_with_decoded`
+    rest_values[chosen] -= made.sparse.values  # exact: see `sparse_payload.encode_with_decoded`
     rest = np.flatnonzero(rest_values != 0)
     return MergeResult(made.payload, made.sparse, summed.indices.take(rest), rest_values.take(rest))
 

@@ -12,6 +12,8 @@ All implementations select the same entries for the same bits:
     TensorSelection   any device, only torch          compare and nonzero; a histogram of the leading bits
     CudaSelection     CUDA with Triton                one fused kernel (`cuda_selection`)
 
+`ChunkedSelection` selects the largest magnitudes of each chunk, on any device.
+
 torch.topk alone is not sufficient, because it breaks ties differently on each device.
 """
 
@@ -171,6 +173,54 @@ class TensorSelection:
             self.hint.mark_missed()
             return None
         return None if count > at_most else torch.nonzero(reached).squeeze(1)
+
+
+class ChunkedSelection:
+    """Selection of the largest magnitudes of each chunk (SparseLoCo, arXiv 2508.15706), with torch's
+    operations.
+
+    The vector is divided into chunks of `chunk` elements; the last one has up to twice as many.  The chunk
+    start .. stop selects floor(k stop / n) - floor(k start / n) entries, which are k in total; ties go to the
+    lowest index.
+    """
+
+    def __init__(self, chunk: int) -> None:
+        self._chunk = chunk
+
+    def select(self, terms: AccumulationTerms, k: int, floor: float = 0.0) -> SelectedEntries:
+        """Compute acc, and select the largest magnitudes of its chunks.  See `Selection.select`."""
+        n = terms.acc_N.numel()
+        check_k(n, k)
+        bits_N = _sum(terms).view(torch.int32) & MAGNITUDE_MASK
+        rows = max(1, n // self._chunk) - 1  # without the last chunk
+        start = rows * self._chunk
+        ends = torch.arange(rows + 1) * self._chunk * k // n
+        selected_N = torch.empty(n, dtype=torch.bool, device=bits_N.device)
+        floor_bits = max(1, value_bits(floor))
+        for part, shape, quotas in (
+            (slice(0, start), (rows, self._chunk), ends.diff()),
+            (slice(start, n), (1, n - start), k - ends[-1:]),
+        ):
+            if shape[0]:
+                part_RC = _largest_of_rows(bits_N[part].view(shape), quotas.to(bits_N.device), floor_bits)
+                selected_N[part] = part_RC.view(-1)
+        where_K = torch.nonzero(selected_N).squeeze(1)
+        return SelectedEntries(where_K.cpu().numpy(), terms.acc_N[where_K].cpu().numpy(), where_K)
+
+
+def _largest_of_rows(bits_RC: Tensor, quotas_R: Tensor, floor_bits: int) -> Tensor:
+    """Return a mask of the `quotas_R` largest elements of each row; ties go to the lowest column."""
+    largest = torch.topk(bits_RC, max(1, int(quotas_R.max())), dim=1).values
+    kth_R1 = largest.gather(1, (quotas_R - 1).clamp_(min=0).unsqueeze(1))
+    kth_R1[quotas_R == 0] = MAGNITUDE_MASK
+    selected_RC = (bits_RC > kth_R1) & (bits_RC >= floor_bits)
+    wanted_R = quotas_R - selected_RC.sum(1)
+    ties_T2 = torch.nonzero((bits_RC == kth_R1) & (bits_RC >= floor_bits))  # in ascending order
+    rows_T = ties_T2[:, 0].contiguous()
+    before_T = torch.arange(rows_T.numel(), device=rows_T.device) - torch.searchsorted(rows_T, rows_T)
+    ties_T2 = ties_T2[before_T < wanted_R[rows_T]]
+    selected_RC[ties_T2[:, 0], ties_T2[:, 1]] = True
+    return selected_RC
 
 
 def check_k(n: int, k: int) -> None:

@@ -210,7 +210,9 @@ class SparseExchanger:
         self.bounds = bounds
         self._exchange = exchange
         self._kind = VALUE_KINDS[exchange.values]
-        self.feedback = feedback or ErrorFeedback(bounds[-1], device, exchange.momentum)
+        self.feedback = feedback or ErrorFeedback(
+            bounds[-1], device, exchange.momentum, exchange.chunk, exchange.residual_decay
+        )
         keep_freed_memory()
 
     def open_feedback(self) -> ErrorFeedback:

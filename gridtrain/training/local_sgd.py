@@ -289,7 +289,7 @@ class LocalSGDOptimizer(GridOptimizer):
         timings = self._stopwatch.reset()
         self.timings = timings
         computing_s, self._computing_s = timings.get("computing_s", 0.0) + self._computing_s, 0.0
-        self._session.report_figures(timings | {"computing_s": computing_s})
+        self._session.report_figures(timings | {"computing_s": computing_s} | self.residual.figures)
 
     def _load_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None:
         """Write the update only to flat_N, where the outer optimizer reads it; leave the parameters'

@@ -374,7 +374,7 @@ class GridOptimizer(WrappingOptimizer):
             within_s = self._overlapper.end_step()
             self.timings["selecting_s"] = self.timings.get("selecting_s", 0.0) + within_s
             self.timings["computing_s"] = self.timings.get("computing_s", 0.0) - within_s
-        self._session.report_figures(self.timings)
+        self._session.report_figures(self.timings | self.residual.figures)
 
     def _compare(self) -> None:
         step, self._step = self._step, -1

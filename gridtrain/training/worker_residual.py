@@ -48,6 +48,13 @@ class WorkerResidual:
         feedback = self._exchanger.feedback
         return 0.0 if feedback is None else float(feedback.residual_N.abs().sum(dtype=torch.float64))
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """The figures to report: what the decay of the residual has dropped, if there is a decay."""
+        feedback = self._exchanger.feedback
+        dropped = 0.0 if feedback is None else feedback.decayed_magnitude
+        return {"decayed_mass": dropped} if dropped else {}
+
     def mark_sent(self, attempt: ExchangeAttempt) -> None:
         """Record that the other workers may commit `attempt` from now on."""
         self._attempt = attempt

@@ -110,6 +110,19 @@ def test_what_was_not_sent_is_of_no_scale(alone):
     assert (applied + state.residual_of(layer.weight)).tolist() == [20.0, 15.0, 10.0, 5.0]
 
 
+def test_chunks_and_decay(alone):
+    """The largest of each half is sent; half of the rest is dropped, and counted."""
+    layer = nn.Linear(8, 1, bias=False)
+    ddp = nn.parallel.DistributedDataParallel(layer)
+    exchange = gridtrain.GTopK(density=0.5, values="fp32", chunk=4, residual_decay=0.5)
+    state = GTopKState(exchange)
+    ddp.register_comm_hook(state, gtopk_hook)
+    ddp(torch.tensor([[9.0, 8.0, 7.0, 6.0, 4.0, 3.0, 2.0, 1.0]])).sum().backward()
+    assert layer.weight.grad[0].tolist() == [9, 8, 0, 0, 4, 3, 0, 0]
+    assert state.residual_of(layer.weight).flatten().tolist() == [0, 0, 3.5, 3, 0, 0, 1, 0.5]
+    assert state.decayed_magnitude == 8.0
+
+
 def test_a_sum_that_half_precision_does_not_hold_leaves_residuals_alone(alone):
     layer = nn.Linear(2, 1, bias=False).half()
     ddp = nn.parallel.DistributedDataParallel(layer)

@@ -102,6 +102,12 @@ def test_faster_lines_more_density_and_local_steps_show() -> None:
     assert figures(*base, "--link", "100Mbit/10Mbit")["gtopk", 8]["step_s"] > usual["step_s"]
     assert figures(*base, "--density", "0.1")["gtopk", 8]["sent_bytes"] > 20 * usual["sent_bytes"]
     assert figures(*base, "--values", "int8")["gtopk", 8]["sent_bytes"] < usual["sent_bytes"]
+    assert figures(*base, "--values", "int4")["gtopk", 8]["sent_bytes"] < 0.9 * usual["sent_bytes"]
+    gathered = ("--parameters", "1M", "--workers", "8", "--exchange", "topk,star-gtopk", "--values")
+    least, less = figures(*gathered, "int2"), figures(*gathered, "int4")
+    assert all(least[each]["sent_bytes"] < less[each]["sent_bytes"] for each in less)
+    refused = run(*base, "--values", "int2")
+    assert refused.exit_code != 0 and "gtopk does not support" in f"{refused.output}{refused.exception}"
     tenth = figures(*base, "--local-steps", "10")["gtopk", 8]
     assert tenth["step_s"] - 0.5 == pytest.approx((usual["step_s"] - 0.5) / 10)
 

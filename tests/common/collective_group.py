@@ -157,7 +157,8 @@ def select_locally(
     acc_N = residual_N + contribution_N
     indices = np.sort(np.argsort(-np.abs(acc_N), kind="stable")[:k])
     payload = encode(indices, acc_N[indices], n=acc_N.size, kind=kind)
-    acc_N[indices] -= decode(payload, n=acc_N.size, max_entries=k, kind=kind).values
+    sent = decode(payload, n=acc_N.size, max_entries=k, kind=kind)
+    acc_N[sent.indices] -= sent.values
     return payload, acc_N
 
 

@@ -173,6 +173,10 @@ _TABLE: dict[str, list[tuple[str, str, Any, str]]] = {
         ("sparse-unscaled", "_check_unscaled", _nothing, "one payload of fp32 values in many forms"),
         ("sparse-blocks", "_check_blocks", _nothing, "int8 values that a scale makes infinite"),
     ],
+    "gridtrain.network.wire.level_encoding": [
+        ("sparse-levels", "_check_levels", _nothing, "int4 values that a scale makes infinite"),
+        ("sparse-code-padding", "_check_padding", _nothing, "one payload of int2 values in many forms"),
+    ],
     "gridtrain.runtime.buffers.collective_buffers": [
         ("dense-length", "_check_length", _nothing, "a slice of another length"),
         ("honest-values", "_check_magnitudes", _nothing, "NaN, infinity, or values that make a sum overflow"),

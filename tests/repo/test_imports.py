@@ -44,6 +44,7 @@ TABLE: dict[str, str] = {
     "gridtrain.network.wire.sparse_payload": "gridtrain.core.messages gridtrain.network.wire numpy",
     "gridtrain.network.wire.elias_fano":     "gridtrain.core.messages gridtrain.network.wire numpy",
     "gridtrain.network.wire.value_encoding": "gridtrain.core.messages gridtrain.network.wire numpy",
+    "gridtrain.network.wire.level_encoding": "gridtrain.core.messages gridtrain.network.wire numpy",
     "gridtrain.network.transport":   "gridtrain.network.wire gridtrain.core.messages zmq nacl",
     "gridtrain.sparsify":            "gridtrain.network.wire numpy",
     "gridtrain.sparsify.selection":  "gridtrain.network.wire gridtrain.sparsify numpy torch",

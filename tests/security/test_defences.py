@@ -143,6 +143,18 @@ def a_scale_beyond_float32() -> Any:
     return sparse(put(11, b"\xc8\x00"), ValueKind.INT8)
 
 
+def a_scale_of_levels_beyond_float32() -> Any:
+    """2^200, of the one block that there is."""
+    return sparse(put(11, b"\xc8\x00"), ValueKind.INT4)
+
+
+def bits_after_the_last_code() -> Any:
+    """Three entries of 2 bits, and the fourth place of their byte."""
+    hostile = bytearray(encode(np.array([3, 10, 40]), floats(1, -1, 1), n=N, kind=ValueKind.INT2))
+    hostile[-1] |= 0x40
+    return decode_sparse(bytes(hostile), n=N, max_entries=K, kind=ValueKind.INT2)
+
+
 # -- the exchange ----------------------------------------------------------------------------------
 
 
@@ -351,6 +363,8 @@ ATTACKS: dict[str, Callable[[], Any]] = {
     "sparse-scale": a_half_that_is_no_number,
     "sparse-unscaled": a_scale_that_means_nothing,
     "sparse-blocks": a_scale_beyond_float32,
+    "sparse-levels": a_scale_of_levels_beyond_float32,
+    "sparse-code-padding": bits_after_the_last_code,
     "dense-length": a_slice_of_one_value_for_all,
     "honest-values": a_nan_in_the_sum,
     "turn": anothers_turn,

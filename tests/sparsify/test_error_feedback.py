@@ -58,7 +58,7 @@ def test_an_abort_leaves_every_bit_and_a_retry_gives_the_same_payload():
     assert feedback.prepare(contribution, 7, FP16).payload == first.payload
 
 
-@pytest.mark.parametrize("kind", [FP16, FP32])
+@pytest.mark.parametrize("kind", ValueKind)
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("k", [1, 5, 64])
 def test_nothing_is_lost_at_a_commit(kind, momentum, k):
@@ -79,8 +79,19 @@ def test_nothing_is_lost_at_a_commit(kind, momentum, k):
         bound = 2.0**-23 * (before.abs() + u.double().abs())  # of the one addition
         assert (error.abs() <= bound).all(), f"{seed=} {step=}"
         if momentum:
-            u[sent != 0] = 0.0
+            u[torch.from_numpy(prepared.decoded.indices)] = 0.0
             assert torch.equal(feedback.u_N, u), f"{seed=} {step=}"
+
+
+@pytest.mark.parametrize("kind", [ValueKind.INT4, ValueKind.INT2])
+def test_what_is_too_small_for_its_block_is_not_sent(kind):
+    feedback = ErrorFeedback(4, "cpu", momentum=0.5)
+    prepared = feedback.prepare(vector(8, 0.25, 4, 0), 3, kind)
+    sent = dense(prepared.payload, 4, kind)
+    assert prepared.decoded.indices.tolist() == [0, 2] and sent[0] == 8 and 2 <= sent[2] <= 8
+    feedback.commit(prepared, [])
+    assert feedback.residual_N.tolist() == [0, 0.25, 4 - sent[2], 0]
+    assert feedback.u_N.tolist() == [0, 0.25, 0, 0]
 
 
 def test_integers_conserve_exactly():

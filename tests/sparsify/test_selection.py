@@ -1,13 +1,15 @@
 """Selection: exactly k, ties by the lowest index, zeros never.  Checked against a sort in plain Python."""
 
+import math
 import random
 
 import pytest
 import torch
 
+from gridtrain.config import TopK
 from gridtrain.errors import LocalProtocolError
 from gridtrain.sparsify.cpu_selection import CpuSelection
-from gridtrain.sparsify.selection import TensorSelection, _lower_bound
+from gridtrain.sparsify.selection import AccumulationTerms, ChunkedSelection, TensorSelection, _lower_bound
 
 
 def select_topk(acc_N, k):
@@ -84,3 +86,58 @@ def test_k_out_of_range_is_our_own_bug(k):
 def test_a_gpu_selects_what_the_cpu_selects():
     acc = torch.randint(-50, 50, (100_000,)).float()
     assert torch.equal(select_topk(acc.cuda(), 1000).cpu(), select_topk(acc, 1000))
+
+
+# -- chunks ------------------------------------------------------------------------------------------
+
+
+def select_in_chunks(values, k, chunk, floor=0.0):
+    acc_N = torch.empty(len(values))
+    terms = AccumulationTerms(torch.zeros(len(values)), torch.tensor(values, dtype=torch.float32), acc_N)
+    selected = ChunkedSelection(chunk).select(terms, k, floor)
+    assert selected.where_K.tolist() == selected.indices_K.tolist()
+    assert selected.values_K.tobytes() == acc_N[selected.where_K].numpy().tobytes()
+    return selected.indices_K.tolist()
+
+
+@pytest.mark.parametrize(
+    ("acc", "k", "selected"),
+    [
+        pytest.param([9, 8, 7, 1, 2, 0], 2, [0, 4], id="the largest of each half"),
+        pytest.param([9, 9, 9, 1, -1, 1], 4, [0, 1, 3, 4], id="ties go to the lowest index"),
+        pytest.param([9, 8, 7, 0, 0, 0], 4, [0, 1], id="no zeros"),
+        pytest.param([9, 8, 7, 1, 2, 3, 4], 4, [0, 4, 5, 6], id="the last chunk takes the rest"),
+        pytest.param([9, 8, 7, 1, 2, 0], 1, [4], id="too few for each chunk: not with `TopK`"),
+        pytest.param([5, 6], 1, [1], id="shorter than a chunk"),
+        pytest.param([1, 2, float("nan"), 1, float("-inf"), 0], 2, [2, 4], id="what is not finite"),
+    ],
+)
+def test_the_largest_of_each_chunk(acc, k, selected):
+    assert select_in_chunks(acc, k, 3) == selected
+
+
+def test_chunks_agree_with_a_sort_of_each(seeds):
+    for seed in seeds(200):
+        rng = random.Random(seed)
+        n, chunk = rng.randint(1, 80), rng.randint(1, 30)
+        k, distinct = rng.randint(1, n), rng.choice([1, 2, 5, 10**6])
+        values = [float(rng.randint(-distinct, distinct)) for _ in range(n)]
+        bounds = [*range(0, n - chunk + 1, chunk)][: max(1, n // chunk)] or [0]
+        expected = []
+        for start, stop in zip(bounds, [*bounds[1:], n], strict=True):
+            quota = k * stop // n - k * start // n
+            expected += [start + i for i in by_sorting(values[start:stop], quota)]
+        assert select_in_chunks(values, k, chunk) == expected, f"{seed=} {n=} {chunk=} {k=}"
+        assert select_in_chunks(values, k, chunk, 2.0) == [i for i in expected if abs(values[i]) >= 2.0]
+
+
+@pytest.mark.parametrize("density", [0.01, 0.0173, 0.5])
+def test_each_chunk_of_topk_sends_something(density):
+    """So that no element waits for ever: whatever n is, with the smallest chunk that is permitted."""
+    chunk = math.ceil(2 / density)
+    for n in range(1, 12 * chunk, 7):
+        exchange = TopK(density=density, chunk=chunk)
+        selected = torch.tensor(select_in_chunks([1.0] * n, exchange.k_at(0, n), chunk))
+        assert selected.numel() == exchange.k_at(0, n)
+        rows = (selected // chunk).clamp(max=max(1, n // chunk) - 1)
+        assert rows.unique().numel() == max(1, n // chunk)

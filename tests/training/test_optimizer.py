@@ -23,8 +23,11 @@ EXCHANGES = [
     GTopK(density=0.1, momentum=0.5),
     GTopK(density=0.1, momentum=0.5, values="int8", topology="tree"),
     GTopK(density=0.1, momentum=0.5, values="bf16", topology="star"),
+    GTopK(density=0.1, momentum=0.5, values="int4"),
+    TopK(density=0.1, momentum=0.5, values="int2", chunk=20),
 ]
 NAMES = ["dense ring", "dense star", "topk", "gtopk butterfly", "gtopk tree int8", "gtopk star bf16"]
+NAMES += ["gtopk int4", "topk int2 in chunks"]
 
 
 _SEEDING = threading.Lock()  # workers are threads, torch's default generator is one for all
@@ -350,6 +353,26 @@ def test_no_gradient_is_lost(network, exchange, world_size):
         error = (after.sum(0) + updates[0]) - (before.sum(0) + added.sum(0))
         bound = (math.log2(world_size) + 3) * 2.0**-23 * (before.abs().sum(0) + added.abs().sum(0))
         assert (error.abs() <= bound).all(), f"{world_size=} {step=}"
+
+
+def test_what_a_decay_drops_is_counted_and_reported(network):
+    """A quarter of the residual is dropped at each commit, and not in a round that is aborted or skipped."""
+
+    def worker(session):
+        parameter = nn.Parameter(torch.zeros(4))
+        exchange = TopK(density=0.25, values="fp32", residual_decay=0.25)
+        inner = torch.optim.SGD([parameter], lr=1.0)
+        optimizer = GridOptimizer(inner, nn.ParameterList([parameter]), exchange, session)
+        residuals = []
+        for gradient in ([8.0, 4, -2, 0], [0.0, 0, 0, 16], [math.nan, 0, 0, 0]):
+            parameter.grad = torch.tensor(gradient)
+            optimizer.step()
+            residuals.append(optimizer.residual_state()["residual"].tolist())
+        return residuals, session.notes[-1]["decayed_mass"]
+
+    ((residuals, dropped),) = network(samples=[1], aborts={(1, 0)}).train(worker)
+    assert residuals == [[0, 3, -1.5, 0], [0, 2.25, -1.125, 0], [0, 2.25, -1.125, 0]]
+    assert dropped == (4 + 2) / 4 + (3 + 1.5) / 4
 
 
 def test_an_abort_keeps_the_residual_and_retries_the_same_gradient(network):

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
-from gridtrain.config import Exchange
+from gridtrain.config import VALUES, Exchange
 from gridtrain.core.collectives import direct, ring
 from gridtrain.core.planning import message_schedule
 from gridtrain.core.planning.message_schedule import PlannedMessage, ReceiveWork
@@ -21,6 +21,9 @@ PACKET_BYTES = 1448
 
 VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 INT8_BLOCK_ENTRIES = 256  # entries that share a scale of 2 bytes
+LEVEL_BITS = {"int4": 4, "int2": 2}
+LEVEL_BLOCK_SHIFT = 6  # with these, 2**(low bits + 6) indices share a scale of 2 bytes
+LEVEL_ENCODE_FACTOR = 6.0  # and encoding takes this many times as long (benchmarks/value_kinds.py: 4 to 9)
 MAX_MESSAGES = 30_000
 """An exchange of more messages is simulated with fewer slices, or estimated if one slice has too many."""
 
@@ -107,7 +110,7 @@ class Workload:
 
     Attributes:
         density: the share of the elements that a member selects, for sparse kinds.
-        values: the format of transferred values, for sparse kinds: fp32, fp16, bf16 or int8.
+        values: the format of transferred values, for sparse kinds: a name in `config.VALUES`.
         encrypted: whether messages are encrypted by CURVE.
 
     Raises:
@@ -121,12 +124,17 @@ class Workload:
     encrypted: bool = True
 
     def __post_init__(self) -> None:
-        if self.parameters < 1 or not 0 < self.density <= 1 or self.values not in VALUE_BYTES:
+        if self.parameters < 1 or not 0 < self.density <= 1 or self.values not in VALUES:
             raise ConfigError(
                 f"parameters is {self.parameters}, density is {self.density} and values is {self.values!r}; "
                 "at least one of them is out of range",
                 remedy="use at least 1 parameter, a density > 0 and <= 1, and one of these formats for "
-                f"values: {', '.join(VALUE_BYTES)}",
+                f"values: {', '.join(VALUES)}",
+            )
+        if self.values == "int2" and self.kind in (ExchangeKind.GTOPK, ExchangeKind.TREE):
+            raise ConfigError(
+                f'values is "int2", which {self.kind} does not support, because it rounds at each merge',
+                remedy="use int4, or compare only exchanges that round once: topk, star-gtopk and dense ones",
             )
 
     @classmethod
@@ -150,11 +158,18 @@ class Workload:
 
 
 def sparse_payload_bytes(parameters: int, entries: int, values: str) -> int:
-    """Return the exact length in bytes of a payload of `entries` entries (PROTOCOL.md, 5.2)."""
+    """Return the exact length in bytes of a payload of `entries` entries (PROTOCOL.md, 5.2).
+
+    With int4 and int2 a payload may have fewer entries than were selected.
+    """
     if entries == 0:
         return 8
     low = int(math.log2(parameters // entries)) if parameters >= entries else 0
     high = entries + ((parameters - 1) >> low)
+    if values in LEVEL_BITS:
+        blocks = ((parameters - 1) >> (low + LEVEL_BLOCK_SHIFT)) + 1
+        value_bytes = 2 * blocks + -(-entries * LEVEL_BITS[values] // 8)
+        return 8 + -(-entries * low // 8) + -(-high // 8) + value_bytes
     scales = 2 * -(-entries // INT8_BLOCK_ENTRIES) if values == "int8" else 0
     return 8 + -(-entries * low // 8) + -(-high // 8) + scales + VALUE_BYTES[values] * entries
 
@@ -246,7 +261,7 @@ def receive_work_s(work: ReceiveWork, load: Workload, part: float, cpu: CpuCosts
         case ReceiveWork.STORE:
             return part * load.unit_bytes * cpu.store_byte_s
         case ReceiveWork.MERGE:
-            return load.entries * cpu.merge_entry_s
+            return load.entries * (cpu.merge_entry_s + _level_entry_s(load, cpu))
         case ReceiveWork.POOL:
             return load.entries * (cpu.decode_entry_s + cpu.sum_entry_s)
         case ReceiveWork.KEEP | ReceiveWork.ADOPT:
@@ -257,7 +272,13 @@ def start_work_s(load: Workload, cpu: CpuCosts) -> float:
     """Return the CPU time of selecting and encoding, before anything is sent."""
     if not load.kind.is_sparse:
         return 0.0
-    return load.parameters * cpu.select_parameter_s + load.entries * cpu.encode_entry_s
+    encode_entry_s = cpu.encode_entry_s + _level_entry_s(load, cpu)
+    return load.parameters * cpu.select_parameter_s + load.entries * encode_entry_s
+
+
+def _level_entry_s(load: Workload, cpu: CpuCosts) -> float:
+    """Return by how much longer encoding an entry takes with int4 and int2."""
+    return (LEVEL_ENCODE_FACTOR - 1.0) * cpu.encode_entry_s if load.values in LEVEL_BITS else 0.0
 
 
 def end_work_s(load: Workload, world_size: int, cpu: CpuCosts) -> float:

@@ -28,14 +28,14 @@ _REMEDY = (
 
 def section_bytes(k: int, n: int) -> tuple[int, int]:
     """Return (bytes of the low bits, bytes of the high bits) for k indices below n."""
-    low_width, high_width = _bit_widths(k, n)
+    low_width, high_width = bit_widths(k, n)
     return (k * low_width + 7) // 8, (high_width + 7) // 8
 
 
 def encode_indices(indices_K: IndexArray, n: int) -> tuple[bytes, bytes]:
     """Encode (K,) strictly increasing indices below n; return (low bits, high bits)."""
     k = indices_K.size
-    low_width, high_width = _bit_widths(k, n)
+    low_width, high_width = bit_widths(k, n)
     high_bits = np.zeros(high_width, np.uint8)
     high_bits[(indices_K >> low_width) + np.arange(k)] = 1
     return _pack(indices_K, low_width), np.packbits(high_bits, bitorder="little").tobytes()
@@ -47,7 +47,7 @@ def decode_indices(low: ByteArray, high: ByteArray, k: int, n: int) -> IndexArra
     Raises:
         RemoteProtocolError: the sections do not contain K strictly increasing indices below n.
     """
-    low_width, high_width = _bit_widths(k, n)
+    low_width, high_width = bit_widths(k, n)
     _check_padding("low", low, k * low_width)
     _check_padding("high", high, high_width)
     # The view as booleans makes `flatnonzero` seven times as fast.
@@ -61,7 +61,7 @@ def decode_indices(low: ByteArray, high: ByteArray, k: int, n: int) -> IndexArra
     return indices
 
 
-def _bit_widths(k: int, n: int) -> tuple[int, int]:
+def bit_widths(k: int, n: int) -> tuple[int, int]:
     """Return (L, H), the number of bits of one low part and of the whole high part."""
     if k == 0:
         return 0, 0

@@ -63,7 +63,7 @@ class EncodedSparse:
 
 def encoded_bytes(k: int, n: int, kind: ValueKind) -> int:
     """Return the exact size in bytes of a payload with k of n entries, 0 <= k <= n."""
-    return _HEADER.size + sum(elias_fano.section_bytes(k, n)) + value_encoding.section_bytes(k, kind)
+    return _HEADER.size + sum(elias_fano.section_bytes(k, n)) + value_encoding.section_bytes(k, n, kind)
 
 
 def encode_with_decoded(
@@ -72,6 +72,7 @@ def encode_with_decoded(
     """Encode entries of a flat vector of n elements; return the payload and the decoded entries.
 
     The encoding rounds the values once; the sender continues with the decoded values, as the receivers do.
+    With int4 and int2, entries that are zero or too small for their block's scale are left out.
     `value - decoded value` is exactly representable in float32, so a residual can store the difference
     without loss.
 
@@ -84,12 +85,11 @@ def encode_with_decoded(
     Raises:
         LocalProtocolError: an argument is invalid.
     """
-    k = _check_local(indices, values_K, n)
-    indices_K = indices.astype(np.int64, copy=False)
-    value_section, exponent, decoded_K = value_encoding.encode_values(values_K, kind)
-    low, high = elias_fano.encode_indices(indices_K, n)
-    payload = b"".join((_HEADER.pack(k, exponent, kind), low, high, value_section))
-    return EncodedSparse(payload, SparseVector(indices_K, decoded_K))
+    _check_local(indices, values_K, n)
+    made = value_encoding.encode_values(indices.astype(np.int64, copy=False), values_K, n, kind)
+    low, high = elias_fano.encode_indices(made.indices_K, n)
+    payload = b"".join((_HEADER.pack(made.indices_K.size, made.exponent, kind), low, high, made.section))
+    return EncodedSparse(payload, SparseVector(made.indices_K, made.decoded_K))
 
 
 def encode(
@@ -116,15 +116,14 @@ def decode(buffer: bytes | memoryview, *, n: int, max_entries: int, kind: ValueK
     body = np.frombuffer(buffer, np.uint8, offset=_HEADER.size)
     low_bytes, high_bytes = elias_fano.section_bytes(k, n)
     low, high, section = np.split(body, (low_bytes, low_bytes + high_bytes))
-    return SparseVector(
-        elias_fano.decode_indices(low, high, k, n), value_encoding.decode_values(section, k, exponent, kind)
-    )
+    indices_K = elias_fano.decode_indices(low, high, k, n)
+    return SparseVector(indices_K, value_encoding.decode_values(section, indices_K, n, exponent, kind))
 
 
 # -- encode ------------------------------------------------------------------------------------
 
 
-def _check_local(indices: npt.NDArray[np.integer], values_K: npt.NDArray[np.float32], n: int) -> int:
+def _check_local(indices: npt.NDArray[np.integer], values_K: npt.NDArray[np.float32], n: int) -> None:
     if not 1 <= n <= MAX_N:
         raise LocalProtocolError(f"a sparse vector has {n} elements; it must have 1 to {MAX_N}")
     if indices.shape != values_K.shape or indices.ndim != 1 or values_K.dtype != np.float32:
@@ -138,7 +137,6 @@ def _check_local(indices: npt.NDArray[np.integer], values_K: npt.NDArray[np.floa
         raise LocalProtocolError(
             "a sparse payload cannot contain infinite or NaN values", remedy="vote to skip the step instead"
         )
-    return indices.size
 
 
 # -- decode -----------------------------------------------------------------------------------

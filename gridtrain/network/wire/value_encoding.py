@@ -1,10 +1,12 @@
-"""Encodes the values of a sparse payload, K float32 numbers, as fp32, fp16, bf16 or int8.
+"""Encodes the values of a sparse payload, K float32 numbers, with 2 to 32 bits each.
 
     kind   bytes of K values            scale
     fp32   4 K                          none
     fp16   2 K                          one exponent for the payload, in its header
     bf16   2 K                          none: the upper half of a float32
     int8   2 ceil(K / 256) + K          one exponent for each 256 entries, before the values
+    int4   2 B + ceil(K / 2)            one for each of B blocks of indices: see `level_encoding`
+    int2   2 B + ceil(K / 4)            the same
 
 For each kind, `value - rounded value` is exactly representable in float32, so a residual can store it without
 loss; encoding decoded values produces the same bytes; and rounding never makes a finite value infinite.
@@ -13,14 +15,17 @@ loss; encoding decoded values produces the same bytes; and rounding never makes 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
 from gridtrain.errors import RemoteProtocolError
+from gridtrain.network.wire import level_encoding
 
 FloatArray = npt.NDArray[np.float32]
+IndexArray = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
 
 # fp16: values are sent as v / 2**exponent, with the largest magnitude in [2**14, 2**15).  This is the last
@@ -55,56 +60,85 @@ class ValueKind(IntEnum):
     FP16 = 1
     BF16 = 2
     INT8 = 3
+    INT4 = 4
+    INT2 = 5
 
 
 VALUE_KINDS = {kind.name.lower(): kind for kind in ValueKind}
 """The kinds by the names that users specify, such as "fp16"."""
 
 _ITEM_BYTES = {ValueKind.FP32: 4, ValueKind.FP16: 2, ValueKind.BF16: 2, ValueKind.INT8: 1}
+_LEVELS = {ValueKind.INT4: level_encoding.INT4, ValueKind.INT2: level_encoding.INT2}
 
 ROUNDING_FACTORS = {
     ValueKind.FP32: 1.0 + 2.0**-20,
     ValueKind.FP16: 1.0 + 2.0**-10,
     ValueKind.BF16: 1.0 + 2.0**-7,
     ValueKind.INT8: 1.0 + 2.0**-6,
+    ValueKind.INT4: 1.0 + 2.0**-20,
+    ValueKind.INT2: 1.0 + 2.0**-20,
 }
 """Upper bound of the factor by which one rounding may increase the largest magnitude.  A rounding changes a
 value by at most half a step, which is 2**-11 (fp16), 2**-8 (bf16) or 0.5 / 64 (int8) of the value; the bound
-is twice as large, so that it also covers the additions before the rounding."""
+is twice as large, so that it also covers the additions before the rounding.  int4 and int2 never increase the
+largest magnitude."""
 
 
-def section_bytes(k: int, kind: ValueKind) -> int:
-    """Return the size of k encoded values in bytes."""
+def section_bytes(k: int, n: int, kind: ValueKind) -> int:
+    """Return the size of k encoded values of n in bytes."""
+    if kind in _LEVELS:
+        return level_encoding.section_bytes(k, n, _LEVELS[kind])
     return k * _ITEM_BYTES[kind] + (2 * -(-k // SCALE_BLOCK) if kind is ValueKind.INT8 else 0)
 
 
-def encode_values(values_K: FloatArray, kind: ValueKind) -> tuple[bytes, int, FloatArray]:
-    """Encode (K,) finite float32 values.
+@dataclass(frozen=True, slots=True)
+class EncodedValues:
+    """A section, and what `decode_values` returns for it.
 
-    Returns (section, exponent for the header, the values as `decode_values` returns them).
+    Attributes:
+        indices_K: the indices of the entries that are sent; with int4 and int2 possibly fewer than given.
+        section: the encoded values.
+        exponent: the exponent for the header.
+        decoded_K: (K,) float32, the rounded values.
     """
+
+    indices_K: IndexArray
+    section: bytes
+    exponent: int
+    decoded_K: FloatArray
+
+
+def encode_values(indices_K: IndexArray, values_K: FloatArray, n: int, kind: ValueKind) -> EncodedValues:
+    """Encode (K,) finite float32 values at (K,) strictly increasing indices below n."""
     match kind:
         case ValueKind.FP32:
-            return values_K.astype("<f4").tobytes(), 0, values_K
+            return EncodedValues(indices_K, values_K.astype("<f4").tobytes(), 0, values_K)
         case ValueKind.FP16:
-            return _write_fp16(values_K)
+            return EncodedValues(indices_K, *_write_fp16(values_K))
         case ValueKind.BF16:
-            return _write_bf16(values_K)
+            return EncodedValues(indices_K, *_write_bf16(values_K))
         case ValueKind.INT8:
-            return _write_int8(values_K)
+            return EncodedValues(indices_K, *_write_int8(values_K))
+        case ValueKind.INT4 | ValueKind.INT2:
+            sent_K, section, decoded_K = level_encoding.write_levels(indices_K, values_K, n, _LEVELS[kind])
+            return EncodedValues(indices_K.take(sent_K), section, 0, decoded_K)
 
 
-def decode_values(section: ByteArray, k: int, exponent: int, kind: ValueKind) -> FloatArray:
-    """Decode a section of `section_bytes(k, kind)` bytes; return k finite float32 values.
+def decode_values(
+    section: ByteArray, indices_K: IndexArray, n: int, exponent: int, kind: ValueKind
+) -> FloatArray:
+    """Decode a section of `section_bytes(K, n, kind)` bytes; return K finite float32 values.
 
     Raises:
-        RemoteProtocolError: `encode_values` cannot produce this section.
+        RemoteProtocolError: `encode_values` cannot produce this section for these indices.
     """
     if kind is ValueKind.FP16:
         return _read_fp16(section.view("<u2"), exponent)
     _check_unscaled(exponent, kind)
+    if kind in _LEVELS:
+        return level_encoding.read_levels(section, indices_K, n, _LEVELS[kind])
     if kind is ValueKind.INT8:
-        return _read_int8(section, k)
+        return _read_int8(section, indices_K.size)
     if kind is ValueKind.BF16:
         return _read_bf16(section.view("<u2"))
     values_K = section.view("<f4").astype(np.float32)

@@ -26,7 +26,7 @@ from gridtrain.core.group.round_flags import SKIP
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.core.planning.workload import ExchangeKind, Workload, slice_count
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
-from gridtrain.network.wire.sparse_payload import ValueKind
+from gridtrain.network.wire.sparse_payload import ValueKind, decode, encode
 from gridtrain.runtime.buffers.star_buffers import DenseStarBuffer, SparseStarBuffer
 
 
@@ -111,8 +111,12 @@ def test_the_update_is_the_k_largest_of_the_sum_of_all_that_was_selected(seeds):
             np.add.at(sums, workspace.update.indices, workspace.update.values)
         group.run()
         order = sorted((i for i in range(inputs.n) if sums[i]), key=lambda i: (-abs(sums[i]), i))
-        chosen = sorted(order[: inputs.k])
-        assert group.buffers[0].update.indices.tolist() == chosen, f"seed {seed}"
+        chosen = np.array(sorted(order[: inputs.k]), np.int64)
+        numbers = {"n": inputs.n, "kind": inputs.kind}
+        sent = decode(
+            encode(chosen, sums[chosen].astype(np.float32), **numbers), max_entries=inputs.k, **numbers
+        )
+        assert group.buffers[0].update.indices.tolist() == sent.indices.tolist(), f"seed {seed}"
 
 
 def test_a_star_refuses_effects_of_other_collectives():

@@ -23,7 +23,8 @@ from gridtrain.network.wire.sparse_payload import (
 )
 from gridtrain.network.wire.value_encoding import float32_to_fp16_bits, fp16_bits_to_float32
 
-FP32, FP16, BF16, INT8 = ValueKind
+FP32, FP16, BF16, INT8, INT4, INT2 = ValueKind
+LEVELS = (INT4, INT2)  # the kinds that leave out what is too small for its block's scale
 F32 = np.finfo(np.float32)
 SMALLEST = float(F32.smallest_subnormal)
 LARGEST = float(F32.max)
@@ -38,8 +39,8 @@ def there_and_back(
     indices: list[int], values: list[float], n: int, kind: ValueKind
 ) -> list[tuple[int, float]]:
     payload = encode(*entries(indices, values), n=n, kind=kind)
-    assert len(payload) == encoded_bytes(len(indices), n, kind)
     back = decode(payload, n=n, max_entries=len(indices), kind=kind)
+    assert len(payload) == encoded_bytes(back.indices.size, n, kind)
     return list(zip(back.indices.tolist(), back.values.tolist(), strict=True))
 
 
@@ -65,9 +66,17 @@ def test_indices_come_back_and_what_is_rounded_is_a_float32(
     payload = encode(indices, values, n=n, kind=kind)
     back = decode(payload, n=n, max_entries=len(indices), kind=kind)
 
-    assert len(payload) == encoded_bytes(len(indices), n, kind)
+    assert len(payload) == encoded_bytes(back.indices.size, n, kind)
     assert back.indices.dtype == np.int64 and back.values.dtype == np.float32
-    assert back.indices.tolist() == indices.tolist()
+    if kind in LEVELS:
+        assert set(back.indices.tolist()) <= set(indices.tolist())
+        values = values[np.searchsorted(indices, back.indices)]
+        assert (np.abs(values) <= 2 * np.abs(back.values.astype(np.float64))).all()
+        assert (np.abs(back.values) <= 2 * np.abs(values.astype(np.float64))).all()
+        assert (np.sign(values) == np.sign(back.values)).all()
+        assert np.abs(back.values).max(initial=0.0) <= np.abs(values).max(initial=0.0)
+    else:
+        assert back.indices.tolist() == indices.tolist()
     assert np.isfinite(back.values).all()
     lost = values - back.values  # in float32, as the residual computes it ...
     exactly = values.astype(np.float64) - back.values.astype(np.float64)
@@ -204,6 +213,61 @@ def test_int8_rounds_to_nearest_of_the_blocks_steps(vector: tuple[int, np.ndarra
     assert (np.abs(exact - back.values) <= bound).all()
 
 
+@pytest.mark.parametrize(
+    ("values", "decoded"),
+    [
+        pytest.param([0.0, -0.0], {}, id="zeros are not sent"),
+        pytest.param(
+            [7.0, -3.0, 1.25], {0: 7.0, 1: -3.0, 2: 1.0}, id="the largest is 4 to 8 times the scale"
+        ),
+        pytest.param([4.0, 0.7, -0.25, 0.24], {0: 4.0, 1: 0.5, 2: -0.5}, id="down to a quarter"),
+        pytest.param([4.0, 0.75, 1.5], {0: 4.0, 1: 1.0, 2: 2.0}, id="ties up"),
+        pytest.param([5.75, 5.5, 4.6], {0: 5.0, 1: 5.0, 2: 5.0}, id="never above the largest"),
+        pytest.param([7.99, -1e-9], {0: 7.0}, id="never up into the next binade"),
+        pytest.param([2.0**-124, 2.0**-127], {0: 2.0**-124, 1: 2.0**-127}, id="the smallest scale"),
+        pytest.param([SMALLEST, -3 * 2.0**-126], {}, id="below the smallest scale: kept by the residual"),
+        pytest.param([LARGEST, SMALLEST], {0: 7 * 2.0**125}, id="the whole range"),
+    ],
+)
+def test_int4_values(values: list[float], decoded: dict[int, float]) -> None:
+    assert dict(there_and_back(list(range(len(values))), values, 8, INT4)) == decoded
+
+
+@pytest.mark.parametrize(
+    ("values", "decoded"),
+    [
+        pytest.param([0.0, -0.0], {}, id="zeros are not sent"),
+        pytest.param([1.75, -0.65625], {0: 1.75, 1: -0.65625}, id="the largest and three eighths of it"),
+        pytest.param([4.0, 1.0], {0: 4.0, 1: 1.5}, id="to the nearest"),
+        pytest.param([4.0, 1.0, 1.0, 1.0], {0: 3.5, 1: 1.3125, 2: 1.3125, 3: 1.3125}, id="least squares"),
+        pytest.param([5.0, -5.0, 5.0], {0: 5.0, 1: -5.0, 2: 5.0}, id="quarters of an octave"),
+        pytest.param([1.0, 1.0, 1.0, 0.19, 0.18], {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.375}, id="down to 3/16"),
+        pytest.param([2.0**-126, 3 * 2.0**-129], {0: 2.0**-126, 1: 3 * 2.0**-129}, id="the smallest scale"),
+        pytest.param([SMALLEST, -(2.0**-127)], {}, id="below the smallest scale: kept by the residual"),
+        pytest.param([LARGEST, SMALLEST], {0: 1.75 * 2.0**127}, id="the whole range"),
+    ],
+)
+def test_int2_values(values: list[float], decoded: dict[int, float]) -> None:
+    assert dict(there_and_back(list(range(len(values))), values, 8, INT2)) == decoded
+
+
+@pytest.mark.parametrize("kind", LEVELS)
+def test_blocks_of_indices_have_their_own_scale(kind: ValueKind) -> None:
+    """512 entries of 1024 elements are in blocks of 128 elements, 64 entries each."""
+    values = [1.0] * 256 + [2.0**-40] * 64 + [2.0**40] * 192
+    assert [v for _, v in there_and_back(list(range(0, 1024, 2)), values, 1024, kind)] == pytest.approx(
+        values, rel=0.2
+    )
+
+
+@pytest.mark.parametrize("kind", LEVELS)
+def test_blocks_are_those_of_the_entries_that_are_sent(kind: ValueKind) -> None:
+    """All 64 entries share a block of 512 elements; so do the 8 that are sent, in wider blocks."""
+    values = [3.0 if i % 8 == 0 else 2.0**-9 for i in range(64)]
+    back = there_and_back(list(range(0, 512, 8)), values, 512, kind)
+    assert back == [(i, 3.0) for i in range(0, 512, 64)]
+
+
 @pytest.mark.parametrize("kind", [FP32, FP16, BF16])
 def test_the_sign_of_zero_travels(kind: ValueKind) -> None:
     back = there_and_back([0, 1, 2], [-0.0, 0.0, -1.0], 8, kind)
@@ -214,12 +278,35 @@ def test_size_at_density_a_thousandth() -> None:
     n, k = 25_600_000, 25_600
     rng = np.random.default_rng(0)
     indices, values = np.sort(rng.choice(n, k, replace=False)), rng.standard_normal(k).astype(np.float32)
-    fp32, fp16, bf16, int8 = (len(encode(indices, values, n=n, kind=kind)) / k for kind in ValueKind)
+    fp32, fp16, bf16, int8, int4, int2 = (encoded_bytes(k, n, kind) / k for kind in ValueKind)
+    assert [len(encode(indices, values, n=n, kind=kind)) / k for kind in (FP32, FP16, BF16, INT8)] == [
+        fp32,
+        fp16,
+        bf16,
+        int8,
+    ]
     assert round(fp16, 2) == 3.49  # bytes an entry
     assert round(fp32, 2) == 5.49
     assert round(bf16, 2) == 3.49
     assert round(int8, 2) == 2.5
+    assert round(int4, 2) == 2.06
+    assert round(int2, 2) == 1.81
     assert round((fp16 - 2) * 8, 2) == 11.96  # bits an index, header included
+
+
+def test_size_at_a_hundredth_and_at_three() -> None:
+    n, rng = 25_600_000, np.random.default_rng(0)
+    sizes = {}
+    for density in (0.01, 0.03):
+        k = round(density * n)
+        indices = np.sort(rng.choice(n, k, replace=False))
+        values = rng.choice([-1, 1], k) * rng.uniform(1, 2, k)
+        for kind in LEVELS:
+            payload = encode(indices, values.astype(np.float32), n=n, kind=kind)
+            assert len(payload) == encoded_bytes(k, n, kind)  # no entry was left out
+            sizes[density, kind] = round(len(payload) / k, 2)
+    assert sizes == {(0.01, INT4): 1.62, (0.01, INT2): 1.37, (0.03, INT4): 1.41, (0.03, INT2): 1.16}
+    assert [encoded_bytes(6029, 120_576, kind) for kind in LEVELS] == [7970, 6463]  # the demo's GPT, 0.05
 
 
 # -- our own faults ------------------------------------------------------------------------------
@@ -338,6 +425,50 @@ def test_bf16_payloads_that_are_refused(payload: bytes, words: str) -> None:
 def test_int8_payloads_that_are_refused(payload: bytes, words: str) -> None:
     with pytest.raises(RemoteProtocolError, match=words):
         decode(payload, n=64, max_entries=4, kind=INT8)
+
+
+GOOD_INT4 = encode(*entries([3, 10, 11, 40], [1, -2, 0.5, 3]), n=64, kind=INT4)  # scale at 11, codes at 13
+GOOD_INT2 = encode(*entries([3, 10, 11, 40, 41], [3, -3, 1, 3, 1]), n=64, kind=INT2)
+
+
+@pytest.mark.parametrize(
+    ("payload", "words"),
+    [
+        pytest.param(GOOD_INT4[:-1], "14 bytes; 4 INT4 entries of 64 take 15", id="truncated"),
+        pytest.param(changed(GOOD_INT4, 4, "<h", -1), "of int4 values is -1; it must be 0", id="exponent"),
+        pytest.param(changed(GOOD_INT4, 11, "<h", 126), "scale -126 to 125", id="decodes to infinity"),
+        pytest.param(changed(GOOD_INT4, 11, "<h", -127), "scale -126 to 125", id="too fine a scale"),
+        pytest.param(
+            changed(GOOD_INT4, 13, "<H", 0x3333), "largest level 3 .* must be 4 to 7", id="too large"
+        ),
+    ],
+)
+def test_int4_payloads_that_are_refused(payload: bytes, words: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=words):
+        decode(payload, n=64, max_entries=4, kind=INT4)
+
+
+@pytest.mark.parametrize(
+    ("payload", "words"),
+    [
+        pytest.param(GOOD_INT2[:-1], "15 bytes; 5 INT2 entries of 64 take 16", id="truncated"),
+        pytest.param(changed(GOOD_INT2, 4, "<h", 1), "of int2 values is 1; it must be 0", id="exponent"),
+        pytest.param(changed(GOOD_INT2, 12, "<h", 512), "scale -504 to 511", id="decodes to infinity"),
+        pytest.param(changed(GOOD_INT2, 12, "<h", -505), "scale -504 to 511", id="too fine a scale"),
+        pytest.param(changed(GOOD_INT2, 14, "<H", 0), "largest level 0 .* must be 1 to 1", id="too large"),
+        pytest.param(changed(GOOD_INT2, 15, "B", 0x04), "padding after the int2 values", id="padding"),
+    ],
+)
+def test_int2_payloads_that_are_refused(payload: bytes, words: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=words):
+        decode(payload, n=64, max_entries=5, kind=INT2)
+
+
+def test_a_scale_of_a_block_without_entries_is_refused() -> None:
+    """128 of 1024 elements: two blocks of 512, the second without entries."""
+    payload = encode(*entries(list(range(128)), [1.0] * 128), n=1024, kind=INT2)
+    with pytest.raises(RemoteProtocolError, match="level -1 and scale 7 in block 1"):
+        decode(changed(payload, 8 + 48 + 32 + 2, "<h", 7), n=1024, max_entries=128, kind=INT2)
 
 
 def test_an_index_of_n_or_more_is_refused() -> None:

@@ -126,7 +126,7 @@ def change(data: bytes, random: Random) -> bytes:
             beside = exponent - 1 if exponent > 0 else exponent + 1
             exponent = random.choice((0, 1, beside, 113, 114, 200, -163, -164, 32767, -32768))
         case _:
-            kind = random.choice((0, 1, 2, 3, 256, 65535))
+            kind = random.choice((0, 1, 2, 3, 4, 5, 6, 256, 65535))
     struct.pack_into("<IhH", out, at, k & 2**32 - 1, exponent, kind)
     return bytes(out)
 
