@@ -104,7 +104,7 @@ def assign(
 
     Raises:
         LocalProtocolError: the shares are invalid (a share is negative, none is above 0, or a member occurs
-            twice), or a worker to which a VIEW has assigned positions is not a member.
+            twice), or a worker that has positions already is not a member.
     """
     peers = [peer for peer, _ in shares]
     wanted = sum(share for _, share in shares)
@@ -114,11 +114,11 @@ def assign(
             "no member may occur twice, no share may be negative, and their sum must be at least 1"
         )
     late = {batch.peer: batch.spans for batch in state.late}
+    held = dict(state.holders or ()) | late
+    if strangers := (held.keys() | {batch.peer for batch in state.pending}) - set(peers):
+        names = sorted(peer.hex()[:8] for peer in strangers)
+        raise LocalProtocolError(f"positions of step {state.step} are held by non-members: {names}")
     if state.holders is not None:
-        held = dict(state.holders) | late
-        if strangers := held.keys() - set(peers):
-            names = sorted(peer.hex()[:8] for peer in strangers)
-            raise LocalProtocolError(f"positions of step {state.step} are held by non-members: {names}")
         return {peer: held.get(peer, ()) for peer in peers}
     is_last = spec.delay and spec.steps is not None and state.step >= spec.steps  # nothing could follow it
     if is_last or is_finished(spec, state):

@@ -11,6 +11,7 @@ import pytest
 from gridtrain.core.commit import data_ledger as ledger
 from gridtrain.core.commit.ledger_record import ledger_entry, parse_ledger
 from gridtrain.core.messages import DeferredBatch, LedgerSpec, LedgerState, Span
+from gridtrain.errors import LocalProtocolError
 
 A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
 SPEC = LedgerSpec(size=30, seed=0, epochs=2, delay=1)
@@ -89,6 +90,16 @@ def test_an_unsound_pending_batch_is_found(change: Callable[[DeferredBatch], dic
     changes = change(sound.pending[0])
     spec = changes.pop("spec", SPEC)
     assert not ledger.is_sound(spec, replace(sound, **changes), [A, B, C])  # type: ignore[arg-type]
+
+
+def test_batches_of_nobody_are_refused() -> None:
+    pending = commit(SPEC, LedgerState())
+    late = ledger.commit(
+        replace(SPEC, delay=0), LedgerState(), {A: (Span(0, 2),), B: (Span(2, 4),)}, skipped=False, absent=[B]
+    )
+    for spec, state in ((SPEC, pending), (replace(SPEC, delay=0), late)):
+        with pytest.raises(LocalProtocolError, match="non-members"):
+            ledger.assign(spec, state, ((A, 2), (C, 2)))
 
 
 def test_a_record_is_read_back() -> None:
