@@ -56,6 +56,7 @@ class Turns:
         self._calls = trainer.calls_per_turn
         self._full_share = 0  # this worker's share of a full step, in samples
         self._pending: deque[Spans] = deque()  # of the turn, for the next calls of step()
+        self._computed: Spans = ()  # the positions of the latest turn
         self._rollback = TurnRollback(trainer.capture_turn_state)
         session.on_batch_dropped = self._rollback.drop_turn
         self.is_finished = self.is_stopped = False
@@ -71,8 +72,11 @@ class Turns:
         stand_in: Spans = (Span(0, min(self.spec.size, max(2, self._batch_size // self._calls))),)
         while (snapshot := self._next_turn()) is not None:
             assert snapshot.open_round is not None
-            self._model_state.begin_turn(snapshot)
             self._full_share = snapshot.shares[snapshot.rank][1]
+            if (pending := _pending_spans(snapshot)) not in ((), self._computed):
+                yield from self._repeat(pending)
+                continue
+            self._model_state.begin_turn(snapshot)
             if self._pauses.is_controlled:
                 self._rollback.begin_turn(saves_now=self._calls > 1)
             self._trainer.begin_turn(self._calls_with_samples(snapshot.spans))
@@ -83,8 +87,22 @@ class Turns:
             self._pending, stand_in = deque(spans), spans[-1]
             while self._pending:
                 yield self._pending.popleft()
+            self._computed = snapshot.spans
             if not self._session.is_turn_done:
                 raise self._missing_call_error(snapshot.open_round.step)
+
+    def _repeat(self, spans: Spans) -> Iterator[Spans]:
+        """Yield the calls of a batch that the group counts in this step, and whose change this worker has
+        lost, because its process was started again."""
+        assert isinstance(self._trainer, OverlappedLocalSGDOptimizer)
+        log.warning("this worker computes its latest batch again, which was not exchanged before its restart")
+        restore = self._trainer.capture_turn_state()
+        self._trainer.begin_repeated_turn(self._calls_with_samples(spans))
+        self._pending = deque(self._divide(spans))
+        while self._pending:
+            yield self._pending.popleft()
+        restore()  # schedulers: the other workers do not repeat the turn
+        self._computed = spans
 
     @property
     def has_samples(self) -> bool:
@@ -161,6 +179,12 @@ class Turns:
             remedy="call optimizer.step() once for each batch, or once for every a batches of "
             "grid.batches(..., accumulate=a)",
         )
+
+
+def _pending_spans(snapshot: WorkerSnapshot) -> Spans:
+    """Return the positions of this worker's batch that the open step exchanges, in a run with a delay."""
+    own = snapshot.shares[snapshot.rank][0]
+    return next((batch.spans for batch in snapshot.ledger.pending if batch.peer == own), ())
 
 
 class TurnRollback:

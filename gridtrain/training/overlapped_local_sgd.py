@@ -27,8 +27,6 @@ import torch
 from torch import nn
 
 from gridtrain.config import LocalSteps
-from gridtrain.errors import LocalProtocolError
-from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.training.exchangers import largest_magnitude
 from gridtrain.training.local_sgd import LocalSGDOptimizer, subtract
 from gridtrain.training.session_interface import TrainingSession
@@ -58,8 +56,8 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
             options["wait"] = "all"
         super().__init__(inner, model, exchange, session, **options)
         self._change_N = torch.zeros_like(self._flat.flat_N)  # of the latest turn; flat_N: of the one before
-        self._has_change = False
         self._is_change_finite = True
+        self._is_repeating = False
         self._step_settings = inner
 
     # -- turns ---------------------------------------------------------------------------------------
@@ -72,7 +70,8 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
         self._copy_to_anchor()
         plan = self._session.predict_plan()  # None: after an aborted attempt, which is repeated at the end
         self._flat.flat_N.copy_(self._change_N)
-        if not (self._is_change_finite and self._is_change_counted(plan)):
+        is_counted = plan is None or plan.samples > 0  # not if this worker has left the group meanwhile
+        if not (is_counted and self._is_change_finite):
             self._flat.flat_N.zero_()
         self._set_parameters_to_start()
         if plan is not None:
@@ -84,18 +83,12 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
         self._calls_left = 0
         self._global_step()
 
-    def _is_change_counted(self, plan: StepPlan | None) -> bool:
-        """Whether the group counts this worker's latest change.
-
-        Not if this worker has left the group meanwhile; the other workers then repeat its samples.
-        """
-        if plan is None:
-            return self._has_change
-        if plan.samples and not self._has_change:
-            raise LocalProtocolError(
-                f"step {plan.step} counts {plan.samples} samples of this worker, which has no change of them"
-            )
-        return plan.samples > 0
+    def begin_repeated_turn(self, calls_with_samples: int) -> None:
+        """Begin a turn that only computes the change, from the anchor; the next turn submits it."""
+        super().begin_turn(calls_with_samples)
+        self._is_repeating = True
+        self._copy_to_anchor()
+        self._flat.flat_N.zero_()
 
     def _save_anchor(self) -> None:
         """Do nothing: `begin_turn` has saved the anchor."""
@@ -106,6 +99,9 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
         self.local_calls = 0
         was_finite = self._is_change_finite
         self._keep_change()
+        if self._is_repeating:
+            self._is_repeating = self.last_skipped = False
+            return
         self._run_attempts(was_finite)
         self._apply()
 
@@ -124,7 +120,6 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
             subtract(anchor, view, start)
             subtract(start, parameter, change.view_as(view))
             parameter.copy_(anchor)
-        self._has_change = True
         self._is_change_finite = math.isfinite(largest_magnitude(self._change_N))
         if not self._is_change_finite:
             self._reset_inner()

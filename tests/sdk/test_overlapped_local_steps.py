@@ -231,6 +231,41 @@ def test_a_change_that_is_not_finite_is_skipped_by_all(together: Any) -> None:
     assert [loop.optimizer.skipped_steps for loop in loops] == [1, 1]
 
 
+def test_a_change_that_was_lost_with_a_process_is_computed_again(together: Any) -> None:
+    """The group counts the batch, and the worker does not have its change: it computes that first."""
+
+    def train(grid: gridtrain.Grid, number: int) -> tuple[list[tuple[int, list[int]]], float, str]:
+        model = model_of()
+        optimizer = wrapped(grid, model, gridtrain.GTopK(density=0.3))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        grid.track(scheduler=scheduler)
+        await_turn, turns = grid._session.await_turn, [0]
+
+        def forget() -> Any:
+            snapshot = await_turn()
+            turns[0] += 1
+            if number == 1 and turns[0] == 4:
+                grid._turns._computed = ()  # type: ignore[union-attr]
+            return snapshot
+
+        grid._session.await_turn = forget  # type: ignore[method-assign]
+        seen = []
+        for inputs, indices in grid.batches(Numbered(500), batch_size=2, steps=6):
+            seen.append((grid.step, indices.tolist()))
+            train_batch(model, optimizer, inputs)
+            scheduler.step()
+        return seen, optimizer.param_groups[0]["lr"], digest(model, optimizer)
+
+    calm, repeating = together(train, 2)
+    assert calm[1:] == repeating[1:], "learning rate and model"
+    assert len(calm[0]) == 6 * EVERY and len(repeating[0]) == 7 * EVERY
+    again = repeating[0][3 * EVERY : 4 * EVERY]
+    assert [samples for _, samples in again] == [
+        samples for _, samples in repeating[0][2 * EVERY : 3 * EVERY]
+    ]
+    assert {step for step, _ in again} == {3}
+
+
 # -- workers that come and go ----------------------------------------------------------------------
 
 

@@ -52,7 +52,7 @@ def test_promises_hold_with_a_delay(seeds: Seeds) -> None:
         if world.log.start_overs or world.log.blank_backups:
             continue  # the run has begun anew: `check` cannot tell the rounds of both runs apart
         group.check(world, book)
-        totals.update({name: getattr(world.log, name) for name in group.WHAT_HAPPENS})
+        totals.update({name: getattr(world.log, name) for name in (*group.WHAT_HAPPENS, "repeated")})
     print(dict(totals))
     if not seeds.is_replay:
         assert totals["generations"] and totals["aborts"], dict(totals)

@@ -111,6 +111,7 @@ class History:
     restarts: int = 0
     start_overs: int = 0
     voided: int = 0
+    repeated: int = 0  # batches that a restarted process computed again, in runs with a delay
     state_transfers: int = 0
     passed_on: int = 0
     rollbacks: int = 0
@@ -454,11 +455,20 @@ class SimWorker:
             self._computed, self._batch, self._batch_step = self._batch, spans, self.core.step
         pending = {batch.peer: batch.spans for batch in self.core.replica_state.ledger.pending}
         counted = pending.get(self.peer, ())
-        assert counted in ((), self._computed), "the group counts a batch that this trainer does not have"
+        if counted not in ((), self._computed):
+            self._repeat(counted)
+            return
         if is_new and spans:
             self._computing = True
             self.world.later(self.world.compute_s(self.peer), self.peer, self._end_turn)
         self._submit_batch(round_id, counted)
+
+    def _repeat(self, spans: tuple[m.Span, ...]) -> None:
+        """Compute a batch again that the group counts, and that this process does not have."""
+        self.world.log.repeated += 1
+        assert self.peer in self.world.restarted_processes, "its trainer has lost a batch"
+        self._batch, self._batch_step, self._computing = spans, self.core.step - 1, True
+        self.world.later(self.world.compute_s(self.peer), self.peer, self._end_turn)
 
     def _end_turn(self) -> None:
         if self._frozen or self._is_stalled:
