@@ -3,14 +3,14 @@
     A     the anchor: parameters after the last committed round, equal on all workers
     D_r   the change that turn r has made on this worker: parameters at its start - parameters at its end
 
-    turn begins      D_r-1 is submitted to round r;  parameters = A - D_r-1
+    turn begins      D_r-1 is submitted to round r;  parameters = A - kept * D_r-1
     local steps      the parameters change;  meanwhile the group exchanges D_r-1 and commits round r
     last step        D_r is kept;  parameters = A;  waits for round r
                      committed: A = parameters = A - outer_learning_rate * nesterov(update)
 
-So a worker always has its own latest change, and the changes of the others one turn later.  After Streaming
-DiLoCo (Douillard et al. 2025, arXiv 2501.18512, section 3.2) and eager updates (Kale et al. 2025, arXiv
-2502.12996); all parameters are exchanged in one round.
+So a worker has a share of its own latest change at once, and the changes of the others one turn later.
+After Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512), which mixes local and global parameters, and
+eager updates (Kale et al. 2025, arXiv 2502.12996); all parameters are exchanged in one round.
 
 Between two turns the parameters are the anchor, so that states, checkpoints and comparisons are as in
 `local_sgd`.  The data ledger counts the samples of a turn when its change is committed (`LedgerSpec.delay`).
@@ -55,7 +55,12 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
             log.info('wait="auto" has no effect with LocalSteps(overlap=True)')
             options["wait"] = "all"
         super().__init__(inner, model, exchange, session, **options)
-        self._change_N = torch.zeros_like(self._flat.flat_N)  # of the latest turn; flat_N: of the one before
+        # Between two turns the change of the latest one; in a turn the part of it that the turn starts with.
+        self._change_N = torch.zeros_like(self._flat.flat_N)
+        pieces = torch.split(self._change_N, self._flat.sizes)
+        self._change_views = [
+            (p, piece.view_as(p)) for p, piece in zip(self._flat.parameters, pieces, strict=True)
+        ]
         self._is_change_finite = True
         self._is_repeating = False
         self._step_settings = inner
@@ -73,6 +78,8 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
         is_counted = plan is None or plan.samples > 0  # not if this worker has left the group meanwhile
         if not (is_counted and self._is_change_finite):
             self._flat.flat_N.zero_()
+        world_size = 1 if plan is None else plan.world_size
+        torch.mul(self._flat.flat_N, kept_share(world_size), out=self._change_N)
         self._set_parameters_to_start()
         if plan is not None:
             self._send_step(plan, usable=self._is_change_finite)
@@ -88,7 +95,7 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
         super().begin_turn(calls_with_samples)
         self._is_repeating = True
         self._copy_to_anchor()
-        self._flat.flat_N.zero_()
+        self._change_N.zero_()
 
     def _save_anchor(self) -> None:
         """Do nothing: `begin_turn` has saved the anchor."""
@@ -107,18 +114,17 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
 
     @torch.no_grad()
     def _set_parameters_to_start(self) -> None:
-        """Set parameters = anchor - flat_N, where the turn starts."""
-        for (view, parameter), anchor in zip(self._flat.views, self._anchor, strict=True):
-            subtract(anchor, view, parameter)
+        """Set parameters = anchor - the kept part of the change, where the turn starts."""
+        for (parameter, kept), anchor in zip(self._change_views, self._anchor, strict=True):
+            subtract(anchor, kept, parameter)
 
     @torch.no_grad()
     def _keep_change(self) -> None:
         """Set the change to the parameters at the turn's start - parameters, then parameters = anchor."""
-        changes = torch.split(self._change_N, self._flat.sizes)
-        for (view, parameter), anchor, change in zip(self._flat.views, self._anchor, changes, strict=True):
-            start = change.view_as(view) if parameter.dtype == torch.float32 else torch.empty_like(anchor)
-            subtract(anchor, view, start)
-            subtract(start, parameter, change.view_as(view))
+        for (parameter, change), anchor in zip(self._change_views, self._anchor, strict=True):
+            start = change if parameter.dtype == torch.float32 else torch.empty_like(anchor)
+            subtract(anchor, change, start)  # with the rounding of `_set_parameters_to_start`
+            subtract(start, parameter, change)
             parameter.copy_(anchor)
         self._is_change_finite = math.isfinite(largest_magnitude(self._change_N))
         if not self._is_change_finite:
@@ -128,6 +134,15 @@ class OverlappedLocalSGDOptimizer(LocalSGDOptimizer):
     def _settings_of_step(self) -> torch.optim.Optimizer:
         """An optimizer with the settings at the start of the turn: a retry at its end repeats them."""
         return self._step_settings
+
+
+def kept_share(world_size: int) -> float:
+    """Return the share of a worker's own latest change with which its next turn starts.
+
+    Alone the change is the group's.  Among others it differs from the group's mean, of which its part is
+    1 / world_size: the share is the mean of both (decision 0067).
+    """
+    return (1.0 + 1.0 / world_size) / 2.0
 
 
 def _copy_settings(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -22,6 +22,8 @@ from gridtrain.training.checkpoint import checkpoint_store, serialization
 
 EVERY = 4
 EXCHANGES = [gridtrain.Dense(), gridtrain.TopK(density=0.3), gridtrain.GTopK(density=0.3)]
+KEPT = 0.75
+"""Share of its own change with which each of two workers begins a turn."""
 OUTER = {"outer_learning_rate": 0.7, "outer_momentum": 0.9}
 
 
@@ -149,10 +151,11 @@ def test_it_is_the_algorithm_of_the_paper(together: Any) -> None:
         if turn < turns:
             changes = []
             for (loop, _), model, inner, change in zip(results, models, inners, sent, strict=True):
-                load(model, anchor - change)
+                start = anchor - KEPT * change
+                load(model, start)
                 for batch in loop.samples[turn]:
                     train_batch(model, inner, torch.stack([data[index][0] for index in batch]))
-                changes.append(anchor - change - flat(model))
+                changes.append(start - flat(model))
         update = (sent[0] + sent[1]) / 2
         velocity = 0.9 * velocity + update
         anchor = anchor - 0.7 * (update + 0.9 * velocity)
