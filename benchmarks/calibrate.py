@@ -40,6 +40,7 @@ from gridtrain.core.planning.cost_model import exchange_cost
 from gridtrain.core.planning.exchange_facts import parse_workload
 from gridtrain.core.planning.network_model import uniform_network
 from gridtrain.core.planning.workload import NO_CPU_COSTS, PACKET_BYTES, CpuCosts, Workload, count_messages
+from gridtrain.network.wire.dense_payload import decode_slice, encode_slice
 from gridtrain.network.wire.sparse_payload import ValueKind, decode, encode
 from gridtrain.sparsify.error_feedback import ErrorFeedback
 from gridtrain.sparsify.merge import merge, sum_in_rank_order
@@ -117,10 +118,14 @@ def dense_work() -> dict[str, float]:
         for row in here:
             sha256(row.data).digest()
 
+    row = np.random.default_rng(0).standard_normal(SLICE_BYTES // 4).astype(np.float32)
+    section = np.frombuffer(encode_slice(row, ValueKind.INT8)[0], np.uint8)
     return {
         "add_byte_s": least_s(add) / here.nbytes,
         "store_byte_s": least_s(store) / here.nbytes,
         "hash_byte_s": least_s(digest) / here.nbytes,
+        "round_element_s": least_s(lambda: encode_slice(row, ValueKind.INT8)) / row.size,
+        "widen_element_s": least_s(lambda: decode_slice(section, row.size, ValueKind.INT8)) / row.size,
     }
 
 

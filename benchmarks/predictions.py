@@ -78,7 +78,7 @@ def load_of(cell: Measured) -> Workload:
     """Dense: on the road that the coordinator would take.  Raises `ConfigError` for no exchange of ours."""
     name, _, options = cell.exchange.partition(":")
     for word, value in (("density", cell.density), ("values", cell.values)):
-        if f"{word}=" not in options:
+        if f"{word}=" not in options and name != "dense":
             options = f"{options},{word}={value}"
     load = parse_workload(name, options, cell.n, cell.encrypted)
     if load is None:

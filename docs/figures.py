@@ -106,9 +106,10 @@ def sooner(file: str, workload: str, contender: str, reference: str) -> Figure:
     return value
 
 
-def steps_to_target(file: str, values: str) -> Figure:
+def steps_to_target(file: str, family: str, values: str, seed: int = 0) -> Figure:
     """Steps until the held-out loss of the workload, in a file of `python -m accuracy.tune`."""
-    return lambda: str(next(t["reached"] for t in result(file)["tried"] if t["values"] == values))
+    kind = {"family": family, "values": values, "seed": seed}
+    return lambda: str(next(t["reached"] for t in result(file)["tried"] if t.items() >= kind.items()))
 
 
 def median_steps(file: str, variant: str) -> Figure:
@@ -379,7 +380,12 @@ for _name, _exchange, _rate in (
         f"overlap-{_name}-exchange-ms": overlap(_exchange, _rate, "communication_s", 1e3, 0),
     }
 for _kind in ("fp32", "fp16", "bf16", "int8", "int4"):
-    FIGURES[f"values-{_kind}-steps"] = steps_to_target("accuracy_values", _kind)
+    FIGURES[f"values-{_kind}-steps"] = steps_to_target("accuracy_values", "sparse", _kind)
+for _kind in ("fp32", "bf16", "int8"):
+    for _seed in range(3):
+        FIGURES[f"dense-values-{_kind}-steps-{_seed}"] = steps_to_target(
+            "accuracy_dense_values", "adamw", _kind, _seed
+        )
 for _name, _options in (
     ("fp16", "values=fp16"),
     ("int8", "values=int8"),

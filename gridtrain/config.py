@@ -25,29 +25,42 @@ VALUES = ("fp16", "fp32", "bf16", "int8", "int4", "int2")
 """The possible encodings of the values in a sparse exchange; "int2" only for exchanges that round once, which
 are `TopK` and `GTopK(topology="star")`."""
 
+DENSE_VALUES = ("fp32", "bf16", "int8")
+"""The possible encodings of the values in a dense exchange."""
+
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """Dense all-reduce of float32 gradients: every element, every step.
+    """Dense all-reduce of gradients: every element, every step.
 
     Attributes:
         topology: "auto", with which the coordinator selects "direct" for small models on similar links and
             "ring" otherwise; "ring" (Baidu, 2017); "direct", in which all members are connected to each other
             and each sums one chunk, in two hops; or "star", in which all members send to rank 0, as to a
             parameter server.
+        values: how the elements are sent: "fp32"; or "bf16" (2 bytes) or "int8" (1 byte, and 2 bytes for
+            each 256 elements), in which a worker rounds what it sends, and adds its rounding errors to its
+            next gradient.
     """
 
     topology: str = "auto"
+    values: str = "fp32"
 
     def __post_init__(self) -> None:
         _check_topology("Dense", self.topology, ("auto", "ring", "direct", "star"))
+        if self.values not in DENSE_VALUES:
+            raise ConfigError(
+                f'values of Dense is "{self.values}", which is not a known encoding of a dense exchange',
+                remedy="use one of " + ", ".join(f'values="{name}"' for name in DENSE_VALUES),
+            )
 
     @property
     def sparse(self) -> bool:
         return False
 
     def describe(self) -> str:
-        return "Dense()" if self.topology == "auto" else f"Dense(topology={self.topology})"
+        given = ("topology", self.topology, "auto"), ("values", self.values, "fp32")
+        return f"Dense({', '.join(f'{name}={value}' for name, value, usual in given if value != usual)})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ all workers' batches here, where each worker has its own in a run.
     python -m accuracy.tune --workloads gpt --families sparse --rates 0.2 0.4 --steps 100
     python -m accuracy.tune --workloads gpt --families local --gathered 4:0.1 8:0.1 --out FILE
     python -m accuracy.tune --workloads gpt --families sparse --rates 0.4 --values fp32 int8
+    python -m accuracy.tune --workloads gpt --families dense adamw --values fp32 int8    Dense(values=...)
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ from torch import Tensor, nn
 
 import gridtrain
 from accuracy.butterfly import WORKERS, Butterfly
+from accuracy.dense_ring import DenseRing
 from accuracy.train import parse, train
 from accuracy.workloads import WORKLOADS, Settings, Workload
-from gridtrain.network.wire.value_encoding import VALUE_KINDS, ValueKind
+from gridtrain.network.wire.value_encoding import VALUE_KINDS
 
 SGD_RATES = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.0, 3.0)
 ADAMW_RATES = (0.001, 0.002, 0.003, 0.004, 0.006, 0.01, 0.02, 0.03)
@@ -61,7 +63,7 @@ STEPS, MEASURE_EVERY, DENSITY = 250, 10, 0.05
 class Tried:
     """One setting.  `reached`: the step at which the workload's target was; None: it was not.
     `least`: the lowest held-out loss, of all that were measured.  `gathered`: of the local families.
-    `values`: of the sparse family, if not fp16."""
+    `values`: of the sparse family, if not fp16; of the dense ones, if sent through a ring."""
 
     workload: str
     family: str
@@ -113,8 +115,9 @@ def run(
     settings: Settings = replace(workload.settings[family], learning_rate=rate)
     optimizer = settings.build(model, momentum=family != "sparse")
     n = sum(parameter.numel() for parameter in model.parameters())
-    kind = VALUE_KINDS[values] if values else ValueKind.FP16
-    butterfly = Butterfly(n, DENSITY, kind) if family == "sparse" else None
+    exchange: Butterfly | DenseRing | None = DenseRing(n, values) if values else None
+    if family == "sparse":
+        exchange = Butterfly(n, DENSITY, VALUE_KINDS[values or "fp16"])
     generator = torch.Generator().manual_seed(seed + 1)
     size, order, least = workload.batch_size, [], math.inf
     for step in range(1, steps + 1):
@@ -123,7 +126,7 @@ def run(
         taken, order = order[: WORKERS * size], order[WORKERS * size :]
         parts = [taken[i : i + size] for i in range(0, len(taken), size)]
         shares = [flat_gradient_N(workload, model, part) / WORKERS for part in parts]
-        update_N = torch.stack(shares).sum(0) if butterfly is None else butterfly.exchange(shares)
+        update_N = torch.stack(shares).sum(0) if exchange is None else exchange.exchange(shares)
         apply(model, update_N, optimizer, settings.clip_norm)
         if step % measure_every == 0 or step == steps:
             least = min(least, workload.held_out(model))
@@ -176,7 +179,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gathered", nargs="+", default=GATHERED, metavar="H:DENSITY", help="of local ones")
-    parser.add_argument("--values", nargs="+", default=[""], choices=list(VALUE_KINDS), help="of sparse ones")
+    parser.add_argument(
+        "--values", nargs="+", default=[""], choices=list(VALUE_KINDS), help="of sparse and dense ones"
+    )
     parser.add_argument("--out", type=Path, help="add what is tried to this JSON file")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -198,10 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def variants_of(family: str, options: argparse.Namespace) -> Sequence[str]:
-    """What a family is tried with at each rate: H:density of local steps, kinds of values of gTop-k."""
-    if family in ROADS:
-        return list(options.gathered)
-    return list(options.values) if family == "sparse" else [""]
+    """What a family is tried with at each rate: H:density of local steps, kinds of values of the others."""
+    return list(options.gathered) if family in ROADS else list(options.values)
 
 
 def keep(path: Path, tried: Sequence[Tried]) -> None:

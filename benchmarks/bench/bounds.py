@@ -1,10 +1,10 @@
 """The least time that a link allows an exchange, whatever the processors do.
 
 Decides the formulas; knows no measurement.  alpha: seconds one way; B: bytes a second of each cable, in each
-direction at once; S: bytes of one member's payload; n: elements.
+direction at once; S: bytes of one member's payload, of a dense exchange those of its whole vector.
 
-    dense, ring or any other    2 (P-1) alpha + 2 (P-1)/P * 4n / B      Patarasuk and Yuan 2009, section 2
-    dense, single reducer       2 alpha + 2 (P-1) * 4n / B              its cable carries everybody's
+    dense, ring or any other    2 (P-1) alpha + 2 (P-1)/P * S / B       Patarasuk and Yuan 2009, section 2
+    dense, single reducer       2 alpha + 2 (P-1) S / B                 its cable carries everybody's
     TopK, all-gather            ceil(log2 P) alpha + (P-1) S / B
     gTop-k, butterfly           rounds * (alpha + S / B), rounds = floor(log2 P) + 2 [P no power of two]
     gTop-k, tree and broadcast  2 ceil(log2 P) (alpha + S / B)          Shi et al. 2019, section 3
@@ -21,7 +21,9 @@ from collections.abc import Callable
 
 from bench.cells import Cell
 from gridtrain.config import Dense, TopK
+from gridtrain.network.wire.dense_payload import slice_bytes
 from gridtrain.network.wire.sparse_payload import ValueKind, encoded_bytes
+from gridtrain.network.wire.value_encoding import VALUE_KINDS
 
 FLOAT_BYTES = 4
 RIVAL_ENTRY_BYTES = 8
@@ -33,9 +35,9 @@ def butterfly_rounds(world_size: int) -> int:
     return int(math.log2(world_size)) + 2 * (world_size & (world_size - 1) != 0)
 
 
-def dense_s(world_size: int, n: int, alpha_s: float, beta_s: float) -> float:
+def dense_s(world_size: int, vector_bytes: float, alpha_s: float, beta_s: float) -> float:
     """beta_s: seconds per byte."""
-    return 2 * (world_size - 1) * (alpha_s + FLOAT_BYTES * n * beta_s / world_size)
+    return 2 * (world_size - 1) * (alpha_s + vector_bytes * beta_s / world_size)
 
 
 def star_s(world_size: int, payload_bytes: float, alpha_s: float, beta_s: float) -> float:
@@ -67,7 +69,7 @@ def payload_bytes(cell: Cell) -> float | None:
         return None if cell.op == "powersgd" else float(RIVAL_ENTRY_BYTES * cell.k)
     exchange = cell.exchange
     if isinstance(exchange, Dense):
-        return float(FLOAT_BYTES * cell.n)
+        return float(slice_bytes(cell.n, VALUE_KINDS[exchange.values]))
     kind = ValueKind.__members__.get(exchange.values.upper())
     return None if kind is None else float(encoded_bytes(cell.k, cell.n, kind))
 
@@ -79,10 +81,10 @@ def bound_s(cell: Cell) -> float | None:
     P, alpha_s, beta_s = cell.link.workers, cell.link.delay_s, 1.0 / cell.link.bandwidth_Bps
     size = payload_bytes(cell)
     if cell.dense:
+        vector = FLOAT_BYTES * cell.n if cell.rival or size is None else size
         star = not cell.rival and getattr(cell.exchange, "topology", "ring") == "star"
-        return (
-            star_s(P, FLOAT_BYTES * cell.n, alpha_s, beta_s) if star else dense_s(P, cell.n, alpha_s, beta_s)
-        )
+        formula = star_s if star else dense_s
+        return formula(P, vector, alpha_s, beta_s)
     if size is None:
         return None
     if cell.rival:

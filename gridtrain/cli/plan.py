@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gridtrain.core.planning.exchange_comparison import ExchangeEstimate
 
 EXCHANGES = ("dense", "topk", "gtopk", "gtopk-tree", "dense-direct", "star", "star-gtopk")
+DENSE_EXCHANGES = ("dense", "dense-direct", "star")
 PLAIN_WIDTH = 120
 MAX_ORDERED_WORKERS = 32
 """The largest number of workers for which the best order on an uneven network is searched.
@@ -69,7 +70,7 @@ _MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
     "exchanges",
     default="dense,topk,gtopk,star",
     metavar="LIST",
-    help="Exchanges to compare.  [dense,topk,gtopk,star]",
+    help="Names, also dense:int8.  [dense,topk,gtopk,star]",
 )
 @click.option("--density", default=0.001, metavar="SHARE", help="Density of sparse exchanges.  [0.001]")
 @click.option(
@@ -77,7 +78,7 @@ _MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
     type=click.Choice(VALUES),
     default="fp16",
     metavar="KIND",
-    help="Values: fp16, fp32, bf16, int8, int4 or int2.  [fp16]",
+    help="fp16, fp32, bf16, int8, int4 or int2.  [fp16]",
 )
 @click.option(
     "--local-steps", type=click.IntRange(min=1), default=1, metavar="N", help="Steps per exchange.  [1]"
@@ -170,7 +171,10 @@ def plan(
     if from_run is not None and from_run.kind.is_sparse:
         density = density if given("density") else from_run.density
         values = values if given("values") else from_run.values
-    loads = [Workload(ExchangeKind(name), count, density, values, not plain) for name in _names(exchanges)]
+    loads = [
+        Workload(ExchangeKind(name), count, density, values, not plain, dense_values)
+        for name, dense_values in _exchanges(exchanges)
+    ]
     if live is not None and live.compute_s and not given("compute"):
         compute_s = live.compute_s
     rows = [[_estimate(load, described, count, compute_s, local_steps) for load in loads] for count in counts]
@@ -244,14 +248,18 @@ def _parameters(text: str) -> int:
     return round(count)
 
 
-def _names(text: str) -> list[str]:
+def _exchanges(text: str) -> list[tuple[str, str]]:
+    """Return the name of each exchange, and its values if it is dense."""
+    from gridtrain.config import DENSE_VALUES
+
     names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in EXCHANGES]
-    if unknown or not names:
+    rounded = {f"{name}:{values}": (name, values) for name in DENSE_EXCHANGES for values in DENSE_VALUES}
+    known = {name: (name, "fp32") for name in EXCHANGES} | rounded
+    if not names or not known.keys() >= set(names):
         raise click.BadParameter(
-            f'"{text}" is not a list of exchanges out of {", ".join(EXCHANGES)}', param_hint="--exchange"
+            f'"{text}" is not a list of exchanges out of {", ".join(known)}', param_hint="--exchange"
         )
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(known[name] for name in names))
 
 
 # -- output -------------------------------------------------------------------------------------------
@@ -316,7 +324,7 @@ def _table(rows: Sequence[Sequence[ExchangeEstimate]]) -> Table:
     table = Table()
     table.add_column("workers", justify="right")
     for each in rows[0]:
-        for name in (str(each.load.kind), "sent", "eff."):
+        for name in (each.load.name, "sent", "eff."):
             table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         cells = [
@@ -330,7 +338,7 @@ def _table(rows: Sequence[Sequence[ExchangeEstimate]]) -> Table:
 
 def _figures(each: ExchangeEstimate) -> dict[str, Any]:
     return {
-        "exchange": str(each.load.kind),
+        "exchange": each.load.name,
         "workers": each.world_size,
         "step_s": each.step_s,
         "exchange_s": each.cost.exchange_s,
@@ -354,7 +362,7 @@ def _chart(rows: Sequence[Sequence[ExchangeEstimate]], subtitle: str) -> str:
 
     lines: list[tuple[ChartLine, ChartLine]] = []
     for index, first in enumerate(rows[0]):
-        name, colour = str(first.load.kind), COLOURS[index % len(COLOURS)]
+        name, colour = first.load.name, COLOURS[index % len(COLOURS)]
         each = [row[index] for row in rows]
         efficiency = tuple((float(at.world_size), 100 * at.efficiency) for at in each)
         seconds = tuple((float(at.world_size), at.step_s) for at in each)

@@ -261,7 +261,9 @@ class Pipeline:
     def _share_tied(self, state: StageState, layout: RankLayout, link: RoundStageLink) -> None:
         """Replace the copies of tied parameters with the first stage's copy if their updates may differ."""
         assert state.executor is not None
-        if state.tied and (not isinstance(self._options.exchange, Dense) or layout.replicas > 2):
+        exchange = self._options.exchange
+        is_exact = isinstance(exchange, Dense) and exchange.values == "fp32"
+        if state.tied and (not is_exact or layout.replicas > 2):
             share_tied_parameters(state.executor.stage, state.stage, link)
 
     def _exchange(

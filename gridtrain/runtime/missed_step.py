@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gridtrain.network.wire.sparse_payload import SparseVector
-from gridtrain.runtime.buffers.buckets import BucketedBuffer
-from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer, CollectiveBuffer
+from gridtrain.runtime.buffers.buckets import BucketedBuffer, update_of
+from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer, CollectiveBuffer, DenseRingBuffer
 from gridtrain.sparsify.merge import FloatArray, TruncatedEntries
 
 
@@ -19,17 +19,26 @@ class MissedStep:
         settings: the optimizer settings with which the other members apply the step.
         update: the update, dense or sparse; None for a skipped step.
         truncated: the entries that this worker's merges truncated, which belong to its residual.
+        rest_N: what this worker's roundings of dense values have left, which belongs to its residual.
     """
 
     step: int
     settings: bytes
     update: FloatArray | SparseVector | None
     truncated: tuple[TruncatedEntries, ...] = ()
+    rest_N: FloatArray | None = None
+
+    @classmethod
+    def of(cls, step: int, settings: bytes, buffer: CollectiveBuffer | BucketedBuffer) -> MissedStep:
+        """Return the missed step whose complete update is in `buffer`."""
+        rest_N = buffer.rest_N if isinstance(buffer, DenseRingBuffer) else None
+        return cls(step, settings, update_of(buffer), truncated_entries(buffer), rest_N)
 
     @property
     def nbytes(self) -> int:
         """The size of the arrays in memory."""
         arrays = [array for entries in self.truncated for array in entries]
+        arrays += [] if self.rest_N is None else [self.rest_N]
         match self.update:
             case None:
                 pass

@@ -19,7 +19,7 @@ from gridtrain.core import messages as m
 from gridtrain.core.collectives.collective import BufferEffect
 from gridtrain.core.group import member_events as io
 from gridtrain.core.group.round_flags import absent_flag, is_skipped
-from gridtrain.runtime.buffers.buckets import BucketedBuffer, buffers_by_channel, update_of
+from gridtrain.runtime.buffers.buckets import BucketedBuffer, buffers_by_channel
 from gridtrain.runtime.buffers.collective_buffers import (
     AllGatherBuffer,
     ButterflyBuffer,
@@ -27,7 +27,7 @@ from gridtrain.runtime.buffers.collective_buffers import (
     DenseRingBuffer,
 )
 from gridtrain.runtime.mailbox.mailbox import Mailbox
-from gridtrain.runtime.missed_step import MissedStep, truncated_entries
+from gridtrain.runtime.missed_step import MissedStep
 from gridtrain.runtime.open_round import (
     OpenRound,
     PipelineRound,
@@ -265,8 +265,7 @@ class StepRounds:
             return
         missed = MissedStep(ended.id.step, ended.settings, None)
         if not is_skipped(flags):
-            buffer = ended.voted_buffers[0]
-            missed = MissedStep(ended.id.step, ended.settings, update_of(buffer), truncated_entries(buffer))
+            missed = MissedStep.of(ended.id.step, ended.settings, ended.voted_buffers[0])
         self._missed.append(missed)
         self._count_missed_step()
 

@@ -215,6 +215,25 @@ class ErrorFeedback:
         self._residual_N, self._spare_residual_N = self._spare_residual_N, self._residual_N
         self._u_N, self._spare_u_N = self._spare_u_N, self._u_N
 
+    def commit_rests(self, parts: Sequence[tuple[Tensor, npt.NDArray[np.float32] | None]]) -> None:
+        """Commit a dense exchange, which has sent the whole residual.
+
+        What was added to the residual since it was read (`add_residual`) stays.
+
+        Args:
+            parts: for each part of the vector, in order, the residual as it was read, on the CPU, and what
+                this worker's roundings have left; None if nothing was rounded.
+        """
+        start = 0
+        for sent_B, rest_B in parts:
+            part = self._part(start, sent_B.numel())
+            new_B = self._spare_residual_N[part]
+            torch.sub(self._residual_N[part], sent_B.to(new_B.device), out=new_B)
+            if rest_B is not None:
+                new_B += _like(rest_B, new_B)
+            start = part.stop
+        self._residual_N, self._spare_residual_N = self._spare_residual_N, self._residual_N
+
     def _part(self, start: int, size: int) -> slice:
         n = self._residual_N.numel()
         if not 0 <= start < start + size <= n:
@@ -250,12 +269,16 @@ class ErrorFeedback:
                 "them"
             )
 
-    def add_truncated(self, truncated: Iterable[TruncatedEntries]) -> None:
-        """Add entries that this worker's merges truncated in a round to which it contributed nothing.
+    def add_truncated(
+        self, truncated: Iterable[TruncatedEntries], rest_N: npt.NDArray[np.float32] | None = None
+    ) -> None:
+        """Add what this worker's merges or roundings have left in a round to which it contributed nothing.
 
         The momentum does not change.  Call it between two rounds.
         """
         _add_entries(self._residual_N, truncated)
+        if rest_N is not None:
+            self._residual_N += _like(rest_N, self._residual_N)
 
     def add_residual(
         self, indices_K: npt.NDArray[np.int64], values_K: npt.NDArray[np.float32], limit: float

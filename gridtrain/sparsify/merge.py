@@ -72,13 +72,16 @@ def keep_freed_memory() -> None:
     np.empty(_RESERVE_BYTES, np.uint8)
 
 
-def largest_summable(world_size: int) -> float:
+def largest_summable(world_size: int, growth: float = 1.0) -> float:
     """Return the largest magnitude that each of `world_size` members may contribute to one element.
 
     With this limit no sum can overflow float32, regardless of order and rounding.  A member whose
     contribution is larger or not finite must skip the step.
+
+    Args:
+        growth: the factor by which roundings may increase a sum, if it is rounded on the way.
     """
-    return float(np.finfo(np.float32).max) / (2 * world_size)
+    return float(np.finfo(np.float32).max) / (2 * world_size * growth)
 
 
 def merge(mine: SparseVector, theirs: SparseVector, *, n: int, k: int, kind: ValueKind) -> MergeResult:

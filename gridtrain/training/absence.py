@@ -164,7 +164,7 @@ class Absence:
                 if step.settings != own:
                     self._optimizer.load_settings(step.settings)
                 self._optimizer.apply_update(step.update)
-                self._optimizer.residual.add_truncated(step.truncated)
+                self._optimizer.residual.add_truncated(step.truncated, step.rest_N)
             if step.settings != own and self._schedulers:
                 self._optimizer.load_settings(own)
                 self.set_obstacle("its schedulers give other settings than the other workers have used")
@@ -175,7 +175,7 @@ class Absence:
     def drop(self, steps: Sequence[MissedStep]) -> None:
         """Add to the residual what belongs to it of steps that the model already contains."""
         for step in steps:
-            self._optimizer.residual.add_truncated(step.truncated)
+            self._optimizer.residual.add_truncated(step.truncated, step.rest_N)
 
     def _advance_schedulers(self) -> None:
         with warnings.catch_warnings():

@@ -24,7 +24,12 @@ from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.buffers.buckets import Bounds
 from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.sparsify.error_feedback import ErrorFeedback
-from gridtrain.training.exchangers import DenseExchanger, ExchangeAttempt, Exchanger, SparseExchanger
+from gridtrain.training.exchangers import (
+    DenseExchanger,
+    ExchangeAttempt,
+    SparseExchanger,
+    make_exchanger,
+)
 
 
 class AutoExchanger:
@@ -37,9 +42,8 @@ class AutoExchanger:
         self._choices = {exchange.describe(): exchange for exchange in auto.exchanges(bounds[-1])}
         self._choices[DIRECT_DENSE] = Dense(topology="direct")  # the other topology of `Dense()`
         self._name = ""
-        self._current: Exchanger | None = None
+        self._current: DenseExchanger | SparseExchanger | None = None
         self._feedback: ErrorFeedback | None = None
-        self._taken_N: Tensor | None = None  # the residual that the dense step in flight sends
 
     @property
     def feedback(self) -> ErrorFeedback | None:
@@ -65,7 +69,7 @@ class AutoExchanger:
         return self._feedback
 
     def clear_residual(self) -> None:
-        self._feedback = self._taken_N = None
+        self._feedback = None
 
     def prepare_bucket(
         self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool
@@ -73,49 +77,33 @@ class AutoExchanger:
         """Prepare a bucket as `Exchanger` describes; raise `LocalProtocolError` if the plan names an
         exchange that is not one of the choices."""
         current = self._switch_to(plan.exchange)
-        self._taken_N = None
-        if isinstance(current, SparseExchanger) or self._feedback is None or not usable:
-            return current.prepare_bucket(bucket, gradient_B, plan, usable=usable)
-        taken_N = self._feedback.residual_N.clone()
-        weighted_N = gradient_B * plan.weight if plan.samples else torch.zeros_like(gradient_B)
-        assert isinstance(current, DenseExchanger)
-        attempt = current.prepare_contribution(weighted_N.add_(taken_N), plan, usable=usable)
-        self._taken_N = taken_N
-        return attempt
+        return current.prepare_bucket(bucket, gradient_B, plan, usable=usable)
 
     def make_empty_buffer(self, plan: StepPlan) -> None:
         return None  # the coordinator compares the exchanges over steps in which all workers take part
 
     def commit(self, attempt: ExchangeAttempt) -> npt.NDArray[np.float32] | SparseVector:
-        assert self._current is not None
-        update = self._current.commit(attempt)
-        taken_N, self._taken_N = self._taken_N, None
-        if taken_N is not None and self._feedback is not None:
-            # Another worker's residual may have been added since, and has to stay.
-            left_N = torch.where(
-                self._feedback.residual_N == taken_N,
-                torch.zeros_like(taken_N),
-                self._feedback.residual_N - taken_N,
-            )
-            if bool(left_N.any()):
-                self._feedback.load({"residual": left_N})
-            else:
-                self._feedback = None
+        current = self._current
+        assert current is not None
+        update = current.commit(attempt)
+        # Another worker's residual may have been added since a dense step began, and has to stay.
+        left = current.feedback if isinstance(current, DenseExchanger) else None
+        if left is not None and not bool(left.residual_N.any()):
+            self._feedback = None
         return update
 
-    def _switch_to(self, name: str) -> Exchanger:
-        if self._current is not None and name == self._name:
-            if isinstance(self._current, SparseExchanger) and (feedback := self.open_feedback()) is not None:
-                self._current.feedback = feedback
-            return self._current
-        exchange = self._choices.get(name)
-        if exchange is None:
-            raise LocalProtocolError(
-                f"a step began with the exchange {name!r}, which is not one of the choices"
-            )
-        if isinstance(exchange, Dense):
-            self._current = DenseExchanger(exchange, self.bounds)
-        else:
-            self._current = SparseExchanger(exchange, self.bounds, self._device, self.open_feedback())
-        self._name = name
+    def _switch_to(self, name: str) -> DenseExchanger | SparseExchanger:
+        if self._current is None or name != self._name:
+            exchange = self._choices.get(name)
+            if exchange is None:
+                raise LocalProtocolError(
+                    f"a step began with the exchange {name!r}, which is not one of the choices"
+                )
+            feedback = self._feedback if isinstance(exchange, Dense) else self.open_feedback()
+            self._current = make_exchanger(exchange, self.bounds, self._device, feedback)
+            self._name = name
+        if isinstance(self._current, DenseExchanger):
+            self._current.feedback = self._feedback
+        elif (feedback := self.open_feedback()) is not None:
+            self._current.feedback = feedback
         return self._current

@@ -22,10 +22,11 @@ from gridtrain.config import Auto, Dense, Exchange, GTopK, LocalSteps, TopK, rou
 from gridtrain.core.collectives import allgather, butterfly, direct, ring, star, tree
 from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
 from gridtrain.network.wire.sparse_payload import SparseVector, encode_with_decoded
-from gridtrain.network.wire.value_encoding import VALUE_KINDS
+from gridtrain.network.wire.value_encoding import VALUE_KINDS, ValueKind
 from gridtrain.runtime.buffers.buckets import Bounds, BucketBuffer, BucketedBuffer
 from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
-from gridtrain.runtime.buffers.star_buffers import SPARSE_BUFFERS, make_dense_buffer
+from gridtrain.runtime.buffers.rounded_buffers import largest_contribution, make_dense_buffer
+from gridtrain.runtime.buffers.star_buffers import SPARSE_BUFFERS
 from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.sparsify.error_feedback import ErrorFeedback, PreparedState
 from gridtrain.sparsify.merge import TruncatedEntries, keep_freed_memory, largest_summable
@@ -57,12 +58,14 @@ class ExchangeAttempt:
         buffer: the collective buffer of the whole vector or of one bucket.
         skip: whether the values cannot be sent (not finite or too large), so that the group skips the step.
         prepared: the change that a sparse exchange commits to its residual.
+        sent_residual_B: the residual that a dense exchange sends with the gradient; None if there is none.
         parts: the attempts of the buckets, if `buffer` is a `BucketedBuffer`.
     """
 
     buffer: BucketBuffer | BucketedBuffer
     skip: bool
     prepared: PreparedState | None = None
+    sent_residual_B: Tensor | None = None
     parts: tuple[ExchangeAttempt, ...] = ()
 
     @property
@@ -129,14 +132,14 @@ class Exchanger(Protocol):
 
 def make_exchanger(
     exchange: Exchange, bounds: Bounds, device: torch.device, feedback: ErrorFeedback | None = None
-) -> Exchanger:
+) -> DenseExchanger | SparseExchanger:
     """Return the worker's side of `exchange` for a flat gradient on `device`, divided at `bounds` (0, ...,
     n).
 
     `feedback` is an error feedback to share with an exchanger that has different bounds.
     """
     if isinstance(exchange, Dense):
-        return DenseExchanger(exchange, bounds)
+        return DenseExchanger(exchange, bounds, feedback)
     return SparseExchanger(exchange, bounds, device, feedback)
 
 
@@ -149,36 +152,45 @@ def join_attempts(bounds: Bounds, attempts: Sequence[ExchangeAttempt]) -> Exchan
 
 
 class DenseExchanger:
-    """`Dense`: sends the whole gradient and keeps no residual."""
+    """`Dense`: sends the whole gradient, and the residual if there is one.
 
-    feedback: ErrorFeedback | None = None
-    keeps_residual = False
+    With values other than fp32, it keeps a residual of what its roundings leave, on the CPU.
 
-    def __init__(self, exchange: Dense, bounds: Bounds) -> None:
+    Attributes:
+        feedback: the error feedback; its residual is sent with the next gradient.
+    """
+
+    def __init__(self, exchange: Dense, bounds: Bounds, feedback: ErrorFeedback | None = None) -> None:
         self.bounds = bounds
-        self._topology = exchange.topology
+        self._topology, self._kind = exchange.topology, VALUE_KINDS[exchange.values]
+        self.keeps_residual = self._kind is not ValueKind.FP32
+        if feedback is None and self.keeps_residual:
+            feedback = ErrorFeedback(bounds[-1], "cpu")
+        self.feedback = feedback
+        if self.keeps_residual:
+            keep_freed_memory()
 
-    def open_feedback(self) -> None:
-        return None
+    def open_feedback(self) -> ErrorFeedback | None:
+        return self.feedback
 
     def clear_residual(self) -> None:
-        pass
+        if self.feedback is not None:
+            self.feedback.clear()
 
     def prepare_bucket(
         self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool
     ) -> ExchangeAttempt:
         # The collective sums in place, so the buffer gets an array that nothing else uses.
         contribution_B = gradient_B * plan.weight if plan.samples else torch.zeros_like(gradient_B)
-        return self.prepare_contribution(contribution_B, plan, usable=usable)
-
-    def prepare_contribution(
-        self, contribution_B: Tensor, plan: StepPlan, *, usable: bool
-    ) -> ExchangeAttempt:
-        """Prepare an attempt as `prepare_bucket` does, for a gradient that is already weighted and may be
-        overwritten."""
-        usable = usable and largest_magnitude(contribution_B) <= largest_summable(plan.world_size)
+        sent_B: Tensor | None = None
+        if self.feedback is not None:
+            start, stop = self.bounds[bucket : bucket + 2]
+            sent_B = self.feedback.residual_N[start:stop].to("cpu", copy=True)
+            contribution_B = contribution_B.cpu().add_(sent_B)
+        limit = largest_contribution(plan.world_size, self._kind)
+        usable = usable and largest_magnitude(contribution_B) <= limit
         buffer = self._make_buffer(contribution_B.cpu().numpy(), plan)
-        return ExchangeAttempt(buffer, not usable)
+        return ExchangeAttempt(buffer, not usable, sent_residual_B=sent_B)
 
     def make_empty_buffer(self, plan: StepPlan) -> DenseRingBuffer:
         return self._make_buffer(np.zeros(self.bounds[-1], np.float32), plan)
@@ -187,10 +199,17 @@ class DenseExchanger:
         topology = self._topology
         if topology == "auto":  # the coordinator names one; a ring otherwise
             topology = "direct" if plan.exchange == DIRECT_DENSE else "ring"
-        return make_dense_buffer(topology, contribution_B, plan.world_size)
+        return make_dense_buffer(topology, contribution_B, plan.world_size, self._kind)
 
     def commit(self, attempt: ExchangeAttempt) -> npt.NDArray[np.float32]:
         assert not isinstance(attempt.buffer, AllGatherBuffer | ButterflyBuffer)
+        rests = [
+            (part.sent_residual_B, cast(DenseRingBuffer, part.buffer).rest_N)
+            for part in attempt.buckets
+            if part.sent_residual_B is not None
+        ]
+        if self.feedback is not None and rests:
+            self.feedback.commit_rests(rests)
         return attempt.buffer.update_N
 
 

@@ -430,6 +430,7 @@ def _with_ring(neighbours: NeighboursOf) -> NeighboursOf:
 def _exchange_choices(wrapped: GridOptimizer) -> Mapping[str, NeighboursOf]:
     """Return the neighbours in each exchange that a membership view may name; "" stands for a view that names
     no exchange."""
-    if round_exchange(wrapped.exchange_config) == Dense():
+    exchange = round_exchange(wrapped.exchange_config)
+    if isinstance(exchange, Dense) and exchange.topology == "auto":
         return {"": ring.neighbours, DIRECT_DENSE: _with_ring(direct.neighbours)}
     return {each.describe(): _with_ring(neighbours_of(each)) for each in wrapped.choices}

@@ -491,8 +491,8 @@ class GridOptimizer(WrappingOptimizer):
         serialization.unpack_state(document, tensors, self.model, self.replicated, self._trackers)
 
     def residual_state(self) -> dict[str, Tensor]:
-        """Return the residual by name; empty for `Dense`.  It is not part of `state_dict`, because it is not
-        replicated."""
+        """Return the residual by name; empty if the exchange keeps none.  It is not part of `state_dict`,
+        because it is not replicated."""
         return self.residual.state()
 
     @property

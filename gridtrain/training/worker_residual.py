@@ -108,12 +108,14 @@ class WorkerResidual:
         limit = largest_summable(world_size)
         return feedback is not None and feedback.add_residual(entries.indices, entries.values, limit)
 
-    def add_truncated(self, truncated: Iterable[TruncatedEntries]) -> None:
-        """Add the entries that merges truncated in a committed round to which this worker contributed
+    def add_truncated(
+        self, truncated: Iterable[TruncatedEntries], rest_N: npt.NDArray[np.float32] | None = None
+    ) -> None:
+        """Add what this worker's merges or roundings have left in a committed round to which it contributed
         nothing."""
         feedback = self._exchanger.open_feedback()
         if feedback is not None:
-            feedback.add_truncated(truncated)
+            feedback.add_truncated(truncated, rest_N)
 
     def clear(self) -> None:
         """Set the residual to zero and forget the attempt in flight."""

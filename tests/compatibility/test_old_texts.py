@@ -179,7 +179,9 @@ def test_a_coordinator_understands_descriptions_of_exchanges_as_it_did() -> None
     setups = [
         Setup((model, ("exchange", text)), LedgerSpec(1, 0, steps=1), 1, None) for text in known["exchanges"]
     ]
-    assert [plain(workload_of(setup)) for setup in setups] == known["loads"]
+    loads = [plain(workload_of(setup)) for setup in setups]
+    assert [load and load[:5] for load in loads] == known["loads"], "before dense values could be rounded"
+    assert {load[5] for load in loads if load} == {"fp32"}
 
 
 def test_models_optimizers_and_data_are_described_as_they_were() -> None:

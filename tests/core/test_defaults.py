@@ -54,6 +54,8 @@ UNUSUAL = {
     "planning.workload.CpuCosts.merge_entry_s": 5.5e-08,
     "planning.workload.CpuCosts.sum_entry_s": 7e-08,
     "planning.workload.CpuCosts.select_parameter_s": 1.8e-09,
+    "planning.workload.CpuCosts.round_element_s": 4e-09,
+    "planning.workload.CpuCosts.widen_element_s": 1.2e-09,
     "planning.workload.Workload.density": 0.001,
     "planning.workload.Workload.encrypted": True,
     "planning.workload.Workload.of(encrypted)": True,

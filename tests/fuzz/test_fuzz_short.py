@@ -85,6 +85,7 @@ def test_what_honest_ones_do_is_accepted(name: str) -> None:
 PLANTED = {
     "codec": ("gridtrain.core.messages.declaration.IntField.pack", lambda self, value: value, 20000),
     "sparse": ("gridtrain.network.wire.value_encoding._EXPONENT_MAX", 400, 4000),
+    "slices": ("gridtrain.runtime.buffers.collective_buffers._check_magnitudes", lambda *of: None, 4000),
     "status": ("gridtrain.runtime.client.coordinator_client._printable", lambda value: value, 200),
     "stateblocks": (
         "gridtrain.runtime.state_transfer.blobs.BlobReceiver.is_complete_for",

@@ -137,7 +137,13 @@ def test_parameters_are_those_of_the_model_in_one_piece(
 
 
 @pytest.mark.parametrize(
-    "exchange", [gridtrain.Dense(), gridtrain.GTopK(density=0.2), gridtrain.TopK(density=0.2)]
+    "exchange",
+    [
+        gridtrain.Dense(),
+        gridtrain.GTopK(density=0.2),
+        gridtrain.TopK(density=0.2),
+        gridtrain.Dense(values="int8"),
+    ],
 )
 def test_replicas_of_a_stage_are_bit_identical(tmp_path: Path, exchange: Any) -> None:
     def train(grid: gridtrain.Grid) -> Seen:

@@ -41,6 +41,7 @@ TABLE: dict[str, str] = {
     "gridtrain.core":                "",
     "gridtrain.network":             "gridtrain.core",
     "gridtrain.network.wire":        "gridtrain.core.messages msgpack",
+    "gridtrain.network.wire.dense_payload":  "gridtrain.core.messages gridtrain.network.wire numpy",
     "gridtrain.network.wire.sparse_payload": "gridtrain.core.messages gridtrain.network.wire numpy",
     "gridtrain.network.wire.elias_fano":     "gridtrain.core.messages gridtrain.network.wire numpy",
     "gridtrain.network.wire.value_encoding": "gridtrain.core.messages gridtrain.network.wire numpy",

@@ -21,7 +21,12 @@ from gridtrain.training.checkpoint import checkpoint_store
 
 DATA = [(torch.tensor([float(i), 1.0]), torch.tensor([2.0 * i])) for i in range(24)]
 STEPS = 12
-EXCHANGES = [gridtrain.Dense(), gridtrain.GTopK(density=0.5, momentum=0.9), gridtrain.TopK(density=0.5)]
+EXCHANGES = [
+    gridtrain.Dense(),
+    gridtrain.GTopK(density=0.5, momentum=0.9),
+    gridtrain.TopK(density=0.5),
+    gridtrain.Dense(values="int8"),
+]
 
 torch.manual_seed(7)
 NET = nn.Linear(2, 1)
@@ -70,7 +75,7 @@ def run(
     return [results[number] for number in range(workers)]
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: e.describe())
 def test_another_number_of_workers_goes_on_bit_for_bit(exchange: Any, tmp_path: Path) -> None:
     run(tmp_path, 2, lambda grid: train(grid, exchange, until=8))
     written = checkpoint_store.read(tmp_path / "worker-0" / "step-00000006")
@@ -84,6 +89,29 @@ def test_another_number_of_workers_goes_on_bit_for_bit(exchange: Any, tmp_path: 
         tuple(t.flatten().tolist()) for t in written.tensors.values() if t.shape in ((1, 2), (1,))
     )
     assert all(tuple(again[0]["first"][name].flatten().tolist()) in stored for name in ("weight", "bias"))
+
+
+@pytest.mark.parametrize("values", ["bf16", "int8"])
+def test_a_dense_residual_is_part_of_a_checkpoint(tmp_path: Path, values: str) -> None:
+    def work(grid: gridtrain.Grid, until: int) -> list[torch.Tensor]:
+        model = copy.deepcopy(NET)
+        inner = torch.optim.SGD(model.parameters(), lr=0.001)
+        optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense(values=values))
+        residuals = []
+        for x, y in grid.batches(DATA, global_batch_size=6, steps=STEPS):
+            residuals.append(optimizer.residual_state()["residual"])
+            grid._model_state.checkpoints.wait()
+            ((model(x) - y) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if grid.step == until:
+                break
+        return residuals
+
+    before = run(tmp_path, 2, lambda grid: work(grid, 7))
+    after = run(tmp_path, 2, lambda grid: work(grid, STEPS))
+    for first, resumed in zip(before, after, strict=True):
+        assert first[6].any() and torch.equal(first[6], resumed[0])
 
 
 def test_the_latest_of_all_workers_counts(tmp_path: Path) -> None:

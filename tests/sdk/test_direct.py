@@ -20,6 +20,25 @@ def net() -> nn.Linear:
     return model
 
 
+@pytest.mark.parametrize("values", ["bf16", "int8"])
+def test_the_chosen_topology_rounds_as_the_script_says(outcomes: Any, values: str) -> None:
+    def train(grid: gridtrain.Grid, number: int) -> tuple[str, tuple[float, ...], bool]:
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = grid.optimizer(inner, model, exchange=gridtrain.Dense(values=values))
+        for inputs, targets in grid.batches(DATA, batch_size=2, steps=8):
+            (model(inputs) - targets).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        parameters = torch.cat([model.weight.detach().flatten(), model.bias.detach()])
+        kept = bool(optimizer.residual_state()["residual"].any())
+        return grid._session.snapshot.exchange, tuple(parameters.tolist()), kept
+
+    found = outcomes(train, workers=3)
+    assert {each[0] for each in found} == {"Dense(topology=direct)"} and len(set(found)) == 1
+    assert found[0][2], "what was rounded off is kept"
+
+
 @pytest.mark.parametrize("wrap", [lambda e: e, lambda e: gridtrain.LocalSteps(every=2, exchange=e)])
 def test_both_roads_end_with_the_same_bits(outcomes: Any, wrap: Any) -> None:
     found: dict[str, tuple[set[str], torch.Tensor]] = {}

@@ -27,6 +27,7 @@ SAMPLES, STEP = 120, 5
 EXCHANGES = {
     "dense": gridtrain.Dense(topology="ring"),
     "direct": gridtrain.Dense(),  # three workers, some hundred bytes
+    "int8": gridtrain.Dense(topology="ring", values="int8"),
     "topk": gridtrain.TopK(density=0.3),
     "gtopk": gridtrain.GTopK(density=0.3),
 }
@@ -105,7 +106,7 @@ class Runs:
         assert taken == list(range(SAMPLES))
 
 
-@pytest.mark.parametrize("exchange", ["dense", "direct", "gtopk"])
+@pytest.mark.parametrize("exchange", ["dense", "int8", "direct", "gtopk"])
 @pytest.mark.parametrize("point", ["before", "during", "after"])
 @pytest.mark.parametrize(("action", "left_with"), [("kill", EndpointKilled), ("fail", InjectedFailure)])
 def test_a_worker_ends_at_the_step_and_point_that_was_planned(

@@ -232,7 +232,9 @@ def test_three_ways_to_clip(together: Any) -> None:
 # -- a gradient that is not finite ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("exchange", [DENSE, SPARSE], ids=["dense", "gtopk"])
+@pytest.mark.parametrize(
+    "exchange", [DENSE, SPARSE, gridtrain.Dense(values="int8")], ids=["dense", "gtopk", "dense int8"]
+)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_bad_gradient_skips_the_step_on_all(together: Any, exchange: Any, bad: float) -> None:
     """Worker 1 of 3 has it, in step 2.  Nobody applies, nobody's residual moves, all count it."""

@@ -50,6 +50,7 @@ EXCHANGES = [
     gridtrain.TopK(density=0.1, values="fp32"),
     gridtrain.GTopK(density=0.1, values="fp32"),
     gridtrain.GTopK(density=0.1, momentum=0.5, values="fp32"),
+    gridtrain.Dense(values="int8"),
 ]
 
 
@@ -65,8 +66,13 @@ class Books:
     def keep(self, optimizer: gridtrain.GridOptimizer, number: int) -> None:
         feedback = optimizer._exchanger.feedback
         prepare, commit = feedback.prepare, optimizer._exchanger.commit
+        prepare_bucket = optimizer._exchanger.prepare_bucket
         self.contributed[number], self.applied[number] = np.zeros(WIDE), np.zeros(WIDE)
         latest: dict[str, Any] = {}
+
+        def preparing_dense(bucket: int, gradient_N: torch.Tensor, plan: Any, *, usable: bool) -> Any:
+            latest["added"] = (gradient_N * (plan.weight if plan.samples else 0.0)).double().numpy()
+            return prepare_bucket(bucket, gradient_N, plan, usable=usable)
 
         def preparing(gradient_N: torch.Tensor, *rest: Any, weight: float, **others: Any) -> Any:
             prepared = prepare(gradient_N, *rest, weight=weight, **others)
@@ -79,9 +85,14 @@ class Books:
             update = commit(attempt)
             self.contributed[number] += latest["added"]
             self.commits[number] += 1
-            np.add.at(self.applied[number], update.indices, update.values)
+            if isinstance(update, np.ndarray):
+                self.applied[number] += update
+            else:
+                np.add.at(self.applied[number], update.indices, update.values)
             return update
 
+        if isinstance(optimizer.exchange_config, gridtrain.Dense):
+            optimizer._exchanger.prepare_bucket = preparing_dense
         feedback.prepare, optimizer._exchanger.commit = preparing, committing
 
     def open_sum(self) -> np.ndarray:
@@ -99,6 +110,8 @@ def training(books: Books, exchange: Any, stop: Any) -> Any:
         books.keep(optimizer, number)
         for batch in grid.batches(DATA, global_batch_size=4, steps=STEPS):
             optimizer.zero_grad()
+            if isinstance(exchange, gridtrain.Dense):  # values with more bits than int8 has
+                batch = batch + batch.flip(-1) / 1024
             model(batch).mean().backward()
             chosen = stop.get(number) if isinstance(stop, dict) else stop if number == 1 else None
             if chosen is not None and grid.step == LEAVES and chosen(grid, optimizer):
@@ -157,8 +170,10 @@ def test_nothing_is_lost_and_nothing_counts_twice(
     assert ended[0] == STEPS, ended
     assert ended[1] == LEAVES + (stop is in_the_middle_of_a_round), ended
     assert books.commits[1] == LEAVES + (stop is in_the_middle_of_a_round), "what it was cut off from, too"
-    assert np.abs(books.contributed[1]).sum() > 0 and np.abs(books.residuals[0]).sum() > 0
-    if exchange.momentum:  # powers of it have too many bits for float32
+    assert np.abs(books.contributed[1]).sum() > 0
+    # A dense exchange sends the whole residual, and rounds nothing once its worker is alone.
+    assert (np.abs(books.residuals[0]).sum() > 0) == exchange.sparse
+    if getattr(exchange, "momentum", 0.0):  # powers of it have too many bits for float32
         assert np.abs(books.open_sum()).max() < 2.0**-18
     else:
         assert not books.open_sum().any(), "to the last bit"

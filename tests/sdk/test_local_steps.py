@@ -24,7 +24,12 @@ from gridtrain.testing import Faults
 from gridtrain.training.checkpoint import checkpoint_store, serialization
 
 EVERY = 4
-EXCHANGES = [gridtrain.Dense(), gridtrain.TopK(density=0.3), gridtrain.GTopK(density=0.3)]
+EXCHANGES = [
+    gridtrain.Dense(),
+    gridtrain.TopK(density=0.3),
+    gridtrain.GTopK(density=0.3),
+    gridtrain.Dense(values="int8"),
+]
 NAMES = ("anna", "bert", "carl")
 
 

@@ -21,7 +21,12 @@ from gridtrain.testing import Faults
 from gridtrain.training.checkpoint import checkpoint_store, serialization
 
 EVERY = 4
-EXCHANGES = [gridtrain.Dense(), gridtrain.TopK(density=0.3), gridtrain.GTopK(density=0.3)]
+EXCHANGES = [
+    gridtrain.Dense(),
+    gridtrain.TopK(density=0.3),
+    gridtrain.GTopK(density=0.3),
+    gridtrain.Dense(values="int8"),
+]
 KEPT = 0.75
 """Share of its own change with which each of two workers begins a turn."""
 OUTER = {"outer_learning_rate": 0.7, "outer_momentum": 0.9}
@@ -113,7 +118,7 @@ class Loop:
 # -- one training ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: e.describe())
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_have_one_anchor_and_take_every_sample_once(
     together: Any, exchange: Any, workers: int
@@ -272,7 +277,7 @@ def test_a_change_that_was_lost_with_a_process_is_computed_again(together: Any) 
 # -- workers that come and go ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: e.describe())
 def test_a_new_worker_enters_between_two_turns(new_group: Any, exchange: Any) -> None:
     warm, entered = threading.Event(), threading.Event()
     stop_at = [10**9]
@@ -319,7 +324,7 @@ def test_a_new_worker_enters_between_two_turns(new_group: Any, exchange: Any) ->
     assert "diverged" not in events and "lost" not in events
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: e.describe())
 @pytest.mark.parametrize("point", ["before", "during", "after"])
 def test_a_killed_worker_costs_no_sample(point: Any, exchange: Any) -> None:
     """The others redo what the killed worker has computed and the group has not committed."""
@@ -384,7 +389,7 @@ def run(folder: Path, workers: int, exchange: Any, until: int) -> list[dict[str,
     return [copy.copy(results[number]) for number in range(workers)]
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: e.describe())
 def test_another_number_of_workers_goes_on_from_a_checkpoint(exchange: Any, tmp_path: Path) -> None:
     run(tmp_path, 2, exchange, until=8)
     checkpoint = checkpoint_store.read(tmp_path / "worker-0" / "step-00000006")

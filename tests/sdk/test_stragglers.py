@@ -105,9 +105,10 @@ def exponential(grid: gridtrain.Grid, optimizer: torch.optim.Optimizer) -> Any:
         gridtrain.GTopK(density=0.1, topology="tree"),
         gridtrain.TopK(density=0.1),
         gridtrain.Dense(),
+        gridtrain.Dense(topology="ring", values="int8"),
         gridtrain.LocalSteps(every=2, exchange=gridtrain.Dense()),
     ],
-    ids=["gtopk", "tree", "topk", "dense", "local steps"],
+    ids=["gtopk", "tree", "topk", "dense", "dense int8", "local steps"],
 )
 def test_the_group_goes_on_without_a_stalled_loop(exchange: Any) -> None:
     stall = Stall()

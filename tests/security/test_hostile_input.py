@@ -11,6 +11,7 @@ import struct
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -37,6 +38,7 @@ from gridtrain.core.commit.two_phase_commit import Prepared
 from gridtrain.core.group.member_events import ApplyToBuffer, Send
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
+from gridtrain.network.wire.dense_payload import encode_slice, slice_bytes
 from gridtrain.network.wire.sparse_payload import ValueKind, decode, encode
 from gridtrain.runtime.buffers.collective_buffers import (
     AllGatherBuffer,
@@ -45,14 +47,29 @@ from gridtrain.runtime.buffers.collective_buffers import (
     DenseRingBuffer,
 )
 from gridtrain.runtime.buffers.direct_buffer import DirectBuffer
+from gridtrain.runtime.buffers.rounded_buffers import (
+    RoundedDirectBuffer,
+    RoundedRingBuffer,
+    RoundedStarBuffer,
+    largest_contribution,
+)
 from gridtrain.runtime.buffers.star_buffers import DenseStarBuffer, SparseStarBuffer, TreeBuffer
 from gridtrain.runtime.state_transfer.blobs import MAX_BLOBS, BlobReceiver, split_blocks
 from gridtrain.runtime.state_transfer.block_buffer import BLOCK_BYTES
-from gridtrain.sparsify.merge import largest_summable
 
 Seeds = Callable[[int], Iterator[int]]
-KINDS = ("dense", "topk", "gtopk", "tree", "star", "dense-star", "direct")
-DENSE: dict[str, Any] = {"dense": DenseRingBuffer, "dense-star": DenseStarBuffer, "direct": DirectBuffer}
+KINDS = (
+    "dense", "topk", "gtopk", "tree", "star", "dense-star", "direct", "dense int8", "direct bf16", "star int8"
+)  # fmt: skip
+ROUNDED = {"dense int8": ValueKind.INT8, "direct bf16": ValueKind.BF16, "star int8": ValueKind.INT8}
+DENSE: dict[str, Any] = {
+    "dense": DenseRingBuffer,
+    "dense-star": DenseStarBuffer,
+    "direct": DirectBuffer,
+    "dense int8": partial(RoundedRingBuffer, kind=ValueKind.INT8),
+    "direct bf16": partial(RoundedDirectBuffer, kind=ValueKind.BF16),
+    "star int8": partial(RoundedStarBuffer, kind=ValueKind.INT8),
+}
 MERGING = {"gtopk": ButterflyBuffer, "tree": TreeBuffer, "star": SparseStarBuffer}
 N, K = 48, 6
 
@@ -64,7 +81,7 @@ def workspaces_of(
     kind: str, world_size: int, rng: np.random.Generator, scale: float
 ) -> list[CollectiveBuffer]:
     """Everybody's contribution, as large as `scale` times what an honest member may bring."""
-    limit = scale * largest_summable(world_size)
+    limit = scale * largest_contribution(world_size, ROUNDED.get(kind, ValueKind.FP32))
     made: list[CollectiveBuffer] = []
     for rank in range(world_size):
         if kind in DENSE:
@@ -120,7 +137,10 @@ class HostileGroup(CollectiveGroup):
 def state_of(workspace: CollectiveBuffer) -> Any:
     match workspace:
         case DenseRingBuffer() | DenseStarBuffer():
-            return workspace.update_N.tobytes()
+            return (
+                workspace.update_N.tobytes(),
+                None if workspace.rest_N is None else workspace.rest_N.tobytes(),
+            )
         case AllGatherBuffer():
             return [payload and bytes(payload) for payload in workspace._payloads]
         case SparseStarBuffer():
@@ -171,9 +191,17 @@ def damaged(kind: str, what: str, random: Random) -> Callable[[PayloadReceived],
 def largest(kind: str, message: PayloadReceived) -> bytes:
     """Finite, well-formed, and as large as float32 can hold."""
     if kind in DENSE:
-        return np.full(len(message.payload) // 4, np.finfo(np.float32).max, "<f4").tobytes()
+        return dense_payload(kind, message, float(np.finfo(np.float32).max))
     values = np.full(K, 3.2e38, np.float32)
     return encode(np.arange(K), values, n=N, kind=ValueKind.FP16)
+
+
+def dense_payload(kind: str, message: PayloadReceived, value: float) -> bytes:
+    """As long as the payload of `message`, with one value in all elements."""
+    values = ROUNDED.get(kind, ValueKind.FP32)
+    lengths = (slice_bytes(elements, values) for elements in range(N + 1))
+    elements = next(n for n, nbytes in enumerate(lengths) if nbytes == len(message.payload))
+    return encode_slice(np.full(elements, value, np.float32), values)[0]
 
 
 @pytest.mark.parametrize("what", ["flip", "cut", "long", "twice", "elsewhere", "largest"])
@@ -219,11 +247,10 @@ def test_values_at_the_very_bound_are_never_an_honest_members_fault(kind: str, s
 
         def just_accepted(message: PayloadReceived, world_size: int = world_size) -> list[PayloadReceived]:
             members = members_behind(kind, message, world_size)
-            bound = members * largest_summable(world_size)
+            bound = members * largest_contribution(world_size, ROUNDED.get(kind, ValueKind.FP32))
             factor = 1 + 2.0**-21 if kind in DENSE else 1.0
             if kind in DENSE:
-                full = np.full(len(message.payload) // 4, bound * factor, "<f4").tobytes()
-                return with_payload(message, full)
+                return with_payload(message, dense_payload(kind, message, bound * factor))
             values = np.full(K, min(bound * factor, 3.3e38), np.float32)
             return with_payload(message, encode(np.arange(K), values, n=N, kind=ValueKind.FP16))
 

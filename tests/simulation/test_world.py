@@ -24,6 +24,11 @@ from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.network.wire.sparse_payload import ValueKind, decode, encode
 from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
 from gridtrain.runtime.buffers.direct_buffer import DirectBuffer
+from gridtrain.runtime.buffers.rounded_buffers import (
+    RoundedDirectBuffer,
+    RoundedRingBuffer,
+    RoundedStarBuffer,
+)
 from gridtrain.runtime.buffers.star_buffers import DenseStarBuffer, SparseStarBuffer, TreeBuffer
 from simulation import process_restarts
 from simulation.commit_coverage import table, unreached_rules
@@ -33,8 +38,17 @@ N, K = 24, 5
 SAMPLES = 60
 KINDS = ("dense", "topk", "gtopk")
 FORMAT: Any = {"n": N, "kind": ValueKind.FP16}
-DENSE: dict[str, Any] = {"dense": DenseRingBuffer, "direct": DirectBuffer, "dense-star": DenseStarBuffer}
-OTHER_KINDS = ("tree", "star", "direct", "dense-star")
+DENSE: dict[str, Any] = {
+    "dense": DenseRingBuffer,
+    "direct": DirectBuffer,
+    "dense-star": DenseStarBuffer,
+    "dense-int8": partial(RoundedRingBuffer, kind=ValueKind.INT8),
+    "direct-bf16": partial(RoundedDirectBuffer, kind=ValueKind.BF16),
+    "dense-star-int8": partial(RoundedStarBuffer, kind=ValueKind.INT8),
+}
+RESUMED = ("dense", "dense-int8")
+"""In a retry these go on from what had arrived."""
+OTHER_KINDS = ("tree", "star", "direct", "dense-star", "dense-int8", "direct-bf16", "dense-star-int8")
 EDGES = {
     "dense": ring.neighbours,
     "topk": allgather.neighbours,
@@ -43,6 +57,9 @@ EDGES = {
     "star": star.neighbours,
     "direct": direct.neighbours,
     "dense-star": star.neighbours,
+    "dense-int8": ring.neighbours,
+    "direct-bf16": direct.neighbours,
+    "dense-star-int8": star.neighbours,
 }
 MERGING = {"gtopk": ButterflyBuffer, "tree": TreeBuffer, "star": SparseStarBuffer}
 WHAT_HAPPENS = (
@@ -88,6 +105,8 @@ class ToyTrainer:
 
         @property
         def residual(self) -> np.ndarray:
+            if getattr(self.workspace, "rest_N", None) is not None:
+                return self.workspace.rest_N
             left = self.left.copy()
             for indices, values in getattr(self.workspace, "truncated", []):
                 np.add.at(left, indices, values)
@@ -104,7 +123,7 @@ class ToyTrainer:
     def prepare(
         self, round_id: m.RoundId, seat: RankAssignment, spans: Sequence[m.Span], skip: bool
     ) -> dict[m.Channel, Any]:
-        if round_id.attempt and self.kind == "dense":  # the ring goes on from what had arrived
+        if round_id.attempt and self.kind in RESUMED:
             self.attempts[round_id] = self.attempt
             self._book[round_id].append(self.attempt)
             return {m.Channel(): self.attempt.workspace}
@@ -117,7 +136,7 @@ class ToyTrainer:
         if self.kind in DENSE:
             of_kind = DENSE[self.kind]
             attempt = self.Attempt(
-                rank, self.residual, contribution, lambda: of_kind(acc.copy(), world_size, 16)
+                rank, self.residual, contribution, lambda: of_kind(acc.copy(), world_size, slice_bytes=16)
             )
         else:
             chosen = np.sort(np.lexsort((np.arange(N), -np.abs(acc)))[:K])
@@ -140,13 +159,13 @@ class ToyTrainer:
         zeros = np.zeros(N, np.float32)
         earlier = replace(round_id, attempt=round_id.attempt - 1)
         before = self.attempts.get(earlier) if round_id.attempt else None
-        if before is not None and self.kind == "dense":
+        if before is not None and self.kind in RESUMED:
             attempt = before
         else:
             make: Callable[[], Any]
             if self.kind in DENSE:
                 of_kind, world_size = DENSE[self.kind], seat.world_size
-                make = lambda: of_kind(np.zeros(N, np.float32), world_size, 16)  # noqa: E731
+                make = lambda: of_kind(np.zeros(N, np.float32), world_size, slice_bytes=16)  # noqa: E731
             else:
                 payload = encode(np.empty(0, np.int64), np.empty(0, np.float32), **FORMAT)
                 numbers: Any = {"n": N, "k": K, "kind": ValueKind.FP16}

@@ -13,6 +13,7 @@ def test_defaults_are_zero_or_no_besides_these() -> None:
         "cpu_selection.BlockwiseSum.__init__(weight)": 1.0,
         "error_feedback.ErrorFeedback.prepare(limit)": 3.4028234663852886e38,
         "error_feedback.ErrorFeedback.prepare(weight)": 1.0,
+        "merge.largest_summable(growth)": 1.0,
         "selection.AccumulationTerms.weight": 1.0,
     }
 

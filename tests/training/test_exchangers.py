@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from collective_group import CollectiveGroup
 
 from gridtrain.config import Auto, Dense, GTopK, TopK
 from gridtrain.errors import ConfigError
+from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.network.wire.value_encoding import VALUE_KINDS
-from gridtrain.runtime.buffers.star_buffers import SPARSE_BUFFERS, DenseStarBuffer, make_dense_buffer
-from gridtrain.training.exchangers import neighbours_of
+from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
+from gridtrain.runtime.buffers.rounded_buffers import make_dense_buffer
+from gridtrain.runtime.buffers.star_buffers import SPARSE_BUFFERS, DenseStarBuffer
+from gridtrain.runtime.step_plan import RoundOutcome, StepPlan
+from gridtrain.training.exchangers import ExchangeAttempt, join_attempts, make_exchanger, neighbours_of
+from gridtrain.training.worker_residual import WorkerResidual
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -21,6 +33,8 @@ from gridtrain.training.exchangers import neighbours_of
         (Dense(topology="ring"), "Dense(topology=ring)"),
         (Dense(topology="direct"), "Dense(topology=direct)"),
         (Dense(topology="star"), "Dense(topology=star)"),
+        (Dense(values="int8"), "Dense(values=int8)"),
+        (Dense(topology="ring", values="bf16"), "Dense(topology=ring, values=bf16)"),
         (TopK(values="int8"), "TopK(density=0.01, momentum=0.0, values=int8)"),
         (
             TopK(values="int2", chunk=200, residual_decay=0.05, warmup=((9, 1),)),
@@ -42,6 +56,7 @@ def test_workers_with_other_options_have_another_text(exchange: Any, text: str) 
     ("make", "words"),
     [
         (lambda: Dense(topology="butterfly"), 'topology of Dense is "butterfly".*"ring".*"star"'),
+        (lambda: Dense(values="fp16"), 'values of Dense is "fp16".*values="fp32".*values="int8"'),
         (lambda: GTopK(topology="ring"), 'topology of GTopK is "ring".*"butterfly".*"tree".*"star"'),
         (lambda: GTopK(values="int3"), 'values is "int3".*values="fp16".*values="int8".*values="int2"'),
         (
@@ -81,3 +96,147 @@ def test_a_dense_star_is_a_workspace_of_its_own() -> None:
     star = make_dense_buffer("star", np.zeros(4, np.float32), 2)
     ring = make_dense_buffer("ring", np.zeros(4, np.float32), 2)
     assert isinstance(star, DenseStarBuffer) and not isinstance(ring, DenseStarBuffer)
+
+
+# -- the residual of a dense exchange ----------------------------------------------------------------
+
+KINDS = ("bf16", "int8")
+PARTS = (0, 100, 250)
+
+
+def plan(rank: int, world_size: int, step: int = 0, attempt: int = 0, samples: int = 1) -> StepPlan:
+    return StepPlan(step, attempt, rank, world_size, samples, 8)
+
+
+def exact_sum(vectors: Sequence[np.ndarray]) -> list[Fraction]:
+    return [sum(map(Fraction, map(float, column)), Fraction()) for column in zip(*vectors, strict=True)]
+
+
+def residuals_of(exchangers: Sequence[Any]) -> list[np.ndarray]:
+    return [each.feedback.residual_N.numpy().copy() for each in exchangers]
+
+
+@pytest.mark.parametrize("values", KINDS)
+@pytest.mark.parametrize("topology", ["ring", "direct", "star"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+def test_no_gradient_is_lost_through_steps_retries_and_skips(
+    world_size: int, topology: str, values: str, seeds: Any
+) -> None:
+    """In rational numbers: integers, of which float32 adds any number here without rounding.
+
+    A worker's share of a step's samples may be none.  Some attempts are aborted, and some steps skipped.
+    """
+    for seed in seeds(6):
+        rng, n = np.random.default_rng(seed), 250
+        exchange = Dense(topology=topology, values=values)
+        exchangers = [make_exchanger(exchange, (0, n), CPU) for _ in range(world_size)]
+        for step in range(4):
+            before = residuals_of(exchangers)
+            gradients = [torch.from_numpy(rng.integers(-8000, 8000, n).astype(np.float32)) for _ in before]
+            samples = [int(rng.integers(0, 3)) for _ in before]
+            is_skipped = bool(rng.random() < 0.2)
+            if is_skipped:
+                gradients[-1], samples[-1] = gradients[-1] * np.nan, 1
+            parts: list[ExchangeAttempt] = []
+            for attempt in range(int(rng.integers(1, 4))):
+                if not parts or not parts[0].is_resumable:
+                    plans = [plan(r, world_size, step, attempt, samples[r]) for r in range(world_size)]
+                    parts = [
+                        each.prepare_bucket(0, gradient, one, usable=True)
+                        for each, gradient, one in zip(exchangers, gradients, plans, strict=True)
+                    ]
+                skipping = [rank for rank, part in enumerate(parts) if part.skip]
+                assert bool(skipping) == is_skipped, f"seed {seed}"
+                group = CollectiveGroup([part.buffer for part in parts], seed=seed, skipping=skipping)
+                for _ in range(int(rng.integers(0, 30))):
+                    if not group.network.idle:
+                        group.network.step()
+            group.run()
+            assert [v.tobytes() for v in residuals_of(exchangers)] == [v.tobytes() for v in before], seed
+            if is_skipped:
+                continue
+            updates = [each.commit(part) for each, part in zip(exchangers, parts, strict=True)]
+            assert len({update.tobytes() for update in updates}) == 1, f"seed {seed}"
+            weighted = [g.numpy() * np.float32(s / 8) for g, s in zip(gradients, samples, strict=True)]
+            after = exact_sum([updates[0], *residuals_of(exchangers)])
+            assert after == exact_sum([*weighted, *before]), f"seed {seed}, step {step}"
+
+
+@pytest.mark.parametrize("values", KINDS)
+def test_a_residual_that_comes_between_two_attempts_stays(values: str) -> None:
+    """A resumed ring sends the contribution of its first attempt."""
+    exchangers = [make_exchanger(Dense(topology="ring", values=values), (0, 3), CPU) for _ in range(2)]
+    before = [np.array(v, np.float32) for v in ([1.25, 2.5, 3.0], [0.5, 0.5, 0.5])]
+    for each, residual_N in zip(exchangers, before, strict=True):
+        each.feedback.load({"residual": torch.from_numpy(residual_N)})
+    gradients = [torch.tensor([1001.0, 3.0, 7.0]) * 8, torch.tensor([1.0, 3003.0, 70007.0]) * 8]
+    parts = [
+        each.prepare_bucket(0, gradient, plan(rank, 2), usable=True)
+        for rank, (each, gradient) in enumerate(zip(exchangers, gradients, strict=True))
+    ]
+    CollectiveGroup([part.buffer for part in parts], seed=1)
+    assert WorkerResidual(exchangers[0], 3).add(SparseVector(np.array([2]), np.array([64.0], np.float32)), 2)
+    CollectiveGroup([part.buffer for part in parts], seed=2).run()
+    updates = [each.commit(part) for each, part in zip(exchangers, parts, strict=True)]
+    inherited = np.array([0, 0, 64], np.float32)
+    expected = exact_sum([*(g.numpy() / 8 for g in gradients), *before, inherited])
+    assert exact_sum([updates[0], *residuals_of(exchangers)]) == expected
+
+
+@pytest.mark.parametrize("values", KINDS)
+def test_buckets_share_one_residual(values: str) -> None:
+    """Two buckets in one round, then one: `Overlap` changes between both from step to step."""
+    rng, exchange = np.random.default_rng(3), Dense(topology="ring", values=values)
+    wholes = [make_exchanger(exchange, (0, 250), CPU) for _ in range(2)]
+    bucketed = [make_exchanger(exchange, PARTS, CPU, each.feedback) for each in wholes]
+    for step, exchangers in enumerate([bucketed, wholes, bucketed]):
+        before = residuals_of(wholes)
+        gradients = [torch.from_numpy(rng.integers(-8000, 8000, 250).astype(np.float32)) for _ in wholes]
+        attempts = []
+        for rank, each in enumerate(exchangers):
+            bounds = list(pairwise(each.bounds))
+            parts = {  # the last bucket is sent first
+                b: each.prepare_bucket(
+                    b, gradients[rank][slice(*bounds[b])], plan(rank, 2, step), usable=True
+                )
+                for b in reversed(range(len(bounds)))
+            }
+            attempts.append(join_attempts(each.bounds, [parts[b] for b in range(len(bounds))]))
+        for buffers in zip(*([part.buffer for part in attempt.buckets] for attempt in attempts), strict=True):
+            CollectiveGroup(buffers, seed=step).run()
+        updates = [each.commit(attempt) for each, attempt in zip(wholes, attempts, strict=True)]
+        weighted = [gradient.numpy() / 8 for gradient in gradients]
+        assert exact_sum([updates[0], *residuals_of(wholes)]) == exact_sum([*weighted, *before]), step
+    assert all(residual_N.any() for residual_N in residuals_of(wholes))
+
+
+@pytest.mark.parametrize("values", KINDS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
+def test_what_cannot_be_sent_is_a_skip(values: str, bad: float) -> None:
+    one = make_exchanger(Dense(values=values), (0, 2), CPU)
+    attempt = one.prepare_bucket(0, torch.tensor([bad, 1.0]) * 8, plan(0, 2), usable=True)
+    assert attempt.skip and not one.feedback.residual_N.any()
+    assert one.prepare_bucket(0, torch.tensor([1.0, 1.0]), plan(0, 2), usable=False).skip
+
+
+def test_float32_keeps_no_residual() -> None:
+    one = make_exchanger(Dense(), (0, 2), CPU)
+    attempt = one.prepare_bucket(0, torch.ones(2), plan(0, 2), usable=True)
+    assert type(attempt.buffer) is DenseRingBuffer and attempt.buffer.rest_N is None
+    assert one.open_feedback() is None and not one.keeps_residual
+
+
+@pytest.mark.parametrize(
+    ("settled", "left"),
+    [(RoundOutcome(True, False), 0.0), (RoundOutcome(False, False), 2.5), (RoundOutcome(True, True), 2.5)],
+    ids=["committed", "aborted", "skipped"],
+)
+def test_a_residual_is_given_away_as_the_last_round_leaves_it(settled: RoundOutcome, left: float) -> None:
+    one = make_exchanger(Dense(values="int8"), (0, 4), CPU)
+    one.feedback.load({"residual": torch.full((4,), 2.5)})
+    residual = WorkerResidual(one, 4)
+    attempt = one.prepare_bucket(0, torch.ones(4), plan(0, 1), usable=True)
+    attempt.buffer.make_collective(0, 1, 0).start(0.0)
+    residual.mark_sent(attempt)
+    given_N = residual.take(lambda: settled)
+    assert residual.size == 4 and given_N is not None and given_N.tolist() == [left] * 4

@@ -178,3 +178,12 @@ def test_what_a_dense_step_has_taken_along_is_not_given_away_again(committed: bo
     given_N = residual.take(lambda: outcome(committed=committed))
     left_N = np.zeros(4) if committed else kept_N
     assert given_N is not None and np.array_equal(given_N, left_N), "the others have applied it"
+
+
+def test_what_an_absent_worker_has_rounded_is_added() -> None:
+    """A step was committed without its trainer: the I/O thread has rounded what it passed on."""
+    one = make_exchanger(Dense(values="bf16"), (0, 3), torch.device("cpu"))
+    residual = WorkerResidual(one, 3)
+    residual.add_truncated((), np.array([0.5, 0.0, -0.25], np.float32))
+    residual.add_truncated((), np.array([0.5, 1.0, 0.0], np.float32))
+    assert residual.state()["residual"].tolist() == [1.0, 1.0, -0.25]

@@ -116,7 +116,8 @@ def _with_packets(found: ExchangeCost, cpu: CpuCosts) -> ExchangeCost:
     return replace(found, cpu_s=found.cpu_s + packets * cpu.packet_s)
 
 
-_ENTRY_COSTS = ("decode_entry_s", "merge_entry_s", "sum_entry_s")  # selecting, encoding come before packets
+_ENTRY_COSTS = ("decode_entry_s", "merge_entry_s", "sum_entry_s", "round_element_s", "widen_element_s")
+"""Without selecting and encoding, which come before packets."""
 
 
 def _slowed_cpu(cpu: CpuCosts, times: float) -> CpuCosts:

@@ -11,7 +11,7 @@ The choice is part of the MembershipView and is journalled with it.
 
 A worker's first batch takes longest because kernels are compiled.  Compared with that compute time a dense
 exchange costs little, so the first choice may be a dense exchange and a later choice a sparse exchange.  The
-exchange may change at any generation without loss: a dense exchange leaves no residual, all sparse exchanges
+exchange may change at any generation without loss: `Dense()` leaves no residual, all sparse exchanges
 use the same residual, and a dense step adds the residual to what it sends.
 """
 
@@ -43,6 +43,7 @@ from gridtrain.core.planning.exchange_facts import (
     DIRECT_DENSE,
     OPEN_DENSE,
     exchange_of,
+    name_direct,
     parameter_count,
     replace_exchange,
 )
@@ -157,7 +158,7 @@ class ExchangeChoice:
             return "not chosen yet"
         shown = self.reason
         if self.dense_topology.is_direct:
-            shown = shown.replace(OPEN_DENSE, DIRECT_DENSE, 1)
+            shown = name_direct(shown)
         return f"{shown}; {self._alternative_text}" if self._alternative_text else shown
 
     @property
@@ -174,8 +175,8 @@ class ExchangeChoice:
         exchange, parameters = self.chosen or self._named, parameter_count(self._setup)
         if exchange is None or isinstance(exchange, Auto) or parameters < 1:
             return None
-        if self.dense_topology.is_direct and exchange == Dense():
-            exchange = Dense(topology="direct")
+        if self.dense_topology.is_direct and isinstance(exchange, Dense) and exchange.topology == "auto":
+            exchange = replace(exchange, topology="direct")
         return Workload.of(exchange, parameters)
 
     @property
@@ -208,7 +209,8 @@ class ExchangeChoice:
         """
         self.dense_topology = RING_TOPOLOGY
         is_whole_model = self._setup is not None and self._setup.stages == 1
-        if is_whole_model and (self.chosen or self._named) == Dense():
+        exchange = self.chosen or self._named
+        if is_whole_model and isinstance(exchange, Dense) and exchange.topology == "auto":
             has_edges = size <= MAX_DIRECT_MEMBERS and edges()
             self.dense_topology = choose_dense_topology(self.workload, size, network, has_edges)
 

@@ -244,7 +244,7 @@ def _slowest_link_share(network: NetworkModel) -> float:
 
 def format_exchange(each: ExchangeEstimate) -> str:
     """Return the name of an exchange as text, for example "topk at density 0.001"."""
-    kind = str(each.load.kind)
+    kind = each.load.name
     if each.load.kind.is_sparse:
         kind += f" at density {each.load.density:g}"
     return f"{kind} every {each.local_steps} steps" if each.local_steps > 1 else kind

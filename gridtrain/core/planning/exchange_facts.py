@@ -37,7 +37,7 @@ def make_exchange(name: str, options: str) -> Exchange | None:
     topology = given.get("topology")
     try:
         if name.lower() == "dense":
-            return Dense(topology or "auto")
+            return Dense(topology or "auto", given.get("values", "fp32"))
         density, values = float(given.get("density", "nan")), given.get("values", "fp16")
         if name.lower() == "topk":
             return TopK(density, values=values) if topology is None else None
@@ -94,6 +94,16 @@ def parse_workload(name: str, options: str, parameters: int, encrypted: bool = T
     return Workload.of(exchange, parameters, encrypted) if exchange is not None else None
 
 
+def name_direct(text: str) -> str:
+    """Return a text about an exchange in which the first dense exchange with open topology is direct."""
+    return re.sub(r"Dense\((?=values=|\))", _name_direct, text, count=1)
+
+
+def _name_direct(found: re.Match[str]) -> str:
+    separator = "" if found.string[found.end()] == ")" else ", "
+    return DIRECT_DENSE.removesuffix(")") + separator
+
+
 def replace_exchange(setup: Setup, text: str, *, direct: bool) -> tuple[tuple[str, str], ...]:
     """Return the facts of `setup` with another exchange.
 
@@ -104,6 +114,6 @@ def replace_exchange(setup: Setup, text: str, *, direct: bool) -> tuple[tuple[st
 
     def shown(given: str) -> str:
         named = text or given
-        return named.replace(OPEN_DENSE, DIRECT_DENSE, 1) if direct else named
+        return name_direct(named) if direct else named
 
     return tuple((name, shown(value) if name == "exchange" else value) for name, value in setup.facts)

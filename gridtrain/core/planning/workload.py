@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
-from gridtrain.config import VALUES, Exchange
+from gridtrain.config import VALUES, Dense, Exchange
 from gridtrain.core.collectives import direct, ring
 from gridtrain.core.planning import message_schedule
 from gridtrain.core.planning.message_schedule import PlannedMessage, ReceiveWork
@@ -21,6 +21,7 @@ PACKET_BYTES = 1448
 
 VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 INT8_BLOCK_ENTRIES = 256  # entries that share a scale of 2 bytes
+DENSE_VALUE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 LEVEL_BITS = {"int4": 4, "int2": 2}
 LEVEL_BLOCK_SHIFT = 6  # with these, 2**(low bits + 6) indices share a scale of 2 bytes
 LEVEL_ENCODE_FACTOR = 6.0  # and encoding takes this many times as long (benchmarks/value_kinds.py: 4 to 9)
@@ -82,6 +83,8 @@ class CpuCosts:
         merge_entry_s: decoding, summing, truncating and encoding one of the k entries of a gTop-k hop.
         sum_entry_s: adding one entry of a payload to the sum, at the end of TopK and at the centre of a star.
         select_parameter_s: examining one parameter in the selection of the k largest.
+        round_element_s, widen_element_s: encoding and decoding one element of a dense slice as int8; bf16
+            takes a third.
     """
 
     message_s: float = 250e-6
@@ -98,9 +101,11 @@ class CpuCosts:
     merge_entry_s: float = 55e-9
     sum_entry_s: float = 70e-9
     select_parameter_s: float = 1.8e-9
+    round_element_s: float = 4e-9
+    widen_element_s: float = 1.2e-9
 
 
-NO_CPU_COSTS = CpuCosts(*(0.0,) * 14)
+NO_CPU_COSTS = CpuCosts(*(0.0,) * 16)
 """Costs of zero, for a prediction in which only the network matters."""
 
 
@@ -112,6 +117,7 @@ class Workload:
         density: the share of the elements that a member selects, for sparse kinds.
         values: the format of transferred values, for sparse kinds: a name in `config.VALUES`.
         encrypted: whether messages are encrypted by CURVE.
+        dense_values: the format of transferred values, for dense kinds: fp32, bf16 or int8.
 
     Raises:
         ConfigError: a value is out of range.
@@ -122,6 +128,7 @@ class Workload:
     density: float = 0.001
     values: str = "fp16"
     encrypted: bool = True
+    dense_values: str = "fp32"
 
     def __post_init__(self) -> None:
         if self.parameters < 1 or not 0 < self.density <= 1 or self.values not in VALUES:
@@ -141,8 +148,9 @@ class Workload:
     def of(cls, exchange: Exchange, parameters: int, encrypted: bool = True) -> Workload:
         """Return the workload of `exchange` for a model of `parameters` parameters."""
         kind = _KINDS[type(exchange).__name__, exchange.topology]
-        density, values = getattr(exchange, "density", 0.001), getattr(exchange, "values", "fp16")
-        return cls(kind, parameters, density, values, encrypted)
+        if isinstance(exchange, Dense):
+            return cls(kind, parameters, encrypted=encrypted, dense_values=exchange.values)
+        return cls(kind, parameters, exchange.density, exchange.values, encrypted)
 
     @property
     def entries(self) -> int:
@@ -151,10 +159,31 @@ class Workload:
 
     @property
     def unit_bytes(self) -> int:
-        """Size of the dense vector or of one sparse payload, in bytes."""
+        """Size of the dense vector as it is sent, or of one sparse payload, in bytes."""
         if not self.kind.is_sparse:
-            return 4 * self.parameters
+            return dense_payload_bytes(self.parameters, self.dense_values)
         return sparse_payload_bytes(self.parameters, self.entries, self.values)
+
+    @property
+    def vector_bytes(self) -> int:
+        """Size of the dense vector in memory, or of one sparse payload, in bytes."""
+        return self.unit_bytes if self.kind.is_sparse else 4 * self.parameters
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the exchange is dense and its values are rounded."""
+        return not self.kind.is_sparse and self.dense_values != "fp32"
+
+    @property
+    def name(self) -> str:
+        """The name of the exchange in `gridtrain plan`, for example "dense", "dense:int8" or "gtopk"."""
+        return f"{self.kind}:{self.dense_values}" if self.is_rounded else str(self.kind)
+
+
+def dense_payload_bytes(elements: int, values: str) -> int:
+    """Return the exact length in bytes of a dense slice of `elements` elements (PROTOCOL.md, 5.1)."""
+    scales = 2 * -(-elements // INT8_BLOCK_ENTRIES) if values == "int8" else 0
+    return elements * DENSE_VALUE_BYTES[values] + scales
 
 
 def sparse_payload_bytes(parameters: int, entries: int, values: str) -> int:
@@ -257,9 +286,9 @@ def receive_work_s(work: ReceiveWork, load: Workload, part: float, cpu: CpuCosts
     """Return a receiver's CPU time for one payload; `part` is its share of the dense vector."""
     match work:
         case ReceiveWork.ADD:
-            return part * load.unit_bytes * cpu.add_byte_s
+            return part * (load.vector_bytes * cpu.add_byte_s + _recoding_s(load, cpu, is_sent_on=True))
         case ReceiveWork.STORE:
-            return part * load.unit_bytes * cpu.store_byte_s
+            return part * (load.vector_bytes * cpu.store_byte_s + _recoding_s(load, cpu, is_sent_on=False))
         case ReceiveWork.MERGE:
             return load.entries * (cpu.merge_entry_s + _level_entry_s(load, cpu))
         case ReceiveWork.POOL:
@@ -268,10 +297,19 @@ def receive_work_s(work: ReceiveWork, load: Workload, part: float, cpu: CpuCosts
             return load.entries * cpu.decode_entry_s
 
 
+def _recoding_s(load: Workload, cpu: CpuCosts, is_sent_on: bool) -> float:
+    """Return the CPU time of decoding the whole dense vector and, where a ring sends it on, rounding it."""
+    if not load.is_rounded:
+        return 0.0
+    rounding_s = cpu.round_element_s if is_sent_on and load.kind is ExchangeKind.DENSE else 0.0
+    return load.parameters * (cpu.widen_element_s + rounding_s)
+
+
 def start_work_s(load: Workload, cpu: CpuCosts) -> float:
     """Return the CPU time of selecting and encoding, before anything is sent."""
-    if not load.kind.is_sparse:
-        return 0.0
+    if not load.kind.is_sparse:  # in a ring a member rounds only its own segment before it sends
+        is_rounding = load.is_rounded and load.kind is not ExchangeKind.DENSE
+        return load.parameters * cpu.round_element_s if is_rounding else 0.0
     encode_entry_s = cpu.encode_entry_s + _level_entry_s(load, cpu)
     return load.parameters * cpu.select_parameter_s + load.entries * encode_entry_s
 
@@ -287,9 +325,9 @@ def end_work_s(load: Workload, world_size: int, cpu: CpuCosts) -> float:
     If each member sums one segment, only the last slice remains to be hashed.
     """
     if load.kind in _SEGMENTED:
-        return load.unit_bytes / (world_size * slice_count(load, world_size)) * cpu.hash_byte_s
+        return load.vector_bytes / (world_size * slice_count(load, world_size)) * cpu.hash_byte_s
     if load.kind is ExchangeKind.STAR:
-        return load.unit_bytes * cpu.hash_byte_s
+        return load.vector_bytes * cpu.hash_byte_s
     entries = load.entries * (world_size if load.kind is ExchangeKind.TOPK else 1)
     summing_s = entries * cpu.sum_entry_s if load.kind is ExchangeKind.TOPK else 0.0
     return summing_s + 12 * min(entries, load.parameters) * cpu.hash_byte_s
@@ -299,7 +337,7 @@ def overlapped_work_s(load: Workload, world_size: int, cpu: CpuCosts) -> float:
     """Return the CPU time of hashing final slices, which overlaps with transfers if the core is idle."""
     if load.kind not in _SEGMENTED:
         return 0.0
-    return load.unit_bytes * cpu.hash_byte_s - end_work_s(load, world_size, cpu)
+    return load.vector_bytes * cpu.hash_byte_s - end_work_s(load, world_size, cpu)
 
 
 def cpu_s_per_byte(load: Workload, cpu: CpuCosts) -> float:

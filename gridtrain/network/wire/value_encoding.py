@@ -157,7 +157,7 @@ def _check_unscaled(exponent: int, kind: ValueKind) -> None:
 
 def _check_finite(values_K: FloatArray) -> None:
     if not np.isfinite(values_K).all():
-        raise _invalid("a sparse payload contains infinite or NaN values")
+        raise _invalid("a payload contains infinite or NaN values")
 
 
 def _times_power(values: FloatArray, exponent: int) -> FloatArray:

@@ -7,7 +7,7 @@ aborts.
     loop --- apply(AddSlice | StoreSlice | StoreFromRank | ...) --> buffer --> update
          <-- payload(slot) --------------------------------------          --> digest
 
-    DenseRingBuffer  RingAllReduce      a vector (n,) float32, summed in place
+    DenseRingBuffer  RingAllReduce      a vector (n,) float32, summed in place (see also `rounded_buffers`)
     AllGatherBuffer  AllGather          one payload for each rank, summed in rank order at the end
     ButterflyBuffer  ButterflyExchange  one payload, replaced by each merge; truncated entries go to the
                                         residual
@@ -44,7 +44,7 @@ from gridtrain.core.collectives.ring import RingAllReduce, count_slices
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.errors import LocalProtocolError, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector, ValueKind, decode, encode
-from gridtrain.network.wire.value_encoding import ROUNDING_FACTORS
+from gridtrain.network.wire.value_encoding import ROUNDING_FACTORS, ByteArray
 from gridtrain.sparsify.merge import FloatArray, TruncatedEntries, largest_summable, merge, sum_in_rank_order
 
 _FLOAT = np.dtype("<f4")  # as on the wire, and on every supported machine
@@ -118,13 +118,16 @@ class DenseRingBuffer:
 
     slices_of = staticmethod(count_slices)
 
+    rest_N: FloatArray | None = None
+    """What this member's own roundings have left of the values that they rounded (`rounded_buffers`)."""
+
     def __init__(self, contribution_N: FloatArray, world_size: int, slice_bytes: int | None = None) -> None:
         _check_contribution(contribution_N)
         self.update_N = contribution_N
         self._ring: RingAllReduce | None = None
         self._world_size = world_size
         self._segments = 1 if self.is_one_segment else world_size
-        longest_segment_bytes = -(-contribution_N.size // self._segments) * _FLOAT.itemsize
+        longest_segment_bytes = self._payload_bytes(-(-contribution_N.size // self._segments))
         if slice_bytes is None:
             self.slices = self.slices_of(longest_segment_bytes)
         else:
@@ -211,16 +214,31 @@ class DenseRingBuffer:
         """
         view = self._views.get((segment, slice_))
         if view is None:
-            start, stop = _part_bounds(0, self.update_N.size, segment, self._segments)
-            start, stop = _part_bounds(start, stop, slice_, self.slices)
+            start, stop = self._slice_bounds(segment, slice_)
             view = self._views[segment, slice_] = self.update_N[start:stop]
         return view
+
+    def _slice_bounds(self, segment: int, slice_: int) -> tuple[int, int]:
+        start, stop = _part_bounds(0, self.update_N.size, segment, self._segments)
+        return _part_bounds(start, stop, slice_, self.slices)
+
+    def _payload_bytes(self, elements: int) -> int:
+        """Return the length in bytes of the payload of a slice with so many elements."""
+        return elements * _FLOAT.itemsize
 
     def _received_values(
         self, segment: int, slice_: int, payload: bytes | memoryview, source: Provenance
     ) -> FloatArray:
+        """Return the float32 values of a peer's payload, after checking their number and magnitudes."""
         what = f"segment {segment}, slice {slice_} from rank {source.rank}"
-        return _dense_values(payload, self._slice_view(segment, slice_).nbytes, source, what)
+        data, elements = np.frombuffer(payload, np.uint8), self._slice_view(segment, slice_).size
+        _check_length(data.size, self._payload_bytes(elements), what)
+        return self._decode_slice(data, elements, source, what)
+
+    def _decode_slice(self, data: ByteArray, elements: int, source: Provenance, what: str) -> FloatArray:
+        values = data.view(_FLOAT)
+        _check_magnitudes(values, source, _DENSE_ROUNDING, what)
+        return values
 
 
 class SparseBuffer:
@@ -393,20 +411,16 @@ def _check_length(payload_bytes: int, expected_bytes: int, what: str) -> None:
         )
 
 
-def _dense_values(
-    payload: bytes | memoryview, expected_bytes: int, source: Provenance, what: str
-) -> FloatArray:
-    """Return the float32 values of a peer's payload, after checking their number and their magnitudes."""
-    data = np.frombuffer(payload, np.uint8)
-    _check_length(data.size, expected_bytes, what)
-    values = data.view(_FLOAT)
-    _check_magnitudes(values, source, _DENSE_ROUNDING, what)
-    return values
+def _check_magnitudes(
+    values: FloatArray, source: Provenance, rounding: float, what: str, growth: float = 1.0
+) -> None:
+    """Raise `RemoteProtocolError` unless all values are finite and within the bound for correct members.
 
-
-def _check_magnitudes(values: FloatArray, source: Provenance, rounding: float, what: str) -> None:
-    """Raise `RemoteProtocolError` unless all values are finite and within the bound for correct members."""
-    limit = source.contributors * largest_summable(source.world_size) * rounding**source.roundings
+    Args:
+        rounding: the factor by which one rounding may increase a value.
+        growth: see `largest_summable`.
+    """
+    limit = source.contributors * largest_summable(source.world_size, growth) * rounding**source.roundings
     with np.errstate(invalid="ignore"):  # numpy may warn about NaN
         low, high = float(values.min(initial=0.0)), float(values.max(initial=0.0))
     if not (-limit <= low and high <= limit):  # false for NaN

@@ -27,8 +27,8 @@ class DirectBuffer(DenseRingBuffer):
         collective_buffers._check_world_size(world_size, self._world_size)
         if flags:
             self.update_N[:] = 0
-        most_bytes = max(self._slice_view(rank, slice_).nbytes for slice_ in range(self.slices))
-        return DirectAllReduce(rank, world_size, self.slices, flags, most_bytes)
+        most = max(self._slice_view(rank, slice_).size for slice_ in range(self.slices))
+        return DirectAllReduce(rank, world_size, self.slices, flags, self._payload_bytes(most))
 
     def apply(self, effect: BufferEffect) -> None:
         match effect:

@@ -22,8 +22,7 @@ from gridtrain.core.messages import PayloadSlot
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.buffers import collective_buffers
 from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer, DenseRingBuffer
-from gridtrain.runtime.buffers.direct_buffer import DirectBuffer
-from gridtrain.sparsify.merge import FloatArray, sum_in_rank_order, truncate
+from gridtrain.sparsify.merge import sum_in_rank_order, truncate
 
 
 class TreeBuffer(ButterflyBuffer):
@@ -104,18 +103,6 @@ class DenseStarBuffer(DenseRingBuffer):
 
     def payload(self, slot: PayloadSlot) -> bytes | memoryview:
         return self._slice_view(0, slot.slice).view(np.uint8).data.toreadonly()
-
-
-DENSE_BUFFERS: dict[str, type[DenseRingBuffer]] = {
-    "ring": DenseRingBuffer,
-    "direct": DirectBuffer,
-    "star": DenseStarBuffer,
-}
-
-
-def make_dense_buffer(topology: str, contribution_N: FloatArray, world_size: int) -> DenseRingBuffer:
-    """Return a buffer for a dense exchange with this topology (`Dense.topology`)."""
-    return DENSE_BUFFERS[topology](contribution_N, world_size)
 
 
 SPARSE_BUFFERS: dict[str, type[ButterflyBuffer]] = {

@@ -101,6 +101,8 @@ def test_bound_of_a_dense_exchange() -> None:
     # 102.4 MB: 2 * 3/4 * 102.4e6 bytes at 12.5e6 bytes a second are 12.288 s
     assert bound("dense P=4 n=25.6M rate=100Mbit") == pytest.approx(12.288)
     assert bound("gloo/all_reduce P=4 n=25.6M rate=100Mbit") == pytest.approx(12.288)
+    # a byte for each element, and 2 for each 256
+    assert bound("dense:values=int8 P=4 n=25.6M rate=100Mbit") == pytest.approx(12.288 / 4 * (1 + 2 / 256))
     # 2 * 7/8 * 102.4e6 / 12.5e6
     assert bound("dense P=8 n=25.6M rate=100Mbit") == pytest.approx(14.336)
     # 1.2288 s on the wire and 2 * 3 * 20 ms

@@ -43,11 +43,13 @@ class Line(Workload):
         return float(self.loss(model, self._x, self._x.sum(1, keepdim=True)))
 
 
-@pytest.mark.parametrize(("family", "rate"), [("dense", 0.05), ("sparse", 0.05), ("adamw", 0.05)])
-def test_every_family_gets_to_the_target_and_a_rate_of_nothing_does_not(family: str, rate: float) -> None:
-    good = run(Line(), family, rate, steps=400)
+@pytest.mark.parametrize(
+    ("family", "values"), [("dense", ""), ("dense", "int8"), ("sparse", ""), ("adamw", ""), ("adamw", "bf16")]
+)
+def test_every_family_gets_to_the_target_and_a_rate_of_nothing_does_not(family: str, values: str) -> None:
+    good = run(Line(), family, 0.05, steps=400, values=values)
     assert good.reached is not None and good.least <= Line.target
-    assert run(Line(), family, rate, steps=400) == good
+    assert run(Line(), family, 0.05, steps=400, values=values) == good
     still = run(Line(), family, 1e-9, steps=20)
     assert still.reached is None and still.least > 1.0
 

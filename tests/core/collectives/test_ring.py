@@ -1,5 +1,6 @@
 """The ring: its schedule as a picture, and retries that send only what is missing."""
 
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -22,7 +23,9 @@ from gridtrain.core.collectives.ring import RingAllReduce
 from gridtrain.core.group.round_flags import SKIP
 from gridtrain.core.messages import CollectivePhase, PayloadSlot
 from gridtrain.errors import RemoteProtocolError
+from gridtrain.network.wire.value_encoding import ValueKind
 from gridtrain.runtime.buffers.collective_buffers import DenseRingBuffer
+from gridtrain.runtime.buffers.rounded_buffers import RoundedRingBuffer
 
 
 def test_the_schedule_of_three_ranks():
@@ -105,6 +108,18 @@ def test_the_same_slot_twice_is_refused():
         ring.handle(event, 0.0)
 
 
+every_ring = pytest.mark.parametrize(
+    "make",
+    [DenseRingBuffer, *(partial(RoundedRingBuffer, kind=kind) for kind in (ValueKind.BF16, ValueKind.INT8))],
+    ids=["fp32", "bf16", "int8"],
+)
+
+
+def rests(buffers):
+    """What each rank's roundings have left, as bytes."""
+    return [None if buffer.rest_N is None else buffer.rest_N.tobytes() for buffer in buffers]
+
+
 def sent_bytes(sent, workspaces):
     """Bytes of all payloads that were sent, without RESUME."""
     resume = sum(
@@ -120,12 +135,13 @@ def sent_bytes(sent, workspaces):
 
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8])
 @pytest.mark.parametrize("part", [0.0, 0.25, 0.5, 0.9, 1.0])
-def test_a_retry_sends_only_what_is_missing(world_size, part):
+@every_ring
+def test_a_retry_sends_only_what_is_missing(make, world_size, part):
     """A connection broke after `part` of all payloads had arrived; those in flight are lost."""
     vectors = np.random.default_rng(7).standard_normal((world_size, 4000)).astype(np.float32)
 
     def fresh():
-        return [DenseRingBuffer(v.copy(), world_size, slice_bytes=64) for v in vectors]
+        return [make(v.copy(), world_size, slice_bytes=64) for v in vectors]
 
     calm = CollectiveGroup(fresh(), seed=1)
     calm.run()
@@ -139,6 +155,7 @@ def test_a_retry_sends_only_what_is_missing(world_size, part):
     retry.run()
 
     assert {w.compute_digest() for w in retry.buffers} == {calm.buffers[0].compute_digest()}, "the same bits"
+    assert rests(retry.buffers) == rests(calm.buffers), "and the same rests"
     assert retry.flags == [0] * world_size
     again_bytes, resume_bytes = sent_bytes(retry.sent, retry.buffers)
     assert again_bytes == whole_bytes - came_bytes, "not one payload twice"
@@ -146,7 +163,8 @@ def test_a_retry_sends_only_what_is_missing(world_size, part):
     assert resume_bytes == world_size * slices <= 0.02 * whole_bytes + slices * world_size
 
 
-def test_interrupted_retries_hold_the_skip_and_end_with_the_same_bits(seeds):
+@every_ring
+def test_interrupted_retries_hold_the_skip_and_end_with_the_same_bits(make, seeds):
     for seed in seeds(150):
         rng, random = np.random.default_rng(seed), Random(seed)
         world_size = random.randint(2, 9)
@@ -154,7 +172,7 @@ def test_interrupted_retries_hold_the_skip_and_end_with_the_same_bits(seeds):
         skipping = {r for r in range(world_size) if random.random() < 0.1}
 
         def fresh(vectors=vectors, world_size=world_size):
-            return [DenseRingBuffer(v.copy(), world_size, slice_bytes=16) for v in vectors]
+            return [make(v.copy(), world_size, slice_bytes=16) for v in vectors]
 
         calm = CollectiveGroup(fresh(), seed=seed, skipping=skipping)
         calm.run()
@@ -168,6 +186,7 @@ def test_interrupted_retries_hold_the_skip_and_end_with_the_same_bits(seeds):
         last.run()
         assert last.flags == calm.flags, f"seed {seed}"
         assert {w.compute_digest() for w in workspaces} == {calm.buffers[0].compute_digest()}, f"seed {seed}"
+        assert rests(workspaces) == rests(calm.buffers), f"seed {seed}"
 
 
 def test_a_resume_that_lacks_what_the_neighbour_must_have_is_refused():

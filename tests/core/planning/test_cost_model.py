@@ -6,9 +6,10 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from gridtrain.config import VALUES
+from gridtrain.config import DENSE_VALUES, VALUES
 from gridtrain.core.planning import cost_model
 from gridtrain.core.planning.network_model import LinkModel, NetworkModel, uniform_network
 from gridtrain.core.planning.workload import (
@@ -25,7 +26,10 @@ from gridtrain.core.planning.workload import (
     sparse_payload_bytes,
 )
 from gridtrain.errors import ConfigError
+from gridtrain.network.wire.dense_payload import slice_bytes
 from gridtrain.network.wire.sparse_payload import ValueKind, encode, encoded_bytes
+from gridtrain.network.wire.value_encoding import VALUE_KINDS
+from gridtrain.runtime.buffers.rounded_buffers import make_dense_buffer
 
 RATE_Bps = 12.5e6
 SEEDS = range(20)
@@ -257,6 +261,32 @@ def test_messages_are_counted_as_they_are_made(kind: ExchangeKind, size: int) ->
         assert count_messages(load, size, most) == len(messages_of(load, size, most)), most
     crossed = Counter((message.src, message.dst) for message in messages_of(load, size, 1))
     assert messages_by_pair(load, size) == crossed
+
+
+@pytest.mark.parametrize("values", DENSE_VALUES)
+@pytest.mark.parametrize("kind", [ExchangeKind.DENSE, ExchangeKind.DIRECT, ExchangeKind.STAR])
+def test_a_rounded_dense_exchange_sends_the_bytes_that_its_buffers_make(
+    kind: ExchangeKind, values: str
+) -> None:
+    n, size, topology = 3_000_000, 4, {"dense": "ring", "dense-direct": "direct"}.get(kind, str(kind))
+    buffer = make_dense_buffer(topology, np.zeros(n, np.float32), size, VALUE_KINDS[values])
+    load = Workload(kind, n, dense_values=values)
+    assert slice_count(load, size) == buffer.slices
+    network = uniform_network(size, 0.001, 1e7)
+    cost = cost_model.exchange_cost(load, network, NO_CPU_COSTS, vote=False)
+    others, senders = size - 1, 1 if kind is ExchangeKind.STAR else size
+    headers = HEADER_BYTES * 2 * others * senders * slice_count(load, size)
+    assert cost.total_bytes - headers == pytest.approx(2 * others * slice_bytes(n, VALUE_KINDS[values]))
+    assert cost.exchange_s < cost_model.exchange_cost(load, network, CpuCosts(), vote=False).exchange_s
+
+
+def test_rounding_pays_on_slow_links_only() -> None:
+    def exchange_ratio(rate_Bps: float) -> float:
+        loads = [Workload(ExchangeKind.DENSE, 25_600_000, dense_values=values) for values in ("int8", "fp32")]
+        int8_s, fp32_s = (exchange_s(x, uniform_network(4, 1e-3, rate_Bps), CpuCosts()) for x in loads)
+        return int8_s / fp32_s
+
+    assert exchange_ratio(12.5e6) < 0.27 and exchange_ratio(12.5e9) > 0.9
 
 
 @pytest.mark.parametrize("values", [kind.name.lower() for kind in ValueKind])

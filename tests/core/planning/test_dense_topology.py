@@ -12,7 +12,7 @@ from gridtrain.core.planning.exchange_comparison import (
     MAX_DIRECT_MEMBERS,
     choose_dense_topology,
 )
-from gridtrain.core.planning.exchange_facts import DIRECT_DENSE, OPEN_DENSE
+from gridtrain.core.planning.exchange_facts import DIRECT_DENSE, OPEN_DENSE, name_direct, parse_exchange
 from gridtrain.core.planning.network_model import LinkModel, NetworkModel, uniform_network
 from gridtrain.core.planning.workload import ExchangeKind, Workload
 from gridtrain_coordinator.membership.membership import Membership
@@ -87,6 +87,8 @@ def exchanging(exchange: str, parameters: int = 120_576, stages: int = 1) -> Exc
     ("exchange", "stages", "named"),
     [
         ("Dense()", 1, DIRECT_DENSE),
+        ("Dense(values=int8)", 1, DIRECT_DENSE),
+        ("Dense(topology=ring, values=int8)", 1, ""),
         ("LocalSteps(every=4, exchange=Dense(), lr=1.0)", 1, DIRECT_DENSE),
         ("Dense(topology=ring)", 1, ""),
         ("Dense()", 2, ""),
@@ -104,6 +106,22 @@ def test_only_what_the_script_leaves_open_is_chosen(exchange: str, stages: int, 
         and made.effective_setup is not None
         and dict(made.effective_setup.facts)["exchange"] == exchange
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("Dense()", "Dense(topology=direct)"),
+        ("Dense(values=int8)", "Dense(topology=direct, values=int8)"),
+        ("LocalSteps(every=4, exchange=Dense(values=bf16), x=1)", None),
+        ("Dense(topology=star, values=int8)", "Dense(topology=star, values=int8)"),
+        ("GTopK(density=0.1)", "GTopK(density=0.1)"),
+    ],
+)
+def test_the_chosen_topology_is_named_with_the_other_options(given: str, named: str | None) -> None:
+    text = name_direct(given)
+    assert text == (named or "LocalSteps(every=4, exchange=Dense(topology=direct, values=bf16), x=1)")
+    assert named is None or parse_exchange(text) == parse_exchange(named)
 
 
 def test_a_thin_link_that_is_found_later_is_worth_a_generation() -> None:

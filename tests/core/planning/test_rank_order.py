@@ -38,6 +38,12 @@ def setup(exchange: str, model: str = "25600000 parameters in 3 tensors, digest 
         ("Dense(topology=ring)", Workload(ExchangeKind.DENSE, 25_600_000)),
         ("Dense(topology=direct)", Workload(ExchangeKind.DIRECT, 25_600_000)),
         ("Dense(topology=star)", Workload(ExchangeKind.STAR, 25_600_000)),
+        ("Dense(values=int8)", Workload(ExchangeKind.DENSE, 25_600_000, dense_values="int8")),
+        (
+            "LocalSteps(every=8, exchange=Dense(topology=direct, values=bf16), x=1)",
+            Workload(ExchangeKind.DIRECT, 25_600_000, dense_values="bf16"),
+        ),
+        ("Dense(values=fp16)", None),
         (
             "TopK(density=0.01, momentum=0.9, values=fp32)",
             Workload(ExchangeKind.TOPK, 25_600_000, 0.01, "fp32"),

@@ -11,6 +11,7 @@ _MODULES = {
     "codec": "frames",
     "sparse": "payloads",
     "merge": "payloads",
+    "slices": "slices",
     "status": "texts",
     "addresses": "texts",
     "invitation": "texts",

@@ -1,0 +1,47 @@
+"""Encodes the payload of a dense exchange: all elements of a slice, as fp32, bf16 or int8.
+
+The number of elements and the kind of values are known to the receiver, so a payload has no header.
+`value_encoding` encodes the values; blocks of int8 begin anew in each slice.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from gridtrain.network.wire.value_encoding import (
+    ByteArray,
+    FloatArray,
+    ValueKind,
+    decode_values,
+    encode_values,
+    section_bytes,
+)
+
+
+def slice_bytes(elements: int, kind: ValueKind) -> int:
+    """Return the size of a payload in bytes."""
+    return section_bytes(elements, elements, kind)
+
+
+def encode_slice(values_B: FloatArray, kind: ValueKind) -> tuple[bytes, FloatArray]:
+    """Encode (B,) finite float32 values; return the payload and the values as `decode_slice` returns them.
+
+    `value - rounded value` is exactly representable in float32.
+    """
+    made = encode_values(_indices(values_B.size), values_B, values_B.size, kind)
+    return made.section, made.decoded_K
+
+
+def decode_slice(payload: ByteArray, elements: int, kind: ValueKind) -> FloatArray:
+    """Decode a payload of `slice_bytes(elements, kind)` bytes; return finite float32 values.
+
+    Raises:
+        RemoteProtocolError: `encode_slice` cannot produce this payload.
+    """
+    return decode_values(payload, _indices(elements), elements, 0, kind)
+
+
+def _indices(elements: int) -> npt.NDArray[np.int64]:
+    """Return as many indices as elements; these kinds do not read them, so that they take no memory."""
+    return np.broadcast_to(np.int64(0), elements)
