@@ -156,6 +156,12 @@ class Workload:
             return 4 * self.parameters
         return sparse_payload_bytes(self.parameters, self.entries, self.values)
 
+    def payload_bytes(self, fraction: float) -> float:
+        """Return the size of a payload with this share of the unit, in bytes."""
+        if fraction == 1.0 or not self.kind.is_sparse:
+            return fraction * self.unit_bytes
+        return sparse_payload_bytes(self.parameters, max(1, round(fraction * self.entries)), self.values)
+
 
 def sparse_payload_bytes(parameters: int, entries: int, values: str) -> int:
     """Return the exact length in bytes of a payload of `entries` entries (PROTOCOL.md, 5.2).
