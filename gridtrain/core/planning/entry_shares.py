@@ -17,7 +17,6 @@ from statistics import median
 from gridtrain.core.messages import WHOLE_SHARE, PeerId
 from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.core.planning.rank_order import (
-    MAX_REPLANNED_MEMBERS,
     MIN_SPEEDUP,
     LinkMeasurements,
     format_rate,
@@ -48,6 +47,7 @@ ACCEPTED_SLOWDOWN = 1.1
 smallest ones."""
 
 
+MAX_MEMBERS = 32  # in larger groups two more searches for a rank order would block the coordinator
 MAX_LISTED = 8  # members that the reason names
 
 
@@ -108,7 +108,7 @@ def choose_entry_shares(
     up_Bps = dict(zip(peers, network.up_Bps, strict=True))
     usual_Bps = median(rate for peer, rate in up_Bps.items() if peer not in thin)
     listed = [
-        f"{names[peer]} {share / WHOLE_SHARE:.2g} of k (upload {format_rate(up_Bps[peer])})"
+        f"{names[peer]} {share / WHOLE_SHARE:.0%} of k (upload {format_rate(up_Bps[peer])})"
         for peer, share in list(chosen.items())[:MAX_LISTED]
     ]
     more = [f"{len(chosen) - MAX_LISTED} more"] if len(chosen) > MAX_LISTED else []
@@ -157,7 +157,7 @@ def _rated_network(
     has_rates = bool(measured.sent_Bps or measured.received_Bps)
     if load is None or not load.kind.is_sparse or not has_rates:
         return None
-    return measured.build_network(peers) if 2 < len(peers) <= MAX_REPLANNED_MEMBERS else None
+    return measured.build_network(peers) if 2 < len(peers) <= MAX_MEMBERS else None
 
 
 def _thin_ratios(

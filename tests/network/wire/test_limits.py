@@ -145,7 +145,7 @@ FIELDS = [
     ),
     *(
         refused(
-            rf"MemberListPage.members\[0\].entries_share is {share!r}; it must be an integer 1 .. 256",
+            rf"MemberListPage.members\[0\].entries_share is int {share}; it must be an integer 1 .. 256",
             header(35, 1, 1, 0, 1, [[*MEMBER[:-1], share]]),
             f"entries share {share!r}",
         )
