@@ -109,7 +109,7 @@ def generation_entry(view: m.MembershipView, roster: Sequence[m.Member]) -> dict
 
 
 def _member_entry(member: m.Member) -> dict[str, Any]:
-    """Return a member for the journal; a whole entries share is left out, as older versions do not read it."""
+    """Return a member for the journal, without a whole entries share, which older versions cannot read."""
     entry = {
         **asdict(member),
         "peer": member.peer.hex(),
