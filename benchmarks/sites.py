@@ -7,6 +7,8 @@ worst one there is.  The product does the rest: members measure their links, the
              worker-1 3 5 --lan A== router ==thin== internet ==thin== router ==lan B-- worker-2 4 6
     home     one worker at home among workers of a LAN: who is at home joins first
              worker-1 ==20 Mbit/s, 20 ms==+==1 Gbit/s== worker-2 3 4 5
+    thin     four workers with 100 Mbit/s and 20 ms, one of which has 5 Mbit/s up and joins last: by joining
+             all select k entries, planned it selects fewer (docs/exchanges.md)
 
 Each order has a group of its own, and the groups take turns.  The median of the exchanges after the last
 generation began counts; the coordinator's own words for its plan are printed.
@@ -60,8 +62,14 @@ CASES = {
         Case("home", "gtopk:density=0.01", 5, 10_000_000),
         Case("home", "gtopk:topology=star,density=0.01", 5, 10_000_000),
     ),
+    "thin": (
+        Case("thin", "gtopk:density=0.01", 4, 10_000_000),
+        Case("thin", "gtopk:topology=tree,density=0.01", 4, 10_000_000),
+        Case("thin", "gtopk:topology=star,density=0.01", 4, 10_000_000),
+    ),
 }
 THIN, FAST, WAY_S = "20Mbit", "1Gbit", 0.01
+WIDE, THIN_UPLOAD = "100Mbit", "5Mbit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,8 @@ class Uneven:
 
     def __init__(self, net: Net, case: Case) -> None:
         self._hub = net.host("hub")
-        self._workers = (_two_sites if case.name == "sites" else _one_at_home)(net, self._hub, case.workers)
+        make = {"sites": _two_sites, "home": _one_at_home, "thin": _one_thin_upload}[case.name]
+        self._workers = make(net, self._hub, case.workers)
         self._ports = itertools.count(7700)
         self.state = Path()
 
@@ -146,6 +155,13 @@ def _one_at_home(net: Net, hub: Host, workers: int) -> dict[str, Host]:
             host.shape(up=THIN, down=THIN, delay_s=2 * WAY_S)
         else:
             host.shape(up=FAST, down=FAST)
+    return found
+
+
+def _one_thin_upload(net: Net, hub: Host, workers: int) -> dict[str, Host]:
+    found = {f"worker-{number}": net.host(f"worker-{number}") for number in _to(workers)}
+    for name, host in found.items():
+        host.shape(up=THIN_UPLOAD if name == f"worker-{workers}" else WIDE, down=WIDE, delay_s=WAY_S)
     return found
 
 

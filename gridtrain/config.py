@@ -133,9 +133,16 @@ class _Sparse:
                 return density
         return self.density
 
-    def k_at(self, step: int, n: int) -> int:
-        """Return the number of entries that a worker selects out of `n` in step `step`."""
-        return min(n, max(1, round(self.density_at(step) * n)))
+    def k_at(self, step: int, n: int, share: float = 1.0) -> int:
+        """Return the number of entries that a worker selects out of `n` in step `step`.
+
+        With `share` < 1 (`Member.entries_share`) it is that share of k, but at least one entry, and at least
+        one for each chunk.
+        """
+        k = min(n, max(1, round(self.density_at(step) * n)))
+        if share >= 1.0:
+            return k
+        return min(k, max(1, -(-n // self.chunk) if self.chunk else 1, round(share * k)))
 
     def describe(self) -> str:
         options = {"chunk": self.chunk, "residual_decay": self.residual_decay, "warmup": self.warmup}

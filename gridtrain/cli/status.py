@@ -139,6 +139,8 @@ def render(snapshot: Mapping[str, Any]) -> Group:
     facts = [f"{name}: {value}" for name, value in mapping(snapshot.get("facts")).items()]
     if why := str(snapshot.get("exchange_reason") or ""):
         facts.append(f"exchange chosen: {why}")
+    if why := str(snapshot.get("entry_shares_reason") or ""):
+        facts.append(why)
     now_s = snapshot.get("now_s")
     spare = next((str(m["spare"]) for m in rows(snapshot, "members") if m.get("spare")), "")
     facts += [spare] if spare else []

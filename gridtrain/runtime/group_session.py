@@ -534,4 +534,5 @@ def _make_step_plan(snapshot: WorkerSnapshot, open_round: m.RoundId) -> StepPlan
         stage_bounds=snapshot.stage_bounds,
         generation=open_round.generation,
         first_step=snapshot.first_step,
+        entries_share=snapshot.entries_share,
     )

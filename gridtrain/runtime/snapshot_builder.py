@@ -75,6 +75,7 @@ class SnapshotBuilder:
             exchange=assignment.exchange if assignment is not None else "",
             stage_bounds=assignment.stage_bounds if assignment is not None else (),
             first_step=generation.first_step if generation is not None else 0,
+            entries_share=me.entries_share / m.WHOLE_SHARE if me is not None else 1.0,
             is_late=any(batch.peer == core.own_id for batch in state.ledger.late),
         )
 

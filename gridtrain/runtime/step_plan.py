@@ -21,6 +21,7 @@ class StepPlan:
             joined.
         stage_bounds: for a model in stages, the first layer of each stage, and the number of layers.
         generation, first_step: the generation that runs the step, and the first step of that generation.
+        entries_share: this worker's share of the k entries of a sparse exchange (`Member.entries_share`).
     """
 
     step: int
@@ -34,6 +35,7 @@ class StepPlan:
     stage_bounds: tuple[int, ...] = ()
     generation: int = 0
     first_step: int = 0
+    entries_share: float = 1.0
 
     @property
     def weight(self) -> float:

@@ -244,10 +244,10 @@ class SparseExchanger:
         self, bucket: int, gradient_B: Tensor, plan: StepPlan, *, usable: bool
     ) -> ExchangeAttempt:
         start, n, kind = self.bounds[bucket], gradient_B.numel(), self._kind
-        k = self._exchange.k_at(plan.step, n)
         if usable:
             limit, weight = largest_summable(plan.world_size), plan.weight if plan.samples else 0.0
-            prepared = self.feedback.prepare(gradient_B, k, kind, limit, weight=weight, start=start)
+            own_k = self._exchange.k_at(plan.step, n, plan.entries_share)
+            prepared = self.feedback.prepare(gradient_B, own_k, kind, limit, weight=weight, start=start)
         else:
             prepared = self.feedback.prepare_skip(kind, start=start, n=n)
         buffer = self._make_buffer(prepared.payload, prepared.decoded, n, plan)

@@ -52,6 +52,13 @@ def test_the_picture() -> None:
     assert drawn(PICTURE) == DRAWN
 
 
+def test_a_smaller_share_of_the_entries_is_shown_with_its_reason() -> None:
+    reason = "fewer entries from slow uploads (usual 100 Mbit/s): bert 10% of k (upload 5 Mbit/s)"
+    line = "exchange: GTopK(density=0.05)\n"
+    assert drawn({**PICTURE, "entry_shares_reason": reason}) == DRAWN.replace(line, f"{line}{reason}\n")
+    assert drawn({**PICTURE, "entry_shares_reason": ""}) == DRAWN
+
+
 def test_strikes_are_shown_when_there_are_any() -> None:
     anna, bert = PICTURE["members"]
     assert STRUCK in drawn({**PICTURE, "members": [anna, {**bert, "strikes": 2}]})

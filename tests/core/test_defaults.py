@@ -19,6 +19,7 @@ UNUSUAL = {
     "messages.coordination.Setup.stages": 1,
     "messages.transfer.StateRequest.is_whole": True,
     "messages.types.Member.donor": -1,
+    "messages.types.Member.entries_share": 256,
     "messages.types.StagedModel.samples": 1,
     "messages.types.StagedModel.micro_batches": 1,
     "messages.types.StagedModel.copies": 3.0,

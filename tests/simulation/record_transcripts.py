@@ -300,7 +300,7 @@ class Transcript:
             self.lines.append(line)
 
 
-ADDED = {(m.LedgerSpec, "delay"), (m.LedgerState, "pending")}
+ADDED = {(m.LedgerSpec, "delay"), (m.LedgerState, "pending"), (m.Member, "entries_share")}
 """Fields that classes did not have when the baseline was recorded; all histories have their defaults."""
 
 _WRITTEN: dict[type[Any], tuple[str, ...] | None] = {}

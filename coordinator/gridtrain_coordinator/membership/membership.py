@@ -252,6 +252,7 @@ class Membership:
             "exchange_reason": choice.description,
             "global_batch_size": run.definition.global_batch_size if run.definition else None,
             "plan_reason": self._planner.plan_reason,
+            "entry_shares_reason": self._planner.entry_shares.reason,
             "links": self._planner.measured_links.link_rows(run.member_order),
             "relayed": self._addresses.relayed_pairs(run.member_order),
             "drifts": self._divergence.divergence_count,

@@ -209,7 +209,7 @@ class ViewInstaller:
         return m.Member(
             peer, worker.name, worker.address, share, joining, placement.state_sources.get(peer, -1),
             placement.pieces.get(peer, ()), placement.digests.get(peer, b""),
-            placement.piece_digests.get(peer, ()),
+            placement.piece_digests.get(peer, ()), self._planner.entry_shares.share_of(peer),
         )  # fmt: skip
 
     def _log_event(self, view: m.MembershipView) -> LogEvent:

@@ -14,6 +14,7 @@ from gridtrain.core import messages as m
 from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.planning import rank_order
 from gridtrain.core.planning.batch_shares import BatchShares, WorkerSpeeds
+from gridtrain.core.planning.entry_shares import EntryShares, choose_entry_shares, share_change_reason
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE, ExchangeChoice, seconds_per_sample
 from gridtrain.core.planning.exchange_comparison import MAX_DIRECT_MEMBERS
 from gridtrain.core.planning.network_model import NetworkModel
@@ -39,11 +40,13 @@ class GenerationPlanner:
 
     Attributes:
         plan_reason: the reason for the latest plan, as the status shows it.
+        entry_shares: the members of the latest plan that select fewer than k entries.
     """
 
     def __init__(self, run: RunState, addresses: AddressBook, *, by_links: bool) -> None:
         self._run, self._addresses, self._by_links = run, addresses, by_links
         self.plan_reason = ""
+        self.entry_shares = EntryShares()
         self.measured_links = rank_order.LinkMeasurements()
         self.link_failures = LinkFailures()
         self.exchange_choice = ExchangeChoice(rate_timeout_s=run.limits.probe_s)
@@ -118,24 +121,42 @@ class GenerationPlanner:
         )
         if placement is None:
             holders_by_seniority = [peer for peer in peers if peer in holders]
+            self.entry_shares = self._choose_entry_shares(peers, holders_by_seniority)
             ranks: rank_order.RankOrder | RankPlacement = self._choose_order(peers, holders_by_seniority)
         else:
+            self.entry_shares = EntryShares()
             ranks = placement
         shares = self._assign_shares(ranks.order, is_pipeline=placement is not None)
         broken = (
             f"a round trip of {AVOIDED_PAIR_RTT_S:g} s is assumed for {len(avoided)} pairs with broken links"
         )
         topology = self.exchange_choice.dense_topology.reason
-        reasons = [ranks.reason, *([broken] if avoided else []), *([topology] if topology else [])]
-        self.plan_reason = "; ".join([*reasons, shares.reason])
+        reasons = [ranks.reason, broken if avoided else "", topology, self.entry_shares.reason, shares.reason]
+        self.plan_reason = "; ".join(reason for reason in reasons if reason)
         return ranks.order, shares.counts
 
     def _choose_order(self, peers: Sequence[m.PeerId], holders: Sequence[m.PeerId]) -> rank_order.RankOrder:
         if not self._by_links:
             return rank_order.join_order(peers, holders)
         return rank_order.plan_rank_order(
-            self.exchange_choice.workload, self.measured_links, peers, holders, self._run.member_order
-        )
+            self.exchange_choice.workload, self.measured_links, peers, holders, self._run.member_order,
+            self.entry_shares.shares,
+        )  # fmt: skip
+
+    def _choose_entry_shares(self, peers: Sequence[m.PeerId], holders: Sequence[m.PeerId]) -> EntryShares:
+        if not self._by_links:
+            return EntryShares()
+        load, current = self.exchange_choice.workload, self._current_entry_shares
+        return choose_entry_shares(load, self.measured_links, peers, holders, current, self._names)
+
+    @property
+    def _current_entry_shares(self) -> dict[m.PeerId, int]:
+        shares = {member.peer: member.entries_share for member in self._run.member_list}
+        return {peer: share for peer, share in shares.items() if share < m.WHOLE_SHARE}
+
+    @property
+    def _names(self) -> dict[m.PeerId, str]:
+        return {worker.peer: worker.name for worker in self._run.workers.values()}
 
     def _assign_shares(self, order: Sequence[m.PeerId], *, is_pipeline: bool) -> BatchShares:
         workers, total = [self._run.workers[peer] for peer in order], self._global_batch_size
@@ -219,9 +240,11 @@ class GenerationPlanner:
                 list(run.workers.values()), self.link_failures.avoided_pairs(now_s)
             )
             if len(present := run.workers.sort_by_seniority(run.present_members)) == len(run.member_order):
-                reason = rank_order.reorder_reason(
-                    self.exchange_choice.workload, self.measured_links, run.member_order, present
-                )
+                load, links, shares = (
+                    self.exchange_choice.workload, self.measured_links, self._current_entry_shares
+                )  # fmt: skip
+                reason = rank_order.reorder_reason(load, links, run.member_order, present, shares)
+                reason = reason or share_change_reason(load, links, present, shares, self._names)
                 run.view_change.request(reason or self._topology_reason(present))
             self._reorder_limits.record_evaluation(reporters, now_s, found=bool(run.view_change.reason))
 

@@ -100,20 +100,25 @@ def generation_entry(view: m.MembershipView, roster: Sequence[m.Member]) -> dict
         "verdict": view.verdict.name,
         "decided": asdict(view.decided_round) if view.decided_round is not None else None,
         "digest": view.history.hex(),
-        "members": [
-            {
-                **asdict(member),
-                "peer": member.peer.hex(),
-                "digest": member.digest.hex(),
-                "piece_digests": [digest.hex() for digest in member.piece_digests],
-            }
-            for member in roster
-        ],
+        "members": [_member_entry(member) for member in roster],
         "ledger": ledger_entry(view.ledger),
         "reason": view.reason,
         "exchange": view.exchange,
         "cuts": list(view.stage_bounds),
     }
+
+
+def _member_entry(member: m.Member) -> dict[str, Any]:
+    """Return a member for the journal, without a whole entries share, which older versions cannot read."""
+    entry = {
+        **asdict(member),
+        "peer": member.peer.hex(),
+        "digest": member.digest.hex(),
+        "piece_digests": [digest.hex() for digest in member.piece_digests],
+    }
+    if member.entries_share == m.WHOLE_SHARE:
+        del entry["entries_share"]
+    return entry
 
 
 def _model(body: Mapping[str, Any]) -> m.StagedModel:

@@ -223,6 +223,10 @@ SourceRank = Annotated[
     int,
     IntField("source", -1, 2**31 - 1, "an integer -1 .. 2^31-1, a rank; -1: the lowest that holds the state"),
 ]
+WHOLE_SHARE = 256
+"""The unit of an entries share: a member with this share selects all k entries of a sparse exchange."""
+
+EntriesShare = Annotated[int, IntField("fraction", 1, WHOLE_SHARE, "an integer 1 .. 256, in 256ths")]
 Rate = Annotated[float, FloatField("rate", 0.0, 1e12, "a 64-bit float 0 .. 10^12, bytes per second")]
 Seconds = Annotated[float, FloatField("seconds", 0.0, 1e6, "a 64-bit float 0 .. 10^6")]
 Lifetime = Annotated[float, FloatField("lifetime", 0.0, 1e10, "a 64-bit float 0 .. 10^10, seconds")]

@@ -9,10 +9,12 @@ from itertools import pairwise
 from typing import Annotated, Any
 
 from gridtrain.core.messages.declaration import (
+    WHOLE_SHARE,
     Address,
     AtMost,
     Count,
     Digest,
+    EntriesShare,
     Factor,
     Name,
     PeerId,
@@ -204,6 +206,8 @@ class Member:
             coordinator; empty if unknown.
         piece_digests: `CheckpointInfo.digest` of each of `pieces`; empty if unknown, because the checkpoint
             is not on a disk yet.
+        entries_share: how many of the k entries of a sparse payload the member selects for its own
+            contribution, in 256ths of k.
     """
 
     peer: PeerId
@@ -215,6 +219,7 @@ class Member:
     pieces: Annotated[tuple[tuple[Span, Count], ...], AtMost(MAX_CHECKPOINT_SOURCES)] = ()
     digest: Digest = b""
     piece_digests: Annotated[tuple[Digest, ...], AtMost(MAX_CHECKPOINT_SOURCES)] = ()
+    entries_share: EntriesShare = WHOLE_SHARE
 
     def find_problem(self) -> str | None:
         if len(self.piece_digests) != len(self.pieces):

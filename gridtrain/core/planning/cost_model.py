@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass, replace
 
 from gridtrain.core.planning.exchange_simulation import CpuOccupancy, ExchangeSimulation, vote_end_s
-from gridtrain.core.planning.message_schedule import ReceiveWork
+from gridtrain.core.planning.message_schedule import ReceiveWork, scale_to_shares
 from gridtrain.core.planning.network_model import LinkModel, NetworkModel
 from gridtrain.core.planning.workload import (
     HEADER_BYTES,
@@ -135,6 +135,8 @@ def _simulated_cost(
 ) -> ExchangeCost:
     bounded = _cpu_bounded_network(network, load, cpu, host_cores)
     messages = messages_of(load, network.size, max_messages)
+    if network.entry_shares and load.kind.is_sparse:
+        messages = scale_to_shares(messages, network.entry_shares)
     simulation = ExchangeSimulation(messages, load, bounded, cpu, host_cores)
     ends_s = simulation.run()
     exchange_s = simulation.run_vote(ends_s) if vote and network.size > 1 else max(ends_s)
@@ -158,14 +160,14 @@ def _cpu_bounded_network(
     up_Bps = [min(rate, 1 / byte_s) for rate in network.up_Bps]
     down_Bps = [min(rate, 1 / byte_s) for rate in network.down_Bps]
     if host_cores is None:
-        return NetworkModel(network.link, up_Bps, down_Bps, network.shared_Bps)
+        return replace(network, up_Bps=up_Bps, down_Bps=down_Bps)
     link, shared_Bps = network.link, {**network.shared_Bps, _HOST_LINK: host_cores / (2 * byte_s)}
 
     def on_host(src: int, dst: int) -> LinkModel:
         between = link(src, dst)
         return LinkModel(between.alpha_s, between.bandwidth_Bps, (*between.shared_links, _HOST_LINK))
 
-    return NetworkModel(on_host, up_Bps, down_Bps, shared_Bps)
+    return NetworkModel(on_host, up_Bps, down_Bps, shared_Bps, network.entry_shares)
 
 
 _HOST_LINK = "the host's cores"

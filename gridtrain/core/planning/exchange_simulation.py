@@ -166,7 +166,7 @@ class ExchangeSimulation:
         heapq.heappush(self._events, (out_s, index, _DEPART, 0.0))
 
     def _wire_bytes(self, message: PlannedMessage) -> float:
-        return message.count * (message.fraction * self.load.unit_bytes + HEADER_BYTES)
+        return message.count * (self.load.payload_bytes(message.fraction) + HEADER_BYTES)
 
     def _count_bytes(self, message: PlannedMessage) -> None:
         nbytes = self._wire_bytes(message)

@@ -14,7 +14,7 @@ of the messages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from gridtrain.core.collectives import butterfly as butterfly_exchange
@@ -201,3 +201,29 @@ def star(world_size: int, slices: int, arrives: ReceiveWork, result: ReceiveWork
         needs = tuple(range(first, first + world_size - 1))
         messages += [PlannedMessage(0, rank, part, result, needs) for rank in range(1, world_size)]
     return messages
+
+
+def scale_to_shares(messages: Sequence[PlannedMessage], shares: Sequence[float]) -> list[PlannedMessage]:
+    """Return the messages of a sparse exchange in which rank r contributes `shares[r]` of the k entries.
+
+    A member's own payload has its share of k entries.  A merge has at most the entries of both its payloads,
+    and at most k.
+
+    Args:
+        messages: the messages of one sparse exchange, each after the messages that it needs.
+    """
+    scaled: list[PlannedMessage] = []
+    held: list[float] = []  # for each message: the share that its receiver holds afterwards, or forwards
+    for message in messages:
+        if message.work is ReceiveWork.KEEP and (message.count > 1 or len(message.needs) != 1):
+            origins = [(message.src + distance) % len(shares) for distance in range(message.count)]
+            fraction = sum(shares[rank] for rank in origins) / message.count
+        elif message.needs and messages[message.needs[0]].work is ReceiveWork.POOL:  # a star's result
+            fraction = min(1.0, sum(shares))
+        else:
+            fraction = held[message.needs[0]] if message.needs else shares[message.src]
+        before = held[message.after_messages[0]] if message.after_messages else shares[message.dst]
+        merged = min(1.0, before + fraction)
+        held.append(merged if message.work is ReceiveWork.MERGE else fraction)
+        scaled.append(replace(message, fraction=fraction))
+    return scaled

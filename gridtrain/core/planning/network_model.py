@@ -43,6 +43,8 @@ class NetworkModel:
         link: a function of (src, dst) that returns the link from src to dst.
         up_Bps, down_Bps: (size,) bytes per second of each rank's upload and download.
         shared_Bps: bytes per second of each link that several pairs share, by its name.
+        entry_shares: (size,) the share of the k entries of a sparse payload that each rank contributes, > 0
+            and <= 1; () if each contributes k.
 
     Raises:
         ConfigError: there are no ranks, a rate is not above 0, or the numbers of uploads and downloads
@@ -53,6 +55,7 @@ class NetworkModel:
     up_Bps: Sequence[float]
     down_Bps: Sequence[float]
     shared_Bps: Mapping[str, float] = field(default_factory=dict)
+    entry_shares: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         rates = [*self.up_Bps, *self.down_Bps, *self.shared_Bps.values()]
@@ -81,6 +84,7 @@ class NetworkModel:
             [self.up_Bps[member] for member in order],
             [self.down_Bps[member] for member in order],
             self.shared_Bps,
+            [self.entry_shares[member] for member in order] if self.entry_shares else (),
         )
 
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
-from gridtrain.core.messages import PeerId
+from gridtrain.core.messages import WHOLE_SHARE, PeerId
 from gridtrain.core.planning.network_model import LinkModel, NetworkModel
 from gridtrain.core.planning.rank_order_search import (
     MAX_SEARCHED_PEERS,
@@ -209,6 +209,7 @@ def plan_rank_order(
     peers: Sequence[PeerId],
     firsts: Sequence[PeerId],
     current: Sequence[PeerId] = (),
+    entry_shares: Mapping[PeerId, int] | None = None,
 ) -> RankOrder:
     """Plan the order of ranks for the exchange of a run.
 
@@ -219,6 +220,7 @@ def plan_rank_order(
         firsts: the members that may be rank 0; the first of them gets rank 0 if the choice makes no
             difference.
         current: the current order; the search also starts from this order, with new members at its end.
+        entry_shares: `Member.entries_share` of the members that have a smaller share than `WHOLE_SHARE`.
     """
     count, start = len(peers), peers.index(firsts[0])
     joined = (*peers[start:], *peers[:start])
@@ -229,6 +231,7 @@ def plan_rank_order(
     network = measured.build_network(peers)
     if network is None or (by_latency and not measured.rtt_s):
         return RankOrder(joined, f"{count} workers in join order: no round trip has been measured")
+    network = with_entry_shares(network, peers, entry_shares or {})
     searched = _LATENCY_ONLY if load is None or by_latency else load
     found = _search_best_order(searched, network, peers, firsts, current)
     order = tuple(peers[member] for member in found.order)
@@ -247,6 +250,7 @@ def reorder_reason(
     measured: LinkMeasurements,
     current: Sequence[PeerId],
     peers: Sequence[PeerId] = (),
+    entry_shares: Mapping[PeerId, int] | None = None,
 ) -> str:
     """Return the reason for a new generation with another order.
 
@@ -255,6 +259,7 @@ def reorder_reason(
     Args:
         peers: the members of `current` in the order of joining, by default `current`; all of them hold the
             state.
+        entry_shares: see `plan_rank_order`.
     """
     has_rates = bool(measured.sent_Bps or measured.received_Bps)
     if load is None or not 2 < len(current) <= MAX_REPLANNED_MEMBERS or not has_rates:
@@ -263,16 +268,18 @@ def reorder_reason(
     network = measured.build_network(peers)
     if network is None:
         return ""
+    shares = entry_shares or {}
+    network = with_entry_shares(network, peers, shares)
     now = [peers.index(peer) for peer in current]
     now_s = simulated_exchange_s(load, network, CpuCosts(), now)
     found = _search_best_order(load, network, peers, peers, current)  # the search of `plan_rank_order`
     if now_s < MIN_SPEEDUP * found.exchange_s or not _is_corroborated(
-        load, measured, peers, now, found.order
+        load, measured, peers, now, found.order, shares
     ):
         return ""
     return (
         f"links have changed: another order makes an exchange {now_s / found.exchange_s:.2f} times as fast "
-        f"({_ms(found.exchange_s)} instead of {_ms(now_s)}, predicted)"
+        f"({format_time(found.exchange_s)} instead of {format_time(now_s)}, predicted)"
     )
 
 
@@ -282,6 +289,7 @@ def _is_corroborated(
     peers: Sequence[PeerId],
     now: Sequence[int],
     then: Sequence[int],
+    entry_shares: Mapping[PeerId, int],
 ) -> bool:
     """Return whether the order `then` is still worth a new generation without any one member's reports.
 
@@ -291,10 +299,19 @@ def _is_corroborated(
         network = measured.without_reporter(peer).build_network(peers, bounded=False)
         if network is None:
             return False
+        network = with_entry_shares(network, peers, entry_shares)
         now_s, then_s = (simulated_exchange_s(load, network, CpuCosts(), order) for order in (now, then))
         if now_s < MIN_SPEEDUP * then_s:
             return False
     return True
+
+
+def with_entry_shares(
+    network: NetworkModel, peers: Sequence[PeerId], shares: Mapping[PeerId, int]
+) -> NetworkModel:
+    """Return the network of `peers` in which some have these `Member.entries_share`, others whole ones."""
+    fractions = [shares.get(peer, WHOLE_SHARE) / WHOLE_SHARE for peer in peers]
+    return replace(network, entry_shares=fractions if shares else ())
 
 
 def _search_best_order(
@@ -323,7 +340,7 @@ _NOT_SEARCHED = "no better order is searched for"
 
 def _gain(found: RankOrderEstimate) -> str:
     faster = found.exchange_s < found.join_order_s
-    return f" instead of {_ms(found.join_order_s)} in join order" if faster else ", as in join order"
+    return f" instead of {format_time(found.join_order_s)} in join order" if faster else ", as in join order"
 
 
 def _latency_reason(found: RankOrderEstimate) -> str:
@@ -333,29 +350,29 @@ def _latency_reason(found: RankOrderEstimate) -> str:
             f"ring of {size} in join order: above {MAX_SEARCHED_PEERS} members "
             "no better order is searched for"
         )
-    took = f"the smallest exchange takes {_ms(found.exchange_s)}"
+    took = f"the smallest exchange takes {format_time(found.exchange_s)}"
     return f"ring of {size} ordered by round trip: {took}{_gain(found)}"
 
 
 def _reason(load: Workload, network: NetworkModel, found: RankOrderEstimate, has_rates: bool) -> str:
     order = found.order
     shape = f"{_TOPOLOGY_NAMES.get(load.kind, 'star')} of {len(order)}"
-    text = f"{shape} ordered by predicted time: {_ms(found.exchange_s)} per exchange{_gain(found)}"
+    text = f"{shape} ordered by predicted time: {format_time(found.exchange_s)} per exchange{_gain(found)}"
     if len(order) > MAX_SEARCHED_PEERS and load.kind not in ROOT_ONLY_KINDS:
         text = (
             f"{shape} in join order: above {MAX_SEARCHED_PEERS} members {_NOT_SEARCHED}; "
-            f"{_ms(found.exchange_s)} per exchange"
+            f"{format_time(found.exchange_s)} per exchange"
         )
     if not has_rates:
         return f"{text} (no rate has been measured; {DEFAULT_LINK_Bps * 8 / 1e6:.0f} Mbit/s are assumed)"
     ordered = network.reordered(order)
     thin_Bps, src, dst = min((ordered.path_Bps(a, b), a, b) for a, b in messages_by_pair(load, len(order)))
-    return f"{text}; its slowest link is {_rate(thin_Bps)}, rank {src} to {dst}"
+    return f"{text}; its slowest link is {format_rate(thin_Bps)}, rank {src} to {dst}"
 
 
-def _ms(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def _rate(rate_Bps: float) -> str:
+def format_rate(rate_Bps: float) -> str:
     return f"{rate_Bps * 8 / 1e6:.3g} Mbit/s"

@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, islice, permutations
+from itertools import accumulate, combinations, islice, permutations
 
 from gridtrain.core.collectives import butterfly
 from gridtrain.core.planning import cost_model
@@ -28,6 +28,7 @@ from gridtrain.core.planning.workload import (
     Workload,
     count_messages,
     messages_by_pair,
+    messages_of,
     slice_count,
 )
 
@@ -125,8 +126,12 @@ def order_estimator(load: Workload, network: NetworkModel, cpu: CpuCosts) -> Ord
     members, handling_s = range(size), 2 * cpu.message_s + cpu.wake_s
     alpha_s = [[network.link(a, b).alpha_s + handling_s if a != b else 0.0 for b in members] for a in members]
     byte_s = [[1 / network.path_Bps(a, b) if a != b else 0.0 for b in members] for a in members]
-    make = {ExchangeKind.DENSE: _ring_estimator, ExchangeKind.TOPK: _gather_estimator}
-    edges_s = make.get(load.kind, _hops_estimator)(load, alpha_s, byte_s)
+    if load.kind is ExchangeKind.DENSE:
+        edges_s = _ring_estimator(load, alpha_s, byte_s)
+    else:
+        own_bytes = [load.payload_bytes(share) for share in network.entry_shares or [1.0] * size]
+        make = _gather_estimator if load.kind is ExchangeKind.TOPK else _hops_estimator
+        edges_s = make(load, alpha_s, byte_s, own_bytes)
     if not network.shared_Bps:
         return edges_s
     crossed = messages_by_pair(load, size)
@@ -164,27 +169,39 @@ def _ring_estimator(load: Workload, alpha_s: PairTable, byte_s: PairTable) -> Or
     return seconds
 
 
-def _gather_estimator(load: Workload, alpha_s: PairTable, byte_s: PairTable) -> OrderEstimator:
-    """Return an estimator for the all-gather, which adds up the times of the slowest pair in each hop."""
+def _gather_estimator(
+    load: Workload, alpha_s: PairTable, byte_s: PairTable, own_bytes: Sequence[float]
+) -> OrderEstimator:
+    """Return an estimator for the all-gather, which adds up the times of the slowest pair in each hop.
+
+    Args:
+        own_bytes: (P,) the size of each member's own payload.
+    """
     size = len(alpha_s)
     hops = [1 << hop for hop in range((size - 1).bit_length())]
 
     def seconds(order: Sequence[int]) -> float:
         longest_s = total_s = 0.0
+        until = list(accumulate((own_bytes[member] for member in (*order, *order)), initial=0.0))
         for d in hops:
             count = min(d, size - d)
-            ends = ((order[rank], order[rank - d]) for rank in range(size))
-            hop_s = max(alpha_s[a][b] + count * load.unit_bytes * byte_s[a][b] for a, b in ends)
+            sent_bytes = [until[rank + count] - until[rank] for rank in range(size)]
+            ends = ((order[rank], order[rank - d], sent_bytes[rank]) for rank in range(size))
+            hop_s = max(alpha_s[a][b] + nbytes * byte_s[a][b] for a, b, nbytes in ends)
             longest_s, total_s = max(longest_s, hop_s), total_s + hop_s
         return longest_s + total_s
 
     return seconds
 
 
-def _hops_estimator(load: Workload, alpha_s: PairTable, byte_s: PairTable) -> OrderEstimator:
-    """Return an estimator for the butterfly, in which a rank sends when its previous hop has arrived.
+def _hops_estimator(
+    load: Workload, alpha_s: PairTable, byte_s: PairTable, own_bytes: Sequence[float]
+) -> OrderEstimator:
+    """Return an estimator for the butterfly or the tree, in which a rank sends when its previous hop has
+    arrived.
 
-    The estimator is also used for a tree, which has the same edges.
+    Args:
+        own_bytes: (P,) the size of each member's own payload; what it sends after a merge is a whole payload.
     """
     size = len(alpha_s)
     levels: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -193,6 +210,8 @@ def _hops_estimator(load: Workload, alpha_s: PairTable, byte_s: PairTable) -> Or
             if hop.is_sender:
                 levels.setdefault((hop.slot.phase, hop.slot.hop), []).append((rank, hop.partner))
     sends = [levels[key] for key in sorted(levels)]
+    if load.kind is ExchangeKind.TREE:
+        sends = [[(message.src, message.dst)] for message in messages_of(load, size)]
 
     def seconds(order: Sequence[int]) -> float:
         ready_s = [0.0] * size
@@ -200,7 +219,8 @@ def _hops_estimator(load: Workload, alpha_s: PairTable, byte_s: PairTable) -> Or
             before_s = list(ready_s)
             for src, dst in level:
                 a, b = order[src], order[dst]
-                arrived_s = before_s[src] + alpha_s[a][b] + load.unit_bytes * byte_s[a][b]
+                sent_bytes = load.unit_bytes if before_s[src] else own_bytes[a]
+                arrived_s = before_s[src] + alpha_s[a][b] + sent_bytes * byte_s[a][b]
                 ready_s[dst] = max(ready_s[dst], arrived_s)
         return max(ready_s) + 1e-3 * sum(ready_s)
 

@@ -179,6 +179,12 @@ class Workload:
         """The name of the exchange in `gridtrain plan`, for example "dense", "dense:int8" or "gtopk"."""
         return f"{self.kind}:{self.dense_values}" if self.is_rounded else str(self.kind)
 
+    def payload_bytes(self, fraction: float) -> float:
+        """Return the size of a payload with this share of the unit, in bytes."""
+        if fraction == 1.0 or not self.kind.is_sparse:
+            return fraction * self.unit_bytes
+        return sparse_payload_bytes(self.parameters, max(1, round(fraction * self.entries)), self.values)
+
 
 def dense_payload_bytes(elements: int, values: str) -> int:
     """Return the exact length in bytes of a dense slice of `elements` elements (PROTOCOL.md, 5.1)."""

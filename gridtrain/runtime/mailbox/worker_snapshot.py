@@ -35,6 +35,7 @@ class WorkerSnapshot:
             does not choose one or has not chosen one yet.
         stage_bounds: for a model in stages, the first layer of each stage, and the number of layers.
         first_step: the first step of this generation.
+        entries_share: this worker's share of the k entries of a sparse exchange (`Member.entries_share`).
         is_late: whether `spans` are those of an earlier step, from which this worker was absent.
     """
 
@@ -64,4 +65,5 @@ class WorkerSnapshot:
     exchange: str = ""
     stage_bounds: tuple[int, ...] = ()
     first_step: int = 0
+    entries_share: float = 1.0
     is_late: bool = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from gridtrain.config import Deadlines
@@ -10,6 +12,7 @@ from gridtrain.core.planning import rank_order
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run import reorder_limits
 from gridtrain_coordinator.run.events import DialBackResult, Effect, MessageReceived, RunPhase, Send
+from gridtrain_coordinator.run.journal_recovery import generation_entry, recover_run
 from gridtrain_coordinator.run.link_failures import FAILURES_BEFORE_AVOIDING
 from gridtrain_coordinator.run.registry import AVOIDED_PAIR_RTT_S
 from gridtrain_coordinator.run.reorder_limits import ReorderLimits
@@ -56,6 +59,16 @@ class Run:
             effects += self.say(a, m.LinkRates(tuple((b, rate, rate) for b, rate in rates)))
         return effects
 
+    def uploads(self, up_Bps: dict[m.PeerId, float]) -> None:
+        """Both ends of each link report the upload of its sender, `FAST_Bps` where nothing else is given."""
+        for a in PEERS:
+            rates = [(b, up_Bps.get(a, FAST_Bps), up_Bps.get(b, FAST_Bps)) for b in PEERS if b != a]
+            self.say(a, m.LinkRates(tuple(rates)))
+
+    @property
+    def entries_shares(self) -> dict[m.PeerId, int]:
+        return {member.peer: member.entries_share for member in self.core.run.member_list}
+
     def beat_until_frozen(self, limit_s: float) -> str:
         """The reason of the `Freeze`; empty: there was none within `limit_s`."""
         until_s = self.now_s + limit_s
@@ -95,6 +108,48 @@ def test_links_that_have_changed_make_another_order_but_not_at_once() -> None:
     assert run.order.index("b") ^ run.order.index("c") in (1, 2)
     assert "predicted time" in run.core.snapshot(run.now_s)["plan_reason"]
     assert run.beat_until_frozen(100.0) == "", "the same links do not make yet another one"
+
+
+def test_a_thin_upload_selects_fewer_entries_from_a_new_generation_on() -> None:
+    run = Run()
+    assert set(run.entries_shares.values()) == {m.WHOLE_SHARE}
+    run.uploads({C: SLOW_Bps})
+    reason = run.beat_until_frozen(60.0)
+    assert reason.startswith("links have changed: ")
+    assert set(run.entries_shares.values()) == {m.WHOLE_SHARE}, "not before the next generation"
+    run.next_generation()
+    share = run.entries_shares[C]
+    assert 16 <= share < 128 and [run.entries_shares[peer] for peer in (A, B, D)] == [m.WHOLE_SHARE] * 3
+    snapshot = run.core.snapshot(run.now_s)
+    assert f"c {share / 256:.0%} of k (upload 4 Mbit/s)" in snapshot["entry_shares_reason"]
+    assert snapshot["entry_shares_reason"] in snapshot["plan_reason"]
+    assert run.beat_until_frozen(100.0) == "", "the same rates change nothing more"
+
+    assert run.core.run.view is not None
+    journalled = json.loads(json.dumps(generation_entry(run.core.run.view, run.core.run.member_list)))
+    assert recover_run([("generation", journalled)]).roster == run.core.run.member_list
+    assert [row.get("entries_share") for row in journalled["members"] if row["name"] != "c"] == [None] * 3
+
+    for peer in PEERS:
+        run.say(peer, SETUP)  # as workers do that measure their links again
+    run.uploads({C: SLOW_Bps * 1.2})
+    assert run.beat_until_frozen(100.0) == "", "not by such a factor"
+    for peer in PEERS:
+        run.say(peer, SETUP)
+    run.uploads({})
+    assert run.beat_until_frozen(200.0).startswith("links have changed: ")
+    run.next_generation()
+    assert set(run.entries_shares.values()) == {m.WHOLE_SHARE}
+    assert run.core.snapshot(run.now_s)["entry_shares_reason"] == ""
+
+
+def test_a_worker_that_says_that_another_one_is_thin_changes_nothing() -> None:
+    run = Run()
+    run.uploads({})
+    run.say(B, SETUP)
+    run.say(B, m.LinkRates(tuple((other, FAST_Bps, SLOW_Bps) for other in (A, C, D))))
+    run.beat_until_frozen(100.0)
+    assert set(run.entries_shares.values()) == {m.WHOLE_SHARE}
 
 
 def test_a_small_change_is_not_worth_a_generation() -> None:
@@ -187,6 +242,10 @@ def test_of_too_many_that_wait_the_one_that_may_first_is_forgotten(monkeypatch: 
 
 def test_where_the_order_of_joining_is_ordered_links_change_nothing() -> None:
     run = Run(plans=False)
+    run.uploads({C: SLOW_Bps})
+    assert run.beat_until_frozen(100.0) == ""
+    for peer in PEERS:
+        run.say(peer, SETUP)
     run.rates({frozenset((A, B))})
     assert run.beat_until_frozen(100.0) == ""
     run.say(D, m.Leave("enough"))

@@ -19,7 +19,7 @@ from gridtrain.network.wire.codec import (
 KEY = bytes(32)
 ROUND = [1, 2, 3, 0]
 LEDGER = [0, 0, [], 0, 0, None, [], []]
-MEMBER = [KEY, "ada", "tcp://h:1", 8, False, -1, [], b"", []]
+MEMBER = [KEY, "ada", "tcp://h:1", 8, False, -1, [], b"", [], 256]
 DATA = [50, ROUND, [0, 0, 0], [0, 0, 0, 0], 0]
 
 
@@ -142,6 +142,14 @@ FIELDS = [
         "MemberListPage.members is 193 items;",
         header(35, 1, 1, 0, 1, [MEMBER] * 193),
         "193 members on a page",
+    ),
+    *(
+        refused(
+            rf"MemberListPage.members\[0\].entries_share is int {share}; it must be an integer 1 .. 256",
+            header(35, 1, 1, 0, 1, [[*MEMBER[:-1], share]]),
+            f"entries share {share!r}",
+        )
+        for share in (0, -1, 257, 2**40)
     ),
     refused("MemberListPage is page 1 of 1", header(35, 1, 1, 1, 1, []), "page over pages"),
     refused("MemberListPage is page 0 of 257", header(35, 1, 1, 0, 257, []), "257 pages"),

@@ -1,0 +1,193 @@
+"""Choose which members select fewer than k entries of a sparse exchange, because their uploads are thin.
+
+    upload rates --thin members--> shares to try --simulated exchanges--> the largest shares that are nearly
+                                                                          as fast as the smallest
+
+A member sends its own payload once.  If it is a leaf of a tree, a star or the fold of a butterfly, it sends
+nothing else, so that with a small share it holds up nobody.  In the later hops of a butterfly it sends merged
+payloads of up to k entries, whatever its share is.  What it does not send stays in its residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from gridtrain.core.messages import WHOLE_SHARE, PeerId
+from gridtrain.core.planning.network_model import NetworkModel
+from gridtrain.core.planning.rank_order import (
+    MIN_SPEEDUP,
+    LinkMeasurements,
+    format_rate,
+    format_time,
+    with_entry_shares,
+)
+from gridtrain.core.planning.rank_order_search import best_order, simulated_exchange_s
+from gridtrain.core.planning.workload import CpuCosts, Workload
+
+MIN_ENTRIES_SHARE = WHOLE_SHARE // 16
+"""The smallest share: with less, a member's gradient would reach the model very late."""
+
+THIN_RATIO, STILL_THIN_RATIO = 2.0, 1.5
+"""An upload is thin if the median upload of the other members is this many times as fast; the second value is
+for a member that has a smaller share already."""
+
+KEPT_SPEEDUP = 1.1
+"""Shares in use stay if they make the exchange this many times as fast; new ones need `MIN_SPEEDUP`."""
+
+MIN_CHANGE = 1.5
+"""A share changes only by at least this factor."""
+
+RATIO_FACTORS = (8.0, 4.0, 2.0, 1.0)
+"""The shares to try, as multiples of the ratio of a member's upload to the other members' uploads."""
+
+ACCEPTED_SLOWDOWN = 1.1
+"""The largest shares are used with which an exchange takes at most this many times as long as with the
+smallest ones."""
+
+
+MAX_MEMBERS = 32  # in larger groups two more searches for a rank order would block the coordinator
+MAX_LISTED = 8  # members that the reason names
+
+
+@dataclass(frozen=True, slots=True)
+class EntryShares:
+    """The choice for one generation.
+
+    Attributes:
+        shares: `Member.entries_share` of the members that have a smaller share than `WHOLE_SHARE`.
+        reason: the reason for the shares, as text; "" if no member has a smaller share.
+    """
+
+    shares: Mapping[PeerId, int] = field(default_factory=dict)
+    reason: str = ""
+
+    def share_of(self, peer: PeerId) -> int:
+        return self.shares.get(peer, WHOLE_SHARE)
+
+
+def choose_entry_shares(
+    load: Workload | None,
+    measured: LinkMeasurements,
+    peers: Sequence[PeerId],
+    firsts: Sequence[PeerId],
+    current: Mapping[PeerId, int],
+    names: Mapping[PeerId, str],
+) -> EntryShares:
+    """Choose the members' shares of the k entries of a sparse exchange.
+
+    Args:
+        load: the workload; None if it is unknown.  A dense exchange has no shares.
+        peers: the members in the order of joining.
+        firsts: the members that may be rank 0.
+        current: the shares of the present generation, below `WHOLE_SHARE`.
+        names: the members' names for the reason.
+    """
+    network = _rated_network(load, measured, peers)
+    if load is None or network is None:
+        return EntryShares()
+    thin = _thin_ratios(network, peers, current)
+    if not thin:
+        return EntryShares()
+    roots = [peers.index(peer) for peer in firsts]
+    least = with_entry_shares(network, peers, dict.fromkeys(thin, MIN_ENTRIES_SHARE))
+    order = best_order(load, least, CpuCosts(), roots).order
+    tried: list[tuple[float, dict[PeerId, int]]] = []
+    for factor in RATIO_FACTORS:
+        shares = {peer: _bounded_share(factor * ratio) for peer, ratio in thin.items()}
+        tried.append((_exchange_s(load, network, peers, shares, order), shares))
+    fastest_s = min(took_s for took_s, _ in tried)
+    wanted = next(shares for took_s, shares in tried if took_s <= ACCEPTED_SLOWDOWN * fastest_s)
+    kept = {peer: _settled_share(share, current.get(peer, WHOLE_SHARE)) for peer, share in wanted.items()}
+    chosen = {peer: share for peer, share in kept.items() if share < WHOLE_SHARE}
+    with_s = _exchange_s(load, network, peers, chosen, order)
+    without_s = best_order(load, network, CpuCosts(), roots).exchange_s
+    if without_s < (KEPT_SPEEDUP if current.keys() & set(peers) else MIN_SPEEDUP) * with_s:
+        return EntryShares()
+    up_Bps = dict(zip(peers, network.up_Bps, strict=True))
+    usual_Bps = median(rate for peer, rate in up_Bps.items() if peer not in thin)
+    listed = [
+        f"{names[peer]} {share / WHOLE_SHARE:.0%} of k (upload {format_rate(up_Bps[peer])})"
+        for peer, share in list(chosen.items())[:MAX_LISTED]
+    ]
+    more = [f"{len(chosen) - MAX_LISTED} more"] if len(chosen) > MAX_LISTED else []
+    reason = (
+        f"fewer entries from slow uploads (usual {format_rate(usual_Bps)}): {', '.join(listed + more)}; "
+        f"{format_time(with_s)} per exchange instead of {format_time(without_s)}, predicted"
+    )
+    return EntryShares(chosen, reason)
+
+
+def share_change_reason(
+    load: Workload | None,
+    measured: LinkMeasurements,
+    peers: Sequence[PeerId],
+    current: Mapping[PeerId, int],
+    names: Mapping[PeerId, str],
+) -> str:
+    """Return the reason for a new generation with other shares; "" if the present shares stay.
+
+    No member alone can cause a change: without the reports of any one member, the upload of each member whose
+    share changes must still be thin, or still not be thin.
+    """
+    wanted = choose_entry_shares(load, measured, peers, peers, current, names)
+    changed = [peer for peer in peers if wanted.share_of(peer) != current.get(peer, WHOLE_SHARE)]
+    for reporter in peers if changed else ():
+        network = measured.without_reporter(reporter).build_network(peers, bounded=False)
+        if network is None:
+            return ""
+        thin = _thin_ratios(network, peers, current)
+        if any((wanted.share_of(peer) < WHOLE_SHARE) != (peer in thin) for peer in changed):
+            return ""
+    if not changed:
+        return ""
+    less = ", ".join(names[peer] for peer in list(wanted.shares)[: MAX_LISTED // 2])
+    return "links have changed: " + (
+        f"slow uploads of {len(wanted.shares)} members ({less}) hold up the exchange"
+        if less
+        else "no upload holds up the exchange any more"
+    )
+
+
+def _rated_network(
+    load: Workload | None, measured: LinkMeasurements, peers: Sequence[PeerId]
+) -> NetworkModel | None:
+    """Return the network of a sparse exchange; None if there is nothing to choose."""
+    has_rates = bool(measured.sent_Bps or measured.received_Bps)
+    if load is None or not load.kind.is_sparse or not has_rates:
+        return None
+    return measured.build_network(peers) if 2 < len(peers) <= MAX_MEMBERS else None
+
+
+def _thin_ratios(
+    network: NetworkModel, peers: Sequence[PeerId], current: Mapping[PeerId, int]
+) -> dict[PeerId, float]:
+    """Return the ratio of each thin upload to the median upload of the other members."""
+    ratios = {}
+    for at, peer in enumerate(peers):
+        others_Bps = median(rate for i, rate in enumerate(network.up_Bps) if i != at)
+        factor = STILL_THIN_RATIO if peer in current else THIN_RATIO
+        if factor * network.up_Bps[at] <= others_Bps:
+            ratios[peer] = network.up_Bps[at] / others_Bps
+    return ratios
+
+
+def _bounded_share(share: float) -> int:
+    bounded = max(MIN_ENTRIES_SHARE, round(share * WHOLE_SHARE))
+    return bounded if MIN_CHANGE * bounded <= WHOLE_SHARE else WHOLE_SHARE
+
+
+def _settled_share(wanted: int, now: int) -> int:
+    """Return the present share unless the wanted one differs from it by `MIN_CHANGE`."""
+    return wanted if max(wanted, now) >= MIN_CHANGE * min(wanted, now) else now
+
+
+def _exchange_s(
+    load: Workload,
+    network: NetworkModel,
+    peers: Sequence[PeerId],
+    shares: Mapping[PeerId, int],
+    order: Sequence[int],
+) -> float:
+    return simulated_exchange_s(load, with_entry_shares(network, peers, shares), CpuCosts(), order)
