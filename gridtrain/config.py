@@ -308,7 +308,8 @@ class LocalSteps:
     Attributes:
         every: the number of optimizer steps between two exchanges, with the same value on all workers;
             `gridtrain.propose_local_steps` proposes a number.
-        exchange: how the changes of the parameters are shared; its momentum must be 0.
+        exchange: how the changes of the parameters are shared; its momentum must be 0.  With `Auto(...)` the
+            coordinator chooses it, for turns of `every` steps.
         outer_learning_rate: the factor by which the group's mean change is multiplied; 1 is plain averaging.
         outer_momentum: the Nesterov momentum applied to the exchanged changes; 0 disables it.
         overlap: whether the changes are exchanged while the next `every` steps are computed.  A worker then
@@ -316,7 +317,7 @@ class LocalSteps:
     """
 
     every: int
-    exchange: Exchange = field(default_factory=GTopK)
+    exchange: Exchange | Auto = field(default_factory=GTopK)
     outer_learning_rate: float = 1.0
     outer_momentum: float = 0.0
     overlap: bool = False
@@ -328,10 +329,10 @@ class LocalSteps:
                 "workers",
                 remedy="try every=32, or the number that gridtrain.propose_local_steps(...) proposes",
             )
-        if not isinstance(self.exchange, Exchange):
+        if not isinstance(self.exchange, Exchange | Auto):
             raise ConfigError(
                 f"exchange is {self.exchange!r}, which LocalSteps does not support",
-                remedy="use Dense(), TopK(...) or GTopK(...)",
+                remedy="use Dense(), TopK(...), GTopK(...) or Auto(...)",
             )
         if getattr(self.exchange, "momentum", 0.0):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The worker's side of `exchange="auto"`: the exchange that the step plan specifies.
+"""The worker's side of `Auto(...)`: the exchange that the step plan specifies.
 
 The residual of one exchange is passed on to the next, so that no gradient is lost:
 

@@ -504,7 +504,9 @@ class GridOptimizer(WrappingOptimizer):
     def current_exchange(self) -> Exchange | LocalSteps | None:
         """The exchange of the latest step; None if none has been chosen yet."""
         if isinstance(self._exchanger, AutoExchanger):
-            return self._exchanger.current_exchange
+            current = self._exchanger.current_exchange
+            local = self.exchange_config
+            return replace(local, exchange=current) if isinstance(local, LocalSteps) and current else current
         return self.exchange_config if not isinstance(self.exchange_config, Auto) else None
 
 

@@ -90,6 +90,40 @@ def test_a_newcomer_uses_what_the_others_have_chosen(new_group: Any) -> None:
     assert results[2][2] == 15
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_local_steps_share_their_changes_as_was_chosen(new_group: Any, overlap: bool) -> None:
+    """AdamW, three workers and one more: the choice is the same on all, and all count in steps of the run."""
+    every, come = 4, threading.Event()
+    seen: dict[str, Any] = {}
+    local = gridtrain.LocalSteps(every, gridtrain.Auto(density=0.3), overlap=overlap)
+
+    def train(grid: gridtrain.Grid, number: int) -> Any:
+        model, taken = net(), 0
+        optimizer = grid.optimizer(torch.optim.AdamW(model.parameters()), model, exchange=local)
+        for step in steps(grid, optimizer, model, steps=12):
+            taken += 1
+            if number == 0 and step == 4 and not come.is_set():
+                seen.update(status(group))
+                come.set()
+                assert grid._session.connection.wait(lambda picture: picture.world_size == 4, WITHIN_S)
+        return optimizer.current_exchange, model.weight.detach(), taken
+
+    with new_group(workers=3) as group:
+        numbers = [group.start(train) for _ in range(3)]
+        assert come.wait(WITHIN_S)
+        numbers.append(group.start(train))
+        results = [group.result(number) for number in numbers]
+    for result in results:
+        assert not isinstance(result, BaseException), result
+    (exchange, weight, taken), *others = results
+    assert isinstance(exchange, gridtrain.LocalSteps) and taken == 12 * every
+    assert exchange.exchange in (*gridtrain.Auto(density=0.3).exchanges(3), gridtrain.Dense("direct"))
+    assert all(other == exchange and torch.equal(found, weight) for other, found, _ in others)
+    assert 0 < results[3][2] < taken
+    assert seen["facts"]["exchange"].startswith("LocalSteps(every=4, exchange=") and seen["exchange_reason"]
+    assert "auto(" not in seen["facts"]["exchange"]
+
+
 def test_behind_adam_nothing_is_left_out(together: Any) -> None:
     def train(grid: gridtrain.Grid, number: int) -> Any:
         model = net()

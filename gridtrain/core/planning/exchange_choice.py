@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from gridtrain.config import Auto, Deadlines, Dense, Exchange
@@ -42,7 +42,9 @@ from gridtrain.core.planning.exchange_comparison import (
 from gridtrain.core.planning.exchange_facts import (
     DIRECT_DENSE,
     OPEN_DENSE,
+    LocalStepsFacts,
     exchange_of,
+    local_steps_of,
     parameter_count,
     replace_exchange,
 )
@@ -107,6 +109,7 @@ class ExchangeChoice:
     report_timeout_s: float = Deadlines().first_step_s
     _setup: Setup | None = None
     _named: Exchange | Auto | None = None  # by the script; parsed once, because every heartbeat needs it
+    _local: LocalStepsFacts = field(default_factory=LocalStepsFacts)
     _alternative_text: str = ""  # names an exchange that is faster, but not enough to change
     _first_report_s: float | None = None  # when the first member reported its compute time
     _all_reported_s: float | None = None  # when all members had reported, or the wait for reports ended
@@ -121,7 +124,7 @@ class ExchangeChoice:
         """
         is_direct = chosen == DIRECT_DENSE
         self.dense_topology = DenseTopology(True, "direct, as in the journal") if is_direct else RING_TOPOLOGY
-        self._setup, self._named = setup, exchange_of(setup)
+        self._setup, self._named, self._local = setup, exchange_of(setup), local_steps_of(setup)
         text = OPEN_DENSE if is_direct else chosen
         self.chosen = next((each for each in self._candidates() if each.describe() == text), None)
         self.reason = f"{text}, as in the journal" if self.chosen else ""
@@ -318,7 +321,7 @@ class ExchangeChoice:
         if not measured:
             self.reason += f"; no link has been measured; {DEFAULT_LINK_Bps * 8 / 1e6:.0f} Mbit/s are assumed"
         assert isinstance(self._named, Auto)
-        self.reason += _local_steps_advice(best, self._named)
+        self.reason += _local_steps_advice(best, self._named, self._local)
         return self.reason
 
     def _estimates(self, size: int, network: NetworkModel | None, compute_s: float) -> list[ExchangeEstimate]:
@@ -333,9 +336,10 @@ class ExchangeChoice:
             load, order = Workload.of(exchange, count), None
             if network is not None and 2 < size <= MAX_ORDERED_MEMBERS:
                 order = best_order(load, network, cpu, range(size)).order
-            estimates.append(
-                estimate_exchange(load, assumed, cpu, compute_s, order=order, max_messages=SIMULATED_MESSAGES)
+            found = estimate_exchange(
+                load, assumed, cpu, compute_s, order=order, max_messages=SIMULATED_MESSAGES
             )
+            estimates.append(replace(found, overlaps=self._local.overlap))
         return estimates
 
 
@@ -359,18 +363,18 @@ def _choice_reason(chosen: str, estimates: Sequence[ExchangeEstimate], best: Exc
     return text
 
 
-def _local_steps_advice(best: ExchangeEstimate, auto: Auto) -> str:
-    """Return advice to use local steps; "" if computation takes `LOCAL_STEPS_COMPUTE_SHARE` of a step or
-    more.
+def _local_steps_advice(best: ExchangeEstimate, auto: Auto, local: LocalStepsFacts) -> str:
+    """Return advice to use local steps, or more of them; "" if computation takes `LOCAL_STEPS_COMPUTE_SHARE`
+    of a step of the run or more.
 
     Local steps are only recommended, because they change what is optimized; only the script may decide that.
     """
     if best.efficiency >= LOCAL_STEPS_COMPUTE_SHARE:
         return ""
-    proposed = propose_local_steps(best.compute_s, best.cost.exchange_s)
-    what = "" if auto.sparse else "; a sparse exchange inside LocalSteps works with this optimizer, too"
-    then = best.compute_s / (best.compute_s + best.cost.exchange_s / proposed.every)
+    hidden_s = best.hideable_s if local.overlap else 0.0
+    proposed = propose_local_steps(best.compute_s / local.every, best.cost.exchange_s, hidden_s=hidden_s)
+    what = "" if auto.sparse else "; LocalSteps(..., exchange=Auto()) works with this optimizer, too"
     return (
         f"; only {best.efficiency:.0%} of a step is spent computing: LocalSteps(every={proposed.every}) "
-        f"in the script would make it {then:.0%}{what}"
+        f"in the script would make it {1.0 - proposed.share:.0%}{what}"
     )
