@@ -109,7 +109,8 @@ def network_from_status(status: Mapping[str, Any]) -> LiveNetwork:
         )
     texts = tuple((str(name), str(text)) for name, text in mapping(status.get("facts")).items())
     setup = Setup(texts, LedgerSpec(size=1, seed=0, epochs=1), 1, None)
-    turn_s, every = _compute_s(status), local_steps_of(setup).every
+    turn_s, local = _compute_s(status), local_steps_of(setup)
+    every = local.every if local is not None else 1
     return LiveNetwork(
         network,
         workload_of(setup),

@@ -131,7 +131,8 @@ class GridOptimizer(WrappingOptimizer):
         wire, device = round_exchange(exchange), self._flat.flat_N.device
         self._exchanger: Exchanger
         if isinstance(wire, Auto):
-            self._exchanger = AutoExchanger(wire, bounds, device)
+            choices = wire.exchanges(self._flat.n, local_steps=isinstance(exchange, LocalSteps))
+            self._exchanger = AutoExchanger(choices, bounds, device)
         else:
             self._exchanger = make_exchanger(wire, bounds, device)
             if overlap is not None:

@@ -93,35 +93,47 @@ def test_a_newcomer_uses_what_the_others_have_chosen(new_group: Any) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_local_steps_share_their_changes_as_was_chosen(new_group: Any, overlap: bool) -> None:
     """AdamW, three workers and one more: the choice is the same on all, and all count in steps of the run."""
-    every, come = 4, threading.Event()
-    seen: dict[str, Any] = {}
-    local = gridtrain.LocalSteps(every, gridtrain.Auto(density=0.3), overlap=overlap)
+    every, warm, entered = 4, threading.Event(), threading.Event()
+    auto, stop_at, seen = gridtrain.Auto(density=0.3), [10**9], dict[str, Any]()
+    local = gridtrain.LocalSteps(every, auto, overlap=overlap)
 
     def train(grid: gridtrain.Grid, number: int) -> Any:
-        model, taken = net(), 0
+        model, calls, weights = net(), 0, dict[int, torch.Tensor]()
         optimizer = grid.optimizer(torch.optim.AdamW(model.parameters()), model, exchange=local)
-        for step in steps(grid, optimizer, model, steps=12):
-            taken += 1
-            if number == 0 and step == 4 and not come.is_set():
+        for step in steps(grid, optimizer, model, steps=100_000):
+            calls += 1
+            if optimizer.local_calls:
+                continue
+            weights[step] = model.weight.detach().clone()
+            if step > 3:
+                warm.set()
+            if number == 3 and not entered.is_set():
+                stop_at[0] = step + 5
                 seen.update(status(group))
-                come.set()
-                assert grid._session.connection.wait(lambda picture: picture.world_size == 4, WITHIN_S)
-        return optimizer.current_exchange, model.weight.detach(), taken
+                entered.set()
+            if step >= stop_at[0]:
+                break
+        return optimizer.current_exchange, weights, calls
 
     with new_group(workers=3) as group:
         numbers = [group.start(train) for _ in range(3)]
-        assert come.wait(WITHIN_S)
+        assert warm.wait(WITHIN_S)
         numbers.append(group.start(train))
+        assert entered.wait(WITHIN_S)
         results = [group.result(number) for number in numbers]
     for result in results:
         assert not isinstance(result, BaseException), result
-    (exchange, weight, taken), *others = results
-    assert isinstance(exchange, gridtrain.LocalSteps) and taken == 12 * every
-    assert exchange.exchange in (*gridtrain.Auto(density=0.3).exchanges(3), gridtrain.Dense("direct"))
-    assert all(other == exchange and torch.equal(found, weight) for other, found, _ in others)
-    assert 0 < results[3][2] < taken
-    assert seen["facts"]["exchange"].startswith("LocalSteps(every=4, exchange=") and seen["exchange_reason"]
-    assert "auto(" not in seen["facts"]["exchange"]
+        assert result[2] == every * len(result[1])
+    (exchange, weights, _), *others = results
+    assert isinstance(exchange, gridtrain.LocalSteps) and exchange.every == every
+    assert exchange.exchange in (*auto.exchanges(3), gridtrain.Dense("direct"))
+    for other, found, _ in others:
+        common = weights.keys() & found.keys()
+        assert type(other.exchange) is type(exchange.exchange) and len(common) >= 4
+        assert all(torch.equal(found[step], weights[step]) for step in common)
+    shown = seen["facts"]["exchange"]
+    assert shown.startswith("LocalSteps(every=4, exchange=") and "auto" not in shown
+    assert seen["exchange_reason"]
 
 
 def test_behind_adam_nothing_is_left_out(together: Any) -> None:

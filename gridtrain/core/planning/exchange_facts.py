@@ -73,19 +73,19 @@ class LocalStepsFacts(NamedTuple):
     """The local steps of a run.
 
     Attributes:
-        every: optimizer steps in one step of the run; 1 without `LocalSteps`.
+        every: optimizer steps in one step of the run.
         overlap: whether an exchange overlaps with the next local steps.
     """
 
-    every: int = 1
-    overlap: bool = False
+    every: int
+    overlap: bool
 
 
-def local_steps_of(setup: Setup | None) -> LocalStepsFacts:
-    """Return the local steps that the script specifies."""
+def local_steps_of(setup: Setup | None) -> LocalStepsFacts | None:
+    """Return the local steps that the script specifies; None without `LocalSteps`."""
     text = dict(setup.facts).get("exchange", "") if setup is not None else ""
     found = _LOCAL_STEPS.fullmatch(text)
-    return LocalStepsFacts(max(1, int(found[1])), found[2] is not None) if found else LocalStepsFacts()
+    return LocalStepsFacts(max(1, int(found[1])), found[2] is not None) if found is not None else None
 
 
 def parameter_count(setup: Setup | None) -> int:
