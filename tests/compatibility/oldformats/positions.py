@@ -6,7 +6,7 @@ from dataclasses import Field, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-ADDED = {("LedgerState", "late"), ("LedgerState", "pending"), ("LedgerSpec", "delay")}
+ADDED = {("LedgerState", "late"), ("LedgerState", "pending"), ("LedgerSpec", "delay"), ("Auto", "computing")}
 """Fields that commit 330f465 did not have; in whatever it wrote, they have their defaults."""
 
 
