@@ -54,7 +54,7 @@ _MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
     metavar="FILE",
     help="TOML file of sites and links, instead of --link.",
 )
-@click.option("--coordinator", metavar="INVITATION", help="Use the measured links of a run.")
+@click.option("--coordinator", metavar="INVITATION", help="Use a run's links, model and compute time.")
 @click.option(
     "--state",
     type=click.Path(file_okay=False, path_type=Path),
@@ -126,9 +126,8 @@ def plan(
       gridtrain plan --coordinator gridtrain1:AbC...
       gridtrain plan --stages 4 --layers layers.toml --batch 64 --memory 8GB
 
-    Nothing is measured.  A run (--coordinator, --state) supplies options that are not given.  With --stages,
-    --compute is the time of the whole model.  Exchanges: dense, dense-direct, topk, gtopk,
-    gtopk-tree, star, star-gtopk.
+    Nothing is measured.  With --stages, --compute is the whole model's time.  Exchanges: dense,
+    dense-direct, topk, gtopk, gtopk-tree, star, star-gtopk.
     """
     from gridtrain.cli import network_file
     from gridtrain.core.planning.workload import ExchangeKind, Workload

@@ -91,8 +91,12 @@ def test_a_newcomer_uses_what_the_others_have_chosen(new_group: Any) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_local_steps_share_their_changes_as_was_chosen(new_group: Any, overlap: bool) -> None:
-    """AdamW, three workers and one more: the choice is the same on all, and all count in steps of the run."""
+@pytest.mark.parametrize("workers", [1, 3])
+def test_local_steps_share_their_changes_as_was_chosen(new_group: Any, workers: int, overlap: bool) -> None:
+    """AdamW, and one worker more: the choice is the same on all, and all count in steps of the run.
+
+    What one worker has chosen alone may be open again for two.
+    """
     every, warm, entered = 4, threading.Event(), threading.Event()
     auto, stop_at, seen = gridtrain.Auto(density=0.3), [10**9], dict[str, Any]()
     local = gridtrain.LocalSteps(every, auto, overlap=overlap)
@@ -107,7 +111,7 @@ def test_local_steps_share_their_changes_as_was_chosen(new_group: Any, overlap: 
             weights[step] = model.weight.detach().clone()
             if step > 3:
                 warm.set()
-            if number == 3 and not entered.is_set():
+            if number == workers and not entered.is_set():
                 stop_at[0] = step + 5
                 seen.update(status(group))
                 entered.set()
@@ -115,8 +119,8 @@ def test_local_steps_share_their_changes_as_was_chosen(new_group: Any, overlap: 
                 break
         return optimizer.current_exchange, weights, calls
 
-    with new_group(workers=3) as group:
-        numbers = [group.start(train) for _ in range(3)]
+    with new_group(workers=workers) as group:
+        numbers = [group.start(train) for _ in range(workers)]
         assert warm.wait(WITHIN_S)
         numbers.append(group.start(train))
         assert entered.wait(WITHIN_S)
