@@ -343,7 +343,7 @@ class ExchangeChoice:
     ) -> str:
         self.chosen = self._candidates()[estimates.index(best)]
         self._alternative_text = ""
-        self.reason = _choice_reason(self.chosen_text, estimates, best)
+        self.reason = _choice_reason(self.chosen_text, estimates, best, self._computing)
         if not measured:
             self.reason += f"; no link has been measured; {DEFAULT_LINK_Bps * 8 / 1e6:.0f} Mbit/s are assumed"
         assert isinstance(self._named, Auto)
@@ -383,7 +383,9 @@ def _slowest_compute_s(seconds: Sequence[float]) -> float:
     return min(max(max(seconds, default=0.0), 1e-6), MAX_MEDIAN_RATIO * max(usual, 1e-6), 1e6)
 
 
-def _choice_reason(chosen: str, estimates: Sequence[ExchangeEstimate], best: ExchangeEstimate) -> str:
+def _choice_reason(
+    chosen: str, estimates: Sequence[ExchangeEstimate], best: ExchangeEstimate, computing: float
+) -> str:
     text = (
         f"{chosen}: a step takes {format_seconds(best.step_s)} with {best.world_size} workers, "
         f"{format_seconds(best.compute_s)} of it computing"
@@ -392,8 +394,11 @@ def _choice_reason(chosen: str, estimates: Sequence[ExchangeEstimate], best: Exc
     if not others:
         return text
     text += "; " + ", ".join(f"{format_exchange(other)} {format_seconds(other.step_s)}" for other in others)
-    if best.load.kind in LOSSLESS_KINDS and others[0].step_s < best.step_s:
+    slower = best.step_s / others[0].step_s
+    if best.load.kind in LOSSLESS_KINDS and 1.0 < slower <= 1.0 + DENSE_PREFERENCE_MARGIN:
         text += ": the gain is too small to justify omitting gradients"
+    elif slower > 1.0 and best.efficiency >= computing:
+        text += f": the densest with at least {computing:.0%} of the time computing"
     return text
 
 

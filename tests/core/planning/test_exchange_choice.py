@@ -111,6 +111,11 @@ def test_with_local_steps_the_densest_that_reaches_the_wanted_share() -> None:
     assert densities() == ["0.01", "0.01", "0.03", "0.1", "Dense"]
     assert densities(overlap=True) == ["0.01", "0.1", "0.1", "Dense", "Dense"]
     assert densities(Auto(computing=0.5)) == ["0.01", "0.1", "0.1", "Dense", "Dense"]
+    fits, reaches_nothing = local(32), local(32)
+    chosen_for_turns(fits, 20, 100.0)
+    chosen_for_turns(reaches_nothing, 20, 1.0)
+    assert ": the densest with at least 90% of the time computing" in fits.description
+    assert "densest" not in reaches_nothing.description
     assert densities(Auto(density=0.2)) == ["0.2", "0.2", "0.2", "0.2", "Dense"]
 
 
