@@ -414,7 +414,9 @@ def _local_steps_advice(best: ExchangeEstimate, auto: Auto, local: LocalStepsFac
     proposed = propose_local_steps(
         best.compute_s / every, best.cost.exchange_s, target_share=1.0 - auto.computing, hidden_s=hidden_s
     )
-    what = "" if auto.sparse else "; LocalSteps(..., exchange=Auto()) works with this optimizer, too"
+    what = (
+        "" if auto.sparse else "; with exchange=Auto() in it, sparse exchanges work with this optimizer, too"
+    )
     return (
         f"; only {best.efficiency:.0%} of a step is spent computing: LocalSteps(every={proposed.every}) "
         f"in the script would make it {1.0 - proposed.share:.0%}{what}"

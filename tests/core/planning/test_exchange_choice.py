@@ -82,7 +82,7 @@ def test_a_thin_line_is_told_of_local_steps() -> None:
     assert exchanging.chosen == Dense()
     assert (
         "LocalSteps(every=" in exchanging.description
-        and "works with this optimizer" in exchanging.description
+        and "sparse exchanges work with this optimizer" in exchanging.description
     )
 
 
