@@ -1,9 +1,15 @@
 """How many steps between two exchanges: a number from seconds, and why."""
 
+import re
+from dataclasses import replace
+
 import pytest
 
 import gridtrain
+from gridtrain.core.planning.exchange_comparison import estimate_exchange, recommend_local_steps
 from gridtrain.core.planning.local_steps_proposal import propose_local_steps
+from gridtrain.core.planning.network_model import uniform_network
+from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
 from gridtrain.errors import ConfigError
 
 
@@ -62,6 +68,31 @@ def test_it_says_why():
     hidden = propose_local_steps(0.5, 3.0, hidden_s=2.9).reason
     assert "an exchange takes 3 s, of which 2.9 s may overlap with computing; with 6 steps" in hidden
     assert "512 steps between two exchanges, the largest number proposed, exchanges still take 77.9%" in many
+
+
+@pytest.mark.parametrize("kind", ExchangeKind)
+def test_a_recommended_expression_makes_that_exchange(kind):
+    load = Workload(kind, 10**9, 0.01, "int8")
+    network = uniform_network(4, 0.020, 2.5e6)
+    text = recommend_local_steps([estimate_exchange(load, network, CpuCosts(), 1.0)], 0.9)
+    found = re.search(r"use (LocalSteps\(every=\d+, exchange=.*, overlap=True\)): (\d+)% computing", text)
+    assert found is not None, text
+    local = eval(found[1], vars(gridtrain))
+    made = Workload.of(local.exchange, 10**9)
+    assert made == load if kind.is_sparse else made.kind == kind
+    assert (int(found[2]) >= 90) == (local.every < 512)
+
+
+def test_the_share_of_overlapped_steps_is_that_of_their_timeline():
+    load = Workload(ExchangeKind.GTOPK, 124_000_000, 0.01)
+    alone = estimate_exchange(load, uniform_network(4, 0.020, 2.5e6), CpuCosts(), 1.0, local_steps=8)
+    select_s, hidden_s = alone.cost.select_s, alone.cost.exchange_s - alone.cost.select_s
+    assert 0 < select_s < hidden_s < 8
+    assert alone.step_s == pytest.approx(1 + alone.cost.exchange_s / 8)
+    overlapped = replace(alone, overlaps=True)
+    assert overlapped.step_s == pytest.approx(1 + select_s / 8)
+    short = replace(overlapped, local_steps=1)
+    assert short.step_s == pytest.approx(short.cost.exchange_s), "the exchange takes longer than the turn"
 
 
 def test_a_smaller_most_is_kept_to():
