@@ -190,6 +190,7 @@ class GTopK(_Sparse):
 Exchange = Dense | TopK | GTopK
 
 _AUTO = re.compile(r"auto\(([^()]*)\)")
+_LOCAL_DENSITIES = (0.1, 0.03, 0.01)
 _LEARNS = ((120_576, 0.05), (25_600_000, 0.001))
 
 
@@ -201,18 +202,26 @@ class Auto:
 
     Attributes:
         density: the density of the sparse exchanges; None derives it from the model's size (see
-            `density_of`).
+            `density_of`), or within `LocalSteps` lets the coordinator choose 0.1, 0.03 or 0.01.
         values: the encoding of the sparse exchanges' values.
         sparse: whether sparse exchanges may be chosen; set it to False for an optimizer that converges poorly
             with them.
+        computing: the wanted share of the time that workers compute.  Of the exchanges that reach it, the
+            densest is chosen; if none does, the fastest.  A dense exchange is also chosen if its steps take
+            at most 10 % longer than the fastest.
     """
 
     density: float | None = None
     values: str = "fp16"
     sparse: bool = True
+    computing: float = 0.9
 
     def __post_init__(self) -> None:
         self.exchanges(1)  # checks density and values
+        if not 0.0 < self.computing < 1.0:
+            raise ConfigError(
+                f"computing is {self.computing}; it must be > 0 and < 1", remedy="use computing=0.9"
+            )
 
     @property
     def topology(self) -> str:
@@ -232,19 +241,27 @@ class Auto:
         part = math.log(parameters / small) / math.log(large / small)
         return float(f"{dense * (thin / dense) ** part:.2g}")
 
-    def exchanges(self, parameters: int) -> tuple[Exchange, ...]:
-        """Return the exchanges that may be chosen for a model with this many parameters."""
-        if not self.sparse:
-            return (Dense(),)
-        density = self.density if self.density is not None else self.density_of(parameters)
-        return Dense(), GTopK(density, values=self.values), TopK(density, values=self.values)
+    def exchanges(self, parameters: int, *, local_steps: bool = False) -> tuple[Exchange, ...]:
+        """Return the exchanges that may be chosen for a model with this many parameters, the densest first.
+
+        Args:
+            local_steps: whether the changes of `LocalSteps` are exchanged.
+        """
+        densities: tuple[float, ...] = ()
+        if self.sparse and self.density is not None:
+            densities = (self.density,)
+        elif self.sparse:
+            densities = _LOCAL_DENSITIES if local_steps else (self.density_of(parameters),)
+        kinds = GTopK, TopK
+        return Dense(), *(kind(density, values=self.values) for density in densities for kind in kinds)
 
     def describe(self) -> str:
         """Return a string that `parse` accepts."""
         if not self.sparse:
             return "auto(dense alone)"
         density = f"density={self.density}, " if self.density is not None else ""
-        return f"auto({density}values={self.values})"
+        computing = f", computing={self.computing}" if self.computing != 0.9 else ""
+        return f"auto({density}values={self.values}{computing})"
 
     @classmethod
     def parse(cls, text: str) -> Auto | None:
@@ -256,7 +273,9 @@ class Auto:
             return cls(sparse=False)
         said = dict(option.strip().partition("=")[::2] for option in found[1].split(",") if "=" in option)
         try:
-            return cls(float(said["density"]) if "density" in said else None, said.get("values", "fp16"))
+            density = float(said["density"]) if "density" in said else None
+            computing = float(said.get("computing", 0.9))
+            return cls(density, said.get("values", "fp16"), computing=computing)
         except (ConfigError, ValueError):
             return None
 
@@ -328,7 +347,8 @@ class LocalSteps:
     Attributes:
         every: the number of optimizer steps between two exchanges, with the same value on all workers;
             `gridtrain.propose_local_steps` proposes a number.
-        exchange: how the changes of the parameters are shared; its momentum must be 0.
+        exchange: how the changes of the parameters are shared; its momentum must be 0.  With `Auto(...)` the
+            coordinator chooses it, for turns of `every` steps.
         outer_learning_rate: the factor by which the group's mean change is multiplied; 1 is plain averaging.
         outer_momentum: the Nesterov momentum applied to the exchanged changes; 0 disables it.
         overlap: whether the changes are exchanged while the next `every` steps are computed.  A worker then
@@ -336,7 +356,7 @@ class LocalSteps:
     """
 
     every: int
-    exchange: Exchange = field(default_factory=GTopK)
+    exchange: Exchange | Auto = field(default_factory=GTopK)
     outer_learning_rate: float = 1.0
     outer_momentum: float = 0.0
     overlap: bool = False
@@ -348,10 +368,10 @@ class LocalSteps:
                 "workers",
                 remedy="try every=32, or the number that gridtrain.propose_local_steps(...) proposes",
             )
-        if not isinstance(self.exchange, Exchange):
+        if not isinstance(self.exchange, Exchange | Auto):
             raise ConfigError(
                 f"exchange is {self.exchange!r}, which LocalSteps does not support",
-                remedy="use Dense(), TopK(...) or GTopK(...)",
+                remedy="use Dense(), TopK(...), GTopK(...) or Auto(...)",
             )
         if getattr(self.exchange, "momentum", 0.0):
             raise ConfigError(

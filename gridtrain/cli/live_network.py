@@ -28,8 +28,9 @@ class LiveNetwork:
     Attributes:
         members: the network between the members, in rank order.
         workload: what the run exchanges; None if it is unknown.
-        compute_s: the compute time of a step on the slowest member; None if it is still unknown.
+        compute_s: the compute time of an optimizer step on the slowest member; None if it is still unknown.
         description: a description of the network that is shown to users.
+        local_steps: the optimizer steps between two exchanges.
         is_uniform: whether all links are equal.
     """
 
@@ -37,6 +38,7 @@ class LiveNetwork:
     workload: Workload | None
     compute_s: float | None
     description: str
+    local_steps: int = 1
     is_uniform: bool = False
 
     @property
@@ -81,7 +83,7 @@ def network_from_status(status: Mapping[str, Any]) -> LiveNetwork:
         ConfigError: fewer than two workers are training, or no link between them has been measured.
     """
     from gridtrain.core.messages import LedgerSpec, Setup
-    from gridtrain.core.planning.exchange_facts import workload_of
+    from gridtrain.core.planning.exchange_facts import local_steps_of, workload_of
     from gridtrain.core.planning.rank_order import LinkMeasurements
 
     size, run = status.get("world_size", 0), str(status.get("run", "?"))
@@ -107,8 +109,14 @@ def network_from_status(status: Mapping[str, Any]) -> LiveNetwork:
         )
     texts = tuple((str(name), str(text)) for name, text in mapping(status.get("facts")).items())
     setup = Setup(texts, LedgerSpec(size=1, seed=0, epochs=1), 1, None)
+    turn_s, local = _compute_s(status), local_steps_of(setup)
+    every = local.every if local is not None else 1
     return LiveNetwork(
-        network, workload_of(setup), _compute_s(status), f'{network.size} members of "{run}", as measured'
+        network,
+        workload_of(setup),
+        turn_s / every if turn_s is not None else None,
+        f'{network.size} members of "{run}", as measured',
+        every,
     )
 
 

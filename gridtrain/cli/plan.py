@@ -47,9 +47,7 @@ _MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 @click.option(
     "--workers", default="2..4096", metavar="LIST", help='"2,3,8", or "2..16" for doublings.  [2..4096]'
 )
-@click.option(
-    "--link", default="100Mbit", metavar="RATE", help="Rate of a worker; DOWN/UP if they differ.  [100Mbit]"
-)
+@click.option("--link", default="100Mbit", metavar="RATE", help="Rate of a worker, or DOWN/UP.  [100Mbit]")
 @click.option("--latency", default="10ms", metavar="TIME", help="One-way latency between workers.  [10ms]")
 @click.option(
     "--network",
@@ -57,12 +55,12 @@ _MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
     metavar="FILE",
     help="TOML file of sites and links, instead of --link.",
 )
-@click.option("--coordinator", metavar="INVITATION", help="Use the measured links of a run.")
+@click.option("--coordinator", metavar="INVITATION", help="Use a run's links, model and compute time.")
 @click.option(
     "--state",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="Use the links of a run coordinated here, by folder.",
+    help="The same, of a run coordinated here.",
 )
 @click.option("--compute", default="0.5s", metavar="TIME", help="Compute time of a step.  [0.5s]")
 @click.option(
@@ -82,6 +80,13 @@ _MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 )
 @click.option(
     "--local-steps", type=click.IntRange(min=1), default=1, metavar="N", help="Steps per exchange.  [1]"
+)
+@click.option(
+    "--computing",
+    type=click.FloatRange(0.0, 1.0, min_open=True, max_open=True),
+    default=0.9,
+    metavar="SHARE",
+    help="Wanted share of time computing.  [0.9]",
 )
 @pipeline_options
 @click.option("--plain", is_flag=True, help="Predict without encryption.")
@@ -108,6 +113,7 @@ def plan(
     density: float,
     values: str,
     local_steps: int,
+    computing: float,
     plain: bool,
     picture: Path | None,
     as_json: bool,
@@ -121,9 +127,8 @@ def plan(
       gridtrain plan --coordinator gridtrain1:AbC...
       gridtrain plan --stages 4 --layers layers.toml --batch 64 --memory 8GB
 
-    Nothing is measured.  A run (--coordinator, --state) supplies options that are not given.  With --stages,
-    --compute is the time of the whole model.  Exchanges: dense, dense-direct, topk, gtopk,
-    gtopk-tree, star, star-gtopk.
+    Nothing is measured.  With --stages, --compute is the whole model's time.  Exchanges: dense,
+    dense-direct, topk, gtopk, gtopk-tree, star, star-gtopk.
     """
     from gridtrain.cli import network_file
     from gridtrain.core.planning.workload import ExchangeKind, Workload
@@ -177,13 +182,15 @@ def plan(
     ]
     if live is not None and live.compute_s and not given("compute"):
         compute_s = live.compute_s
+    if live is not None and not given("local_steps"):
+        local_steps = live.local_steps
     rows = [[_estimate(load, described, count, compute_s, local_steps) for load in loads] for count in counts]
     if picture:
         picture.write_text(_chart(rows, _subtitle(loads[0].parameters, described, link, latency, compute_s)))
     if as_json:
-        click.echo(json.dumps([_figures(each) for row in rows for each in row]))
+        click.echo(json.dumps([_figures(each, computing) for row in rows for each in row]))
     else:
-        _print(rows, described)
+        _print(rows, described, computing)
         if picture:
             click.echo(f"picture: {picture}")
 
@@ -265,12 +272,18 @@ def _exchanges(text: str) -> list[tuple[str, str]]:
 # -- output -------------------------------------------------------------------------------------------
 
 
-def _print(rows: Sequence[Sequence[ExchangeEstimate]], described: DescribedNetwork | LiveNetwork) -> None:
+def _print(
+    rows: Sequence[Sequence[ExchangeEstimate]], described: DescribedNetwork | LiveNetwork, computing: float
+) -> None:
     import sys
 
     from rich.console import Console
 
-    from gridtrain.core.planning.exchange_comparison import format_exchange, recommend_exchange
+    from gridtrain.core.planning.exchange_comparison import (
+        format_exchange,
+        recommend_exchange,
+        recommend_local_steps,
+    )
 
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     console.print("Step time, bytes that the busiest worker sends, scaling efficiency:", highlight=False)
@@ -282,9 +295,9 @@ def _print(rows: Sequence[Sequence[ExchangeEstimate]], described: DescribedNetwo
             markup=False,
             highlight=False,
         )
-    console.print(recommend_exchange(rows[-1])[1], markup=False, highlight=False, soft_wrap=True)
-    if len(rows) > 1:
-        console.print(recommend_exchange(rows[0])[1], markup=False, highlight=False, soft_wrap=True)
+    for row in (rows[-1], rows[0]) if len(rows) > 1 else rows:
+        console.print(recommend_exchange(row)[1], markup=False, highlight=False, soft_wrap=True)
+        console.print(recommend_local_steps(row, computing), markup=False, highlight=False, soft_wrap=True)
     if not described.is_uniform:
         console.print("Members are ordered for each exchange by predicted time.", highlight=False)
         if rows[-1][0].world_size > described.workers and _is_live(described):
@@ -336,7 +349,9 @@ def _table(rows: Sequence[Sequence[ExchangeEstimate]]) -> Table:
     return table
 
 
-def _figures(each: ExchangeEstimate) -> dict[str, Any]:
+def _figures(each: ExchangeEstimate, computing: float) -> dict[str, Any]:
+    from gridtrain.core.planning.exchange_comparison import propose_for
+
     return {
         "exchange": each.load.name,
         "workers": each.world_size,
@@ -347,6 +362,8 @@ def _figures(each: ExchangeEstimate) -> dict[str, Any]:
         "cpu_s": each.cost.cpu_s,
         "efficiency": each.efficiency,
         "speedup": each.speedup,
+        "proposed_local_steps": propose_for(each, computing, overlap=False).every,
+        "proposed_overlapped_local_steps": propose_for(each, computing, overlap=True).every,
     }
 
 

@@ -53,7 +53,7 @@ _OPTIONS = (
         metavar="KIND",
         help="1f1b or fill-drain.  [1f1b]",
     ),
-    click.option("--memory", metavar="LIST", help='Memory of each card: "8GB", or one value per stage.'),
+    click.option("--memory", metavar="LIST", help='Memory of each card: "8GB", or one a stage.'),
     click.option("--speeds", metavar="LIST", help='Speeds of the cards, such as "1,2,1,1".'),
     click.option(
         "--optimizer", default="adam", metavar="NAME", help="Optimizer, for the size of its state.  [adam]"

@@ -281,6 +281,8 @@ class GroupSession:
             return None
         if (snapshot.open_round, snapshot.spans) != (turn.open_round, turn.spans):
             return None
+        if self._is_exchange_chosen_for_it and not snapshot.exchange:
+            return None
         plan = _make_step_plan(snapshot, snapshot.open_round)
         self._early_plan = snapshot.open_round, plan
         return plan
@@ -356,10 +358,15 @@ class GroupSession:
         The time is also reported after the coordinator has chosen, because a new generation may have to
         choose again.
         """
-        assert self._joined is not None
-        if self._joined.neighbours_by_exchange and "" not in self._joined.neighbours_by_exchange:
+        if self._is_exchange_chosen_for_it:
             self._is_awaiting_choice = True
             self.report_figures({FIRST_STEP_FIGURE: max(1e-6, time.monotonic() - self._turn_began_s)})
+
+    @property
+    def _is_exchange_chosen_for_it(self) -> bool:
+        """Whether the coordinator chooses the exchange, so that no round can begin before it has chosen."""
+        choices = self._joined.neighbours_by_exchange if self._joined is not None else {}
+        return bool(choices) and "" not in choices
 
     def open_round(
         self, plan: StepPlan, parts: Mapping[m.Channel, RoundPart], settings: bytes

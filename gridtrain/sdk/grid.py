@@ -325,8 +325,8 @@ class Grid:
 
         Args:
             exchange: `Dense()`, `TopK(...)`, `GTopK(...)`, or `LocalSteps(...)` around one of them, the same
-                on all workers; `GTopK()` by default.  With "auto" or `Auto(...)` the coordinator chooses one
-                of the first three (see docs/exchanges.md).
+                on all workers; `GTopK()` by default.  With "auto" or `Auto(...)`, also within `LocalSteps`,
+                the coordinator chooses one of the first three (see docs/planning.md).
             clip_norm: the maximum 2-norm of the exchanged update; not available with `LocalSteps`.
             average_buffers_every: the number of steps between two averagings of floating-point buffers (batch
                 norm).

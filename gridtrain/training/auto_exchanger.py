@@ -1,4 +1,4 @@
-"""The worker's side of `exchange="auto"`: the exchange that the step plan specifies.
+"""The worker's side of `Auto(...)`: the exchange that the step plan specifies.
 
 The residual of one exchange is passed on to the next, so that no gradient is lost:
 
@@ -12,12 +12,14 @@ workers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gridtrain.config import Auto, Dense, Exchange
+from gridtrain.config import Dense, Exchange
 from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
 from gridtrain.errors import LocalProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
@@ -33,13 +35,17 @@ from gridtrain.training.exchangers import (
 
 
 class AutoExchanger:
-    """Switches between exchangers that share one error feedback.  Its only bucket is the whole gradient."""
+    """Switches between exchangers that share one error feedback.  Its only bucket is the whole gradient.
 
-    def __init__(self, auto: Auto, bounds: Bounds, device: torch.device) -> None:
+    Args:
+        exchanges: the exchanges that the coordinator may choose (`Auto.exchanges`).
+    """
+
+    def __init__(self, exchanges: Sequence[Exchange], bounds: Bounds, device: torch.device) -> None:
         assert len(bounds) == 2
         self.bounds: Bounds = bounds
         self._device = device
-        self._choices = {exchange.describe(): exchange for exchange in auto.exchanges(bounds[-1])}
+        self._choices = {exchange.describe(): exchange for exchange in exchanges}
         self._choices[DIRECT_DENSE] = Dense(topology="direct")  # the other topology of `Dense()`
         self._name = ""
         self._current: DenseExchanger | SparseExchanger | None = None

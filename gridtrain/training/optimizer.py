@@ -131,7 +131,8 @@ class GridOptimizer(WrappingOptimizer):
         wire, device = round_exchange(exchange), self._flat.flat_N.device
         self._exchanger: Exchanger
         if isinstance(wire, Auto):
-            self._exchanger = AutoExchanger(wire, bounds, device)
+            choices = wire.exchanges(self._flat.n, local_steps=isinstance(exchange, LocalSteps))
+            self._exchanger = AutoExchanger(choices, bounds, device)
         else:
             self._exchanger = make_exchanger(wire, bounds, device)
             if overlap is not None:
@@ -504,7 +505,9 @@ class GridOptimizer(WrappingOptimizer):
     def current_exchange(self) -> Exchange | LocalSteps | None:
         """The exchange of the latest step; None if none has been chosen yet."""
         if isinstance(self._exchanger, AutoExchanger):
-            return self._exchanger.current_exchange
+            current = self._exchanger.current_exchange
+            local = self.exchange_config
+            return replace(local, exchange=current) if isinstance(local, LocalSteps) and current else current
         return self.exchange_config if not isinstance(self.exchange_config, Auto) else None
 
 

@@ -112,6 +112,45 @@ def test_faster_lines_more_density_and_local_steps_show() -> None:
     assert tenth["step_s"] - 0.5 == pytest.approx((usual["step_s"] - 0.5) / 10)
 
 
+def test_local_steps_are_proposed_for_the_wanted_share() -> None:
+    """124 M parameters, four workers at 20 Mbit/s: a dense exchange takes minutes, a sparse one seconds."""
+    thin = ("--parameters", "124M", "--link", "20Mbit", "--workers", "4", "--compute", "1s")
+    both = (*thin, "--exchange", "dense,gtopk", "--density", "0.01")
+    found = figures(*both)["gtopk", 4]
+    every, overlapped = found["proposed_local_steps"], found["proposed_overlapped_local_steps"]
+    assert 9 * (found["exchange_s"] - 1) < every < 9 * (found["exchange_s"] + 1) and overlapped < every / 5
+    text = run(*both).output
+    assert "Local steps for 90% computing with 4 workers (with overlap=True): dense 512 (" in text
+    options = f'every={overlapped}, exchange=GTopK(density=0.01, values="fp16"), overlap=True'
+    assert f"For AdamW and similar optimizers use LocalSteps({options}): 9" in text
+    half = figures(*both, "--computing", "0.5")["gtopk", 4]
+    assert half["proposed_local_steps"] == pytest.approx(every / 9, abs=1)
+    assert run(*both, "--computing", "1").exit_code == 2
+
+
+def test_without_a_slow_link_no_local_steps_are_proposed() -> None:
+    text = run("--parameters", "1M", "--link", "1Gbit", "--workers", "4", "--compute", "2s").output
+    assert "AdamW does not need them here: dense takes little of each step." in text
+
+
+def test_a_dense_exchange_is_recommended_up_to_some_local_steps() -> None:
+    home = ("--parameters", "1M", "--workers", "4", "--compute", "0.1s", "--exchange", "dense,gtopk")
+    dense = figures(*home, "--link", "20Mbit")["dense", 4]["proposed_overlapped_local_steps"]
+    assert 16 < dense <= 32
+    assert (
+        f"LocalSteps(every={dense}, exchange=Dense(), overlap=True)" in run(*home, "--link", "20Mbit").output
+    )
+    assert "exchange=GTopK(density=0.001" in run(*home, "--link", "5Mbit").output
+
+
+def test_a_run_with_local_steps_is_planned_in_its_own_steps() -> None:
+    facts = {"model": "2000000 parameters in 3 tensors"}
+    local = "LocalSteps(every=8, exchange=Dense(), outer_learning_rate=1.0, outer_momentum=0.0)"
+    live = network_from_status(PICTURE | {"facts": facts | {"exchange": local}})
+    assert live.local_steps == 8 and live.compute_s == pytest.approx(0.4 / 8)
+    assert network_from_status(PICTURE).local_steps == 1
+
+
 def test_sites_come_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "sites.toml"
     path.write_text(SITES)

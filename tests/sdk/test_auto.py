@@ -90,6 +90,56 @@ def test_a_newcomer_uses_what_the_others_have_chosen(new_group: Any) -> None:
     assert results[2][2] == 15
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_local_steps_share_their_changes_as_was_chosen(new_group: Any, workers: int, overlap: bool) -> None:
+    """AdamW, and one worker more: the choice is the same on all, and all count in steps of the run.
+
+    What one worker has chosen alone may be open again for two.
+    """
+    every, warm, entered = 4, threading.Event(), threading.Event()
+    auto, stop_at, seen = gridtrain.Auto(density=0.3), [10**9], dict[str, Any]()
+    local = gridtrain.LocalSteps(every, auto, overlap=overlap)
+
+    def train(grid: gridtrain.Grid, number: int) -> Any:
+        model, calls, weights = net(), 0, dict[int, torch.Tensor]()
+        optimizer = grid.optimizer(torch.optim.AdamW(model.parameters()), model, exchange=local)
+        for step in steps(grid, optimizer, model, steps=100_000):
+            calls += 1
+            if optimizer.local_calls:
+                continue
+            weights[step] = model.weight.detach().clone()
+            if step > 3:
+                warm.set()
+            if number == workers and not entered.is_set():
+                stop_at[0] = step + 5
+                seen.update(status(group))
+                entered.set()
+            if step >= stop_at[0]:
+                break
+        return optimizer.current_exchange, weights, calls
+
+    with new_group(workers=workers) as group:
+        numbers = [group.start(train) for _ in range(workers)]
+        assert warm.wait(WITHIN_S)
+        numbers.append(group.start(train))
+        assert entered.wait(WITHIN_S)
+        results = [group.result(number) for number in numbers]
+    for result in results:
+        assert not isinstance(result, BaseException), result
+        assert result[2] == every * len(result[1])
+    (exchange, weights, _), *others = results
+    assert isinstance(exchange, gridtrain.LocalSteps) and exchange.every == every
+    assert exchange.exchange in (*auto.exchanges(3), gridtrain.Dense("direct"))
+    for other, found, _ in others:
+        common = weights.keys() & found.keys()
+        assert type(other.exchange) is type(exchange.exchange) and len(common) >= 4
+        assert all(torch.equal(found[step], weights[step]) for step in common)
+    shown = seen["facts"]["exchange"]
+    assert shown.startswith("LocalSteps(every=4, exchange=") and "auto" not in shown
+    assert seen["exchange_reason"]
+
+
 def test_behind_adam_nothing_is_left_out(together: Any) -> None:
     def train(grid: gridtrain.Grid, number: int) -> Any:
         model = net()

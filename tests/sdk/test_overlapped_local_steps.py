@@ -6,15 +6,17 @@ import copy
 import itertools
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from brisk import LOSING, WITHIN_S
+from brisk import BRISK, LOSING, WITHIN_S
 from torch import nn
 
 import gridtrain
+from gridtrain.core.planning.exchange_choice import ExchangeChoice
 from gridtrain.network.transport.in_memory import EndpointKilled
 from gridtrain.sdk.local_group import LocalGroup
 from gridtrain.testing import Faults
@@ -272,6 +274,53 @@ def test_a_change_that_was_lost_with_a_process_is_computed_again(together: Any) 
         samples for _, samples in repeating[0][2 * EVERY : 3 * EVERY]
     ]
     assert {step for step, _ in again} == {3}
+
+
+def test_no_change_is_lost_when_the_exchange_changes(together: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time the coordinator evaluates, it takes the next exchange, perhaps amid a round."""
+    turns = 9
+
+    def take_next(choice: ExchangeChoice, *measurements: Any) -> str:
+        candidates = choice._candidates()
+        choice.chosen = candidates[(candidates.index(choice.chosen) + 1) % len(candidates)]
+        choice.reason = choice.chosen_text
+        return choice.reason
+
+    monkeypatch.setattr(ExchangeChoice, "reconsider", take_next)
+
+    class Recorded(Loop):
+        def begin(self, grid: gridtrain.Grid) -> Any:
+            keep, self.brought = self.optimizer._keep_change, torch.zeros_like(flat(self.model))
+            self.used: list[str] = []
+
+            def keep_change() -> None:
+                keep()
+                self.brought.add_(self.optimizer._change_N)
+
+            self.optimizer._keep_change = keep_change
+            return grid.batches(Numbered(2 * turns * 2 * EVERY), batch_size=2, epochs=1)
+
+        def each(self, loop: Loop) -> None:
+            if self.optimizer.local_calls == 0 and self.grid.step:
+                self.used.append(type(self.optimizer.current_exchange.exchange).__name__)
+                if self.grid.step % 3 == 1:  # long enough for another evaluation
+                    session = self.grid._session
+                    before = session.snapshot.generation
+                    session._loop.mailbox.wait(lambda p: p.generation > before, 0.5)
+
+    def train(grid: gridtrain.Grid, number: int) -> Any:
+        loop = Recorded(grid, gridtrain.Auto(density=0.3, values="fp32"))
+        loop.run(loop.begin(grid), loop.each)
+        return loop, loop.optimizer.residual_state().get("residual", torch.zeros_like(loop.brought))
+
+    results = together(train, 2, deadlines=replace(BRISK, reshare_s=0.05))
+    (first, first_left), (second, second_left) = results
+    assert first.digests == second.digests and first.last == second.last
+    assert sorted(first.taken + second.taken) == list(range(4 * turns * EVERY))
+    assert {*first.used, *second.used} == {"Dense", "GTopK", "TopK"}
+    applied = flat(model_of()) - flat(first.model)
+    brought = (first.brought + second.brought) / 2
+    torch.testing.assert_close(applied + first_left + second_left, brought, rtol=1e-4, atol=1e-6)
 
 
 # -- workers that come and go ----------------------------------------------------------------------

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from gridtrain.config import Auto, GTopK, Overlap
+from gridtrain.config import Auto, GTopK, LocalSteps, Overlap
 from gridtrain.errors import ConfigError, LocalProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
+from gridtrain.training.local_sgd import LocalSGDOptimizer
 from gridtrain.training.optimizer import GridOptimizer
 
 N, DENSITY = 64, 0.1
@@ -46,14 +47,26 @@ class Chosen:
         return replace(plan, exchange=self._schedule[plan.step])
 
 
-def train(network: Any, schedule: list[str], between: Any = lambda rank, step, wrapped: None) -> list[Any]:
+def train(
+    network: Any,
+    schedule: list[str],
+    between: Any = lambda rank, step, wrapped: None,
+    local: LocalSteps | None = None,
+) -> list[Any]:
+    calls = local.every if local is not None else 1
+
     def worker(session: Any) -> Any:
         model = Vector()
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        wrapped = GridOptimizer(inner, model, AUTO, Chosen(session, schedule))
+        chosen: Any = Chosen(session, schedule)
+        if local is not None:
+            wrapped: GridOptimizer = LocalSGDOptimizer(inner, model, local, chosen)
+        else:
+            wrapped = GridOptimizer(inner, model, AUTO, chosen)
         for step in range(len(schedule)):
-            model.values.grad = gradient(session.rank, step)
-            wrapped.step()
+            for call in range(calls):
+                model.values.grad = gradient(session.rank, step * calls + call)
+                wrapped.step()
             between(session.rank, step, wrapped)
         residual = wrapped.residual_state().get("residual", torch.zeros(N))
         return -model.values.detach(), residual, wrapped
@@ -81,6 +94,18 @@ def test_no_gradient_is_lost_when_the_exchange_changes(
     assert torch.equal(updates[0] + left, brought)
     if schedule[-1] == DENSE:
         assert all(not wrapped.residual_state() for _, _, wrapped in results), "nothing is kept back any more"
+
+
+@pytest.mark.parametrize("aborts", [(), ((1, 0), (2, 0), (2, 1))])
+def test_no_change_of_local_steps_is_lost_when_the_exchange_changes(network: Any, aborts: Any) -> None:
+    local, schedule = LocalSteps(3, AUTO), [DENSE, GTOPK, TOPK, DENSE, GTOPK]
+    results = train(network(RANKS, aborts=aborts), schedule, local=local)
+    updates = [update for update, _, _ in results]
+    assert all(torch.equal(update, updates[0]) for update in updates)
+    brought = sum(gradient(rank, step) / RANKS for rank in range(RANKS) for step in range(3 * len(schedule)))
+    left = sum(residual for _, residual, _ in results)
+    assert left.any() and torch.equal(updates[0] + left, brought)
+    assert results[0][2].current_exchange == LocalSteps(3, GTopK(DENSITY, values="fp32"))
 
 
 def test_a_dense_step_takes_along_what_others_left(network: Any) -> None:
@@ -154,10 +179,33 @@ def test_densities_that_learn() -> None:
     ]
 
 
-@pytest.mark.parametrize("auto", [Auto(), Auto(density=0.02, values="int8"), Auto(sparse=False)])
+@pytest.mark.parametrize(
+    "auto",
+    [
+        Auto(),
+        Auto(density=0.02, values="int8"),
+        Auto(computing=0.75),
+        Auto(density=0.02, computing=0.5),
+        Auto(sparse=False),
+    ],
+)
 def test_what_it_says_is_read_back(auto: Auto) -> None:
     assert Auto.parse(auto.describe()) == auto
     assert Auto.parse("GTopK(density=0.01)") is None
+
+
+def test_densities_of_changes_are_those_of_local_steps() -> None:
+    large = 25_600_000
+    assert {each.density for each in Auto().exchanges(large)[1:]} == {0.001}
+    assert [each.density for each in Auto().exchanges(large, local_steps=True)[1::2]] == [0.1, 0.03, 0.01]
+    assert {each.density for each in Auto(density=0.5).exchanges(large, local_steps=True)[1:]} == {0.5}
+    assert len(Auto(sparse=False).exchanges(large, local_steps=True)) == 1
+
+
+@pytest.mark.parametrize("computing", [0.0, 1.0, -1.0, float("nan")])
+def test_a_share_of_the_time_lies_between_none_and_all(computing: float) -> None:
+    with pytest.raises(ConfigError, match="computing is"):
+        Auto(computing=computing)
 
 
 def test_overlap_needs_an_exchange_that_is_named() -> None:

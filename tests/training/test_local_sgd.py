@@ -512,6 +512,7 @@ def test_a_parameter_that_is_unfrozen_later_is_refused(network):
         ({"every": 4.0}, r"every is 4\.0"),
         ({"exchange": GTopK(momentum=0.9)}, "applies momentum to gradients"),
         ({"exchange": LocalSteps(2)}, "which LocalSteps does not support"),
+        ({"exchange": "auto"}, r"'auto', which LocalSteps does not support -> .* or Auto"),
         ({"outer_learning_rate": 0.0}, "outer_learning_rate"),
         ({"outer_learning_rate": math.inf}, "outer_learning_rate"),
         ({"outer_momentum": 1.0}, "outer_momentum"),

@@ -169,7 +169,7 @@ def test_without_a_residual_nothing_is_settled() -> None:
 @pytest.mark.parametrize("committed", [True, False])
 def test_what_a_dense_step_has_taken_along_is_not_given_away_again(committed: bool) -> None:
     auto = Auto(density=0.25)
-    chosen = AutoExchanger(auto, (0, 4), torch.device("cpu"))
+    chosen = AutoExchanger(auto.exchanges(4), (0, 4), torch.device("cpu"))
     residual = WorkerResidual(chosen, 4)
     kept_N = np.array([0, 1.0, -2.0, 0.5], np.float32)
     assert residual.add(SparseVector(np.arange(4), kept_N), 1)

@@ -42,7 +42,9 @@ from gridtrain.core.planning.exchange_comparison import (
 from gridtrain.core.planning.exchange_facts import (
     DIRECT_DENSE,
     OPEN_DENSE,
+    LocalStepsFacts,
     exchange_of,
+    local_steps_of,
     name_direct,
     parameter_count,
     replace_exchange,
@@ -108,6 +110,7 @@ class ExchangeChoice:
     report_timeout_s: float = Deadlines().first_step_s
     _setup: Setup | None = None
     _named: Exchange | Auto | None = None  # by the script; parsed once, because every heartbeat needs it
+    _local: LocalStepsFacts | None = None
     _alternative_text: str = ""  # names an exchange that is faster, but not enough to change
     _first_report_s: float | None = None  # when the first member reported its compute time
     _all_reported_s: float | None = None  # when all members had reported, or the wait for reports ended
@@ -122,7 +125,7 @@ class ExchangeChoice:
         """
         is_direct = chosen == DIRECT_DENSE
         self.dense_topology = DenseTopology(True, "direct, as in the journal") if is_direct else RING_TOPOLOGY
-        self._setup, self._named = setup, exchange_of(setup)
+        self._setup, self._named, self._local = setup, exchange_of(setup), local_steps_of(setup)
         text = OPEN_DENSE if is_direct else chosen
         self.chosen = next((each for each in self._candidates() if each.describe() == text), None)
         self.reason = f"{text}, as in the journal" if self.chosen else ""
@@ -193,8 +196,10 @@ class ExchangeChoice:
 
     def _candidates(self) -> tuple[Exchange, ...]:
         """Return the exchanges that may be chosen; empty if the script specifies an exchange."""
-        named = self._named
-        return named.exchanges(max(1, parameter_count(self._setup))) if isinstance(named, Auto) else ()
+        if not isinstance(self._named, Auto):
+            return ()
+        parameters = max(1, parameter_count(self._setup))
+        return self._named.exchanges(parameters, local_steps=self._local is not None)
 
     # -- topology of a dense exchange --------------------------------------------------------------
 
@@ -283,17 +288,23 @@ class ExchangeChoice:
         candidates, estimates = self._candidates(), self._estimates(size, network, slowest_s)
         if self.chosen not in candidates or not estimates:
             return ""
-        current, best = estimates[candidates.index(self.chosen)], fastest_estimate(estimates)
+        current, best = estimates[candidates.index(self.chosen)], self._best_of(estimates)
         dense = min((x for x in estimates if x.load.kind in LOSSLESS_KINDS), key=lambda x: x.step_s)
         self._alternative_text = ""
         is_lossy = current.load.kind not in LOSSLESS_KINDS
         if is_lossy and dense.step_s <= DENSE_RETURN_RATIO * current.step_s:
             return self._adopt(estimates, dense)
+        if current.efficiency >= self._computing:
+            permitted = (1.0 + self._computing) / 2  # it waits for at most half as long as it may
+            denser = [x for x in estimates if _density(x) > _density(current) and x.efficiency >= permitted]
+            if denser:
+                return self._adopt(estimates, self._best_of(denser))
+        elif current.step_s >= MIN_SPEEDUP * fastest_estimate(estimates).step_s:
+            return self._adopt(estimates, best)
+        best = fastest_estimate(estimates)
         if best is current:
             return ""
         gain = current.step_s / best.step_s
-        if gain >= MIN_SPEEDUP:
-            return self._adopt(estimates, best)
         if gain > 1 + DENSE_PREFERENCE_MARGIN / 2:
             self._alternative_text = (
                 f"{format_exchange(best)} would now make steps {gain - 1:.0%} faster; the exchange changes "
@@ -309,18 +320,36 @@ class ExchangeChoice:
             why = "the run has only one worker" if size == 1 else "the model's size is not known"
             self.reason = f"{self.chosen_text}: {why}"
             return self.reason
-        return self._adopt(estimates, recommend_exchange(estimates).best, measured=network is not None)
+        return self._adopt(estimates, self._best_of(estimates), measured=network is not None)
+
+    @property
+    def _computing(self) -> float:
+        assert isinstance(self._named, Auto)
+        return self._named.computing
+
+    def _best_of(self, estimates: Sequence[ExchangeEstimate]) -> ExchangeEstimate:
+        """Return the densest exchange with which workers compute for the wanted share of the time.
+
+        A dense exchange that takes little longer than the fastest is preferred to sparse exchanges.  If no
+        exchange reaches the wanted share, the fastest is returned.
+        """
+        recommended = recommend_exchange(estimates).best
+        reaching = [each for each in estimates if each.efficiency >= self._computing]
+        if recommended.load.kind in LOSSLESS_KINDS or not reaching:
+            return recommended
+        density = max(map(_density, reaching))
+        return fastest_estimate([each for each in reaching if _density(each) == density])
 
     def _adopt(
         self, estimates: Sequence[ExchangeEstimate], best: ExchangeEstimate, *, measured: bool = True
     ) -> str:
         self.chosen = self._candidates()[estimates.index(best)]
         self._alternative_text = ""
-        self.reason = _choice_reason(self.chosen_text, estimates, best)
+        self.reason = _choice_reason(self.chosen_text, estimates, best, self._computing)
         if not measured:
             self.reason += f"; no link has been measured; {DEFAULT_LINK_Bps * 8 / 1e6:.0f} Mbit/s are assumed"
         assert isinstance(self._named, Auto)
-        self.reason += _local_steps_advice(best, self._named)
+        self.reason += _local_steps_advice(best, self._named, self._local)
         return self.reason
 
     def _estimates(self, size: int, network: NetworkModel | None, compute_s: float) -> list[ExchangeEstimate]:
@@ -330,15 +359,24 @@ class ExchangeChoice:
         """
         count, cpu = parameter_count(self._setup), CpuCosts()
         assumed = network if network is not None else uniform_network(size, DEFAULT_ALPHA_s, DEFAULT_LINK_Bps)
-        estimates = []
+        overlaps = self._local is not None and self._local.overlap
+        estimates: list[ExchangeEstimate] = []
+        orders: dict[ExchangeKind, Sequence[int]] = {}  # searched once for all densities of a kind
         for exchange in self._candidates() if count else ():
-            load, order = Workload.of(exchange, count), None
-            if network is not None and 2 < size <= MAX_ORDERED_MEMBERS:
-                order = best_order(load, network, cpu, range(size)).order
-            estimates.append(
-                estimate_exchange(load, assumed, cpu, compute_s, order=order, max_messages=SIMULATED_MESSAGES)
+            load = Workload.of(exchange, count)
+            if network is not None and 2 < size <= MAX_ORDERED_MEMBERS and load.kind not in orders:
+                orders[load.kind] = best_order(load, network, cpu, range(size)).order
+            order = orders.get(load.kind)
+            found = estimate_exchange(
+                load, assumed, cpu, compute_s, order=order, max_messages=SIMULATED_MESSAGES
             )
+            estimates.append(replace(found, overlaps=overlaps))
         return estimates
+
+
+def _density(each: ExchangeEstimate) -> float:
+    """Return the density of an exchange; 1.0 if it sends every element."""
+    return each.load.density if each.load.kind.is_sparse else 1.0
 
 
 def _slowest_compute_s(seconds: Sequence[float]) -> float:
@@ -347,7 +385,9 @@ def _slowest_compute_s(seconds: Sequence[float]) -> float:
     return min(max(max(seconds, default=0.0), 1e-6), MAX_MEDIAN_RATIO * max(usual, 1e-6), 1e6)
 
 
-def _choice_reason(chosen: str, estimates: Sequence[ExchangeEstimate], best: ExchangeEstimate) -> str:
+def _choice_reason(
+    chosen: str, estimates: Sequence[ExchangeEstimate], best: ExchangeEstimate, computing: float
+) -> str:
     text = (
         f"{chosen}: a step takes {format_seconds(best.step_s)} with {best.world_size} workers, "
         f"{format_seconds(best.compute_s)} of it computing"
@@ -356,23 +396,30 @@ def _choice_reason(chosen: str, estimates: Sequence[ExchangeEstimate], best: Exc
     if not others:
         return text
     text += "; " + ", ".join(f"{format_exchange(other)} {format_seconds(other.step_s)}" for other in others)
-    if best.load.kind in LOSSLESS_KINDS and others[0].step_s < best.step_s:
+    slower = best.step_s / others[0].step_s
+    if best.load.kind in LOSSLESS_KINDS and 1.0 < slower <= 1.0 + DENSE_PREFERENCE_MARGIN:
         text += ": the gain is too small to justify omitting gradients"
+    elif slower > 1.0 and best.efficiency >= computing:
+        text += f": the densest with at least {computing:.0%} of the time computing"
     return text
 
 
-def _local_steps_advice(best: ExchangeEstimate, auto: Auto) -> str:
-    """Return advice to use local steps; "" if computation takes `LOCAL_STEPS_COMPUTE_SHARE` of a step or
-    more.
+def _local_steps_advice(best: ExchangeEstimate, auto: Auto, local: LocalStepsFacts | None) -> str:
+    """Return advice to use local steps, or more of them; "" if computation takes `LOCAL_STEPS_COMPUTE_SHARE`
+    of a step of the run or more.
 
     Local steps are only recommended, because they change what is optimized; only the script may decide that.
     """
     if best.efficiency >= LOCAL_STEPS_COMPUTE_SHARE:
         return ""
-    proposed = propose_local_steps(best.compute_s, best.cost.exchange_s)
-    what = "" if auto.sparse else "; a sparse exchange inside LocalSteps works with this optimizer, too"
-    then = best.compute_s / (best.compute_s + best.cost.exchange_s / proposed.every)
+    every, hidden_s = local.every if local is not None else 1, best.hideable_s if best.overlaps else 0.0
+    proposed = propose_local_steps(
+        best.compute_s / every, best.cost.exchange_s, target_share=1.0 - auto.computing, hidden_s=hidden_s
+    )
+    what = (
+        "" if auto.sparse else "; with exchange=Auto() in it, sparse exchanges work with this optimizer, too"
+    )
     return (
         f"; only {best.efficiency:.0%} of a step is spent computing: LocalSteps(every={proposed.every}) "
-        f"in the script would make it {then:.0%}{what}"
+        f"in the script would make it {1.0 - proposed.share:.0%}{what}"
     )

@@ -3,7 +3,8 @@
     allowed exchanges, a network, compute time --> predicted time of a step with each --> the shortest
 
 `recommend_exchange` chooses between dense exchanges and exchanges that omit gradients; it prefers a
-dense exchange that takes little more time.  `choose_dense_topology` chooses between ring and direct topology,
+dense exchange that takes little more time.  `recommend_local_steps` says with how many local steps workers
+compute for a wanted share of the time.  `choose_dense_topology` chooses between ring and direct topology,
 which produce the same bits.  `exchange_choice` holds the choice of a run.
 """
 
@@ -15,6 +16,7 @@ from math import inf
 from typing import NamedTuple
 
 from gridtrain.core.planning.cost_model import ExchangeCost, exchange_cost
+from gridtrain.core.planning.local_steps_proposal import LocalStepsProposal, propose_local_steps
 from gridtrain.core.planning.network_model import NetworkModel
 from gridtrain.core.planning.rank_order_search import SIMULATED_MESSAGES, best_order
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
@@ -33,6 +35,7 @@ class ExchangeEstimate:
     Attributes:
         compute_s: compute time of a step, from its batch to its gradient.
         local_steps: optimizer steps between two exchanges.
+        overlaps: whether the exchange overlaps with the next steps (`LocalSteps(overlap=True)`).
     """
 
     load: Workload
@@ -40,11 +43,19 @@ class ExchangeEstimate:
     cost: ExchangeCost
     compute_s: float
     local_steps: int = 1
+    overlaps: bool = False
 
     @property
     def step_s(self) -> float:
         """Time of a step with its share of the exchange, in seconds."""
-        return self.compute_s + self.cost.exchange_s / self.local_steps
+        hidden_s = self.hideable_s if self.overlaps else 0.0
+        blocking_s = self.cost.exchange_s - hidden_s
+        return max(self.compute_s, hidden_s / self.local_steps) + blocking_s / self.local_steps
+
+    @property
+    def hideable_s(self) -> float:
+        """The part of the exchange that may overlap with computing: all but selecting, in seconds."""
+        return max(0.0, self.cost.exchange_s - self.cost.select_s)
 
     @property
     def efficiency(self) -> float:
@@ -156,6 +167,79 @@ def recommend_exchange(estimates: Sequence[ExchangeEstimate]) -> Recommendation:
 def fastest_estimate(estimates: Sequence[ExchangeEstimate]) -> ExchangeEstimate:
     """Return the estimate with the shortest step; in a tie, the first of them."""
     return min(estimates, key=lambda each: each.step_s)
+
+
+# -- how many local steps --------------------------------------------------------------------------
+
+MAX_DENSE_LOCAL_STEPS = 32
+"""Local steps with a dense exchange are recommended up to this number.  In docs/local-steps.md `Dense()`
+every 32 steps learns as well as `GTopK(density=0.03)` every 4 steps."""
+
+
+def propose_for(each: ExchangeEstimate, computing: float, *, overlap: bool) -> LocalStepsProposal:
+    """Propose the fewest local steps with which workers compute for the share `computing` of the time.
+
+    Args:
+        computing: the wanted share, 0 < computing < 1.
+    """
+    return propose_local_steps(
+        each.compute_s,
+        each.cost.exchange_s,
+        target_share=1.0 - computing,
+        hidden_s=each.hideable_s if overlap else 0.0,
+    )
+
+
+def recommend_local_steps(estimates: Sequence[ExchangeEstimate], computing: float) -> str:
+    """Say with how many local steps workers compute for the share `computing` of the time, and recommend one.
+
+    All estimates are of the same network.  The fewest local steps are recommended, but a dense exchange if it
+    needs at most `MAX_DENSE_LOCAL_STEPS`.  The exchange overlaps with the next local steps, unless one step
+    is enough without that.
+
+    Raises:
+        ConfigError: `computing` is not between 0 and 1.
+    """
+    waiting, overlapped = (
+        [propose_for(each, computing, overlap=overlap).every for each in estimates]
+        for overlap in (False, True)
+    )
+    names = [format_exchange(replace(each, local_steps=1)) for each in estimates]
+    shown = ", ".join(
+        f"{name} {every} ({fewer})" for name, every, fewer in zip(names, waiting, overlapped, strict=True)
+    )
+    workers = estimates[0].world_size
+    text = f"Local steps for {computing:.0%} computing with {workers} workers (with overlap=True): {shown}."
+
+    def preference(at: int) -> tuple[bool, int]:
+        is_lossless = estimates[at].load.kind in LOSSLESS_KINDS
+        return not (is_lossless and overlapped[at] <= MAX_DENSE_LOCAL_STEPS), overlapped[at]
+
+    best = min(range(len(estimates)), key=preference)
+    overlaps, every = waiting[best] > 1, overlapped[best]
+    if not overlaps and estimates[best].load.kind in LOSSLESS_KINDS:
+        return f"{text} AdamW does not need them here: {names[best]} takes little of each step."
+    share = replace(estimates[best], local_steps=every, overlaps=overlaps).efficiency
+    options = f"every={every}, exchange={_as_call(estimates[best].load)}"
+    options += ", overlap=True" if overlaps else ""
+    return f"{text} For AdamW and similar optimizers use LocalSteps({options}): {share:.0%} computing."
+
+
+def _as_call(load: Workload) -> str:
+    """Return the expression that makes this exchange in a script."""
+    topologies = {
+        ExchangeKind.DIRECT: "direct",
+        ExchangeKind.STAR: "star",
+        ExchangeKind.TREE: "tree",
+        ExchangeKind.STAR_GTOPK: "star",
+    }
+    options = [f"density={load.density:g}", f'values="{load.values}"'] if load.kind.is_sparse else []
+    if load.is_rounded:
+        options.append(f'values="{load.dense_values}"')
+    if load.kind in topologies:
+        options.append(f'topology="{topologies[load.kind]}"')
+    name = "TopK" if load.kind is ExchangeKind.TOPK else "GTopK" if load.kind.is_sparse else "Dense"
+    return f"{name}({', '.join(options)})"
 
 
 # -- which topology of a dense one -----------------------------------------------------------------

@@ -10,6 +10,7 @@ text never changes: `describe()` writes it and this module reads it.
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from gridtrain.config import Auto, Dense, Exchange, GTopK, TopK
 from gridtrain.core.messages import Setup
@@ -23,6 +24,8 @@ DIRECT_DENSE = Dense(topology="direct").describe()
 """The text in `MembershipView.exchange` that means that the coordinator has chosen the direct topology."""
 
 _EXCHANGE = re.compile(r"(Dense|TopK|GTopK)\(([^()]*)")
+_AUTO = re.compile(r"auto\([^()]*\)")
+_LOCAL_STEPS = re.compile(r"LocalSteps\(every=(\d{1,9}),.*?(, overlap=True)?\)")
 _PARAMETERS = re.compile(r"(\d{1,18}) parameters")
 
 
@@ -52,9 +55,8 @@ def parse_exchange(text: str) -> Exchange | Auto | None:
 
     Returns None if the text cannot be parsed.
     """
-    auto = Auto.parse(text)
-    if auto is not None:
-        return auto
+    if (auto := _AUTO.search(text)) is not None:
+        return Auto.parse(auto[0])
     found = _EXCHANGE.search(text)
     return make_exchange(found[1], found[2]) if found is not None else None
 
@@ -65,6 +67,25 @@ def exchange_of(setup: Setup | None) -> Exchange | Auto | None:
     Returns `Auto` if the coordinator chooses the exchange, and None if the exchange is unknown.
     """
     return parse_exchange(dict(setup.facts).get("exchange", "")) if setup is not None else None
+
+
+class LocalStepsFacts(NamedTuple):
+    """The local steps of a run.
+
+    Attributes:
+        every: optimizer steps in one step of the run.
+        overlap: whether an exchange overlaps with the next local steps.
+    """
+
+    every: int
+    overlap: bool
+
+
+def local_steps_of(setup: Setup | None) -> LocalStepsFacts | None:
+    """Return the local steps that the script specifies; None without `LocalSteps`."""
+    text = dict(setup.facts).get("exchange", "") if setup is not None else ""
+    found = _LOCAL_STEPS.fullmatch(text)
+    return LocalStepsFacts(max(1, int(found[1])), found[2] is not None) if found is not None else None
 
 
 def parameter_count(setup: Setup | None) -> int:
@@ -108,12 +129,12 @@ def replace_exchange(setup: Setup, text: str, *, direct: bool) -> tuple[tuple[st
     """Return the facts of `setup` with another exchange.
 
     Args:
-        text: the exchange; empty to keep the exchange in the facts.
+        text: the exchange, which replaces the part that the script left open; empty to keep the facts.
         direct: whether to give a dense exchange with open topology the direct topology.
     """
 
     def shown(given: str) -> str:
-        named = text or given
+        named = _AUTO.sub(lambda _: text, given) if text else given
         return name_direct(named) if direct else named
 
     return tuple((name, shown(value) if name == "exchange" else value) for name, value in setup.facts)

@@ -1,7 +1,12 @@
 """Propose how many optimizer steps a worker takes between two exchanges (`gridtrain.LocalSteps`).
 
-    | step | step | ... | step | exchange |        share = exchange_s / (every * step_s + exchange_s)
+    | step | step | ... | step | exchange |        turn_s = every * step_s + exchange_s
     '------- every times ------'
+
+    | select | step | step | ... | step |            turn_s = blocking_s + max(every * step_s, hidden_s)
+             | send, receive, merge |                overlap=True, where exchange_s = blocking_s + hidden_s
+
+    share = 1 - every * step_s / turn_s
 
 The number is only a proposal: all workers of a run need the same number, so the script sets it.
 """
@@ -24,7 +29,7 @@ class LocalStepsProposal:
 
     Attributes:
         every: the number of steps for `LocalSteps(every=...)`.
-        share: the share of the time that exchanges take with this number, 0 .. 1.
+        share: the share of the time that this worker does not compute with this number, 0 .. 1.
         reason: the reason, as text.
     """
 
@@ -34,7 +39,12 @@ class LocalStepsProposal:
 
 
 def propose_local_steps(
-    step_s: float, exchange_s: float, *, target_share: float = 0.1, most: int = MOST_LOCAL_STEPS
+    step_s: float,
+    exchange_s: float,
+    *,
+    target_share: float = 0.1,
+    most: int = MOST_LOCAL_STEPS,
+    hidden_s: float = 0.0,
 ) -> LocalStepsProposal:
     """Propose the fewest steps with which exchanges take at most `target_share` of the time.
 
@@ -45,6 +55,8 @@ def propose_local_steps(
         exchange_s: time of one exchange on the slowest link, measured or predicted, in seconds.
         target_share: the wanted share of the time, 0 < target_share < 1.
         most: the largest number to propose.
+        hidden_s: the part of `exchange_s` that may overlap with the next steps: 0 without overlap; with
+            `LocalSteps(overlap=True)` all of it but the time for selecting.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -55,16 +67,24 @@ def propose_local_steps(
                 f"{name} is {value}; it must be a finite number of seconds and at least {least:g}",
                 remedy="measure a few steps of the run and pass their mean time in seconds",
             )
+    if not 0.0 <= hidden_s <= exchange_s:
+        raise ConfigError(
+            f"hidden_s is {hidden_s}; it must be between 0 and exchange_s, which is {exchange_s}",
+            remedy="pass the part of exchange_s that overlaps with computing, 0.0 if none does",
+        )
     if not 0.0 < target_share < 1.0:
         raise ConfigError(
             f"target_share is {target_share}; it must be > 0 and < 1", remedy="use target_share=0.1"
         )
     if most < 1:
         raise ConfigError(f"most is {most}; it must be >= 1", remedy=f"use most={MOST_LOCAL_STEPS}")
-    wanted = exchange_s * (1.0 - target_share) / (target_share * step_s)
+    blocking_s = exchange_s - hidden_s
+    wanted = max(exchange_s, blocking_s / target_share) * (1.0 - target_share) / step_s
     every = min(max(1, math.ceil(wanted - 1e-9)), most)  # 4.000000000001 is 4
-    share = exchange_s / (every * step_s + exchange_s)
-    reason = f"a step takes {step_s:.3g} s and an exchange takes {exchange_s:.3g} s; with {every} "
+    turn_s = blocking_s + max(every * step_s, hidden_s)
+    share = (turn_s - every * step_s) / turn_s
+    hidden = f", of which {hidden_s:.3g} s may overlap with computing" if hidden_s else ""
+    reason = f"a step takes {step_s:.3g} s and an exchange takes {exchange_s:.3g} s{hidden}; with {every} "
     if every == 1:
         reason += f"step between two exchanges, exchanges take only {share:.1%} of the time"
     elif wanted > most:

@@ -11,6 +11,7 @@ ADDED = {
     ("LedgerState", "pending"),
     ("LedgerSpec", "delay"),
     ("Member", "entries_share"),
+    ("Auto", "computing"),
 }
 """Fields that commit 330f465 did not have; in whatever it wrote, they have their defaults."""
 

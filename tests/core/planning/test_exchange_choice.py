@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from gridtrain.config import Auto, Dense, Exchange, GTopK
+from gridtrain.config import Auto, Dense, Exchange, GTopK, LocalSteps
 from gridtrain.core import messages as m
 from gridtrain.core.planning import exchange_choice
 from gridtrain.core.planning.exchange_choice import (
     ExchangeChoice,
     seconds_per_sample,
 )
-from gridtrain.core.planning.exchange_facts import exchange_of, parameter_count
+from gridtrain.core.planning.exchange_facts import exchange_of, local_steps_of, parameter_count
 from gridtrain.core.planning.network_model import NetworkModel, uniform_network
 
 PEERS = tuple(bytes([number]) * 32 for number in range(1, 9))
@@ -80,8 +82,72 @@ def test_a_thin_line_is_told_of_local_steps() -> None:
     assert exchanging.chosen == Dense()
     assert (
         "LocalSteps(every=" in exchanging.description
-        and "works with this optimizer" in exchanging.description
+        and "sparse exchanges work with this optimizer" in exchanging.description
     )
+
+
+def local(every: int, auto: Auto | None = None, *, overlap: bool = False) -> ExchangeChoice:
+    """The choice for `LocalSteps` of ResNet-50."""
+    exchanging = ExchangeChoice()
+    exchange = LocalSteps(every, auto or Auto(), overlap=overlap)
+    exchanging.configure(setup_of(exchange=exchange.describe()))
+    return exchanging
+
+
+def chosen_for_turns(choice: ExchangeChoice, rate_Mbit: float, turn_s: float) -> str:
+    peers, network = PEERS[:4], uniform_network(4, 0.020, rate_Mbit * Mbit)
+    assert choice.choose_first(peers, dict.fromkeys(peers, turn_s), network, 0.0)
+    return choice.chosen_text.replace(", momentum=0.0, values=fp16", "")
+
+
+def test_with_local_steps_the_densest_that_reaches_the_wanted_share() -> None:
+    """Four workers at 20 Mbit/s: dense takes 62 s, GTopK at 0.1, 0.03 and 0.01 takes 5.9, 2.0 and 0.8 s."""
+    turns_s = (1.0, 10.0, 30.0, 100.0, 1000.0)
+
+    def densities(auto: Auto | None = None, *, overlap: bool = False) -> list[str]:
+        made = [chosen_for_turns(local(32, auto, overlap=overlap), 20, turn_s) for turn_s in turns_s]
+        return [each.removeprefix("GTopK(density=").rstrip("()") for each in made]
+
+    assert densities() == ["0.01", "0.01", "0.03", "0.1", "Dense"]
+    assert densities(overlap=True) == ["0.01", "0.1", "0.1", "Dense", "Dense"]
+    assert densities(Auto(computing=0.5)) == ["0.01", "0.1", "0.1", "Dense", "Dense"]
+    fits, reaches_nothing = local(32), local(32)
+    chosen_for_turns(fits, 20, 100.0)
+    chosen_for_turns(reaches_nothing, 20, 1.0)
+    assert ": the densest with at least 90% of the time computing" in fits.description
+    assert "densest" not in reaches_nothing.description
+    assert densities(Auto(density=0.2)) == ["0.2", "0.2", "0.2", "0.2", "Dense"]
+
+
+def test_a_denser_exchange_is_chosen_again_when_there_is_room_for_it() -> None:
+    """To GTopK at 0.1 from 112 s on (95 % computing); back below 25 s, where another is 20 % faster."""
+    choice, network = local(32), uniform_network(4, 0.020, 20 * Mbit)
+    assert chosen_for_turns(choice, 20, 30.0) == "GTopK(density=0.03)"
+    seen = []
+    for turn_s in (60.0, 105.0, 120.0, 60.0, 30.0, 20.0, 2000.0, 600.0, 400.0, 300.0):
+        choice.reconsider(4, network, [turn_s] * 4)
+        seen.append(getattr(choice.chosen, "density", 1.0))
+    assert seen == [0.03, 0.03, 0.1, 0.1, 0.1, 0.03, 1.0, 1.0, 1.0, 0.1]
+
+
+def test_advice_for_local_steps_counts_steps_of_the_loop() -> None:
+    choice = local(8, Auto(density=0.1))
+    chosen_for_turns(choice, 20, 0.8)
+    advised = re.search(r"LocalSteps\(every=(\d+)\) in the script would make it (\d+)%", choice.description)
+    assert advised is not None and int(advised[1]) > 8 and int(advised[2]) >= 90, choice.description
+
+
+def test_facts_keep_the_local_steps_around_what_was_chosen() -> None:
+    choice = local(32, overlap=True)
+    assert choice.is_auto and choice.workload is None
+    chosen_for_turns(choice, 20, 10.0)
+    assert choice.effective_setup is not None
+    text = dict(choice.effective_setup.facts)["exchange"]
+    assert text == LocalSteps(32, choice.chosen, overlap=True).describe()
+    assert exchange_of(choice.effective_setup) == choice.chosen
+    assert local_steps_of(choice.effective_setup) == local_steps_of(choice._setup) == (32, True)
+    assert local_steps_of(setup_of()) is None and local_steps_of(None) is None
+    assert local_steps_of(local(7)._setup) == (7, False)
 
 
 def test_it_waits_until_all_have_computed_and_a_rate_is_known() -> None:

@@ -1,9 +1,15 @@
 """How many steps between two exchanges: a number from seconds, and why."""
 
+import re
+from dataclasses import replace
+
 import pytest
 
 import gridtrain
+from gridtrain.core.planning.exchange_comparison import estimate_exchange, recommend_local_steps
 from gridtrain.core.planning.local_steps_proposal import propose_local_steps
+from gridtrain.core.planning.network_model import uniform_network
+from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
 from gridtrain.errors import ConfigError
 
 
@@ -30,6 +36,25 @@ def test_the_fewest_steps_that_keep_to_the_share(step_s, exchange_s, target_shar
         assert exchange_s / (fewer * step_s + exchange_s) > target_share
 
 
+@pytest.mark.parametrize("step_s", [0.3, 1.0])
+@pytest.mark.parametrize("blocking_s", [0.0, 0.05, 2.0])
+@pytest.mark.parametrize("hidden_s", [0.0, 0.2, 7.0])
+@pytest.mark.parametrize("target_share", [0.1, 0.5])
+def test_with_overlap_they_are_the_fewest_too(step_s, blocking_s, hidden_s, target_share):
+    """Against a timeline: blocking work, then steps and the hidden part side by side."""
+
+    def idle_share(every):
+        turn_s = blocking_s + max(every * step_s, hidden_s)
+        return 1 - every * step_s / turn_s
+
+    proposal = propose_local_steps(
+        step_s, blocking_s + hidden_s, target_share=target_share, hidden_s=hidden_s
+    )
+    fewest = next(every for every in range(1, 512) if idle_share(every) <= target_share + 1e-9)
+    assert proposal.every == fewest
+    assert proposal.share == pytest.approx(idle_share(fewest), abs=1e-9)
+
+
 def test_it_says_why():
     few, none, many = (propose_local_steps(0.5, exchange_s).reason for exchange_s in (3.0, 0.001, 900.0))
     assert few == (
@@ -40,7 +65,34 @@ def test_it_says_why():
         "a step takes 0.5 s and an exchange takes 0.001 s; with 1 step between two exchanges, exchanges take "
         "only 0.2% of the time"
     )
+    hidden = propose_local_steps(0.5, 3.0, hidden_s=2.9).reason
+    assert "an exchange takes 3 s, of which 2.9 s may overlap with computing; with 6 steps" in hidden
     assert "512 steps between two exchanges, the largest number proposed, exchanges still take 77.9%" in many
+
+
+@pytest.mark.parametrize("kind", ExchangeKind)
+def test_a_recommended_expression_makes_that_exchange(kind):
+    load = Workload(kind, 10**9, 0.01, "int8")
+    network = uniform_network(4, 0.020, 2.5e6)
+    text = recommend_local_steps([estimate_exchange(load, network, CpuCosts(), 1.0)], 0.9)
+    found = re.search(r"use (LocalSteps\(every=\d+, exchange=.*, overlap=True\)): (\d+)% computing", text)
+    assert found is not None, text
+    local = eval(found[1], vars(gridtrain))
+    made = Workload.of(local.exchange, 10**9)
+    assert made == load if kind.is_sparse else made.kind == kind
+    assert (int(found[2]) >= 90) == (local.every < 512)
+
+
+def test_the_share_of_overlapped_steps_is_that_of_their_timeline():
+    load = Workload(ExchangeKind.GTOPK, 124_000_000, 0.01)
+    alone = estimate_exchange(load, uniform_network(4, 0.020, 2.5e6), CpuCosts(), 1.0, local_steps=8)
+    select_s, hidden_s = alone.cost.select_s, alone.cost.exchange_s - alone.cost.select_s
+    assert 0 < select_s < hidden_s < 8
+    assert alone.step_s == pytest.approx(1 + alone.cost.exchange_s / 8)
+    overlapped = replace(alone, overlaps=True)
+    assert overlapped.step_s == pytest.approx(1 + select_s / 8)
+    short = replace(overlapped, local_steps=1)
+    assert short.step_s == pytest.approx(short.cost.exchange_s), "the exchange takes longer than the turn"
 
 
 def test_a_smaller_most_is_kept_to():
@@ -57,6 +109,8 @@ def test_a_smaller_most_is_kept_to():
         ({"target_share": 0.0}, "target_share"),
         ({"target_share": 1.0}, "target_share"),
         ({"most": 0}, "most"),
+        ({"hidden_s": -0.1}, "hidden_s"),
+        ({"hidden_s": 1.1}, "hidden_s"),
     ],
 )
 def test_what_is_out_of_range_is_refused(arguments, named):
