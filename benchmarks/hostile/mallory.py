@@ -87,6 +87,8 @@ class Hands:
             return self._poll(timeout_s)
         if self.until_s is not None and time.monotonic() >= self.until_s:
             raise EnoughError("she stops by herself")
+        if not self._place.zeromq.connected(self._place.core.coordinator):
+            return self._poll(timeout_s)  # she has been put out, and has to come back to hear why
         self.attack.burst()
         idle = type(self.attack).burst is Attack.burst
         return self._poll(timeout_s if idle else 0.0)
