@@ -36,6 +36,8 @@ from hostile.honest import Options, say, train, wait_for_gate
 
 LAWFUL_STEPS = 2
 MOST_LIVES = 10
+REFUSED = ("denied", "invitation", "kicked")
+"""Codes with which a key is let in no more (decision 0064)."""
 MOST_S = 60.0
 
 
@@ -120,9 +122,7 @@ def attack(name: str, options: Options, orders: Orders, invitation: str | None) 
     """All lives with one key; the addresses of those whom she met."""
     doors: dict[bytes, str] = {}
     lives, code, until_s = 0, "", None
-    while code not in ("denied", "end", "EnoughError", "invitation") and lives < orders.lives.get(
-        name, MOST_LIVES
-    ):
+    while code not in (*REFUSED, "end", "EnoughError") and lives < orders.lives.get(name, MOST_LIVES):
         lives += 1
         hands = None
         try:
@@ -139,7 +139,7 @@ def attack(name: str, options: Options, orders: Orders, invitation: str | None) 
             doors |= hands.doors
             until_s = hands.until_s
         say("out", attack=name, code=code, reason=reason, sent=hands.attack.sent if hands is not None else 0)
-    say("over", attack=name, lives=lives, kicked=code in ("denied", "invitation"))
+    say("over", attack=name, lives=lives, kicked=code in REFUSED)
     return doors
 
 

@@ -53,12 +53,13 @@ def test_garbage_at_line_rate_for_the_whole_run(tmp_path: Path) -> None:
         began_s = time.monotonic()
         group.wait_until(began_s + QUIET_S)
         gate.open()
-        group.wait_until(began_s + QUIET_S + ATTACK_S)
+        group.wait("the end of her membership", lambda: bool(mallory.marked("over")))
+        stranger_s = time.monotonic()  # from now on she knocks at every door
+        group.wait_until(stranger_s + ATTACK_S)
         quiet = group.steps_between(began_s, began_s + QUIET_S) / QUIET_S
-        attacked = group.steps_between(began_s + QUIET_S, began_s + QUIET_S + ATTACK_S) / ATTACK_S
+        attacked = group.steps_between(stranger_s, stranger_s + ATTACK_S) / ATTACK_S
         peaks = {name: peak_mib(pid) for name, pid in pids.items()}
         print(f"{quiet:.1f} steps a second before, {attacked:.1f} under attack; memory {before} -> {peaks}")
-        assert mallory.marked("over"), "she is a stranger by now, and knocks at every door"
         assert attacked >= LEAST_PROGRESS * quiet
         assert all(peaks[name] <= before[name] + MEMORY_MIB for name in pids)
         assert {len(models) for models in group.digests().values()} == {1}
