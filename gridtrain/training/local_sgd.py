@@ -334,10 +334,10 @@ def subtract(a: Tensor, b: Tensor, result: Tensor) -> None:
     if a.dtype == b.dtype == result.dtype == torch.float32 and a.device == b.device == result.device:
         torch.sub(a, b, out=result)  # no temporary tensor, whose memory would have to be mapped anew
     else:
-        result.copy_(to_float32(a) - to_float32(b).to(a.device))
+        result.copy_(_to_float32(a) - _to_float32(b).to(a.device))
 
 
-def to_float32(values: Tensor) -> Tensor:
+def _to_float32(values: Tensor) -> Tensor:
     """Return the values detached and as at least float32, because the difference of two bfloat16 values needs
     more precision."""
     wide = torch.promote_types(values.dtype, torch.float32)

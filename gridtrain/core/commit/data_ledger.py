@@ -165,12 +165,7 @@ def contribution_weight(
         return count_samples(deferred[peer].spans), deferred[peer].total_samples
     if spec.delay:
         return 0, 0
-    return count_samples(assignment[peer]), _count_handed_out(state, assignment)
-
-
-def _count_handed_out(state: LedgerState, assignment: Assignment) -> int:
-    """Return the number of samples that step `state.step` hands out."""
-    return count_samples(_newly_assigned(state, assignment))
+    return count_samples(assignment[peer]), count_samples(_newly_assigned(state, assignment))
 
 
 def commit(
@@ -193,62 +188,40 @@ def commit(
     Raises:
         LocalProtocolError: `assignment` does not belong to this state.
     """
-    if spec.delay:
-        return _commit_delayed(spec, state, assignment, skipped=skipped, absent=absent)
-    taken, total = _newly_assigned(state, assignment), _count_handed_out(state, assignment)
-    known = {batch.peer: batch for batch in state.late}
-    consumed = count_samples(
-        span for peer, spans in assignment.items() if peer not in absent for span in spans
-    )
-    late = [
-        known.get(peer) or DeferredBatch(peer, assignment[peer], total, state.step) for peer in sorted(absent)
-    ]
-    expired = [batch for batch in late if state.step - batch.step >= MAX_LATE_STEPS]
-    too_late = [span for batch in expired for span in batch.spans]
-    return _check_balanced(
-        replace(
-            state,
-            step=state.step + 1,
-            cursor=_cursor_after(state, taken),
-            requeued=_coalesce(spec, [*_subtract(state.requeued, taken), *too_late]),
-            consumed=state.consumed + consumed,
-            skipped=state.skipped + (consumed if skipped else 0),
-            holders=None,
-            late=tuple(replace(batch, spans=()) if batch in expired else batch for batch in late),
-        )
-    )
-
-
-def _commit_delayed(
-    spec: LedgerSpec,
-    state: LedgerState,
-    assignment: Assignment,
-    *,
-    skipped: bool,
-    absent: Collection[PeerId],
-) -> LedgerState:
-    """Do the same as `commit` in a run with a delay, in which members are absent only if they violate the
-    protocol: they keep what they have, and get nothing new."""
     taken = _newly_assigned(state, assignment)
     total = count_samples(taken)
-    consumed = sum(count_samples(batch.spans) for batch in state.pending if batch.peer not in absent)
-    pending = [batch for batch in state.pending if batch.peer in absent]
-    pending += [
-        DeferredBatch(peer, spans, total, state.step)
-        for peer, spans in assignment.items()
-        if spans and peer not in absent
-    ]
-    unused = [span for peer, spans in assignment.items() if peer in absent for span in spans]
+    if spec.delay:
+        contributed = [batch.spans for batch in state.pending if batch.peer not in absent]
+        # Absent here only by violating the protocol: its pending batch stays, and its new one is returned.
+        returned = [span for peer, spans in assignment.items() if peer in absent for span in spans]
+        pending = [batch for batch in state.pending if batch.peer in absent]
+        pending += [
+            DeferredBatch(peer, spans, total, state.step)
+            for peer, spans in assignment.items()
+            if spans and peer not in absent
+        ]
+        state = replace(state, pending=tuple(sorted(pending, key=lambda batch: batch.peer)))
+    else:
+        contributed = [spans for peer, spans in assignment.items() if peer not in absent]
+        known = {batch.peer: batch for batch in state.late}
+        late = [
+            known.get(peer) or DeferredBatch(peer, assignment[peer], total, state.step)
+            for peer in sorted(absent)
+        ]
+        expired = [batch for batch in late if state.step - batch.step >= MAX_LATE_STEPS]
+        returned = [span for batch in expired for span in batch.spans]
+        late = [replace(batch, spans=()) if batch in expired else batch for batch in late]
+        state = replace(state, late=tuple(late))
+    consumed = sum(count_samples(spans) for spans in contributed)
     return _check_balanced(
         replace(
             state,
             step=state.step + 1,
             cursor=_cursor_after(state, taken),
-            requeued=_coalesce(spec, [*_subtract(state.requeued, taken), *unused]),
+            requeued=_coalesce(spec, [*_subtract(state.requeued, taken), *returned]),
             consumed=state.consumed + consumed,
             skipped=state.skipped + (consumed if skipped else 0),
             holders=None,
-            pending=tuple(sorted(pending, key=lambda batch: batch.peer)),
         )
     )
 
