@@ -119,6 +119,8 @@ def history(seed: int, kind: str) -> tuple[World, Book]:
     )
     Trouble(world, random).plan(random.choice((0, 0, 1, 3)))
     world.run(900.0)
+    for worker in world.alive:
+        worker.wake()
     return world, book
 
 

@@ -188,6 +188,12 @@ class SimWorker:
         self._stalled_until_s = max(self._stalled_until_s, self.world.now_s + for_s)
         self.world.later(for_s, self.peer, self._go_on)
 
+    def wake(self) -> None:
+        """End a stall that outlasts the run: the trainer applies what it has missed."""
+        self._stalled_until_s = 0.0
+        if self._missed:
+            self._apply_missed()
+
     @property
     def _is_late(self) -> bool:
         """Whether a step was committed without this worker's batch, which is still to be contributed."""
