@@ -1,66 +1,53 @@
-"""Trains a tiny GPT-2 with Hugging Face's Trainer on several workers.  Nothing is downloaded.
+"""Fine-tunes a language model with LoRA and Hugging Face's Trainer on several workers.
 
-pip install -e '.[adapters]'
-gridtrain coordinator                                                       # one terminal
-gridtrain worker "$(gridtrain invite)" -- python examples/hf_trainer.py     # one per worker
+    pip install -e '.[adapters]'
+    gridtrain coordinator                                                       # one terminal
+    gridtrain worker "$(gridtrain invite)" -- python examples/hf_trainer.py     # one per worker
+
+Replace `small_llama()` by the name of a model on the Hugging Face Hub, or by its folder.
 """
 
 from __future__ import annotations
 
 import tempfile
-from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 import gridtrain
 from gridtrain.adapters.hugging_face import GridTrainer
-from gridtrain.tools.demo.byte_gpt import Windows
+from gridtrain.tools.demo.small_llama import small_llama
 from gridtrain.tools.demo.text_corpus import load_corpus
 
-CONTEXT = 32
-
-
-class Texts(torch.utils.data.Dataset[dict[str, Any]]):
-    """Windows of bytes as tokens; the model itself shifts the labels."""
-
-    def __init__(self, text: bytes) -> None:
-        self._windows = Windows(text, CONTEXT)
-
-    def __len__(self) -> int:
-        return len(self._windows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        tokens_T, _ = self._windows[index]
-        return {"input_ids": tokens_T, "labels": tokens_T}
+CONTEXT = 64
 
 
 def main(steps: int = 300) -> tuple[torch.nn.Module, list[float]]:
     """Train; return the final model, and the losses that this worker logged."""
-    set_seed(1)  # the same model on all workers
-    model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=256, n_positions=CONTEXT, n_embd=32, n_layer=1, n_head=2, bos_token_id=0,
-                   eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    )  # fmt: skip
+    base = small_llama()
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora)
+    ids = tokenizer(load_corpus().train[:200_000].decode())["input_ids"]
+    windows = [ids[start : start + CONTEXT] for start in range(0, len(ids) - CONTEXT, CONTEXT)]
+    exchange = gridtrain.LocalSteps(every=5, exchange=gridtrain.GTopK(density=0.1))  # Trainer uses AdamW
     with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=steps,  # of the run, for all workers together
+            per_device_train_batch_size=8,
+            learning_rate=5e-3,
+            logging_steps=10,
+            save_strategy="no",  # the first worker writes the adapter at the end of the run
+            report_to="none",
+            use_cpu=not torch.cuda.is_available(),
+        )
+        dataset = [{"input_ids": window, "labels": window} for window in windows]
+        grid = gridtrain.join()
+        options = {"exchange": exchange}
         trainer = GridTrainer(
-            grid=gridtrain.join(),
-            grid_options={"exchange": gridtrain.GTopK(density=0.1, momentum=0.9), "clip_norm": 1.0},
-            model=model,
-            args=TrainingArguments(
-                output_dir=folder,
-                max_steps=steps,
-                per_device_train_batch_size=8,
-                max_grad_norm=0.0,  # clip_norm clips what was exchanged
-                lr_scheduler_type="constant",
-                logging_steps=10,
-                save_strategy="no",
-                report_to="none",
-                use_cpu=not torch.cuda.is_available(),
-                disable_tqdm=True,
-            ),
-            train_dataset=Texts(load_corpus().train),
-            optimizers=(torch.optim.SGD(model.parameters(), lr=0.3), None),
+            grid=grid, grid_options=options, model=model, args=arguments, train_dataset=dataset
         )
         trainer.train()
     return model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

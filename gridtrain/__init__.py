@@ -27,6 +27,7 @@ from gridtrain.core.planning.local_steps_proposal import propose_local_steps
 from gridtrain.errors import (
     ConfigError,
     CoordinatorUnreachable,
+    DataError,
     GridtrainError,
     JoinRefused,
     LocalProtocolError,
@@ -38,12 +39,15 @@ from gridtrain.extras import require_torch
 if TYPE_CHECKING:
     from gridtrain.sdk.grid import Grid, join
     from gridtrain.sdk.local_group import local
+    from gridtrain.training.data.shards import ShardedDataset, Shards
     from gridtrain.training.optimizer import GridOptimizer
 
 _LAZY = {
     "join": "gridtrain.sdk.grid",
     "Grid": "gridtrain.sdk.grid",
     "GridOptimizer": "gridtrain.training.optimizer",
+    "ShardedDataset": "gridtrain.training.data.shards",
+    "Shards": "gridtrain.training.data.shards",
     "local": "gridtrain.sdk.local_group",
 }
 
@@ -51,6 +55,7 @@ __all__ = [
     "Auto",
     "ConfigError",
     "CoordinatorUnreachable",
+    "DataError",
     "Deadlines",
     "Dense",
     "GTopK",
@@ -63,6 +68,8 @@ __all__ = [
     "Overlap",
     "RemoteProtocolError",
     "RunPaused",
+    "ShardedDataset",
+    "Shards",
     "TopK",
     "__version__",
     "join",

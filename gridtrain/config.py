@@ -21,6 +21,9 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 WAITS = ("all", "auto")
 """Whether the group waits for workers whose training loops have stalled."""
 
+BASES = ("exact", "any")
+"""Whether the frozen parameters must have the same values on all workers."""
+
 VALUES = ("fp16", "fp32", "bf16", "int8", "int4", "int2")
 """The possible encodings of the values in a sparse exchange; "int2" only for exchanges that round once, which
 are `TopK` and `GTopK(topology="star")`."""
@@ -189,7 +192,9 @@ class GTopK(_Sparse):
 
 Exchange = Dense | TopK | GTopK
 
-_AUTO = re.compile(r"auto\(([^()]*)\)")
+AUTO_TEXT = re.compile(r"auto\(([^()]*)\)")
+"""The text of `Auto`, as `Auto.describe` writes it, with its options."""
+
 _LOCAL_DENSITIES = (0.1, 0.03, 0.01)
 _LEARNS = ((120_576, 0.05), (25_600_000, 0.001))
 
@@ -266,7 +271,7 @@ class Auto:
     @classmethod
     def parse(cls, text: str) -> Auto | None:
         """Parse the result of `describe`; return None for any other string."""
-        found = _AUTO.fullmatch(text)
+        found = AUTO_TEXT.fullmatch(text)
         if found is None:
             return None
         if found[1] == "dense alone":
@@ -466,6 +471,7 @@ class JoinConfig:
         contribution: the file in which this worker reports its contribution to the agent; "" reports
             nothing.
         wait: the default of `Grid.optimizer(wait=)`, one of `WAITS`.
+        base: the default of `Grid.optimizer(base=)`, one of `BASES`.
         faults: the faults to inject (see `gridtrain.testing.Faults`); "" injects none.
     """
 
@@ -489,6 +495,7 @@ class JoinConfig:
     faults: str = ""
     contribution: str = ""
     wait: str = "all"
+    base: str = "exact"
     deadlines: Deadlines = field(default_factory=Deadlines)
 
     @classmethod

@@ -40,6 +40,10 @@ class ConfigError(GridtrainError):
     exit_code = 2
 
 
+class DataError(GridtrainError):
+    """A file of the data set cannot be read, or is not the one that the index describes."""
+
+
 class LineBroken(GridtrainError):
     """A pipeline's attempt cannot continue, because stage `peer`, if known, failed, left or sent invalid
     data."""

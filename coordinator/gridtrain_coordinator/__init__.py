@@ -1,8 +1,8 @@
 """The coordinator daemon, which admits workers, makes generations and keeps the journal, without torch.
 
 serving      the process: folder, keys, port, dashboard
-daemon       the loop: transport --> membership, access --> effects, in their order
-run/ stages/ membership/    pure: what is known about the run, stages of a pipeline, the state machine
+daemon       the loop: transport --> membership, access --> effects, in order
+run/ stages/ membership/    pure: the record of the run, stages of a pipeline, the state machine
 access/      pure: which keys may connect, violations, bans; access_handler connects it to the loop
 journal/     SQLite store, keys, backups, disk-full mode
 dashboard/   the web page that shows the run

@@ -7,7 +7,7 @@
 
     removal: Membership.handle(WorkerRemoved)
 
-Journal entries precede all messages about what they record.
+A journal entry precedes all messages about the recorded change.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class AccessHandler:
         return self._pending_members.pop(peer, None) is not None
 
     def may_send(self, peer: m.PeerId) -> bool:
-        """Whether messages from this peer are currently accepted.
+        """Return whether messages from this peer are currently accepted.
 
-        Call it for each message just before handling the message, as an earlier message may have changed the
-        result.
+        Call it for each message just before handling the message, because an earlier message may have changed
+        the result.
         """
         return (
             peer in self._pending_members
@@ -130,9 +130,8 @@ class AccessHandler:
         if (outcome.is_counted or violation.accuser is None) and violation.peer not in removals:
             count = f"violation {outcome.violation_count} of {VIOLATIONS_BEFORE_REMOVAL}"
             text = f"broke the protocol ({count}): {violation.reason}"
-            effects += self._remove(
-                violation.peer, "offence", text, "run an unmodified gridtrain on this worker", now_s
-            )
+            remedy = "run an unmodified version of gridtrain on this worker"
+            effects += self._remove(violation.peer, "offence", text, remedy, now_s)
         return effects
 
     def tick(self, now_s: float) -> list[io.Effect]:
@@ -149,7 +148,7 @@ class AccessHandler:
     def is_operator(self, peer: m.PeerId) -> bool:
         return authorization_rules.is_operator(peer, self._operator)
 
-    # -- inside ------------------------------------------------------------------------------------
+    # -- internal ----------------------------------------------------------------------------------
 
     def _handle_pending(self, peer: m.PeerId, message: m.Message) -> list[io.Effect]:
         invitation, host = self._pending_members[peer]

@@ -15,7 +15,7 @@ from gridtrain.tools.bundle import Bundle
 from gridtrain_coordinator.run import events as io
 
 MAX_BUNDLES_PER_WORKER, RATE_WINDOW_S = 4, 600.0
-"""How many whole bundles a worker may fetch within `RATE_WINDOW_S`, as small requests have large replies."""
+"""Bundles that a worker may fetch within `RATE_WINDOW_S`; small requests have large replies."""
 
 MAX_ASKERS = 1000
 
@@ -48,7 +48,7 @@ class BundleServer:
         return [io.Send(peer, block)]
 
     def status(self) -> dict[str, Any] | None:
-        """Return what the status contains about the bundle; None if there is no bundle."""
+        """Return the bundle's entry in the status; None if there is no bundle."""
         if self._bundle is None:
             return None
         size = len(self._bundle.archive)
@@ -59,7 +59,7 @@ class BundleServer:
         return bytes.fromhex(self._bundle.digest.removeprefix("sha256:"))
 
     def _is_allowed(self, peer: m.PeerId, now_s: float) -> bool:
-        """Whether the rate limit allows this request; count the request if it does."""
+        """Return whether the rate limit allows this request; count the request if it does."""
         times_s = self._asked.pop(peer, None) or deque(maxlen=MAX_BUNDLES_PER_WORKER * len(self._blocks))
         while times_s and times_s[0] <= now_s - RATE_WINDOW_S:
             times_s.popleft()

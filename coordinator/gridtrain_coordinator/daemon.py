@@ -59,7 +59,7 @@ from gridtrain_coordinator.status_report import RateMeter, build_status, encode_
 
 SOFTWARE = f"gridtrain {__version__}"
 MAX_WAIT_S = 0.25
-"""The longest single wait; a request to stop is noticed within this time."""
+"""The longest single wait; a request to stop is detected within this time."""
 
 EXIT_DELAY_S = 5.0
 """How long workers have to receive the news that the run has ended, and to leave."""
@@ -72,14 +72,14 @@ class StopFlag(Protocol):
 
 
 class DashboardPort(Protocol):
-    """The methods of the dashboard that the loop calls; none of them may block."""
+    """The dashboard's methods that the loop calls; none of them may block."""
 
     def publish(self, status: Mapping[str, Any]) -> None: ...
     def take_orders(self) -> Iterable[tuple[RemoveWorker | Unban, Future[OperatorReply | Refused]]]: ...
 
 
 def _recover(store: JournalStore, run: str) -> RecoveredRun:
-    """Return the run as the journal records it.  Raises `JournalError` if the run cannot continue from it."""
+    """Return the run that the journal records.  Raises `JournalError` if the run cannot continue from it."""
     entries = [(entry.kind, entry.body) for entry in store.entries()]
     runs = {body["run"] for kind, body in entries if kind == "term" and "run" in body}
     if runs - {run}:
@@ -103,7 +103,7 @@ def _recover(store: JournalStore, run: str) -> RecoveredRun:
 def invalid_entry(error: Exception) -> JournalError:
     """Return the error for a journal with an invalid entry, which raised `error` when it was parsed."""
     return JournalError(
-        f"the journal contains an entry that no coordinator wrote: {error!r}",
+        f"the journal contains an invalid entry: {error!r}",
         remedy="restore the journal from a backup, or start a new run with another --state",
     )
 
@@ -310,7 +310,7 @@ class Coordinator:
 
         Writing an entry before an effect that precedes it is harmless: peers cannot distinguish this from a
         coordinator that was killed in between.  If a send fails, the core is notified once that the peer is
-        disconnected; as the number of peers is finite, the loop ends.
+        disconnected; because the number of peers is finite, the loop ends.
         """
         failed: set[PeerId] = set()
         while effects:
@@ -331,7 +331,7 @@ class Coordinator:
                 self._backups.request()
 
     def _carry_out(self, effects: Sequence[io.Effect], failed: set[PeerId]) -> list[io.PeerDisconnected]:
-        """Carry out all effects but journal entries; return the peers to which a send failed."""
+        """Carry out all effects except journal entries; return the peers to which a send failed."""
         losses: list[io.PeerDisconnected] = []
         for effect in effects:
             match effect:
@@ -444,7 +444,7 @@ class Coordinator:
         if failed_before:
             self._log("info", "backup", {"path": str(path), "reason": "the folder is writable again"})
 
-    # -- what is seen from outside -------------------------------------------------------------
+    # -- status and orders ---------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
         """Return the core's status; call it only from the loop's thread or after `run` has returned."""

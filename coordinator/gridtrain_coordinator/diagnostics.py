@@ -7,7 +7,7 @@
                         -- BurstRequest ----------> Burst 0 .. 15      download
 
 A check does not use up an invitation.  The number of checks from each range of addresses and the size of each
-check are limited, and only the address from which a connection comes is dialled.
+check are limited, and only the source address of a connection is dialled.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Checkups:
         self._open.pop(peer, None)
 
     def accepts(self, peer: m.PeerId, message: m.Message) -> bool:
-        """Whether the message belongs to a check."""
+        """Return whether the message belongs to a check."""
         return isinstance(message, m.DiagnosticRequest) or (
             peer in self._open and isinstance(message, m.Ping | m.Burst | m.BurstRequest)
         )

@@ -37,7 +37,7 @@ def to_both(one: Log, other: Log) -> Log:
 
 
 def is_json(stream: TextIO, log_format: str = "") -> bool:
-    """Whether `log_to` writes JSON when called with these arguments."""
+    """Return whether `log_to` writes JSON when called with these arguments."""
     return log_format == "json" or (not log_format and not stream.isatty())
 
 

@@ -47,7 +47,7 @@ class Settings:
 
     Attributes:
         listen: the address to listen on, "tcp://host:port"; port 0 means any free port.
-        advertise: the address that workers are told to use; if empty, the address of `listen`.
+        advertise: the address that workers use; if empty, the address of `listen`.
         state: the folder of the journal and the keys; None for `default_state(run)`.
         unencrypted: whether to leave connections unencrypted; allowed only on this machine, unless
             `benchmark` is set.
@@ -157,7 +157,7 @@ def serve(settings: Settings, *, out: TextIO, err: TextIO) -> int:
 def _open(
     settings: Settings, folder: Path, err: TextIO
 ) -> tuple[Coordinator, DashboardStartup, EndpointFile]:
-    """Open all parts of the coordinator, in an order that lets a failed start leave no trace."""
+    """Open all parts of the coordinator, in an order in which a failed start leaves no trace."""
     _make(folder)
     backups = _backups(settings, folder)
     with contextlib.ExitStack() as opened:  # closed again if the start fails
@@ -220,7 +220,7 @@ def _open_transport(
 
 
 def load_authorization(store: JournalStore, run: str, operator: PeerId, coordinator: PeerId) -> Authorization:
-    """Return access control as the journal records it.  Raises `JournalError` if an entry is invalid."""
+    """Return the access control that the journal records.  Raises `JournalError` if an entry is invalid."""
     try:
         entries = [(entry.kind, entry.body) for entry in store.entries()]
         return recover_authorization(entries, run=run, operator=operator, coordinator=coordinator)

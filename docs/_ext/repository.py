@@ -23,7 +23,18 @@ ROOT = DOCS.parent
 
 SECTIONS = {
     "Tutorials": ("quickstart/owner", "quickstart/volunteer", "quickstart/sdk"),
-    "How-to guides": ("volunteering", "docker", "operations", "dashboard", "planning", "adapters", "site"),
+    "How-to guides": (
+        "lora",
+        "volunteering",
+        "docker",
+        "operations",
+        "dashboard",
+        "planning",
+        "frozen-base",
+        "data",
+        "adapters",
+        "site",
+    ),
     "Reference": (
         "cli",
         "configuration",

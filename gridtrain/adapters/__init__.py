@@ -3,9 +3,9 @@
 Each module depends on a package that may not be installed, so it has to be imported explicitly:
 
     adapters.ddp           gTop-k instead of all-reduce in torch's DistributedDataParallel
-    adapters.hugging_face  transformers.Trainer as a worker of a run
+    adapters.hugging_face  transformers.Trainer as a worker of a run; adapters.trl: trl.SFTTrainer
     adapters.lightning     lightning.Trainer as a worker of a run
-    adapters.loggers       figures for TensorBoard and Weights & Biases, written by the first worker only
+    adapters.loggers       figures for TensorBoard, Weights & Biases and MLflow, of the run or of each worker
     adapters.site          several processes at one site as one worker
     adapters.loader        batches for loops that call `iter` and `len` themselves
     adapters.gloo_channel  messages between the processes of a torch.distributed group

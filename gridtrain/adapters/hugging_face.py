@@ -1,4 +1,4 @@
-"""`transformers.Trainer` as a worker of a run.
+"""`transformers.Trainer`, and classes derived from it, as a worker of a run.
 
     exchange = gridtrain.GTopK(density=0.05, momentum=0.9)
     trainer = GridTrainer(grid=grid, grid_options={"exchange": exchange}, model=model,
@@ -18,11 +18,14 @@ Trainer runs its own loop, but with the group's optimizer, samples and steps:
 
 `max_steps` ends the run, for all workers together.  `max_grad_norm` clips the local gradient, as usual; to
 clip the exchanged gradient, pass `clip_norm=` in `grid_options` and set max_grad_norm=0.
+
+`GridTrainerMixin` does this for any subclass of Trainer: `class Mine(GridTrainerMixin, DPOTrainer)`; see also
+`gridtrain.adapters.trl`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,16 +36,21 @@ from gridtrain.errors import ConfigError
 from gridtrain.sdk.grid import Grid
 from gridtrain.training.optimizer import GridOptimizer
 
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object  # the mixin's base is the class that follows it
 
-class GridTrainer(Trainer):
-    """A `transformers.Trainer` that trains as a worker of a run.
+
+class GridTrainerMixin(_Trainer):
+    """Lets a subclass of `transformers.Trainer` train as a worker of a run; put it before that class.
 
     Args:
         grid: the result of `gridtrain.join()`.
         grid_options: the keyword arguments of `grid.optimizer`, such as `exchange=`.  The default exchange is
             GTopK(), with which Trainer's default optimizer, AdamW, converges poorly; use `LocalSteps(...)`
             with AdamW.
-        options: the arguments of `Trainer`.
+        options: the arguments of the class that follows.
 
     Raises:
         ConfigError: an argument cannot be used in a run; the message names it.
@@ -76,15 +84,20 @@ class GridTrainer(Trainer):
             raise ConfigError(
                 "GridTrainer has no train_dataset", remedy="pass the same train_dataset on all workers"
             )
+        dataset, collate = self.train_dataset, self.data_collator
+        if hasattr(dataset, "column_names"):  # of the package `datasets`: as Trainer does with columns
+            dataset = self._remove_unused_columns(dataset, description="training")
+        else:
+            collate = self._get_collator_with_removed_columns(collate, description="training")
         self._loader = GridLoader(
             self.grid,
-            self.train_dataset,
+            dataset,
             steps=self.args.max_steps,
             accumulate=self.args.gradient_accumulation_steps,
             batch_size=self._train_batch_size,
             seed=self.args.data_seed or 0,
             num_workers=self.args.dataloader_num_workers,
-            collate_fn=self.data_collator,
+            collate_fn=collate,
             weigh=False,  # Trainer reads all batches of a step first, and weighs them itself
         )
         return self._loader
@@ -94,15 +107,23 @@ class GridTrainer(Trainer):
             figures: dict[str, float] = super().evaluate(*args, **options)
         return figures
 
+    def _load_best_model(self) -> None:
+        self.finish()  # before the model changes: a member's model may be sent to a worker that joins
+        super()._load_best_model()
+
     def finish(self) -> None:
         if self._loader is not None:
             self._loader.finish()
 
 
+class GridTrainer(GridTrainerMixin, Trainer):
+    """A `transformers.Trainer` that trains as a worker of a run."""
+
+
 class _StepCallback(TrainerCallback):
     """Sets Trainer's step count, which starts at 0, to the step of the run."""
 
-    def __init__(self, trainer: GridTrainer) -> None:
+    def __init__(self, trainer: GridTrainerMixin) -> None:
         self._trainer = trainer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -56,6 +56,7 @@ class GridLoader:
         ended."""
         if self._batches is not None and not self._grid.finished and next(self._batches, None) is not None:
             self._grid.close("its training loop ended before the run")
+            self._batches = iter(())  # another call has no effect
 
     def _run_steps(self) -> int:
         calls = self._grid.calls_per_step

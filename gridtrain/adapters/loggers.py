@@ -1,20 +1,21 @@
-"""Write figures of a run to TensorBoard, to Weights & Biases, or to any object with `write` and `close`.
+"""Write figures to TensorBoard, Weights & Biases, MLflow, or to any object with `write` and `close`.
 
-    log = Log(grid, TensorBoard("runs/mine"), WeightsAndBiases(project="mine"))
+    log = Log(grid, TensorBoard("runs/mine"), WeightsAndBiases(project="mine", run=grid.run_id))
     for batch in grid.batches(...):
         ...
         log(loss=grid.mean(loss))
     log.close()
 
 Only the first worker of the generation writes, so that a run yields one curve.  When that worker leaves, the
-next first worker continues with its own writers, which it opens only then.  All workers report the figures to
-the group (`grid.report`).  The packages are imported at the first write.
+next first worker continues with its own writers, which it opens only then; with `run=grid.run_id` Weights &
+Biases and MLflow continue the run of the worker before.  `own=` names writers for the figures of each worker.
+All workers report the figures to the group (`grid.report`).  The packages are imported at the first write.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from gridtrain.extras import require
@@ -48,21 +49,23 @@ class Log:
 
     Values that are not finite are left out.  The logger adds the figure `sent_bytes`, the bytes that this
     worker has sent so far.
+
+    Args:
+        own: writers to which every worker passes its figures, such as a TensorBoard folder of its own.
     """
 
-    def __init__(self, grid: Worker, *writers: Writer) -> None:
-        self._grid, self._writers = grid, writers
+    def __init__(self, grid: Worker, *writers: Writer, own: Sequence[Writer] = ()) -> None:
+        self._grid, self._writers, self._own = grid, writers, tuple(own)
 
     def __call__(self, **figures: float) -> None:
         finite = {name: float(value) for name, value in figures.items() if math.isfinite(float(value))}
         self._grid.report(**finite)
-        if self._grid.is_first:
-            sent_bytes = sum(sent for sent, _ in self._grid.traffic.values())
-            for writer in self._writers:
-                writer.write(self._grid.step, {**finite, "sent_bytes": float(sent_bytes)})
+        sent_bytes = sum(sent for sent, _ in self._grid.traffic.values())
+        for writer in (*self._own, *(self._writers if self._grid.is_first else ())):
+            writer.write(self._grid.step, {**finite, "sent_bytes": float(sent_bytes)})
 
     def close(self) -> None:
-        for writer in self._writers:
+        for writer in (*self._own, *self._writers):
             writer.close()
 
 
@@ -88,10 +91,14 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Writes figures to a run of `wandb.init(**options)`; needs the package `wandb`."""
+    """Writes figures to a run of `wandb.init(**options)`; needs the package `wandb`.
 
-    def __init__(self, **options: Any) -> None:
-        self._options = options
+    Args:
+        run: `grid.run_id`, so that workers which write one after the other write to one run.
+    """
+
+    def __init__(self, *, run: str = "", **options: Any) -> None:
+        self._options = {"id": run, "resume": "allow", **options} if run else options
         self._open: Any = None
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
@@ -105,3 +112,44 @@ class WeightsAndBiases:
     def close(self) -> None:
         if self._open is not None:
             self._open.finish()
+
+
+class MLflow:
+    """Writes figures to a run of an MLflow experiment; needs the package `mlflow`.
+
+    Args:
+        experiment: the experiment's name; it is created if it does not exist.
+        run: `grid.run_id`, so that workers which write one after the other write to one run.
+        tracking_uri: the server or database; MLFLOW_TRACKING_URI or MLflow's own default otherwise.
+    """
+
+    def __init__(self, experiment: str, *, run: str = "", tracking_uri: str | None = None) -> None:
+        self._experiment, self._run, self._uri = experiment, run, tracking_uri
+        self._client: Any = None
+        self._run_id = ""
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        if self._client is None:
+            require("mlflow", "gridtrain.adapters.loggers.MLflow")
+            self._open()
+        for name, value in figures.items():
+            self._client.log_metric(self._run_id, name, value, step=step)
+
+    def _open(self) -> None:
+        from mlflow.tracking import MlflowClient
+
+        self._client = MlflowClient(self._uri)
+        found = self._client.get_experiment_by_name(self._experiment)
+        experiment = (
+            self._client.create_experiment(self._experiment) if found is None else found.experiment_id
+        )
+        tags = {"gridtrain.run": self._run}
+        query = f"tags.`gridtrain.run` = '{self._run}'"
+        earlier = self._client.search_runs([experiment], query, max_results=1) if self._run else []
+        run = earlier[0] if earlier else self._client.create_run(experiment, tags=tags if self._run else {})
+        self._run_id = run.info.run_id
+        self._client.update_run(self._run_id, status="RUNNING")
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.set_terminated(self._run_id)

@@ -6,23 +6,30 @@ from pathlib import Path
 
 import click
 
+from gridtrain.cli.layers_file import parse_size
 from gridtrain.errors import ConfigError
 from gridtrain.extras import install_command
 
 
 @click.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path), metavar="CHECKPOINT_OR_STATE_DIR")
-@click.argument("out", type=click.Path(path_type=Path, dir_okay=False), metavar="OUT.pt|OUT.safetensors")
+@click.argument("out", type=click.Path(path_type=Path), metavar="OUT.pt|OUT.safetensors|FOLDER")
 @click.option("--step", type=click.IntRange(min=0), help="Step of the checkpoint.  [default: the latest]")
-def export(checkpoint: Path, out: Path, step: int | None) -> None:
-    """Write a checkpoint's model as a plain state_dict file.
+@click.option(
+    "--shard-size", default="5GB", metavar="SIZE", help="Largest file of a whole model in FOLDER.  [5GB]"
+)
+def export(checkpoint: Path, out: Path, step: int | None, shard_size: str) -> None:
+    """Write a checkpoint's model as a plain state_dict file, or as a folder for `from_pretrained`.
 
     \b
       gridtrain export ~/.local/state/gridtrain/default model.safetensors
       gridtrain export checkpoints/step-00000500 model.pt
+      gridtrain export checkpoints adapter
 
     CHECKPOINT_OR_STATE_DIR is a checkpoint, or a folder that contains checkpoints: a worker's --state-dir, or
-    the run's state directory.  A .pt file is loaded with torch.load(path, weights_only=True).
+    the run's state directory.  A .pt file is loaded with torch.load(path, weights_only=True).  FOLDER is
+    loaded with PeftModel.from_pretrained(base, FOLDER) if adapters were trained, and otherwise with
+    AutoModel...from_pretrained(FOLDER); the model has to be PEFT's or transformers'.
     """
     try:
         from gridtrain.training.checkpoint.model_export import export_model as export_model
@@ -31,8 +38,14 @@ def export(checkpoint: Path, out: Path, step: int | None) -> None:
             f"{error.name} is not installed, but is needed to read checkpoints",
             remedy=install_command("torch"),
         ) from None
-    done = export_model(checkpoint, out, step)
+    done = export_model(checkpoint, out, step, parse_size(shard_size))
     click.echo(
         f"{out}: the model after step {done.step}, {done.tensors} tensors with {done.elements} elements, "
         f"from {done.source}"
     )
+    if done.left_out:
+        click.echo(
+            f"{len(done.left_out)} frozen tensors, such as {done.left_out[0]!r}, are in no checkpoint, and "
+            "were left out: load the adapter into the base that the run used",
+            err=True,
+        )

@@ -48,7 +48,7 @@ class LiveNetwork:
     def network(self, size: int) -> NetworkModel:
         """Return the network of `size` workers: the first members, or the members repeated in even parts.
 
-        The latency between two copies of a member is that between the member and its nearest other member.
+        The latency between two copies of a member is that between the member and its nearest neighbour.
         """
         from gridtrain.core.planning.network_model import LinkModel, NetworkModel
 
@@ -61,8 +61,8 @@ class LiveNetwork:
             min((members.link(one, other) for other in range(count) if other != one), key=_alpha_s)
             for one in range(count)
         ]
-        alike = [LinkModel(near.alpha_s) for near in nearest]  # at the rate of their upload and download
-        repeated = [rank * count // size for rank in range(size)]  # copies of one member side by side
+        alike = [LinkModel(near.alpha_s) for near in nearest]  # limited by upload and download only
+        repeated = [rank * count // size for rank in range(size)]  # copies of a member get adjacent ranks
 
         def link(a: int, b: int) -> LinkModel:
             one, other = repeated[a], repeated[b]

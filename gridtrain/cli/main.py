@@ -25,6 +25,7 @@ COMMANDS = {
     "kick": "Remove a member until it has a new invitation.",
     "ban": "Remove a member and refuse its key.",
     "unban": "Lift a ban.",
+    "data": "Write the index of a sharded data set.",
     "export": "Write a checkpoint's model as a plain file.",
     "bench": "Measure selection, codec and exchanges on this machine.",
     "plan": "Predict step times on a network before workers join.",
@@ -35,7 +36,7 @@ COMMANDS = {
 }
 
 EXIT_CODES = """\b
-Exit codes of all commands but doctor:
+Exit codes of all commands except doctor:
   0    success
   1    the training script failed (its own code is passed on), or another error
   2    the options or the configuration are invalid

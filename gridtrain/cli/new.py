@@ -1,34 +1,81 @@
 """`gridtrain new FOLDER`: creates a run that is ready to train.
 
-The templates are in gridtrain/tools/templates; existing files are not replaced.
+The files are in gridtrain/tools/templates: `new` has those of every run, and the script of the template
+`vision`; the folder of another template has its own.  Existing files are not replaced.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
+from dataclasses import dataclass
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from gridtrain.errors import ConfigError
+from gridtrain.extras import install_command
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
-RUN_FILE, PLACEHOLDER = "run.toml", "NAME"
+RUN_FILE, TEXT_FILE = "run.toml", "text.txt"
+TEXT_BYTES = 200_000
+"""The size of the text of a language model's template: enough for some minutes, little to send."""
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """What a template's run.toml says.
+
+    Attributes:
+        requires: the packages that its script imports.
+        min_workers: the number of workers with which the run starts.
+        checkpoint_every: the number of steps between two checkpoints of a worker.
+        has_text: whether its script reads a text, which is written beside it.
+    """
+
+    about: str
+    requires: tuple[str, ...] = ("torch>=2.4",)
+    min_workers: int = 2
+    checkpoint_every: int = 500
+    has_text: bool = False
+
+
+_TRANSFORMERS = ("torch>=2.4", "transformers>=4.57")
+TEMPLATES = {
+    "lora": Template(
+        "LoRA adapters of a language model learn a text", (*_TRANSFORMERS, "peft>=0.17"), 3, 10, True
+    ),
+    "pretrain": Template(
+        "a small Llama learns a text from scratch", _TRANSFORMERS, checkpoint_every=10, has_text=True
+    ),
+    "vision": Template("a small network learns to recognize shapes in noisy images"),
+}
+DEFAULT = "vision"
+_TIMES = {2: "twice", 3: "three times"}
 
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--name", default="", help="The run's name.  [default: the folder's name]")
-def new(folder: Path, name: str) -> None:
+@click.option(
+    "--template",
+    type=click.Choice(list(TEMPLATES)),
+    default=DEFAULT,
+    show_default=True,
+    help="The script: fine-tune a language model, train one from scratch, or recognize images.",
+)
+def new(folder: Path, name: str, template: str) -> None:
     """Create a folder with a script that is ready to train, and the other files of its run.
 
     \b
       gridtrain new my-run
+      gridtrain new my-run --template lora      needs transformers and peft
     """
     from gridtrain.core.group.invitation import RUN_NAME
 
@@ -39,14 +86,40 @@ def new(folder: Path, name: str) -> None:
             remedy="use 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or a digit: "
             "--name NAME",
         )
-    written = _write(folder, templates(name))
-    click.echo(_told(folder, written))
+    written = _write(folder, templates(name, template))
+    click.echo(_instructions(folder, written, TEMPLATES[template]))
 
 
-def templates(name: str = PLACEHOLDER) -> dict[str, str]:
-    """Return the text of each file of a new run, by name."""
-    texts = dict(_texts(files("gridtrain.tools").joinpath("templates", "new"), ""))
-    return texts | {RUN_FILE: texts[RUN_FILE].replace(PLACEHOLDER, name)}
+def templates(name: str = "NAME", template: str = DEFAULT) -> dict[str, str]:
+    """Return the text of each file of a new run, by name.
+
+    Raises `ConfigError` if the template's text cannot be read (see `load_corpus`).
+    """
+    chosen, folder = TEMPLATES[template], files("gridtrain.tools").joinpath("templates")
+    texts = dict(_texts(folder.joinpath("new"), ""))
+    if template != DEFAULT:
+        texts |= dict(_texts(folder.joinpath(template), ""))
+    if chosen.has_text:
+        texts[TEXT_FILE] = _sample_text()
+    values = {
+        "NAME": name,
+        "ABOUT": chosen.about,
+        "[FILES]": f'["{TEXT_FILE}"]' if chosen.has_text else "[]",
+        "[REQUIRES]": "[" + ", ".join(f'"{package}"' for package in chosen.requires) + "]",
+        "MIN_WORKERS": str(chosen.min_workers),
+        "CHECKPOINT_EVERY": str(chosen.checkpoint_every),
+    }
+    placeholders = "|".join(map(re.escape, values))
+    texts[RUN_FILE] = re.sub(placeholders, lambda found: values[found[0]], texts[RUN_FILE])
+    return texts
+
+
+def _sample_text() -> str:
+    """Return source code of Python's standard library, which every machine has."""
+    from gridtrain.tools.demo.text_corpus import load_corpus
+
+    text = load_corpus().train[:TEXT_BYTES]
+    return text[: text.rfind(b"\n") + 1].decode(errors="replace")
 
 
 def _texts(folder: Traversable, before: str) -> list[tuple[str, str]]:
@@ -84,15 +157,22 @@ def _write(folder: Path, texts: dict[str, str]) -> list[str]:
     return list(texts)
 
 
-def _told(folder: Path, written: list[str]) -> str:
+def _instructions(folder: Path, written: list[str], template: Template) -> str:
+    workers = template.min_workers
+    packages = [requirement.split(">=")[0] for requirement in template.requires]
+    missing = [package for package in packages if find_spec(package) is None]
+    extra = "torch" if missing == ["torch"] else "lora"
+    needed = [f"It needs {' and '.join(missing)}: {install_command(extra)}"] if missing else []
     return "\n".join(
         [
             f"{folder} has {', '.join(written)}.",
-            "Try it on this machine, in three terminals:",
+            *needed,
+            f"Try it on this machine, in {workers + 1} terminals:",
             "",
             f"  cd {shlex.quote(str(folder))}",
             "  gridtrain coordinator",
-            '  gridtrain worker "$(gridtrain invite --wait 30s)"      # twice; shows the script, and asks',
+            '  gridtrain worker "$(gridtrain invite --wait 30s)"      '
+            f"# {_TIMES[workers]}; shows the script, and asks",
             "",
             "`gridtrain status --watch` in the folder shows the run.  For other machines let the coordinator",
             "listen on tcp://0.0.0.0:7700 (in run.toml), and send each volunteer an invitation.",

@@ -13,8 +13,7 @@ import click
 from gridtrain.tools.options import PROGRAMS, Option, OptionKind, OptionValues, RunFile, resolve
 from gridtrain.tools.options.option_table import find_option
 
-ALSO_IN_ENVIRONMENT = """Defaults are in brackets.  See also docs/configuration.md,
-`gridtrain config show` (values) and `gridtrain --help` (exit codes)."""
+ALSO_IN_ENVIRONMENT = "Defaults are in brackets.  See also `gridtrain config show`."
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -60,7 +60,7 @@ _MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
     "--state",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="The same, of a run coordinated here.",
+    help="The same, for a run on this machine.",
 )
 @click.option("--compute", default="0.5s", metavar="TIME", help="Compute time of a step.  [0.5s]")
 @click.option(
@@ -86,7 +86,7 @@ _MULTIPLES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
     type=click.FloatRange(0.0, 1.0, min_open=True, max_open=True),
     default=0.9,
     metavar="SHARE",
-    help="Wanted share of time computing.  [0.9]",
+    help="Target share of computing time.  [0.9]",
 )
 @pipeline_options
 @click.option("--plain", is_flag=True, help="Predict without encryption.")
@@ -264,7 +264,7 @@ def _exchanges(text: str) -> list[tuple[str, str]]:
     known = {name: (name, "fp32") for name in EXCHANGES} | rounded
     if not names or not known.keys() >= set(names):
         raise click.BadParameter(
-            f'"{text}" is not a list of exchanges out of {", ".join(known)}', param_hint="--exchange"
+            f'"{text}" is not a list of these exchanges: {", ".join(known)}', param_hint="--exchange"
         )
     return list(dict.fromkeys(known[name] for name in names))
 
@@ -286,7 +286,7 @@ def _print(
     )
 
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
-    console.print("Step time, bytes that the busiest worker sends, scaling efficiency:", highlight=False)
+    console.print("Step time, bytes sent by the busiest worker, scaling efficiency:", highlight=False)
     for table in _tables(rows, console):
         console.print(table, markup=False)
     if rows[0][0].local_steps > 1:
@@ -301,9 +301,7 @@ def _print(
     if not described.is_uniform:
         console.print("Members are ordered for each exchange by predicted time.", highlight=False)
         if rows[-1][0].world_size > described.workers and _is_live(described):
-            text = (
-                f"More than {described.workers} workers are assumed to be like the members, in equal numbers."
-            )
+            text = f"Above {described.workers} workers, each further worker is assumed to equal a member."
             console.print(text, highlight=False)
 
 

@@ -53,7 +53,7 @@ _OPTIONS = (
         metavar="KIND",
         help="1f1b or fill-drain.  [1f1b]",
     ),
-    click.option("--memory", metavar="LIST", help='Memory of each card: "8GB", or one a stage.'),
+    click.option("--memory", metavar="LIST", help='Memory of each card: "8GB", or one per stage.'),
     click.option("--speeds", metavar="LIST", help='Speeds of the cards, such as "1,2,1,1".'),
     click.option(
         "--optimizer", default="adam", metavar="NAME", help="Optimizer, for the size of its state.  [adam]"
@@ -192,8 +192,7 @@ def _print(layers: list[Layer], proposal: MicroBatchProposal, reason: str) -> No
 
 
 def _stages(layers: list[Layer], chosen: StepEstimate) -> Table:
-    """Return a table with a row for each stage; its link has the bytes per step to and from the next
-    stage."""
+    """Return a table with a row for each stage, including the bytes per step to and from the next stage."""
     from rich.table import Table
 
     from gridtrain.core.planning.exchange_comparison import format_seconds
@@ -256,7 +255,7 @@ def _alternatives(proposal: MicroBatchProposal) -> Table:
 
 
 def _some(proposal: MicroBatchProposal) -> list[StepEstimate]:
-    """Return about `MOST_ROWS` alternatives and the proposed one; while there are more, drop every second."""
+    """Return the proposed micro-batches, and about `MOST_ROWS` evenly spaced alternatives."""
     others = list(proposal.alternatives)
     while len(others) > MOST_ROWS:
         halved = [each for i, each in enumerate(others) if i % 2 == 0 or each is proposal.chosen]

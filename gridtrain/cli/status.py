@@ -150,6 +150,7 @@ def render(snapshot: Mapping[str, Any]) -> Group:
     def dim(lines: list[str]) -> list[Text]:
         return [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in lines]
 
+    facts += base_lines(snapshot) + received_states(snapshot)
     notes = [Text(line, no_wrap=True, overflow="ellipsis") for line in paused_lines(snapshot)]
     notes += [Text(line, style="yellow") for line in problem_lines(snapshot)]
     return Group(head, figures, *dim(facts), MembersTable(snapshot), *notes, *dim(events))
@@ -226,6 +227,30 @@ def members_table(
         nobody = "all workers have left" if snapshot.get("finished") else "no worker has joined yet"
         table.add_row("-", *([""] if in_stages else []), Text(nobody, style="dim"))
     return table
+
+
+def base_lines(snapshot: Mapping[str, Any]) -> list[str]:
+    """Return a line for each member of a run in which every worker may have its own frozen parameters."""
+    if mapping(snapshot.get("facts")).get("base") != "any":
+        return []
+    members = rows(snapshot, "members")
+    return [
+        f"base of {m.get('name', '?')}: {base}"
+        for m in members
+        if (base := mapping(m.get("about")).get("base"))
+    ]
+
+
+def received_states(snapshot: Mapping[str, Any]) -> list[str]:
+    """Return a line with the bytes of state that members have received to join; empty if none has."""
+    from gridtrain.core.messages import STATE_BYTES
+
+    received = [
+        f"{member.get('name', '?')} {_bytes(nbytes)}"
+        for member in rows(snapshot, "members")
+        if (nbytes := mapping(member.get("figures")).get(STATE_BYTES)) is not None
+    ]
+    return ["state received to join: " + ", ".join(received)] if received else []
 
 
 def paused_lines(snapshot: Mapping[str, Any]) -> list[str]:

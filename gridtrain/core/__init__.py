@@ -5,7 +5,7 @@ over ZeroMQ, in memory, and in the simulator of the tests.
 
     messages/      the messages between programs, as frozen dataclasses
     collectives/   all-reduce and all-gather as state machines, one for each algorithm
-    commit/        a step commits on all members or on none; which sample belongs to which step
+    commit/        the commit of a step on all members or on none; the assignment of samples to steps
     group/         definitions that worker and coordinator share
     member/        a worker's state machine, from generation to generation
     planning/      network and cost model, rank order, choice of an exchange

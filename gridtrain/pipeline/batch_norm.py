@@ -124,7 +124,7 @@ _BufferLocation = tuple[nn.Module, str]
 class MutatedBuffers:
     """Saves and restores the buffers of `layers` that a forward changes, except those of batch norms.
 
-    When a layer runs for the first time, all of its buffers are copied to find out which ones change; later
+    When a layer runs for the first time, all of its buffers are copied to determine which ones change; later
     only those are copied.
     """
 

@@ -12,7 +12,7 @@ machines, and then moved to the device.  A tied parameter gets its value from th
 
 Values that a constructor writes on the meta device are lost, so initial values come from each module's
 `reset_parameters` and from `init`.  Tensors are filled with NaN first; a tensor that still has no value
-afterwards is an error.  So is a constructor that writes to a parameter more often than `reset_parameters`
+afterwards is an error, and so is a constructor that writes to a parameter more often than `reset_parameters`
 does.
 """
 
@@ -117,7 +117,8 @@ class Blueprint:
     def build(self, start: int, stop: int, device: torch.device | str = "cpu") -> list[nn.Module]:
         """Build blocks `start` to `stop` - 1 with memory and initial values on `device`.
 
-        Meanwhile at most one further block is in memory.  Blocks that hold a tied parameter share one object.
+        At most one additional block is in memory at any time.  Blocks that hold a tied parameter share one
+        object.
 
         Raises:
             ConfigError: the range of blocks is invalid, or a parameter or buffer has no value.
@@ -315,7 +316,7 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _is_unset(tensor: Tensor, before: Tensor, version: int) -> bool:
-    """Whether a tensor has no value: a floating-point tensor contains NaN, any other tensor has never
+    """Return whether a tensor has no value: a floating-point tensor contains NaN, any other tensor has never
     been written to."""
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().any())

@@ -38,7 +38,7 @@ def infer_boundary_specs(
         wire: the precision in which floating tensors and their gradients are sent.
 
     Raises:
-        ConfigError: the shape of a layer's output depends on values, or anything but its number of rows
+        ConfigError: the shape of a layer's output depends on values, or anything except its number of rows
             depends on the number of samples.
     """
     meta = torch.device("meta")

@@ -157,7 +157,7 @@ class StageExecutor:
             seed: the seed of this step and replica (`random_seeds.derive_step_seed`), equal on all stages.
             sizes: the sizes of the micro-batches (`schedule.divide_samples`), equal on all stages.
             inputs: the inputs of the whole mini-batch, samples first.  The first stage computes with them;
-                other stages use them to find out why they cannot compute with received values.
+                other stages use them to determine why they cannot compute with received values.
             targets: the targets of the whole mini-batch, samples first, for the loss on the last stage.
             loss_scale: the scale of a GradScaler, by which the last stage multiplies the loss.
 
@@ -224,7 +224,7 @@ class _StepExecution:
         )
 
     def _backward_follows(self, position: int) -> bool:
-        """Whether this micro-batch's backward is the next action, so that its forward need not be
+        """Return whether this micro-batch's backward is the next action, so that its forward need not be
         repeated."""
         following = self._actions[position + 1 : position + 2]
         return following == (plan.Action(plan.ActionKind.BACKWARD, self._actions[position].micro_batch),)

@@ -31,6 +31,7 @@ from gridtrain.runtime.step_plan import StepPlan
 from gridtrain.training.checkpoint import checkpoint_merge, serialization
 from gridtrain.training.checkpoint.checkpoint_store import Checkpoint, CheckpointContent
 from gridtrain.training.checkpoint.flat_gradient import canonical_parameters
+from gridtrain.training.checkpoint.frozen_base import FROZEN_KEY
 from gridtrain.training.checkpoint.model_export import save_model
 from gridtrain.training.worker_residual import WorkerResidual
 
@@ -96,7 +97,7 @@ class HeldStage:
         return Span(*self.stages_at(place).block_range(self.stage_at(place)))
 
     def is_alone(self, place: WorkerSnapshot) -> bool:
-        """Whether this worker is the only one that holds the stage of its rank."""
+        """Return whether this worker is the only one that holds the stage of its rank."""
         return place.world_size == self.stages_at(place).stages
 
     # -- the stage in memory ---------------------------------------------------------------------------
@@ -214,13 +215,13 @@ class HeldStage:
         return self._pack(self.at(place))
 
     def _pack(self, held: StageState) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Pack the stage and the data with which `checkpoint_merge` builds a stage of another partition."""
+        """Pack the stage and the data from which `checkpoint_merge` builds a stage of another partition."""
         document, tensors = serialization.pack_state(held.module, held.inner, self.trackers)
         document[checkpoint_merge.PARAMETER_ORDER_KEY] = checkpoint_merge.parameter_order(
             held.module, held.inner
         )
         parameters = canonical_parameters(held.module)
-        document[checkpoint_merge.FROZEN_KEY] = [name for name, p in parameters if not p.requires_grad]
+        document[FROZEN_KEY] = [name for name, p in parameters if not p.requires_grad]
         return document, tensors
 
     def pack_replaced(self, info: CheckpointInfo, facts: Facts) -> CheckpointContent | None:
@@ -244,7 +245,7 @@ class HeldStage:
         self.release()
         held = self.assigned()
         if held.blocks != layers:
-            return  # this worker's rank has changed meanwhile; the caller tries again
+            return  # this worker's rank has changed; the caller tries again
         checkpoint_merge.load_merged(found, held.module, held.inner, self.trackers, self._stages.tied_names)
         if held.residual.size and (
             residual := checkpoint_merge.merged_residual(found, held.module, held.flat)

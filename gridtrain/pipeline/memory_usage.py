@@ -1,7 +1,7 @@
 """Count the bytes that a stage uses, tensor by tensor, on any device.
 
     parameters     with buffers                          exchange    the flat gradient, residual and momentum
-    gradients      of the parameters                     kept        maximum of what autograd stores for
+    gradients      of the parameters                     kept        peak of the tensors stored for
     optimizer      its state                                         backward, and of micro-batches' inputs
 
 Each storage counts once, however many views it has.  Memory that a layer needs only while it computes does

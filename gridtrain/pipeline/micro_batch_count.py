@@ -30,7 +30,7 @@ MOST_MICRO_BATCHES = 1 << 14
 
 MEMORY_HEADROOM = 4.0
 """The free memory must be at least this many times the memory that autograd stores, because layers need more
-while they run, and other programs may need memory, too."""
+while they run, and other programs may need memory as well."""
 
 
 def parse_micro_batches(micro_batches: int | str) -> int | None:

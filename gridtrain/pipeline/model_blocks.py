@@ -150,7 +150,7 @@ def blocks_of(
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether calling the module only calls its children in order."""
+    """Return whether calling the module only calls its children in order."""
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not hooked
 

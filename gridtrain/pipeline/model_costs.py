@@ -68,8 +68,7 @@ def describe_staged_model(
 
 
 def training_memory_bytes(declared: int | None, device: torch.device) -> int:
-    """Return the bytes that training may use: `declared` or, by default, most of a GPU's memory; 0 without a
-    GPU.
+    """Return the bytes that training may use: `declared` or most of a GPU's memory; 0 if there is no GPU.
 
     Raises:
         ConfigError: `declared` is not a positive number of bytes.

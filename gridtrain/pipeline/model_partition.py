@@ -4,7 +4,7 @@ The costs are measured by `profiler` or given; `gridtrain.core.stages` computes 
 of micro-batches.  The result includes the reason and a chart.
 
     model --profile--> layers --+
-    cards, network, schedule ---+--> cuts --> Partition: cuts, seconds and bytes of each stage, why
+    cards, network, schedule ---+--> cuts --> Partition: cuts, seconds and bytes of each stage, reason
     batch size -----------------+
 """
 
@@ -116,7 +116,7 @@ def partition(
         rematerialise: whether stages store only inputs, and compute forward again before backward.
         optimizer: a name in `OPTIMIZER_STATE_COPIES`, a torch optimizer, or the size of the optimizer's state
             as a multiple of the parameters.
-        extra_copies: further memory as a multiple of the parameters, such as a residual or a copy to send.
+        extra_copies: additional memory as a multiple of the parameters, such as a residual or a copy to send.
         memory_bytes: the memory of each card, if `stages` is a number.
         network: the network of the stages, or (alpha in seconds, bandwidth in bytes per second) for all
             links; None assumes that transfers take no time.
@@ -160,7 +160,7 @@ def _profile_or_layers(
         if example is None:
             raise ConfigError(
                 "partition was given neither an example nor a profile",
-                remedy="pass example=, an input of a micro-batch's size, or profile=",
+                remedy="pass example= (an input with the size of a micro-batch) or profile=",
             )
         return profiled(model, example, device=device)
     found = given if isinstance(given, Profile) else Profile(tuple(given), (), 0, 1, "elsewhere")

@@ -81,8 +81,8 @@ class Pipeline:
 
     Attributes:
         last_skipped: whether the latest step was skipped, or dropped on this worker.
-        metered: whether `holding` also counts the tensors stored between forward and backward, which takes
-            time.
+        metered: whether `holding` also counts the tensors stored between forward and backward, which slows
+            down the step.
         timings: the seconds that the latest step took for computing, for waiting for other stages, and in
             total.
         held: the stage that this worker has in memory.
@@ -114,7 +114,7 @@ class Pipeline:
         self._stored_bytes = self._largest_micro_batch = 0
         self.timings: dict[str, float] = {}
 
-    # -- what a loop calls -------------------------------------------------------------------------
+    # -- training loop -----------------------------------------------------------------------------
 
     @property
     def stage(self) -> int | None:

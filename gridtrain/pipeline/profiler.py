@@ -77,7 +77,7 @@ def profile(
     """Measure forward and backward of each block separately, on the example and on twice as many samples.
 
     Args:
-        model: a `Blueprint`, of which one block at a time gets memory, or a chain of blocks with values,
+        model: a `Blueprint`, whose blocks are allocated one at a time, or a chain of blocks with values,
             which are not changed.
         example: an input with at least one sample, samples first; it should have the size of a micro-batch.
         device: the device to measure on; by default CUDA if it is available.

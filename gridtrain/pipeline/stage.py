@@ -68,7 +68,7 @@ class Stage:
         loss: a function of (output, targets) that returns the mean over the samples as a scalar tensor; only
             for the last stage.
         first_layer: the number of the model's layers in previous stages.
-        tied: the parameters of which other stages hold copies, too.
+        tied: the parameters of which other stages hold copies as well.
         rematerialise: whether to store only inputs and compute the forward again before the backward (GPipe,
             section 2.3).
         deterministic: whether no layer draws random numbers, so that the generators need not be seeded.
@@ -190,7 +190,7 @@ class Stage:
         return self.output.map_leaves(result, lambda leaf, value: _without_subclass(value))
 
     def forward_fails(self, m: int, received: Any) -> bool:
-        """Whether the forward of micro-batch m raises an exception with these values.  Changes no state."""
+        """Return whether the forward of micro-batch m raises with these values; changes no state."""
         try:
             with torch.no_grad():
                 self._compute(m, received, first_time=False)
@@ -374,7 +374,7 @@ def _without_subclass(value: Any) -> Any:
 
 
 def _tensor_versions(tree: Any) -> list[int]:
-    """Return how often each tensor of a tree has been written to."""
+    """Return the number of times that each tensor of a tree has been written to."""
     found: list[int] = []
     map_tree(tree, lambda value: found.append(value._version) if isinstance(value, Tensor) else None)
     return found

@@ -37,7 +37,7 @@ class RoundStageLink:
         self._round: PipelineRound | None = None
 
     def round_parts(self, expected: ExpectedPayloads) -> dict[Channel, RoundPart]:
-        """Return the round parts that receive the expected payloads; the round has to be opened with them."""
+        """Return the round parts that receive the expected payloads; the round must be opened with them."""
         return dict(self._take_payload(stage, channel) for stage, channel in expected)
 
     def set_round(self, round_: PipelineRound) -> None:

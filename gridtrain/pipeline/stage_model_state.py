@@ -152,12 +152,12 @@ class StageModelState(ModelState):
             return
         is_alone = self._held.is_alone(snapshot)
         if not is_alone and snapshot.phase is MemberPhase.RUNNING:
-            return  # in any other phase its replicas may be gone, too
+            return  # in any other phase its replicas may be gone as well
         if self._held.layers_at(snapshot) != layers:
             return  # the group has continued with other stages
         if not self._has_checkpoints:
             log.warning(
-                "stage %d is held by this worker only, which writes no checkpoints: its state is lost",
+                "stage %d is held only by this worker, which writes no checkpoints: its state is lost",
                 stage,
             )
             return
@@ -165,7 +165,7 @@ class StageModelState(ModelState):
         # Without the residual, which was sent or is saved apart.
         content = CheckpointContent(position_of(snapshot), self._facts, document, tensors, {})
         if self._checkpoints.write_now(layers, content):
-            why = "is held by this worker only" if is_alone else "may be held by no other worker"
+            why = "is held only by this worker" if is_alone else "might not be held by any other worker"
             text = "stage %d %s: step %d is on this worker's disk; the other workers wait for this worker"
             log.warning(text, stage, why, snapshot.applied + 1)
 
@@ -189,7 +189,7 @@ class StageModelState(ModelState):
         if left.layers != self._held.layers_at(snapshot):
             return False
         residual = self._held.at(snapshot).residual  # builds the stage, if it is not in memory yet
-        residual.clear()  # it came from a checkpoint of the same step; `left` is what remains of it
+        residual.clear()  # it came from a checkpoint of the same step; `left` is the remainder
         return residual.add(entries, snapshot.world_size)
 
 

@@ -1,4 +1,4 @@
-"""Give schedulers one optimizer object for a model in stages, whichever stage this worker holds.
+"""Give schedulers one optimizer object for a model in stages, regardless of the stage that is held.
 
 scheduler --> pipe.optimizer --.-- before the group has formed: the whole model's, on the meta device
               (one object)     |-- stage 2's, as it was built
@@ -68,7 +68,7 @@ class StageOptimizer(WrappingOptimizer):
         """Take a step with the parameters' gradients, which must contain the group's update."""
         self._applying = True
         try:
-            self.step()  # a scheduler may have replaced it by a wrapper
+            self.step()  # a scheduler may have replaced it with a wrapper
         finally:
             self._applying = False
 

@@ -36,7 +36,7 @@ from gridtrain.training.exchangers import make_exchanger
 from gridtrain.training.worker_residual import WorkerResidual
 
 MOST_AHEAD = 1e6
-"""The upper bound of `ahead` in messages to the coordinator."""
+"""The upper bound on `ahead` in messages to the coordinator."""
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -213,7 +213,7 @@ class StageState:
         return schedule.divide_samples(samples, min(micro_batches, max(1, samples // self._min_samples)))
 
     def kept_input_bytes(self, samples: int, micro_batches: int) -> int:
-        """Return the maximum bytes of the inputs stored for micro-batches that wait for their backward."""
+        """Return the peak size in bytes of the inputs stored for micro-batches that await their backward."""
         if self.executor is None or self.executor.stage.input is None:
             return 0
         order = self._options.schedule(len(self._cuts) - 1, micro_batches)

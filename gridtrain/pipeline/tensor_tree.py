@@ -130,7 +130,7 @@ class TensorTreeSpec:
         Tensors with `requires_grad` have a gradient.
 
         Raises:
-            ConfigError: anything but the first dimensions of tensors depends on the number of samples.
+            ConfigError: anything except the first dimensions of tensors depends on the number of samples.
         """
         one = list(_iterate_leaves(_describe_tree(tree, "", samples, wire), tree, ""))
         two = list(_iterate_leaves(_describe_tree(other, "", other_samples, wire), other, ""))

@@ -5,7 +5,7 @@
     fp16    11 bits; all elements times one power of two, so that gradients do not vanish: | int32 | fp16 |
     int8    a scale for each 256 elements, rounded to 127 steps in each direction:       | float32 | int8 |
 
-Values that are not finite remain so, so that an overflow of gradients is noticed.
+Non-finite values remain non-finite, so that an overflow of gradients is detected.
 """
 
 from __future__ import annotations

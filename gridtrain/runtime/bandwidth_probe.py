@@ -90,7 +90,7 @@ class BandwidthProbe:
         self._has_new_rates = False
 
     def begin(self, rtt_s: Mapping[PeerId, float], until_s: float, now_s: float) -> None:
-        """Start measuring at most `MOST_TARGETS` of the peers in `rtt_s`, one after the other and in order.
+        """Start measuring at most `MOST_TARGETS` of the peers in `rtt_s`, one after the other, in order.
 
         Args:
             rtt_s: the round-trip time to each peer in seconds.

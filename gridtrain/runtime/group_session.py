@@ -293,7 +293,7 @@ class GroupSession:
             self._loop.step_rounds.begin_bucket(self._early_plan[0], m.Channel(group=bucket), buffer, skip)
 
     def _has_begun(self, snapshot: WorkerSnapshot) -> bool:
-        """Whether buckets of the open round were sent.  If so, the residual in them must not change."""
+        """Return whether buckets of the open round were sent; if so, their residual must not change."""
         return self._early_plan is not None and self._early_plan[0] == snapshot.open_round
 
     def begin(self) -> StepPlan | None:
@@ -340,7 +340,7 @@ class GroupSession:
         return _make_step_plan(snapshot, snapshot.open_round)
 
     def _is_turn_of(self, snapshot: WorkerSnapshot, step: int) -> bool:
-        """Whether the batch of this turn may be used in the open round.
+        """Return whether the batch of this turn may be used in the open round.
 
         The batch may not be used if the group continued without it while this worker was disconnected, or if
         a state has to be loaded, because states are loaded only between batches.  A batch of a step
@@ -364,7 +364,7 @@ class GroupSession:
 
     @property
     def _is_exchange_chosen_for_it(self) -> bool:
-        """Whether the coordinator chooses the exchange, so that no round can begin before it has chosen."""
+        """Whether the coordinator chooses the exchange, so that no round can begin before the choice."""
         choices = self._joined.neighbours_by_exchange if self._joined is not None else {}
         return bool(choices) and "" not in choices
 
@@ -457,7 +457,7 @@ class GroupSession:
         self._loop.heartbeat.add_figures(figures)
 
     def average(self, value: float) -> float:
-        """Return the mean of the workers' values for display, or `value` if the group changes meanwhile."""
+        """Return the mean of the workers' values for display, or `value` if the group changes first."""
         if self._is_dropping_batch:  # the other workers run a step in which this worker takes no part
             return value
         step = self.step
@@ -476,7 +476,7 @@ class GroupSession:
 
     @property
     def snapshot(self) -> WorkerSnapshot:
-        """What this worker currently knows about the run."""
+        """This worker's current view of the run."""
         mailbox = self._loop.mailbox
         return mailbox.snapshot if self._is_standby_at_end else mailbox.read()
 
@@ -492,7 +492,7 @@ class GroupSession:
         """See `TrainerTasks.disable_replay`."""
         self.tasks.disable_replay(reason)
 
-    # -- the end -----------------------------------------------------------------------------------
+    # -- end of the run ----------------------------------------------------------------------------
 
     def wait_for_members(self) -> bool:
         """Wait until all members have finished the run, so that every member receives the last decision.

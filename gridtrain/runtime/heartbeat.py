@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gridtrain.core.group import member_events as io
-from gridtrain.core.messages import MISSED_STEPS, STATE_LEFT
+from gridtrain.core.messages import MISSED_STEPS, STATE_BYTES, STATE_LEFT
 from gridtrain.runtime.mailbox.mailbox import Mailbox
 
 EXCHANGE_MESSAGES = ("Data", "RelayRequest", "RelayedMessage")
+STATE_MESSAGES = ("SnapshotBlock", "SnapshotDigests", "StateBlock", "StateDigest")
+"""Types of messages that carry the state to a joining worker."""
+
 PROGRESS_MESSAGES = (*EXCHANGE_MESSAGES, "SnapshotBlock", "UpdateLogEntry")
 """Types of messages that count as progress, because a worker that sends or receives them is not hung."""
 
@@ -80,6 +83,9 @@ class HeartbeatSource:
             ("received_bytes", received_bytes),
             ("sent_bytes", sent_bytes),
         ]
+        state_bytes = float(sum(traffic.get(kind, (0, 0))[1] for kind in STATE_MESSAGES))
+        if state_bytes:
+            counts.append((STATE_BYTES, state_bytes))
         if left_bytes:
             counts.append((STATE_LEFT, float(left_bytes)))
         return io.HeartbeatDue(progress, is_waiting, (*figures, *counts))

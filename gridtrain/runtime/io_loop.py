@@ -276,7 +276,7 @@ class IoLoop:
         )
 
     def _is_housekeeping_due(self, due_s: float, now_s: float) -> bool:
-        """Whether housekeeping has to interrupt a stream of payloads."""
+        """Return whether housekeeping has to interrupt a stream of payloads."""
         since_s = now_s - self._housekeeping_s
         is_transferring = self.catch_up_source.has_receivers or self.catch_up.is_active
         is_due = is_transferring or now_s >= due_s
@@ -306,7 +306,7 @@ class IoLoop:
         self._reconnect_policy.handle_pause(self._core.pause_reason, now_s)
 
     def _contribute_if_absent(self) -> None:
-        """Contribute nothing to the open round if the group proceeds without this worker's trainer."""
+        """Submit an empty contribution if the group proceeds without this worker's trainer."""
         absent, assignment = self._core.absent_round, self._core.rank_assignment
         generation = self._core.current_generation
         if absent is None or assignment is None or generation is None:
@@ -574,14 +574,14 @@ class IoLoop:
 
 
 def _is_round_event(event: io.MemberEvent) -> bool:
-    """Whether the event concerns only a round: a peer's message for the round, or a trainer's submission."""
+    """Return whether the event concerns only a round: a peer's message for it, or a submission."""
     if type(event) is io.MessageReceived:
         return type(event.message) in ROUND_MESSAGES
     return type(event) is io.SubmitRound or type(event) is io.AddCollectives
 
 
 def _is_round_effect(effect: io.MemberEffect) -> bool:
-    """Whether the effect concerns only a round."""
+    """Return whether the effect concerns only a round."""
     if type(effect) is io.Send:
         return type(effect.message) in ROUND_MESSAGES
     return type(effect) in ROUND_EFFECTS

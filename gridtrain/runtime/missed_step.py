@@ -19,7 +19,7 @@ class MissedStep:
         settings: the optimizer settings with which the other members apply the step.
         update: the update, dense or sparse; None for a skipped step.
         truncated: the entries that this worker's merges truncated, which belong to its residual.
-        rest_N: what this worker's roundings of dense values have left, which belongs to its residual.
+        rest_N: this worker's rounding errors of dense values, which belong to its residual.
     """
 
     step: int

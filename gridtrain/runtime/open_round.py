@@ -37,7 +37,7 @@ class OpenRound:
         is_failed: whether this worker has rejected a payload of the round.
         failure_reason: the reason why the round did not commit; empty if it committed or is still open.
         completed: maps the channel of each complete collective to the flags of its contributions.
-        is_absent: whether the I/O thread contributes nothing instead of the trainer.
+        is_absent: whether the I/O thread has made an empty contribution in place of the trainer.
     """
 
     id: m.RoundId
@@ -106,7 +106,7 @@ class PipelineRound:
         return are_complete()
 
     def is_skipped(self, channel: m.Channel) -> bool:
-        """Whether any member skips the step in the collective of `channel`, which must be complete."""
+        """Return whether any member skips the step in the collective of `channel`, which must be complete."""
         return is_skipped(self._round.completed[channel])
 
     def complete(self, channel: m.Channel, last: RoundPart) -> RoundOutcome:
@@ -145,7 +145,7 @@ class PipelineRound:
 
     @property
     def failure_reason(self) -> str:
-        """The reason why the round did not commit; empty if this worker does not know it."""
+        """The reason why the round did not commit; empty if it is unknown."""
         return self._round.failure_reason
 
     def _is_lost_in(self, snapshot: WorkerSnapshot) -> bool:

@@ -35,10 +35,10 @@ class ReconnectPolicy:
     def handle_denial(self, now_s: float, *, member: bool) -> None:
         """Handle a denial of access.
 
-        A refused handshake does not prove that the coordinator has refused it, because anyone on the network
-        path can do so.  A worker that is not a member yet gives up at once, because it loses nothing.  A
-        member tries again for `DENIED_TIMEOUT_S`, because a coordinator that removes a worker notifies it
-        over the existing connection.
+        A refused handshake does not prove that the coordinator refuses this worker, because anyone on the
+        network path can cause it.  A worker that is not a member yet gives up at once, because it loses
+        nothing.  A member tries again for `DENIED_TIMEOUT_S`, because a coordinator that removes a worker
+        notifies it over the existing connection.
 
         Raises:
             JoinRefused: this worker is not a member, or has been denied access for `DENIED_TIMEOUT_S`.

@@ -42,10 +42,10 @@ from gridtrain.runtime.step_plan import NOT_COMMITTED, RoundOutcome, StepPlan
 log = logging.getLogger("gridtrain")
 
 REJECTED_EARLIER = "this worker rejected a payload of an earlier attempt"
-"""The reason for which an attempt fails whose buffers a failed attempt has used."""
+"""The reason for the failure of an attempt whose buffers were used in a failed attempt."""
 
 MOST_MISSED_BYTES = 1 << 30
-"""Size of the updates that are kept for an absent trainer; beyond it the group waits for the trainer."""
+"""Largest size of the updates kept for an absent trainer; above this size the group waits for the trainer."""
 
 MakeEmpty = Callable[
     [StepPlan, Sequence[CollectiveBuffer | BucketedBuffer]],
@@ -161,7 +161,7 @@ class StepRounds:
         return mine
 
     def await_submitted(self, mine: OpenRound | None) -> RoundOutcome:
-        """Wait for the outcome of what `submit` has returned."""
+        """Wait for the outcome of the round that `submit` has returned."""
         return NOT_COMMITTED if mine is None else await_outcome(self._mailbox, mine)
 
     def resolve_last(self, timeout_s: float) -> RoundOutcome | None:
@@ -181,7 +181,7 @@ class StepRounds:
     def open(
         self, round_id: m.RoundId, parts: Mapping[m.Channel, RoundPart], settings: bytes
     ) -> PipelineRound:
-        """Open a round to which further collectives are added later."""
+        """Open a round to which more collectives are added later."""
         mine = OpenRound(round_id, buffers_of(parts), settings=settings)
         with self._mailbox.condition:
             self._submit(mine)
@@ -195,25 +195,25 @@ class StepRounds:
         self._make_empty = make_empty
 
     def stop_absences(self) -> None:
-        """Let no further step commit without the trainer, which is about to leave."""
+        """Prevent steps from committing without the trainer, which is about to leave."""
         with self._mailbox.condition:
             self._make_empty = None
 
     @property
     def is_absent(self) -> bool:
-        """Whether a round is open to which the I/O thread has contributed nothing."""
+        """Whether the I/O thread has made an empty contribution to the open round."""
         return self.current is not None and self.current.is_absent
 
     @property
     def last_missed(self) -> int | None:
-        """The last committed step that the trainer has to apply because it was absent; None without any."""
+        """The last committed step that the trainer has missed and must apply; None if there is none."""
         with self._mailbox.condition:
             return self._missed[-1].step if self._missed else None
 
     def take_missed(self, last_step: int | None = None) -> list[MissedStep]:
         """Take the steps that the trainer has to apply, oldest first: up to `last_step`, or all.
 
-        A later step may have been missed that the snapshot does not contain yet.
+        The trainer may have missed a later step that the snapshot does not contain yet.
         """
         with self._mailbox.condition:
             taken = [each for each in self._missed if last_step is None or each.step <= last_step]
@@ -283,7 +283,7 @@ class StepRounds:
         """Apply an effect to a buffer.  Raises `RemoteProtocolError` if its payload is invalid."""
         if (mine := self._usable) is not None:
             mine.buffers[channel].apply(effect)
-            self.has_hash_work = True  # perhaps: `hash_ahead` finds out
+            self.has_hash_work = True  # perhaps; `hash_ahead` checks
 
     def mark_complete(self, channel: m.Channel, flags: int) -> None:
         with self._mailbox.condition:
@@ -384,7 +384,7 @@ class StepRounds:
 
 
 def _was_failed_before(buffers: Iterable[CollectiveBuffer], before: OpenRound | None) -> bool:
-    """Whether any of `buffers` was used in the round `before`, in which a payload was rejected."""
+    """Return whether any of `buffers` was used in the round `before`, in which a payload was rejected."""
     if before is None or not before.is_failed:
         return False
     return any(mine is theirs for mine in buffers for theirs in before.buffers.values())

@@ -117,7 +117,7 @@ class TrainerTasks:
         if self._disk is not None:
             loop.checkpoint_requests.attach(self._disk, self._max_state_bytes)
 
-    # -- what the script attaches ----------------------------------------------------------------
+    # -- functions of the script -----------------------------------------------------------------
 
     def attach_state(
         self, capture: CaptureBlobs, restore: RestoreState, max_state_bytes: int = MAX_STATE_BYTES
@@ -153,7 +153,7 @@ class TrainerTasks:
         Args:
             make_empty: makes an empty contribution; it is called in the I/O thread.
             apply_missed: applies committed steps in order.
-            drop_missed: takes note of committed steps that a state which is being loaded contains.
+            drop_missed: discards committed steps that a state being loaded already contains.
         """
         self._make_empty, self._apply_missed, self._drop_missed = make_empty, apply_missed, drop_missed
         self.connect(self._loop)
@@ -234,7 +234,7 @@ class TrainerTasks:
     def run(self, task: WorkerTask, snapshot: WorkerSnapshot, *, is_pipeline: bool) -> None:
         """Perform a task.
 
-        This worker reports itself as busy meanwhile, because a task may take a long time.
+        During the task this worker reports itself as busy, because a task may take a long time.
         """
         loop = self._loop
         loop.heartbeat.set_busy(True)
@@ -272,7 +272,7 @@ class TrainerTasks:
         return self._disk
 
     def settle_absences(self, timeout_s: float) -> bool:
-        """Apply all missed steps, and let no further step commit without the trainer, which leaves.
+        """Apply all missed steps, and prevent further steps from committing without the trainer.
 
         Returns False if an absent round is still open after `timeout_s`.
         """
@@ -289,7 +289,7 @@ class TrainerTasks:
     def _apply_missed_steps(self, last_step: int) -> None:
         """Apply the steps from which this worker was absent, up to `last_step`."""
         assert self._apply_missed is not None
-        self._loop.mailbox.submit(io.TrainerReturned())  # before: the next step need not be missed, too
+        self._loop.mailbox.submit(io.TrainerReturned())  # before: the next step need not be missed as well
         self._apply_missed(self._loop.step_rounds.take_missed(last_step))
 
     def _do_catch_up_work(self) -> None:

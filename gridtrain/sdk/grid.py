@@ -85,6 +85,8 @@ from gridtrain.tools.options.resolve import join_settings
 from gridtrain.tools.options.runfile import RunFile
 from gridtrain.training.checkpoint import serialization
 from gridtrain.training.checkpoint.flat_gradient import model_digest
+from gridtrain.training.checkpoint.frozen_base import FrozenBase
+from gridtrain.training.checkpoint.pretrained import adapter_facts
 from gridtrain.training.data import readers, sampler
 from gridtrain.training.data.batch_sizes import (
     BatchSizes,
@@ -95,6 +97,7 @@ from gridtrain.training.data.batch_sizes import (
     unsupported_scaler_error,
 )
 from gridtrain.training.data.prefetch import Prefetcher
+from gridtrain.training.data.shards import ShardedDataset
 from gridtrain.training.grad_scaler import GridScaler
 from gridtrain.training.local_sgd import LocalSGDOptimizer
 from gridtrain.training.model_state import CheckpointOptions, ModelState, WholeModelState
@@ -281,6 +284,12 @@ class Grid:
         return self.rank == 0
 
     @property
+    def run_id(self) -> str:
+        """A name of the run that is equal on all its workers, and differs from that of every other run: for
+        loggers and folders."""
+        return f"{self._config.run}-{self._config.coordinator_key[:16]}"
+
+    @property
     def step(self) -> int:
         """The number of steps committed so far, over the whole run."""
         return self._session.step
@@ -320,6 +329,8 @@ class Grid:
         compare_every: int = 500,
         overlap: Overlap | None = None,
         wait: str | None = None,
+        base: str | None = None,
+        send_frozen: Sequence[str] = (),
     ) -> GridOptimizer:
         """Wrap `optimizer`, so that its `step()` applies the group's update.  See `GridOptimizer`.
 
@@ -340,6 +351,13 @@ class Grid:
                 "auto" continues without workers whose loops have stalled (see docs/stragglers.md).  It must
                 be the same on all workers.  The default is the option `wait` of `gridtrain worker`, "all" if
                 it is not set.
+            base: "exact" refuses a worker whose frozen parameters have other values than those of the run;
+                "any" lets each worker have its own, such as another quantization of the same model (see
+                docs/frozen-base.md).  It must be the same on all workers.  The default is the option `base`
+                of `gridtrain worker`, "exact" if it is not set.
+            send_frozen: names of frozen parameters, or patterns such as `*.projection`, that are sent to
+                joining workers and saved in checkpoints like trained ones, because each process initializes
+                or changes them; all other frozen parameters are never sent.
         """
         if self._optimizer is not None:
             raise ConfigError(
@@ -356,6 +374,7 @@ class Grid:
             "compare_every": compare_every,
             "overlap": overlap,
             "wait": wait,
+            "base": FrozenBase(model, sent=send_frozen, rule=self._config.base if base is None else base),
         }
         if isinstance(chosen, LocalSteps):
             kind = OverlappedLocalSGDOptimizer if chosen.overlap else LocalSGDOptimizer
@@ -504,9 +523,10 @@ class Grid:
         steps) is H steps of the loop; sizes and `accumulate` refer to one step of the loop.
 
         Args:
-            dataset: the data set, the same on all workers.  An iterable data set must yield the same samples
-                each time.  It is read in its own order (`set_epoch(pass)` is called if it exists), and every
-                worker skips the samples of the other workers.
+            dataset: the data set, the same on all workers.  A `ShardedDataset` is read by shards: a worker
+                opens only the files that the group has leased to it.  An iterable data set must yield the
+                same samples each time.  It is read in its own order (`set_epoch(pass)` is called if it
+                exists), and every worker skips the samples of the other workers.
             batch_size: the number of samples in one yielded batch on this worker.
             global_batch_size: the number of samples in a step over all workers.  It stays constant while
                 workers join and leave, and is divided among them according to their measured speed.
@@ -536,12 +556,16 @@ class Grid:
         make_reader = readers.IterableReader if readers.is_iterable(dataset) else readers.MapReader
         reader = make_reader(dataset, turns.spec, accumulate, collate_fn)
         ahead = Prefetcher(reader, num_workers, prefetch_factor) if num_workers else None
+        if isinstance(dataset, ShardedDataset) and ahead is None:
+            dataset.while_opening = self.evaluation  # a file may have to be fetched first
         try:
             for spans in self._run_turns():
                 if ahead is not None and turns.has_samples:
                     batches = ahead.read(tuple(spans), turns.predict(ahead.depth))
                 else:
                     batches = reader.read(spans)
+                if failed_reads := getattr(dataset, "failed_reads", 0):
+                    self.report(failed_reads=failed_reads)
                 yield from self._weighed(batches, spans) if weigh and accumulate > 1 else batches
         finally:
             if ahead is not None:
@@ -575,7 +599,7 @@ class Grid:
                 remedy="use grid.batches(dataset, ...)",
             )
         turns = self._join_run(dataset, sizes, epochs, steps, seed)
-        return sampler.GridSampler(turns.spec, self._run_turns)
+        return sampler.GridSampler(turns.spec, self._run_turns, dataset)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -701,10 +725,12 @@ class Grid:
         sizes.check()
         self._export_folder()
         size, data_text = readers.measure_dataset(dataset, length)
-        spec = LedgerSpec(size=size, seed=seed, epochs=epochs, steps=steps, delay=wrapped.delay)
+        shards = dataset.shard_sizes if isinstance(dataset, ShardedDataset) else ()
+        spec = LedgerSpec(size, seed, epochs, steps, delay=wrapped.delay, shards=shards)
         data_ledger.validate(spec)
+        base = wrapped.base if isinstance(wrapped, GridOptimizer) else None
         facts: Facts = (
-            ("model", model_digest(wrapped.model)[0]),
+            ("model", base.describe_model() if base is not None else model_digest(wrapped.model)[0]),
             ("buffers", wrapped.buffer_averaging.describe()),
             ("exchange", wrapped.describe_exchange()),
             ("optimizer", describe_optimizer(wrapped.inner)),
@@ -712,6 +738,8 @@ class Grid:
             ("compared", f"every {wrapped.compare_every} steps" if wrapped.compare_every else "never"),
             ("data", data_text),
             *((("wait", self._wait),) if self._wait != "all" else ()),
+            *(base.facts() if base is not None else ()),
+            *adapter_facts(wrapped.model),
         )
         self._turns = Turns(self._session, wrapped, self._model_state, self._pauses, spec, sizes.batch_size)
         self._model_state.join(facts, spec, sizes)

@@ -1,4 +1,4 @@
-"""Selects the entries to send, keeps the rest as error feedback, and sums sparse payloads.
+"""Selects the entries to send, keeps the other entries as error feedback, and sums sparse payloads.
 
 gradient --error_feedback--> accumulated vector --selection--> k entries --> payload
                              cpu_selection, cuda_selection with triton_kernels: the same set of entries

@@ -10,8 +10,8 @@ The committed state is only read until `commit`; new values are written to secon
        +------------------------------- commit: swap -------------------+
                                         abort: nothing to do
 
-A decay (SparseLoCo, arXiv 2508.15706) drops a share of the new residual at each commit.  It is off unless the
-user asks for it, and the only way in which a residual loses gradient; `decayed_magnitude` counts it.
+A decay (SparseLoCo, arXiv 2508.15706) drops a share of the new residual at each commit.  It is off by
+default, and is the only way in which gradient is lost from a residual; `decayed_magnitude` sums up the loss.
 
 With DGC momentum correction (Lin et al. 2018, arXiv 1712.01887, section 3.1), the residual is the vector v of
 that paper:
@@ -218,11 +218,11 @@ class ErrorFeedback:
     def commit_rests(self, parts: Sequence[tuple[Tensor, npt.NDArray[np.float32] | None]]) -> None:
         """Commit a dense exchange, which has sent the whole residual.
 
-        What was added to the residual since it was read (`add_residual`) stays.
+        Values that were added to the residual since it was read (`add_residual`) are kept.
 
         Args:
-            parts: for each part of the vector, in order, the residual as it was read, on the CPU, and what
-                this worker's roundings have left; None if nothing was rounded.
+            parts: for each part of the vector, in order, the residual as it was read, on the CPU, and this
+                worker's rounding errors; None if nothing was rounded.
         """
         start = 0
         for sent_B, rest_B in parts:
@@ -272,7 +272,7 @@ class ErrorFeedback:
     def add_truncated(
         self, truncated: Iterable[TruncatedEntries], rest_N: npt.NDArray[np.float32] | None = None
     ) -> None:
-        """Add what this worker's merges or roundings have left in a round to which it contributed nothing.
+        """Add this worker's truncated entries or rounding errors of a round with its empty contribution.
 
         The momentum does not change.  Call it between two rounds.
         """

@@ -29,7 +29,7 @@ TruncatedEntries = tuple[IndexArray, FloatArray]
 """Entries to add to a residual: strictly increasing indices (K,), and non-zero values (K,)."""
 
 _RESERVE_BYTES = 24 << 20  # below glibc's largest threshold, 32 MiB; glibc retains at most twice as much
-_SAMPLED_FROM = 1 << 13  # the number of magnitudes from which on a sample saves time
+_SAMPLED_FROM = 1 << 13  # the number of magnitudes from which a sample saves time
 _STRIDE = 32
 _MARGIN = (
     3  # times the square root of the sample's size, on both sides: six standard deviations at the median

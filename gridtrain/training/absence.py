@@ -57,6 +57,8 @@ class AbsentOptimizer(Protocol):
 
     def apply_update(self, update: npt.NDArray[np.float32] | SparseVector) -> None: ...
 
+    def compare_replicas(self, step: int, *, is_due: bool) -> None: ...
+
 
 class Absence:
     """The part of an optimizer wrapper that lets steps commit without its trainer.
@@ -69,6 +71,7 @@ class Absence:
         self._optimizer, self._trackers = optimizer, trackers
         self._latest: tuple[int, bytes, tuple[int, ...]] | None = None  # step, settings, steps of schedulers
         self._are_schedulers_seen = False  # each has made one step in one step of the run
+        self._comparisons: set[int] = set()  # missed steps after which replicas are compared
         self._found_obstacle = ""
         self._is_obstacle_logged = False
 
@@ -137,8 +140,10 @@ class Absence:
             previous: the buffers of the previous attempt at the step, which a ring continues.
         """
         optimizer = self._optimizer
-        if plan.compare_after or optimizer.is_state_needed(plan.step) or self.find_obstacle():
+        if optimizer.is_state_needed(plan.step) or self.find_obstacle():
             return None
+        if plan.compare_after:
+            self._comparisons.add(plan.step)
         main: CollectiveBuffer | BucketedBuffer | None = None
         if previous and isinstance(previous[0], DenseRingBuffer) and previous[0].is_resumable:
             main = previous[0]
@@ -165,6 +170,8 @@ class Absence:
                     self._optimizer.load_settings(step.settings)
                 self._optimizer.apply_update(step.update)
                 self._optimizer.residual.add_truncated(step.truncated, step.rest_N)
+            self._optimizer.compare_replicas(step.step, is_due=step.step in self._comparisons)
+            self._comparisons.discard(step.step)
             if step.settings != own and self._schedulers:
                 self._optimizer.load_settings(own)
                 self.set_obstacle("its schedulers give other settings than the other workers have used")

@@ -40,6 +40,7 @@ from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.training.checkpoint import serialization
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
+from gridtrain.training.checkpoint.frozen_base import FrozenBase
 from gridtrain.training.exchangers import largest_magnitude
 from gridtrain.training.optimizer import GridOptimizer
 from gridtrain.training.session_interface import TrainingSession
@@ -139,6 +140,7 @@ class LocalSGDOptimizer(GridOptimizer):
         compare_every: int = 0,
         overlap: Overlap | None = None,
         wait: str = "all",
+        base: FrozenBase | None = None,
     ) -> None:
         if overlap is not None:
             raise ConfigError(
@@ -158,6 +160,7 @@ class LocalSGDOptimizer(GridOptimizer):
             average_buffers_every=average_buffers_every,
             compare_every=compare_every,
             wait=wait,
+            base=base,
         )
         self._every = exchange.every
         self.replicated = OuterOptimizer(inner, self._flat, exchange)

@@ -18,6 +18,7 @@ import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ from gridtrain.network.wire.sparse_payload import SparseVector
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.mailbox.worker_snapshot import WorkerSnapshot
 from gridtrain.runtime.state_transfer import residual_pieces
+from gridtrain.training.checkpoint import pretrained
 from gridtrain.training.checkpoint.checkpoint_store import (
     CheckpointContent,
     CheckpointStore,
@@ -311,7 +313,7 @@ class WholeModelState(ModelState):
         self._session.join(
             setup,
             neighbours,
-            describe_machine(wrapped.model),
+            describe_machine(wrapped.model, wrapped.base.describe()),
             _exchange_choices(wrapped),
             may_be_absent=wrapped.wait == "auto",
         )
@@ -364,14 +366,23 @@ class WholeModelState(ModelState):
         return snapshot.world_size > 0 and snapshot.rank == 0
 
     def export(self, folder: Path) -> None:
-        path = folder / "final.safetensors"
-        save_model(plain_state(self._optimizer.model), path)
+        model, layout = self._optimizer.model, self._layout
+        path = None if layout is None else pretrained.export_final(model, layout, folder)
+        if path is None:
+            path = folder / "final.safetensors"
+            save_model(plain_state(model), path)
         log.warning("the run is finished; the model is in %s", path)
+        if path.is_file() and (base := self._optimizer.base.describe()):
+            log.warning("the file contains what was trained, without the base (%s)", base)
         if list_checkpoints(self.checkpoints.folder):
             log.warning(
                 "a run with more steps can continue from the checkpoints in %s (see docs/operations.md)",
                 self.checkpoints.folder,
             )
+
+    @cached_property
+    def _layout(self) -> pretrained.PretrainedLayout | None:
+        return pretrained.describe(self._optimizer.model)
 
     @property
     def _residual(self) -> WorkerResidual:
@@ -392,9 +403,10 @@ class WholeModelState(ModelState):
     def _write_due_checkpoint(self, snapshot: WorkerSnapshot) -> None:
         if self.checkpoints.is_due(snapshot.applied + 1):
             document, tensors = self._optimizer.pack()
-            residual = self._residual.state()
+            residual, layout = self._residual.state(), self._layout
+            described = None if layout is None else layout.to_json()
             self.checkpoints.write(
-                CheckpointContent(position_of(snapshot), self._facts, document, tensors, residual)
+                CheckpointContent(position_of(snapshot), self._facts, document, tensors, residual, described)
             )
 
     def _keep_for_pause(self) -> CheckpointInfo | None:
@@ -408,8 +420,9 @@ class WholeModelState(ModelState):
         self.checkpoints.drop_residual(step)
 
 
-def describe_machine(model: torch.nn.Module) -> WorkerInfo:
-    """Describe this machine for the run's owner: the device, its memory and the versions of software."""
+def describe_machine(model: torch.nn.Module, base: str = "") -> WorkerInfo:
+    """Describe this worker for the run's owner: the device, its memory, the versions of software, and the
+    model's base (`FrozenBase.describe`)."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     texts = {"device": f"CPU, {os.cpu_count() or 1} cores"}
     if device.type == "cuda":
@@ -418,6 +431,7 @@ def describe_machine(model: torch.nn.Module) -> WorkerInfo:
     elif device.type != "cpu":
         texts["device"] = device.type
     texts |= {"torch": torch.__version__, "python": platform.python_version(), "gridtrain": __version__}
+    texts |= {"base": base} if base else {}
     return WorkerInfo(tuple((name, text[:128]) for name, text in texts.items()))
 
 

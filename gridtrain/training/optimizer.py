@@ -39,6 +39,7 @@ from gridtrain.training.auto_exchanger import AutoExchanger
 from gridtrain.training.buffer_averaging import BufferAveraging
 from gridtrain.training.checkpoint import serialization
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient
+from gridtrain.training.checkpoint.frozen_base import FrozenBase
 from gridtrain.training.exchangers import ExchangeAttempt, Exchanger, join_attempts, make_exchanger
 from gridtrain.training.overlap import Overlapper, check_no_scaler, make_overlapper
 from gridtrain.training.session_interface import TrainingSession
@@ -82,6 +83,7 @@ class GridOptimizer(WrappingOptimizer):
             overlap, gradients must not be changed between backward and `step`.
         wait: "all" to wait in every step for all workers; "auto" to go on without workers whose training
             loops have stalled, whose gradients then join a later step.
+        base: the frozen parameters of the model, which are not part of the state; by default all of them.
 
     Attributes:
         replicated: the optimizer that applies updates and whose state is equal on all workers; in this class
@@ -112,6 +114,7 @@ class GridOptimizer(WrappingOptimizer):
         compare_every: int = 0,
         overlap: Overlap | None = None,
         wait: str = "all",
+        base: FrozenBase | None = None,
     ) -> None:
         check_compatible(inner, exchange, clip_norm)
         if wait not in WAITS:
@@ -125,6 +128,7 @@ class GridOptimizer(WrappingOptimizer):
         self._session = session
         self._clip_norm = clip_norm
         self._flat = FlatGradient(model, inner)
+        self.base = base or FrozenBase(model)
         self.overlap_config = overlap
         self._overlapper: Overlapper | None = None
         bounds: Bounds = (0, self._flat.n)
@@ -269,6 +273,7 @@ class GridOptimizer(WrappingOptimizer):
             usable: whether the gradient may be finite.
             early: the buckets that were sent already.
         """
+        self.base.check_sometimes()
         self._round_start, self._is_exchanging = self._turn_start, True
         try:
             self._iterate_attempts(usable, early)
@@ -379,8 +384,16 @@ class GridOptimizer(WrappingOptimizer):
 
     def _compare(self) -> None:
         step, self._step = self._step, -1
-        due = self._compare_next or (self.compare_every and (step + 1) % self.compare_every == 0)
-        if step >= 0 and self.compare_every and due:
+        if step >= 0:
+            self.compare_replicas(step, is_due=self._compare_next)
+
+    def compare_replicas(self, step: int, *, is_due: bool) -> None:
+        """Report the digest of the state after `step`, if the workers compare their states after it.
+
+        Args:
+            is_due: whether they do so although `compare_every` does not ask for it.
+        """
+        if self.compare_every and (is_due or (step + 1) % self.compare_every == 0):
             self._session.report_digest(step, serialization.replica_digest(self.model, self.replicated))
 
     def _unscale(self) -> bool:
@@ -409,6 +422,8 @@ class GridOptimizer(WrappingOptimizer):
 
     def capture_state(self, whole: bool = True) -> Sequence[bytes | memoryview]:
         """Return the replicated state; see `serialization.capture_state`."""
+        if whole:
+            self.base.check_unchanged()
         return serialization.capture_state(self.model, *self._turn_start_view(), whole=whole)
 
     def initial_digest(self) -> bytes:
@@ -417,6 +432,7 @@ class GridOptimizer(WrappingOptimizer):
 
     def copy_state(self) -> serialization.StateCopy:
         """Copy the replicated state without serializing it."""
+        self.base.check_unchanged()
         return serialization.copy_state(self.model, *self._turn_start_view())
 
     def _turn_start_view(self) -> tuple[torch.optim.Optimizer, serialization.Trackers]:
@@ -458,9 +474,8 @@ class GridOptimizer(WrappingOptimizer):
             self._flat.flat_N.copy_(kept_N)
 
     def is_state_needed(self, step: int) -> bool:
-        """Whether this worker's state is averaged or compared in this step."""
-        is_compared = bool(self.compare_every) and (step + 1) % self.compare_every == 0
-        return is_compared or self.buffer_averaging.is_due(step)
+        """Whether this worker's state is averaged in this step."""
+        return self.buffer_averaging.is_due(step)
 
     def make_empty_buffer(self, plan: StepPlan) -> BucketBuffer | None:
         """See `Exchanger.make_empty_buffer`."""
@@ -484,6 +499,7 @@ class GridOptimizer(WrappingOptimizer):
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Copy the state for a checkpoint; see `serialization.pack_state`."""
+        self.base.check_unchanged()
         return serialization.pack_state(self.model, self.replicated, self._trackers)
 
     def unpack(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

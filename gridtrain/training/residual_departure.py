@@ -29,7 +29,7 @@ from gridtrain.core.messages import Facts, Span
 from gridtrain.runtime.group_session import GroupSession
 from gridtrain.runtime.state_transfer import residual_pieces
 from gridtrain.runtime.state_transfer.checkpoint_copy import RESIDUAL_FILE
-from gridtrain.training.checkpoint.checkpoint_store import publish_folder, sync_files
+from gridtrain.training.checkpoint.checkpoint_store import matches_facts, publish_folder, sync_files
 from gridtrain.training.worker_residual import WorkerResidual
 
 log = logging.getLogger("gridtrain")
@@ -171,8 +171,8 @@ def load_left_residual(folder: Path, facts: Facts, n: int, layers: Span = WHOLE_
             note = json.loads(file.read(MAX_HEADER_BYTES))
         residual_N = safetensors.torch.load_file(path / RESIDUAL_FILE)["residual"].numpy()
         left = LeftResidual(int(note["applied"]), bytes.fromhex(note["history"]), residual_N, layers)
-        same = [tuple(fact) for fact in note["facts"]] == list(facts)
-        if not same or residual_N.shape != (n,) or residual_N.dtype != np.float32:
+        written = tuple((str(name), str(value)) for name, value in note["facts"])
+        if not matches_facts(written, facts) or residual_N.shape != (n,) or residual_N.dtype != np.float32:
             raise ValueError("it was written with different training settings")
         if not np.isfinite(residual_N).all():
             raise ValueError("it has values that are not finite")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from thread_groups import brisk_groups  # noqa: F401
 
 _HERE = Path(__file__).parent
 EXAMPLES = _HERE.parents[1] / "examples"

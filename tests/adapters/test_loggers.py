@@ -43,6 +43,38 @@ def test_only_the_first_worker_writes_and_all_report() -> None:
     assert paper.closed
 
 
+def test_each_worker_may_have_writers_of_its_own() -> None:
+    grid, common, own = Grid(), Paper(), Paper()
+    log = loggers.Log(grid, common, own=[own])
+    for grid.step, grid.is_first in ((1, True), (2, False)):
+        log(loss=1.0)
+    log.close()
+    assert [step for step, _ in common.lines] == [1]
+    assert own.lines == [(step, {"loss": 1.0, "sent_bytes": 730.0}) for step in (1, 2)]
+    assert common.closed and own.closed
+
+
+def test_mlflow_continues_one_run_on_the_next_first_worker(tmp_path) -> None:
+    pytest.importorskip("mlflow", reason="mlflow is not installed: pip install mlflow")
+    from mlflow.tracking import MlflowClient
+
+    uri, written = f"sqlite:///{tmp_path / 'mlflow.db'}", {"mine-0a": (1, 2, 3), "mine-0b": (7,)}
+    for run, first_steps in (("mine-0a", (1, 2)), ("mine-0b", (7,)), ("mine-0a", (3,))):
+        grid = Grid()  # of another worker each time
+        log = loggers.Log(grid, loggers.MLflow("gpt", run=run, tracking_uri=uri))
+        for grid.step in first_steps:
+            log(loss=1.0 / grid.step)
+        log.close()
+    client = MlflowClient(uri)
+    found = client.search_runs([client.get_experiment_by_name("gpt").experiment_id])
+    assert {run.data.tags["gridtrain.run"] for run in found} == set(written) and len(found) == 2
+    for run in found:
+        history = client.get_metric_history(run.info.run_id, "loss")
+        expected = [(step, 1.0 / step) for step in written[run.data.tags["gridtrain.run"]]]
+        assert sorted((metric.step, metric.value) for metric in history) == expected
+        assert run.info.status == "FINISHED"
+
+
 def test_tensorboard_reads_what_was_written(tmp_path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed: make test-adapters")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -85,10 +117,11 @@ def test_weights_and_biases_is_driven_as_it_wants(monkeypatch) -> None:
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, __spec__=object()))
     grid = Grid()
-    log = loggers.Log(grid, loggers.WeightsAndBiases(project="mine"))
+    log = loggers.Log(grid, loggers.WeightsAndBiases(project="mine", run="mine-0a"))
     log(loss=2.0)
     log.close()
-    assert calls == [("init", {"project": "mine"}), ("log", 0, 2.0), ("finish",)]
+    options = {"project": "mine", "id": "mine-0a", "resume": "allow"}
+    assert calls == [("init", options), ("log", 0, 2.0), ("finish",)]
 
 
 def records(content: bytes):
@@ -115,7 +148,7 @@ def records(content: bytes):
 
 def test_weights_and_biases_itself_keeps_a_run_offline(tmp_path, monkeypatch) -> None:
     """The real package, without its service: what it has written down is read back from its own file."""
-    pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb")
     from wandb.proto.wandb_internal_pb2 import Record
 
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -125,6 +158,7 @@ def test_weights_and_biases_itself_keeps_a_run_offline(tmp_path, monkeypatch) ->
     for grid.step in (10, 20):
         log(loss=1.0 / grid.step)
     log.close()
+    wandb.teardown()  # ends its service process, which may not have written everything yet
     (file,) = tmp_path.rglob("run-*.wandb")
     found = []
     for record in map(Record.FromString, records(file.read_bytes())):

@@ -124,3 +124,25 @@ def test_what_cannot_be(tmp_path: Path) -> None:
     for name in ("m.pt", "m.safetensors"):
         error = complaint(tmp_path / "w", tmp_path / "missing" / name)
         assert "cannot be written" in error.reason and error.remedy
+
+
+def test_a_checkpoint_of_a_peer_does_not_choose_the_files_that_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document, tensors = serialization.pack_state(Tied(1), torch.optim.Adam(Tied(1).parameters()), {})
+    names = {"model.safetensors": {"embed.weight": "embed.weight"}}
+    held = CheckpointInfo(4, bytes(32), LedgerState(step=5))
+    for folder, file in (("bad", "train.py"), ("good", "config.json")):
+        layout = {"texts": {file: "{}"}, "names": names}
+        checkpoint_store.save(
+            CheckpointContent(held, (), document, tensors, {}, pretrained=layout),
+            tmp_path / folder / "step-00000005",
+        )
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.chdir(out)
+    error = complaint(tmp_path / "bad", ".")
+    assert "names the file 'train.py'; allowed are names that end in config.json" in error.reason
+    assert error.remedy == "write a plain file: OUT.safetensors" and list(out.iterdir()) == []
+    assert export(tmp_path / "good", ".").exit_code == 0
+    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}

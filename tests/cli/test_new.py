@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,7 @@ def test_a_new_run_trains_by_copy_and_paste(
     assert (cd, coordinate) == ("cd my-run", "gridtrain coordinator")
     folder = tmp_path / "my-run"
     script = (folder / "train.py").read_text()
-    (folder / "train.py").write_text(script.replace("STEPS = 20_000", "STEPS = 600"))  # as its owner would
+    (folder / "train.py").write_text(script.replace("STEPS = 10_000", "STEPS = 600"))  # as its owner would
 
     coordinator = shell(
         stack, f"{coordinate} --exit-when-finished", folder, environment,
@@ -139,7 +140,7 @@ def test_a_new_run_trains_by_copy_and_paste(
     for word in ('The owner of the run "my-run"', "python train.py", found[1], "torch 2.4 or newer",
                  "gradients or parameter changes", "permissions of", "upload limit: none"):  # fmt: skip
         assert word in shown, word
-    assert "of all points" not in shown
+    assert "of new images" not in shown
     screen.type("y\n")
 
     second = shell(
@@ -151,7 +152,7 @@ def test_a_new_run_trains_by_copy_and_paste(
     assert first.wait(WITHIN_S) == second.returncode == 0, f"{seen}\n{out}\n{err}"
     assert coordinator.wait(WITHIN_S) == 0
 
-    right = [float(text) for text in re.findall(r"step \d+: ([\d.]+) % of all points", seen + out)]
+    right = [float(text) for text in re.findall(r"step \d+: ([\d.]+) % of new images", seen + out)]
     assert len(right) == 10 and right[-1] > 80 and right[-1] > right[0] + 10, "it has learned"
     assert re.search(r"step [\d,]+, 2 workers \| this machine: [\d,]+ steps, [\d,]+ samples", seen)
     thanks = re.search(r"thank you: ([\d,]+) steps, ([\d,]+) samples", seen)
@@ -204,13 +205,42 @@ def test_a_full_disk_leaves_nothing_that_is_in_the_way(
     assert CliRunner().invoke(cli, ["new", str(run)]).exit_code == 0
 
 
-def test_the_templates_are_whole(tmp_path: Path) -> None:
-    assert set(templates()) == {"train.py", "run.toml", "compose.yaml", "compose.volunteer.yaml"}
-    done = CliRunner().invoke(cli, ["new", str(tmp_path / "a-run")])
+@pytest.mark.parametrize(
+    ("template", "more_files", "requires", "workers"),
+    [
+        ("lora", {"generate.py", "text.txt"}, ["torch", "transformers", "peft"], "3"),
+        ("pretrain", {"text.txt"}, ["torch", "transformers"], "2"),
+        ("vision", set(), ["torch"], "2"),
+    ],
+)
+def test_the_templates_are_whole(
+    template: str, more_files: set[str], requires: list[str], workers: str, tmp_path: Path
+) -> None:
+    done = CliRunner().invoke(cli, ["new", str(tmp_path / "a-run"), "--template", template])
     assert done.exit_code == 0, done.output
+    absent = [package for package in requires if find_spec(package) is None]
+    assert (f"It needs {' and '.join(absent)}: pip install" in done.output) == bool(absent)
+    written = {path.name for path in (tmp_path / "a-run").iterdir()}
+    assert written == {"train.py", "run.toml", "compose.yaml", "compose.volunteer.yaml"} | more_files
     file = RunFile.read(tmp_path / "a-run" / "run.toml")
-    assert (file.run.name, file.run.script, file.run.requires) == ("a-run", "train.py", (("torch", "2.4"),))
-    assert "NAME" not in (tmp_path / "a-run" / "run.toml").read_text()
+    assert (file.run.name, file.run.script) == ("a-run", "train.py")
+    assert [name for name, _ in file.run.requires] == requires
+    assert str(file.tables["coordinator"]["min_workers"]) == workers
+    assert not {"NAME", "ABOUT", "FILES", "REQUIRES", "MIN_WORKERS"} & set(
+        re.findall(r"\b[A-Z_]+\b", (tmp_path / "a-run" / "run.toml").read_text())
+    )
+    for script in (tmp_path / "a-run").glob("*.py"):
+        compile(script.read_text(), str(script), "exec")
+    bundle = Bundle.from_run_file(RunFile.find({}, tmp_path / "a-run"))
+    assert bundle is not None
+
+
+@pytest.mark.parametrize("name", ["NAME", "ABOUT", "MIN_WORKERS", "MY_NAME-ABOUT.MIN_WORKERS"])
+def test_a_name_that_contains_a_placeholder_stays_as_it_is(name: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(templates(name)["run.toml"])
+    file = RunFile.read(tmp_path / "run.toml")
+    assert file.run.name == name and file.tables["coordinator"]["min_workers"] == 2
+    assert file.run.about == "a small network learns to recognize shapes in noisy images"
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "compose.volunteer.yaml"])

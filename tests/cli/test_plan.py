@@ -50,7 +50,7 @@ def test_the_table_can_be_checked_by_hand() -> None:
     done = run("--parameters", "1e6", "--workers", "2,4", "--latency", "0ms", "--exchange", "dense,gtopk")
     assert done.exit_code == 0, done.output
     lines = done.output.splitlines()
-    assert lines[0] == "Step time, bytes that the busiest worker sends, scaling efficiency:"
+    assert lines[0] == "Step time, bytes sent by the busiest worker, scaling efficiency:"
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
     assert [row[0] for row in cells] == ["2", "4"]
     assert [row[2] for row in cells] == ["4 MB", "6.01 MB"]  # with the heads of 6 x 8 slices
@@ -65,7 +65,7 @@ def test_a_narrow_terminal_gets_several_tables_and_whole_figures(
     monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     monkeypatch.setattr("gridtrain.cli.plan.PLAIN_WIDTH", width)
-    done = run("--parameters", "25.6M", "--workers", "2,4096")
+    done = run("--parameters", "25.6M", "--workers", "2,1024")
     assert done.exit_code == 0, done.output
     lines = [line for line in done.output.splitlines() if line.startswith(("│", "┃"))]
     assert max(map(len, lines)) <= width and not any("\u2026" in line for line in lines)
@@ -130,7 +130,7 @@ def test_local_steps_are_proposed_for_the_wanted_share() -> None:
 
 def test_without_a_slow_link_no_local_steps_are_proposed() -> None:
     text = run("--parameters", "1M", "--link", "1Gbit", "--workers", "4", "--compute", "2s").output
-    assert "AdamW does not need them here: dense takes little of each step." in text
+    assert "AdamW does not need them here: dense takes only a small part of each step." in text
 
 
 def test_a_dense_exchange_is_recommended_up_to_some_local_steps() -> None:
@@ -199,7 +199,7 @@ def test_the_picture_shows_each_exchange(tmp_path: Path) -> None:
         ),
         (("--parameters", "1M", "--network", __file__, "--link", "1Gbit"), "leave out --link and --latency"),
         (("--parameters", "1M", "--workers", "four"), 'not a list such as "2..4096" or "2,3,8"'),
-        (("--parameters", "1M", "--exchange", "gossip"), "not a list of exchanges out of dense, topk"),
+        (("--parameters", "1M", "--exchange", "gossip"), "not a list of these exchanges: dense, topk"),
         (("--parameters", "1M", "--workers", "4", "--picture", "x.svg"), "at least two numbers"),
     ],
 )
@@ -288,7 +288,7 @@ def test_a_run_that_goes_on_brings_its_own_links(monkeypatch: pytest.MonkeyPatch
     assert found["dense", 4]["exchange_s"] > 2 * 3 / 4 * 8e6 / 1e6, "its thin line is in the ring"
     assert found["gtopk", 4]["efficiency"] == pytest.approx(0.4 / found["gtopk", 4]["step_s"])
     more = run("--coordinator", "gridtrain1:x", "--workers", "4,8")
-    assert more.exit_code == 0 and "More than 4 workers are assumed to be like the members" in more.output
+    assert more.exit_code == 0 and "each further worker is assumed to equal a member" in more.output
 
 
 @pytest.mark.parametrize(

@@ -53,10 +53,22 @@ def test_the_picture() -> None:
 
 
 def test_a_smaller_share_of_the_entries_is_shown_with_its_reason() -> None:
-    reason = "fewer entries from slow uploads (usual 100 Mbit/s): bert 10% of k (upload 5 Mbit/s)"
+    reason = "fewer entries for slow uploads (usual upload 100 Mbit/s): bert 10% of k (upload 5 Mbit/s)"
     line = "exchange: GTopK(density=0.05)\n"
     assert drawn({**PICTURE, "entry_shares_reason": reason}) == DRAWN.replace(line, f"{line}{reason}\n")
     assert drawn({**PICTURE, "entry_shares_reason": ""}) == DRAWN
+
+
+def test_the_bytes_of_joins_and_the_bases_are_shown() -> None:
+    anna, bert = PICTURE["members"]
+    figures, about = {"state_bytes": 246_000.0}, {"base": "3.5 GB in 291 frozen tensors, digest 0123456789ab"}
+    picture = {**PICTURE, "members": [{**anna, "about": about}, {**bert, "figures": figures}]}
+    line = "exchange: GTopK(density=0.05)\n"
+    joined = "state received to join: [red]bert 246 kB\n"
+    assert drawn(picture) == DRAWN.replace(line, line + joined), "all have the same base"
+    facts = {"exchange": "GTopK(density=0.05)", "base": "any"}
+    bases = f"base: any\nbase of anna: {about['base']}\n"
+    assert drawn({**picture, "facts": facts}) == DRAWN.replace(line, line + bases + joined)
 
 
 def test_strikes_are_shown_when_there_are_any() -> None:

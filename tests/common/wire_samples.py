@@ -27,8 +27,10 @@ def repair(drawn: Any) -> Any:
             )
         case m.StagedModel(blocks=blocks):
             return replace(drawn, cuts=(0, len(blocks) or 3))
-        case m.LedgerSpec(epochs=epochs, delay=delay):
-            return replace(drawn, steps=7 if epochs is None else None, delay=delay % 2)
+        case m.LedgerSpec(size=size, epochs=epochs, delay=delay, shards=shards):
+            shards = tuple(1 + samples % 1000 for samples in shards)
+            steps = 7 if epochs is None else None
+            return replace(drawn, size=sum(shards) or size, steps=steps, delay=delay % 2, shards=shards)
         case m.MemberListPage(page=page, pages=pages):
             return replace(drawn, page=page % min(pages, 256), pages=min(pages, 256))
         case m.ResidualBlock():

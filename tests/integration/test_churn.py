@@ -148,7 +148,7 @@ def test_sigterm_is_a_departure_and_the_rest_goes_on(new_group) -> None:
 
 
 def test_a_late_joiner_receives_the_state_and_the_scheduler(new_group) -> None:
-    job = {"exchange": "dense", "batch_size": 8, "steps": 60, "rates": True}
+    job = {"exchange": "dense", "batch_size": 8, "steps": 60, "rates": True, "frozen": True}
     with new_group(min_workers=2) as group:
         step, door = group.gate(), group.gate()
         anna = group.add("anna", **job, held_step=STEP, step_gate=step.path)
@@ -164,6 +164,7 @@ def test_a_late_joiner_receives_the_state_and_the_scheduler(new_group) -> None:
     assert (first["workers"], second["workers"], second["step"]) == (2, 3, STEP)
     assert clara.marked("round")[0]["round"] == [2, STEP, 0]
     assert len(ends) == 3 and one_digest(ends), "parameters, momentum, learning rate"
+    assert len({end["parameters"] for end in ends}) == 1, "the frozen ones, too"
     assert [end["scheduler_steps"] for end in ends] == [60, 60, 60]
     assert [end["lr"] for end in ends] == [pytest.approx(0.05 * 0.99**60)] * 3
 

@@ -93,7 +93,7 @@ def test_killed_at_any_time_training_goes_on_until_a_member_fails(new_group) -> 
 
         for name in ("anna", "bert", "clara"):
             held = {"held_from": 2, "step_gate": pace.path} if name == "anna" else {}
-            group.add(name, **(JOB | {"global_batch_size": 20, "batch_size": None}), **held)
+            group.add(name, **(JOB | {"global_batch_size": 20, "batch_size": None, "frozen": True}), **held)
         group.wait("two steps", lambda: commits(group) == 2)
         for restart in range(1, 3):
             let(rng.randrange(1, 4))
@@ -116,6 +116,7 @@ def test_killed_at_any_time_training_goes_on_until_a_member_fails(new_group) -> 
         ends = group.finish()
     assert "only the coordinator can" in group.workers["anna"].said()
     assert len(ends) == 2 and one_digest(ends)
+    assert len({end["parameters"] for end in ends}) == 1, "the frozen ones, too"
     assert_every_sample_once(group)
 
 

@@ -51,7 +51,7 @@ def test_a_paused_stage_is_waited_for_and_comes_back_without_the_loss_of_a_step(
         tell(group, "resume", "--worker", "bert")
         group.finish()
         assert group.events("rollback") == []
-        assert "is held by this worker only" in bert.said()
+        assert "is held only by this worker" in bert.said()
     assert HELD <= paused_at < STEPS
     for worker in (anna, bert):
         assert [line["step"] for line in worker.marked("step")] == list(range(STEPS))

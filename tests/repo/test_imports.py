@@ -54,16 +54,18 @@ TABLE: dict[str, str] = {
     "gridtrain.sparsify.triton_kernels": "triton",
     "gridtrain.runtime":             f"{NETWORK} gridtrain.sparsify numpy",
     "gridtrain.training":            TRAINING,
+    "gridtrain.training.data":       f"{TRAINING} fsspec transformers",
     "gridtrain.pipeline":            f"{TRAINING} gridtrain.extras",
     "gridtrain.sdk":                 LIBRARY,  # what users hold, above all of these
-    "gridtrain.adapters":            f"{LIBRARY} gridtrain transformers lightning wandb",
+    "gridtrain.adapters":            f"{LIBRARY} gridtrain transformers trl lightning mlflow wandb",
     "gridtrain.testing":             "gridtrain numpy torch nacl",
     "gridtrain.tools.options":       "",  # names, bounds, defaults of what people choose
     "gridtrain.tools.bundle":        "gridtrain.tools.options gridtrain.core.messages",
-    "gridtrain.tools.templates":     "gridtrain torch",  # what `gridtrain new` writes: users' programs
+    "gridtrain.tools.templates":     "gridtrain torch transformers peft",  # users' programs
     "gridtrain.tools.bench":         f"{LIBRARY} gridtrain rich",
     "gridtrain.tools.doctor":        RUNTIME,
     "gridtrain.tools.demo":          f"{LIBRARY} gridtrain rich",
+    "gridtrain.tools.demo.small_llama": "torch tokenizers transformers",
     "gridtrain.tools":               "",
     "gridtrain.cli":                 ANYTHING,     # lazily: another test holds the module level
     "gridtrain_coordinator":         f"{NETWORK} gridtrain.runtime.client.endpoint_file {OPTIONS}",

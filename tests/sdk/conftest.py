@@ -8,14 +8,14 @@ new_group(workers=3)  for tests that start and end workers themselves
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from brisk import BRISK
+from thread_groups import brisk_groups, one_thread_for_torch  # noqa: F401
 
 from gridtrain.config import Deadlines
 from gridtrain.sdk.grid import Grid
@@ -107,12 +107,3 @@ def together(outcomes: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         return results
 
     return run
-
-
-@pytest.fixture(autouse=True)
-def one_thread_for_torch() -> Iterator[None]:
-    """Workers are threads here; small models are faster without a pool, and sums keep their order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from brisk import WITHIN_S
+from checkpointed_group import run
 from torch import nn
 
 import gridtrain
@@ -50,29 +50,6 @@ def train(grid: gridtrain.Grid, exchange: Any, until: int, steps: int = STEPS) -
             break
     seen["last"] = {name: value.clone() for name, value in model.state_dict().items()}
     return seen
-
-
-def run(
-    folder: Path, workers: int, work: Callable[[gridtrain.Grid], dict[str, Any]], *, every: int = 3
-) -> list[dict[str, Any]]:
-    results: dict[int, dict[str, Any]] = {}
-
-    def one(number: int) -> None:
-        state = folder / f"worker-{number}"
-        grid = group.join(
-            f"worker-{number}", checkpoint_every=every, state_dir=str(state), export_dir=str(folder)
-        )
-        with grid:
-            results[number] = work(grid)
-
-    with LocalGroup(min_workers=workers) as group:
-        threads = [threading.Thread(target=one, args=(n,), daemon=True) for n in range(workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60.0)
-    assert sorted(results) == list(range(workers)), "a worker failed"
-    return [results[number] for number in range(workers)]
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: e.describe())

@@ -1,11 +1,13 @@
-"""LocalSteps in whole groups: an ordinary loop, every sample once, and the promises for each exchange."""
+"""LocalSteps in whole groups: an ordinary loop, every sample once, and the promises for each exchange.
+
+What only `overlap=True` does is in test_overlapped_local_steps.py.
+"""
 
 from __future__ import annotations
 
 import itertools
 import threading
 import time
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from brisk import LOSING, WITHIN_S
+from local_training import EVERY, EXCHANGES, OUTER, Loop, Numbered, adamw, run_named, train_batch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -23,14 +26,9 @@ from gridtrain.sdk.local_group import LocalGroup
 from gridtrain.testing import Faults
 from gridtrain.training.checkpoint import checkpoint_store, serialization
 
-EVERY = 4
-EXCHANGES = [
-    gridtrain.Dense(),
-    gridtrain.TopK(density=0.3),
-    gridtrain.GTopK(density=0.3),
-    gridtrain.Dense(values="int8"),
-]
 NAMES = ("anna", "bert", "carl")
+every_exchange = pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: e.describe())
+with_and_without_overlap = pytest.mark.parametrize("overlap", [False, True], ids=["waiting", "overlapped"])
 
 
 @pytest.fixture(autouse=True)
@@ -41,23 +39,8 @@ def state_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def torch_is_warm() -> None:
     """What torch imports at an optimizer's first step takes seconds on a busy machine."""
-    parameter = nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.AdamW([parameter])
-    parameter.square().sum().backward()
-    optimizer.step()
-
-
-class Numbered:
-    """Sample i is the number i, so that a batch says which ones it holds."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.tensor([float(index % 7) / 7.0, 1.0]), index
+    model = nn.Linear(2, 1)
+    train_batch(model, adamw(model), torch.ones(1, 2))
 
 
 class Streamed(IterableDataset[Any]):
@@ -68,79 +51,47 @@ class Streamed(IterableDataset[Any]):
         return iter([Numbered(self.size)[index] for index in range(self.size)])
 
 
-def model_of() -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()).view_as(parameter))
-    return model
-
-
-def wrapped(
-    grid: gridtrain.Grid, model: nn.Module, exchange: Any, every: int = EVERY, **outer: Any
-) -> gridtrain.GridOptimizer:
-    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return grid.optimizer(inner, model, exchange=gridtrain.LocalSteps(every, exchange, **outer))
-
-
-def digest(model: nn.Module, optimizer: gridtrain.GridOptimizer) -> str:
-    return serialization.replica_digest(model, optimizer.replicated).hex()[:12]
-
-
-def loop(
-    grid: gridtrain.Grid, batches: Any, model: nn.Module, optimizer: gridtrain.GridOptimizer
-) -> dict[str, Any]:
-    """Digest after each step of the run, and the samples of each batch."""
-    seen: dict[str, Any] = {"digests": {}, "samples": []}
-    for inputs, indices in batches:
-        if (taken := getattr(optimizer, "local_calls", 0)) == 0:
-            seen["digests"][grid.step] = digest(model, optimizer)
-        seen["samples"].append((grid.step, taken, indices.tolist()))
-        model(inputs).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    seen["last"] = digest(model, optimizer)
-    return seen
+def assert_each_once(loops: list[Loop], size: int) -> None:
+    """All have one model after each turn, and each sample is in two batches: one in each pass."""
+    assert len({str(loop.digests) + loop.last for loop in loops}) == 1
+    turns = {(step, tuple(batch)) for loop in loops for step, turn in loop.samples.items() for batch in turn}
+    assert sorted(i for _, batch in turns for i in batch) == sorted([*range(size), *range(size)])
 
 
 # -- ordinary loops -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: type(e).__name__)
+@every_exchange
 @pytest.mark.parametrize(("workers", "momentum"), [(1, 0.9), (3, 0.0)])
 def test_an_ordinary_loop_trains_one_model_and_takes_every_sample_once(
     together: Any, exchange: Any, workers: int, momentum: float
 ) -> None:
     """Two passes, each with a short step at its end: fewer local steps then, not smaller batches."""
 
-    def train(grid: gridtrain.Grid, number: int) -> dict[str, Any]:
-        model = model_of()
-        optimizer = wrapped(grid, model, exchange, outer_momentum=momentum)
-        return loop(grid, grid.batches(Numbered(37), batch_size=2, epochs=2), model, optimizer)
+    def train(grid: gridtrain.Grid, number: int) -> Loop:
+        loop = Loop(grid, exchange, outer_momentum=momentum)
+        return loop.run(grid.batches(Numbered(37), batch_size=2, epochs=2))
 
-    results = together(train, workers)
-    assert len({str(seen["digests"]) + seen["last"] for seen in results}) == 1
-    steps = -(-37 // (2 * EVERY * workers))
-    for seen in results:
-        assert [calls for _, calls, _ in seen["samples"]] == list(range(EVERY)) * 2 * steps
-        assert all(len(samples) <= 2 for _, _, samples in seen["samples"])
-        assert len(set(seen["digests"].values())) == 2 * steps
-    taken = {(step, tuple(samples)) for seen in results for step, _, samples in seen["samples"]}
-    assert sorted(i for _, samples in taken for i in samples) == sorted([*range(37), *range(37)])
+    loops = together(train, workers)
+    assert_each_once(loops, 37)
+    turns = 2 * -(-37 // (2 * EVERY * workers))
+    for loop in loops:
+        assert [len(turn) for turn in loop.samples.values()] == [EVERY] * turns
+        assert all(len(batch) <= 2 for turn in loop.samples.values() for batch in turn)
+        assert len(set(loop.digests.values())) == turns
 
 
 def test_sizes_are_of_one_step_of_the_loop(together: Any) -> None:
     def train(grid: gridtrain.Grid, number: int) -> list[int]:
-        model = model_of()
-        optimizer = wrapped(grid, model, gridtrain.Dense())
+        loop = Loop(grid, gridtrain.Dense())
         batches = grid.batches(Numbered(100), global_batch_size=6, accumulate=3, steps=2)
         sizes = []
         for position, (inputs, _) in enumerate(batches):
             sizes.append(len(inputs))
-            model(inputs).square().mean().backward()
+            loop.model(inputs).square().mean().backward()
             if position % 3 == 2:
-                optimizer.step()
-                optimizer.zero_grad()
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
         return sizes
 
     for sizes in together(train, 2):
@@ -149,9 +100,8 @@ def test_sizes_are_of_one_step_of_the_loop(together: Any) -> None:
 
 @pytest.mark.parametrize("way", ["prefetched", "streamed", "streamed and prefetched", "sampler"])
 def test_other_ways_to_the_data(together: Any, way: str) -> None:
-    def train(grid: gridtrain.Grid, number: int) -> dict[str, Any]:
-        model = model_of()
-        optimizer = wrapped(grid, model, gridtrain.GTopK(density=0.3))
+    def train(grid: gridtrain.Grid, number: int) -> Loop:
+        loop = Loop(grid, gridtrain.GTopK(density=0.3))
         options: dict[str, Any] = {"batch_size": 2, "epochs": 2}
         if way == "sampler":
             data = Numbered(37)
@@ -161,28 +111,22 @@ def test_other_ways_to_the_data(together: Any, way: str) -> None:
             length = None if way == "prefetched" else 37
             ahead = 1 if "prefetched" in way else 0
             batches = grid.batches(data, length=length, num_workers=ahead, **options)
-        return loop(grid, batches, model, optimizer)
+        return loop.run(batches)
 
-    results = together(train, 2)
-    assert len({str(seen["digests"]) + seen["last"] for seen in results}) == 1
-    taken = {(step, tuple(samples)) for seen in results for step, _, samples in seen["samples"]}
-    assert sorted(i for _, samples in taken for i in samples) == sorted([*range(37), *range(37)])
+    assert_each_once(together(train, 2), 37)
 
 
 def test_schedulers_step_with_the_loop(together: Any) -> None:
     """Also where a pass ends, and on a worker that holds no samples then: the last step has one."""
 
     def train(grid: gridtrain.Grid, number: int) -> tuple[float, str]:
-        model = model_of()
-        optimizer = wrapped(grid, model, gridtrain.Dense(), every=2)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        loop = Loop(grid, gridtrain.Dense(), every=2)
+        scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 3, 0.5)
         grid.track(scheduler=scheduler)
         for inputs, _ in grid.batches(Numbered(5), batch_size=1, epochs=3):
-            model(inputs).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_batch(loop.model, loop.optimizer, inputs)
             scheduler.step()
-        return optimizer.param_groups[0]["lr"], digest(model, optimizer)
+        return loop.optimizer.param_groups[0]["lr"], loop.digest
 
     results = together(train, 2)
     assert len(set(results)) == 1
@@ -191,12 +135,11 @@ def test_schedulers_step_with_the_loop(together: Any) -> None:
 
 def test_wrong_numbers_of_calls_are_named(outcomes: Any) -> None:
     def train(grid: gridtrain.Grid, number: int, calls: int) -> None:
-        model = model_of()
-        optimizer = wrapped(grid, model, gridtrain.Dense())
+        loop = Loop(grid, gridtrain.Dense())
         for position, (inputs, _) in enumerate(grid.batches(Numbered(50), batch_size=2, steps=3)):
-            model(inputs).square().mean().backward()
+            loop.model(inputs).square().mean().backward()
             for _ in range(calls if position == 0 else 1):
-                optimizer.step()
+                loop.optimizer.step()
 
     (seldom,) = outcomes(lambda grid, number: train(grid, number, 0), 1)
     (often,) = outcomes(lambda grid, number: train(grid, number, 2), 1)
@@ -209,15 +152,12 @@ def test_another_number_of_steps_is_another_training(new_group: Any) -> None:
     began, refused = threading.Event(), threading.Event()
 
     def train(grid: gridtrain.Grid, number: int) -> str:
-        model = model_of()
-        optimizer = wrapped(grid, model, gridtrain.Dense(), every=4 + number)
-        for inputs, _ in grid.batches(Numbered(50), batch_size=2, steps=10_000):
+        def until_refused(loop: Loop) -> bool:
             began.set()
-            if refused.is_set():
-                break
-            model(inputs).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            return refused.is_set()
+
+        loop = Loop(grid, gridtrain.Dense(), every=4 + number)
+        loop.run(grid.batches(Numbered(50), batch_size=2, steps=10_000), until_refused)
         return "trained"
 
     with new_group(workers=1) as group:
@@ -232,29 +172,34 @@ def test_another_number_of_steps_is_another_training(new_group: Any) -> None:
 # -- workers that come and go -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: type(e).__name__)
-def test_a_newcomer_enters_between_two_exchanges(new_group: Any, exchange: Any) -> None:
+@every_exchange
+@with_and_without_overlap
+def test_a_newcomer_enters_between_two_exchanges(new_group: Any, exchange: Any, overlap: bool) -> None:
+    """It is given the state while the others wait in a step, in which their scheduler has moved already."""
     warm, entered = threading.Event(), threading.Event()
     stop_at = [10**9]
 
-    def train(grid: gridtrain.Grid, number: int) -> dict[int, str]:
-        model = model_of()
-        optimizer = wrapped(grid, model, exchange, outer_learning_rate=0.7, outer_momentum=0.9)
-        digests: dict[int, str] = {}
+    def train(grid: gridtrain.Grid, number: int) -> tuple[dict[int, str], dict[int, float]]:
+        loop = Loop(grid, exchange, overlap=overlap, **OUTER)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda step: 1.0 / (1.0 + step))
+        grid.track(scheduler=scheduler)
+        rates: dict[int, float] = {}
         for inputs, _ in grid.batches(Numbered(50_000), batch_size=2, steps=100_000):
-            if optimizer.local_calls == 0:
-                digests[grid.step] = digest(model, optimizer)
+            step = grid.step
+            if loop.optimizer.local_calls == 0:
+                rates[step] = loop.optimizer.param_groups[0]["lr"]
                 if number == 2 and not entered.is_set():
-                    stop_at[0] = grid.step + 8
+                    stop_at[0] = step + 8
                     entered.set()
-                if grid.step >= stop_at[0]:
+                if step >= stop_at[0]:
                     break
-            model(inputs).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if grid.step > 5:
+            train_batch(loop.model, loop.optimizer, inputs)
+            scheduler.step()
+            if loop.optimizer.local_calls == 0:
+                loop.digests[step] = loop.digest
+            if step > 5:
                 warm.set()
-        return digests
+        return loop.digests, rates
 
     with new_group(workers=2) as group:
         for _ in range(2):
@@ -265,115 +210,59 @@ def test_a_newcomer_enters_between_two_exchanges(new_group: Any, exchange: Any) 
         results = [group.result(number) for number in range(3)]
         events = [event["event"] for event in group.snapshot()["events"]]
     for result in results:
-        assert isinstance(result, dict), result
-    common = set.intersection(*(set(seen) for seen in results))
-    assert len(common) >= 8
-    assert all(len({seen[step] for seen in results}) == 1 for step in common)
-    assert ("caught_up" in events) == exchange.sparse and "drifted" not in events
-    steps = sorted(results[0])
+        assert isinstance(result, tuple), result
+    common = set.intersection(*(set(digests) for digests, _ in results))
+    assert len(common) >= 7
+    assert all(len({digests[step] for digests, _ in results}) == 1 for step in common)
+    for step, rate in results[2][1].items():
+        assert rate == pytest.approx(0.01 / (1 + EVERY * step)), f"step {step}"
+    assert "drifted" not in events and "lost" not in events
+    assert overlap or ("caught_up" in events) == exchange.sparse
+    steps = sorted(results[0][0])
     assert all(b == a + 1 for a, b in itertools.pairwise(steps)), "a member lost a step"
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: type(e).__name__)
-def test_a_newcomer_has_the_schedule_of_the_others(new_group: Any, exchange: Any) -> None:
-    """It is given the state while the others wait in a step, in which their scheduler has moved already."""
-    warm, entered = threading.Event(), threading.Event()
-    stop_at = [10**9]
-
-    def train(grid: gridtrain.Grid, number: int) -> dict[int, float]:
-        model = model_of()
-        optimizer = wrapped(grid, model, exchange)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1.0 + step))
-        grid.track(scheduler=scheduler)
-        rates: dict[int, float] = {}
-        for inputs, _ in grid.batches(Numbered(50_000), batch_size=2, steps=100_000):
-            if optimizer.local_calls == 0:
-                rates[grid.step] = optimizer.param_groups[0]["lr"]
-                if number == 2 and not entered.is_set():
-                    stop_at[0] = grid.step + 8
-                    entered.set()
-                if grid.step >= stop_at[0]:
-                    break
-            model(inputs).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-            if grid.step > 5:
-                warm.set()
-        return rates
-
-    with new_group(workers=2) as group:
-        for _ in range(2):
-            group.start(train)
-        assert warm.wait(WITHIN_S)
-        group.start(train)
-        assert entered.wait(WITHIN_S)
-        results = [group.result(number) for number in range(3)]
-    for result in results:
-        assert isinstance(result, dict), result
-    assert len(results[2]) >= 8
-    for step, rate in results[2].items():
-        assert rate == pytest.approx(0.01 / (1 + EVERY * step)), f"step {step}"
-
-
-class Faulty:
-    """Three workers under a plan of faults: what committed attempts took, and how each worker ended."""
-
-    def __init__(self, faults: Faults, exchange: Any, samples: int) -> None:
-        self.exchange, self.samples = exchange, samples
-        self.ends: dict[str, Any] = {}
-        self.taken: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        self.committed: set[tuple[int, ...]] = set()
-        with LocalGroup(min_workers=3, deadlines=LOSING, faults=faults) as group:
-            threads = [threading.Thread(target=self._work, args=(group, name), daemon=True) for name in NAMES]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(30.0)
-        assert set(self.ends) == set(NAMES), f"only {set(self.ends)} have ended"
-
-    def _work(self, group: LocalGroup, name: str) -> None:
-        try:
-            with group.join(name) as grid:
-                self.ends[name] = self._train(grid)
-        except BaseException as error:
-            self.ends[name] = error
-
-    def _train(self, grid: gridtrain.Grid) -> str:
-        model = model_of()
-        optimizer = wrapped(grid, model, self.exchange, outer_momentum=0.5)
-        session: Any = grid._session
-        run, mine = session.run, set[int]()
-
-        def seen(plan: Any, *rest: Any) -> Any:
-            name = session._turn.open_round
-            attempt = (name.generation, name.step, name.attempt)
-            self.taken[attempt] += sorted(mine) if plan.samples else []
-            outcome = run(plan, *rest)
-            if outcome.is_committed:
-                self.committed.add(attempt)
-            return outcome
-
-        session.run = seen
-        for inputs, indices in grid.batches(Numbered(self.samples), batch_size=2, epochs=1):
-            if optimizer.local_calls == 0:
-                mine.clear()
-            mine.update(indices.tolist())
-            model(inputs).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return digest(model, optimizer)
-
-
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: type(e).__name__)
+@every_exchange
 @pytest.mark.parametrize("point", ["before", "during", "after"])
-def test_a_worker_that_is_killed_costs_nobody_a_sample(point: Any, exchange: Any) -> None:
-    run = Faulty(Faults().kill_at("bert", 3, point), exchange, samples=200)
-    assert isinstance(run.ends["bert"], EndpointKilled), run.ends["bert"]
-    digests = [end for end in run.ends.values() if isinstance(end, str)]
-    assert len(digests) == 2 and len(set(digests)) == 1, run.ends
-    assert sorted(index for name in run.committed for index in run.taken[name]) == list(range(200))
-    assert len({name[0] for name in run.committed}) == 2, "the others went on in another generation"
+@with_and_without_overlap
+def test_a_worker_that_is_killed_costs_nobody_a_sample(overlap: bool, point: Any, exchange: Any) -> None:
+    """The others do what the killed worker has computed and the group has not committed."""
+    consumed: list[int] = []
+    taken: dict[tuple[int, ...], list[int]] = {}
+    committed: set[tuple[int, ...]] = set()
+
+    def work(group: LocalGroup, name: str) -> Loop:
+        with group.join(name) as grid:
+            loop = Loop(grid, exchange, overlap=overlap, outer_momentum=0.5)
+            session: Any = grid._session
+            run = session.run
+
+            def seen(plan: Any, *rest: Any) -> Any:
+                open_round = session._turn.open_round
+                attempt = (open_round.generation, open_round.step, open_round.attempt)
+                taken.setdefault(attempt, []).extend(set(loop.turn) if plan.samples else ())
+                outcome = run(plan, *rest)
+                if outcome.is_committed:
+                    committed.add(attempt)
+                return outcome
+
+            if not overlap:
+                session.run = seen
+            loop.run(grid.batches(Numbered(200), batch_size=2, epochs=1))
+            consumed.append(session.snapshot.ledger.consumed)
+            return loop
+
+    ends = run_named(NAMES, work, deadlines=LOSING, faults=Faults().kill_at("bert", 3, point))
+    assert isinstance(ends["bert"], EndpointKilled), ends["bert"]
+    loops = [end for end in ends.values() if isinstance(end, Loop)]
+    assert len(loops) == 2 and len({loop.last for loop in loops}) == 1, ends
+    assert consumed == [200, 200]
+    if overlap:
+        missing = set(range(200)) - {index for loop in loops for index in loop.taken}
+        assert len(missing) <= 3 * 2 * EVERY, "bert's committed samples are those of its first turns"
+    else:
+        assert sorted(index for name in committed for index in taken[name]) == list(range(200))
+        assert len({name[0] for name in committed}) == 2, "the others went on in another generation"
 
 
 def test_a_slow_worker_shows_life_at_each_local_step(new_group: Any) -> None:
@@ -381,15 +270,11 @@ def test_a_slow_worker_shows_life_at_each_local_step(new_group: Any) -> None:
     patient = replace(LOSING, first_step_s=1.2, patience_floor_s=1.2, patience_factor=0.0)
 
     def train(grid: gridtrain.Grid, number: int) -> str:
-        model = model_of()
-        optimizer = wrapped(grid, model, gridtrain.Dense(), every=8)
-        for inputs, _ in grid.batches(Numbered(500), batch_size=2, steps=2):
-            if number == 1:
-                time.sleep(0.3)  # its processor is slow
-            model(inputs).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return digest(model, optimizer)
+        def be_slow(loop: Loop) -> None:
+            time.sleep(0.3 * number)  # its processor is slow
+
+        batches = grid.batches(Numbered(500), batch_size=2, steps=1)
+        return Loop(grid, gridtrain.Dense(), every=8).run(batches, be_slow).last
 
     with new_group(workers=2, deadlines=patient) as group:
         first, second = (group.result(number) for number in [group.start(train) for _ in range(2)])
@@ -400,78 +285,67 @@ def test_a_slow_worker_shows_life_at_each_local_step(new_group: Any) -> None:
 
 def test_what_was_trained_alone_and_not_exchanged_is_done_by_the_others(new_group: Any) -> None:
     """One leaves after two of its four local steps: its samples are somebody else's then."""
-    taken: dict[int, list[Any]] = {}
+    loops: dict[int, Loop] = {}
 
     def train(grid: gridtrain.Grid, number: int) -> str:
-        model = model_of()
-        optimizer = wrapped(grid, model, gridtrain.GTopK(density=0.3))
-        mine: list[Any] = taken.setdefault(number, [])
-        open_turn: set[int] = set()
-        for inputs, indices in grid.batches(Numbered(120), batch_size=2, epochs=1):
-            if number == 1 and grid.step == 2 and optimizer.local_calls == 2:
-                return "left"
-            step = grid.step
-            open_turn.update(indices.tolist())
-            model(inputs).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if grid.step > step:
-                mine.extend(open_turn)
-                open_turn.clear()
-        return digest(model, optimizer)
+        def is_leaving(loop: Loop) -> bool:
+            return number == 1 and grid.step == 2 and loop.optimizer.local_calls == 2
+
+        loops[number] = Loop(grid, gridtrain.GTopK(density=0.3))
+        return loops[number].run(grid.batches(Numbered(120), batch_size=2, epochs=1), is_leaving).last
 
     with new_group(workers=3) as group:
         for _ in range(3):
             group.start(train)
         results = [group.result(number) for number in range(3)]
-    assert results[1] == "left" and results[0] == results[2], results
-    assert sorted(itertools.chain(*taken.values())) == list(range(120))
+    assert results[0] == results[2], results
+    assert list(loops[1].digests) == [0, 1], "it has left in its third turn"
+    whole = [set().union(*loop.samples[step]) for loop in loops.values() for step in loop.digests]
+    assert sorted(itertools.chain(*whole)) == list(range(120))
 
 
 # -- checkpoints ------------------------------------------------------------------------------
 
 
-def run(folder: Path, workers: int, exchange: Any, until: int) -> list[dict[str, Any]]:
-    results: dict[int, dict[str, Any]] = {}
-
-    def one(number: int) -> None:
-        state = str(folder / f"worker-{number}")
-        grid = group.join(f"worker-{number}", checkpoint_every=3, state_dir=state, export_dir=str(folder))
-        with grid:
-            model = model_of()
-            optimizer = wrapped(grid, model, exchange, outer_learning_rate=0.7, outer_momentum=0.9)
+def run(folder: Path, workers: int, exchange: Any, until: int, overlap: bool = False) -> list[dict[str, Any]]:
+    def work(group: LocalGroup, name: str) -> dict[str, Any]:
+        with group.join(
+            name, checkpoint_every=3, state_dir=str(folder / name), export_dir=str(folder)
+        ) as grid:
             seen: dict[str, Any] = {"steps": []}
-            for inputs, _ in grid.batches(Numbered(90), global_batch_size=6, steps=12):
-                if optimizer.local_calls == 0:
+
+            def look(loop: Loop) -> bool:
+                if loop.optimizer.local_calls == 0:
                     grid._model_state.checkpoints.wait()  # type: ignore[union-attr]
                     if grid.step == until:
-                        break
+                        return True
                     seen["steps"].append(grid.step)
-                    seen.setdefault("first", digest(model, optimizer))
-                model(inputs).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            seen["last"] = digest(model, optimizer)
-            seen["moments"] = serialization.replica_digest(model, optimizer.inner)
-            results[number] = seen
+                    seen.setdefault("first", loop.digest)
+                return False
 
-    with LocalGroup(min_workers=workers) as group:
-        threads = [threading.Thread(target=one, args=(n,), daemon=True) for n in range(workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60.0)
-    assert sorted(results) == list(range(workers)), "a worker failed"
-    return [results[number] for number in range(workers)]
+            loop = Loop(grid, exchange, overlap=overlap, **OUTER)
+            loop.run(grid.batches(Numbered(90), global_batch_size=6, steps=12), look)
+            moments = serialization.replica_digest(loop.model, loop.optimizer.inner)
+            return {**seen, "last": loop.last, "moments": moments}
+
+    ends = run_named([f"worker-{number}" for number in range(workers)], work)
+    assert all(isinstance(end, dict) for end in ends.values()), ends
+    return list(ends.values())
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: type(e).__name__)
-def test_another_number_of_workers_goes_on_from_a_checkpoint(exchange: Any, tmp_path: Path) -> None:
-    run(tmp_path, 2, exchange, until=8)
-    assert checkpoint_store.read(tmp_path / "worker-0" / "step-00000006").step == 6
-    again = run(tmp_path, 3, exchange, until=12)
+@every_exchange
+@with_and_without_overlap
+def test_another_number_of_workers_goes_on_from_a_checkpoint(
+    overlap: bool, exchange: Any, tmp_path: Path
+) -> None:
+    run(tmp_path, 2, exchange, until=8, overlap=overlap)
+    checkpoint = checkpoint_store.read(tmp_path / "worker-0" / "step-00000006")
+    assert checkpoint.step == 6
+    assert bool(checkpoint.position.ledger.pending) == overlap, "a batch was being exchanged"
+    again = run(tmp_path, 3, exchange, until=13, overlap=overlap)
     assert all(seen["steps"] == list(range(6, 12)) for seen in again)
-    assert len({(seen["first"], seen["last"]) for seen in again}) == 1
+    assert len({seen["last"] for seen in again}) == 1
+    assert overlap or len({seen["first"] for seen in again}) == 1
 
 
 def test_the_same_workers_end_as_if_nothing_had_happened(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ order); with any exchange all workers must hold the same bits.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -96,7 +96,7 @@ def sgd(parameters: Any, exchange: Any, **options: Any) -> torch.optim.Optimizer
     return torch.optim.SGD(parameters, **{"lr": 0.05, "momentum": momentum, **options})
 
 
-def error_of(model: nn.Module, batch: Any) -> torch.Tensor:
+def error_of(model: Callable[..., Any], batch: Any) -> torch.Tensor:
     inputs, targets = batch
     loss: torch.Tensor = (model(inputs) - targets).square().mean()
     return loss
@@ -105,12 +105,24 @@ def error_of(model: nn.Module, batch: Any) -> torch.Tensor:
 DATA, HELD_OUT = noisy_sums(), noisy_sums(8, seed=8)
 
 
+def wrapped(grid: Any, exchange: Any) -> tuple[nn.Sequential, Any]:
+    """A net with its optimizer."""
+    model = net()
+    return model, grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
+
+
+def train(model: Callable[..., Any], optimizer: Any, batches: Iterable[Any]) -> None:
+    for batch in batches:
+        optimizer.zero_grad()
+        error_of(model, batch).backward()
+        optimizer.step()
+
+
 # -- the loops -----------------------------------------------------------------------------------------
 
 
 def plain(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
-    model = net()
-    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
+    model, optimizer = wrapped(grid, exchange)
     for batch in grid.batches(DATA, batch_size=2, steps=6):
         error_of(model, batch).backward()
         optimizer.step()
@@ -120,40 +132,27 @@ def plain(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
 
 def passes_with_a_tail(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
     """20 samples, 3 workers of 4 each: steps of 12, 8, 12, 8 samples."""
-    model = net()
-    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
-    for batch in grid.batches(DATA[:20], batch_size=4, epochs=2, seed=3):
-        optimizer.zero_grad()
-        error_of(model, batch).backward()
-        optimizer.step()
+    model, optimizer = wrapped(grid, exchange)
+    train(model, optimizer, grid.batches(DATA[:20], batch_size=4, epochs=2, seed=3))
     return model, optimizer
 
 
 def fewer_samples_than_workers(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
     """2 samples: a third worker gets stand-ins, which count for nothing."""
-    model = net()
-    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
-    for batch in grid.batches(DATA[:2], batch_size=1, epochs=5):
-        optimizer.zero_grad()
-        error_of(model, batch).backward()
-        optimizer.step()
+    model, optimizer = wrapped(grid, exchange)
+    train(model, optimizer, grid.batches(DATA[:2], batch_size=1, epochs=5))
     return model, optimizer
 
 
 def global_batch_size(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
     """8 samples a step: shares of 3, 3 and 2."""
-    model = net()
-    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
-    for batch in grid.batches(DATA, global_batch_size=8, steps=6):
-        optimizer.zero_grad()
-        error_of(model, batch).backward()
-        optimizer.step()
+    model, optimizer = wrapped(grid, exchange)
+    train(model, optimizer, grid.batches(DATA, global_batch_size=8, steps=6))
     return model, optimizer
 
 
 def accumulation(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
-    model = net()
-    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
+    model, optimizer = wrapped(grid, exchange)
     batches = grid.batches(DATA, batch_size=2, accumulate=2, steps=6)
     for number, batch in enumerate(batches):
         (error_of(model, batch) / 2).backward()
@@ -164,18 +163,13 @@ def accumulation(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
 
 
 def data_loader(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
-    model = net()
-    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
-    for batch in DataLoader(DATA, batch_sampler=grid.sampler(DATA, batch_size=2, epochs=2)):  # type: ignore[arg-type]
-        optimizer.zero_grad()
-        error_of(model, batch).backward()
-        optimizer.step()
+    model, optimizer = wrapped(grid, exchange)
+    train(model, optimizer, DataLoader(DATA, batch_sampler=grid.sampler(DATA, batch_size=2, epochs=2)))  # type: ignore[arg-type]
     return model, optimizer
 
 
 def lambda_scheduler(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
-    model = net()
-    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
+    model, optimizer = wrapped(grid, exchange)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     for batch in grid.batches(DATA, batch_size=2, steps=6):
         optimizer.zero_grad()
@@ -188,8 +182,7 @@ def lambda_scheduler(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
 
 def plateau_on_a_shared_number(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
     """The same held-out samples on every worker: the same number, so that nothing forks."""
-    model = net()
-    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
+    model, optimizer = wrapped(grid, exchange)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
     held_out = sampler.fetch_batch(HELD_OUT, range(len(HELD_OUT)))
     for batch in grid.batches(DATA, batch_size=2, steps=6):
@@ -204,8 +197,7 @@ def plateau_on_a_shared_number(grid: Any, exchange: Any) -> tuple[nn.Module, Any
 
 def plateau_on_the_groups_mean(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
     """Every worker has the loss of its own samples; `grid.mean` makes it one number."""
-    model = net()
-    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
+    model, optimizer = wrapped(grid, exchange)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
     for batch in grid.batches(DATA, batch_size=2, steps=6):
         optimizer.zero_grad()
@@ -221,10 +213,7 @@ def adamw(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     optimizer = grid.optimizer(optimizer, model, exchange=DENSE)
-    for batch in grid.batches(DATA, batch_size=2, steps=6):
-        optimizer.zero_grad()
-        error_of(model, batch).backward()
-        optimizer.step()
+    train(model, optimizer, grid.batches(DATA, batch_size=2, steps=6))
     return model, optimizer
 
 
@@ -232,10 +221,7 @@ def parameter_groups(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
     model = net()
     groups = [{"params": model[0].parameters(), "lr": 0.02}, {"params": model[2].parameters()}]
     optimizer = grid.optimizer(sgd(groups, exchange, weight_decay=0.01), model, exchange=exchange)
-    for batch in grid.batches(DATA, batch_size=2, steps=6):
-        optimizer.zero_grad()
-        error_of(model, batch).backward()
-        optimizer.step()
+    train(model, optimizer, grid.batches(DATA, batch_size=2, steps=6))
     return model, optimizer
 
 
@@ -244,10 +230,7 @@ def frozen_parameters(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
     model[0].requires_grad_(False)
     before = model[0].weight.clone()
     optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
-    for batch in grid.batches(DATA, batch_size=2, steps=6):
-        optimizer.zero_grad()
-        error_of(model, batch).backward()
-        optimizer.step()
+    train(model, optimizer, grid.batches(DATA, batch_size=2, steps=6))
     assert torch.equal(before, model[0].weight)
     return model, optimizer
 
@@ -256,38 +239,27 @@ def tied_parameters(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
     model = seeded(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 1)))
     model[2].weight = model[0].weight
     optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
-    for batch in grid.batches(DATA, batch_size=2, steps=6):
-        optimizer.zero_grad()
-        error_of(model, batch).backward()
-        optimizer.step()
+    train(model, optimizer, grid.batches(DATA, batch_size=2, steps=6))
     assert model[2].weight is model[0].weight
     return model, optimizer
 
 
 def compiled(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
-    model = net()
-    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
+    model, optimizer = wrapped(grid, exchange)
     fast = torch.compile(model, backend="eager")
-    for batch in grid.batches(DATA, batch_size=2, steps=6):
-        optimizer.zero_grad()
-        error_of(fast, batch).backward()
-        optimizer.step()
+    train(fast, optimizer, grid.batches(DATA, batch_size=2, steps=6))
     return model, optimizer
 
 
 def compiled_before_it_is_wrapped(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
     model = torch.compile(net(), backend="eager")
     optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
-    for batch in grid.batches(DATA, batch_size=2, steps=6):
-        optimizer.zero_grad()
-        error_of(model, batch).backward()
-        optimizer.step()
+    train(model, optimizer, grid.batches(DATA, batch_size=2, steps=6))
     return model, optimizer
 
 
 def scaled_loss(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
-    model = net()
-    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
+    model, optimizer = wrapped(grid, exchange)
     scaler = grid.scaler(device="cpu", init_scale=256.0, growth_interval=2)
     for batch in grid.batches(DATA, batch_size=2, steps=6):
         optimizer.zero_grad()
@@ -300,8 +272,7 @@ def scaled_loss(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
 
 def saved_and_loaded(grid: Any, exchange: Any) -> tuple[nn.Module, Any]:
     """After the third step everything is spoilt and put back: a checkpoint holds all there is to hold."""
-    model = net()
-    optimizer = grid.optimizer(sgd(model.parameters(), exchange), model, exchange=exchange)
+    model, optimizer = wrapped(grid, exchange)
     for number, batch in enumerate(grid.batches(DATA, batch_size=2, steps=6)):
         optimizer.zero_grad()
         error_of(model, batch).backward()
@@ -343,12 +314,12 @@ LOOPS: list[Loop] = [
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 @pytest.mark.parametrize("exchange", [DENSE, SPARSE], ids=["dense", "gtopk"])
 def test_a_group_does_what_one_process_did(together: Any, loop: Loop, exchange: Any) -> None:
-    def train(grid: gridtrain.Grid, number: int) -> tuple[str, torch.Tensor]:
+    def work(grid: gridtrain.Grid, number: int) -> tuple[str, torch.Tensor]:
         model, optimizer = loop(grid, exchange)
         assert grid.finished
         return serialization.replica_digest(model, optimizer.inner).hex(), flat(model)
 
-    results = together(train, WORKERS)
+    results = together(work, WORKERS)
     assert len({digest for digest, _ in results}) == 1, "parameters and optimizer state, bit for bit"
 
     if exchange is DENSE:

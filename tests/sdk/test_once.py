@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from brisk import WITHIN_S
+from sharded_data import write_shards
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -59,11 +61,17 @@ class Stream(IterableDataset[tuple[torch.Tensor, int]]):
         return (points[(number * 7 + self.epoch) % SIZE] for number in range(SIZE))
 
 
+def shards(folder: Path) -> gridtrain.Shards:
+    """The same points in eight files of 1 to 60."""
+    points = Points()
+    return gridtrain.Shards(folder / "index.json", decode=lambda sample: points[sample["number"]])
+
+
 class Scene:
     """What was brought into each attempt, and which attempts were committed."""
 
-    def __init__(self, group: Any, options: dict[str, Any]) -> None:
-        self.group, self.options = group, options
+    def __init__(self, group: Any, dataset: Callable[[], Any], options: dict[str, Any]) -> None:
+        self.group, self.dataset, self.options = group, dataset, options
         self.brought: dict[RoundId, list[int]] = defaultdict(list)
         self.committed: set[RoundId] = set()
         self.come, self.here, self.lock = threading.Event(), threading.Event(), threading.Lock()
@@ -91,8 +99,7 @@ class Scene:
         )
         in_hand: list[int] = []
         self.watch(grid, in_hand)
-        dataset = Stream() if self.options.get("length") else Points()
-        for x, indices in grid.batches(dataset, global_batch_size=12, epochs=EPOCHS, **self.options):
+        for x, indices in grid.batches(self.dataset(), global_batch_size=12, epochs=EPOCHS, **self.options):
             in_hand[:] = indices.tolist()
             if number == 0 and grid.step == COMES and not self.come.is_set():
                 self.come.set()
@@ -108,18 +115,25 @@ class Scene:
         return grid.step
 
 
-WAYS = {
-    "by index": {},
-    "by index, two processes read ahead": {"num_workers": 2},
-    "from the front": {"length": SIZE},
-    "from the front, a process reads ahead": {"length": SIZE, "num_workers": 1, "prefetch_factor": 3},
+WAYS: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
+    "by index": (lambda _: Points(), {}),
+    "by index, two processes read ahead": (lambda _: Points(), {"num_workers": 2}),
+    "from the front": (lambda _: Stream(), {"length": SIZE}),
+    "from the front, a process reads ahead": (
+        lambda _: Stream(),
+        {"length": SIZE, "num_workers": 1, "prefetch_factor": 3},
+    ),
+    "by shards": (shards, {}),
+    "by shards, two processes read ahead": (shards, {"num_workers": 2}),
 }
 
 
-@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS.keys())
-def test_every_sample_counts_once(new_group: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_every_sample_counts_once(new_group: Any, way: str, tmp_path: Path) -> None:
+    (dataset, options), folder = WAYS[way], tmp_path / "data"
+    write_shards(folder)
     with new_group(workers=3, deadlines=QUICK) as group:
-        scene = Scene(group, options)
+        scene = Scene(group, lambda: dataset(folder), options)
         for _ in range(3):
             group.start(scene.train)
         assert scene.come.wait(WITHIN_S), group.results

@@ -53,6 +53,7 @@ class Scene:
     def train(self, grid: Grid, name: str) -> None:
         torch.manual_seed(3)
         model = nn.Linear(8, 4)
+        model.bias.requires_grad_(False).zero_()  # never sent, also not to a worker that returns
         inner = torch.optim.SGD(model.parameters(), lr=0.01)
         optimizer = grid.optimizer(inner, model, exchange=self.exchange)
         for batch in grid.batches(DATA, batch_size=2, steps=self.steps):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,13 +15,14 @@ from torch import nn
 
 import gridtrain
 from gridtrain.core.member.stragglers import FEWEST_DELAYS
+from gridtrain.core.messages import ReplicaDigest
 from gridtrain.sdk.local_group import LocalGroup
 
 NET = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 DATA = torch.utils.data.TensorDataset(
     torch.randn(640, 6, generator=torch.Generator().manual_seed(1)), torch.arange(640) % 3
 )
-STALLED_AT, STEPS_WITHOUT = FEWEST_DELAYS + 4, 6
+STALLED_AT, STEPS_WITHOUT, COMPARE_EVERY = FEWEST_DELAYS + 4, 6, 2
 
 
 @dataclass
@@ -30,10 +32,12 @@ class Stall:
     Attributes:
         steps_without: the steps that the group has taken when the stall ended.
         batches: the number of batches of the worker that stalled.
+        digests: by step, the digests of the workers' states that were compared after it.
     """
 
     steps_without: int = -1
     batches: int = 0
+    digests: dict[int, list[bytes]] = field(default_factory=lambda: defaultdict(list))
     _claim: threading.Lock = field(default_factory=threading.Lock)
     _gone_on: threading.Condition = field(default_factory=threading.Condition)
     _step: int = 0
@@ -67,8 +71,22 @@ def train(
     def one(grid: gridtrain.Grid) -> tuple[bytes, float, int]:
         is_stalling, model = stall.claim(), copy.deepcopy(NET)
         optimizer = grid.optimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model, exchange=exchange, wait=wait
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model,
+            exchange=exchange,
+            wait=wait,
+            compare_every=COMPARE_EVERY,
         )
+        session: Any = grid._session
+        transport = session.connection.loop._transport
+        send = transport.send
+
+        def seen(peer: bytes, message: Any, *frames: Any) -> None:
+            if isinstance(message, ReplicaDigest):
+                stall.digests[message.step].append(message.digest)
+            send(peer, message, *frames)
+
+        transport.send = seen
         scheduler = schedule(grid, optimizer)
         number = 0
         for inputs, labels in grid.batches(DATA, batch_size=4, epochs=1):
@@ -116,6 +134,9 @@ def test_the_group_goes_on_without_a_stalled_loop(exchange: Any) -> None:
     assert stall.steps_without >= STEPS_WITHOUT, "the group has waited"
     assert len(set(results)) == 1, "models, learning rates and ledgers are equal"
     assert results[0][2] == len(DATA), "every sample counts once"
+    assert len(stall.digests) > STEPS_WITHOUT // COMPARE_EVERY
+    for step, digests in stall.digests.items():
+        assert len(digests) == 3 and len(set(digests)) == 1, f"states after step {step}"
 
 
 def test_a_tracked_scheduler_is_repeated_for_missed_steps() -> None:

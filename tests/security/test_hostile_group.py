@@ -8,7 +8,7 @@ removed, and the hostile one is out.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from brisk import BRISK
+from thread_groups import one_thread_for_torch  # noqa: F401
 from torch import nn
 
 import gridtrain
@@ -105,14 +106,6 @@ class Run:
                 honest(peer, changed)
 
         transport.send = send  # type: ignore[method-assign]
-
-
-@pytest.fixture(autouse=True)
-def one_thread_for_torch() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def no_number(message: m.Data) -> list[m.Data]:

@@ -11,7 +11,6 @@ import struct
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 from collective_group import CollectiveGroup
 from defences import disable_defences
+from exchange_buffers import DENSE, ROUNDED, make_buffer
 
 from gridtrain.core import messages as m
 from gridtrain.core.collectives import butterfly
@@ -46,31 +46,16 @@ from gridtrain.runtime.buffers.collective_buffers import (
     CollectiveBuffer,
     DenseRingBuffer,
 )
-from gridtrain.runtime.buffers.direct_buffer import DirectBuffer
-from gridtrain.runtime.buffers.rounded_buffers import (
-    RoundedDirectBuffer,
-    RoundedRingBuffer,
-    RoundedStarBuffer,
-    largest_contribution,
-)
-from gridtrain.runtime.buffers.star_buffers import DenseStarBuffer, SparseStarBuffer, TreeBuffer
+from gridtrain.runtime.buffers.rounded_buffers import largest_contribution
+from gridtrain.runtime.buffers.star_buffers import DenseStarBuffer, SparseStarBuffer
 from gridtrain.runtime.state_transfer.blobs import MAX_BLOBS, BlobReceiver, split_blocks
 from gridtrain.runtime.state_transfer.block_buffer import BLOCK_BYTES
 
 Seeds = Callable[[int], Iterator[int]]
 KINDS = (
-    "dense", "topk", "gtopk", "tree", "star", "dense-star", "direct", "dense int8", "direct bf16", "star int8"
+    "dense", "topk", "gtopk", "tree", "star", "dense-star", "direct", "dense-int8", "direct-bf16",
+    "dense-star-int8",
 )  # fmt: skip
-ROUNDED = {"dense int8": ValueKind.INT8, "direct bf16": ValueKind.BF16, "star int8": ValueKind.INT8}
-DENSE: dict[str, Any] = {
-    "dense": DenseRingBuffer,
-    "dense-star": DenseStarBuffer,
-    "direct": DirectBuffer,
-    "dense int8": partial(RoundedRingBuffer, kind=ValueKind.INT8),
-    "direct bf16": partial(RoundedDirectBuffer, kind=ValueKind.BF16),
-    "star int8": partial(RoundedStarBuffer, kind=ValueKind.INT8),
-}
-MERGING = {"gtopk": ButterflyBuffer, "tree": TreeBuffer, "star": SparseStarBuffer}
 N, K = 48, 6
 
 
@@ -85,16 +70,12 @@ def workspaces_of(
     made: list[CollectiveBuffer] = []
     for rank in range(world_size):
         if kind in DENSE:
-            vector = np.asarray(rng.uniform(-limit, limit, N), np.float32)
-            made.append(DENSE[kind](vector, world_size, slice_bytes=16))
+            made.append(make_buffer(kind, rank, world_size, rng.uniform(-limit, limit, N)))
             continue
         indices = np.sort(rng.choice(N, K, replace=False))
         values = np.asarray(rng.choice([-limit, limit], K), np.float32)
         payload = encode(indices, values, n=N, kind=ValueKind.FP16)
-        if kind == "topk":
-            made.append(AllGatherBuffer(rank, world_size, payload, n=N, k=K, kind=ValueKind.FP16))
-        else:
-            made.append(MERGING[kind](payload, n=N, k=K, kind=ValueKind.FP16))
+        made.append(make_buffer(kind, rank, world_size, payload, n=N, k=K))
     return made
 
 

@@ -44,10 +44,10 @@ from typing import Any
 
 import numpy as np
 from collective_group import CollectiveGroup
+from exchange_buffers import DENSE, NEIGHBOURS, make_buffer, update_of
 
 from gridtrain.config import Auto
 from gridtrain.core import messages as m
-from gridtrain.core.collectives import allgather, butterfly, direct, ring, star, tree
 from gridtrain.core.collectives.activation_transfer import ActivationReceiver, ActivationSender
 from gridtrain.core.collectives.allgather import AllGather
 from gridtrain.core.collectives.butterfly import ButterflyExchange
@@ -69,11 +69,11 @@ from gridtrain.core.planning.network_model import NetworkModel as LineNetwork
 from gridtrain.core.planning.workload import ExchangeKind, Workload
 from gridtrain.errors import JoinRefused
 from gridtrain.network.wire.sparse_payload import ValueKind, decode, encode
-from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
-from gridtrain.runtime.buffers.direct_buffer import DirectBuffer
-from gridtrain.runtime.buffers.star_buffers import DenseStarBuffer, SparseStarBuffer, TreeBuffer
+from gridtrain.runtime.buffers.collective_buffers import ButterflyBuffer, DenseRingBuffer
+from gridtrain.runtime.buffers.star_buffers import DenseStarBuffer
 from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run import events as cio
+from simulation.faults import Faults
 from simulation.staged_world import StagedWorker, StagedWorld
 from simulation.virtual_exchange import simulate_exchange
 from simulation.virtual_network import LinkProperties
@@ -138,39 +138,13 @@ TEXT_KEYS = frozenset({"reason"})
 
 Workspaces = dict[m.Channel, Any]
 
-NEIGHBOURS: dict[str, Callable[..., frozenset[int]]] = {
-    "dense": ring.neighbours,
-    "direct": direct.neighbours,
-    "dense-star": star.neighbours,
-    "topk": allgather.neighbours,
-    "gtopk": butterfly.neighbours,
-    "tree": tree.neighbours,
-    "star": star.neighbours,
-}
-"""By exchange: ranks that a rank is connected to."""
-
-DENSE: dict[str, Callable[..., Any]] = {
-    "dense": DenseRingBuffer,
-    "direct": DirectBuffer,
-    "dense-star": DenseStarBuffer,
-}
-MERGING: dict[str, Callable[..., Any]] = {
-    "gtopk": ButterflyBuffer,
-    "tree": TreeBuffer,
-    "star": SparseStarBuffer,
-}
-AnyWorkspace = DenseRingBuffer | DenseStarBuffer | AllGatherBuffer | ButterflyBuffer
+EXCHANGES = ("dense", "direct", "dense-star", "topk", "gtopk", "tree", "star")
 
 
 def make_workspace(exchange: str, values_N: np.ndarray, k: int, rank: int, world_size: int) -> Any:
     """The numbers of one collective: all of a vector, or its `k` largest elements."""
-    if exchange in DENSE:
-        return DENSE[exchange](values_N.copy(), world_size, 16)
-    numbers: dict[str, Any] = {"n": values_N.size, "k": k, "kind": ValueKind.FP16}
-    payload = select(values_N, k)
-    if exchange in MERGING:
-        return MERGING[exchange](payload, **numbers)
-    return AllGatherBuffer(rank, world_size, payload, **numbers)
+    contribution = values_N if exchange in DENSE else select(values_N, k)
+    return make_buffer(exchange, rank, world_size, contribution, n=values_N.size, k=k)
 
 
 def select(values_N: np.ndarray, k: int) -> bytes:
@@ -179,16 +153,7 @@ def select(values_N: np.ndarray, k: int) -> bytes:
     return encode(indices, values_N[indices], n=values_N.size, kind=ValueKind.FP16)
 
 
-def update_of(workspace: AnyWorkspace, n: int) -> np.ndarray:
-    """The sum that a complete collective has computed."""
-    if isinstance(workspace, DenseRingBuffer | DenseStarBuffer):
-        return workspace.update_N
-    dense_N = np.zeros(n, np.float32)
-    dense_N[workspace.update.indices] = workspace.update.values
-    return dense_N
-
-
-def residual_of(workspace: AnyWorkspace, values_N: np.ndarray, k: int) -> np.ndarray:
+def residual_of(workspace: Any, values_N: np.ndarray, k: int) -> np.ndarray:
     """What of `values_N` is not in the sum that `workspace` has computed, as far as this rank keeps it."""
     if isinstance(workspace, DenseRingBuffer | DenseStarBuffer):
         return np.zeros_like(values_N)
@@ -300,7 +265,13 @@ class Transcript:
             self.lines.append(line)
 
 
-ADDED = {(m.LedgerSpec, "delay"), (m.LedgerState, "pending"), (m.Member, "entries_share")}
+ADDED = {
+    (m.LedgerSpec, "delay"),
+    (m.LedgerSpec, "shards"),
+    (m.LedgerState, "pending"),
+    (m.LedgerState, "leases"),
+    (m.Member, "entries_share"),
+}
 """Fields that classes did not have when the baseline was recorded; all histories have their defaults."""
 
 _WRITTEN: dict[type[Any], tuple[str, ...] | None] = {}
@@ -587,212 +558,124 @@ class StageWorld(MeasuredWorld, StagedWorld):
 # -- what goes wrong ---------------------------------------------------------------------------
 
 
-class Trouble:
+class Trouble(Faults):
     """What happens to the workers and the coordinator of one history, and when."""
 
     def __init__(self, world: World, dice: Random, most: int = 7) -> None:
-        self._world, self._dice, self._most = world, dice, most
+        super().__init__(world, dice)
+        self._most = most
 
     def plan(self, faults: Sequence[Callable[[Trouble], None]], events: int) -> None:
         """So many of these faults, at random times: a calm run is over within two seconds."""
-        within_s = self._dice.choice((0.6, 1.5, 4.0))
+        within_s = self.random.choice((0.6, 1.5, 4.0))
         for _ in range(events):
-            fault = self._dice.choice(faults)
-            self._world.at(0.35 + self._dice.uniform(0.0, within_s), partial(fault, self))
-
-    def _members(self) -> list[SimWorker]:
-        return [worker for worker in self._world.alive if worker.core.is_synced]
-
-    def _some(self, count: int = 1) -> list[SimWorker]:
-        """So many members, or none if there are not so many."""
-        members = self._members()
-        return self._dice.sample(members, count) if len(members) >= count else []
-
-    def _after(self, within_s: float, action: Callable[[], Any]) -> None:
-        self._world.at(self._world.now_s + self._dice.uniform(0.05, within_s), action)
+            fault = self.random.choice(faults)
+            self.world.at(0.35 + self.random.uniform(0.0, within_s), partial(fault, self))
 
     def join(self) -> None:
-        if len(self._world.alive) < self._most:
-            self._world.join()
-
-    def crash(self) -> None:
-        for worker in self._some():
-            self._world.crash(worker.peer)
+        if len(self.world.alive) < self._most:
+            self.world.join()
 
     def crash_and_return(self) -> None:
         """Another process comes with the key and the disk of the one that died, or only with its disk."""
-        for worker in self._some():
-            self._world.crash(worker.peer)
-            same_key = partial(self._world.restart_process, worker.peer, self._dice.choice((0.0, 0.3, 2.0)))
-            self._after(2.0, self._dice.choice((same_key, partial(self._return, worker))))
+        for worker in self.some():
+            self.world.crash(worker.peer)
+            same_key = partial(self.world.restart_process, worker.peer, self.random.choice((0.0, 0.3, 2.0)))
+            self.after(2.0, self.random.choice((same_key, partial(self._return, worker))))
 
     def _return(self, worker: SimWorker) -> None:
-        if isinstance(worker, StagedWorker) and isinstance(self._world, StagedWorld):
-            self._world.join_with(worker.stored_checkpoints)
+        if isinstance(worker, StagedWorker) and isinstance(self.world, StagedWorld):
+            self.world.join_with(worker.stored_checkpoints)
         else:
-            self._world.join(worker.disk)
+            self.world.join(worker.disk)
 
     def crash_stage(self) -> None:
         """All replicas of one stage."""
-        for worker in self._some():
+        for worker in self.some():
             seat = worker.core.rank_assignment
-            for other in self._members():
+            for other in self.members:
                 if (
                     seat is not None
                     and other.core.rank_assignment is not None
                     and other.core.rank_assignment.stage == seat.stage
                 ):
-                    self._world.crash(other.peer)
+                    self.world.crash(other.peer)
 
     def crash_all(self) -> None:
         """A power cut: some come back."""
-        for worker in self._world.alive:
-            self._world.crash(worker.peer)
-            if self._dice.random() < 0.7:
-                self._after(3.0, partial(self._return, worker))
+        for worker in self.world.alive:
+            self.world.crash(worker.peer)
+            if self.random.random() < 0.7:
+                self.after(3.0, partial(self._return, worker))
 
     def return_all(self) -> None:
-        for worker in [worker for worker in self._world.workers.values() if not worker.alive]:
-            if len(self._world.alive) < self._most:
+        for worker in [worker for worker in self.world.workers.values() if not worker.alive]:
+            if len(self.world.alive) < self._most:
                 self._return(worker)
 
     def leave(self) -> None:
-        for worker in self._some():
-            self._world.leave(worker.peer)
+        for worker in self.some():
+            self.world.leave(worker.peer)
 
     def hand_over(self) -> None:
-        for worker in self._some():
-            self._world.leave_gracefully(worker.peer)
+        for worker in self.some():
+            self.world.leave_gracefully(worker.peer)
 
     def hand_over_two(self) -> None:
-        for worker in self._some(2):
-            self._after(0.3, partial(self._world.leave_gracefully, worker.peer))
+        for worker in self.some(2):
+            self.after(0.3, partial(self.world.leave_gracefully, worker.peer))
 
     def pause(self) -> None:
         """The owner of a machine wants it for something else; the worker comes back later."""
-        for worker in self._some():
+        for worker in self.some():
             worker.handle(io.LeaveGroup("its owner plays", is_temporary=True))
-            self._world.crash(worker.peer)
-            self._after(4.0, partial(self._world.restart_process, worker.peer))
-
-    def break_edge(self) -> None:
-        if pair := self._some(2):
-            self._world.break_edge(pair[0].peer, pair[1].peer, self._dice.choice((0.001, 0.02, 0.6)))
-
-    def break_coordinator(self) -> None:
-        for worker in self._some():
-            self._world.break_edge(worker.peer, COORDINATOR, self._dice.choice((0.01, 0.3, 1.5, 4.0)))
-
-    def break_all_coordinator(self) -> None:
-        for worker in self._world.alive:
-            self._world.break_edge(worker.peer, COORDINATOR, self._dice.uniform(0.5, 3.0))
-
-    def cut_link(self) -> None:
-        if pair := self._some(2):
-            self._world.cut_link(pair[0].peer, pair[1].peer, self._dice.choice((1.0, 30.0)))
+            self.world.crash(worker.peer)
+            self.after(4.0, partial(self.world.restart_process, worker.peer))
 
     def join_cut_off(self) -> None:
         """A newcomer that only the coordinator reaches."""
-        newcomer = self._world.join()
-        for member in self._members():
-            self._world.cut_link(newcomer.peer, member.peer, 30.0)
-
-    def partition(self) -> None:
-        peers = sorted(worker.peer for worker in self._world.alive)
-        side = {peer for peer in peers if self._dice.random() < 0.5}
-        if self._dice.random() < 0.2:
-            side = {COORDINATOR, *peers} - side
-        one_way = self._dice.random() < 0.3
-        self._world.partition(side, self._dice.choice((0.3, 1.5, 5.0)), one_way=one_way)
-
-    def freeze(self) -> None:
-        for worker in self._some():
-            worker.freeze(self._dice.choice((0.1, 1.9, 3.0)))
-
-    def freeze_coordinator(self) -> None:
-        self._world.freeze_coordinator(self._dice.choice((0.2, 1.0, 3.0, 8.0)))
-
-    def restart(self) -> None:
-        self._world.crash_coordinator(self._dice.uniform(0.05, 1.5))
-
-    def restart_and_crash(self) -> None:
-        self._world.crash_coordinator(self._dice.uniform(0.3, 2.0))
-        self.crash()
-
-    def restart_from_backup(self) -> None:
-        self._world.crash_coordinator(self._dice.uniform(0.05, 1.5), lose_disk=True)
-
-    def back_up(self) -> None:
-        self._world.back_up()
-
-    def take_over(self) -> None:
-        """A second coordinator takes over while the first one still runs; some workers return to that one."""
-        self._world.fail_over_coordinator()
-        for worker in self._world.alive:
-            if self._dice.random() < 0.4:
-                self._after(
-                    3.0,
-                    partial(
-                        self._world.connect_to_stale_coordinator, worker.peer, self._dice.uniform(0.1, 2.0)
-                    ),
-                )
-
-    def flip(self) -> None:
-        for worker in self._some():
-            worker.flip_next = True
-
-    def lose_decision(self) -> None:
-        self._world.lose_next_decision()
-
-    def miss_generation(self) -> None:
-        """A member is away while a generation forms."""
-        for worker in self._some():
-            away_s = self._dice.uniform(1.2, 2.5)
-            self._world.slow_next_restore = True
-            if self._dice.random() < 0.7:
-                self._world.lose_next_decision(worker.peer, away_s)
-            else:
-                self._world.break_edge(worker.peer, COORDINATOR, away_s)
-            self.join()
+        newcomer = self.world.join()
+        for member in self.members:
+            self.world.cut_link(newcomer.peer, member.peer, 30.0)
 
     def catch_up(self) -> None:
         """Whoever has no part in the generation asks members for the state, and gets pieces of it."""
-        members = self._members()
-        for worker in self._world.alive if members else []:
+        members = self.members
+        for worker in self.world.alive if members else []:
             if worker.core.rank_assignment is None:
                 worker.handle(io.SnapshotLoading())
-                source, step = self._dice.choice(members), max(0, worker.core.step)
-                asked = self._dice.choice(
+                source, step = self.random.choice(members), max(0, worker.core.step)
+                asked = self.random.choice(
                     (m.SnapshotRequest(), m.SnapshotBlocksRequest(step, (0, 1)), m.UpdatesRequest(step))
                 )
                 table, update = (
                     m.SnapshotDigests(step, b"history", b"table"),
                     m.UpdateLogEntry(step, step, b"update"),
                 )
-                answered = self._dice.choice((table, update, m.SnapshotUnavailable("")))
-                self._world.send(worker.peer, source.peer, asked)
-                self._world.send(source.peer, worker.peer, answered)
+                answered = self.random.choice((table, update, m.SnapshotUnavailable("")))
+                self.world.send(worker.peer, source.peer, asked)
+                self.world.send(source.peer, worker.peer, answered)
 
     def refute(self) -> None:
         """A state that was passed on turns out to be another one."""
-        for worker in self._world.alive:
+        for worker in self.world.alive:
             worker.handle(io.StateDigestMismatch(worker.core.generation))
 
     def lie(self) -> None:
         """A member says what no honest one says, to the coordinator or to another member."""
-        for liar, other in [self._some(2)] if len(self._members()) >= 2 else []:
-            core, peers = liar.core, tuple(worker.peer for worker in self._members())
-            step = core.step + self._dice.choice((-1, 0, 1, 2, 50))
-            generation = core.generation + self._dice.choice((0, 0, 0, 1, -1))
-            round_id = m.RoundId(core.term, generation, max(0, step), self._dice.choice((0, 0, 1)))
-            digest = self._dice.randbytes(32)
+        for liar, other in [self.some(2)] if len(self.members) >= 2 else []:
+            core, peers = liar.core, tuple(worker.peer for worker in self.members)
+            step = core.step + self.random.choice((-1, 0, 1, 2, 50))
+            generation = core.generation + self.random.choice((0, 0, 0, 1, -1))
+            round_id = m.RoundId(core.term, generation, max(0, step), self.random.choice((0, 0, 1)))
+            digest = self.random.randbytes(32)
             phase, hop, segment = (
-                self._dice.choice(tuple(m.CollectivePhase)),
-                *self._dice.choices(range(3), k=2),
+                self.random.choice(tuple(m.CollectivePhase)),
+                *self.random.choices(range(3), k=2),
             )
             place = m.PayloadSlot(phase, hop, segment)
             to_member: tuple[m.Message, ...] = (
-                m.Data(round_id, m.Channel(index=self._dice.randint(0, 1)), place, 0, b"nothing"),
+                m.Data(round_id, m.Channel(index=self.random.randint(0, 1)), place, 0, b"nothing"),
                 m.Vote(round_id, True, digest, "", None),
                 m.Vote(round_id, False, b"", "does not like it", None),
                 m.Decision(round_id, m.Verdict.COMMIT, ""),
@@ -826,10 +709,10 @@ class Trouble:
                 m.LinkLatencies(((other.peer, 0.01),)),
                 m.LinkRates(((other.peer, 1e6, 1e6),)),
             )
-            if self._dice.random() < 0.5:
-                self._world.send(liar.peer, COORDINATOR, self._dice.choice(to_coordinator))
+            if self.random.random() < 0.5:
+                self.world.send(liar.peer, COORDINATOR, self.random.choice(to_coordinator))
             else:
-                self._world.send(liar.peer, other.peer, self._dice.choice(to_member))
+                self.world.send(liar.peer, other.peer, self.random.choice(to_member))
 
 
 EVERYTHING = (
@@ -989,7 +872,7 @@ def collectives(seed: int) -> None:
     """One collective alone, over a network that delays and reorders; in some histories a rank dies."""
     dice = Random(f"collectives {seed}")
     size = dice.randint(1, 12)
-    names = (*NEIGHBOURS, "telling", "subgroups", "activations")
+    names = (*EXCHANGES, "telling", "subgroups", "activations")
     name = names[seed % len(names)]
     values = [_gradient(dice.randrange(1000)) for _ in range(size)]
     bare: dict[str, Callable[[int, int, int], Collective]] = {

@@ -7,12 +7,9 @@ guarantees that `test_world` checks are checked over these histories.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -22,6 +19,7 @@ from gridtrain.core.collectives import allgather, butterfly, direct, ring
 from gridtrain.core.planning.batch_shares import SAMPLES_FIGURE, SECONDS_FIGURE
 from gridtrain.core.planning.exchange_choice import FIRST_STEP_FIGURE
 from gridtrain.core.planning.exchange_facts import DIRECT_DENSE
+from simulation import test_world as group
 from simulation.world import SimWorker, World
 
 Seeds = Callable[[int], Iterator[int]]
@@ -40,20 +38,7 @@ RATE_Bps = 12.5e6
 SLOW_s, FAST_s = 3.0, 0.001  # computing of a sample: dense is little beside the one, much beside the other
 
 
-def _group() -> Any:
-    name = "gridtrain_sim_group"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("test_world.py"))
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-group = _group()
-
-
-class Trainer(group.ToyTrainer):  # type: ignore[misc,name-defined]
+class Trainer(group.ToyTrainer):
     """Exchanges as its rank assignment says; a dense step sends the residual, as `AutoExchanger` does."""
 
     used: dict[m.RoundId, str]

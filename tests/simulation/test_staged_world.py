@@ -23,8 +23,8 @@ from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.stages.repartition import defined_cuts, uncovered_spans
 from gridtrain_coordinator.run.events import RunPhase
 from simulation import process_restarts
+from simulation.faults import Faults
 from simulation.staged_world import StagedWorker, StagedWorld, layer_weight
-from simulation.world import COORDINATOR
 
 SAMPLES, EPOCHS = 60, 2
 SEEN = ("finished", "rollbacks", "pauses", "reloads", "state_transfers")
@@ -68,11 +68,10 @@ def at_stage(world: StagedWorld, stage: int) -> list[StagedWorker]:
     ]
 
 
-class Trouble:
+class Trouble(Faults):
     """What goes wrong in one history, and when; nobody is spared."""
 
-    def __init__(self, world: StagedWorld, random: Random) -> None:
-        self.world, self.random = world, random
+    coordinator_freezes_s = (0.2, 1.0, 3.0)
 
     def plan(self, events: int) -> None:
         process_restarts.schedule_restarts(
@@ -80,8 +79,8 @@ class Trouble:
         )
         within_s = self.random.choice((0.6, 1.5, 4.0))
         for _ in range(events):
-            what = self.random.choice(list(FAULTS))
-            self.world.at(0.35 + self.random.uniform(0.0, within_s), partial(FAULTS[what], self))
+            what = self.random.choice(FAULTS)
+            self.world.at(0.35 + self.random.uniform(0.0, within_s), partial(what, self))
         if self.random.random() < 0.8:  # people start their workers again
             self.world.at(self.random.uniform(5.0, 30.0), self.revive)
         if self.random.random() < 0.5:
@@ -97,66 +96,35 @@ class Trouble:
             worker.has_returned = True
             self.world.join_with(worker.stored_checkpoints if with_disk else {})
 
-    def some(self) -> StagedWorker | None:
-        here = members(self.world)
-        return self.random.choice(here) if here else None
+    @property
+    def members(self) -> list[StagedWorker]:
+        return members(self.world)
 
     def join(self) -> None:
         if len(self.world.alive) < 10:
             self.world.join()
 
     def crash(self) -> None:
-        if worker := self.some():
+        for worker in self.some():
             crash(self.world, worker.peer)
 
     def crash_a_stage(self) -> None:
         """All replicas of one stage."""
-        if worker := self.some():
+        for worker in self.some():
             assert worker.core.rank_assignment is not None or not worker.core.is_synced
             stage = worker.core.rank_assignment.stage if worker.core.rank_assignment is not None else 0
             for other in at_stage(self.world, stage):
                 crash(self.world, other.peer)
 
     def crash_and_back(self) -> None:
-        if worker := self.some():
+        for worker in self.some():
             crash(self.world, worker.peer)
             when_s = self.world.now_s + self.random.uniform(0.2, 3.0)
             self.world.at(when_s, partial(self.come_back, worker, True))
 
     def leave(self) -> None:
-        if worker := self.some():
+        for worker in self.some():
             (self.world.leave_gracefully if self.random.random() < 0.7 else self.world.leave)(worker.peer)
-
-    def break_edge(self) -> None:
-        here = members(self.world)
-        if len(here) >= 2:
-            a, b = self.random.sample([worker.peer for worker in here], 2)
-            self.world.break_edge(a, b, self.random.choice((0.001, 0.02, 0.6)))
-
-    def break_coordinator(self) -> None:
-        if worker := self.some():
-            self.world.break_edge(worker.peer, COORDINATOR, self.random.choice((0.01, 0.3, 1.5, 4.0)))
-
-    def restart(self) -> None:
-        self.world.crash_coordinator(self.random.uniform(0.05, 1.5))
-
-    def restart_and_crash(self) -> None:
-        self.world.crash_coordinator(self.random.uniform(0.3, 2.0))
-        self.crash()
-
-    def restart_from_backup(self) -> None:
-        self.world.crash_coordinator(self.random.uniform(0.05, 1.5), lose_disk=True)
-
-    def freeze(self) -> None:
-        if worker := self.some():
-            worker.freeze(self.random.choice((0.1, 1.9, 3.0)))
-
-    def freeze_coordinator(self) -> None:
-        self.world.freeze_coordinator(self.random.choice((0.2, 1.0, 3.0)))
-
-    def flip(self) -> None:
-        if worker := self.some():
-            worker.flip_next = True
 
     def partition(self) -> None:
         peers = sorted(worker.peer for worker in self.world.alive)
@@ -167,37 +135,13 @@ class Trouble:
         for worker in self.world.alive:
             self.world.crash(worker.peer)
 
-    def lose_decision(self) -> None:
-        self.world.lose_next_decision()
 
-    def cut_link(self) -> None:
-        here = members(self.world)
-        if len(here) >= 2:
-            a, b = self.random.sample([worker.peer for worker in here], 2)
-            self.world.cut_link(a, b, self.random.choice((1.0, 30.0)))
-
-
-FAULTS: dict[str, Callable[[Trouble], None]] = {
-    "join": Trouble.join,
-    "another join": Trouble.join,
-    "crash": Trouble.crash,
-    "another crash": Trouble.crash,
-    "crash-a-stage": Trouble.crash_a_stage,
-    "crash-and-back": Trouble.crash_and_back,
-    "leave": Trouble.leave,
-    "break": Trouble.break_edge,
-    "break-coordinator": Trouble.break_coordinator,
-    "restart": Trouble.restart,
-    "restart-and-crash": Trouble.restart_and_crash,
-    "restart-from-backup": Trouble.restart_from_backup,
-    "freeze": Trouble.freeze,
-    "freeze-coordinator": Trouble.freeze_coordinator,
-    "flip": Trouble.flip,
-    "partition": Trouble.partition,
-    "power-cut": Trouble.power_cut,
-    "lose-decision": Trouble.lose_decision,
-    "cut-link": Trouble.cut_link,
-}
+FAULTS: tuple[Callable[[Trouble], None], ...] = (
+    Trouble.join, Trouble.join, Trouble.crash, Trouble.crash, Trouble.crash_a_stage, Trouble.crash_and_back,
+    Trouble.leave, Trouble.break_edge, Trouble.break_coordinator, Trouble.restart, Trouble.restart_and_crash,
+    Trouble.restart_from_backup, Trouble.freeze, Trouble.freeze_coordinator, Trouble.flip, Trouble.partition,
+    Trouble.power_cut, Trouble.lose_decision, Trouble.cut_link,
+)  # fmt: skip
 
 
 def model_of(sizes: Sequence[int], *cuts: int) -> m.StagedModel:
@@ -333,7 +277,7 @@ def starved(seed: int) -> tuple[StagedWorld, int]:
     for _ in range(random.choice((0, 1, 1, 2, 3))):
         world.at(random.uniform(2.0, 20.0), trouble.join)
     for _ in range(random.choice((0, 0, 1, 2))):
-        world.at(random.uniform(0.6, 12.0), partial(FAULTS[random.choice(list(FAULTS))], trouble))
+        world.at(random.uniform(0.6, 12.0), partial(random.choice(FAULTS), trouble))
     if random.random() < 0.3:
         world.at(random.uniform(5.0, 30.0), trouble.revive)
     world.run(400.0, max_events=2_000_000)

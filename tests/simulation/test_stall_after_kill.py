@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from random import Random
 
 import pytest
+from exchange_buffers import NEIGHBOURS
 
 from gridtrain.core import messages as m
 from gridtrain.core.group.member_events import MemberPhase
-from simulation.test_world import EDGES, ToyTrainer
+from simulation.test_world import ToyTrainer
 from simulation.world import World
 
 WORKERS = 6
@@ -31,7 +32,7 @@ def train(seed: int, kind: str) -> World:
     book: dict[m.RoundId, list[ToyTrainer.Attempt]] = defaultdict(list)
     spec = m.LedgerSpec(10_000, 1, epochs=1)
     setup = m.Setup((("kind", kind),), spec, 3, None, initial_state_digest=b"as built")
-    world = World(seed, lambda: ToyTrainer(kind, book), EDGES[kind], setup, min_workers=WORKERS, **LAN)
+    world = World(seed, lambda: ToyTrainer(kind, book), NEIGHBOURS[kind], setup, min_workers=WORKERS, **LAN)
     for _ in range(WORKERS):
         world.join()
     world.run(1.6 + 0.2 * Random(seed).random())

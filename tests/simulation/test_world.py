@@ -17,51 +17,23 @@ from typing import Any
 import numpy as np
 import pytest
 from collective_group import CollectiveGroup
+from exchange_buffers import DENSE, NEIGHBOURS, make_buffer, update_of
 
 from gridtrain.core import messages as m
-from gridtrain.core.collectives import allgather, butterfly, direct, ring, star, tree
 from gridtrain.core.group.rank_layout import RankAssignment
 from gridtrain.network.wire.sparse_payload import ValueKind, decode, encode
-from gridtrain.runtime.buffers.collective_buffers import AllGatherBuffer, ButterflyBuffer, DenseRingBuffer
-from gridtrain.runtime.buffers.direct_buffer import DirectBuffer
-from gridtrain.runtime.buffers.rounded_buffers import (
-    RoundedDirectBuffer,
-    RoundedRingBuffer,
-    RoundedStarBuffer,
-)
-from gridtrain.runtime.buffers.star_buffers import DenseStarBuffer, SparseStarBuffer, TreeBuffer
 from simulation import process_restarts
 from simulation.commit_coverage import table, unreached_rules
-from simulation.world import COORDINATOR, SimWorker, Submission, World
+from simulation.faults import Faults
+from simulation.world import Submission, World
 
 N, K = 24, 5
 SAMPLES = 60
 KINDS = ("dense", "topk", "gtopk")
 FORMAT: Any = {"n": N, "kind": ValueKind.FP16}
-DENSE: dict[str, Any] = {
-    "dense": DenseRingBuffer,
-    "direct": DirectBuffer,
-    "dense-star": DenseStarBuffer,
-    "dense-int8": partial(RoundedRingBuffer, kind=ValueKind.INT8),
-    "direct-bf16": partial(RoundedDirectBuffer, kind=ValueKind.BF16),
-    "dense-star-int8": partial(RoundedStarBuffer, kind=ValueKind.INT8),
-}
 RESUMED = ("dense", "dense-int8")
 """In a retry these go on from what had arrived."""
 OTHER_KINDS = ("tree", "star", "direct", "dense-star", "dense-int8", "direct-bf16", "dense-star-int8")
-EDGES = {
-    "dense": ring.neighbours,
-    "topk": allgather.neighbours,
-    "gtopk": butterfly.neighbours,
-    "tree": tree.neighbours,
-    "star": star.neighbours,
-    "direct": direct.neighbours,
-    "dense-star": star.neighbours,
-    "dense-int8": ring.neighbours,
-    "direct-bf16": direct.neighbours,
-    "dense-star-int8": star.neighbours,
-}
-MERGING = {"gtopk": ButterflyBuffer, "tree": TreeBuffer, "star": SparseStarBuffer}
 WHAT_HAPPENS = (
     "aborts",
     "joins",
@@ -114,69 +86,50 @@ class ToyTrainer:
 
         @property
         def update(self) -> np.ndarray:
-            if isinstance(self.workspace, DenseRingBuffer | DenseStarBuffer):
-                return self.workspace.update_N
-            dense = np.zeros(N, np.float32)
-            dense[self.workspace.update.indices] = self.workspace.update.values
-            return dense
+            return update_of(self.workspace, N)
+
+    def _begin(
+        self, round_id: m.RoundId, seat: RankAssignment, vectors: tuple[np.ndarray, np.ndarray], payload: Any
+    ) -> dict[m.Channel, Any]:
+        """An attempt of `vectors`: the residual before, and the contribution."""
+        make = partial(make_buffer, self.kind, seat.rank, seat.world_size, payload, n=N, k=K)
+        attempt = self.Attempt(seat.rank, *vectors, make)
+        attempt.workspace = make()
+        return self._enter(round_id, attempt)
+
+    def _enter(self, round_id: m.RoundId, attempt: ToyTrainer.Attempt) -> dict[m.Channel, Any]:
+        self.attempts[round_id] = attempt
+        self._book[round_id].append(attempt)
+        return {m.Channel(): attempt.workspace}
 
     def prepare(
         self, round_id: m.RoundId, seat: RankAssignment, spans: Sequence[m.Span], skip: bool
     ) -> dict[m.Channel, Any]:
         if round_id.attempt and self.kind in RESUMED:
-            self.attempts[round_id] = self.attempt
-            self._book[round_id].append(self.attempt)
-            return {m.Channel(): self.attempt.workspace}
+            return self._enter(round_id, self.attempt)
         contribution = np.zeros(N, np.float32)
         for span in spans:
             for position in range(span.start, span.stop):
                 contribution += gradient_of(position)
-        rank, world_size = seat.rank, seat.world_size
         acc = self.residual + contribution
-        if self.kind in DENSE:
-            of_kind = DENSE[self.kind]
-            attempt = self.Attempt(
-                rank, self.residual, contribution, lambda: of_kind(acc.copy(), world_size, slice_bytes=16)
-            )
-        else:
-            chosen = np.sort(np.lexsort((np.arange(N), -np.abs(acc)))[:K])
-            payload = encode(chosen, acc[chosen], **FORMAT)
-            numbers: Any = {"n": N, "k": K, "kind": ValueKind.FP16}
-            make: Callable[[], Any] = partial(AllGatherBuffer, rank, world_size, payload, **numbers)
-            if self.kind != "topk":
-                make = partial(MERGING[self.kind], payload, **numbers)
-            attempt = self.Attempt(rank, self.residual, contribution, make)
+        chosen = np.sort(np.lexsort((np.arange(N), -np.abs(acc)))[:K])
+        payload = acc if self.kind in DENSE else encode(chosen, acc[chosen], **FORMAT)
+        buffers = self._begin(round_id, seat, (self.residual, contribution), payload)
+        self.attempt = self.attempts[round_id]
+        if self.kind not in DENSE:
             mine = decode(payload, max_entries=K, **FORMAT)
-            attempt.left = acc.copy()
-            attempt.left[mine.indices] -= mine.values
-        attempt.workspace = attempt.make()
-        self.attempt = attempt
-        self.attempts[round_id] = attempt
-        self._book[round_id].append(attempt)
-        return {m.Channel(): attempt.workspace}
+            self.attempt.left = acc.copy()
+            self.attempt.left[mine.indices] -= mine.values
+        return buffers
 
     def prepare_empty(self, round_id: m.RoundId, seat: RankAssignment) -> dict[m.Channel, Any]:
-        zeros = np.zeros(N, np.float32)
         earlier = replace(round_id, attempt=round_id.attempt - 1)
         before = self.attempts.get(earlier) if round_id.attempt else None
         if before is not None and self.kind in RESUMED:
-            attempt = before
-        else:
-            make: Callable[[], Any]
-            if self.kind in DENSE:
-                of_kind, world_size = DENSE[self.kind], seat.world_size
-                make = lambda: of_kind(np.zeros(N, np.float32), world_size, slice_bytes=16)  # noqa: E731
-            else:
-                payload = encode(np.empty(0, np.int64), np.empty(0, np.float32), **FORMAT)
-                numbers: Any = {"n": N, "k": K, "kind": ValueKind.FP16}
-                make = partial(AllGatherBuffer, seat.rank, seat.world_size, payload, **numbers)
-                if self.kind != "topk":
-                    make = partial(MERGING[self.kind], payload, **numbers)
-            attempt = self.Attempt(seat.rank, zeros, zeros, make)
-            attempt.workspace = attempt.make()
-        self.attempts[round_id] = attempt
-        self._book[round_id].append(attempt)
-        return {m.Channel(): attempt.workspace}
+            return self._enter(round_id, before)
+        zeros = np.zeros(N, np.float32)
+        empty = encode(np.empty(0, np.int64), np.empty(0, np.float32), **FORMAT)
+        return self._begin(round_id, seat, (zeros, zeros), zeros if self.kind in DENSE else empty)
 
     def apply_missed(self, workspaces: dict[m.Channel, Any]) -> None:
         mine = workspaces[m.Channel()]
@@ -211,13 +164,14 @@ def build(
     follows: bool | None = None,
     samples: int = SAMPLES,
     delay: int = 0,
+    shards: tuple[int, ...] = (),
     **more: Any,
 ) -> tuple[World, dict[m.RoundId, list[ToyTrainer.Attempt]]]:
     book: dict[m.RoundId, list[ToyTrainer.Attempt]] = defaultdict(list)
     if follows is None:  # newcomers take over the state while the others train on
         follows = Random(seed).random() < 0.5
     begins = Random(seed ^ 0xA11CE).choice((b"", b"as built"))  # all build the same model: do they say so?
-    spec = m.LedgerSpec(samples, 1, epochs=2, delay=delay)
+    spec = m.LedgerSpec(sum(shards) or samples, 1, epochs=2, delay=delay, shards=shards)
     setup = m.Setup((("kind", kind),), spec, 3, None, can_catch_up=follows, initial_state_digest=begins)
     more = {
         "behind_nat": Random(seed).choice((0.0, 0.0, 0.5, 1.0)),
@@ -225,17 +179,17 @@ def build(
         "checkpoint_every": 5,
         **more,
     }
-    world = World(seed, lambda: ToyTrainer(kind, book), EDGES[kind], setup, min_workers=1, **more)
+    world = World(seed, lambda: ToyTrainer(kind, book), NEIGHBOURS[kind], setup, min_workers=1, **more)
     for _ in range(workers):
         world.join()
     return world, book
 
 
-class Trouble:
+class Trouble(Faults):
     """What goes wrong in one history, and when.  The last member is spared but by `end-all`."""
 
     def __init__(self, world: World, random: Random) -> None:
-        self.world, self.random = world, random
+        super().__init__(world, random)
         # Of a dice of its own, so that seeds stay the histories that they were but for their leaves.
         self.in_order = Random(world._seed ^ 0x5EED).random() < 0.7
 
@@ -243,21 +197,13 @@ class Trouble:
         """Most of a calm run is over after a second or two: trouble comes early, and in bursts."""
         process_restarts.schedule_restarts(self.world, self.world._seed, lambda: self.members, within_s=3.0)
         if self.random.random() < 0.1:  # nothing else goes wrong: the rules that take a calm run are reached
-            alone = self.random.choice((Trouble.miss_a_generation, Trouble.end_all))
+            alone = self.random.choice((Trouble.miss_generation, Trouble.end_all))
             self.world.at(self.random.uniform(0.6, 0.9), partial(alone, self))
             return
         within_s = self.random.choice((0.6, 1.5, 4.0))
         for _ in range(events):
-            what = self.random.choice(list(FAULTS))
-            self.world.at(0.35 + self.random.uniform(0.0, within_s), partial(FAULTS[what], self))
-
-    @property
-    def members(self) -> list[SimWorker]:
-        return [worker for worker in self.world.alive if worker.core.is_synced]
-
-    def some(self) -> SimWorker | None:
-        members = self.members
-        return self.random.choice(members) if members else None
+            what = self.random.choice(FAULTS)
+            self.world.at(0.35 + self.random.uniform(0.0, within_s), partial(what, self))
 
     def join(self) -> None:
         if len(self.world.alive) < 6:
@@ -265,58 +211,12 @@ class Trouble:
 
     def crash(self) -> None:
         if len(self.members) >= 2:
-            self.world.crash(self.random.choice(self.members).peer)
+            super().crash()
 
     def leave(self) -> None:
         if len(self.members) >= 2:
             peer = self.random.choice(self.members).peer
             (self.world.leave_gracefully if self.in_order else self.world.leave)(peer)
-
-    def break_edge(self) -> None:
-        if len(self.members) >= 2:
-            a, b = self.random.sample([worker.peer for worker in self.members], 2)
-            self.world.break_edge(a, b, self.random.choice((0.001, 0.02, 0.6)))
-
-    def break_coordinator(self) -> None:
-        if worker := self.some():
-            self.world.break_edge(worker.peer, COORDINATOR, self.random.choice((0.01, 0.3, 1.5, 4.0)))
-
-    def break_all_coordinator(self) -> None:
-        for worker in self.world.alive:
-            self.world.break_edge(worker.peer, COORDINATOR, self.random.uniform(0.5, 3.0))
-
-    def restart(self) -> None:
-        self.world.crash_coordinator(self.random.uniform(0.05, 1.5))
-
-    def restart_from_backup(self) -> None:
-        self.world.crash_coordinator(self.random.uniform(0.05, 1.5), lose_disk=True)
-
-    def back_up(self) -> None:
-        self.world.back_up()
-
-    def crash_with_coordinator(self) -> None:
-        """A member fails while nobody can plan without it."""
-        self.world.crash_coordinator(self.random.uniform(0.3, 2.0))
-        self.crash()
-
-    def freeze(self) -> None:
-        if worker := self.some():
-            worker.freeze(self.random.choice((0.1, 1.9, 3.0)))
-
-    def freeze_coordinator(self) -> None:
-        self.world.freeze_coordinator(self.random.choice((0.2, 1.0, 3.0, 8.0)))
-
-    def flip(self) -> None:
-        if worker := self.some():
-            worker.flip_next = True
-
-    def partition(self) -> None:
-        peers = sorted(worker.peer for worker in self.world.alive)
-        side = {peer for peer in peers if self.random.random() < 0.5}
-        if self.random.random() < 0.2:
-            side = ({COORDINATOR} | set(peers)) - side
-        one_way = self.random.random() < 0.3
-        self.world.partition(side, self.random.choice((0.3, 1.5, 5.0)), one_way=one_way)
 
     def end_all(self) -> None:
         """Power cut: all workers, and some of them come back with what they had saved."""
@@ -328,58 +228,19 @@ class Trouble:
             kept = disk if survive and self.random.random() < 0.8 else None
             self.world.at(self.world.now_s + self.random.uniform(0.1, 3.0), partial(self.world.join, kept))
 
-    def lose_decision(self) -> None:
-        self.world.lose_next_decision()
-
     def cut_link(self) -> None:
         if len(self.members) >= 2:
-            a, b = self.random.sample([worker.peer for worker in self.members], 2)
-            self.world.cut_link(a, b, self.random.choice((1.0, 30.0)))
+            super().cut_link()
             if self.random.random() < 0.5:
                 self.join()  # a generation is to form meanwhile
 
-    def miss_a_generation(self) -> None:
-        """A member is away for as long as a generation takes to form; its decision is lost, or not."""
-        if worker := self.some():
-            away_s = self.random.uniform(1.2, 2.5)
-            self.world.slow_next_restore = True
-            if self.random.random() < 0.7:
-                self.world.lose_next_decision(worker.peer, away_s)
-            else:
-                self.world.break_edge(worker.peer, COORDINATOR, away_s)
-            self.join()
 
-    def take_over(self) -> None:
-        """A standby takes over, and the old coordinator goes on; some find the way back to it."""
-        self.world.fail_over_coordinator()
-        for worker in self.world.alive:
-            if self.random.random() < 0.4:
-                for_s = self.random.uniform(0.1, 2.0)
-                when_s = self.world.now_s + self.random.uniform(0.05, 3.0)
-                self.world.at(when_s, partial(self.world.connect_to_stale_coordinator, worker.peer, for_s))
-
-
-FAULTS: dict[str, Callable[[Trouble], None]] = {
-    "join": Trouble.join,
-    "crash": Trouble.crash,
-    "leave": Trouble.leave,
-    "break": Trouble.break_edge,
-    "break-coordinator": Trouble.break_coordinator,
-    "break-all-coordinator": Trouble.break_all_coordinator,
-    "restart": Trouble.restart,
-    "restart-from-backup": Trouble.restart_from_backup,
-    "back-up": Trouble.back_up,
-    "crash-with-coordinator": Trouble.crash_with_coordinator,
-    "freeze": Trouble.freeze,
-    "freeze-coordinator": Trouble.freeze_coordinator,
-    "flip": Trouble.flip,
-    "partition": Trouble.partition,
-    "end-all": Trouble.end_all,
-    "lose-decision": Trouble.lose_decision,
-    "cut-link": Trouble.cut_link,
-    "miss-a-generation": Trouble.miss_a_generation,
-    "take-over": Trouble.take_over,
-}
+FAULTS: tuple[Callable[[Trouble], None], ...] = (
+    Trouble.join, Trouble.crash, Trouble.leave, Trouble.break_edge, Trouble.break_coordinator,
+    Trouble.break_all_coordinator, Trouble.restart, Trouble.restart_from_backup, Trouble.back_up,
+    Trouble.restart_and_crash, Trouble.freeze, Trouble.freeze_coordinator, Trouble.flip, Trouble.partition,
+    Trouble.end_all, Trouble.lose_decision, Trouble.cut_link, Trouble.miss_generation, Trouble.take_over,
+)  # fmt: skip
 
 
 def as_if_nobody_had_died(attempts: list[ToyTrainer.Attempt]) -> list[ToyTrainer.Attempt]:

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import replace
 
 import pytest
-import torch
+from thread_groups import one_thread_for_torch  # noqa: F401
 
 from gridtrain.core.collectives.collective import CollectiveComplete, PayloadReceived, SendTo
 from gridtrain.core.group.round_flags import is_skipped
@@ -133,15 +133,6 @@ class _Session(TrainingSession):
 
     def report_figures(self, figures):
         self.notes.append(dict(figures))
-
-
-@pytest.fixture(autouse=True)
-def one_thread_for_torch():
-    """Workers are threads here; small models are faster without a pool, and sums keep their order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def test_what_is_given_adds_up_over_a_pause_and_a_failure(
 
     def tell(line: str) -> None:
         said.append(line)
-        if "started again when it may train" in line:
+        if "started again when training is allowed" in line:
             (tmp_path / "new").write_text(json.dumps({"on_battery": False}))
             os.replace(tmp_path / "new", sensors)
 
@@ -74,7 +74,7 @@ def test_what_is_given_adds_up_over_a_pause_and_a_failure(
         "is joining the run",
         "paused: battery",
         "started again when",
-        "may train again",
+        "training is allowed again",
         "exit code 3",
         "restart 1",
     ]

@@ -79,7 +79,7 @@ def test_the_last_window_of_today_is_over_and_tomorrows_is_named() -> None:
         ("gpu=pause", SensorReadings(gpu_used=True), "the GPU is in use"),
         ("idle=10m", SensorReadings(idle_s=599.0), "the computer is in use"),
         ("idle=10m", SensorReadings(idle_s=600.0), ""),
-        ("temperature=80", SensorReadings(temperature_C=80.0), "hot: 80 C, continues below 75"),
+        ("temperature=80", SensorReadings(temperature_C=80.0), "too hot: 80 C; continues below 75 C"),
         ("temperature=80", SensorReadings(temperature_C=79.9), ""),
     ],
 )

@@ -61,7 +61,7 @@ GROUP_EXIT_TIMEOUT_S = 3.0
 """Time between SIGTERM and SIGKILL for processes that remain in the script's group."""
 
 ANSWER_S = 2.0
-"""How long to wait, after a failure, for the coordinator's answer whether this worker is still admitted."""
+"""How long to wait, after a failure, for the coordinator to confirm that this worker is still admitted."""
 
 ACCESS_CHECK_S = 5.0
 """A worker that is refused for this long is considered removed.  A single refused handshake proves nothing,
@@ -100,7 +100,7 @@ class Job:
         dry_run: whether to stop before joining, and only show what would run.
         settings: the values of `gridtrain.config.JoinConfig` by name, and "data_dir", for the script.
         unencrypted: whether to join a run that does not encrypt.
-        restarts: how often to restart a failed script.
+        restarts: the largest number of restarts of a failed script.
         controls: the owner's rules by key; see `training_policy.KEYS`.
         sensors: a file with sensor readings; empty to read this machine's sensors.
         prefix: whether to start each line of the script's output with the worker's name.
@@ -265,7 +265,7 @@ def _run(
                 return code
             if enforcer.has_ended_script or not enforcer.decision.may_train:
                 why = enforcer.decision.text() or "now"
-                tell(f"the script has ended; it will be started again when it may train ({why})")
+                tell(f"the script has ended; it will be started again when training is allowed ({why})")
                 continue
             ran_s = time.monotonic() - started_s
             is_removed = _is_removed(entry, signals)
@@ -286,7 +286,7 @@ def _run(
 
 
 def _is_removed(entry: Enrollment, signals: SignalWatcher) -> bool:
-    """Whether the coordinator keeps refusing this worker for `ACCESS_CHECK_S`.
+    """Return whether the coordinator keeps refusing this worker for `ACCESS_CHECK_S`.
 
     False if it admits the worker or does not answer, or if a signal arrives first.
     """
@@ -316,7 +316,7 @@ class SignalWatcher:
 
     Attributes:
         first: the number of the first SIGINT or SIGTERM; 0 if none has arrived.
-        count: how many SIGINT and SIGTERM have arrived.
+        count: the number of SIGINT and SIGTERM signals that have arrived.
     """
 
     def __init__(self) -> None:
@@ -517,7 +517,7 @@ def _signal_group(group: int, number: int) -> bool:
 
 
 def _copy(pipe: IO[bytes], stream: TextIO, name: str, console: Console) -> None:
-    """Copy the script's output: line by line with the worker's name, or unchanged without one."""
+    """Copy the script's output: line by line with the worker's name, or unchanged if there is no name."""
     with pipe:
         if name:
             for line in pipe:

@@ -29,7 +29,7 @@ class Budget:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
-        self._days = self._read()  # the day that was counted last is the last key
+        self._days = self._read()  # the last key is the latest day
         self._kept = True
 
     def today_bytes(self, today: date) -> int:

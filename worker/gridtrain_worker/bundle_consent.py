@@ -211,7 +211,7 @@ def find_data_file(run: RunDescription, data_dir: Path, files: Path) -> Path | N
 
 
 def _cached_archive(path: Path, announced: AnnouncedBundle) -> Bundle | None:
-    """Return the bundle that was fetched earlier, or None unless it is still the announced one."""
+    """Return the bundle that was fetched earlier if it is still the announced bundle, otherwise None."""
     with contextlib.suppress(OSError, RemoteProtocolError), path.open("rb") as file:
         return Bundle.from_archive(file.read(MAX_BUNDLE_BYTES + 1), announced.digest)
     return None

@@ -149,7 +149,7 @@ class TerminalConsole:
         self._stream = stream
         self._live = ""
         self._drawn = False
-        self._mid_line = False  # the script has not ended its line yet: do not append to it
+        self._mid_line = False  # the script's line is incomplete, so do not append to it
         self._lock = threading.Lock()
 
     def say(self, text: str) -> None:
@@ -237,7 +237,7 @@ def summary(given: Contribution, total: Contribution) -> str:
         f"{format_bytes(given.sent_bytes)} sent, {format_bytes(given.received_bytes)} received"
     )
     if total.steps > given.steps:
-        text += f"; with earlier starts {total.samples:,} samples ({_share(total)})"
+        text += f"; including earlier starts, {total.samples:,} samples ({_share(total)})"
     return text
 
 

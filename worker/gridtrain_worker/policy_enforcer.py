@@ -48,7 +48,7 @@ class PolicyEnforcer:
 
     Args:
         folder: the folder for this worker's rules, budget and socket.
-        name: the worker's name, until the run gives it another name.
+        name: the worker's name, until the run assigns another name.
         given: the rules of the command line; rules saved by `set` apply as well.
         tell: shows a message to the owner.
         run, key: identify the worker together with its name; see `control_socket.find_worker`.
@@ -81,7 +81,7 @@ class PolicyEnforcer:
         self._moved_bytes = 0
         self._disobeyed_since_s: float | None = None
         self._greeted: set[int] = set()
-        self._budget_error = ""  # why traffic cannot be counted
+        self._budget_error = ""  # the reason why traffic cannot be counted
         # The day, and the budget that the script found too small for another step.
         self._spent_budget: tuple[date, int] | None = None
         self._fault: BaseException | None = None
@@ -149,7 +149,7 @@ class PolicyEnforcer:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the script was told to pause or stop, and has not done so within `OBEY_TIMEOUT_S`."""
+        """Whether the script has not obeyed a request to pause or stop within `OBEY_TIMEOUT_S`."""
         with self._lock:
             has_paused = self.decision.may_train or self._script_status.get("state") == "paused"
             if has_paused and not self.is_stopping:
@@ -319,9 +319,8 @@ class PolicyEnforcer:
         if self._budget_error and self._policy.rules.budget_bytes:
             self.decision = PolicyDecision(False, (*self.decision.reasons, self._budget_error))
         if self.decision.text() != before.text():
-            self._tell(
-                f"paused: {self.decision.text()}" if not self.decision.may_train else "may train again"
-            )
+            paused = f"paused: {self.decision.text()}"
+            self._tell("training is allowed again" if self.decision.may_train else paused)
 
     def _retry_budget(self) -> None:
         """Retry writing the traffic counts that could not be saved."""

@@ -85,7 +85,7 @@ class MachineSensors:
                 return ask()
             except _SensorUnavailable as why:
                 absent[name] = str(why)
-            except Exception as error:  # an error of the driver: only the sensor fails, not the worker
+            except Exception as error:  # a driver error: only the sensor fails, not the worker
                 absent[name] = f"{type(error).__name__}: {error}"
             return None
 
@@ -113,7 +113,7 @@ class MachineSensors:
         return [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())]
 
     def _gpu_used(self, ours: Collection[int]) -> bool:
-        """Whether another program computes or draws on a GPU, as most games do."""
+        """Return whether another program computes or draws on a GPU, as most games do."""
         gpus = self._gpus()
         if not _sees_all_processes():
             raise _SensorUnavailable("other programs that use the GPU cannot be detected in a container")
@@ -229,7 +229,7 @@ def _family(psutil: Any, ours: Collection[int]) -> set[int]:
 
 
 def _logind_idle_s() -> float | None:
-    """Return the seconds for which all sessions of systemd have been idle; None if they are unknown.
+    """Return the seconds for which all sessions of systemd have been idle; None if unknown.
 
     Returns `NOBODY_IDLE_S` if no user has a session, unless there is also a list of logins to examine.
     """
@@ -277,7 +277,7 @@ def _terminal_touched_s(terminal: str | None) -> float | None:
 
 
 def _sees_all_processes() -> bool:
-    """Whether the processes of other users are visible; they are not in a container or in WSL."""
+    """Return whether the processes of other users are visible; they are not in a container or in WSL."""
     if sys.platform != "linux":
         return True
     try:

@@ -347,7 +347,8 @@ class TrainingPolicy:
         Two limits (hysteresis) prevent the script from pausing and continuing every few seconds.
         """
         self._hot = temperature_C >= (self.rules.cool_C if self._hot else self.rules.hot_C)
-        return f"hot: {temperature_C:.0f} C, continues below {self.rules.cool_C:.0f}" if self._hot else ""
+        limit_C = self.rules.cool_C
+        return f"too hot: {temperature_C:.0f} C; continues below {limit_C:.0f} C" if self._hot else ""
 
     def _open(self, now: datetime) -> bool:
         minute = now.hour * 60 + now.minute

@@ -6,10 +6,10 @@
 
 Access depends on keys alone: a name proves nothing.  A member's key keeps its access when the worker or the
 coordinator restarts.  Only the digest of an invitation's public key is stored, so that a reader of the
-journal cannot use or recognize an invitation.  A peer that connects with the key of an ended invitation is
-told only how the invitation ended; a peer with an unknown invitation is a stranger, and receives no reply.
+journal cannot use or recognize an invitation.  A peer that connects with the key of an ended invitation
+learns only how the invitation ended; a peer with an unknown invitation is a stranger, and receives no reply.
 
-`wall_s` is wall-clock time, because invitations outlive a restart; `now_s` is the time of any clock.  Durable
+`wall_s` is wall-clock time, because invitations outlive a restart; `now_s` may come from any clock.  Durable
 changes are returned as journal entries, which the caller writes before it sends any reply;
 `recover_authorization` reads these entries.
 """
@@ -59,7 +59,7 @@ class ViolationOutcome:
         restored: members that were removed because of a false accusation, and are members again.
         is_counted: whether the violation counts; False if the accuser is suspected, or has already made the
             largest number of accusations that are recorded.
-        violation_count: the number of the accused's violations that count now.
+        violation_count: the number of the accused member's violations that currently count.
     """
 
     entries: tuple[JournalEntry, ...] = ()
@@ -160,7 +160,7 @@ class Authorization:
         Enrolling a key that already belongs to a member does not use up the invitation.
 
         Args:
-            host: the address from which the connection comes.
+            host: the source address of the connection.
         """
         name = invitation_digest(invitation_key)
         invitation = self._invitations.get(name)
@@ -192,7 +192,7 @@ class Authorization:
         )
 
     def allow_join(self, peer: m.PeerId, now_s: float) -> bool:
-        """Whether the worker may join now; count the attempt if it may.
+        """Return whether the worker may join now; count the attempt if it may.
 
         The caller refuses other attempts with `TOO_MANY_JOINS`.
         """
@@ -215,7 +215,7 @@ class Authorization:
         )
 
     def _exceeds_enrolment_rate(self, where: str, wall_s: float) -> bool:
-        """Whether too many keys were enrolled recently, from this range of addresses or in total.
+        """Return whether too many keys were enrolled recently, from this range of addresses or in total.
 
         Times in the future, which were recorded before the wall clock was set back, are ignored.
         """
@@ -227,7 +227,7 @@ class Authorization:
             or len(self._recent_enrolments) >= rules.MAX_ENROLS
         )
 
-    # -- the run's owner -----------------------------------------------------------------------
+    # -- orders of the run's owner -------------------------------------------------------------
 
     def handle_order(
         self, sender: m.PeerId, message: m.Invite | m.RemoveWorker | m.Unban, wall_s: float, name: str = ""
@@ -325,7 +325,7 @@ class Authorization:
         """Record that `peer` broke the protocol.
 
         Args:
-            accuser: the member that reports it; None if the coordinator itself noticed it.
+            accuser: the member that reports it; None if the coordinator itself detected it.
         """
         violation = ViolationRecord(accuser, rules.clean_reason(reason))
         if not self._is_member(peer) or not self._violations.add(peer, violation):
@@ -391,7 +391,7 @@ class Authorization:
             and not exceeds_limit(len(self._violations.records_of(victim)))
         )
 
-    # -- what is written down, and read back ---------------------------------------------------
+    # -- journal entries -----------------------------------------------------------------------
 
     def _apply_and_journal(self, kind: str, **body: Any) -> JournalEntry:
         self.apply_entry(kind, body)
@@ -400,7 +400,7 @@ class Authorization:
     def apply_entry(self, kind: str, body: Mapping[str, Any]) -> None:
         """Apply a journal entry; ignore entries of other kinds.
 
-        Raises `KeyError`, `TypeError` or `ValueError` for an entry that no coordinator wrote.
+        Raises `KeyError`, `TypeError` or `ValueError` for an invalid entry.
         """
         match kind:
             case "invitation":
@@ -475,7 +475,7 @@ class Authorization:
         if cause == "liar":
             self._violations.withdraw_accusations(peer)
 
-    # -- what is seen from outside -------------------------------------------------------------
+    # -- status --------------------------------------------------------------------------------
 
     def status(self, wall_s: float) -> dict[str, Any]:
         """Return the rows of `gridtrain members`: JSON-serializable, bounded, and without secrets."""
@@ -536,11 +536,11 @@ def recover_authorization(
     operator: m.PeerId | None = None,
     coordinator: m.PeerId | None = None,
 ) -> Authorization:
-    """Return access control as these entries of the journal record it.
+    """Return the access control that these journal entries record.
 
-    The counts of recent joins and enrolments start again at zero.
+    The counts of recent joins and enrolments restart at zero.
 
-    Raises `KeyError`, `TypeError` or `ValueError` for entries that no coordinator wrote.
+    Raises `KeyError`, `TypeError` or `ValueError` for invalid entries.
     """
     authorization = Authorization(open_to_all, run=run, operator=operator, coordinator=coordinator)
     for kind, body in entries:

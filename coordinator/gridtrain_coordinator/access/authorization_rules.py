@@ -1,7 +1,7 @@
 """The individual rules of access control: bounds, limits, refusals, and the parsing of journal entries.
 
 Each function answers one question and keeps no state.  `authorization` looks a function up in this module at
-each use, so that a test can disable the function and show what happens without it.
+each use, so that a test can disable the function and demonstrate the effect.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_ENROLS = 4096  # from all ranges within that time
 MAX_JOINS_PER_WORKER, JOIN_WINDOW_S = 20, 60.0
 """The largest number of joins of one key within `JOIN_WINDOW_S`.
 
-It limits the load that a worker causes if it crashes at startup and is restarted again and again.
+It limits the load that a worker causes if it crashes at startup and is restarted repeatedly.
 """
 
 MAX_JOINERS = 20_000
@@ -57,7 +57,7 @@ def is_banned(key: m.PeerId, banned: Container[m.PeerId]) -> bool:
 
 
 def predates_removal(invitation_serial: int, kicked_at_serial: int) -> bool:
-    """Whether an invitation is older than a removal; a removed key needs a later invitation."""
+    """Return whether an invitation is older than a removal; a removed key needs a later invitation."""
     return invitation_serial <= kicked_at_serial
 
 
@@ -105,7 +105,7 @@ USED_UP_INVITATION = m.Refused(
     "this invitation is used up",
     f"start a worker that it admitted before, under the same account on the same machine, or {_ASK}",
 )
-KEY_IN_USE = m.Refused("key", "this key is already in use", "start the worker with a key of its own")
+KEY_IN_USE = m.Refused("key", "this key is already in use", "start the worker with a different key")
 NOT_OPERATOR = m.Refused(
     "operator", "only the run's owner may do that", "run the command on the coordinator's machine"
 )

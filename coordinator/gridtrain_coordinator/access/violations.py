@@ -1,9 +1,9 @@
-"""Violations of the protocol: who accuses whom, and which accusations count.
+"""Violations of the protocol: the accusations of each member, and which of them count.
 
     accuser         accused                             what follows
     (coordinator)   anna                                always counts
     bert            anna, anna, anna                    all count: anna is removed
-    bert            anna, carl   and nobody else does   bert is the only accuser of both: suspected
+    bert            anna, carl   and nobody else       bert is the only accuser of both: suspected
     dora            anna                                bert is no longer the only accuser of anna: believed
 
 Accusations by a suspected accuser do not count, and its new accusations are not recorded.  If no other member
@@ -12,8 +12,8 @@ accusations are withdrawn.
 
 One liar can have at most one other member removed, which is restored when the liar is identified.  A member
 whose received data is corrupted by its memory or by a middlebox is identified in the same way.  If only two
-members are involved, it cannot be decided which of them is at fault; three accusations are then enough to
-remove the accused.  There is no protection if liars cooperate, or if a liar accuses only one honest member.
+members are involved, the one at fault cannot be determined; three accusations are then enough to remove the
+accused.  There is no protection if liars cooperate, or if a liar accuses only one honest member.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_ACCUSED = 10_000
 
 @dataclass(frozen=True, slots=True)
 class ViolationRecord:
-    """One violation; `accuser` is None if the coordinator itself noticed it."""
+    """One violation; `accuser` is None if the coordinator itself detected it."""
 
     accuser: PeerId | None
     reason: str
@@ -46,7 +46,7 @@ def exceeds_limit(violations: int) -> bool:
 
 
 def is_common_accuser(alone_with: Collection[PeerId]) -> bool:
-    """Whether an accuser is probably at fault, because it is the only accuser of two or more members."""
+    """Return whether an accuser is probably at fault: it is the only accuser of two or more members."""
     return len(alone_with) >= 2
 
 
@@ -100,7 +100,7 @@ class ViolationLog:
         return accuser in self._suspects
 
     def members_over_limit(self) -> list[PeerId]:
-        """Return the members whose violations by unsuspected accusers are enough for a removal."""
+        """Return the members that unsuspected accusers have accused often enough for a removal."""
         return [accused for accused in self._records if exceeds_limit(self.count(accused))]
 
     def count(self, accused: PeerId) -> int:

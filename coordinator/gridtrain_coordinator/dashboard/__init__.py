@@ -4,9 +4,9 @@
       (never waits)  <---orders------  (its own thread)        |    \\
                                                             history  event_stream, for all open pages
 
-Shown: `topology_graph`, `straggler` (the worker for which the others wait), `prometheus` (metrics);
-`sanitize` makes values from workers safe.  HTTP: `startup`, `listen_address`, `guard` (checks each request),
-`connection_timeouts`.
+Content: `topology_graph`, `straggler` (the worker for which the others wait) and `prometheus` (metrics);
+`sanitize` makes values from workers safe.  HTTP server: `startup`, `listen_address`, `guard` (checks each
+request) and `connection_timeouts`.
 
 This module imports nothing, so that the daemon can run without a dashboard if the extra `coordinator` is not
 installed.

@@ -1,7 +1,7 @@
 """The state of the dashboard: the latest status of the run, its changes, its events and its curves.
 
     update(status)   --> rows, run, topology, history --> full_state()    everything, for a page that opens
-    add_event(event) --> events                       --> take_changes()  what changed since the last call
+    add_event(event) --> events                       --> take_changes()  the changes since the last call
 
 The board uses no clock, socket or thread.  Everything that workers report is sanitized.
 """
@@ -101,7 +101,7 @@ class Board:
         self._last_sent: tuple[dict[str, Any], dict[str, Any], int] = ({}, {}, 0)
         self._last_sent_rows: dict[int, tuple[dict[str, Any], list[Any]]] = {}
 
-    # -- what comes in -------------------------------------------------------------------------
+    # -- input ---------------------------------------------------------------------------------
 
     def add_event(self, at_s: float, level: str, event: str, fields: Mapping[str, Any]) -> None:
         """Add an event of the coordinator's log."""
@@ -287,7 +287,7 @@ class Board:
             )
         self._step = step if said else None
 
-    # -- what follows from it ------------------------------------------------------------------
+    # -- derived values ------------------------------------------------------------------------
 
     def _present(self) -> list[WorkerRow]:
         return [row for row in self._rows.values() if row.departed_s is None]
@@ -322,7 +322,7 @@ class Board:
         found = find_straggler(busy_s)
         return (int(found[0]), found[1]) if found is not None else None
 
-    # -- what goes out -------------------------------------------------------------------------
+    # -- output --------------------------------------------------------------------------------
 
     def workers(self) -> list[dict[str, Any]]:
         """Return one object per worker for the JSON API: first the members in rank order, then the others."""
@@ -355,7 +355,7 @@ class Board:
         }
 
     def take_changes(self) -> dict[str, Any]:
-        """Return what has changed since the last call, with the latest point of the curves."""
+        """Return the changes since the last call, with the latest point of the curves."""
         last_run, last_topology, last_event = self._last_sent
         last_rows = self._last_sent_rows
         rows = {row.id: (row.description, row.live) for row in self._rows.values()}

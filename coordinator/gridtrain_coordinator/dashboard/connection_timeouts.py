@@ -3,8 +3,8 @@
     connect ...... request's head | answer ........ | request's head | ...
     `- REQUEST_S at most -------' `- ANSWER_S ----' `- REQUEST_S --'
 
-A client has `REQUEST_S` from one answer to the end of its next request's head, and `ANSWER_S` to take a
-further part of an answer.  Without these limits, which uvicorn lacks, a few silent clients could use up all
+A client has `REQUEST_S` from one answer to the end of its next request's head, and `ANSWER_S` to take the
+next part of an answer.  Without these limits, which uvicorn lacks, a few silent clients could use up all
 connections.  Event streams have their own limit (`EventStream`).
 """
 

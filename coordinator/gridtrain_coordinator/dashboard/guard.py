@@ -1,7 +1,7 @@
 """Checks every request, and adds headers to every answer.
 
-A web page of another site can point its own host name to this machine ("DNS rebinding").  Its requests carry
-that name, so only addresses and known names are accepted.
+A web page from another site can point its own host name to this machine ("DNS rebinding").  Its requests
+carry that name, so only addresses and known names are accepted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def problem(status: int, code: str, reason: str, remedy: str) -> JSONResponse:
 
 
 def is_host_allowed(host: str, allowed_hosts: Collection[str]) -> bool:
-    """Whether a request may carry this Host header.
+    """Return whether a request may carry this Host header.
 
     IP addresses, localhost and the names in `allowed_hosts` are allowed.  Another site can make only names,
     not addresses, refer to this machine, so every address is allowed.
@@ -60,7 +60,7 @@ def _without_port(host: str) -> str:
 
 
 def bearer(headers: Headers, token: str) -> bool:
-    """Whether the request carries the token, which is compared in constant time."""
+    """Return whether the request carries the token, which is compared in constant time."""
     scheme, _, credentials = headers.get("authorization", "").partition(" ")
     return scheme.lower() == "bearer" and secrets.compare_digest(credentials.strip().encode(), token.encode())
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 RECENT_POINTS = 600
-WHOLE_POINTS = 1440  # even, as neighbours are merged in pairs
+WHOLE_POINTS = 1440  # even, because neighbours are merged in pairs
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@
     POST  /api/v1/workers/KEY/kick  .../ban  .../unban                   token
     GET   /metrics  /healthz
 
-Everyone who can reach the port may read, which by default are only programs on this machine; orders and the
+Everyone who can reach the port may read; by default, only programs on this machine can. Orders and the
 members' addresses require the token.
 """
 
@@ -36,7 +36,7 @@ from gridtrain_coordinator.dashboard.history import COLUMNS
 from gridtrain_coordinator.dashboard.prometheus import exposition
 
 STALE_S = 10.0
-"""The age of the status, published every second, from which the daemon is considered unhealthy."""
+"""The age of the latest status at which the daemon is considered unhealthy; one is published every second."""
 
 ORDER_S = 5.0
 MAX_LISTED = 1000

@@ -83,7 +83,7 @@ def missing_packages() -> list[str]:
 
 
 def bind(address: DashboardAddress) -> socket.socket:
-    """Return a socket bound to the address, or to one of the next ports if the owner has not named one.
+    """Return a socket bound to the address or, if no port was specified, to one of the following ports.
 
     Raises `ConfigError` if no port is free.
     """

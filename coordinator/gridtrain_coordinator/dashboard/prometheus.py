@@ -14,18 +14,18 @@ from gridtrain_coordinator.dashboard.board import Board
 OF_RUN = {
     "step": ("gridtrain_step", "Latest step of the run."),
     "generation": ("gridtrain_generation", "Number of the current generation."),
-    "term": ("gridtrain_term", "How often the coordinator has started."),
+    "term": ("gridtrain_term", "Number of times that the coordinator has started."),
     "world_size": ("gridtrain_world_size", "Number of members in the current generation."),
     "loss": ("gridtrain_loss", "Mean of the losses that members report, weighted by their shares."),
     "steps_per_s": ("gridtrain_steps_per_second", "Steps that the run commits per second."),
-    "samples_per_s": ("gridtrain_samples_per_second", "Samples that all members take per second."),
+    "samples_per_s": ("gridtrain_samples_per_second", "Samples that all members process per second."),
     "sent_Bps": ("gridtrain_sent_bytes_per_second", "Bytes that all workers send per second."),
     "uptime_s": ("gridtrain_uptime_seconds", "Seconds since the coordinator started."),
 }
 OF_WORKER = {
     "step": ("gridtrain_worker_step", "Latest step that the worker reports."),
     "rank": ("gridtrain_worker_rank", "Rank of the worker in the current generation."),
-    "share": ("gridtrain_worker_share_samples", "Samples that the worker takes in a step."),
+    "share": ("gridtrain_worker_share_samples", "Samples that the worker processes in a step."),
     "strikes": ("gridtrain_worker_strikes", "Violations that count against the worker."),
     "heard_s": ("gridtrain_worker_heard_seconds", "Seconds since the worker's last message."),
     "computing_s": ("gridtrain_worker_computing_seconds", "Seconds spent computing in the latest step."),

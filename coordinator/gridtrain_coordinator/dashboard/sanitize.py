@@ -1,4 +1,4 @@
-"""Makes values from workers safe to show: bounded, without control characters or bidirectional overrides.
+"""Makes values from workers safe to display: bounded, without control characters or bidirectional overrides.
 
 Markup needs no treatment, because the page writes text nodes only.
 """

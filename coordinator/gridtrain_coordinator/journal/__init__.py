@@ -1,7 +1,7 @@
-"""What survives a restart of the coordinator.
+"""The state that survives a restart of the coordinator.
 
 store            the SQLite journal, with migrations/
 keys             the key files beside it
 backups          copies of journal and keys, and how to start from a copy
-disk_full_mode   what the coordinator does while nothing can be written
+disk_full_mode   behaviour of the coordinator while nothing can be written
 """

@@ -26,7 +26,7 @@ EVERY_S, KEEP = 5.0, 3
 MAX_TIME_FRACTION = 0.05
 """The largest fraction of the loop's time that backups may take, so that the loop stays responsive.
 
-After a backup that took 1 s, the next one is made 20 s later at the earliest.
+After a backup that took 1 s, the next one is made no earlier than 20 s later.
 """
 
 _NAME = re.compile(r"backup-(\d+)-(\d{8,})")
@@ -60,11 +60,11 @@ class Backups:
         self.failure = ""
         self.written_s: float | None = None
         self._state, self._interval_s, self._keep = state, every_s, keep
-        self._is_pending = True  # the state at the start is worth a backup
+        self._is_pending = True  # the state at the start is backed up as well
         self._next_s = float("-inf")
 
     def check_folder(self) -> None:
-        """Write a file and remove it, so that an unusable folder is noticed at the start.
+        """Write a file and remove it, so that an unusable folder is detected at the start.
 
         Raises `ConfigError` if the file cannot be written.
         """
@@ -123,7 +123,7 @@ class Backups:
         return path
 
     def status(self, now_s: float) -> dict[str, object]:
-        """Return what `gridtrain status` shows about backups."""
+        """Return the data about backups that `gridtrain status` shows."""
         age_s = None if self.written_s is None else round(now_s - self.written_s, 1)
         return {
             "folder": str(self.folder),

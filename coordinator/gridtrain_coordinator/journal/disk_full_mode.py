@@ -1,4 +1,4 @@
-"""What the coordinator does while its disk is full: it decides nothing until the last decisions are written.
+"""The coordinator's behaviour while its disk is full: no decision is made until the last ones are written.
 
     turn --JournalFull--> DiskFullMode(effects of that turn) --once a second: is there room?--> the effects,
                               | events: queued in order, bounded                             then the events
@@ -7,7 +7,7 @@
                               + the core's clock is stopped, so that no deadline passes
 
 Decisions are announced only once they are durable, so a full disk has the same effect as a slow coordinator:
-the current generation continues training (commit rule 10), and no later decision can contradict an earlier
+the current generation continues to train (commit rule 10), and no later decision can contradict an earlier
 one that is not durable yet.
 """
 

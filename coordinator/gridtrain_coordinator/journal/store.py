@@ -1,4 +1,4 @@
-"""The journal: what the coordinator must still know after it has been killed.
+"""The journal: the state that the coordinator needs after it has been killed.
 
     migrations/0001_journal.sql ... --applied in order, each in a transaction--> PRAGMA user_version
 
@@ -63,7 +63,7 @@ _REMEDIES = {  # SQLite's result code -> (what happened, what to do)
         "change its permissions, or choose another folder with --state",
     ),
     "SQLITE_CONSTRAINT": (
-        "rejected a change of its content",
+        "rejected an invalid entry",
         "report this as a bug in gridtrain",
     ),
 }
@@ -127,7 +127,7 @@ class JournalStore:
         """Return the coordinator's key pair; create it at the journal's first start.
 
         The key pair is in the file `coordinator.key` beside the journal.  Each store with ":memory:" has a
-        key pair of its own.
+        separate key pair.
 
         Raises:
             JournalError: this journal belongs to another key.
@@ -206,7 +206,7 @@ class JournalStore:
             copy.execute("PRAGMA journal_mode = DELETE")  # a single file
         return term or 0, last or 0
 
-    # -- inside --------------------------------------------------------------------------------
+    # -- internal ------------------------------------------------------------------------------
 
     def _check(self, created: bool) -> None:
         """Check that the file can be used, without changing it, so that a refused file stays unchanged."""
@@ -282,7 +282,7 @@ class JournalStore:
 
 
 def _chain_digest(before: bytes, row_id: int, at: str, kind: str, body: str) -> bytes:
-    """Return the digest of an entry, over the digest before it and all of its fields."""
+    """Return the digest of an entry, which covers the previous digest and all fields of the entry."""
     text = f"{row_id}\0{at}\0{kind}\0{body}".encode(errors="surrogatepass")
     return hashlib.blake2b(before + text, digest_size=CHAIN_BYTES).digest()
 

@@ -1,4 +1,4 @@
-"""The coordinator's state machine: who is a member, and how one generation follows another.  Pure.
+"""The coordinator's state machine: the members, and the sequence of generations.  Pure.
 
     event --> membership --> worker_admission, departures, catch_up, complaints      single workers
                         `--> freeze_phase --> view_installer --> readiness           view changes
@@ -8,5 +8,5 @@
 `readiness` limits the wait for members that receive or load a state, and `forming_sources` replaces a source
 that does not send the state; `catch_up` chooses the sources for workers that catch up while members train.
 
-All parts share `run.run_state.RunState`; each returns effects, which `Membership` passes on in their order.
+All parts share `run.run_state.RunState`; each returns effects, which `Membership` passes on in order.
 """

@@ -3,7 +3,7 @@
 admitted --CatchUpFrom(sources)--> catching up --CatchUpReport--> enters the next generation
                                       | +-- PeersUnreachable: CatchUpFrom with other routes
                                       |
-                                      +-- no progress for `NO_PROGRESS_TIMEOUT_S`: enters all the same,
+                                      +-- no progress for `NO_PROGRESS_TIMEOUT_S`: enters nevertheless,
                                           and the members wait for it
 sources <--ServeCatchUp(step, newcomers)-- the longest-serving members; sent again when its content changes
 """
@@ -29,7 +29,7 @@ A state source may be in a long step, and sends its state only after that step.
 """
 
 SNAPSHOT_LEAD_S, SNAPSHOT_LEAD_STEPS = 1.5, 1
-"""How far ahead the step of the snapshots is chosen, in seconds and steps.
+"""The lead with which the step of the snapshots is chosen, in seconds and steps.
 
 All sources take their snapshots after the same step, so no source may have begun the step when the message
 arrives.
@@ -40,7 +40,7 @@ SNAPSHOT_LATE_S = 4.0
 
 
 class CatchUp:
-    """Introduces newcomers and state sources to each other, and records which messages they were sent."""
+    """Introduces newcomers and state sources to each other, and records the messages sent to them."""
 
     def __init__(self, run: RunState, addresses: AddressBook) -> None:
         self._run, self._addresses = run, addresses
@@ -54,11 +54,11 @@ class CatchUp:
 
     @property
     def is_active(self) -> bool:
-        """Whether a worker is catching up, or a state source has to be told that catch-up is over."""
+        """Whether a worker is catching up, or a state source must still be notified that catch-up is over."""
         return bool(self._announced or self._state_sources or self._started_s)
 
     def advance(self, now_s: float) -> list[Effect]:
-        """Tell newcomers and state sources what has changed; called while the members train."""
+        """Notify newcomers and state sources of changes; called while the members train."""
         run = self._run
         newcomers = [w for w in run.workers.values() if w.is_catching_up and w.peer not in run.members]
         if not newcomers and not self.is_active:
@@ -66,10 +66,10 @@ class CatchUp:
         # All members were ready: those that joined with this generation hold the state by now.
         holders = run.connected_members
         if run.present_members and not holders:
-            return []  # for example after a short failure of the coordinator's link: they may come back
+            return []  # for example after a short failure of the coordinator's link; they may reconnect
         if not holders or run.view is None:
             for worker in newcomers:
-                worker.mark_caught_up()  # nobody can send the state
+                worker.mark_caught_up()  # no member can send the state
             newcomers = []
         # The median of the reported steps, so that one liar changes nothing.
         latest = min(median_low([run.workers[x].step for x in holders] or [-1]), MAX_STEPS)
@@ -80,7 +80,7 @@ class CatchUp:
     def _update(
         self, newcomers: Sequence[Worker], holders: Sequence[m.PeerId], step: int, latest: int, now_s: float
     ) -> list[Effect]:
-        """Send what has changed.
+        """Send all changes.
 
         Args:
             newcomers: admitted workers that have not caught up.
@@ -126,9 +126,8 @@ class CatchUp:
         return effects
 
     def _send_fetch(self, peer: m.PeerId, sources: Sequence[m.PeerId], now_s: float) -> list[Effect]:
-        """Tell a newcomer and its state sources how to connect to each other.
-
-        The sources are told as well, because the generation may have changed since the last message to them.
+        """Send a newcomer and its state sources the routes between them. The sources receive them as well,
+        because the generation may have changed since the last message to them.
         """
         self._fetch_sent_s[peer] = now_s
         addresses = tuple((source, self._addresses.address(peer, source)) for source in sources)
@@ -145,19 +144,19 @@ class CatchUp:
         if message.term != run.term or peer not in self._announced or not missed & set(self._state_sources):
             return []
         if sent_s is None or now_s < sent_s + limits.route_s / 2:
-            return []  # it has been told new routes since, and has not tried them yet
+            return []  # it has received new routes since, and has not tried them yet
         tried = self._addresses.reroute(peer, sorted(missed))
         names = ", ".join(run.workers.display_name(other) for other in self._state_sources if other in missed)
         note = LogEvent("warning", "no_route", {"name": worker.name, "to": names, "tried": tried})
         return [note, *self._send_fetch(peer, self._state_sources, now_s)]
 
     def on_reconnected(self, peer: m.PeerId) -> None:
-        """Forget what was sent to a worker that has reconnected, so that lost messages are sent again."""
+        """Forget the messages sent to a worker that has reconnected, so that lost messages are sent again."""
         self._state_sources = tuple(source for source in self._state_sources if source != peer)
         self._announced = tuple(known for known in self._announced if known != peer)
 
     def _is_snapshot_step_late(self, step: int, latest: int, now_s: float) -> bool:
-        """Whether the step of the snapshots is late, so that the nearer `step` replaces it.
+        """Return whether the step of the snapshots is late, so that the nearer `step` replaces it.
 
         Forgets the step once the group has reached it; until then, checks it every `SNAPSHOT_LATE_S`.
         """

@@ -1,4 +1,4 @@
-"""Handles what members report about each other.
+"""Handles the members' reports about each other.
 
     ConnectionLost     again and again ------------> the member that all broken connections share is dismissed
     RoundStalled       a round makes no progress --> a member that delays a step repeatedly is dismissed
@@ -70,7 +70,7 @@ class Complaints:
         if not is_current or not {worker.peer, message.peer} <= run.members or worker.peer == message.peer:
             return []
         if message.peer not in run.workers:
-            return []  # it has left, and is forgotten already
+            return []  # it has left and is no longer registered
         failures.record(worker.peer, message.peer, now_s)
         run.workers[message.peer].record_link_broken(now_s)
         centre = run.member_order[0] if self._planner.exchange_choice.is_star else None
@@ -132,7 +132,7 @@ class Complaints:
 
 
 class StalledStep:
-    """The latest stalled step: in how many generations it stalled, and how often each member was suspected.
+    """The latest stalled step, with its stalled generations and the number of suspicions against each member.
 
     stall of step 7   suspect    made progress   dismissed
     1st               bert       no              bert
@@ -148,7 +148,7 @@ class StalledStep:
         self._suspicions: Counter[m.PeerId] = Counter()
 
     def record(self, step: int, stalled: m.RoundStalled) -> int:
-        """Record a stall; return in how many generations the step has stalled."""
+        """Record a stall; return the number of generations in which the step has stalled."""
         if step != self._step:
             self._step, self._stall_count = step, 0
             self._suspicions.clear()

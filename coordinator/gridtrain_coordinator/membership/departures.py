@@ -45,7 +45,7 @@ class Departures:
         return [self._unregister(worker, reason, is_final=False)] if worker is not None else []
 
     def leave(self, peer: m.PeerId, reason: str) -> list[Effect]:
-        """Remove a worker that leaves of its own accord."""
+        """Remove a worker that has announced that it leaves."""
         worker = self._run.workers.get(peer)
         if worker is None:
             return [Disconnect(peer)]
@@ -91,7 +91,7 @@ class Departures:
         return self.refuse(peer, "finished", reason, "ask the run's owner for the result")
 
     def finish_run(self) -> list[Effect]:
-        """Finish the run: tell the members, and refuse all other workers."""
+        """Finish the run: notify the members, and refuse all other workers."""
         run = self._run
         reason = f"{worker_count_text(len(run.member_list))} reached the end of the run"
         effects: list[Effect] = [
@@ -133,7 +133,7 @@ class Departures:
         return LogEvent(level, event, {"name": worker.name, "reason": reason})
 
     def _record_departure(self, peer: m.PeerId, cause: str, *, is_final: bool = True) -> None:
-        """Forget what was measured about a worker; if it was a member, request another generation."""
+        """Forget the measurements of a worker; if it was a member, request another generation."""
         run = self._run
         self._planner.forget(peer)
         run.view_change.discard_report(peer)

@@ -1,4 +1,4 @@
-"""Chooses the member that sends the state to joining members, and decides who is at fault if none arrives.
+"""Chooses the member that sends the state to joining members, and finds the member at fault if none arrives.
 
     dora, from anna: nothing arrives     anna is replaced by bert, and dora stays
     dora, from bert: nothing arrives     dora is dismissed if both have served others; else clara is tried
@@ -24,12 +24,12 @@ MAX_RECORDS = 1024
 
 
 class StateSources:
-    """Outcomes of state transfers, by joining member and by source, kept over generations."""
+    """Outcomes of state transfers, by joining member and by source, across generations."""
 
     def __init__(self) -> None:
         self._failed: dict[PeerId, list[PeerId]] = {}  # by joining member, the sources that failed with it
         self._served: dict[PeerId, set[PeerId]] = {}  # by source, members that it served: two are enough
-        self._unreliable: dict[PeerId, int] = {}  # by source, its failures since it last served somebody
+        self._unreliable: dict[PeerId, int] = {}  # by source, its failures since it last served a member
 
     def record_success(self, source: PeerId, receivers: Collection[PeerId]) -> None:
         """Record that these members have received the state."""
@@ -50,7 +50,7 @@ class StateSources:
         _trim(self._unreliable)
 
     def is_at_fault(self, receiver: PeerId) -> bool:
-        """Whether so many sources have failed to serve this member that the member itself is at fault."""
+        """Return whether so many sources have failed to serve this member that it is itself at fault."""
         failed = self._failed.get(receiver, [])
         proven = [source for source in failed if self._served.get(source, set()) - {receiver}]
         return len(proven) >= MAX_PROVEN_FAILURES or len(failed) >= MAX_FAILURES

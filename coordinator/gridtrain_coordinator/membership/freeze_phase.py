@@ -50,7 +50,7 @@ class FreezePhase:
         self._return_deadline_s = -math.inf
         self._has_delayed = False  # absent members have had their time to return
 
-    # -- how it begins -----------------------------------------------------------------------------
+    # -- beginning ---------------------------------------------------------------------------------
 
     def freeze_members(self, now_s: float) -> list[Effect]:
         """Send `Freeze` to the members that are training."""
@@ -114,14 +114,14 @@ class FreezePhase:
         return self._is_awaiting_members and self._generation_reports.is_journal_behind
 
     def handle_report(self, worker: Worker, report: m.FreezeReport, now_s: float) -> list[Effect]:
-        """Record how far a member of the frozen generation has come; an impossible report is a violation."""
+        """Record the progress of a member of the frozen generation; an impossible report is a violation."""
         run, view_change = self._run, self._run.view_change
         if not view_change.is_freezing or report.generation != run.generation:
             return []
         if worker.peer not in run.members:
             return [RecordViolation(worker.peer, "reported on a generation to which it does not belong")]
         if worker.peer in run.departed_members:
-            return []  # another process with its key: what it has on disk is in its `Setup`
+            return []  # a new process with its key, whose `Setup` lists its checkpoints
         assert run.definition is not None
         spec, ledger = run.definition.ledger, report.ledger
         is_sound = data_ledger.is_sound(spec, ledger, run.members) and ledger.step == report.applied + 1
@@ -143,7 +143,7 @@ class FreezePhase:
         if self.delayed_until_s is not None and generation == self._run.generation:
             self.delayed_until_s = min(self.delayed_until_s, now_s + self._run.limits.report_s)
 
-    # -- how it ends -------------------------------------------------------------------------------
+    # -- end ---------------------------------------------------------------------------------------
 
     def advance(self, now_s: float) -> list[Effect]:
         """Decide on the next generation once all present members have reported or the time is up."""
@@ -180,7 +180,7 @@ class FreezePhase:
         return effects + self._decide(now_s)
 
     def _is_delayed(self, now_s: float) -> bool:
-        """Whether the `Freeze` is still delayed.
+        """Return whether the `Freeze` is still delayed.
 
         Members that come back train until all are present; a single `Freeze` then stops them only briefly.
         Absent members are not awaited for long, because by commit rule 6 the members that report are enough
@@ -206,14 +206,14 @@ class FreezePhase:
         return absent
 
     def _has_unaddressed_worker(self) -> bool:
-        """Whether the dial-back of a member of the next generation is still in progress."""
+        """Return whether the dial-back of a member of the next generation is still in progress."""
         # Reports count as well: they include members whose process was replaced.
         run = self._run
         candidates = {*run.view_change.reports, *run.eligible_workers()}
         return any(not run.workers[peer].is_addressable for peer in candidates if peer in run.workers)
 
     def _keeps_waiting(self, absent: frozenset[m.PeerId], now_s: float) -> bool:
-        """Whether to keep waiting for the members that hold the model, which are all disconnected.
+        """Return whether to keep waiting for the members that hold the model, which are all disconnected.
 
         The wait ends only if other workers can start over.
         """

@@ -22,7 +22,7 @@ from itertools import pairwise
 from gridtrain.core import messages as m
 
 MAX_AHEAD = 1_000_000
-"""How many terms or generations a journal may be behind; a report beyond this number is rejected."""
+"""The largest number of terms or generations by which a journal may be behind; later reports are rejected."""
 
 TERM_RAISE_INTERVAL_S = 30.0
 
@@ -41,7 +41,7 @@ class GenerationReports:
     def __init__(self, members: frozenset[m.PeerId] = frozenset(), generation: int = 0) -> None:
         self.journaled_members = members
         self.journaled_generation = generation
-        self.highest_generation = 0  # the next generation is above this one
+        self.highest_generation = 0  # the next generation has a higher number
         self._reports: dict[m.PeerId, GenerationReport] = {}
         self._reporters: set[m.PeerId] = set()
 
@@ -73,7 +73,7 @@ class GenerationReports:
 
 
 class TermRaise:
-    """Decides when the term is raised because of the terms that workers report."""
+    """Decides when the terms that workers report raise the coordinator's term."""
 
     def __init__(self) -> None:
         self._reported_term = 0
@@ -100,7 +100,7 @@ class TermRaise:
 
 
 def is_credible(claim: m.CurrentGeneration, term: int, generation: int) -> bool:
-    """Whether a report is credible: not too far ahead of the journal, and without empty stages."""
+    """Return whether a report is credible: not too far ahead of the journal, and without empty stages."""
     bounds = claim.stage_bounds
     is_sound = not bounds or (bounds[0] == 0 and len(bounds) > 1 and all(a < b for a, b in pairwise(bounds)))
     return is_sound and claim.term <= term + MAX_AHEAD and claim.generation <= generation + MAX_AHEAD

@@ -37,7 +37,7 @@ class MemberRecovery:
     def handle_report(self, worker: Worker, claim: m.CurrentGeneration, now_s: float) -> list[Effect]:
         """Handle a worker's report of its generation."""
         run, reports = self._run, self._generation_reports
-        has_installed = run.view_change.has_installed  # then this coordinator's own generations bind
+        has_installed = run.view_change.has_installed  # its own generations take precedence
         latest = run.generation if has_installed else reports.journaled_generation
         if claim.term <= run.term and claim.generation <= latest:
             return []
@@ -46,7 +46,7 @@ class MemberRecovery:
             return [RecordViolation(worker.peer, reason)]
         followed_us = worker.peer in run.accepted_workers or (has_installed and not self._has_majority())
         if followed_us and claim.term > run.term:
-            # Not a backup: earlier workers have moved to a later coordinator, which alone decides.
+            # Not a backup: earlier workers have moved to a later coordinator, which now makes all decisions.
             return [LogEvent("warning", "superseded", {"name": worker.name, "term": claim.term})]
         effects: list[Effect] = []
         is_first = not reports.is_journal_behind
@@ -59,7 +59,7 @@ class MemberRecovery:
         return effects if has_installed else effects + self._adopt_reported_generation(now_s)
 
     def _adopt_reported_generation(self, now_s: float) -> list[Effect]:
-        """Wait for the members of the generation that most workers report, unless this has already begun."""
+        """Start to wait for the members of the most reported generation, unless this was done before."""
         run = self._run
         reported = self._generation_reports.most_reported(run.partition.is_valid)
         shares = tuple((x.peer, x.share) for x in run.member_list)
@@ -97,5 +97,5 @@ class MemberRecovery:
         return [run.term_entry(), *(run.welcome_message(peer) for peer in run.workers)]
 
     def _has_majority(self) -> bool:
-        """Whether more than half of the generation is connected to this coordinator."""
+        """Return whether more than half of the generation is connected to this coordinator."""
         return 2 * len(self._run.connected_members) > len(self._run.member_list)

@@ -1,4 +1,4 @@
-"""The coordinator's state machine: which workers are members, and how one generation follows another.
+"""The coordinator's state machine: the members, and the sequence of generations.
 
     WAITING --enough workers--> FORMING --all Ready--> TRAINING --all RunFinished--> FINISHED
                                  ^   |                    |
@@ -71,12 +71,12 @@ MAX_EVENTS = 50  # shown in the status
 
 
 class Membership:
-    """The state machine of one run: `handle` and `tick` return the effects to carry out, in their order.
+    """The state machine of one run: `handle` and `tick` return the effects to carry out, in order.
 
     Args:
         me: the coordinator's key.
         run: the run's name; joins for another run are refused.
-        term: how often the coordinator has started; the journal already contains this number.
+        term: the number of times that the coordinator has started; the journal already contains this number.
         min_workers: the number of workers that the run needs to start.
         deadlines: the time limits; see `gridtrain.config.Deadlines`.
         software: this program's version, which is sent to workers.
@@ -199,7 +199,7 @@ class Membership:
         return self._log_events(effects, now_s)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Handle the passing of time; call it when `deadline_s` is reached."""
+        """Handle expired timeouts; call this method when `deadline_s` is reached."""
         self._settled_reason = None
         run = self.run
         effects = self._compensate_own_stall(now_s)
@@ -413,7 +413,7 @@ class Membership:
         return [*effects, *self._divergence.resend(peer), *self._resend_missed(peer)]
 
     def _is_new_process(self, peer: m.PeerId, join: m.Join) -> bool:
-        """Whether the joining process is not the process that is known by this key."""
+        """Return whether the joining process differs from the process that is registered with this key."""
         run, worker = self.run, self.run.workers.get(peer)
         is_member = peer in run.members - run.departed_members
         is_known = is_member or (worker is not None and worker.setup is not None)

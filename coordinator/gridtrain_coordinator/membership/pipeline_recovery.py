@@ -4,7 +4,7 @@
                              no, but that of an earlier step on disks -----> rollback, the next generation
                              neither --------------------------------------> PAUSED, until a worker comes
     fewer workers than stages: PAUSED for `recut_s`, then repartitioned over the present workers, if it fits
-    generation installed --> workers without a rank are on standby, and are told why
+    generation installed --> workers without a rank are on standby, and are notified
 
 The step is chosen by `stages.whole_state`, the partition and the ranks by `stages.placement`.
 """
@@ -159,7 +159,7 @@ class PipelineRecovery:
         run = self._run
         run.roll_back(applied)
         self._checkpoints.roll_back(applied)
-        if last <= applied:  # no worker is left that knows the last step, or the run begins
+        if last <= applied:  # no remaining worker has the last step, or the run is just beginning
             return [LogEvent("warning", "restored", {"step": applied + 1})] if applied >= 0 else []
         lost = {"from": last + 1, "to": applied + 1, "at_least": not is_certain}
         reason = f"a stage of step {last + 1} is lost, so the run returns to step {applied + 1}"
@@ -184,7 +184,7 @@ class PipelineRecovery:
     # -- standbys ----------------------------------------------------------------------------------
 
     def consider_newcomers(self, newcomers: Sequence[Worker]) -> list[Effect] | None:
-        """Tell newcomers once that they are on standby.
+        """Notify newcomers once that they are on standby.
 
         Returns None if these newcomers justify another generation.
         """
@@ -193,15 +193,15 @@ class PipelineRecovery:
         return self.mark_standby([worker.peer for worker in newcomers if not worker.standby_reason])
 
     def mark_standby(self, peers: Sequence[m.PeerId]) -> list[Effect]:
-        """Record that these workers are on standby, and that no present member does; return the notices."""
+        """Record that these workers, and no present members, are on standby; return the notices."""
         run, view = self._run, self._run.view
         if view is None:
             return []
         layout = RankLayout.for_world_size(run.partition.stage_count, len(run.member_list))
         reason = (
             f"standby: {layout.stages} stages x {layout.replicas} replicas use "
-            f"{worker_count_text(layout.world_size)}; this worker replaces a worker that leaves, or joins a "
-            f"further replica when {layout.stages} workers are on standby"
+            f"{worker_count_text(layout.world_size)}; this worker replaces a worker that leaves, or joins "
+            f"another replica when {layout.stages} workers are on standby"
         )
         for peer in run.present_members:
             run.workers[peer].standby_reason = ""
@@ -210,10 +210,10 @@ class PipelineRecovery:
         notice = m.StandbyNotice(run.term, run.generation, view.applied, view.history, view.ledger, reason)
         return [Send(peer, notice) for peer in peers]
 
-    # -- the end -----------------------------------------------------------------------------------
+    # -- end of the run ----------------------------------------------------------------------------
 
     def _is_finished(self, outcome: Outcome) -> bool:
-        """Whether the last step of the run is committed, and no stage of its state is lost.
+        """Return whether the last step of the run is committed, and no stage of its state is lost.
 
         A stage is not lost if a member holds it, or held it when it finished the run.
         """

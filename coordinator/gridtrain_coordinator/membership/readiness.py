@@ -22,7 +22,7 @@ from gridtrain_coordinator.run.registry import Worker, worker_count_text
 from gridtrain_coordinator.run.run_state import RunState
 
 MAX_FORMING_S = 900.0
-"""The longest time for a generation to form, whatever progress its members report.
+"""The longest time for a generation to form, regardless of the progress that its members report.
 
 The time that the transfer of their states takes over the slowest link is added.
 """
@@ -50,7 +50,7 @@ class Readiness:
         self, run: RunState, planner: GenerationPlanner, departures: Departures, sources: StateSources
     ) -> None:
         self._run, self._planner, self._departures, self._sources = run, planner, departures, sources
-        self._forming_limit_s = -math.inf  # the latest deadline, whatever progress is reported
+        self._forming_limit_s = -math.inf  # the latest deadline, regardless of progress
 
     def begin(self, now_s: float) -> None:
         """Start waiting for the members of a generation that was just installed."""
@@ -110,7 +110,7 @@ class Readiness:
         The second value is True if another generation is needed.
 
         The longest-serving member that holds the model always stays.  If it waits for parts of its stage, the
-        members that were to send them are dismissed.
+        members that should have sent them are dismissed.
         """
         run, ready_s = self._run, self._run.limits.ready_s
         progressed_s = max(self._progressed_s(run.workers[p]) for p in late)
@@ -165,7 +165,7 @@ class Readiness:
     def _is_source_computing(
         self, holders: Collection[m.PeerId], late: Collection[m.PeerId], now_s: float
     ) -> bool:
-        """Whether the state source is in a long step, after which it sends its state."""
+        """Return whether the state source is in a long step, after which it sends its state."""
         run, installed_s = self._run, self._run.view_change.last_installed_s
         if not holders or set(late) & set(holders):
             return False
@@ -193,7 +193,7 @@ class Readiness:
     ) -> list[m.PeerId]:
         """Record which late members received too little; return the members that need another source."""
         run, source = self._run, self._state_source()
-        is_shared = run.view is not None and run.view.applied >= 0  # before, one member's state is the run's
+        is_shared = run.view is not None and run.view.applied >= 0  # before, the run has one member's state
         if source is None or not is_shared or set(late) & set(holders):
             return []
         self._sources.record_success(source, [peer for peer in self._joining() if peer not in late])
@@ -206,7 +206,7 @@ class Readiness:
         return [peer for peer in waiting if not sources.is_at_fault(peer) and sources.untried(peer, present)]
 
     def _is_busy(self, worker: Worker, now_s: float) -> bool:
-        """Whether the worker is busy and not waiting for bytes, so that the source is not the cause."""
+        """Return whether the worker is busy rather than waiting for bytes, so the source is not the cause."""
         is_alive = worker.progressed_s + self._run.limits.ready_s > now_s
         return is_alive and worker.state_progress.left_bytes == 0
 

@@ -87,7 +87,7 @@ class ViewInstaller:
         self._addresses, self._divergence = addresses, divergence
         self._generation_reports, self._initial_state = generation_reports, InitialState()
 
-    # -- the state with which it starts ------------------------------------------------------------
+    # -- initial state -----------------------------------------------------------------------------
 
     def install_next(self, reports: Mapping[m.PeerId, m.FreezeReport], now_s: float) -> list[Effect]:
         """Decide the open step from the reports of the members that hold a state; install a generation."""
@@ -148,7 +148,7 @@ class ViewInstaller:
         ledger = data_ledger.release_holders(run.definition.ledger, first.ledger)
         return Outcome(m.Verdict.ABORT, None, applied, first.history, ledger, holders)
 
-    # -- making it ---------------------------------------------------------------------------------
+    # -- creation ----------------------------------------------------------------------------------
 
     def install(
         self,
@@ -199,7 +199,7 @@ class ViewInstaller:
         self._readiness.begin(now_s)
         messages: list[Effect] = []
         for peer in run.member_order:
-            messages += self._divergence.resend(peer)  # first, as it names an earlier generation
+            messages += self._divergence.resend(peer)  # first, because it names an earlier generation
             messages += self.view_messages(peer)
         entry = JournalEntry("generation", generation_entry(view, members))
         return [entry, self._log_event(view), *messages]
@@ -225,13 +225,13 @@ class ViewInstaller:
         }
         return LogEvent("info", "generation", fields)
 
-    # -- sending it --------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
     def view_messages(self, viewer: m.PeerId) -> list[Send]:
         """Return the member list, with the addresses that `viewer` has to use, and the view."""
         run = self._run
         if run.view is None:
-            return []  # only the members know this generation
+            return []  # only the members have this generation
         members = self._addresses.members_for(viewer, run.member_list)
         size = MEMBERS_PER_PAGE if not any(member.pieces for member in members) else MEMBERS_PER_PAGE // 8
         pages = [members[i : i + size] for i in range(0, len(members), size)]
@@ -248,7 +248,7 @@ class ViewInstaller:
         """
         run = self._run
         if peer in run.departed_members:
-            return []  # another process with its key knows nothing of the generation
+            return []  # a new process with its key has no record of the generation
         view: list[Effect] = [*self.view_messages(peer)]
         if run.view_change.is_freezing:
             return [*view, Send(peer, run.freeze_message())]

@@ -9,7 +9,7 @@ Whether a worker may connect at all depends on its key (`access.authorization`).
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from gridtrain.core import messages as m
@@ -88,9 +88,14 @@ class WorkerAdmission:
         run, peer = self._run, worker.peer
         if run.is_finished:
             return self._departures.refuse_late(peer)
-        if misfit := self._incompatibility(setup):  # checked first: a refused worker defines nothing
+        described = self._with_base(setup)
+        reference = run.definition if described is None else described
+        if misfit := self._incompatibility(reference, setup):  # first: a refused worker defines nothing
             return self._departures.refuse(peer, *misfit)
         effects: list[Effect] = []
+        if described is not None:
+            run.replace_facts(described.facts)
+            effects.append(JournalEntry("run", _definition_entry(described)))
         if run.definition is None:
             run.define(setup)
             self._planner.exchange_choice.configure(setup)
@@ -107,9 +112,22 @@ class WorkerAdmission:
         effects += self._checkpoints.journal_confirmed() + self._checkpoints.replan_if_missing(worker)
         return effects + (self._introduce(worker, now_s) if worker.is_addressable else [])
 
-    def _incompatibility(self, setup: m.Setup) -> tuple[str, str, str] | None:
-        """Return the code, reason and remedy of the refusal; None if the setup fits."""
-        reference = self._run.definition
+    def _with_base(self, setup: m.Setup) -> m.Setup | None:
+        """Return the definition with this worker's base, if it is to define the run's base; else None.
+
+        A definition that an earlier version journalled has no such fact.  The first worker that returns with
+        a checkpoint defines it: its base was compared with the values in the checkpoint when it was loaded.
+        """
+        run, base = self._run, dict(setup.facts).get(m.BASE_FACT, "any")
+        if run.definition is None or setup.checkpoint is None or base == "any":
+            return None
+        is_known = m.BASE_FACT in dict(run.definition.facts)
+        if is_known or any(worker.setup is not None for worker in run.workers.values()):
+            return None
+        return replace(run.definition, facts=(*run.definition.facts, (m.BASE_FACT, base)))
+
+    def _incompatibility(self, reference: m.Setup | None, setup: m.Setup) -> tuple[str, str, str] | None:
+        """Return the code, reason and remedy of the refusal; None if the setup fits the definition."""
         if reference is None:
             reference = setup
             try:
@@ -119,7 +137,7 @@ class WorkerAdmission:
                 return "ledger", error.reason, error.remedy
         if differing := setup_differences(reference, setup):
             reason = "this worker's training setup differs from the run's: " + "; ".join(differing)
-            return "different-run", reason, "start every worker with the same script, data and options"
+            return "different-run", reason, _remedy(reference, setup)
         own = setup.checkpoint
         if own is not None and not (
             data_ledger.is_balanced(own.ledger) and own.ledger.step == own.applied + 1
@@ -130,7 +148,7 @@ class WorkerAdmission:
             reason = f"batch_size is {setup.batch_size}; it must be at least 1"
             return "batch-size", reason, "pass a batch_size of at least 1 to grid.batches"
         if any(is_impossible(checkpoint, reference) for checkpoint in setup.stage_checkpoints):
-            reason = "a checkpoint has a stage that the run does not have, or an inconsistent ledger"
+            reason = "a checkpoint has a stage that does not exist in the run, or an inconsistent ledger"
             return "checkpoint", reason, "move this worker's checkpoints to another folder"
         return None
 
@@ -149,6 +167,26 @@ class WorkerAdmission:
         others = [w for w in self._run.workers.values() if w.is_introduced and w is not worker]
         others.sort(key=lambda other: -other.probe_deadline_s)
         return self._addresses.introduce(worker.peer, [other.peer for other in others[:MAX_PROBES]])
+
+
+def _remedy(reference: m.Setup, setup: m.Setup) -> str:
+    remedy = "start every worker with the same script, data and options"
+    run, here = dict(reference.facts).get(m.BASE_FACT), dict(setup.facts).get(m.BASE_FACT)
+    if run == here:
+        return remedy
+    if "any" in (run, here):
+        return f"{remedy}; base= must be the same on all of them"
+    if run is None:
+        return (
+            f"{remedy}; if the run was started with an earlier version, a worker with one of its checkpoints "
+            "must join first; if there is none, start a new run"
+        )
+    return (
+        "load the same base model as the other workers, that is, the same files in the same dtype; if the "
+        "script draws frozen parameters at random, name them in send_frozen=, or save them once and load the "
+        "same file on all workers (a seed does not suffice: processors draw different numbers from it); to "
+        'train with differently quantized bases, pass base="any" on all workers'
+    )
 
 
 def _definition_entry(setup: m.Setup) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""What the coordinator knows about the run.  Pure: no sockets, threads, clocks or tensors.
+"""The coordinator's record of the run.  Pure: no sockets, threads, clocks or tensors.
 
 run_state          the shared state: registered workers, members, phase, with
                    registry, view_change, stage_bounds
-events             what `Membership` takes and returns
+events             the events that `Membership` handles, and the effects that it returns
 generation_plan    measurements of workers and links --> rank order, exchange, shares; with
                    reorder_limits (which reports count, and when they reorder ranks),
                    link_failures (connections that break)

@@ -1,4 +1,4 @@
-"""Finds out at which addresses workers can be reached, and tells each worker how to reach the other workers.
+"""Determines the addresses at which workers can be reached, and sends each worker the routes to the others.
 
     Join --DialBack--> (the coordinator dials back) --DialBackResult--> Reachability, addressable
     Setup, addressable ---> ExpectProbes to the others, Admitted with their addresses
@@ -32,7 +32,7 @@ class AddressBook:
 
     def __init__(self, coordinator: m.PeerId) -> None:
         self._route_table = RouteTable(coordinator)
-        self._hosts: dict[m.PeerId, str] = {}  # from where the open connections come
+        self._hosts: dict[m.PeerId, str] = {}  # the source addresses of the open connections
         self._relays: tuple[m.PeerId, ...] = ()  # of the generation
         self._blocked_pairs: set[frozenset[m.PeerId]] = set()  # whose route of the generation does not work
         self._address_cache: dict[
@@ -53,7 +53,7 @@ class AddressBook:
         return self._route_table.reachability_text(peer)
 
     def request_dial_back(self, worker: Worker, can_relay: bool) -> list[Effect]:
-        """Request a dial-back, to learn whether other workers can reach the worker.
+        """Request a dial-back, which shows whether other workers can reach the worker.
 
         Does nothing if the worker's location has not changed since the last dial-back.
         """
@@ -85,7 +85,7 @@ class AddressBook:
         return [LogEvent("info", "called_back", fields), Send(worker.peer, m.Reachability(address))]
 
     def introduce(self, newcomer: m.PeerId, others: Sequence[m.PeerId]) -> list[Effect]:
-        """Ask the newcomer to measure its links to the other workers, and tell them to expect its probes."""
+        """Request the newcomer to probe the other workers, and notify them of its probes."""
         relays = self._route_table.relay_candidates(others)
         effects: list[Effect] = []
         for other in others:
@@ -134,7 +134,7 @@ class AddressBook:
         return [[a, b, rank_of.get(relay, -1)] for a, b, relay in routes if relay is not None]
 
     def all_direct(self, members: Sequence[m.PeerId]) -> bool:
-        """Whether any two of these members can connect without a relay, as far as the coordinator knows."""
+        """Return whether any two of these members can connect without a relay, as far as is known."""
         pairs = combinations(members, 2)
         return all(relay_of(self._route_table.address(viewer, other, ())) is None for viewer, other in pairs)
 
@@ -179,7 +179,7 @@ class AddressBook:
         return list(dict.fromkeys(routes))
 
     def connect(self, newcomer: m.PeerId, others: Iterable[m.PeerId]) -> list[Effect]:
-        """Tell these members how to connect to a worker outside the generation.
+        """Send these members the routes to a worker outside the generation.
 
         The worker itself receives a separate message.
         """

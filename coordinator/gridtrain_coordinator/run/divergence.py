@@ -1,9 +1,9 @@
 """Detects members whose model differs from the other members' models (guarantee 1), while they train.
 
     every N steps   member --ReplicaDigest(step, digest of parameters, optimizer, settings)--> coordinator
-    coordinator     when it has all digests of a step, or most of them as the next comparison begins:
+    coordinator     when it has all digests of a step, or most members agree as the next comparison begins:
                     the largest group of equal digests is right (if sizes are equal, the group with the lowest
-                    rank)
+                    rank); the digest of a trainer that had stalled comes later, and is compared with theirs
                     --ReplicaDiverged(step)--> the other members, which receive the state again
 
 Equal updates do not prove equal models: memory may flip a bit, another kind of processor may round
@@ -33,12 +33,15 @@ class DigestComparison:
 
     def __init__(self, members: Sequence[PeerId] = ()) -> None:
         self._ranks = {peer: rank for rank, peer in enumerate(members)}
-        self._digests: dict[int, dict[int, bytes]] = {}  # by step and rank
+        self._digests: dict[int, dict[int, bytes]] = {}  # of open comparisons, by step and rank
+        self._agreed: dict[int, bytes] = {}  # the digest of most members, by step
 
     def add(self, peer: PeerId, step: int, digest: bytes) -> list[PeerId]:
         """Record a member's digest; return the members that are now known to differ."""
         if peer not in self._ranks:
             return []
+        if step in self._agreed:  # of a member whose trainer had stalled
+            return [peer] if digest != self._agreed[step] else []
         diverged: list[PeerId] = []
         if step not in self._digests:
             diverged += self._decide([old for old in self._digests if old < step])
@@ -50,17 +53,21 @@ class DigestComparison:
         return diverged
 
     def _decide(self, steps: Sequence[int]) -> list[PeerId]:
-        """Close the comparisons of these steps for which most members have reported.
+        """Close the comparisons of these steps for which all members have reported, or most members agree.
 
         Returns the members that differ.
         """
         diverged: list[PeerId] = []
         for step in steps:
             digests = self._digests[step]
-            if 2 * len(digests) > len(self._ranks):
+            differing = minority_ranks(digests)
+            agreeing = digests.keys() - set(differing)
+            if len(digests) == len(self._ranks) or 2 * len(agreeing) > len(self._ranks):
                 del self._digests[step]
-                ranks = minority_ranks(digests)
-                diverged += [peer for peer, rank in self._ranks.items() if rank in ranks]
+                self._agreed[step] = digests[min(agreeing)]
+                diverged += [peer for peer, rank in self._ranks.items() if rank in differing]
+        for old in sorted(self._agreed)[:-MAX_OPEN_COMPARISONS]:
+            del self._agreed[old]
         return diverged
 
 
@@ -72,7 +79,7 @@ class DivergenceDetector:
     generation.
 
     Attributes:
-        divergence_count: how often a member's state was found to differ.
+        divergence_count: the number of times that a member's state differed.
     """
 
     def __init__(self) -> None:

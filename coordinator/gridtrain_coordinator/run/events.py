@@ -60,7 +60,7 @@ class DialBackResult:
     """The answer to `DialBack`.
 
     Attributes:
-        address: the address at which the worker was reached; empty if it was reached at none.
+        address: the address at which the worker was reached; empty if all attempts failed.
     """
 
     peer: m.PeerId
@@ -109,7 +109,7 @@ class Disconnect:
 
 @dataclass(frozen=True, slots=True)
 class DialBack:
-    """Find out at which of these addresses the worker can be reached; `DialBackResult` always follows."""
+    """Check at which of these addresses the worker can be reached; `DialBackResult` always follows."""
 
     peer: m.PeerId
     addresses: tuple[str, ...]
@@ -120,7 +120,7 @@ class RecordViolation:
     """The worker broke the protocol; its violations are counted until it is removed from the run.
 
     Attributes:
-        accuser: the member that reported the violation; None if the coordinator itself noticed it.
+        accuser: the member that reported the violation; None if the coordinator itself detected it.
     """
 
     peer: m.PeerId

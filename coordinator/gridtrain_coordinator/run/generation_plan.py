@@ -190,7 +190,7 @@ class GenerationPlanner:
         self._check_links(now_s)
 
     def _may_replan(self, now_s: float) -> bool:
-        """Whether a generation may be requested merely because it would be faster."""
+        """Return whether a generation may be requested merely because it would be faster."""
         run, installed_s = self._run, self._run.view_change.last_installed_s
         is_due = now_s >= installed_s + run.limits.reshare_s
         return self._is_training_undisturbed and not run.partition.is_pipeline and is_due

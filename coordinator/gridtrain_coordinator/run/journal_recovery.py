@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from gridtrain.core import messages as m
-from gridtrain.core.commit.ledger_record import ledger_entry, parse_ledger
+from gridtrain.core.commit.ledger_record import ledger_entry, parse_ledger, parse_spec
 from gridtrain_coordinator.run.events import RunPhase
 
 StateId = tuple[int, bytes, m.LedgerState]
@@ -45,7 +45,7 @@ class RecoveredRun:
 def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRun:
     """Return the run that these entries of the journal describe.
 
-    Raises `KeyError`, `TypeError` or `ValueError` for entries that no coordinator wrote.
+    Raises `KeyError`, `TypeError` or `ValueError` for invalid entries.
     """
     definition: m.Setup | None = None
     latest: Mapping[str, Any] | None = None
@@ -55,7 +55,7 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
         match kind:
             case "run":
                 facts = tuple((str(name), str(text)) for name, text in dict(body["facts"]).items())
-                spec = m.LedgerSpec(**body["ledger"])
+                spec = parse_spec(body["ledger"])
                 model = _model(body["model"]) if body.get("model") else None
                 stages = body.get("stages", 1)
                 definition = m.Setup(facts, spec, 0, body["global_batch_size"], stages=stages, model=model)
@@ -109,7 +109,7 @@ def generation_entry(view: m.MembershipView, roster: Sequence[m.Member]) -> dict
 
 
 def _member_entry(member: m.Member) -> dict[str, Any]:
-    """Return a member for the journal, without a whole entries share, which older versions cannot read."""
+    """Return a member for the journal; a whole entries share is left out for older versions."""
     entry = {
         **asdict(member),
         "peer": member.peer.hex(),

@@ -23,7 +23,7 @@ class _PausedWorker:
 
 
 class PausedWorkers:
-    """The paused workers, stored in memory only: a restarted coordinator knows of none."""
+    """The paused workers, stored in memory only: a restart of the coordinator clears them."""
 
     def __init__(self) -> None:
         self._workers: dict[m.PeerId, _PausedWorker] = {}

@@ -1,4 +1,4 @@
-"""Registered workers: what the coordinator knows about each worker, and what it derives from that."""
+"""Registered workers: the data recorded about each worker, and values derived from these data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_RESTARTS = 2
 
 
 class StateTransferProgress:
-    """How many bytes of its state a worker still lacks, and when it last made progress.
+    """The number of bytes of its state that a worker still lacks, and the time of its last progress.
 
     A decrease of at least `step_bytes` since progress was last recorded counts as progress, and so does the
     arrival of the last byte.  An increase counts at most `MAX_RESTARTS` times: a forwarded state may turn out
@@ -118,7 +118,7 @@ class Worker:
     rtt_s: dict[m.PeerId, float] = field(default_factory=dict)
     info: dict[str, str] = field(default_factory=dict)
 
-    # -- what it reports -----------------------------------------------------------------------------
+    # -- reports -------------------------------------------------------------------------------------
 
     def record_connected(self) -> None:
         """Record a connection with the worker's key.
@@ -160,7 +160,7 @@ class Worker:
     def record_checkpoints(self, checkpoints: tuple[m.CheckpointInfo, ...]) -> None:
         self.checkpoints = checkpoints
 
-    # -- what it is asked to do --------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def begin_probing(self, deadline_s: float) -> None:
         """Give the worker until `deadline_s` to measure its links."""
@@ -194,7 +194,7 @@ class Worker:
         if self.disconnected_s is not None:
             self.disconnected_s = extend_start(self.disconnected_s, limits.regreet_s, until_s)
 
-    # -- what follows --------------------------------------------------------------------------------
+    # -- derived values ------------------------------------------------------------------------------
 
     @property
     def is_catching_up(self) -> bool:
@@ -306,7 +306,8 @@ def round_trip_times(
 def batch_limits(workers: Sequence[Worker]) -> list[int]:
     """Return each worker's batch size.
 
-    With a global batch size, this is the most samples of a step for the worker; 0 means no limit.
+    With a global batch size, this is the largest number of samples that the worker takes in a step; 0 means
+    no limit.
     """
     return [worker.setup.batch_size if worker.setup is not None else 0 for worker in workers]
 
@@ -346,12 +347,19 @@ def _model_lines(model: m.StagedModel | None) -> dict[str, str]:
     return {"cuts": str(list(model.cuts)), "blocks": f"{len(model.blocks)}, digest {digest}"}
 
 
+def _shards_text(spec: m.LedgerSpec) -> str:
+    if not spec.shards:
+        return ""
+    digest = hashlib.blake2b(str(spec.shards).encode(), digest_size=6).hexdigest()
+    return f" in {len(spec.shards)} shards (sizes {digest})"
+
+
 def _described(setup: m.Setup) -> dict[str, str]:
     spec = setup.ledger
     length = f"{spec.epochs} epochs" if spec.epochs is not None else f"{spec.steps} steps"
     return {
         **dict(setup.facts),
-        "end of the run": f"{length} over {spec.size} samples with data seed {spec.seed}",
+        "end of the run": f"{length} over {spec.size} samples{_shards_text(spec)} with data seed {spec.seed}",
         "global batch size": str(setup.global_batch_size),
         "stages": str(setup.stages),
         **_model_lines(setup.model),

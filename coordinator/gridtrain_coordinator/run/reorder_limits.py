@@ -6,7 +6,7 @@
     new order due to anna                              no further order due to her for 30 s, then 60, 120 ..
 
 Honest workers measure when they are introduced to their peers, so a report counts once for each introduction
-of one of the link's two ends.  A worker that joins again and again causes generations less and less often.
+of one of the link's two ends.  A worker that rejoins repeatedly causes generations at increasing intervals.
 """
 
 from __future__ import annotations

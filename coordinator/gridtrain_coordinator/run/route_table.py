@@ -5,8 +5,8 @@
     nothing, but b reaches a b                              (empty: b dials)
     neither                  both, to a third               relay:<its key>
 
-A worker's claim is not enough: others are told its address only if the coordinator has reached the worker
-at this address, or if they are behind the same router.
+A worker's claim is not enough: others receive its address only if the coordinator has reached the worker at
+this address, or if they are behind the same router.
 
 A route on which a pair could not connect (`PeersUnreachable`) is not tried again.  The pair then uses the
 next of these routes: the verified address, the address inside a common network, a relay, the coordinator.
@@ -32,8 +32,8 @@ class PeerLocation:
     """The addresses of a worker.
 
     Attributes:
-        claimed_address: the address at which the worker says that it listens.
-        host: the address from which its connection to the coordinator comes.
+        claimed_address: the address at which the worker claims to listen.
+        host: the source address of its connection to the coordinator.
         verified_address: the address at which the coordinator reached it; empty if it is behind NAT.
         can_relay: whether it is willing to forward messages between other workers.
     """
@@ -47,7 +47,7 @@ class PeerLocation:
 def dial_back_addresses(location: PeerLocation) -> tuple[str, ...]:
     """Return the addresses at which to dial a worker.
 
-    These are the claimed address, and the same port at the host from which the worker's connection comes.
+    These are the claimed address, and the same port at the source address of the worker's connection.
     """
     host, _, port = location.claimed_address.removeprefix("tcp://").rpartition(":")
     if (
@@ -81,7 +81,7 @@ class RouteTable:
         return "?" if location is None else "direct" if location.verified_address else "behind NAT"
 
     def is_directly_reachable(self, peer: PeerId) -> bool:
-        """Whether every worker can dial this worker, and no route between any two workers has failed."""
+        """Return whether every worker can dial this one, and no route between any two workers has failed."""
         location = self._locations.get(peer)
         return location is not None and bool(location.verified_address) and not self._blocked
 

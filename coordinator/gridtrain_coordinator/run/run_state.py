@@ -1,4 +1,4 @@
-"""The state of the run that the coordinator knows: registered workers, members and progress.
+"""The coordinator's state of the run: registered workers, members and progress.
 
     workers       registered                      anna  bert  clara  dora
     member_list   the generation, by rank           0     1     2      -
@@ -30,7 +30,7 @@ class RunState:
 
     Args:
         name: the run's name; joins for another run are refused.
-        term: how often the coordinator has started; the journal already contains this number.
+        term: the number of times that the coordinator has started; the journal already contains this number.
         limits: the time limits; see `gridtrain.config.Deadlines`.
         min_workers: the number of workers that the run needs to start.
         software: this program's version, which is sent to workers.
@@ -114,7 +114,7 @@ class RunState:
         return self.phase is RunPhase.FINISHED
 
     def is_current(self, term: int, generation: int) -> bool:
-        """Whether a message with this term and generation belongs to the current generation."""
+        """Return whether a message with this term and generation belongs to the current generation."""
         return (term, generation) == (self.term, self.generation)
 
     def eligible_workers(self) -> list[m.PeerId]:
@@ -147,7 +147,7 @@ class RunState:
 
     @property
     def reason(self) -> str:
-        """The reason for the phase; while the run waits for workers, also how many have joined."""
+        """The reason for the phase; while the run waits for workers, it includes how many have joined."""
         here = len(self.workers)
         if self.phase is not RunPhase.WAITING or not 0 < here < self.required_workers:
             return self._reason
@@ -161,6 +161,11 @@ class RunState:
         self.partition.define(setup)
         if setup.stages > self._min_workers and self.phase is RunPhase.WAITING:
             self._reason = f"waiting for {worker_count_text(setup.stages)}, one for each stage of the model"
+
+    def replace_facts(self, facts: m.Facts) -> None:
+        """Replace the facts of the definition, which an earlier version had described with fewer."""
+        assert self.definition is not None
+        self.definition = replace(self.definition, facts=facts)
 
     def install(self, view: m.MembershipView, members: tuple[m.Member, ...]) -> None:
         """Make the next generation the current one; the caller journals it before any worker receives it."""
@@ -201,7 +206,7 @@ class RunState:
     def record_finish(self, peer: m.PeerId, applied: int) -> None:
         """Record that a worker has reached the end of the run, after step `applied`."""
         self.finished_members.add(peer)
-        if peer in self.members:  # other workers have finished nothing
+        if peer in self.members:  # other workers committed no steps
             self.record_step(min(applied, MAX_STEPS) + 1)
 
     # -- journal entries and messages --------------------------------------------------------------

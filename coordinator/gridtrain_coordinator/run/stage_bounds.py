@@ -1,4 +1,4 @@
-"""Which layers of the model belong to which stage, in the current generation."""
+"""The assignment of the model's layers to stages in the current generation."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class StageBounds:
         return len(self.bounds) - 1
 
     def is_valid(self, bounds: tuple[int, ...]) -> bool:
-        """Whether the model can be divided at these bounds; True for all bounds before the run is defined."""
+        """Return whether the model can be divided at these bounds; True before the run is defined."""
         if self._definition is None or not bounds:
             return True
         return self.is_pipeline and bounds[-1] == defined_cuts(self._definition)[-1]
 
     def can_hold(self, layers: m.Span) -> bool:
-        """Whether a member may hold the state of these layers.
+        """Return whether a member may hold the state of these layers.
 
         The layers may be those of a stage or, after a repartition, of an earlier stage.
         """

@@ -1,4 +1,4 @@
-"""The view change in progress: why another generation is requested, and what its members have answered.
+"""The view change in progress: the reason for another generation, and the answers of its members.
 
       request(reason)              begin_freezing            begin_forming               reset
 IDLE ----------------> IDLE, reason ------------> FREEZING ----------------> FORMING ------------> IDLE
@@ -106,7 +106,7 @@ class ViewChange:
         self.deadline_s = max(self.deadline_s, deadline_s)
 
     def shorten_deadline(self, deadline_s: float) -> None:
-        """Bring the deadline forward to `deadline_s` at the latest."""
+        """Bring the deadline forward to `deadline_s` if it is later."""
         self.deadline_s = min(self.deadline_s, deadline_s)
 
     # -- answers -----------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ SKIPS_SHOWN_S = 600.0
 """How long the status mentions the latest skipped step, and the latest step that did not wait."""
 
 CHECKPOINT_EVENT_INTERVAL_S, RECOVERED_INTERVAL_S = 600.0, 60.0
-"""The shortest times between an event about failed checkpoints and the previous event, which reported a
-failure or, for the second value, that checkpoints are written again."""
+"""The shortest time from one event about failed checkpoints to the next: after an event that reports a
+failure and, as the second value, after an event that reports that checkpoints are written again."""
 
 SKIP_REASON = "its gradient was not finite, or too large to be summed"
 MISSED_REASON = "its training loop had stalled"
@@ -59,7 +59,7 @@ class StepCounter:
         return new
 
     def is_shown(self, now_s: float) -> bool:
-        """Whether the counter has grown within `SKIPS_SHOWN_S`."""
+        """Return whether the counter has grown within `SKIPS_SHOWN_S`."""
         return now_s < self._grew_s + SKIPS_SHOWN_S
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""Stage checkpoints on the workers' disks: what the workers report, and what a placement may rely on.
+"""Stage checkpoints on the workers' disks: the reports, and the checkpoints that a placement may use.
 
     Setup, StageCheckpointList --> possible? --> confirmed by most members? --> journal  (`CheckpointQuorum`)
                                       |no               |
@@ -82,7 +82,7 @@ class CheckpointCatalog:
         for worker in self._run.workers.values():
             worker.roll_back(applied)
 
-    # -- what a placement may rely on --------------------------------------------------------------
+    # -- checkpoints for a placement ---------------------------------------------------------------
 
     def trusted_checkpoints(self) -> dict[m.PeerId, tuple[m.CheckpointInfo, ...]]:
         """Return the checkpoints of each eligible worker whose content is not known to differ."""
@@ -125,7 +125,7 @@ class CheckpointCatalog:
     def depends_on_full_disks(
         self, placement: RankPlacement, outcome: Outcome, live: Mapping[m.PeerId, m.Span]
     ) -> bool:
-        """Whether a member needs a state that another worker has only in memory and cannot write to disk."""
+        """Return whether a member needs a state that another worker cannot write from memory to disk."""
         full = {peer for peer, worker in self._run.workers.items() if worker.is_disk_full}
         return bool(full) and depends_on_unwritten(placement, outcome, full, live, self.trusted_checkpoints())
 
@@ -145,8 +145,8 @@ class CheckpointCatalog:
         layers = self._missing_checkpoint(worker)
         if layers is None:
             return []
-        ends = f"blocks {layers.start} to {layers.stop - 1}"
-        run.view_change.request(f"{worker.name} has no checkpoint of {ends}, which it was to provide")
+        ends = f"layers {layers.start} to {layers.stop - 1}"
+        run.view_change.request(f"{worker.name} has no checkpoint of {ends}, which other workers need")
         run.view_change.reset()
         return [LogEvent("warning", "no_such_piece", {"name": worker.name, "blocks": ends})]
 
@@ -184,7 +184,7 @@ class CheckpointCatalog:
 
 
 def is_impossible(checkpoint: m.CheckpointInfo, definition: m.Setup | None) -> bool:
-    """Whether a checkpoint cannot belong to this run; before the run is defined (None), no checkpoint can."""
+    """Return whether a checkpoint cannot belong to this run; True before the run is defined (None)."""
     if definition is None or not data_ledger.is_balanced(checkpoint.ledger):
         return True
     ledger = data_ledger.release_holders(definition.ledger, checkpoint.ledger)
@@ -202,7 +202,7 @@ def failed_to_write(
     report: m.FreezeReport | None,
     checkpoints: Collection[m.CheckpointInfo],
 ) -> bool:
-    """Whether this member had to write the state in its memory to disk for `view`, and failed.
+    """Return whether this member had to write the state in its memory to disk for `view`, and failed.
 
     Args:
         report: the member's report before the view, which names the layers in its memory.
@@ -224,7 +224,7 @@ def depends_on_unwritten(
     live: Mapping[m.PeerId, m.Span],
     checkpoints: ReportedCheckpoints,
 ) -> bool:
-    """Whether a member assembles its stage from a state that a worker in `full` has only in memory.
+    """Return whether a member assembles its stage from a state that a worker in `full` has only in memory.
 
     Args:
         full: the workers whose disks are full.

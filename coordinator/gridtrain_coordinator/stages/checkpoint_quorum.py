@@ -115,7 +115,7 @@ class CheckpointQuorum:
         self._confirmed = {state: known for state, known in self._confirmed.items() if state[0] <= applied}
 
     def is_trusted(self, checkpoint: m.CheckpointInfo) -> bool:
-        """Whether the checkpoint's digest is recorded for its stage, or no digest is recorded."""
+        """Return whether the checkpoint's digest is recorded for its stage, or no digest is recorded."""
         for state, known in self._confirmed.items():
             digests = known.digests.get(checkpoint.layers)
             if state[:2] == (checkpoint.applied, checkpoint.history) and digests:
@@ -129,7 +129,7 @@ class CheckpointQuorum:
 
 
 class ReporterMajority:
-    """The quorum before any step is known to be committed, when a false report can undo nothing.
+    """The quorum before any step is known to be committed, when a false report cannot undo anything.
 
     Workers without checkpoints do not count, because a new worker has no information about an old run.
     """

@@ -2,8 +2,8 @@
 
     as many workers as stages --> the defined partition; where a memory is too small, another partition
     fewer ----------------------> wait `recut_s` for a worker to come back, then repartition over all present
-    a disk is full -------------> the previous partition, in which nobody needs that disk
-    newcomers ------------------> a further replica or, where there are too few stages, a further stage?
+    a disk is full -------------> the previous partition, in which no worker needs it
+    newcomers ------------------> another replica or, if there are too few stages, another stage?
 
 The step from which the run continues is chosen by `whole_state`.
 """
@@ -112,7 +112,7 @@ class StagePlacement:
     # -- while the run trains ----------------------------------------------------------------------
 
     def adds_replica_or_stage(self, newcomers: Sequence[Worker]) -> bool:
-        """Whether these newcomers justify another generation, with a further replica or stage."""
+        """Return whether these newcomers justify another generation, with another replica or stage."""
         run, stages, bounds = self._run, self._run.partition.stage_count, self._run.partition.bounds
         if self._rejected_placement == (frozenset(run.eligible_workers()), bounds):
             return False  # they do not have the memory for further ranks
@@ -187,7 +187,7 @@ class StagePlacement:
         self._too_few_since_s = None
 
     def _is_waiting_for_rejoin(self, now_s: float) -> bool:
-        """Whether to wait for a worker to come back, which would make the repartition unnecessary."""
+        """Return whether to wait for a worker to come back, which would make the repartition unnecessary."""
         since_s = self._too_few_since_s = now_s if self._too_few_since_s is None else self._too_few_since_s
         if now_s >= since_s + self._run.limits.recut_s:
             return False

@@ -144,7 +144,7 @@ def find_restart_point(
 
 
 def too_few_reason(stages: int, here: int, locations: StateLocations) -> str:
-    """Explain why the run waits for further workers."""
+    """Explain why the run waits for more workers."""
     held = set(locations.in_memory.values())
     present = f"{worker_count_text(here)} {'is' if here == 1 else 'are'} present"
     if not held:

@@ -34,7 +34,7 @@ STAGE_SUMMARY_CHANNEL = Channel(kind=STAGE_SUMMARY_KIND)
 
 
 def stage_channel(from_stage: int, to_stage: int, channel: Channel) -> Channel:
-    """Return the channel of a transfer between two stages; each pair of stages has a group of its own."""
+    """Return the channel of a transfer between two stages; each pair of stages has a separate group."""
     return Channel(from_stage * MAX_STAGES + to_stage, int(channel.kind), channel.index)
 
 

@@ -86,7 +86,7 @@ class HopExchange(CollectiveBase):
         return effects
 
     def _begin_hop(self) -> list[CollectiveEffect]:
-        """Send this rank's payload before the partner's is merged into it; complete after the last hop."""
+        """Send this rank's payload, before the partner's is merged into it; finish after the last hop."""
         if not self._hops:
             return self._completed()
         hop = self._hops[0]

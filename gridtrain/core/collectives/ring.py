@@ -125,7 +125,7 @@ class RingAllReduce(CollectiveBase):
                 if slot.hop < last_hop:
                     onward = PayloadSlot(CollectivePhase.REDUCE, slot.hop + 1, *key)
                     self._due[key] = self._gather_due(*key)
-                else:  # all parts are in: the sum starts its turn here and does not come back
+                else:  # the sum is complete: GATHER starts here and does not return
                     onward = PayloadSlot(CollectivePhase.GATHER, 0, *key)
                     del self._due[key]
                 effects += self._forward(onward, flags)
@@ -155,7 +155,7 @@ class RingAllReduce(CollectiveBase):
         return _MISSING_REDUCE if due.phase is CollectivePhase.REDUCE else _MISSING_GATHER
 
     def _resume(self, event: PayloadReceived) -> list[CollectiveEffect]:
-        """Handle RESUME of the right neighbour: send the messages that it lacks and this rank already has."""
+        """Handle the right neighbour's RESUME: send the messages that it lacks and this rank has."""
         right = (self._rank + 1) % self._world_size
         is_awaited = self.attempt > 0 and self._right_lacks is None
         due = (right, PayloadSlot(CollectivePhase.RESUME)) if is_awaited else None
@@ -163,7 +163,7 @@ class RingAllReduce(CollectiveBase):
         keys, lacks = self._keys(), bytes(event.payload)
         if len(lacks) != len(keys) or max(lacks) > _MISSING_NOTHING:
             raise RemoteProtocolError(
-                f"{self._label}: RESUME of rank {right} has {len(lacks)} bytes with values up to "
+                f"{self._label}: RESUME from rank {right} has {len(lacks)} bytes with values up to "
                 f"{max(lacks, default=0)}; it must have {len(keys)} bytes with values up to "
                 f"{_MISSING_NOTHING}",
                 remedy="disconnect the peer; a correct peer of the same version never sends this message",
@@ -179,12 +179,12 @@ class RingAllReduce(CollectiveBase):
         # The neighbour starts its own segment, and completes the next segment with the last REDUCE.
         if lack == (_MISSING_REDUCE if hop == 0 else _MISSING_GATHER if hop == self._world_size - 1 else -1):
             raise RemoteProtocolError(
-                f"{self._label}: RESUME of rank {right} reports as missing a message of segment "
-                f"{segment} that is never sent to that rank"
+                f"{self._label}: RESUME from rank {right} requests a message of segment {segment} "
+                "that is never sent to that rank"
             )
         if lack == _MISSING_REDUCE and own_lack == _MISSING_NOTHING:
             raise RemoteProtocolError(
-                f"{self._label}: RESUME of rank {right} reports a partial sum of segment {segment} as "
+                f"{self._label}: RESUME from rank {right} reports a partial sum of segment {segment} as "
                 "missing, although its total exists"
             )
         if lack == _MISSING_REDUCE and own_lack == _MISSING_GATHER:

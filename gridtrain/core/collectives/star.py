@@ -99,7 +99,7 @@ class SparseStar(_Star):
 
 
 class DenseStar(_Star):
-    """One dense sum in `slices` >= 1; `flags` are those of this rank's contribution."""
+    """One dense sum in `slices` >= 1 slices; `flags` are those of this rank's contribution."""
 
     __slots__ = ("_missing_parts",)
 

@@ -40,7 +40,7 @@ class Subgroup:
         sender = self._within.get(event.from_rank)
         if sender is None:
             raise RemoteProtocolError(
-                f"rank {event.from_rank} sent {event.slot} to an exchange of only the ranks {self._ranks}",
+                f"rank {event.from_rank} sent {event.slot} to an exchange among only the ranks {self._ranks}",
                 remedy="disconnect the peer; a correct peer of the same version never sends this message",
             )
         return self._to_global_ranks(self._inner.handle(replace(event, from_rank=sender), now_s))

@@ -9,7 +9,7 @@ is open at that time, so votes, decisions and failures wait until the trainer ha
 
 The attempt of a pipeline is open from its first activation on (`submit(has_more=True)`), because the members
 wait for each other long before there is a gradient; if a member is lost or votes NO, all stop waiting.  The
-trainer is notified of each complete collective (`CollectiveCompleted`) and adds further collectives
+trainer is notified of each complete collective (`CollectiveCompleted`) and adds more collectives
 (`add_collectives`) up to the last one.
 
 A message that a correct member may have sent is processed, held or dropped; any other message raises
@@ -147,7 +147,7 @@ class Attempts:
         self._step = step
         self._attempt = 0
         self._aborts = 0
-        self._has_more = False  # the open round will have further collectives
+        self._has_more = False  # the open round will have more collectives
         self._collectives: dict[m.Channel, Collective] = {}
         self._aborted_collectives: dict[m.Channel, Collective] = {}  # of the latest aborted attempt
         self._early: dict[m.PeerId, _EarlyMessages] = {}
@@ -208,7 +208,7 @@ class Attempts:
         """Open the attempt with the collectives that `begin` has not started.
 
         Args:
-            has_more: whether `add_collectives` adds further collectives later.
+            has_more: whether `add_collectives` adds more collectives later.
             is_absent: whether the contribution is empty, because the trainer has stalled.
         """
         if self.open_attempt is not None:
@@ -231,7 +231,7 @@ class Attempts:
         return effects + self._replay_all(now_s)
 
     def add_collectives(self, event: AddCollectives, now_s: float) -> list[AttemptEffect]:
-        """Start further collectives; ignore them if their round is over or this member has voted on it."""
+        """Start additional collectives; ignore them if their round is over or this member has voted on it."""
         attempt = self.open_attempt
         if attempt is None or attempt.round_id != event.round or attempt.vote is not None:
             return []
@@ -353,14 +353,14 @@ class Attempts:
 
     def _rank(self, peer: m.PeerId) -> int:
         rank = self.rank_assignment.rank_of(peer)
-        assert rank is not None, f"{peer.hex()[:8]} is no member"
+        assert rank is not None, f"{peer.hex()[:8]} is not a member"
         return rank
 
     def _peer(self, rank: int) -> m.PeerId:
         return self.rank_assignment.members[rank].peer
 
     def _awaits(self, channel: m.Channel) -> bool:
-        """Whether a later collective of the open round may have this channel."""
+        """Return whether a later collective of the open round may use this channel."""
         if self.open_attempt is None or self.open_attempt.vote is not None:
             return False
         return self._has_more and channel not in self._collectives
@@ -403,7 +403,7 @@ class Attempts:
         if exceeds_stale_limit(self._stale_messages[peer]):
             raise RemoteProtocolError(
                 f"rank {rank} has sent {self._stale_messages[peer]} messages of past rounds; at most "
-                f"{MAX_STALE_MESSAGES} can have been in flight",
+                f"{MAX_STALE_MESSAGES} could have been in flight",
                 remedy=_REMEDY,
             )
 
@@ -463,11 +463,11 @@ class Attempts:
         return [ComputeDigest(self.flags)] if all(c.complete for c in self._collectives.values()) else []
 
     def find_wrong_flag(self) -> str:
-        """Return how the flags of the complete round contradict what this member knows; "" if they do not."""
+        """Return how the complete round's flags contradict this member's state; "" if they do not."""
         if is_absent(self.flags, self.rank) != self.is_absent:
             return f"the round's flags say that this member is {'present' if self.is_absent else 'absent'}"
         if self.flags >= absent_flag(self.rank_assignment.world_size):
-            return f"the round's flags {self.flags:#x} name a rank that is no member"
+            return f"the round's flags {self.flags:#x} name a rank that is not a member"
         return ""
 
     def _process_commit_effects(
@@ -506,7 +506,7 @@ class Attempts:
 
 
 def _can_resume(now: Mapping[m.Channel, Collective], before: Mapping[m.Channel, Collective]) -> bool:
-    """Whether each ring is the next attempt of the aborted ring of its channel, or else a first attempt.
+    """Return whether each ring resumes its channel's aborted ring or, if there is none, is a first attempt.
 
     A ring can be resumed only if all members resume it.
     """
@@ -558,7 +558,7 @@ def _is_foreign(there: m.RoundId, here: m.RoundId) -> bool:
 
 
 def exceeds_stale_limit(messages: int) -> bool:
-    """Whether a peer sent more messages of past rounds than are tolerated.
+    """Return whether a peer sent more messages of past rounds than are tolerated.
 
     Reading a message that is then dropped costs as much as reading any other.
     """
@@ -570,7 +570,7 @@ def _is_over(there: m.RoundId, here: m.RoundId) -> bool:
 
 
 def _proves_commit(from_rank: int) -> bool:
-    """Whether a message of the next step from this rank proves that this step was committed (commit rule 3).
+    """Return whether a message of the next step from this rank proves this step's commit (commit rule 3).
 
     A member at the next step has received the verdict on this step.  Only the root is trusted, because a
     faulty member could otherwise make this member alone apply the update.

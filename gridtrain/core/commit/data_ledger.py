@@ -14,10 +14,10 @@ The state is replicated.  It changes only when a step commits (`commit`), or whe
 step (`reassign`).  All other values are computed from the state, with equal results on every worker.
 `commit` and `reassign` check an invariant:
 
-    cursor == consumed + requeued + held by the members that a VIEW named + late + pending
+    cursor == consumed + requeued + held by the members that a VIEW named + late + pending + leased
 
 A member may be absent from a step that commits, because its trainer has stalled.  Its batch is then late: it
-stays the member's only assignment until the member takes part in a committed step again, which consumes the
+remains the member's only assignment until the member takes part in a committed step again, which consumes the
 batch.  Meanwhile the share of the member counts as 0.  A batch that is late by more than `MAX_LATE_STEPS` is
 re-queued for other members.
 
@@ -33,6 +33,9 @@ end of a pass, because it extends at most from the cursor to the end of the pass
 samples of two passes unless some samples are re-queued.  A short step is split in proportion to the shares
 (largest remainder, ties to the lower rank).  If the ranks were filled one after the other, the last ranks
 would be idle while the first have full batches, and a step takes as long as its slowest worker.
+
+With `LedgerSpec.shards` a step has as many samples of each member as without, but other positions: each
+member reads from the shard that it has leased (`shard_leases`).
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from gridtrain.core.commit.shard_leases import HandOut
+from gridtrain.core.commit.spans import coalesce, subtract, take_first
 from gridtrain.core.messages import DeferredBatch, LedgerSpec, LedgerState, PeerId, Span
 from gridtrain.errors import ConfigError, LocalProtocolError
 
@@ -54,7 +59,7 @@ Assignment = Mapping[PeerId, tuple[Span, ...]]
 
 
 def validate(spec: LedgerSpec) -> None:
-    """Raise `ConfigError` unless `spec` describes a data set that is not empty and a run that ends."""
+    """Raise `ConfigError` unless `spec` describes a non-empty data set and a finite run."""
     if spec.size < 1:
         raise ConfigError(
             f"the data set has {spec.size} samples; it must have at least 1",
@@ -78,7 +83,7 @@ def validate(spec: LedgerSpec) -> None:
 
 
 def is_finished(spec: LedgerSpec, state: LedgerState) -> bool:
-    """Whether the run is over, because all passes are consumed or all steps are committed."""
+    """Return whether the run is over, because all passes are consumed or all steps are committed."""
     if spec.epochs is not None:
         return state.consumed >= spec.epochs * spec.size
     return spec.steps is not None and state.step >= spec.steps + spec.delay
@@ -115,20 +120,25 @@ def assign(
         )
     late = {batch.peer: batch.spans for batch in state.late}
     held = dict(state.holders or ()) | late
-    if strangers := (held.keys() | {batch.peer for batch in state.pending}) - set(peers):
+    owners = {batch.peer for batch in state.pending} | {peer for peer, _ in state.leases}
+    if strangers := (held.keys() | owners) - set(peers):
         names = sorted(peer.hex()[:8] for peer in strangers)
         raise LocalProtocolError(f"positions of step {state.step} are held by non-members: {names}")
     if state.holders is not None:
         return {peer: held.get(peer, ()) for peer in peers}
-    is_last = spec.delay and spec.steps is not None and state.step >= spec.steps  # nothing could follow it
+    is_last = spec.delay and spec.steps is not None and state.step >= spec.steps  # never consumed
     if is_last or is_finished(spec, state):
         return {peer: () for peer in peers}
 
-    queue = deque((*state.requeued, *_rest_of_pass(spec, state.cursor)))
+    queue = deque((*state.requeued, *_rest_of_pass(spec, state)))
+    leased = count_samples(span for _, span in state.leases)
     present = [0 if peer in late else share for peer, share in shares]
-    counts = _split(min(count_samples(queue), sum(present)), present)
+    counts = _split(min(count_samples(queue) + leased, sum(present)), present)
+    if spec.shards:
+        taken = _hand_out(spec, state, list(zip(peers, counts, strict=True))).taken
+        return {peer: late.get(peer, tuple(taken[peer])) for peer in peers}
     return {
-        peer: late[peer] if peer in late else _take_first(queue, count)
+        peer: late[peer] if peer in late else take_first(queue, count)
         for peer, count in zip(peers, counts, strict=True)
     }
 
@@ -188,11 +198,11 @@ def commit(
     Raises:
         LocalProtocolError: `assignment` does not belong to this state.
     """
-    taken = _newly_assigned(state, assignment)
-    total = count_samples(taken)
+    total = count_samples(_newly_assigned(state, assignment))
+    state = _take(spec, state, assignment)
     if spec.delay:
         contributed = [batch.spans for batch in state.pending if batch.peer not in absent]
-        # Absent here only by violating the protocol: its pending batch stays, and its new one is returned.
+        # Only a faulty member is absent here: its pending batch stays, and its new one is returned.
         returned = [span for peer, spans in assignment.items() if peer in absent for span in spans]
         pending = [batch for batch in state.pending if batch.peer in absent]
         pending += [
@@ -217,8 +227,7 @@ def commit(
         replace(
             state,
             step=state.step + 1,
-            cursor=_cursor_after(state, taken),
-            requeued=_coalesce(spec, [*_subtract(state.requeued, taken), *returned]),
+            requeued=coalesce(spec, [*state.requeued, *returned]),
             consumed=state.consumed + consumed,
             skipped=state.skipped + (consumed if skipped else 0),
             holders=None,
@@ -243,60 +252,50 @@ def reassign(
     Raises:
         LocalProtocolError: `assignment` does not belong to this state.
     """
-    taken = _newly_assigned(state, assignment)
     late = {batch.peer for batch in state.late}
+    state = _take(spec, state, assignment)
     new = {peer: spans for peer, spans in assignment.items() if peer not in late}
     holders = {peer: spans for peer, spans in new.items() if peer in survivors and spans}
     lost = [span for peer, spans in new.items() if peer not in holders for span in spans]
     reassigned = replace(
         state,
-        cursor=_cursor_after(state, taken),
-        requeued=_coalesce(spec, [*_subtract(state.requeued, taken), *lost]),
+        requeued=coalesce(spec, [*state.requeued, *lost]),
         holders=tuple(sorted(holders.items())),
     )
     return release_deferred(spec, reassigned, survivors)
 
 
 def release_deferred(spec: LedgerSpec, state: LedgerState, survivors: Collection[PeerId]) -> LedgerState:
-    """Return the ledger with the late and pending batches of all members but `survivors` re-queued."""
+    """Return the ledger after re-queuing the late and pending batches and the leases of all members except
+    `survivors`."""
     lost = [b for b in (*state.late, *state.pending) if b.peer not in survivors]
-    if not lost:
+    spans = [span for batch in lost for span in batch.spans]
+    spans += [span for peer, span in state.leases if peer not in survivors]
+    if not lost and not spans:
         return _check_balanced(state)
     return _check_balanced(
         replace(
             state,
-            requeued=_coalesce(spec, [*state.requeued, *(span for batch in lost for span in batch.spans)]),
+            requeued=coalesce(spec, [*state.requeued, *spans]),
             late=tuple(batch for batch in state.late if batch not in lost),
             pending=tuple(batch for batch in state.pending if batch not in lost),
+            leases=tuple((peer, span) for peer, span in state.leases if peer in survivors),
         )
     )
 
 
 def release_holders(spec: LedgerSpec, state: LedgerState) -> LedgerState:
-    """Return the ledger with all positions re-queued that are assigned to particular members."""
+    """Return the ledger after re-queuing all positions that are assigned to particular members."""
     held = [span for _, spans in state.holders or () for span in spans]
-    released = replace(state, requeued=_coalesce(spec, [*state.requeued, *held]), holders=None)
+    released = replace(state, requeued=coalesce(spec, [*state.requeued, *held]), holders=None)
     return release_deferred(spec, released, ())
 
 
 # -- spans ---------------------------------------------------------------------------------------
 
 
-def _take_first(queue: deque[Span], count: int) -> tuple[Span, ...]:
-    """Remove the first `count` positions from the queue, or all if it has fewer, and return them."""
-    taken: list[Span] = []
-    while count > 0 and queue:
-        span = queue.popleft()
-        stop = min(span.stop, span.start + count)
-        taken.append(Span(span.start, stop))
-        count -= stop - span.start
-        if stop < span.stop:
-            queue.appendleft(Span(stop, span.stop))
-    return tuple(taken)
-
-
 def _newly_assigned(state: LedgerState, assignment: Assignment) -> list[Span]:
-    """Return the assigned spans that were not late already."""
+    """Return the assigned spans that are not part of a late batch."""
     late = {batch.peer for batch in state.late}
     return [span for peer, spans in assignment.items() if peer not in late for span in spans]
 
@@ -311,39 +310,32 @@ def _split(total: int, shares: Sequence[int]) -> list[int]:
     return counts
 
 
-def _rest_of_pass(spec: LedgerSpec, cursor: int) -> tuple[Span, ...]:
-    """Return the positions from the cursor to the end of its pass, or () once the last pass is assigned."""
-    if spec.epochs is not None and cursor >= spec.epochs * spec.size:
+def _rest_of_pass(spec: LedgerSpec, state: LedgerState) -> tuple[Span, ...]:
+    """Return the positions from the cursor to the end of its pass, or () once the last pass is assigned, and
+    while members have leases of a pass that is assigned."""
+    cursor = state.cursor
+    is_last = spec.epochs is not None and cursor >= spec.epochs * spec.size
+    if is_last or (state.leases and cursor % spec.size == 0):
         return ()
     return (Span(cursor, (cursor // spec.size + 1) * spec.size),)
 
 
-def _coalesce(spec: LedgerSpec, spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Sort the spans and join adjacent ones, but never across the end of a pass."""
-    joined: list[Span] = []
-    for span in sorted(spans, key=lambda span: span.start):
-        if joined and joined[-1].stop == span.start and span.start % spec.size != 0:
-            joined[-1] = Span(joined[-1].start, span.stop)
-        else:
-            joined.append(span)
-    return tuple(joined)
+def _hand_out(spec: LedgerSpec, state: LedgerState, counts: Sequence[tuple[PeerId, int]]) -> HandOut:
+    return HandOut(spec, state, _rest_of_pass(spec, state), counts)
 
 
-def _subtract(spans: Iterable[Span], taken: Iterable[Span]) -> list[Span]:
-    """Return the positions of `spans` that are not in `taken`."""
-    holes = sorted(taken, key=lambda span: span.start)
-    rest: list[Span] = []
-    for span in spans:
-        start = span.start
-        for hole in holes:
-            if hole.stop <= start or hole.start >= span.stop:
-                continue
-            if hole.start > start:
-                rest.append(Span(start, hole.start))
-            start = hole.stop
-        if start < span.stop:
-            rest.append(Span(start, span.stop))
-    return rest
+def _take(spec: LedgerSpec, state: LedgerState, assignment: Assignment) -> LedgerState:
+    """Return the ledger with the newly assigned positions taken from it."""
+    taken = _newly_assigned(state, assignment)
+    if not spec.shards or state.holders is not None:
+        requeued = subtract(state.requeued, taken)
+        return replace(state, cursor=_cursor_after(state, taken), requeued=tuple(requeued))
+    late = {batch.peer for batch in state.late}
+    new = {peer: spans for peer, spans in assignment.items() if peer not in late}
+    handed_out = _hand_out(spec, state, [(peer, count_samples(spans)) for peer, spans in new.items()])
+    if {peer: tuple(spans) for peer, spans in handed_out.taken.items()} != new:
+        raise LocalProtocolError(f"the assignment of step {state.step} belongs to another state")
+    return handed_out.state
 
 
 def _cursor_after(state: LedgerState, taken: Iterable[Span]) -> int:
@@ -351,32 +343,34 @@ def _cursor_after(state: LedgerState, taken: Iterable[Span]) -> int:
 
 
 def is_balanced(state: LedgerState) -> bool:
-    """Whether every position below the cursor is accounted for exactly once."""
+    """Return whether every position below the cursor is accounted for exactly once."""
     return state.cursor == state.consumed + count_samples(state.requeued) + _count_held(state)
 
 
 def _count_held(state: LedgerState) -> int:
     """Return the number of samples that are assigned to particular members."""
     held = sum(count_samples(spans) for _, spans in state.holders or ())
+    held += count_samples(span for _, span in state.leases)
     return held + sum(count_samples(batch.spans) for batch in (*state.late, *state.pending))
 
 
 def is_sound(spec: LedgerSpec, state: LedgerState, members: Collection[PeerId]) -> bool:
-    """Whether a correct member of this generation may hold `state`.
+    """Return whether a correct member of this generation may hold `state`.
 
     This is the case if the state balances, no position occurs twice or lies beyond the cursor, positions are
-    assigned only to members, batches are pending only in a run with a delay, and the step and the cursor are
-    so far from overflow that no run reaches it.
+    assigned only to members, batches are pending only in a run with a delay and leased only in one with
+    shards, and the step and the cursor are so far from overflow that no run reaches it.
     """
     holders = [*(state.holders or ()), *((batch.peer, batch.spans) for batch in state.late)]
     pending = [(batch.peer, batch.spans) for batch in state.pending]
-    held = (span for _, spans in (*holders, *pending) for span in spans)
+    leases = [(peer, (span,)) for peer, span in state.leases]
+    held = (span for _, spans in (*holders, *pending, *leases) for span in spans)
     spans = sorted((*state.requeued, *held), key=lambda span: span.start)
     is_disjoint = all(one.stop <= other.start for one, other in pairwise(spans))
     is_inside = all(0 <= span.start < span.stop <= state.cursor for span in spans)
     is_known = all(
         len(dict(each)) == len(each) and all(peer in members for peer, _ in each)
-        for each in (holders, pending)
+        for each in (holders, pending, leases)
     )
     deferred = (*state.late, *state.pending)
     has_room = (
@@ -384,6 +378,7 @@ def is_sound(spec: LedgerSpec, state: LedgerState, members: Collection[PeerId]) 
     )
     is_plausible = is_known and has_room and state.skipped <= state.consumed
     is_plausible = is_plausible and not (state.late if spec.delay else state.pending)
+    is_plausible = is_plausible and (bool(spec.shards) or not state.leases)
     return is_balanced(state) and is_disjoint and is_inside and is_plausible
 
 

@@ -17,7 +17,18 @@ def spec_entry(spec: m.LedgerSpec) -> dict[str, Any]:
     body = asdict(spec)
     if not spec.delay:  # as in records of earlier versions
         del body["delay"]
+    if not spec.shards:
+        del body["shards"]
     return body
+
+
+def parse_spec(body: Mapping[str, Any]) -> m.LedgerSpec:
+    """Return the spec that a JSON object written by `spec_entry` describes.
+
+    Raises:
+        TypeError: `body` does not describe a spec.
+    """
+    return m.LedgerSpec(**{**body, "shards": tuple(body.get("shards", ()))})
 
 
 def ledger_entry(state: m.LedgerState) -> dict[str, Any]:
@@ -29,6 +40,9 @@ def ledger_entry(state: m.LedgerState) -> dict[str, Any]:
         del body[name]
         if batches := getattr(state, name):  # none in the usual case, and in records of earlier versions
             body[name] = [asdict(batch) | {"peer": batch.peer.hex()} for batch in batches]
+    del body["leases"]
+    if state.leases:
+        body["leases"] = [[peer.hex(), asdict(span)] for peer, span in state.leases]
     return body
 
 
@@ -50,7 +64,9 @@ def parse_ledger(body: Mapping[str, Any]) -> m.LedgerState:
         )
         for name in _DEFERRED
     }
-    return m.LedgerState(**{**body, "requeued": _spans(body["requeued"]), "holders": holders, **deferred})
+    leases = tuple((bytes.fromhex(peer), m.Span(**span)) for peer, span in body.get("leases", ()))
+    spans = {"requeued": _spans(body["requeued"]), "holders": holders, "leases": leases}
+    return m.LedgerState(**{**body, **spans, **deferred})
 
 
 def _spans(records: Iterable[Mapping[str, int]]) -> tuple[m.Span, ...]:

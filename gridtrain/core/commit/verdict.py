@@ -91,7 +91,7 @@ def _majority_report(reports: Sequence[m.FreezeReport]) -> m.FreezeReport:
 
 
 def _will_hold(report: m.FreezeReport, applied: int, history: bytes) -> bool:
-    """Whether this member holds the state after the verdict without receiving it."""
+    """Return whether this member holds the state after the verdict without receiving it."""
     if report.applied == applied:
         return report.history == history
     return (

@@ -84,7 +84,7 @@ class Invitation:
 
 
 def looks_like(text: str) -> bool:
-    """Whether the text has the form of an invitation of any version, rather than, for example, an address."""
+    """Return whether the text looks like an invitation of any version rather than, say, an address."""
     return _VERSION.match(_strip_decoration(text)) is not None
 
 
@@ -120,7 +120,7 @@ def checksum(body: bytes) -> bytes:
 
 
 def is_intact(body: bytes, expected: bytes) -> bool:
-    """Whether the checksum of `body` is `expected`."""
+    """Return whether the checksum of `body` is `expected`."""
     return checksum(body) == expected
 
 

@@ -47,7 +47,7 @@ class PeerDisconnected:
 
 @dataclass(frozen=True, slots=True)
 class TrainerJoined:
-    """The trainer has set up its model and data, and asks to take part in the run.
+    """The trainer has set up its model and data, and requests to take part in the run.
 
     Attributes:
         neighbours: neighbours(rank, world_size) returns the ranks with which `rank` exchanges directly; the
@@ -76,11 +76,11 @@ class SubmitRound:
     """The trainer's contribution to `round`: collectives by channel.
 
     Attributes:
-        is_complete: whether these are the last buckets.  Otherwise further `SubmitRound` events follow; until
+        is_complete: whether these are the last buckets.  Otherwise more `SubmitRound` events follow; until
             then, payloads are exchanged, but no member votes.
-        has_more: whether `AddCollectives` events will add further collectives to the open round.
+        has_more: whether `AddCollectives` events will add more collectives to the open round.
         settings: the optimizer settings of the contribution.
-        is_absent: whether the I/O loop contributes nothing instead of the trainer (`absent_round`).
+        is_absent: whether the I/O loop submits an empty contribution for the trainer (`absent_round`).
     """
 
     round: m.RoundId
@@ -93,10 +93,10 @@ class SubmitRound:
 
 @dataclass(frozen=True, slots=True)
 class AddCollectives:
-    """Further collectives of a round that was submitted with `has_more`.
+    """Additional collectives of a round that was submitted with `has_more`.
 
     Attributes:
-        has_more: whether further collectives will follow these.
+        has_more: whether more collectives will follow these.
         failure: the reason why the trainer cannot continue; empty if it can.
     """
 
@@ -108,7 +108,7 @@ class AddCollectives:
 
 @dataclass(frozen=True, slots=True)
 class StayPresent:
-    """The I/O loop cannot contribute nothing to `round`: the trainer has submitted, or must take part."""
+    """The trainer has submitted to `round` or must take part, so an empty contribution is not allowed."""
 
     round: m.RoundId
 
@@ -235,7 +235,7 @@ class AbandonRound:
 
 @dataclass(frozen=True, slots=True)
 class RefuseResiduals:
-    """The trainer is about to leave, so the member must not accept any further residual."""
+    """The trainer is about to leave, so the member must not accept any more residuals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +326,7 @@ class ApplyToBuffer:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCompleted:
-    """Notify the trainer that a collective is complete, in a round that will have further collectives."""
+    """Notify the trainer that a collective is complete, in a round that will have more collectives."""
 
     channel: m.Channel
     flags: int

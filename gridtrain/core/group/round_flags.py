@@ -21,12 +21,12 @@ def absent_flag(rank: int) -> int:
 
 
 def is_skipped(flags: int) -> bool:
-    """Whether the update of the round is skipped."""
+    """Return whether the update of the round is skipped."""
     return bool(flags & SKIP)
 
 
 def is_absent(flags: int, rank: int) -> bool:
-    """Whether this rank is absent from the round."""
+    """Return whether this rank is absent from the round."""
     return bool(flags & absent_flag(rank))
 
 

@@ -28,7 +28,7 @@ class LoopStallDetector:
         self._last_call_s = math.inf
 
     def may_have_stalled(self, now_s: float) -> bool:
-        """Whether `measure_stall` may find a stall; this test is cheap and nearly always False."""
+        """Return whether `measure_stall` may find a stall; this test is cheap and nearly always False."""
         return now_s - self._last_call_s > STALL_THRESHOLD_S
 
     def measure_stall(self, deadline_s: float, now_s: float) -> float:

@@ -1,4 +1,4 @@
-"""A worker's side of the link to the coordinator: the term, the Welcome, and the messages of introduction.
+"""A worker's side of the link to the coordinator: the term, the Welcome, and the messages that introduce it.
 
 PeerConnected --> Join     Welcome, term t >= ours   welcomed: Setup, and messages that may have been lost
                            Welcome, term t < ours    fenced: CurrentGeneration reports our term
@@ -58,7 +58,7 @@ class CoordinatorLink:
     # -- received --------------------------------------------------------------------------------
 
     def is_outdated(self, message: m.Message) -> bool:
-        """Whether `message` comes from a coordinator whose term is over."""
+        """Return whether `message` comes from a coordinator whose term is over."""
         return self._is_fenced and not isinstance(message, _CARRIES_TERM)
 
     def connected(self, generation: int) -> list[MemberEffect]:
@@ -81,7 +81,7 @@ class CoordinatorLink:
 
     def rejoin(self, reason: str, generation: int) -> list[MemberEffect]:
         if not self.is_welcomed:
-            return []  # a Join is on its way
+            return []  # a Join has already been sent
         self.is_welcomed = False
         return [LogEvent("rejoin", {"reason": reason}), self._join_message(generation)]
 
@@ -126,7 +126,7 @@ class CoordinatorLink:
         """Send this worker's generation to the coordinator, whose journal may be older (commit rule 11)."""
         if not self.term:
             return []
-        if assignment is None:  # the coordinator may not know even the term
+        if assignment is None:  # even the term may be unknown to the coordinator
             return [Send(self.coordinator, m.CurrentGeneration(self.term, 0, (), ()))]
         members = tuple((member.peer, member.share) for member in assignment.members)
         current = m.CurrentGeneration(self.term, assignment.generation, members, assignment.stage_bounds)

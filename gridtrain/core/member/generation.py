@@ -122,7 +122,7 @@ class Generation:
 
     @property
     def absent_round(self) -> tuple[m.RoundId, bytes] | None:
-        """The round to which the I/O loop contributes nothing now, and the optimizer settings of the others.
+        """The round that now needs an empty contribution, and the others' optimizer settings.
 
         `SubmitRound` or `StayPresent` follows.
         """
@@ -149,8 +149,8 @@ class Generation:
         return attempt.round_id if not self._is_running or attempt.vote is False else None
 
     def data_positions(self) -> tuple[tuple[m.Span, ...], int, int]:
-        """Return this member's data positions in the open step, the number of samples of its contribution to
-        that step, and the number of all samples by which the contribution is weighted.
+        """Return this member's data positions in the open step, and two numbers that weight its contribution:
+        its samples, and the samples of all members.
 
         All members of a pipeline process the same samples: the positions of all its members, first stage
         first.
@@ -249,7 +249,7 @@ class Generation:
 
     @property
     def _mean_due_s(self) -> float:
-        """The time at which the root completes averages without the ranks that have not called."""
+        """The time at which the root completes averages without the ranks that have not contributed."""
         if not self.stragglers.is_enabled:
             return math.inf
         return self.stragglers.late_s(self._means.awaited_ranks)
@@ -286,7 +286,7 @@ class Generation:
         return effects + self._update_round(lambda attempts: attempts.peer_connected(peer), now_s)
 
     def peer_disconnected(self, peer: m.PeerId, reason: str, now_s: float) -> list[MemberEffect]:
-        """Report to the coordinator that a connection was lost; while RUNNING, also let the open round fail.
+        """Report to the coordinator that a connection was lost; while RUNNING, also fail the open round.
 
         The report is sent in every phase, so that a member that ends during a view change is detected too.
         """
@@ -531,7 +531,7 @@ class Generation:
         context, assignment = self._context, self.rank_assignment
         if (term, generation) != (assignment.term, assignment.generation):
             context.replica_state.mark_modified()
-            return []  # this generation's state is on its way
+            return []  # this generation's state has been requested
         context.catch_up.finish()
         context.checkpoints.finish_loading()
         context.replica_state.state_loaded(assignment.layers)
@@ -619,8 +619,11 @@ class Generation:
         return context.residual_transfer.begin(blocks, assignment, connected, *position)
 
     def _send_digest(self, step: int, digest: bytes) -> list[MemberEffect]:
-        """Send this replica's digest to the coordinator, which compares the digests of all replicas."""
-        if not self._is_running or step != self._context.replica_state.applied:
+        """Send this replica's digest to the coordinator, which compares the digests of all replicas.
+
+        The digest of a trainer that has stalled is that of an earlier step of this generation.
+        """
+        if not self._is_running or not self.first_step <= step <= self._context.replica_state.applied:
             return []
         assignment = self.rank_assignment
         message = m.ReplicaDigest(assignment.term, assignment.generation, step, digest)
@@ -659,7 +662,7 @@ class Generation:
         )
         state.commit_step(committed.round.step, committed.digest, ledger)
         self.stragglers.committed(flags, now_s)
-        means = self._means.complete() if self.stragglers.is_enabled else []  # late calls are answered, too
+        means = self._means.complete() if self.stragglers.is_enabled else []  # answers late calls
         self._means.set_absent(self.stragglers.absent)
         self._is_stall_reported = False
         context.step_pace.step_committed(now_s)

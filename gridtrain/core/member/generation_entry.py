@@ -39,14 +39,14 @@ def make_rank_assignment(
     choices = trainer.neighbours_by_exchange if trainer is not None else {}
     if len(members) != view.world_size or assignment.rank_of(own_id) is None:
         raise RemoteProtocolError(
-            f"VIEW has {view.world_size} members; its member list has {len(members)} entries, or does not "
+            f"the VIEW has {view.world_size} members; its list has {len(members)} entries, or does not "
             "contain this worker"
         )
     if view.exchange and view.exchange not in choices:
-        raise RemoteProtocolError(f"VIEW has the exchange {view.exchange!r}, which the script does not offer")
+        raise RemoteProtocolError(f"the VIEW has exchange {view.exchange!r}, which the script does not offer")
     if len(members) % stages:
         raise RemoteProtocolError(
-            f"VIEW has {len(members)} members; the number must be a multiple of the model's {stages} stages"
+            f"the VIEW has {len(members)} members; it must have a multiple of the model's {stages} stages"
         )
     return assignment
 
@@ -64,7 +64,7 @@ def _stage_bounds(view: m.MembershipView, trainer: TrainerJoined | None) -> tupl
     is_ascending = bounds[0] == 0 and all(a < b for a, b in pairwise(bounds))
     if len(bounds) < 2 or not is_ascending or bounds[-1] != defined[-1]:
         raise RemoteProtocolError(
-            f"VIEW partitions a model of {defined[-1]} layers at {list(bounds)[:8]}; the bounds must ascend "
+            f"the VIEW divides a model of {defined[-1]} layers at {list(bounds)[:8]}; the bounds must ascend "
             "from 0 to the number of layers"
         )
     return bounds
@@ -124,7 +124,7 @@ def enter_generation(
 
 
 def _starts_as_built(view: m.MembershipView, context: MemberContext) -> bool:
-    """Whether the VIEW starts from the model that the script built or loaded from its checkpoint.
+    """Return whether the VIEW starts from the model that the script built or loaded from its checkpoint.
 
     Between joining and the VIEW, the worker may have been in another generation that ended before its state
     arrived; the model is then unchanged.
@@ -141,20 +141,22 @@ def _starts_as_built(view: m.MembershipView, context: MemberContext) -> bool:
 def _is_model_stale(
     view: m.MembershipView, own: m.Member, context: MemberContext, *, was_outside: bool
 ) -> bool:
-    """Whether the VIEW expects the model of the script or a checkpoint, although catch-up has changed it.
+    """Return whether the VIEW expects the script's or a checkpoint's model, although this one has changed.
 
-    A stage is never stale, because it is built again.
+    Catch-up or a generation that has ended may have changed it.  A stage is never stale, because it is built
+    again.
     """
     if own.joining or context.is_pipelined or not context.replica_state.is_modified:
         return False
-    return was_outside if view.applied >= 0 else not context.replica_state.is_synced
+    return (was_outside and view.applied >= 0) or not context.replica_state.is_synced
 
 
 def _stale_model_error() -> JoinRefused:
     return JoinRefused(
         "stale-model",
-        "no worker holds the run's state any more, and this worker's model contains updates that are lost",
-        remedy="restart this worker, which then begins from its latest checkpoint or from the initial model",
+        "the run continues from a state that this worker no longer has in memory",
+        remedy="restart this worker, as the agent does with --restarts; it then begins from its latest "
+        "checkpoint, from another worker's state, or from the initial model",
     )
 
 

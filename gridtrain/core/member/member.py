@@ -235,7 +235,7 @@ class MemberCore:
         return self._view_changes.receive_data(peer, data, nbytes, now_s)
 
     def _handle_outside_generation(self, event: TrainerEvent) -> list[MemberEffect]:
-        """Process an event that the trainer has sent before it learned that the generation ended."""
+        """Process an event that the trainer sent before it learned that the generation had ended."""
         context = self._context
         match event:
             case SubmitRound():

@@ -1,4 +1,4 @@
-"""Stage checkpoints on a worker's disk: which ones are valid, who receives them, and how they form a stage.
+"""Stage checkpoints on a worker's disk: their validity, their receivers, and their use in loading a stage.
 
     VIEW      SaveCheckpoint          write the state in memory, from which a new stage is assembled
               StageCheckpointList     report that a checkpoint expected on this disk is missing

@@ -62,7 +62,7 @@ class ReplicaState:
         self.is_synced, self._layers, self.memory_layers = True, layers, None
 
     def state_received(self) -> None:
-        """Record that another member's state has arrived, which the trainer may have begun to load."""
+        """Record that another member's state has arrived; the trainer may have begun to load it."""
         self.memory_layers, self.is_modified = None, True
 
     def release_memory(self) -> None:
@@ -102,8 +102,7 @@ class ReplicaState:
     def begin_generation(self, layers: m.Span, *, may_recall: bool) -> None:
         """Begin a generation in which this worker holds `layers`.
 
-        `may_recall` is True if the state in memory is the one with which the generation begins, so that it
-        may be used again.
+        `may_recall` is True if the generation begins with the state in memory, so that it may be used again.
         """
         if self.memory_layers is not None and may_recall:
             self.is_synced, self._layers = True, self.memory_layers  # no stage was assembled from it
@@ -131,7 +130,7 @@ class ReplicaState:
         self.is_synced = False
 
     def is_finished(self, spec: m.LedgerSpec) -> bool:
-        """Whether the run has ended according to the ledger of this worker's state."""
+        """Return whether the run has ended according to the ledger of this worker's state."""
         return self.is_synced and data_ledger.is_finished(spec, self.ledger)
 
     def make_report(

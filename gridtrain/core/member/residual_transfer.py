@@ -10,11 +10,11 @@
 
 A step requires every member's vote.  As long as the sender is a member, no step is committed without it, so a
 residual that it sent after step s stays complete until a VIEW continues from s without the sender.  If the
-sender takes part in another step after all, the recipient drops the residual.  The sender asks a second
+sender nevertheless takes part in another step, the recipient drops the residual.  The sender asks a second
 recipient only if the first has declined.  Therefore a residual is added once or not at all, whichever
 messages are lost.
 
-A recipient that is about to leave accepts no further residuals.  It waits until the residuals that it has
+A recipient that is about to leave accepts no more residuals.  It waits until the residuals that it has
 accepted are added to its own, which it then transfers.
 """
 
@@ -64,8 +64,8 @@ class ResidualTransfer:
     """Both sides of the transfer, for one member.
 
     Attributes:
-        is_leaving: whether this member transfers its residual and takes part in no further step.
-        is_refusing: whether this member accepts no further residual, because it is about to leave.
+        is_leaving: whether this member transfers its residual and takes part in no more steps.
+        is_refusing: whether this member declines all residuals, because it is about to leave.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class ResidualTransfer:
         if peer != self._recipient:
             return []
         self._recipient = None
-        return [ResidualTransferEnded(None, f"{peer.hex()[:8]} was lost before it answered")]
+        return [ResidualTransferEnded(None, f"{peer.hex()[:8]} was disconnected before it replied")]
 
     def _ask(
         self,
@@ -144,7 +144,7 @@ class ResidualTransfer:
     # -- the recipient -----------------------------------------------------------------------------
 
     def refuse(self) -> None:
-        """Decline all further residuals."""
+        """Decline all residuals from now on."""
         self.is_refusing = True
 
     def receive_block(
@@ -180,7 +180,7 @@ class ResidualTransfer:
     def _rejection_reason(self, block: m.ResidualBlock, applied: int, is_synced: bool) -> str:
         """Return the reason why this member cannot use a valid block, or an empty string if it can."""
         if self.is_refusing:
-            return "it is leaving, too"
+            return "it is leaving as well"
         # The commit of the step after which the sender stopped may not have been received here yet.
         if not is_synced or block.applied not in (applied, applied + 1):
             return f"it is at step {applied + 1}; the residual is of step {block.applied + 1}"
@@ -193,7 +193,7 @@ class ResidualTransfer:
             return [DropResidual(peer)]
         if self.is_refusing:
             del self._received[peer]
-            return [DropResidual(peer), _make_reply(assignment, peer, False, "it is leaving, too")]
+            return [DropResidual(peer), _make_reply(assignment, peer, False, "it is leaving as well")]
         received.is_complete = True
         return [_make_reply(assignment, peer, True, "")]
 
@@ -214,7 +214,7 @@ class ResidualTransfer:
         return effects
 
     def step_committed(self, applied: int) -> list[MemberEffect]:
-        """Drop the residuals of earlier steps, because their senders have voted on this one after all."""
+        """Drop the residuals of earlier steps, because their senders have nevertheless voted on this step."""
         effects: list[MemberEffect] = []
         for peer in [peer for peer, received in self._received.items() if received.applied < applied]:
             del self._received[peer]

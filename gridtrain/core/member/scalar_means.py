@@ -41,18 +41,18 @@ class ScalarMeans:
         self._value = 0.0  # this member's, of the awaited average
 
     def set_absent(self, ranks: frozenset[int]) -> None:
-        """Set the ranks whose trainers have stalled: averages are complete without them."""
+        """Set the ranks whose trainers have stalled; averages are completed without them."""
         self._absent = ranks
 
     @property
     def awaited_ranks(self) -> frozenset[int]:
-        """On the root, the ranks that open averages lack; empty if no average is open."""
+        """On the root, the ranks whose values are still missing; empty if no average is open."""
         ranks = range(self._rank_assignment.world_size)
         open_keys = self._values.keys() - self._results.keys()
         return frozenset(rank for key in open_keys for rank in ranks if rank not in self._values[key])
 
     def complete(self) -> list[MemberEffect]:
-        """Complete all open averages with the values at hand; called on the root."""
+        """Complete all open averages with the values received so far; called on the root."""
         open_keys = sorted(self._values.keys() - self._results.keys())
         return [effect for key in open_keys for effect in self._complete(key, must_wait=False)]
 

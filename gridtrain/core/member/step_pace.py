@@ -41,7 +41,7 @@ class StepPace:
         self._step_start_s = now_s
 
     def step_interrupted(self) -> None:
-        """Discard the running measurement, because a new generation begins."""
+        """Discard the measurement in progress, because a new generation begins."""
         self._step_start_s = None
 
     def update_progress(self, progress: int) -> bool:

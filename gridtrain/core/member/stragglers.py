@@ -1,4 +1,4 @@
-"""Decides when a step goes on without a member whose trainer has stalled (commit rule 14).
+"""Decides when a step continues without a member whose trainer has stalled (commit rule 14).
 
     member that waits        root                               member whose trainer has stalled
       submits, waits
@@ -8,13 +8,14 @@
                                 --- ProceedWithout ----------------> its I/O loop contributes nothing,
                                                                      marked as absent, and votes
 
-What is usual is learnt: the median of the latest delays plus a multiple of their median absolute deviation,
-for each member from its own delays, so that a worker that is always slower is never late.  In calm rounds no
-message is sent.  A member that was absent from the last step is requested to stay absent as soon as the
-others have submitted, so that a long stall delays the group only once.
+A member is late if its delay exceeds the median of its latest delays by a multiple of their median absolute
+deviation.  The limit is computed for each member, so that a worker that is always slow is never late.  If no
+member is late, no message is sent.  A member that was absent from the last step is requested to stay absent
+as soon as the others have submitted, so that a long stall delays the group only once.
 
-The absent member alone decides: if its trainer has begun to submit, the group waits.  Both hold for all
-attempts at the step, because a ring that is resumed has used what an earlier attempt has contributed.
+Only the late member decides whether it is absent: if its trainer has begun to submit, the group waits.  The
+decision holds for all attempts at the step, because a resumed ring contains the contributions to an earlier
+attempt.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from gridtrain.core.group.round_flags import MAX_RANKS, absent_ranks
 from gridtrain.errors import RemoteProtocolError
 
 QUORUM = 0.5
-"""Smallest share of a step's samples with which the step goes on; with less, the group waits."""
+"""Smallest share of a step's samples with which the step continues; with a smaller share, the group waits."""
 
 WINDOW, FEWEST_DELAYS = 32, 4
 """Number of delays from which a limit is computed, and the number below which there is no limit."""
@@ -44,14 +45,14 @@ LEAST_MARGIN_S, LEAST_MARGIN_SHARE = 0.05, 0.25
 """Smallest distance of the limit from the median, in seconds and as a share of the median."""
 
 MAX_ABSENT_S = 300.0
-"""Time after which an absent member takes part again: the group waits, and its usual timeouts apply."""
+"""Longest absence of a member; afterwards the group waits for it, and the usual timeouts apply."""
 
 MAX_SETTINGS_BYTES = 1 << 20
 """Largest size of optimizer settings in a message."""
 
 
 class UsualDelay:
-    """The limit beyond which a delay is unusual, from the latest delays in seconds."""
+    """The limit beyond which a delay is unusual, computed from the latest delays in seconds."""
 
     def __init__(self) -> None:
         self._delays_s: deque[float] = deque(maxlen=WINDOW)
@@ -76,12 +77,12 @@ class Stragglers:
     Args:
         count_samples: returns the number of samples of each rank in the open step.
         delays: the delays of all members, which outlive the generation.
-        is_enabled: whether steps may go on without members in this run.
+        is_enabled: whether steps may continue without members in this run.
 
     Attributes:
         absent: the ranks that were absent from the last committed step.
-        is_enabled: whether steps may go on without members in this generation.
-        absence: the step from which this member is absent, and the optimizer settings of the others; or None.
+        is_enabled: whether steps may continue without members in this generation.
+        absence: the step that this member misses, and the others' optimizer settings; None if it misses none.
     """
 
     def __init__(
@@ -98,9 +99,9 @@ class Stragglers:
         self._wait = UsualDelay()  # from this member's submission to the commit
         self.absent: frozenset[int] = frozenset()
         self.absence: tuple[int, bytes] | None = None
-        self._earliest_s = -math.inf  # no deadline passes before
+        self._earliest_s = -math.inf  # no deadline passes before this time
         self._returned_s = math.inf  # when the absent trainer was ready to take part again
-        self._absent_since_s = math.inf  # when the first of the steps opened from which it was absent
+        self._absent_since_s = math.inf  # when the first step of the absence opened
         # Of the open step:
         self._opened_s = math.inf
         self._step = 0  # once this member or another one has submitted
@@ -134,9 +135,9 @@ class Stragglers:
         self.absence, self._takes_part = None, True
 
     def accepts(self, *, is_absent: bool) -> bool:
-        """Whether a submission is accepted: of the trainer, or an empty one of the I/O loop (`is_absent`).
+        """Return whether to accept the trainer's submission or, with `is_absent`, the I/O loop's empty one.
 
-        A trainer's submission that came before the empty one counts, although it was handled later.
+        A trainer's submission that was made before the empty one counts, even if it is handled later.
         """
         if is_absent:
             self._has_contributed_nothing = self.absence is not None
@@ -148,8 +149,8 @@ class Stragglers:
     def submitted(self, round_id: m.RoundId, settings: bytes, now_s: float) -> float | None:
         """Record the trainer's submission; return its delay for the vote, or None in a retry.
 
-        The delay of a late batch begins when its step was opened, so that a worker that has become slower is
-        waited for after some batches.
+        The delay of a late batch begins when its step was opened, so that the limit adapts to a worker that
+        has become slower.
         """
         self._submission, self._step = (round_id, now_s, settings), round_id.step
         since_s = self._absent_since_s if self._assignment.rank in self.absent else self._opened_s
@@ -159,7 +160,7 @@ class Stragglers:
         return now_s - since_s
 
     def attempt_ended(self) -> None:
-        """Record the end of an attempt: reports and requests have to be repeated in the next one."""
+        """Record the end of an attempt: reports and requests must be repeated in the next one."""
         self._submission, self._is_reported = None, False
         self._requested.clear()
 
@@ -180,7 +181,7 @@ class Stragglers:
         self._open_step(now_s)
 
     def repeat(self) -> None:
-        """Send reports and requests once more, which may have been lost; called at each heartbeat."""
+        """Repeat reports and requests, because they may have been lost; called at each heartbeat."""
         self._is_reported = False
         self._requested.clear()
 
@@ -189,7 +190,7 @@ class Stragglers:
         self._returned_s = now_s
 
     def extend_timeouts(self, until_s: float) -> None:
-        """Let no deadline pass before `until_s`, after a stall of this worker's own loop."""
+        """Extend all timeouts to at least `until_s` after a stall of this worker's loop."""
         self._earliest_s = max(self._earliest_s, until_s)
 
     def receive(
@@ -243,7 +244,7 @@ class Stragglers:
     def _absence_due_s(self) -> float:
         """The time at which this member follows the root's request; infinite if it does not.
 
-        A trainer that has returned gets its usual time, because the others report at once that they wait.
+        A trainer that has returned is given its usual time, because the others report at once that they wait.
         """
         if self._takes_part or self.absence is not None or self._requested_settings is None:
             return math.inf
@@ -292,7 +293,7 @@ class Stragglers:
         return self._opened_s + (0.0 if rank in self.absent else self._compute[rank].limit_s)
 
     def _request(self, rank: int) -> list[MemberEffect]:
-        """Request this rank to be absent from the step; it may be this member itself."""
+        """Request that this rank, which may be this member's own, be absent from the step."""
         self._requested.add(rank)
         settings = next(iter(self._waiting.values()))
         member, at = self._assignment.members[rank], self._assignment
@@ -312,7 +313,6 @@ def _check_message(from_rank: int, rank: int, message: m.Waiting | m.ProceedWith
     if is_wrong or size > MAX_SETTINGS_BYTES:
         raise RemoteProtocolError(
             f"rank {from_rank} sent {type(message).__name__} with {size} bytes of settings to rank {rank}; "
-            f"only rank {ROOT} requests, reports are for rank {ROOT}, and at most {MAX_SETTINGS_BYTES} bytes "
-            "are allowed",
+            f"only rank {ROOT} sends requests and receives reports, with at most {MAX_SETTINGS_BYTES} bytes",
             remedy="disconnect the peer; a correct peer of the same version never sends this message",
         )

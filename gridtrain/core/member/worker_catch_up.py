@@ -73,7 +73,7 @@ class WorkerCatchUp:
     # -- catching up -----------------------------------------------------------------------------
 
     def start(self, sources: Sequence[tuple[m.PeerId, str]], now_s: float) -> list[MemberEffect]:
-        """Start to catch up from these sources; report former sources not among them as disconnected."""
+        """Start to catch up from these sources; report sources that are no longer listed as disconnected."""
         before, self.sources = self.sources, tuple(peer for peer, _ in sources)
         self._unreachable_since_s = now_s
         up = self._peer_links.connected

@@ -1,4 +1,4 @@
-"""Messages of operators, of `gridtrain doctor` and `gridtrain status`, and for the run's bundle."""
+"""Messages from operators, from `gridtrain doctor` and `gridtrain status`, and about the run's bundle."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gridtrain.core.messages.types import MAX_BLOCK_BYTES, find_problem_of_block
 @message(84)
 @dataclass(frozen=True, slots=True)
 class DiagnosticRequest:
-    """Request of `gridtrain doctor` for the run's state, members to probe, and an incoming connection.
+    """Request from `gridtrain doctor` for the run's state, members to probe, and an incoming connection.
 
     The coordinator announces `peer` to some members and answers with DiagnosticReply.  If `address` is not
     empty, it also dials `peer` back and answers with Reachability.
@@ -64,7 +64,7 @@ class Unban:
 @message(19)
 @dataclass(frozen=True, slots=True)
 class StatusRequest:
-    """Request of `gridtrain status` for a StatusReply.  Read-only; the sender need not be a member."""
+    """Request from `gridtrain status` for a StatusReply.  Read-only; the sender need not be a member."""
 
 
 @message(87)

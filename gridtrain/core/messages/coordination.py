@@ -156,6 +156,9 @@ class WorkerInfo:
 STATE_LEFT = "state_left_bytes"
 """Heartbeat metric: number of bytes of its state that the worker has not received yet."""
 
+STATE_BYTES = "state_bytes"
+"""Heartbeat metric: number of bytes of state that the worker has received since it joined."""
+
 OWN_SKIPPED_STEPS = "own_skipped_steps"
 """Heartbeat metric: number of steps that the group skipped because of this worker's gradient."""
 

@@ -74,7 +74,7 @@ class Waiting:
 @message(49)
 @dataclass(frozen=True, slots=True)
 class ProceedWithout:
-    """Request of the root to a member that has not submitted: let the step commit with an empty contribution.
+    """Root's request to a member that has not submitted: submit an empty contribution to the step.
 
     A member whose trainer has begun to submit ignores it.  The payload contains the optimizer settings with
     which the other members apply the step.

@@ -51,7 +51,7 @@ class CatchUpReport:
 @message(45)
 @dataclass(frozen=True, slots=True)
 class CatchUpFrom:
-    """Order of the coordinator to copy these members' state while they train, and to apply their updates.
+    """The coordinator's order to copy these members' state while they train, and to apply their updates.
 
     The receiver reports the result with CatchUpReport.
     """
@@ -63,7 +63,7 @@ class CatchUpFrom:
 @message(46)
 @dataclass(frozen=True, slots=True)
 class ServeCatchUp:
-    """Order of the coordinator to take a snapshot for `receivers` after step `step` or the first later step.
+    """The coordinator's order to take a snapshot for `receivers` after step `step` or the first later step.
 
     `receivers` replaces the previous list; a worker that is no longer listed is sent nothing more.
     """
@@ -137,7 +137,7 @@ class BurstRequest:
 @message(56)
 @dataclass(frozen=True, slots=True)
 class StateRequest:
-    """Request of a joining member for the state.
+    """Request from a joining member for the state.
 
     Attributes:
         is_whole: whether the whole state is requested; otherwise only the part that may differ between
@@ -283,7 +283,7 @@ class UpdateLogEntry:
 @message(76)
 @dataclass(frozen=True, slots=True)
 class SnapshotUnavailable:
-    """Answer of a source that does not hold the requested snapshot or updates, or no longer does."""
+    """Answer from a source that does not hold the requested snapshot or updates, or no longer does."""
 
     reason: Reason
 
@@ -343,7 +343,7 @@ class RelayedMessage:
 @message(62)
 @dataclass(frozen=True, slots=True)
 class RelayFailed:
-    """Report of a relay that it could not forward a payload to the peer `to`."""
+    """Report from a relay that it could not forward a payload to the peer `to`."""
 
     to: PeerId
     reason: Reason

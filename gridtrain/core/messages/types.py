@@ -43,6 +43,9 @@ MAX_BLOCK_BYTES = 1 << 20
 Facts = Annotated[tuple[tuple[Name, Text], ...], AtMost(64)]
 """Short strings by name, which are displayed and compared between workers; see `Setup.facts`."""
 
+BASE_FACT = "base"
+"""Name of the fact that describes the frozen parameters; models without frozen parameters do not have it."""
+
 
 RELAY_PREFIX = "relay:"
 _KEY = re.compile(r"[0-9a-f]{64}")
@@ -120,6 +123,9 @@ class Span:
 
 Spans = Annotated[tuple[Span, ...], AtMost(4096)]
 
+MAX_SHARDS = 4096
+"""Largest number of shards of a data set; a data set of more files joins several files to one shard."""
+
 
 @dataclass(frozen=True, slots=True)
 class LedgerSpec:
@@ -130,6 +136,8 @@ class LedgerSpec:
     Attributes:
         delay: number of steps after which the gradients of a step's samples are exchanged: 0, or 1 if they
             are exchanged while the samples of the next step are computed.
+        shards: the number of samples of each shard, if members read the data set by shards
+            (`core.commit.shard_leases`); otherwise empty.
     """
 
     size: UInt
@@ -137,17 +145,23 @@ class LedgerSpec:
     epochs: UInt | None = None
     steps: UInt | None = None
     delay: UInt = 0
+    shards: Annotated[tuple[UInt, ...], AtMost(MAX_SHARDS)] = ()
 
     def find_problem(self) -> str | None:
         if self.delay > 1:
             return f"{self}; the delay must be 0 or 1"
+        if self.shards and (sum(self.shards) != self.size or min(self.shards) < 1):
+            return (
+                f"{len(self.shards)} shards of {sum(self.shards)} samples, the smallest with "
+                f"{min(self.shards)}; each must have at least 1 sample, and all together {self.size}"
+            )
         one_limit = (self.epochs is None) != (self.steps is None)
         return None if one_limit else f"{self}; it must have either epochs or steps"
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredBatch:
-    """A batch that its member contributes to a later step than the one that handed it out.
+    """A batch that its member contributes to a later step than the step that handed it out.
 
     Attributes:
         spans: the positions of the batch; () if the member was absent without positions, or if its batch was
@@ -176,6 +190,8 @@ class LedgerState:
             by shares.
         late: the batches of members that are absent, by peer in ascending order.
         pending: the batches of the step before, if `LedgerSpec.delay` is 1, by peer in ascending order.
+        leases: the positions of a shard that later steps give to this member, if `LedgerSpec.shards` is not
+            empty, by peer in ascending order.
     """
 
     step: UInt = 0
@@ -186,6 +202,7 @@ class LedgerState:
     holders: Annotated[tuple[tuple[PeerId, Spans], ...], AtMost(1024)] | None = None
     late: Annotated[tuple[DeferredBatch, ...], AtMost(1024)] = ()
     pending: Annotated[tuple[DeferredBatch, ...], AtMost(1024)] = ()
+    leases: Annotated[tuple[tuple[PeerId, Span], ...], AtMost(1024)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +265,7 @@ class CheckpointInfo:
         return self.layers.find_problem_of_layers()
 
     def matches(self, blocks: Span, applied: int, history: bytes) -> bool:
-        """Whether the checkpoint holds the layers `blocks` after step `applied` of the history `history`."""
+        """Return whether the checkpoint holds these layers after step `applied` of this history."""
         return (self.layers, self.applied, self.history) == (blocks, applied, history)
 
 

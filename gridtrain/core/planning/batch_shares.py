@@ -6,7 +6,7 @@
 
 A step takes as long as its slowest worker, so the shares make the longest n_i / v_i as short as whole samples
 allow.  A worker's speed is measured with its current share.  If part of a step's time does not depend on the
-share (v grows with n), the shares therefore converge to those with which all workers finish at the same time.
+share (v grows with n), the shares therefore converge to those for which all workers finish at the same time.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ MIN_OBSERVATIONS = 8
 """A speed is considered measured after this many observations with this much compute time in total."""
 
 MIN_SPEEDUP = 1.15
-"""Different shares are worth a new generation if they divide the longest compute time by at least this."""
+"""Different shares justify a new generation if they reduce the longest compute time by this factor."""
 
 MAX_MEDIAN_RATIO = 64.0
-"""Upper bound of a speed, as a multiple of the median speed, because workers report their own speeds."""
+"""Upper bound on a speed, as a multiple of the median speed, because workers report their own speeds."""
 
 MAX_NAMED_WORKERS = 8
 
@@ -53,7 +53,7 @@ class _SpeedEstimate:
 
 @dataclass(frozen=True, slots=True)
 class BatchShares:
-    """How the samples of a step are divided.
+    """The division of a step's samples among the workers.
 
     Attributes:
         counts: the number of samples for each worker.
@@ -118,7 +118,7 @@ class WorkerSpeeds:
     def rebalance_reason(self, peers: Sequence[PeerId], current: Sequence[int], most: Sequence[int]) -> str:
         """Return the reason for a new generation with different shares.
 
-        Returns "" if different shares are not worth a new generation, or if speeds are missing.
+        Returns "" if different shares do not justify a new generation, or if speeds are missing.
         """
         measured = {p: speed for p in peers if (speed := self.speed(p)) is not None}
         busy = [peer for peer, share in zip(peers, current, strict=True) if share > 0]
@@ -155,7 +155,7 @@ def divide_samples(total: int, speeds: Sequence[float], most: Sequence[int]) -> 
     limits = _share_limits(total, most)
     least = 1 if total >= len(speeds) else 0
     counts = _rounded_down(total, speeds, limits, least)
-    # The next sample goes to the worker that finishes it first: exact, as counts only grow.
+    # The next sample goes to the worker that finishes it first: exact, because counts only grow.
     queue = [
         ((count + 1) / speed, i)
         for i, (count, speed, limit) in enumerate(zip(counts, speeds, limits, strict=True))

@@ -1,4 +1,4 @@
-"""Predict what an exchange costs in seconds, bytes and CPU time.
+"""Predict the cost of an exchange in seconds, bytes and CPU time.
 
     Workload: kind and size of the exchange --+
     NetworkModel: latencies and rates --------+--> messages, simulated one by one --> ExchangeCost
@@ -111,7 +111,7 @@ def _is_too_large(load: Workload, size: int, max_messages: int) -> bool:
 
 
 def _with_packets(found: ExchangeCost, cpu: CpuCosts) -> ExchangeCost:
-    """Return the cost with the CPU time that the busiest member spends on packets added to `cpu_s`."""
+    """Return the cost, with `cpu_s` increased by the CPU time that the busiest member spends on packets."""
     packets = (found.sent_bytes + found.received_bytes) / PACKET_BYTES
     return replace(found, cpu_s=found.cpu_s + packets * cpu.packet_s)
 
@@ -153,7 +153,7 @@ def _simulated_cost(
 def _cpu_bounded_network(
     network: NetworkModel, load: Workload, cpu: CpuCosts, host_cores: int | None
 ) -> NetworkModel:
-    """Return `network` with rates limited to what the members' CPUs can read, write and encrypt."""
+    """Return `network` with rates limited by how fast the members' CPUs read, write and encrypt."""
     byte_s = cpu_s_per_byte(load, cpu)
     if byte_s == 0:
         return network

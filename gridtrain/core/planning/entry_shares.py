@@ -4,8 +4,9 @@
                                                                           as fast as the smallest
 
 A member sends its own payload once.  If it is a leaf of a tree, a star or the fold of a butterfly, it sends
-nothing else, so that with a small share it holds up nobody.  In the later hops of a butterfly it sends merged
-payloads of up to k entries, whatever its share is.  What it does not send stays in its residual.
+nothing else, so a small share prevents it from delaying others.  In the later hops of a butterfly it sends
+merged payloads of up to k entries, regardless of its share.  The entries that it does not send stay in its
+residual.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ THIN_RATIO, STILL_THIN_RATIO = 2.0, 1.5
 for a member that has a smaller share already."""
 
 KEPT_SPEEDUP = 1.1
-"""Shares in use stay if they make the exchange this many times as fast; new ones need `MIN_SPEEDUP`."""
+"""Current shares are kept if they make the exchange this many times as fast; new ones need `MIN_SPEEDUP`."""
 
 MIN_CHANGE = 1.5
 """A share changes only by at least this factor."""
@@ -43,7 +44,7 @@ RATIO_FACTORS = (8.0, 4.0, 2.0, 1.0)
 """The shares to try, as multiples of the ratio of a member's upload to the other members' uploads."""
 
 ACCEPTED_SLOWDOWN = 1.1
-"""The largest shares are used with which an exchange takes at most this many times as long as with the
+"""The largest shares are chosen for which an exchange takes at most this many times as long as for the
 smallest ones."""
 
 
@@ -113,8 +114,8 @@ def choose_entry_shares(
     ]
     more = [f"{len(chosen) - MAX_LISTED} more"] if len(chosen) > MAX_LISTED else []
     reason = (
-        f"fewer entries from slow uploads (usual {format_rate(usual_Bps)}): {', '.join(listed + more)}; "
-        f"{format_time(with_s)} per exchange instead of {format_time(without_s)}, predicted"
+        f"fewer entries for slow uploads (usual upload {format_rate(usual_Bps)}): {', '.join(listed + more)}"
+        f"; {format_time(with_s)} per exchange instead of {format_time(without_s)}, predicted"
     )
     return EntryShares(chosen, reason)
 
@@ -126,10 +127,10 @@ def share_change_reason(
     current: Mapping[PeerId, int],
     names: Mapping[PeerId, str],
 ) -> str:
-    """Return the reason for a new generation with other shares; "" if the present shares stay.
+    """Return the reason for a new generation with other shares; "" if the present shares are kept.
 
-    No member alone can cause a change: without the reports of any one member, the upload of each member whose
-    share changes must still be thin, or still not be thin.
+    No member alone can cause a change: the reports of all other members must confirm that the upload of each
+    member whose share changes is thin, or is no longer thin.
     """
     wanted = choose_entry_shares(load, measured, peers, peers, current, names)
     changed = [peer for peer in peers if wanted.share_of(peer) != current.get(peer, WHOLE_SHARE)]
@@ -144,9 +145,9 @@ def share_change_reason(
         return ""
     less = ", ".join(names[peer] for peer in list(wanted.shares)[: MAX_LISTED // 2])
     return "links have changed: " + (
-        f"slow uploads of {len(wanted.shares)} members ({less}) hold up the exchange"
+        f"slow uploads of {len(wanted.shares)} members ({less}) delay the exchange"
         if less
-        else "no upload holds up the exchange any more"
+        else "no upload delays the exchange any more"
     )
 
 

@@ -12,7 +12,7 @@ The choice is part of the MembershipView and is journalled with it.
 A worker's first batch takes longest because kernels are compiled.  Compared with that compute time a dense
 exchange costs little, so the first choice may be a dense exchange and a later choice a sparse exchange.  The
 exchange may change at any generation without loss: `Dense()` leaves no residual, all sparse exchanges
-use the same residual, and a dense step adds the residual to what it sends.
+use the same residual, and a dense step adds the residual to its contribution.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ FIRST_STEP_FIGURE = "first_computed_s"
 first choice."""
 
 MAX_MEDIAN_RATIO = 4.0
-"""Upper bound of the slowest member's compute time, as a multiple of the median, because workers report their
+"""Upper bound on the slowest member's compute time, as a multiple of the median, because workers report their
 own compute times."""
 
 MAX_ORDERED_MEMBERS = 32
@@ -131,7 +131,7 @@ class ExchangeChoice:
         self.reason = f"{text}, as in the journal" if self.chosen else ""
         self._is_chosen_alone = alone and self.chosen is not None
 
-    # -- what is known -----------------------------------------------------------------------------
+    # -- current choice ----------------------------------------------------------------------------
 
     @property
     def is_auto(self) -> bool:
@@ -190,7 +190,7 @@ class ExchangeChoice:
 
     @property
     def is_star(self) -> bool:
-        """Whether all data of a round passes through rank 0."""
+        """Whether all data of a round pass through rank 0."""
         load = self.workload
         return load is not None and load.kind in STAR_KINDS
 
@@ -227,7 +227,7 @@ class ExchangeChoice:
         is_worth_it = not found.is_direct and found.ring_speedup >= MIN_SPEEDUP
         return f"links have changed: {found.reason}" if is_worth_it else ""
 
-    # -- which exchange ----------------------------------------------------------------------------
+    # -- choice of exchange ------------------------------------------------------------------------
 
     def choose_first(
         self,
@@ -295,7 +295,7 @@ class ExchangeChoice:
         if is_lossy and dense.step_s <= DENSE_RETURN_RATIO * current.step_s:
             return self._adopt(estimates, dense)
         if current.efficiency >= self._computing:
-            permitted = (1.0 + self._computing) / 2  # it waits for at most half as long as it may
+            permitted = (1.0 + self._computing) / 2  # it waits for at most half of the time limit
             denser = [x for x in estimates if _density(x) > _density(current) and x.efficiency >= permitted]
             if denser:
                 return self._adopt(estimates, self._best_of(denser))
@@ -328,7 +328,7 @@ class ExchangeChoice:
         return self._named.computing
 
     def _best_of(self, estimates: Sequence[ExchangeEstimate]) -> ExchangeEstimate:
-        """Return the densest exchange with which workers compute for the wanted share of the time.
+        """Return the densest exchange that lets workers compute for the wanted share of the time.
 
         A dense exchange that takes little longer than the fastest is preferred to sparse exchanges.  If no
         exchange reaches the wanted share, the fastest is returned.
@@ -398,9 +398,9 @@ def _choice_reason(
     text += "; " + ", ".join(f"{format_exchange(other)} {format_seconds(other.step_s)}" for other in others)
     slower = best.step_s / others[0].step_s
     if best.load.kind in LOSSLESS_KINDS and 1.0 < slower <= 1.0 + DENSE_PREFERENCE_MARGIN:
-        text += ": the gain is too small to justify omitting gradients"
+        text += "; a sparser exchange would gain too little to justify omitting gradients"
     elif slower > 1.0 and best.efficiency >= computing:
-        text += f": the densest with at least {computing:.0%} of the time computing"
+        text += f"; it is the densest exchange that leaves {computing:.0%} of the time for computing"
     return text
 
 

@@ -3,9 +3,9 @@
     allowed exchanges, a network, compute time --> predicted time of a step with each --> the shortest
 
 `recommend_exchange` chooses between dense exchanges and exchanges that omit gradients; it prefers a
-dense exchange that takes little more time.  `recommend_local_steps` says with how many local steps workers
-compute for a wanted share of the time.  `choose_dense_topology` chooses between ring and direct topology,
-which produce the same bits.  `exchange_choice` holds the choice of a run.
+dense exchange that takes little more time.  `recommend_local_steps` recommends a number of local steps that
+lets workers compute for a wanted share of the time.  `choose_dense_topology` chooses between ring and direct
+topology, which produce the same bits.  `exchange_choice` holds the choice of a run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
 from gridtrain.errors import ConfigError
 
 DENSE_PREFERENCE_MARGIN = 0.10
-"""A dense exchange is preferred if a step with it takes at most this share longer than the fastest step."""
+"""A dense exchange is preferred if its step takes at most this share longer than the fastest step."""
 
 LOSSLESS_KINDS = (ExchangeKind.DENSE, ExchangeKind.DIRECT, ExchangeKind.STAR)
 
@@ -47,14 +47,14 @@ class ExchangeEstimate:
 
     @property
     def step_s(self) -> float:
-        """Time of a step with its share of the exchange, in seconds."""
+        """Time of a step, including its share of the exchange, in seconds."""
         hidden_s = self.hideable_s if self.overlaps else 0.0
         blocking_s = self.cost.exchange_s - hidden_s
         return max(self.compute_s, hidden_s / self.local_steps) + blocking_s / self.local_steps
 
     @property
     def hideable_s(self) -> float:
-        """The part of the exchange that may overlap with computing: all but selecting, in seconds."""
+        """The time of the exchange without selection, in seconds, which may overlap with computation."""
         return max(0.0, self.cost.exchange_s - self.cost.select_s)
 
     @property
@@ -112,7 +112,7 @@ def estimate_best_order(
     )
 
 
-# -- which exchange --------------------------------------------------------------------------------
+# -- choice of exchange ----------------------------------------------------------------------------
 
 
 class Recommendation(NamedTuple):
@@ -177,7 +177,7 @@ every 32 steps learns as well as `GTopK(density=0.03)` every 4 steps."""
 
 
 def propose_for(each: ExchangeEstimate, computing: float, *, overlap: bool) -> LocalStepsProposal:
-    """Propose the fewest local steps with which workers compute for the share `computing` of the time.
+    """Propose the fewest local steps that let workers compute for the share `computing` of the time.
 
     Args:
         computing: the wanted share, 0 < computing < 1.
@@ -191,11 +191,11 @@ def propose_for(each: ExchangeEstimate, computing: float, *, overlap: bool) -> L
 
 
 def recommend_local_steps(estimates: Sequence[ExchangeEstimate], computing: float) -> str:
-    """Say with how many local steps workers compute for the share `computing` of the time, and recommend one.
+    """Recommend a number of local steps that lets workers compute for the share `computing` of the time.
 
     All estimates are of the same network.  The fewest local steps are recommended, but a dense exchange if it
     needs at most `MAX_DENSE_LOCAL_STEPS`.  The exchange overlaps with the next local steps, unless one step
-    is enough without that.
+    is enough without overlap.
 
     Raises:
         ConfigError: `computing` is not between 0 and 1.
@@ -218,7 +218,7 @@ def recommend_local_steps(estimates: Sequence[ExchangeEstimate], computing: floa
     best = min(range(len(estimates)), key=preference)
     overlaps, every = waiting[best] > 1, overlapped[best]
     if not overlaps and estimates[best].load.kind in LOSSLESS_KINDS:
-        return f"{text} AdamW does not need them here: {names[best]} takes little of each step."
+        return f"{text} AdamW does not need them here: {names[best]} takes only a small part of each step."
     share = replace(estimates[best], local_steps=every, overlaps=overlaps).efficiency
     options = f"every={every}, exchange={_as_call(estimates[best].load)}"
     options += ", overlap=True" if overlaps else ""
@@ -242,7 +242,7 @@ def _as_call(load: Workload) -> str:
     return f"{name}({', '.join(options)})"
 
 
-# -- which topology of a dense one -----------------------------------------------------------------
+# -- topology of a dense exchange ------------------------------------------------------------------
 
 MAX_DIRECT_BYTES = 1 << 20
 """The largest vector for a direct exchange, in bytes.  For 4 MB a ring is faster, because bytes then matter
@@ -260,7 +260,7 @@ class DenseTopology:
     """The topology of a dense exchange.
 
     Attributes:
-        is_direct: whether members exchange directly instead of around a ring.
+        is_direct: whether members exchange data directly instead of around a ring.
         reason: the reason, as text; empty if there was nothing to choose.
         ring_speedup: how many times as fast a ring is as a direct exchange, if a ring is chosen because it is
             faster.
@@ -286,7 +286,7 @@ def choose_dense_topology(
         load: the workload, or None if it is unknown.
         network: the members' network, in any order; None before it has been measured.  Without a network the
             choice depends only on the size of `load`, the number of members and `edges`.
-        edges: whether every two members can connect without a relay, as far as is known.
+        edges: whether each pair of members can connect without a relay, as far as is known.
     """
     if (
         load is None

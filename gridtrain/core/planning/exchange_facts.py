@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from gridtrain.config import Auto, Dense, Exchange, GTopK, TopK
+from gridtrain.config import AUTO_TEXT, Auto, Dense, Exchange, GTopK, TopK
 from gridtrain.core.messages import Setup
 from gridtrain.core.planning.workload import Workload
 from gridtrain.errors import ConfigError
@@ -24,7 +24,6 @@ DIRECT_DENSE = Dense(topology="direct").describe()
 """The text in `MembershipView.exchange` that means that the coordinator has chosen the direct topology."""
 
 _EXCHANGE = re.compile(r"(Dense|TopK|GTopK)\(([^()]*)")
-_AUTO = re.compile(r"auto\([^()]*\)")
 _LOCAL_STEPS = re.compile(r"LocalSteps\(every=(\d{1,9}),.*?(, overlap=True)?\)")
 _PARAMETERS = re.compile(r"(\d{1,18}) parameters")
 
@@ -55,7 +54,7 @@ def parse_exchange(text: str) -> Exchange | Auto | None:
 
     Returns None if the text cannot be parsed.
     """
-    if (auto := _AUTO.search(text)) is not None:
+    if (auto := AUTO_TEXT.search(text)) is not None:
         return Auto.parse(auto[0])
     found = _EXCHANGE.search(text)
     return make_exchange(found[1], found[2]) if found is not None else None
@@ -82,7 +81,7 @@ class LocalStepsFacts(NamedTuple):
 
 
 def local_steps_of(setup: Setup | None) -> LocalStepsFacts | None:
-    """Return the local steps that the script specifies; None without `LocalSteps`."""
+    """Return the local steps that the script specifies; None if it does not use `LocalSteps`."""
     text = dict(setup.facts).get("exchange", "") if setup is not None else ""
     found = _LOCAL_STEPS.fullmatch(text)
     return LocalStepsFacts(max(1, int(found[1])), found[2] is not None) if found is not None else None
@@ -116,7 +115,7 @@ def parse_workload(name: str, options: str, parameters: int, encrypted: bool = T
 
 
 def name_direct(text: str) -> str:
-    """Return a text about an exchange in which the first dense exchange with open topology is direct."""
+    """Return an exchange's text in which the first dense exchange of open topology is made direct."""
     return re.sub(r"Dense\((?=values=|\))", _name_direct, text, count=1)
 
 
@@ -134,7 +133,7 @@ def replace_exchange(setup: Setup, text: str, *, direct: bool) -> tuple[tuple[st
     """
 
     def shown(given: str) -> str:
-        named = _AUTO.sub(lambda _: text, given) if text else given
+        named = AUTO_TEXT.sub(lambda _: text, given) if text else given
         return name_direct(named) if direct else named
 
     return tuple((name, shown(value) if name == "exchange" else value) for name, value in setup.facts)

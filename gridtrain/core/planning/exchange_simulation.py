@@ -2,7 +2,7 @@
 
     needs handled --> [sender's CPU] --> links --alpha--> [download] --> [receiver's CPU: work] --> next
 
-A member's CPU does one thing at a time; its links transfer data meanwhile.  With `host_cores` all members run
+A member's CPU does one thing at a time, while its links transfer data.  With `host_cores` all members run
 on one machine and share that many cores, as in the lab.
 """
 

@@ -1,4 +1,4 @@
-"""Propose how many optimizer steps a worker takes between two exchanges (`gridtrain.LocalSteps`).
+"""Propose the number of optimizer steps between two exchanges (`gridtrain.LocalSteps`).
 
     | step | step | ... | step | exchange |        turn_s = every * step_s + exchange_s
     '------- every times ------'
@@ -46,7 +46,7 @@ def propose_local_steps(
     most: int = MOST_LOCAL_STEPS,
     hidden_s: float = 0.0,
 ) -> LocalStepsProposal:
-    """Propose the fewest steps with which exchanges take at most `target_share` of the time.
+    """Propose the fewest steps for which exchanges take at most `target_share` of the time.
 
     The fewest are proposed because a model learns better with fewer local steps.
 
@@ -56,7 +56,7 @@ def propose_local_steps(
         target_share: the wanted share of the time, 0 < target_share < 1.
         most: the largest number to propose.
         hidden_s: the part of `exchange_s` that may overlap with the next steps: 0 without overlap; with
-            `LocalSteps(overlap=True)` all of it but the time for selecting.
+            `LocalSteps(overlap=True)` all of it except the time for selection.
 
     Raises:
         ConfigError: an argument is out of range.

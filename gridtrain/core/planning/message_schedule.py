@@ -41,7 +41,7 @@ class PlannedMessage:
         fraction: the share of the exchange's unit in each payload; the unit is the whole dense vector or one
             sparse payload.
         work: the receiver's work.
-        needs: indices of the messages that the sender must have handled before.  A message with no needs is
+        needs: indices of the messages that the sender must handle first.  A message with no needs is
             sent at the start.
         after_messages: indices of the messages that the receiver handles before this message, even if they
             arrive later.

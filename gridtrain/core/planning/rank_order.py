@@ -254,7 +254,7 @@ def reorder_reason(
 ) -> str:
     """Return the reason for a new generation with another order.
 
-    Returns "" if another order is not worth a new generation, or if no rates are known.
+    Returns "" if another order does not justify a new generation, or if no rates are known.
 
     Args:
         peers: the members of `current` in the order of joining, by default `current`; all of them hold the
@@ -291,7 +291,7 @@ def _is_corroborated(
     then: Sequence[int],
     entry_shares: Mapping[PeerId, int],
 ) -> bool:
-    """Return whether the order `then` is still worth a new generation without any one member's reports.
+    """Return whether the order `then` justifies a new generation even without any one member's reports.
 
     This check ensures that no member alone can cause a new order.
     """
@@ -309,7 +309,7 @@ def _is_corroborated(
 def with_entry_shares(
     network: NetworkModel, peers: Sequence[PeerId], shares: Mapping[PeerId, int]
 ) -> NetworkModel:
-    """Return the network of `peers` in which some have these `Member.entries_share`, others whole ones."""
+    """Return the network of `peers` with these values of `Member.entries_share`, the others whole."""
     fractions = [shares.get(peer, WHOLE_SHARE) / WHOLE_SHARE for peer in peers]
     return replace(network, entry_shares=fractions if shares else ())
 
@@ -332,10 +332,10 @@ def _search_best_order(
     return best_order(load, network, CpuCosts(), [at[peer] for peer in firsts], now)
 
 
-# -- in words --------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------
 
 
-_NOT_SEARCHED = "no better order is searched for"
+_NOT_SEARCHED = "the order is not optimized"
 
 
 def _gain(found: RankOrderEstimate) -> str:
@@ -346,10 +346,7 @@ def _gain(found: RankOrderEstimate) -> str:
 def _latency_reason(found: RankOrderEstimate) -> str:
     size = len(found.order)
     if size > MAX_SEARCHED_PEERS:
-        return (
-            f"ring of {size} in join order: above {MAX_SEARCHED_PEERS} members "
-            "no better order is searched for"
-        )
+        return f"ring of {size} in join order: above {MAX_SEARCHED_PEERS} members the order is not optimized"
     took = f"the smallest exchange takes {format_time(found.exchange_s)}"
     return f"ring of {size} ordered by round trip: {took}{_gain(found)}"
 

@@ -1,4 +1,4 @@
-"""Search for the order of ranks with which an exchange over uneven links is fastest.
+"""Search for the order of ranks that makes an exchange over uneven links fastest.
 
     ring        avoids slow links, because each link of the ring carries all segments
     butterfly   pairs rank r with rank r XOR 1, 2, 4: two sites with a slow link between them exchange in only
@@ -34,7 +34,7 @@ from gridtrain.core.planning.workload import (
 
 EXACT_MAX_PEERS = 7  # 720 orders for each member that may be rank 0
 MAX_ROOTS = 3  # members tried as rank 0 in larger groups
-MAX_EDGES = 150_000  # estimated in one search, about 0.2 s, as it blocks the coordinator
+MAX_EDGES = 150_000  # estimated in one search, about 0.2 s, because it blocks the coordinator
 MAX_SEARCHED_PEERS = 128
 """The largest group for which an order is searched; larger groups keep the order of joining, because a search
 would block the coordinator."""
@@ -69,7 +69,7 @@ all-gather all ranks do the same work."""
 def best_order(
     load: Workload, network: NetworkModel, cpu: CpuCosts, firsts: Sequence[int], now: Sequence[int] = ()
 ) -> RankOrderEstimate:
-    """Find the order of `network`'s members in which exchanging `load` takes the least time.
+    """Find the order of `network`'s members that makes the exchange of `load` fastest.
 
     Args:
         network: the network of the members, in the order of joining.
@@ -201,7 +201,7 @@ def _hops_estimator(
     arrived.
 
     Args:
-        own_bytes: (P,) the size of each member's own payload; what it sends after a merge is a whole payload.
+        own_bytes: (P,) the size of each member's own payload; after a merge, it sends a whole payload.
     """
     size = len(alpha_s)
     levels: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -227,7 +227,7 @@ def _hops_estimator(
     return seconds
 
 
-# -- which orders are tried ------------------------------------------------------------------------
+# -- orders to try ---------------------------------------------------------------------------------
 
 
 def _all_orders(

@@ -26,7 +26,7 @@ LEVEL_BITS = {"int4": 4, "int2": 2}
 LEVEL_BLOCK_SHIFT = 6  # with these, 2**(low bits + 6) indices share a scale of 2 bytes
 LEVEL_ENCODE_FACTOR = 6.0  # and encoding takes this many times as long (benchmarks/value_kinds.py: 4 to 9)
 MAX_MESSAGES = 30_000
-"""An exchange of more messages is simulated with fewer slices, or estimated if one slice has too many."""
+"""An exchange with more messages is simulated with fewer slices, or estimated if one slice has too many."""
 
 
 class ExchangeKind(StrEnum):
@@ -321,7 +321,7 @@ def start_work_s(load: Workload, cpu: CpuCosts) -> float:
 
 
 def _level_entry_s(load: Workload, cpu: CpuCosts) -> float:
-    """Return by how much longer encoding an entry takes with int4 and int2."""
+    """Return the additional time of encoding an entry as int4 or int2."""
     return (LEVEL_ENCODE_FACTOR - 1.0) * cpu.encode_entry_s if load.values in LEVEL_BITS else 0.0
 
 

@@ -29,12 +29,12 @@ FoundCuts = tuple[tuple[int, ...] | None, float]
 layers."""
 
 EdgeCosts = Sequence[Sequence[float]]
-"""[stage][stop]: a lower bound of the costs of a stage and of the next stage if the boundary between them is
+"""[stage][stop]: a lower bound on the costs of a stage and of the next stage if the boundary between them is
 before layer `stop`."""
 
 BOUND_GROWTH = 1.25
-"""Factor between successive bounds.  With a small factor the last search is little wider than necessary, and
-the earlier searches are fast."""
+"""Factor between successive bounds.  With a small factor the last search is only slightly wider than
+necessary, and the earlier searches are fast."""
 
 BOUND_HALVINGS = 12
 
@@ -53,7 +53,7 @@ def bottleneck_cuts(
 
     Args:
         cost: the cost of a stage; infinite for a stage that is not allowed.
-        least: a lower bound of `cost` that never decreases for a smaller `start` or a larger `stop`.  Once
+        least: a lower bound on `cost` that never decreases for a smaller `start` or a larger `stop`.  Once
             the lower bound reaches the best cost found or exceeds `within`, no smaller start is examined.
         within: the bound; partitions that cost more are excluded.
         edges: see `EdgeCosts`; empty if unknown.

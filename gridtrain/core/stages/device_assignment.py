@@ -1,7 +1,7 @@
 """Assign uneven stages to cards with different speeds and memory sizes.
 
-This module is used when a run begins.  A run that continues keeps its partition, because with a new partition
-states would have to be moved.
+This module is used when a run begins.  A run that continues keeps its partition, because a new partition
+would require moving states.
 
     anna 24 GB, speed 2     bert, clara, dora 8 GB, speed 1   speeds are rounded to powers of sqrt(2), because
                                                               two measurements of one card differ

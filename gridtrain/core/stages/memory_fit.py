@@ -1,4 +1,4 @@
-"""Explain why no partition of a model fits into the cards' memory, and propose changes with which one fits.
+"""Explain why no partition of a model fits into the cards' memory, and propose changes that make one fit.
 
 Each proposed change has been checked with the same costs.
 """
@@ -128,7 +128,7 @@ def _sufficient_remedies(
             break
 
 
-# -- in words --------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------
 
 
 def format_layers(layers: Sequence[Layer], start: int, stop: int) -> str:

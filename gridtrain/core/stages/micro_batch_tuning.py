@@ -39,7 +39,7 @@ MEASURED_TRIALS = (1, 3)
 kernels are compiled and memory is allocated."""
 
 MAX_FIGURE = 1e9
-"""Upper bound of reported seconds and samples."""
+"""Upper bound on reported seconds and samples."""
 
 
 @dataclass(frozen=True, slots=True)

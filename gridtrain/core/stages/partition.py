@@ -133,7 +133,7 @@ def partition_at(costs: StageCostModel, cuts: Sequence[int]) -> PartitionCost:
     if len(spans) != len(costs.cards) or cuts[0] != 0 or cuts[-1] != len(costs.layers):
         raise ConfigError(
             f"cuts {tuple(cuts)} do not divide {len(costs.layers)} layers into {len(costs.cards)} stages",
-            remedy="begin the cuts with 0, add the first layer of each further stage, and end with the "
+            remedy="begin the cuts with 0, add the first layer of each later stage, and end with the "
             "number of layers",
         )
     if any(start >= stop for start, stop in spans):

@@ -41,7 +41,7 @@ swaps consider links."""
 MAX_NAMED_WORKERS = 8
 
 DEFAULT_ACTIVATION_BYTES = 1 << 20
-"""The assumed size of an activation, because the coordinator does not know what sizes the stages send."""
+"""The assumed size of an activation, because the coordinator does not know the actual sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +280,7 @@ def _improve_by_swaps(
 def _choose_state_sources(
     layout: RankLayout, order: Sequence[PeerId], locations: StateLocations, cost_s: PairCost | None
 ) -> dict[PeerId, int]:
-    """Return the rank of the nearest holder of its state for each member that needs its state."""
+    """Return, for each member that lacks its stage's state, the rank of the nearest holder."""
     sources: dict[PeerId, int] = {}
     disk_holders_of: dict[int, list[int]] = {}
     for rank, peer in enumerate(order):
@@ -297,7 +297,8 @@ def _choose_state_sources(
             holders = [group[0]]
             if rank == group[0]:
                 continue
-        # Among members with the stage on disk those of this stage are preferred: they read it in any case.
+        # Among members with the stage on disk, those of this stage are preferred, because they read it
+        # anyway.
         here = holders or [other for other in disk_holders if other in group] or disk_holders
         sources[peer] = min(here, key=lambda other: (cost_s(peer, order[other]) if cost_s else 0.0, other))
     return sources

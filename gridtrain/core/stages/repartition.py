@@ -109,7 +109,7 @@ def check_setup(setup: Setup) -> None:
     if len(model.cuts) != setup.stages + 1:
         raise ConfigError(
             f"there are {len(model.cuts)} cuts for {setup.stages} stages ({list(model.cuts)[:8]})",
-            remedy="specify one cut more than there are stages",
+            remedy="specify one more cut than there are stages",
         )
     layers_of(model)
     execution_settings_of(model)
@@ -160,7 +160,7 @@ def execution_settings_of(model: StagedModel) -> ExecutionSettings:
     )
 
 
-# -- how many stages, and where -----------------------------------------------------------------------
+# -- number of stages, and their order ----------------------------------------------------------------
 
 
 def partition_over_fewer(
@@ -273,7 +273,7 @@ def partition_for(
 
 
 def has_trainable_check(model: StagedModel) -> Callable[[int, int], bool]:
-    """Return a function that returns whether layers `start` to `stop` - 1 have trainable parameters."""
+    """Return a predicate: whether layers `start` to `stop` - 1 have trainable parameters."""
     trained = list(accumulate((block.trainable_bytes for block in model.blocks), initial=0))
     return lambda start, stop: trained[stop] > trained[start]
 
@@ -319,7 +319,7 @@ def is_worth_more_stages(setup: Setup, cuts: tuple[int, ...], stages: int) -> bo
     return more * MIN_SPEEDUP <= few
 
 
-# -- enough workers, but their state is of another partition -------------------------------------------
+# -- enough workers, but state of another partition ----------------------------------------------------
 
 
 def repartition_at(cuts: tuple[int, ...], peers: Sequence[PeerId], locations: StateLocations) -> Repartition:
@@ -419,7 +419,7 @@ def with_assemblers(locations: StateLocations, recut: Repartition) -> StateLocat
     )
 
 
-# -- the checkpoints that a stage is assembled from ---------------------------------------------------
+# -- checkpoints from which a stage is assembled ------------------------------------------------------
 
 
 def assembler_pieces(
@@ -468,7 +468,7 @@ def assembler_pieces(
 
 
 def error_text(error: ConfigError) -> str:
-    """Return the reason of an error, shortened to fit into a message."""
+    """Return an error's reason, shortened to fit into a message."""
     return (
         error.reason if len(error.reason) <= MAX_ERROR_CHARS else error.reason[: MAX_ERROR_CHARS - 3] + "..."
     )

@@ -135,7 +135,7 @@ def one_forward_one_backward(stages: int, micro_batches: int, *, ahead: float = 
 
 
 def ahead_for(forward_s: float, backward_s: float, hop_s: float) -> float:
-    """Return the `ahead` with which 1F1B is as fast as fill-drain if a payload takes `hop_s` per hop.
+    """Return the `ahead` that makes 1F1B as fast as fill-drain if a payload takes `hop_s` per hop.
 
     A micro-batch returns to a stage with h later stages after (h + 1)(forward + backward) + 2 h hop seconds.
     To have work for that time, the stage needs 2 hop / (forward + backward) additional micro-batches for each

@@ -335,7 +335,7 @@ class StageCostModel:
         return max(up_s, down_s)
 
     def edge_s(self, stage: int, stop: int) -> float:
-        """Return a lower bound of the times of a stage that ends before layer `stop` and of the next one."""
+        """Return a lower bound on the times of a stage that ends before layer `stop` and of the next one."""
         on, back = self.boundary_bytes(stop)
         return max(on / self._forward_Bps[stage], back / self._backward_Bps[stage])
 
@@ -350,7 +350,7 @@ class StageCostModel:
         return self._parameters[stop] - self._parameters[start] + math.ceil(self.running.copies * trainable)
 
     def lower_bound_bytes(self, stage: int, start: int, stop: int) -> int:
-        """Return a lower bound of `total_bytes` that ignores the stage's boundaries.
+        """Return a lower bound on `total_bytes` that ignores the stage's boundaries.
 
         The bound never decreases when a layer is added to the stage.
         """

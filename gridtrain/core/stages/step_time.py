@@ -7,8 +7,7 @@
 More micro-batches make the bubble smaller: with M micro-batches and S even stages, a stage is idle for
 (S - 1)/(M + S - 1) of a step (GPipe, section 2.3).  However, each micro-batch adds the overhead of kernels
 and messages, and also latency if the schedule waits for its payloads.  `propose_micro_batches` simulates a
-step with each number, and chooses the smallest number with which a step is nearly as fast as the fastest
-step.
+step with each number, and chooses the smallest number for which a step is nearly as fast as the fastest step.
 """
 
 from __future__ import annotations
@@ -172,8 +171,8 @@ def _best_for_count(
 ) -> StepEstimate:
     """Return the best step with `number` micro-batches.
 
-    For 1F1B without a fixed `ahead`, the smallest `ahead` with which the step is nearly as fast as with the
-    best `ahead` is used.
+    For 1F1B without a fixed `ahead`, the smallest `ahead` that makes the step nearly as fast as the best
+    `ahead` does is used.
     """
     running = replace(running, samples=math.ceil(batch / number), micro_batches=number, ahead=fixed or 0.0)
     cut = _partition_for(layers, cards, network, running, cuts, slack)
@@ -216,9 +215,8 @@ def _partition_for(
 
 
 def _has_trainable_check(layers: Sequence[Layer], stages: int) -> Callable[[int, int], bool]:
-    """Return a function that returns whether layers `start` to `stop` - 1 include a trainable layer.
-
-    If no layer is known to be trainable, the function allows any stage.
+    """Return a predicate: whether layers `start` to `stop` - 1 include a trainable layer.  If no layer is
+    known to be trainable, the function allows any stage.
 
     Raises:
         ConfigError: there are fewer trainable layers than stages.

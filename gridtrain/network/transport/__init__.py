@@ -1,6 +1,6 @@
 """Transports messages between peers.  The loops use `interface.Transport`, which `stack` builds in layers:
 
-    FlowControlTransport      `flow_control`: byte credits bound what a peer holds in memory
+    FlowControlTransport      `flow_control`: byte credits bound a peer's memory use
     RelayTransport            `relay`: connections through a third peer (`relay_forwarder`), end-to-end
                               encrypted (`secure_channel`)
     ZeroMQTransport           direct connections over TCP (`zmq/`), or `in_memory` within one process

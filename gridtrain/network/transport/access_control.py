@@ -22,17 +22,17 @@ oldest connection is closed, because a pending member sends only one message."""
 
 
 def is_admitted(policy: AccessPolicy, key: PeerId) -> bool:
-    """Whether the policy allows any connection with this key."""
+    """Return whether the policy allows any connection with this key."""
     return policy(key) is not ConnectionRole.STRANGER
 
 
 def is_key_match(proven: str, named: str) -> bool:
-    """Whether the key that a message or Hello names is the key that the connection has proven."""
+    """Return whether the key that a message or Hello names is the key that the connection has proven."""
     return proven == named
 
 
 def is_still_admitted(policy: AccessPolicy, key: PeerId, is_pending: bool) -> bool:
-    """Whether the policy still admits a connection in the role in which it was admitted."""
+    """Return whether the policy still admits a connection in the role in which it was admitted."""
     return policy(key) is (ConnectionRole.PENDING_MEMBER if is_pending else ConnectionRole.MEMBER)
 
 
@@ -66,5 +66,5 @@ class PeerAllowlist:
         self._keys = frozenset(keys)
 
     def may_relay(self, origin: PeerId, to: PeerId) -> bool:
-        """Whether to relay from `origin` to `to`; both keys must be admitted."""
+        """Return whether to relay from `origin` to `to`; both keys must be admitted."""
         return self._relays and origin in self._keys and to in self._keys

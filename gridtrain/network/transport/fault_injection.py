@@ -5,7 +5,7 @@
     faults.slow_at(2, step=12, seconds=0.5)             after    all Data have been sent, but not the Vote
                                                                  (rank 0: not the Decision)
 
-A stall is of the training thread, which calls `Faults.stall`; all other faults are of the I/O thread:
+A stall affects the training thread, which calls `Faults.stall`; all other faults affect the I/O thread:
 
     loop --> FlowControlTransport --> FaultyTransport --> direct or relayed connections
                                         |  reads the rank from MemberListPage, the step from each message
@@ -114,8 +114,8 @@ class Faults:
         return self._plan(PlannedFault("slow", who, step, "before", seconds))
 
     def stall_at(self, who: Target, step: int, seconds: float) -> Faults:
-        """Plan a stall: the training loop stops for `seconds` when it gets the batch of the step; the I/O
-        thread answers meanwhile."""
+        """Plan a stall: the training loop stops for `seconds` at the step's batch; the I/O thread does
+        not."""
         return self._plan(PlannedFault("stall", who, step, "before", seconds))
 
     def corrupt_at(self, who: Target, step: int) -> Faults:
@@ -275,7 +275,7 @@ class FaultyTransport:
         self._send_delayed(time.monotonic())
         return events
 
-    # -- inside ------------------------------------------------------------------------------------
+    # -- internal ----------------------------------------------------------------------------------
 
     def _send_data(self, peer: PeerId, message: Data, step: int) -> None:
         if step not in self._begun:
@@ -342,7 +342,7 @@ class FaultyTransport:
 
 
 def _flip_bit(payload: bytes | memoryview) -> bytes:
-    """Return the payload with the lowest bit of its last float32, or of an fp16 near its end, flipped.
+    """Return the payload after flipping the lowest bit of its last float32, or of an fp16 near its end.
 
     The changed value remains finite.
     """

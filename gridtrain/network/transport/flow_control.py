@@ -1,4 +1,4 @@
-"""Flow control by byte credits: bounds the bulk that was sent to a peer and not yet processed by it.
+"""Flow control by byte credits: limits the bulk data that a peer has been sent but has not processed yet.
 
 Bulk (`send_queue.BULK_MESSAGES`) waits for credit; control never waits, so messages with credit always
 arrive.
@@ -52,17 +52,17 @@ Waiting = tuple[Message, Frames, int]
 
 
 def needs_credit(message: Message) -> bool:
-    """Whether the message is bulk, which a peer holds in memory until it is processed."""
+    """Return whether the message is bulk, which a peer holds in memory until it is processed."""
     return type(message) in BULK_MESSAGES
 
 
 def fits_window(unacknowledged_bytes: int, nbytes: int, window_bytes: int) -> bool:
-    """Whether another message of `nbytes` may be sent."""
+    """Return whether another message of `nbytes` may be sent."""
     return unacknowledged_bytes + nbytes <= window_bytes or unacknowledged_bytes <= window_bytes // 4
 
 
 def exceeds_credit(outstanding_bytes: int, nbytes: int, largest_bytes: int, window_bytes: int) -> bool:
-    """Whether a received message of `nbytes` exceeds what a correct peer can have sent without credit.
+    """Return whether a received message of `nbytes` exceeds the credit of a correct peer.
 
     Args:
         outstanding_bytes: bytes that were received and for which no new credit was granted.
@@ -226,7 +226,7 @@ class FlowControlTransport:
             account.mark_processed(nbytes)
             self._grant(peer, account)
 
-    # -- inside --------------------------------------------------------------------------------
+    # -- internal ------------------------------------------------------------------------------
 
     def _handle(self, event: TransportEvent, events: list[TransportEvent]) -> None:
         if type(event) is Received:

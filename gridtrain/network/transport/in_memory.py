@@ -131,7 +131,7 @@ class MemoryHub:
             self._kill_locked(peer)
 
     def hide(self, peer: PeerId) -> None:
-        """Simulate NAT: no peer can dial this endpoint until `show` is called.  Existing connections stay."""
+        """Simulate NAT: no peer can dial this endpoint until `show` is called; connections remain."""
         with self.lock:
             self._hidden.add(peer)
 
@@ -214,7 +214,7 @@ class MemoryHub:
             target.post_locked(event, now_s + delay_s, link)
         return True
 
-    # -- inside --------------------------------------------------------------------------------
+    # -- internal ------------------------------------------------------------------------------
 
     def _disconnect_locked(self, a: PeerId, b: PeerId) -> None:
         self._disconnected.add(frozenset((a, b)))
@@ -474,7 +474,7 @@ class MemoryTransport:
         self._mailbox.clear()
         self._changed.notify_all()
 
-    # -- inside --------------------------------------------------------------------------------
+    # -- internal ------------------------------------------------------------------------------
 
     def _locked_alive(self) -> threading.Condition:
         """Return the lock as a context manager.

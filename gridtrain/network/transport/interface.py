@@ -39,7 +39,7 @@ def allow_all(key: PeerId) -> ConnectionRole:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """The event that a peer that has sent Hello has sent a valid message.
+    """Event: a valid message has arrived from a peer that has sent Hello.
 
     Attributes:
         nbytes: the size of the message's frames, without the overhead of a transport or a relay.
@@ -52,7 +52,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class PeerUp:
-    """The event that both sides have sent Hello, so that messages can be sent; repeated after a reconnect.
+    """Event: both sides have sent Hello, so that messages can be sent; repeated after a reconnect.
 
     Attributes:
         host: the address of the other end as this side sees it; empty if this side dialled.
@@ -69,7 +69,7 @@ class PeerUp:
 
 @dataclass(frozen=True, slots=True)
 class PeerDown:
-    """The event that the connection broke.  If this side dialled, the transport tries to reconnect."""
+    """Event: the connection broke.  If this side dialled, the transport tries to reconnect."""
 
     peer: PeerId
     reason: str
@@ -77,7 +77,7 @@ class PeerDown:
 
 @dataclass(frozen=True, slots=True)
 class TransportViolation:
-    """The event that a peer sent invalid data, which were dropped; `peer` is None before the peer's Hello."""
+    """Event: a peer sent invalid data, which were dropped; `peer` is None before the peer's Hello."""
 
     peer: PeerId | None
     reason: str
@@ -85,7 +85,7 @@ class TransportViolation:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionDenied:
-    """The event that the dialled peer does not admit our key.  The transport retries with back-off."""
+    """Event: the dialled peer does not admit our key.  The transport retries with back-off."""
 
     peer: PeerId
     address: str
@@ -185,7 +185,8 @@ class Transport(Protocol):
         ...
 
     def wake(self) -> None:
-        """Make the running call of `poll`, or otherwise the next call, return immediately.  Thread-safe."""
+        """Make the current call of `poll`, or the next one, return immediately.
+        Thread-safe."""
         ...
 
     def close(self) -> None:

@@ -53,7 +53,7 @@ class MessageFault:
 
 @dataclass(frozen=True, slots=True)
 class MessageOutcome:
-    """What happens to one message.
+    """The outcome of one message.
 
     Attributes:
         delays_s: the message is delivered once after each of these delays; if there are none, it is lost.

@@ -108,7 +108,7 @@ rate.  A busy member sends a few hundred control messages per second, each with 
 
 
 def is_flood(messages: float, nbytes: float) -> bool:
-    """Whether the contents of a connection's leaky buckets exceed the limits."""
+    """Return whether the contents of a connection's leaky buckets exceed the limits."""
     return messages > FLOOD_MESSAGES or nbytes > FLOOD_BYTES
 
 

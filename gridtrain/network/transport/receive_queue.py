@@ -10,7 +10,7 @@ Pure: times are passed as arguments.
 
 A closed connection gets no share of the rate.  Its debt decreases at the rate of the cap and is charged to
 the next connection of the same peer, so that a peer cannot evade the cap by reconnecting.  The debt is
-forgotten when this worker closes its connections to a peer that has left the group or was excluded.
+forgotten when the peer may no longer connect, because it has left the group or was excluded.
 
 No messages are left unread in libzmq, because a queue that is not read stops its connections, and with them
 the messages of all senders.  A correct sender stops when its credit is used up, because messages in this
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -117,12 +117,14 @@ class ReceiveQueue(Generic[S, T]):
                 del self._departed_debts[next(iter(self._departed_debts))]
         return [item for item, _ in queue.waiting]
 
-    def forget_owner(self, owner: bytes) -> None:
-        """Forget the debt of the owner's closed connections, because the owner has left or was excluded.
+    def forget_departed(self, has_departed: Callable[[bytes], bool]) -> None:
+        """Forget the debts of the closed connections of owners that have left or were excluded.
 
-        If it becomes a member again, its messages must not be late: all members would wait for them.
+        If such an owner becomes a member again, its messages must not be late: all members would wait for
+        them.
         """
-        self._departed_debts.pop(owner, None)
+        for owner in [owner for owner in self._departed_debts if has_departed(owner)]:
+            del self._departed_debts[owner]
 
     def _take_departed_debt(self, owner: bytes, now_s: float) -> float:
         """Remove and return the remaining debt of the owner's closed connections."""

@@ -345,7 +345,7 @@ class RelayTransport:
         """
         link = self._relayed.pop(peer, None)
         if link is not None and link.is_up:
-            with contextlib.suppress(TransportError):  # the relay has disconnected, so the peer knows already
+            with contextlib.suppress(TransportError):  # the relay has disconnected, so the peer was notified
                 self._post(link, HANG_UP, bulk=False)
             if reason:
                 self._mark_down(link, reason)

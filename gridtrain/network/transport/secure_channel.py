@@ -11,7 +11,7 @@ session key of each side.  `seen` is a session key of the other side, or zeros. 
     anna                                           bert
       | -- offer(key a, seen nothing) --------------> |   a call; both sides may call at the same time
       | <-- offer(key b, seen a) -------------------- |
-      |  the offer is no replay, as it has seen key a: anna derives the session
+      |  the offer has seen key a, so it is not a replay: anna derives the session
       | -- offer(key a, seen b), encrypted ---------> |   bert derives the session
       | <-- offer(key b, seen a), encrypted --------- |   the first encrypted piece confirms the session
 
@@ -102,7 +102,7 @@ def decrypt(box: bytes, nonce: bytes, key: bytes) -> bytes:
 
 
 def is_replayed(counter: int, next_counter: int) -> bool:
-    """Whether the counter was already used in this packet class of the session."""
+    """Return whether the counter was already used in this packet class of the session."""
     return counter < next_counter
 
 
@@ -133,7 +133,7 @@ class SecureSession:
         root = _derive(static, b"session", ephemeral + session_keys)
         self.peer_public = theirs
         self.is_confirmed = False
-        """Whether a packet from the peer was decrypted, which proves that the peer has the session, too."""
+        """Whether a packet from the peer was decrypted, which proves that it has the session as well."""
         self._id = _derive(root, b"name", b"")[:8]
         self._out = {kind: _derive(root, b"lane", me + peer + bytes([kind])) for kind in PacketClass}
         self._in = {kind: _derive(root, b"lane", peer + me + bytes([kind])) for kind in PacketClass}
@@ -256,7 +256,7 @@ class SecureChannel:
         except (CryptoError, ValueError, TypeError):
             raise TransportError(
                 f"{peer.hex()[:8]}... ({len(peer)} bytes) is not a public key",
-                remedy="check where the key comes from",
+                remedy="check the source of the key",
             ) from None
         self.session: SecureSession | None = None
         self._me, self._peer, self._greeting = identity.public, peer, greeting

@@ -58,7 +58,7 @@ BULK_MESSAGES = frozenset(
 
 
 def is_bulk(message: Message) -> bool:
-    """Whether the message is bulk, which waits for the rate cap; control is sent before bulk."""
+    """Return whether the message is bulk, which waits for the rate cap; control is sent before bulk."""
     if type(message) in BULK_MESSAGES:
         return True
     if isinstance(message, (RelayRequest, RelayedMessage)):
@@ -212,7 +212,7 @@ class SendQueue(Generic[T]):
         return None
 
     def _start_next_bulk(self, now_s: float) -> bool:
-        """Choose the next bulk message and move its peer to the end of the turn; False if none waits."""
+        """Choose the next bulk message and move its peer to the end of the rotation; False if none waits."""
         for peer, queues in self._queues.items():
             if queues.bulk and not queues.is_blocked:
                 self._in_transit = queues.bulk.popleft()

@@ -8,7 +8,7 @@
     blocks    | scale                 | scale                 | ...     64 entries on average
     section   the scales of all blocks, 2 bytes each | codes, in each byte the lowest bits first
 
-An entry v is sent as q only if v / 2 <= q <= 2 v in magnitude.  The rest v - q is then exactly a float32
+An entry v is sent as q only if v / 2 <= q <= 2 v in magnitude.  The remainder v - q is then exactly a float32
 (Sterbenz' lemma).  Entries that are too small for their block's scale are left out of the payload.  No q is
 larger than the largest magnitude of its block, so repeated rounding cannot increase a sum's bound.
 """
@@ -45,8 +45,9 @@ class LevelCode:
         bits: the bits of a code: the level's number, and above it the sign.
         levels: the magnitudes, as multiples of the scale, ascending.
         limits: the smallest magnitudes that are rounded to each level, as multiples of the scale.
-        top: the least multiple of the scale that the largest magnitude of a block is; it is less than 2 top.
-        steps: the number of scales to an octave.
+        top: the smallest multiple of the scale that a block's largest magnitude can be; the largest is below
+            2 top.
+        steps: the number of scales per octave.
         max_scale: the number of the largest scale.
     """
 
@@ -116,15 +117,15 @@ def read_levels(section: ByteArray, indices_K: IndexArray, n: int, code: LevelCo
 
 
 def _check_levels(tops_B: IndexArray, words_B: npt.NDArray[np.int16], code: LevelCode) -> None:
-    """Check that each block has a scale that follows from its largest level; -1: it has no entries."""
+    """Check that each block's scale follows from its largest level, which is -1 without entries."""
     least, most, top = _EXPONENT_MIN * code.steps, code.max_scale, code.levels.index(code.top)
     good = np.where(tops_B < 0, words_B == 0, (words_B >= least) & (words_B <= most) & (tops_B >= top))
     if not good.all():
         first = int(np.argmin(good))
         raise _invalid(
             f"{code.name} values have the largest level {tops_B[first]} and scale {words_B[first]} in block "
-            f"{first}; the level must be {top} to {len(code.levels) - 1} and the scale {least} to {most}, or "
-            "-1 and 0 without entries"
+            f"{first}; the level must be {top} to {len(code.levels) - 1} and the scale {least} to {most}, "
+            "or -1 and 0 if it is empty"
         )
 
 
@@ -164,8 +165,8 @@ def _choose(
 ) -> tuple[IndexArray, ByteArray]:
     """Return the number of each block's scale and the number of each entry's level.
 
-    The largest magnitude of a block is top to 2 top times the scale.  Of the scales with this property the
-    one with the least squared error is chosen, the largest one of several.
+    The largest magnitude of a block is top to 2 top times the scale.  Of the scales with this property, the
+    one with the least squared error is chosen; in a tie, the largest.
     """
     magnitudes_K = np.abs(values_K.astype(np.float64))
     tops_B = np.maximum.reduceat(magnitudes_K, starts_B) if starts_B.size else np.zeros(0)
@@ -196,7 +197,7 @@ def _levels(
     """Return the number of the level to which each magnitude is rounded, in blocks with these scales."""
     units_B = _scale_values(scales_B, code)
     multiples_K = magnitudes_K / np.repeat(units_B, counts_B)
-    # Not up to more than the block's largest magnitude.
+    # Never round up beyond the block's largest magnitude.
     np.minimum(multiples_K, np.repeat(np.floor(tops_B / units_B), counts_B), out=multiples_K)
     levels_K = np.zeros(magnitudes_K.size, np.uint8)
     for limit in code.limits[1:]:

@@ -153,7 +153,7 @@ class RepeatedRecordField(RecordField):
     def __init__(self, cls: type, field_types: dict[str, FieldType]) -> None:
         super().__init__(cls, field_types)
         self._last_packed: tuple[Any, Any] = (None, None)  # (value, plain)
-        self._last_unpacked: tuple[Any, Any] = (None, None)  # separate, as peers may be in another round
+        self._last_unpacked: tuple[Any, Any] = (None, None)  # separate, because peers may be in another round
 
     def pack(self, value: Any) -> list[Any]:
         last, known = self._last_packed

@@ -78,7 +78,7 @@ ROUNDING_FACTORS = {
     ValueKind.INT4: 1.0 + 2.0**-20,
     ValueKind.INT2: 1.0 + 2.0**-20,
 }
-"""Upper bound of the factor by which one rounding may increase the largest magnitude.  A rounding changes a
+"""Upper bound on the factor by which one rounding may increase the largest magnitude.  A rounding changes a
 value by at most half a step, which is 2**-11 (fp16), 2**-8 (bf16) or 0.5 / 64 (int8) of the value; the bound
 is twice as large, so that it also covers the additions before the rounding.  int4 and int2 never increase the
 largest magnitude."""
@@ -93,7 +93,7 @@ def section_bytes(k: int, n: int, kind: ValueKind) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EncodedValues:
-    """A section, and what `decode_values` returns for it.
+    """A section, and the values that `decode_values` returns for it.
 
     Attributes:
         indices_K: the indices of the entries that are sent; with int4 and int2 possibly fewer than given.

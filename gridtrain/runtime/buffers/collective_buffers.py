@@ -119,7 +119,7 @@ class DenseRingBuffer:
     slices_of = staticmethod(count_slices)
 
     rest_N: FloatArray | None = None
-    """What this member's own roundings have left of the values that they rounded (`rounded_buffers`)."""
+    """This member's rounding errors, which it adds to its residual (`rounded_buffers`)."""
 
     def __init__(self, contribution_N: FloatArray, world_size: int, slice_bytes: int | None = None) -> None:
         _check_contribution(contribution_N)
@@ -169,7 +169,7 @@ class DenseRingBuffer:
         return self._slice_view(slot.segment, slot.slice).view(np.uint8).data.toreadonly()
 
     def hash_ahead(self) -> bool:
-        """Hash one final slice, if there is one; return whether further final slices can be hashed."""
+        """Hash one final slice, if there is one; return whether more final slices can be hashed."""
         if self._final:
             key = self._final.popleft()
             if key in self._checked or _is_finite(
@@ -223,7 +223,7 @@ class DenseRingBuffer:
         return _part_bounds(start, stop, slice_, self.slices)
 
     def _payload_bytes(self, elements: int) -> int:
-        """Return the length in bytes of the payload of a slice with so many elements."""
+        """Return the length in bytes of the payload of a slice with this many elements."""
         return elements * _FLOAT.itemsize
 
     def _received_values(

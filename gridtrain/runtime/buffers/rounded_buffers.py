@@ -11,10 +11,11 @@
 A member rounds each element exactly once, either in what it sends to be added or in the final sum, and keeps
 the difference, which is exactly a float32 (`value_encoding`), in `rest_N`.  Hence, apart from the rounding of
 float32 additions, contributions == update + rests, summed over all members.  The member that rounds the final
-sum uses the rounded sum, too, so all members get the same bits.  Nothing is rounded in a group of one member.
+sum uses the rounded sum as well, so all members get the same bits.  Nothing is rounded in a group of one
+member.
 
-Received payloads are decoded, and forwarded as they are.  A payload that is sent again, when a ring resumes,
-is the stored one.
+Received payloads are decoded, and forwarded as they are.  If a ring resumes, it sends the stored payload
+again.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def _growth(world_size: int, kind: ValueKind) -> float:
 class RoundedRingBuffer(DenseRingBuffer):
     """A `DenseRingBuffer` whose payloads hold rounded values.
 
-    Its contribution must be within `largest_contribution`.  `rest_N` is what this member's roundings have
-    left, (n,) float32; it is valid once the collective is complete, and belongs to the residual if the round
+    Its contribution must be within `largest_contribution`.  `rest_N`, (n,) float32, holds this member's
+    rounding errors; it is valid once the collective is complete, and belongs to the residual if the round
     commits.
 
     Args:
@@ -85,7 +86,7 @@ class RoundedRingBuffer(DenseRingBuffer):
         super()._mark_written(segment, slice_, final=final, checked=checked)
 
     def _round(self, segment: int, slice_: int) -> bytes:
-        """Round a slice, keep the rest, and return the payload."""
+        """Round a slice, keep the rounding errors, and return the payload."""
         view, (start, stop) = self._slice_view(segment, slice_), self._slice_bounds(segment, slice_)
         payload, rounded = encode_slice(view, self._kind)
         np.subtract(view, rounded, out=self.rest_N[start:stop])

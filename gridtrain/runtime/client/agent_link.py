@@ -1,4 +1,4 @@
-"""The training script's end of the connection to the agent, which sends what this machine's owner allows.
+"""The training script's end of the connection to the agent, which sends the owner's permissions and limits.
 
 The agent evaluates the owner's rules and reads the sensors (`gridtrain_worker.training_policy`).
 
@@ -36,7 +36,7 @@ REPORT_INTERVAL_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class AgentDirective:
-    """What the machine's owner currently allows the script to do.
+    """The machine owner's current permissions and limits for the script.
 
     Attributes:
         run: whether the script may train.  If False, the script leaves the group between two steps and waits.
@@ -74,10 +74,10 @@ class AgentControl(Protocol):
 
 
 class NoAgent:
-    """Replaces the agent for a script that was started without one, by hand or in a group in one process.
+    """Replaces the agent for a script that was started by hand, or in a group in one process.
 
     Attributes:
-        directive: what the script may do.  Tests and programs may replace it from any thread.
+        directive: the current permissions.  Tests and programs may replace them from any thread.
         reported: the latest reports, at most 100.
     """
 

@@ -50,7 +50,7 @@ SOFTWARE = f"gridtrain {__version__}"
 MAX_TEXT = 512
 MAX_NUMBER = 1e18
 DENIED = "denied"
-"""Refusal code for a key that the coordinator does not know, or no longer knows."""
+"""Refusal code for a key that the coordinator does not admit, or no longer admits."""
 CONNECT_S = 1.0
 """Time limit for checking whether a program listens at an address that has not answered."""
 
@@ -174,7 +174,7 @@ def allow_only(key: PeerId) -> AccessPolicy:
 
 
 def _accepts_tcp(address: str) -> bool:
-    """Whether a TCP connection can be opened, so that a program listens there and no firewall blocks it."""
+    """Return whether a TCP connection can be opened: a program listens, and no firewall blocks it."""
     parts = urlsplit(address)
     try:
         socket.create_connection((parts.hostname or "", parts.port or 0), CONNECT_S).close()

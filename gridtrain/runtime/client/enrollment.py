@@ -127,7 +127,7 @@ def _admit(invitation: Invitation, folder: Path, timeout_s: float) -> Iterator[t
     Raises the errors of `enroll`.
     """
     store = InvitationStore(folder)
-    with contextlib.ExitStack() as others:  # keeps other processes from trying the same identities meanwhile
+    with contextlib.ExitStack() as others:  # prevents other processes from trying the same identities
         chosen, status = _choose_identity(store, invitation, folder, timeout_s, others)
     with chosen.lock:
         yield chosen.path, status or ask_status(invitation, chosen.identity, timeout_s)
@@ -227,7 +227,7 @@ def revoked_error(invitation: Invitation, identity: Identity) -> JoinRefused:
 
 
 def is_still_admitted(entry: Enrollment, timeout_s: float) -> bool:
-    """Whether the coordinator still admits this worker's key; True if the coordinator does not answer."""
+    """Return whether the coordinator still admits this worker's key; True if it does not answer."""
     try:
         with CoordinatorClient(
             entry.coordinator, entry.coordinator_key, Identity.read(entry.identity), encrypted=entry.encrypted

@@ -37,7 +37,7 @@ class _StoredInvitations:
 
     Attributes:
         used_by_key: maps the name of a key file to the digest of the invitation with which the key was
-            admitted; "" if the invitation is not known.
+            admitted; "" if the invitation is unknown.
         unused: the unused invitations as text, oldest first.
     """
 
@@ -71,11 +71,11 @@ class InvitationStore:
             yield
 
     def was_admitted(self, key: Path) -> bool:
-        """Whether the key has ever been admitted.  It may have been removed from the run since then."""
+        """Return whether the key has ever been admitted; it may have been removed from the run since."""
         return key.stem in self._read().used_by_key
 
     def has_other_admitted_keys(self, key: Path) -> bool:
-        """Whether any other key has ever been admitted."""
+        """Return whether any other key has ever been admitted."""
         return any(name != key.stem for name in self._read().used_by_key)
 
     def record_attempt(self, key: Path, invitation: Invitation) -> None:

@@ -106,8 +106,8 @@ class OperatorClient:
     Args:
         endpoint: the coordinator and the operator's key.
         transport: a transport with the operator's identity, which is closed on exit.  If it is None, each
-            request opens a new ZeroMQ connection, and requests of other programs on this machine wait
-            meanwhile.
+            request opens a new ZeroMQ connection, and requests of other programs on this machine wait until
+            it is closed.
 
     Raises `ConfigError`, `CoordinatorUnreachable`.
     """

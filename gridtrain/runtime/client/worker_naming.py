@@ -52,7 +52,7 @@ def state_directory(run: str) -> Path:
 def run_folder_name(run: str) -> str:
     """Return the name of the folder of a run.
 
-    For an invalid run name, the folder's name is one that no run with a valid name can have.
+    For an invalid run name, the result is a name that no valid run can have.
     """
     if RUN_NAME.fullmatch(run):
         return run

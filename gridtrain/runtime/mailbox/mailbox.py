@@ -81,7 +81,7 @@ class Mailbox:
                     if left_s <= 0:
                         return None
                     self._wait_condition = ready
-                    self.condition.wait(min(left_s, 1.0))  # bounded, so that Ctrl-C is noticed
+                    self.condition.wait(min(left_s, 1.0))  # bounded, so that Ctrl-C is handled
                 return self.snapshot
             finally:
                 self.is_trainer_waiting, self._wait_condition = False, None
@@ -129,7 +129,7 @@ class Mailbox:
         self.mark_stale()
 
     def count_progress(self, by: int = 1) -> None:
-        """Increase the progress counter, from which peers see that this worker is not hung.  Thread-safe."""
+        """Increase the progress counter, which shows peers that this worker is not hung.  Thread-safe."""
         with self.condition:
             self.progress += by
 

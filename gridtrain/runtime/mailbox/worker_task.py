@@ -23,7 +23,7 @@ class DoCatchUpWork:
 class ApplyMissedSteps:
     """Apply the committed steps from which the trainer was absent (`StepRounds.take_missed`).
 
-    `last_step` is the last of these steps, so that the task is another one once a further step was missed.
+    `last_step` is the last of these steps, so that the task changes when another step is missed.
     """
 
     last_step: int

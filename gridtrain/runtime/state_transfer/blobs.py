@@ -40,7 +40,7 @@ _REMEDY = "disconnect the state source, and wait for the next membership view, w
 
 
 def has_room(transport: Transport, peer: PeerId) -> bool:
-    """Whether another block may be queued for the peer."""
+    """Return whether another block may be queued for the peer."""
     return transport.backlog_bytes(peer) < BACKLOG_BYTES
 
 
@@ -172,7 +172,7 @@ class BlobSender:
                 queue.append(StateBlock(asked.term, generation, index, len(blocks), blocks[index]))
 
     def has_data(self, transport: Transport) -> bool:
-        """Whether `send_pending` can send a block now."""
+        """Return whether `send_pending` can send a block now."""
         return any(has_room(transport, peer) for peer in self._queues)
 
     def send_pending(self, transport: Transport) -> int:
@@ -285,11 +285,11 @@ class BlobReceiver:
         return (self._total, self._block(index)) if generation == self._id[1] and is_here else None
 
     def is_unverified(self, generation: int) -> bool:
-        """Whether all blocks have arrived, but the digest that would verify them has not."""
+        """Return whether all blocks have arrived, but not the digest that verifies them."""
         return self._has_all(generation) and not self._is_verified and self._expected_digest[0] != generation
 
     def is_digest_mismatch(self, generation: int) -> bool:
-        """Whether the received state differs from the state source's state."""
+        """Return whether the received state differs from the state source's state."""
         if generation == self._id[1] and self._is_contradicted:
             return True
         if self._is_verified or self._expected_digest[0] != generation:

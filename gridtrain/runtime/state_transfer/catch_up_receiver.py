@@ -117,7 +117,7 @@ class CatchUpReceiver:
 
     @property
     def idle_key(self) -> object | None:
-        """A key that stays the same while no data arrive.
+        """A key that stays the same while no data arrives.
 
         None if this worker does not wait for data, because the trainer has work to do or the target is
         reached.
@@ -202,7 +202,7 @@ class CatchUpReceiver:
         return self._snapshot.is_complete if self._position is None else bool(self._pending)
 
     def take_work(self) -> CatchUpWork:
-        """Take the next work.  Call it only if `has_work` is true, and call `finish_work` afterwards."""
+        """Take the next piece of work, if `has_work` is true; call `finish_work` afterwards."""
         if self._position is None:
             self._current_work = SnapshotWork(*self._snapshot.take_parts())
         else:
@@ -225,7 +225,7 @@ class CatchUpReceiver:
             self._position = self._drop_first()
         self._check_target()
 
-    # -- inside ------------------------------------------------------------------------------------
+    # -- internal ----------------------------------------------------------------------------------
 
     def _receive_update(self, update: StepUpdate, nbytes: int) -> None:
         assert self._received is not None
@@ -243,7 +243,7 @@ class CatchUpReceiver:
     def _discard_before(self, at: tuple[int, bytes]) -> None:
         """Drop the updates up to the snapshot's step.
 
-        If the remaining updates do not start with the next step, drop them too, so that they are requested
+        If the remaining updates do not start with the next step, also drop these, so that they are requested
         again.
         """
         while self._pending and self._pending[0][0].step <= at[0]:

@@ -176,7 +176,7 @@ class CatchUpSource:
         return bool(self._receivers)
 
     def due_s(self, transport: Transport) -> float:
-        """Return the time from which on `send_due` can send a block; infinity if it has no block to send."""
+        """Return the time from which `send_due` can send a block; infinity if it has no block to send."""
         ready = any(
             transport.backlog_bytes(peer) < BACKLOG_BYTES
             for peer in self._snapshot_sender.peers_with_blocks_due()
@@ -213,7 +213,7 @@ class CatchUpSource:
 
 
 def exceeds_request_limit(requests: int) -> bool:
-    """Whether a receiver has sent too many requests.
+    """Return whether a receiver has sent too many requests.
 
     A limit is needed because a request has only a few bytes, while its answer may be hundreds of updates.
     """

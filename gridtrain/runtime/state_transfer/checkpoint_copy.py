@@ -51,7 +51,7 @@ class CheckpointDisk(Protocol):
         ...
 
     def is_intact(self, held: m.CheckpointInfo) -> bool:
-        """Whether a checkpoint can be read.  A checkpoint that cannot be read is no longer reported.
+        """Return whether a checkpoint can be read.  A checkpoint that cannot be read is no longer reported.
 
         This method is called in a separate thread.
         """
@@ -130,7 +130,7 @@ class CheckpointCopier:
 
     @property
     def due_s(self) -> float:
-        """The time from which on `send_next` has to be called; infinity if nothing is to be sent."""
+        """The time from which `send_next` must be called; infinity if there is nothing to send."""
         busy = self._waiting or self._awaited or self._outgoing is not None
         return self._next_send_s if busy else float("inf")
 

@@ -86,7 +86,7 @@ class CheckpointRequests:
 
     @property
     def due_s(self) -> float:
-        """The time from which on `send_pending` has to be called; infinity if nothing is to be sent."""
+        """The time from which `send_pending` must be called; infinity if there is nothing to send."""
         return self._copier.due_s if self._copier is not None else math.inf
 
     def send_pending(self, transport: Transport, now_s: float, generation: int) -> int:

@@ -45,7 +45,7 @@ class ResidualExchange:
     def stop_accepting(self, timeout_s: float) -> None:
         """Accept no more residuals; wait until each acknowledged residual is confirmed or dropped.
 
-        Returns after `timeout_s` at the latest.
+        Returns after at most `timeout_s`.
         """
         self._mailbox.submit(io.RefuseResiduals())
         self._mailbox.wait(lambda snapshot: not snapshot.is_residual_recipient, timeout_s)

@@ -97,7 +97,7 @@ class StateSender:
         self._checkpoint_senders.clear()
 
     def has_data(self, transport: Transport) -> bool:
-        """Whether `send_pending` can send a block now."""
+        """Return whether `send_pending` can send a block now."""
         return any(sender.has_data(transport) for sender in self._senders)
 
     def send_pending(self, transport: Transport) -> int:

@@ -64,12 +64,12 @@ def block_digest(block: bytes | memoryview) -> bytes:
 
 
 def matches_digest(block: memoryview, digest: bytes) -> bool:
-    """Whether the block has this digest from the chosen table."""
+    """Return whether the block has this digest from the chosen table."""
     return block_digest(block) == digest
 
 
 def exceeds_request_limit(requested: int, blocks: int) -> bool:
-    """Whether a receiver has requested too many blocks.
+    """Return whether a receiver has requested too many blocks.
 
     A correct receiver repeats the request for a block only when a source has left.
     """
@@ -279,7 +279,7 @@ class SnapshotReceiver:
         return private, shared
 
     def source_up(self, peer: m.PeerId) -> list[tuple[m.PeerId, m.Message]]:
-        """Add a source, which is connected."""
+        """Add a connected source."""
         self._sources.setdefault(peer, _Source())
         return [] if self.is_complete else [(peer, m.SnapshotRequest())]
 
@@ -349,7 +349,7 @@ class SnapshotReceiver:
 
     @property
     def due_s(self) -> float | None:
-        """The time from which on `tick` may choose a table; None if there are no tables to choose from."""
+        """The time from which `tick` may choose a table; None if there are no tables to choose from."""
         return None if self._first_s is None or self._chosen is not None else self._first_s + SETTLE_S
 
     def tick(self, now_s: float) -> list[tuple[m.PeerId, m.Message]]:

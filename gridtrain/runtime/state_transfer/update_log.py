@@ -74,7 +74,7 @@ def vote_digest(settings: bytes, flags: int, digests: Sequence[bytes]) -> bytes:
 
 
 def matches_history(history: bytes, voted: bytes) -> bool:
-    """Whether the replayed updates are the updates that the members voted for, according to the histories."""
+    """Return whether, by their histories, the replayed updates are those that the members voted for."""
     return history == voted
 
 
@@ -106,7 +106,7 @@ class UpdateLog:
         return self._updates[-1].step if self._updates else -1
 
     def has_all_after(self, applied: int) -> bool:
-        """Whether the log contains all steps after `applied` up to the latest step of the log.
+        """Return whether the log contains all steps after `applied` up to the latest step of the log.
 
         True if `applied` is the latest step; False if the log is empty.
         """

@@ -49,8 +49,7 @@ class ProcessHost(Protocol):
     limit: str
 
     def listen(self) -> tuple[str, str]:
-        """Return the address at which a coordinator on "hub" listens, and the one at which the members reach
-        it."""
+        """Return two addresses of a coordinator on "hub": where it listens, and where members reach it."""
         ...
 
     def member_listen(self) -> str:

@@ -25,12 +25,12 @@ from gridtrain.tools.bench.processor_bench import measure_processor
 
 FIGURE_LABELS = {
     "copy_ns": ("copy of the gradient", "parameter"),
-    "select_ns": ("select what to send, one CPU thread", "parameter"),
+    "select_ns": ("select entries to send, one CPU thread", "parameter"),
     "encode_ns": ("encode a payload", "entry"),
     "decode_ns": ("decode a payload", "entry"),
     "merge_ns": ("merge two payloads", "entry"),
     "gpu_copy_ns": ("copy of the gradient on the GPU", "parameter"),
-    "gpu_select_ns": ("select what to send, GPU", "parameter"),
+    "gpu_select_ns": ("select entries to send, GPU", "parameter"),
 }
 WARMUP = 1
 MAX_PARAMETERS = 2**32
@@ -41,10 +41,10 @@ BYTES_PER_PARAMETER = 16
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """What `gridtrain bench` measures.
+    """The measurements that `gridtrain bench` makes.
 
     Attributes:
-        parameters: the number of parameters of the imagined model.
+        parameters: the number of parameters of the assumed model.
         workers: the sizes of the groups; () measures no exchange.
         rate: the limit of each local worker; "" for none.
         line: the link rate for which bytes are converted into seconds.

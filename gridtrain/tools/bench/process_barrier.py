@@ -3,8 +3,8 @@
 All network namespaces have the same file system and the same monotonic clock, so that times of different
 processes can be compared.
 
-    member   --{"at": "ready", ...}-->   server    waits until all are there
-    member   <------- "go" -----------   server    all at once, over sockets that nothing shapes
+    member   --{"at": "ready", ...}-->   server    waits until all have arrived
+    member   <------- "go" -----------   server    all at once, over sockets without a rate limit
     member   --{"at": "done", ...}-->    server
 """
 
@@ -23,7 +23,7 @@ from gridtrain.errors import GridtrainError
 
 MemberReport = dict[str, Any]
 
-_LOOK_S = 0.5  # interval between two checks whether a process has failed
+_LOOK_S = 0.5  # interval between two checks for failed processes
 _READ_BYTES = 65536
 
 
@@ -80,7 +80,7 @@ class BarrierServer:
         """Send `word` to all members, which then continue; return the time of the monotonic clock."""
         now_s = time.monotonic()
         for handle in self._lines:
-            with contextlib.suppress(BrokenPipeError):  # the next wait notices that the member has ended
+            with contextlib.suppress(BrokenPipeError):  # the next wait detects that the member has ended
                 handle.sendall(word.encode() + b"\n")
         return now_s
 

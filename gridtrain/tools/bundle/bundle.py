@@ -82,7 +82,7 @@ class Bundle:
             raise _wrong(error.reason) from None
         run = read.run
         if run_to_toml(run).encode() != text:
-            raise _wrong(f"its {RUN_FILE} is not in the form in which a coordinator writes it")
+            raise _wrong(f"its {RUN_FILE} is not in canonical form")
         if set(files) != {RUN_FILE, run.script, *run.files} or not run.script:
             raise _wrong(f"its {RUN_FILE} lists files other than those in the archive")
         if digest_of(files[run.script]) != run.digest:

@@ -1,5 +1,4 @@
-"""Packs files into an archive whose bytes are the same wherever it is made: POSIX ustar, which any `tar` can
-list.
+"""Packs files into an archive with the same bytes on every machine: POSIX ustar, which any `tar` can list.
 
     header, 512 bytes: name, mode 0644, size, checksum     |  one for each file, sorted by name
     content, padded to a multiple of 512                   |
@@ -34,7 +33,7 @@ def pack(files: Mapping[str, bytes]) -> bytes:
         raise ArchiveError(f"there are {len(files)} files; there must be 1 to {MAX_FILES}")
     folded = {name.casefold() for name in files}
     if len(folded) < len(files):
-        raise ArchiveError("two names differ only in upper and lower case")
+        raise ArchiveError("two names differ only in case")
     if inside := [name for name in files if any(other.startswith(name.casefold() + "/") for other in folded)]:
         raise ArchiveError(f"{inside[0]!r} is both a file and a folder")
     parts = []

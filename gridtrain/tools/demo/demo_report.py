@@ -1,4 +1,4 @@
-"""Compares the runs of the demo in a table and a chart, and states what they do not show.
+"""Compares the runs of the demo in a table and a chart, and states their limitations.
 
     LossCurve (one per run) --+--> table rows --> report.md, terminal
                               +--> two panels --> loss.svg
@@ -196,7 +196,7 @@ def loss_chart(curves: Sequence[LossCurve], setting: DemoSetting) -> str:
                 "Against bytes sent", "MB sent by one worker (log scale)", loss, tuple(by_bytes), mark, True
             )
         )
-    title = "The same model, the same line, another exchange"
+    title = "The same model and link, another exchange"
     subtitle = f"{setting.workers} workers, each {setting.cap} up and down; {setting.model}"
     return draw_chart(title, subtitle, panels)
 

@@ -48,7 +48,7 @@ def run_demo(plan: DemoPlan, console: Console) -> list[demo_report.LossCurve]:
             remedy="choose another folder with --out",
         ) from None
     console.print(
-        f"{plan.workers} workers, each behind a {setting.cap} line, train one {setting.model}, "
+        f"{plan.workers} workers, each behind a {setting.cap} link, train one {setting.model}, "
         f"on {len(corpus.train) / 1e6:.1f} MB of Python's own source ({corpus.files} files).",
         highlight=False,
     )

@@ -39,10 +39,10 @@ After them the processes are killed with SIGKILL.
 """
 
 NO_PROGRESS_TIMEOUT_S = 90.0
-"""A run without a new step for this long has failed.  A step is shorter at any reasonable cap."""
+"""A run without a new step for this long has failed.  With any reasonable cap, a step takes less time."""
 
 START_TIMEOUT_S = 120.0
-"""How long the workers may take for their first step, as all import torch at once."""
+"""How long the workers may take for their first step, because all import torch at once."""
 
 INVITATION_TIMEOUT_S = 3600.0
 LOG_TAIL_LINES = 15
@@ -245,13 +245,13 @@ def _environment(folder: Path) -> dict[str, str]:
     the final model among the results."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    here = str(folder.resolve())  # also for keys, so that a demo leaves nothing elsewhere
+    here = str(folder.resolve())  # also for keys, so that a demo leaves no files elsewhere
     ours = {"PYTHONUNBUFFERED": "1", f"{ENV_PREFIX}EXPORT_DIR": here, "XDG_STATE_HOME": here}
     return inherited | threads | ours
 
 
 def _end(running: Sequence[RunningProcess]) -> None:
-    """Ask all processes to end, workers first; ask again; kill those that are left."""
+    """Send SIGTERM to all processes twice, workers first; kill the remaining ones."""
     with _undisturbed():
         for grace_s in SHUTDOWN_TIMEOUTS_S:
             alive = [process for process in reversed(running) if process.poll() is None]
@@ -286,7 +286,7 @@ def _signal_group(process: RunningProcess, number: signal.Signals) -> None:
 
 
 def remove_old_files(folder: Path) -> None:
-    """Remove the files of an earlier demo, and no files that a demo does not create."""
+    """Remove the files that an earlier demo created, and no other files."""
     for pattern in OLD_FILES:
         for path in folder.glob(pattern):
             path.unlink()

@@ -20,7 +20,7 @@ SENT_GLOB = "sent-*.json"
 
 @dataclass(frozen=True, slots=True)
 class SentBytes:
-    """The bytes that one worker has put on its sockets so far, framing included.
+    """The bytes that one worker has written to its sockets so far, framing included.
 
     Attributes:
         data: the bytes of the exchanges' payloads.
@@ -42,8 +42,8 @@ class SentBytes:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The seconds that the first worker has spent so far: computing, selecting what to send, exchanging over
-    its link, and waiting for votes and for other workers."""
+    """The first worker's seconds so far: computing, selecting, exchanging, and waiting for votes and
+    workers."""
 
     compute: float = 0.0
     select: float = 0.0

@@ -211,7 +211,7 @@ class _PanelRenderer:
         return _text(*best, text, colour=colour, weight=weight, halo=True)
 
     def _overlap_area(self, box: Box, curves: list[list[Point]]) -> int:
-        """Return the cost of what a box covers, and of leaving the panel; 0 for a free spot."""
+        """Return the cost of covering other marks, and of leaving the panel; 0 for a free spot."""
         left, top, right, bottom = box
         outside = left < self.left or right > self.left + PANEL_WIDTH + RIGHT - 4
         outside = outside or top < TOP - 12 or bottom > TOP + PANEL_HEIGHT

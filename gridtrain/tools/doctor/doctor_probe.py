@@ -215,7 +215,7 @@ class DoctorProbe:
         return True
 
     def _poll_until(self, true: Callable[[], bool], until_s: float) -> bool:
-        """Poll both transports in turn until `true` holds; return False if the time is up."""
+        """Poll both transports in turn until `true` returns True; return False if the time runs out."""
         while not true():
             left_s = until_s - time.monotonic()
             if left_s <= 0:

@@ -161,7 +161,7 @@ class Examination:
             refused = probe.responses.refused
             why = refused.reason if refused is not None else f"no answer within {ANSWER_TIMEOUT_S:g} s"
             fix = refused.remedy if refused is not None else "try again, or join anyway"
-            yield warning("run", f"the status of the run is not known: {why}", fix)
+            yield warning("run", f"the status of the run is unknown: {why}", fix)
             return
         yield self._state_finding()
         yield machine_check.check_clock(_wall_of(self._status), self._asked_wall_s)
@@ -242,7 +242,7 @@ class Examination:
 def _line(name: str, measured: LinkMeasurement) -> list[Finding]:
     """Return the finding about the round trip and the rates of the link to another process."""
     if measured.rtt_s is None:
-        fix = "nothing to do: members that cannot reach each other are relayed"
+        fix = "nothing to do: members that cannot reach each other use a relay"
         return [warning(name, "not measured, because this machine could not connect to it", fix)]
     up, down = _rate(measured.up_Bps), _rate(measured.down_Bps)
     text = f"round trip {measured.rtt_s * 1e3:.1f} ms, {up} up, {down} down"

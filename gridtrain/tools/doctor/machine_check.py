@@ -238,7 +238,7 @@ def _available_bytes() -> int | None:
 
 
 def _container_left_bytes() -> int | None:
-    """Return the memory left in a container with a limit (cgroup v2); None without a limit."""
+    """Return the memory left in a container with a limit (cgroup v2); None if there is no limit."""
     try:
         folder = Path("/sys/fs/cgroup")
         most, used = (folder / "memory.max").read_text(), (folder / "memory.current").read_text()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, fields
 from enum import StrEnum
 
-from gridtrain.config import DEFAULT_PORT, ENV_PREFIX, WAITS, JoinConfig
+from gridtrain.config import BASES, DEFAULT_PORT, ENV_PREFIX, WAITS, JoinConfig
 from gridtrain.errors import ConfigError
 
 _JOIN = {known.name: str(known.default) for known in fields(JoinConfig)}
@@ -418,6 +418,13 @@ WORKER: tuple[Option, ...] = (
         '"auto": do not wait for stalled loops.',
         default_description=_JOIN["wait"],
         choices=WAITS,
+    ),
+    Option(
+        "base",
+        TEXT,
+        '"any": accept other frozen values.',
+        default_description=_JOIN["base"],
+        choices=BASES,
     ),
     Option("restarts", COUNT, "Number of restarts of a failing script.", default=0, metavar="N"),
     Option("prefix", SWITCH, "Start each line of output with the worker's name.", default=False),

@@ -84,7 +84,9 @@ class OptionValues(Mapping[str, ResolvedValue]):
     def join_texts(self) -> dict[str, str]:
         """Return a worker's fields of `gridtrain.config.JoinConfig` as strings; unset fields are left out."""
         shared = [one.name for one in PROGRAMS["worker"] if one.is_join_option]
-        texts = {name: format_value(self._values[name].value) for name in (*shared, "donate_limit", "wait")}
+        texts = {
+            name: format_value(self._values[name].value) for name in (*shared, "donate_limit", "wait", "base")
+        }
         texts["unencrypted"] = "yes" if self.switch("unencrypted") else ""
         return {name: text for name, text in texts.items() if text}
 

@@ -1,6 +1,6 @@
 """Reads run.toml: the run, and options of its coordinator and of this worker.
 
-    [run]            what volunteers are shown and run; part of the bundle (`gridtrain.tools.bundle`)
+    [run]            the script and its description; part of the bundle (`gridtrain.tools.bundle`)
     [run.data]       the data set, by its digest
     [coordinator]    options of `gridtrain coordinator`, with underscores
     [worker]         options of `gridtrain worker`
@@ -238,8 +238,10 @@ def _relative(path: Path, key: str, text: str) -> str:
 
 
 def is_safe_relative_name(name: str) -> bool:
-    """Whether `name` is a plain relative name: one that stays inside the folder, and that has no hidden part
-    and no character that a shell or a terminal treats specially."""
+    """Return whether `name` is a plain relative name.
+
+    Such a name stays inside the folder, and has no hidden part and no character that is special in a shell.
+    """
     parts = PurePosixPath(name).parts
     plain = re.fullmatch(r"[A-Za-z0-9._/-]{1,100}", name) is not None and "/".join(parts) == name
     return plain and all(part[0] not in ".-/" and not part.endswith(".") for part in parts)

@@ -1,8 +1,9 @@
 """The state of a model as bytes, as checkpoints on disk, and as a file for other programs.
 
 flat_gradient        the gradients of a model as one vector, in a fixed order
+frozen_base          the frozen parameters, which no state contains, and their digest
 serialization        the replicated state for joining workers, digests to compare replicas
 checkpoint_store     checkpoints on a worker's disk; stage_checkpoint_store: those of pipeline stages
 checkpoint_merge     a stage from checkpoints of another partition
-model_export         the model as .safetensors or .pt
+model_export         the model as .safetensors or .pt; pretrained: as a directory that `from_pretrained` loads
 """

@@ -23,10 +23,10 @@ from gridtrain.errors import RemoteProtocolError
 from gridtrain.training.checkpoint import serialization
 from gridtrain.training.checkpoint.checkpoint_store import Checkpoint
 from gridtrain.training.checkpoint.flat_gradient import FlatGradient, canonical_parameters
+from gridtrain.training.checkpoint.frozen_base import FROZEN_KEY
 
-PARAMETER_ORDER_KEY, FROZEN_KEY = "order", "frozen"
-"""Keys of a checkpoint's document: the names of the parameters in the optimizer's order, and the names of the
-parameters that are not trained."""
+PARAMETER_ORDER_KEY = "order"
+"""Key of a checkpoint's document: the names of the parameters in the optimizer's order."""
 
 _REMEDY = "restart the run with as many workers as it has stages"
 

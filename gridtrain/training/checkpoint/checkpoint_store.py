@@ -1,7 +1,8 @@
 """Checkpoints on a worker's disk: the replicated state after a step, and this worker's residual.
 
     <folder>/step-00000200/
-        state.json             run, step, history, ledger, facts, and the places of the tensors
+        state.json             run, step, history, ledger, facts, and the places of the tensors;
+                               of a PEFT or transformers model also `pretrained.PretrainedLayout`
         tensors.safetensors    parameters, buffers, optimizer, trackers
         residual.safetensors   what this worker had not sent yet (sparse exchanges)
 
@@ -33,7 +34,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from gridtrain.core.commit.ledger_record import ledger_entry, parse_ledger
-from gridtrain.core.messages import FAILED_CHECKPOINTS, CheckpointInfo, Facts
+from gridtrain.core.messages import BASE_FACT, FAILED_CHECKPOINTS, CheckpointInfo, Facts
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.runtime.state_transfer.checkpoint_copy import RESIDUAL_FILE
 from gridtrain.training.checkpoint.serialization import content_digest
@@ -57,6 +58,7 @@ class Checkpoint:
         facts: the training settings, as in `Setup.facts`.
         document, tensors: the state as `serialization.pack_state` returned it.
         residual: the residual by name; empty if the checkpoint contains none.
+        pretrained: a `PretrainedLayout` as JSON; None for other models, and in older checkpoints.
     """
 
     path: Path
@@ -65,6 +67,7 @@ class Checkpoint:
     document: dict[str, Any]
     tensors: dict[str, Tensor]
     residual: dict[str, Tensor]
+    pretrained: Any = None
 
     @property
     def step(self) -> int:
@@ -81,6 +84,7 @@ class CheckpointContent:
     document: dict[str, Any]
     tensors: Mapping[str, Tensor]
     residual: Mapping[str, Tensor]
+    pretrained: Any = None
 
 
 class CheckpointStore:
@@ -208,10 +212,14 @@ class CheckpointStore:
             except ConfigError as error:
                 log.warning("%s", error)
                 continue
-            if checkpoint.facts == facts:
+            if matches_facts(checkpoint.facts, facts):
                 return checkpoint
+            there, here = dict(checkpoint.facts), dict(facts)
+            other = [name for name in dict.fromkeys((*there, *here)) if there.get(name) != here.get(name)]
             log.warning(
-                "the checkpoint %s was written with different training settings, and is not used", path
+                "the checkpoint %s was written with different training settings (%s), and is not used",
+                path,
+                ", ".join(f"{name}: {there.get(name, 'missing')}" for name in other),
             )
         return None
 
@@ -255,6 +263,14 @@ class CheckpointStore:
         self._report_figures({FAILED_CHECKPOINTS: float(self._failed_count)})
 
 
+def matches_facts(written: Facts, facts: Facts) -> bool:
+    """Whether a file was written with these training settings.  Earlier versions did not describe the base,
+    but wrote its values, which are compared when they are loaded (`frozen_base.without_base`)."""
+    if BASE_FACT not in dict(written):
+        facts = tuple(fact for fact in facts if fact[0] != BASE_FACT)
+    return written == facts
+
+
 def step_folder(folder: Path, step: int) -> Path:
     """Return the folder of the checkpoint after `step` steps."""
     return folder / checkpoint_folder_name(step)
@@ -281,6 +297,8 @@ def save(content: CheckpointContent, path: Path) -> None:
             "residual": _digest(residual),
             "state": content.document,
         }
+        if content.pretrained is not None:
+            body["pretrained"] = content.pretrained
         _write_file(partial / "tensors.safetensors", safetensors.torch.save(dict(content.tensors)))
         if content.residual:
             _write_file(partial / RESIDUAL_FILE, residual)
@@ -306,7 +324,8 @@ def read(path: Path) -> Checkpoint:
         residual = _read_residual(path / RESIDUAL_FILE, body.get("residual", ""))
         if held.digest and content_digest(dict(body["state"]), tensors) != held.digest:
             raise ValueError("its tensors differ from those that were written")
-        return Checkpoint(path, held, facts, dict(body["state"]), tensors, residual)
+        state = dict(body["state"])
+        return Checkpoint(path, held, facts, state, tensors, residual, body.get("pretrained"))
     except RemoteProtocolError as error:
         raise _unreadable_error(path, error) from None
     except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:

@@ -43,10 +43,12 @@ def canonical_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(zip(canonical_names([name for name, _ in named]), (p for _, p in named), strict=True))
 
 
-def model_digest(model: nn.Module) -> tuple[str, bytes]:
+def model_digest(
+    model: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]] | None = None
+) -> tuple[str, bytes]:
     """Return a description and a digest of the parameters' names, shapes, dtypes and requires_grad, not of
-    their values."""
-    parameters = canonical_parameters(model)
+    their values; `parameters` restricts it to some of them."""
+    parameters = canonical_parameters(model) if parameters is None else parameters
     lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in parameters]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=32).digest()
     trainable = sum(p.numel() for _, p in parameters if p.requires_grad)
@@ -72,7 +74,7 @@ class FlatGradient:
         _check_trainable(model, held)
         self._optimizer, self._optimizer_parameters = optimizer, [id(p) for p in held]
         self._named = [(name, p) for name, p in canonical_parameters(model) if p.requires_grad]
-        self._excluded = [p for p in held if not p.requires_grad]
+        self._frozen = [(name, p) for name, p in canonical_parameters(model) if not p.requires_grad]
         sizes = [p.numel() for _, p in self._named]
         self.flat_N = torch.zeros(sum(sizes), dtype=torch.float32, device=self._named[0][1].device)
         pieces = torch.split(self.flat_N, sizes)
@@ -99,10 +101,11 @@ class FlatGradient:
 
     def check_unchanged(self) -> None:
         """Raise `ConfigError` if the script trains parameters that are not in the vector."""
-        if any(p.grad is not None and p.requires_grad for p in self._excluded):
+        if unfrozen := [name for name, p in self._frozen if p.grad is not None and p.requires_grad]:
             raise ConfigError(
-                "a parameter that was frozen when the optimizer was wrapped now has a gradient",
-                remedy="unfreeze parameters before grid.optimizer(...), in the same way on all workers",
+                f"parameter {unfrozen[0]!r} was frozen when the optimizer was wrapped; now it has a gradient",
+                remedy="unfreeze parameters before grid.optimizer(...), in the same way on all workers; to "
+                "train other parameters later, start another run from the model that this run exports",
             )
         if [
             id(p) for group in self._optimizer.param_groups for p in group["params"]

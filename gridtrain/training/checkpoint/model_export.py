@@ -1,7 +1,8 @@
-"""Write the model of a checkpoint to a plain file that any PyTorch program can load without gridtrain.
+"""Write the model of a checkpoint so that other programs can load it without gridtrain.
 
 gridtrain export FOLDER OUT        FOLDER: one checkpoint, or any folder above checkpoints
-                                   OUT:    .safetensors, or .pt/.pth for torch.load(weights_only=True)
+                                   OUT:    .safetensors, or .pt/.pth for torch.load(weights_only=True),
+                                           or a folder that `from_pretrained` of PEFT or transformers loads
 """
 
 from __future__ import annotations
@@ -23,6 +24,14 @@ from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.training.checkpoint import checkpoint_store
 from gridtrain.training.checkpoint.checkpoint_store import Checkpoint
 from gridtrain.training.checkpoint.flat_gradient import canonical_names
+from gridtrain.training.checkpoint.frozen_base import is_base
+from gridtrain.training.checkpoint.pretrained import (
+    MAX_SHARD_BYTES,
+    PretrainedLayout,
+    unwritable,
+    write_directory,
+    write_safetensors,
+)
 from gridtrain.training.checkpoint.serialization import model_tensors
 from gridtrain.training.checkpoint.stage_checkpoint_store import parse_stage_folder
 
@@ -32,24 +41,32 @@ MAX_DEPTH = 5  # run / checkpoints / coordinator / worker / step
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """The result of an export: the checkpoint that was read, and the number of tensors that were written."""
+    """The result of an export: the checkpoint that was read, the number of tensors that were written, and the
+    names of an adapter's frozen tensors that the checkpoint lacks."""
 
     source: Path
     step: int
     tensors: int
     elements: int
+    left_out: Sequence[str] = ()
 
 
-def export_model(folder: Path, out: Path, step: int | None = None) -> ExportResult:
+def export_model(
+    folder: Path, out: Path, step: int | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> ExportResult:
     """Write the model of the latest checkpoint, or of the checkpoint of `step`, in or below `folder`.
 
     The file replaces `out` when it is complete.  A damaged checkpoint is skipped if another checkpoint can be
     read instead.
 
+    Args:
+        max_shard_bytes: if `out` is a folder, the size of the largest file of a whole model.
+
     Raises:
-        ConfigError: there is no checkpoint, it cannot be read, or `out` cannot be written.
+        ConfigError: there is no checkpoint, it cannot be read, `out` cannot be written, or `out` is a folder
+            and the model is neither PEFT's nor transformers'.
     """
-    write = _writer(out)
+    write = None if out.is_dir() or not out.suffix else _writer(out)
     found = _find_checkpoints(folder, step)
     first_error: ConfigError | None = None
     for path in found:
@@ -66,10 +83,28 @@ def export_model(folder: Path, out: Path, step: int | None = None) -> ExportResu
         except ConfigError as error:
             first_error = first_error or error
             continue
+        if write is None:
+            done = write_directory(_layout_of(read), tensors, out, max_shard_bytes)
+            return ExportResult(path, read.step, done.tensors, done.elements, done.left_out)
         _write_atomically(tensors, out, write)
         return ExportResult(path, read.step, len(tensors), sum(t.numel() for t in tensors.values()))
     assert first_error is not None
     raise first_error
+
+
+def _layout_of(read: Checkpoint) -> PretrainedLayout:
+    if read.pretrained is None:
+        raise ConfigError(
+            f"the checkpoint {read.path} has no configuration of a PEFT or transformers model",
+            remedy="write a plain file: OUT.safetensors or OUT.pt",
+        )
+    try:
+        return PretrainedLayout.from_json(read.pretrained)
+    except ValueError as error:
+        raise ConfigError(
+            f"the checkpoint {read.path} cannot be read: {error}",
+            remedy="write a plain file: OUT.safetensors",
+        ) from None
 
 
 def save_model(state: Mapping[str, Any], out: Path) -> None:
@@ -80,13 +115,13 @@ def save_model(state: Mapping[str, Any], out: Path) -> None:
         ConfigError: `out` cannot be written.
     """
     tensors = {name: value.detach().cpu() for name, value in state.items() if isinstance(value, Tensor)}
-    _write_atomically(tensors, out, _write_safetensors)
+    _write_atomically(tensors, out, write_safetensors)
 
 
 def plain_state(model: nn.Module) -> dict[str, Any]:
-    """Return the model's `state_dict` under the plain model's names, even if the model is compiled or
-    wrapped."""
-    state = model.state_dict()
+    """Return the model's `state_dict` without its base, under the plain model's names, even if the model is
+    compiled or wrapped."""
+    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if not is_base(value)}
     return dict(zip(canonical_names(list(state)), state.values(), strict=True))
 
 
@@ -159,12 +194,12 @@ Writer = Callable[[Mapping[str, Tensor], Path], None]
 def _writer(out: Path) -> Writer:
     match out.suffix:
         case ".safetensors":
-            return _write_safetensors
+            return write_safetensors
         case ".pt" | ".pth":
             return _write_torch
     raise ConfigError(
         f"{out.name} does not have the suffix of a supported format",
-        remedy="use the suffix .safetensors or .pt",
+        remedy="use the suffix .safetensors or .pt, or none for a folder",
     )
 
 
@@ -197,13 +232,6 @@ def _write_torch(tensors: Mapping[str, Tensor], path: Path) -> None:
             raise
 
 
-def _write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write copies of the tensors, because safetensors accepts neither shared memory (tied tensors have
-    several names) nor strides of another order (channels_last)."""
-    own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-    safetensors.torch.save_file(own, path)
-
-
 def _write_atomically(tensors: Mapping[str, Tensor], out: Path, write: Writer) -> None:
     partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     try:
@@ -211,9 +239,6 @@ def _write_atomically(tensors: Mapping[str, Tensor], out: Path, write: Writer) -
         checkpoint_store.sync_folder(partial)
         os.replace(partial, out)
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:  # torch raises RuntimeError
-        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError(
-            f"{out} cannot be written: {text}", remedy="free space on that disk, or choose another folder"
-        ) from None
+        raise unwritable(out, error) from None
     finally:
         partial.unlink(missing_ok=True)

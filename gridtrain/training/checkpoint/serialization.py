@@ -6,6 +6,8 @@
     shared part   parameters: {name: tensor}                         in the JSON)
                   optimizer:  the inner optimizer's state_dict
 
+Parameters of the model's base, which are frozen, are in no part (see `frozen_base`).
+
 The shared part is bit-identical on all members.  The private part may differ between two averagings of
 buffers; a worker that has replayed all updates needs only this part.  Neither part contains residuals: every
 worker has its own, and a joining worker starts without a residual.  Nothing is ever unpickled.
@@ -30,6 +32,12 @@ from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.training.checkpoint.flat_gradient import canonical_names, canonical_parameters
+from gridtrain.training.checkpoint.frozen_base import (
+    FROZEN_KEY,
+    is_base,
+    state_parameters,
+    without_base,
+)
 
 _T = TypeVar("_T")
 
@@ -87,7 +95,7 @@ def copy_state(
     }
     shared_document = (
         {
-            "parameters": common.pack(dict(canonical_parameters(model)), "model"),
+            "parameters": common.pack(dict(state_parameters(model)), "model"),
             "optimizer": common.pack(optimizer.state_dict(), "optimizer"),
         }
         if whole
@@ -120,18 +128,20 @@ def pack_state(
     `copy_state`."""
     packer = _Packer()
     document = {
-        "parameters": packer.pack(dict(canonical_parameters(model)), "model"),
+        "parameters": packer.pack(dict(state_parameters(model)), "model"),
         "buffers": packer.pack(dict(buffers_of(model)), "model"),
         "optimizer": packer.pack(optimizer.state_dict(), "optimizer"),
         "trackers": {name: packer.pack(item.state_dict(), name) for name, item in trackers.items()},
         "aliases": _aliases(model),
     }
+    if base := [name for name, parameter in canonical_parameters(model) if is_base(parameter)]:
+        document[FROZEN_KEY] = base
     return document, packer.tensors
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
     """Return a mapping from the additional names of tied tensors to the names under which they are packed."""
-    packed = {id(tensor): name for name, tensor in (*canonical_parameters(model), *buffers_of(model))}
+    packed = {id(tensor): name for name, tensor in (*state_parameters(model), *buffers_of(model))}
     state = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
     named = zip(canonical_names(list(state)), state.values(), strict=True)
     return {name: packed[id(x)] for name, x in named if packed.get(id(x), name) != name}
@@ -155,7 +165,7 @@ def initial_digest(model: nn.Module, optimizer: torch.optim.Optimizer, trackers:
     tensor nor plain data, and therefore cannot be sent, the digest may differ between workers.
     """
     values = {
-        "parameters": dict(canonical_parameters(model)),
+        "parameters": dict(state_parameters(model)),
         "buffers": dict(buffers_of(model)),
         "optimizer": optimizer.state_dict(),
         "trackers": {name: item.state_dict() for name, item in _script_trackers(trackers).items()},
@@ -289,8 +299,9 @@ def load_state(
             f"the state tracks {sorted(theirs)}, but this worker tracks {sorted(mine)}",
             remedy="call grid.track(...) with the same names on all workers, before the first batch",
         )
-    own_parameters, own_buffers = dict(canonical_parameters(model)), dict(buffers_of(model))
+    own_parameters, own_buffers = dict(state_parameters(model)), dict(buffers_of(model))
     if whole:
+        parameters = without_base(model, parameters) if isinstance(parameters, dict) else parameters
         _check_same("parameters", parameters, own_parameters)
     _check_same("buffers", buffers, own_buffers)
     with torch.no_grad():
@@ -476,13 +487,14 @@ def _unpack(node: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
 
 
 def replica_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
-    """Return a 32-byte digest of the bits of all parameters, the optimizer's state and its hyperparameters.
+    """Return a 32-byte digest of the bits of the state's parameters, the optimizer's state and its
+    hyperparameters.
 
     Buffers are left out, because they may differ between two averagings.
     """
     packer = _Packer()
     layout = {
-        "parameters": packer.pack(dict(canonical_parameters(model)), "model"),
+        "parameters": packer.pack(dict(state_parameters(model)), "model"),
         "state": packer.pack(_sorted(optimizer.state_dict()["state"]), "optimizer"),
     }
     total = hashlib.blake2b(json.dumps(layout).encode(), digest_size=32)

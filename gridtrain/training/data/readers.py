@@ -1,6 +1,6 @@
 """Readers that turn positions into batches, for data sets with an index and for iterable data sets.
 
-    spans of a step --MapReader-------> permutation of the pass, dataset[index] -----+
+    spans of a step --MapReader-------> order of the pass, dataset[index] -----------+
                     --IterableReader--> resume where the last read stopped     -----+--> `accumulate` batches
 
 An `IterableReader` skips the samples of the other workers, so every worker reads the whole data set.  For
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from gridtrain.core.messages import LedgerSpec, Span
 from gridtrain.errors import ConfigError
 from gridtrain.training.data import sampler
+from gridtrain.training.data.shards import ShardedDataset
 
 MAX_OPEN_PASSES = 2
 """The maximum number of passes that are open at the same time: the current pass, and the next pass or a pass
@@ -60,6 +61,8 @@ def measure_dataset(dataset: Any, length: int | None) -> tuple[int, str]:
                 f"length={length} was given for a {type(dataset).__name__}, which has an index and a length",
                 remedy="remove length=",
             )
+        if isinstance(dataset, ShardedDataset):  # comparing samples would open many shards
+            return len(dataset), dataset.description
         return len(dataset) if hasattr(dataset, "__len__") else 0, sampler.dataset_digest(dataset)[0]
     if length is None:
         length = _declared_length(dataset)
@@ -153,13 +156,13 @@ def _split_sizes(whole: int, count: int) -> list[int]:
 
 
 class MapReader:
-    """Reads a data set with an index, in a different order in every pass."""
+    """Reads a data set with an index, in a different order in every pass; a sharded one shard by shard."""
 
     def __init__(self, dataset: Any, spec: LedgerSpec, accumulate: int, collate: Collate) -> None:
         self._dataset, self._spec, self._accumulate, self._collate = dataset, spec, accumulate, collate
 
     def read(self, spans: Sequence[Span]) -> list[Any]:
-        indices = sampler.sample_indices(self._spec, spans)
+        indices = sampler.sample_indices(self._spec, spans, self._dataset)
         return [
             sampler.fetch_batch(self._dataset, part, self._collate)
             for part in split_micro_batches(indices, self._accumulate)

@@ -5,6 +5,8 @@ The data ledger (`gridtrain.core.commit.data_ledger`) assigns the positions to w
     position          0   1   2   3   4 |  5   6   7   8   9 | 10 ...      size = 5
     pass                       0        |          1         |
     permutation(5, seed, pass)  3 0 4 1 2   1 4 0 2 3
+
+With shards, the ledger determines the order of the shards, and the data set the order within each.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler, default_collate
 
+from gridtrain.core.commit.shard_leases import locate, split_at_shards
 from gridtrain.core.messages import LedgerSpec, Span
 from gridtrain.errors import ConfigError
 from gridtrain.training.checkpoint.serialization import tensor_bytes
+from gridtrain.training.data.shards import ShardedDataset
 
 DIGEST_SAMPLES = 16
 collate = default_collate
@@ -48,9 +52,15 @@ def permutation(size: int, seed: int, pass_number: int) -> npt.NDArray[np.int64]
     return order
 
 
-def sample_indices(spec: LedgerSpec, spans: Sequence[Span]) -> list[int]:
+def sample_indices(spec: LedgerSpec, spans: Sequence[Span], dataset: Any = None) -> list[int]:
     """Return the indices of the samples at the positions of `spans`, in the same order."""
     indices: list[int] = []
+    if isinstance(dataset, ShardedDataset):
+        for span in split_at_shards(spec, spans):
+            shard, first, _ = locate(spec, span.start)
+            order = dataset.shard_order(shard, spec.seed, span.start // spec.size)
+            indices.extend(order[first : first + span.stop - span.start].tolist())
+        return indices
     for span in spans:
         start = span.start
         while start < span.stop:
@@ -96,15 +106,18 @@ class GridSampler(Sampler[list[int]]):
     Args:
         spec: the run's data ledger.
         turns: a function that is called for each iteration, and yields this worker's spans step by step.
+        dataset: the data set of the loader, which may be sharded.
     """
 
-    def __init__(self, spec: LedgerSpec, turns: Callable[[], Iterator[Sequence[Span]]]) -> None:
-        self._spec = spec
+    def __init__(
+        self, spec: LedgerSpec, turns: Callable[[], Iterator[Sequence[Span]]], dataset: Any = None
+    ) -> None:
+        self._spec, self._dataset = spec, dataset
         self._turns = turns
 
     def __iter__(self) -> Iterator[list[int]]:
         for spans in self._turns():
-            yield sample_indices(self._spec, spans)
+            yield sample_indices(self._spec, spans, self._dataset)
 
 
 # -- do all workers have the same data? ------------------------------------------------------------

@@ -13,9 +13,9 @@ drawn: list[int] = []
 _plain = sampler.sample_indices
 
 
-def _watched(spec, spans):
+def _watched(spec, spans, dataset=None):
     """Every sample that a batch is made of goes through here."""
-    indices = _plain(spec, spans)
+    indices = _plain(spec, spans, dataset)
     drawn.extend(indices)
     return indices
 

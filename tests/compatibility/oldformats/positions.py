@@ -9,7 +9,9 @@ from typing import Any
 ADDED = {
     ("LedgerState", "late"),
     ("LedgerState", "pending"),
+    ("LedgerState", "leases"),
     ("LedgerSpec", "delay"),
+    ("LedgerSpec", "shards"),
     ("Member", "entries_share"),
     ("Auto", "computing"),
 }

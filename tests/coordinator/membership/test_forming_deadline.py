@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from scripted_coordinator import ME, A, B, C, D, ScriptedCoordinator
+
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events as io
 from gridtrain.core.member.member import MemberCore
 from gridtrain.core.planning.exchange_choice import SAMPLES_FIGURE, SECONDS_FIGURE
 from gridtrain_coordinator.membership import readiness
-from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run.events import (
     DialBackResult,
     Effect,
     Event,
-    LogEvent,
     MessageReceived,
     PeerConnected,
     PeerDisconnected,
@@ -23,34 +23,24 @@ from gridtrain_coordinator.run.events import (
 )
 from gridtrain_coordinator.run.registry import StateTransferProgress
 
-ME = b"0" * 32
-A, B, C, D = (letter * 32 for letter in (b"a", b"b", b"c", b"d"))
 SETUP = m.Setup((("model", "100 parameters"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
 HELD = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=20))
 
 
-class Group:
-    """A coordinator, and workers that join 0.1 virtual seconds after each other."""
+class Group(ScriptedCoordinator):
+    """Workers join 0.1 virtual seconds after each other."""
 
     def __init__(self, min_workers: int) -> None:
         limits = Deadlines(silence_s=1e9, settle_s=0.0)
-        self.core = Membership(me=ME, run="r", term=1, deadlines=limits, software="", min_workers=min_workers)
-        self.now_s = 0.0
+        super().__init__(limits=limits, event_s=0.1, min_workers=min_workers)
         self.left = dict.fromkeys((A, B, C, D), 0.0)
-        self.sent: list[Effect] = []
 
     def hear(self, event: Event) -> list[Effect]:
-        self.now_s += 0.1
-        effects = self.core.handle(event, self.now_s)
+        effects = super().hear(event)
         if self.now_s >= self.core.deadline_s:  # as the daemon does after each round of its loop
-            effects += self.core.tick(self.now_s)
+            effects = effects + self.tick()
         assert self.core.deadline_s > self.now_s, "a tick has done all that was due"
-        self.sent += effects
         return effects
-
-    def say(self, peer: m.PeerId, *messages: m.Message) -> None:
-        for message in messages:
-            self.hear(MessageReceived(peer, message))
 
     def join(self, peer: m.PeerId, setup: m.Setup, *, reachable: bool = True) -> None:
         self.hear(PeerConnected(peer, peer.hex()[:8]))
@@ -60,14 +50,9 @@ class Group:
 
     def way(self, viewer: m.PeerId, other: m.PeerId) -> str:
         """The address of `other` in the latest member list of `viewer`."""
-        sent = [x.message for x in self.sent if isinstance(x, Send) and x.peer == viewer]
+        sent = [x.message for x in self.seen if isinstance(x, Send) and x.peer == viewer]
         rosters = [message for message in sent if isinstance(message, m.MemberListPage)]
         return next(member.address for member in rosters[-1].members if member.peer == other)
-
-    def ready(self, *peers: m.PeerId) -> None:
-        assert self.core.run.view is not None
-        for peer in peers:
-            self.say(peer, m.Ready(1, self.core.generation, self.core.run.view.history))
 
     def beats(self, seconds: float, **came_Bps: float) -> None:
         """All workers send heartbeats; the named ones receive that much of their state each second."""
@@ -87,7 +72,7 @@ class Group:
 
     @property
     def frozen(self) -> int:
-        return sum(isinstance(x, Send) and isinstance(x.message, m.Freeze) and x.peer == A for x in self.sent)
+        return sum(isinstance(x, Send) and isinstance(x.message, m.Freeze) and x.peer == A for x in self.seen)
 
 
 def test_who_has_built_the_same_is_sent_nothing() -> None:
@@ -286,7 +271,7 @@ class Trained(Group):
                 if peer in self.core.run.workers:
                     self.core.handle(MessageReceived(peer, m.Heartbeat(1, 0, progress, figures)), self.now_s)
             self.now_s += 1.0
-            self.sent += self.core.tick(self.now_s)
+            self.tick()
             if self.frozen > frozen or self.core.run.view_change.phase != generation:
                 return second + 1
         return seconds
@@ -311,7 +296,7 @@ def test_a_silent_source_is_replaced_and_its_newcomer_stays() -> None:
     assert run.seconds(60) <= 21
     run.form("ab")
     assert (run.here, run.source) == ("abc", "b")
-    notes = [x.fields for x in run.sent if isinstance(x, LogEvent) and x.event == "source_replaced"]
+    notes = [x.fields for x in run.notes("source_replaced")]
     assert notes == [{"source": "a", "names": "c"}]
     assert run.core.run.view is not None and "did not arrive from a" in run.core.run.view.reason
     run.ready(*run.peers("c"))
@@ -375,7 +360,7 @@ def test_a_newcomer_that_is_busy_for_ever_blames_nobody() -> None:
     run = Trained("ab", "c")
     assert 100 < run.seconds(900, busy="c") <= (readiness.LOADING_PERIODS + 2) * 20
     assert run.here == "ab"
-    assert not [x for x in run.sent if isinstance(x, LogEvent) and x.event == "source_replaced"]
+    assert not run.notes("source_replaced")
 
 
 def test_a_large_state_may_take_long_to_load() -> None:
@@ -405,7 +390,7 @@ def test_a_source_in_a_long_step_is_waited_for_as_its_steps_last() -> None:
             run.now_s += 1.0
             elapsed += 1
             source.last_heard_s = run.now_s
-            run.sent += run.core.tick(run.now_s)
+            run.tick()
         assert least <= elapsed <= most, (step_s, elapsed)
 
 

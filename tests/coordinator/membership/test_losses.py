@@ -5,67 +5,46 @@ The other members are stalled meanwhile; each test lists the events by second.
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from scripted_coordinator import SETUP, A, B, C, Journal, ScriptedCoordinator
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
-from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run.events import (
     DialBackResult,
     Effect,
-    JournalEntry,
-    LogEvent,
     MessageReceived,
     PeerConnected,
     PeerDisconnected,
     Send,
 )
-from gridtrain_coordinator.run.journal_recovery import recover_run
 
-ME = b"0" * 32
-A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))
-SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
 LIMITS = Deadlines()
 
 
-class Told:
-    """A coordinator, its effects and its journal; each event has a time."""
+class Told(ScriptedCoordinator):
+    """Each event has a time."""
 
-    def __init__(self, journal: list[tuple[str, dict[str, Any]]] | None = None, term: int = 1) -> None:
-        self.journal = journal if journal is not None else []
-        self.done: list[Effect] = []
-        recovered = recover_run(self.journal) if self.journal else None
-        self.core = Membership(
-            me=ME, run="r", term=term, deadlines=LIMITS, software="", min_workers=3, recovered=recovered
-        )
-        self._keep(self.core.start(0.0))
-
-    def _keep(self, effects: list[Effect]) -> list[Effect]:
-        for effect in effects:
-            if isinstance(effect, JournalEntry):
-                self.journal.append((effect.kind, json.loads(json.dumps(effect.body))))
-        self.done += effects
-        return effects
+    def __init__(self, journal: Journal | None = None, term: int = 1) -> None:
+        super().__init__(limits=LIMITS, event_s=0.0, min_workers=3, journal=journal, term=term)
 
     def join(self, peer: m.PeerId, now_s: float, *, setup: bool = True, anew: bool = False) -> None:
         """`anew`: another process with the same key."""
         self.connect(peer, now_s)
         generation, address = 0 if anew else self.core.generation, "memory://" + peer[:1].decode()
         self.say(peer, m.Join("r", peer[:1].decode(), address, True, generation > 0, generation), now_s)
-        self._keep(self.core.handle(DialBackResult(peer, address), now_s))
+        self.keep(self.core.handle(DialBackResult(peer, address), now_s))
         if setup:
             self.say(peer, SETUP, now_s)
 
     def say(self, peer: m.PeerId, message: m.Message, now_s: float) -> list[Effect]:
-        return self._keep(self.core.handle(MessageReceived(peer, message), now_s))
+        return self.keep(self.core.handle(MessageReceived(peer, message), now_s))
 
     def connect(self, peer: m.PeerId, now_s: float) -> None:
         """Its key connects, and says nothing yet."""
-        self._keep(self.core.handle(PeerConnected(peer, "host"), now_s))
+        self.keep(self.core.handle(PeerConnected(peer, "host"), now_s))
 
     def lose(self, peer: m.PeerId, now_s: float) -> None:
-        self._keep(self.core.handle(PeerDisconnected(peer, "reset"), now_s))
+        self.keep(self.core.handle(PeerDisconnected(peer, "reset"), now_s))
 
     def pass_to(self, now_s: float, *alive: m.PeerId) -> None:
         """Time passes; the members in `alive` send heartbeats."""
@@ -78,7 +57,7 @@ class Told:
                 return
             for peer in alive:
                 self.say(peer, m.Heartbeat(1, 0, round(at_s), ()), at_s)
-            self._keep(self.core.tick(at_s))
+            self.keep(self.core.tick(at_s))
         raise AssertionError(f"the core wants to be called again and again at {at_s}")
 
     def train(self) -> None:
@@ -93,25 +72,18 @@ class Told:
     def ready(self, now_s: float, *peers: m.PeerId) -> None:
         self.pass_to(now_s, *peers)
         for peer in peers:
-            view = self.core.run.view
-            assert view is not None
-            self.say(peer, m.Ready(self.core.term, self.core.generation, view.history), now_s)
+            self.say(peer, m.Ready(self.core.term, self.core.generation, self.view.history), now_s)
 
     def report(self, peer: m.PeerId, now_s: float, *, synced: bool = True) -> None:
-        view = self.core.run.view
-        assert view is not None
+        view = self.view
         told = (self.core.term, view.generation, synced, view.applied, view.history, view.ledger)
         self.say(peer, m.FreezeReport(*told, None, b"", 0), now_s)
 
     def frozen(self) -> list[m.PeerId]:
-        return [e.peer for e in self.done if isinstance(e, Send) and isinstance(e.message, m.Freeze)]
+        return [e.peer for e in self.seen if isinstance(e, Send) and isinstance(e.message, m.Freeze)]
 
     def lost(self) -> list[tuple[str, str]]:
-        return [
-            (e.fields["name"], e.fields["reason"])
-            for e in self.done
-            if isinstance(e, LogEvent) and e.event == "lost"
-        ]
+        return [(e.fields["name"], e.fields["reason"]) for e in self.notes("lost")]
 
 
 def test_two_connections_that_break_together_are_the_end_of_a_process() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from scripted_coordinator import ME, SETUP, A, B, C, D, E, ScriptedCoordinator
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
@@ -18,7 +20,6 @@ from gridtrain_coordinator.run.events import (
     DialBackResult,
     Disconnect,
     Effect,
-    Event,
     JournalEntry,
     MessageReceived,
     PeerConnected,
@@ -31,50 +32,16 @@ from gridtrain_coordinator.run.events import (
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.worker_names import unique_name
 
-ME = b"0" * 32
-A, B, C, D, E = (letter * 32 for letter in (b"a", b"b", b"c", b"d", b"e"))
-SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, epochs=1), 4, None)
 
-
-class Run:
-    """A coordinator and cooperating workers, one virtual second after the other."""
+class Run(ScriptedCoordinator):
+    """Cooperating workers, one virtual second after the other."""
 
     def __init__(self, *peers: m.PeerId) -> None:
         limits = Deadlines(silence_s=1e9, settle_s=0.0, report_s=100.0)
-        self.core = Membership(me=ME, run="r", term=1, deadlines=limits, software="", min_workers=len(peers))
-        self.now_s = 0.0
-        self.effects: list[Effect] = []
+        super().__init__(limits=limits, min_workers=len(peers))
         for peer in peers:
             self.join(peer)
         self.start(*peers)
-
-    def join(self, peer: m.PeerId, *, reachable: bool = True) -> list[Effect]:
-        address = "memory://" + peer[:1].decode()
-        effects = self.say(peer, m.Join("r", peer[:1].decode(), address))
-        effects += self.hear(DialBackResult(peer, address if reachable else ""))
-        return effects + self.say(peer, SETUP) + self.say(peer, m.LinkLatencies(()))
-
-    def hear(self, event: Event) -> list[Effect]:
-        self.now_s += 1.0
-        self.effects = self.core.handle(event, self.now_s)
-        return self.effects
-
-    def say(self, peer: m.PeerId, message: m.Message) -> list[Effect]:
-        return self.hear(MessageReceived(peer, message))
-
-    def start(self, *peers: m.PeerId) -> None:
-        assert self.core.run.view is not None
-        for peer in peers:
-            self.say(peer, m.Ready(1, self.core.generation, self.core.run.view.history))
-        assert self.core.phase is RunPhase.TRAINING
-
-    def report(self, peer: m.PeerId) -> None:
-        view = self.core.run.view
-        assert view is not None
-        self.say(
-            peer,
-            m.FreezeReport(1, view.generation, True, view.applied, view.history, view.ledger, None, b"", 0),
-        )
 
     def beat(self, *peers: m.PeerId) -> None:
         for number, peer in enumerate(peers):
@@ -140,6 +107,66 @@ def test_who_is_refused_does_not_define_the_run(wrong: m.Setup) -> None:
         {"model": "tiny"}
     ]
     assert core.run.accepted_workers == {B}
+
+
+BALANCED = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=20))
+
+
+class RunWithoutBase:
+    """A run that a version has journalled which did not describe bases."""
+
+    def __init__(self) -> None:
+        self.core = Membership(me=ME, run="r", term=2, deadlines=Deadlines(), software="")
+        self.core.run.define(SETUP)
+
+    def set_up(self, peer: m.PeerId, base: str, model: str = "tiny", **fields: Any) -> list[Effect]:
+        self.core.handle(MessageReceived(peer, m.Join("r", peer[:1].decode(), "")), 1.0)
+        fields = {"checkpoint": BALANCED, "facts": (("model", model), ("base", base)), **fields}
+        return self.core.handle(MessageReceived(peer, replace(SETUP, **fields)), 1.0)
+
+
+def refusals(effects: list[Effect]) -> list[str]:
+    return [e.message.reason for e in effects if isinstance(e, Send) and isinstance(e.message, m.Refused)]
+
+
+def journalled_facts(effects: list[Effect]) -> list[dict[str, str]]:
+    return [e.body["facts"] for e in effects if isinstance(e, JournalEntry) and e.kind == "run"]
+
+
+def test_a_run_that_was_defined_before_bases_were_described_takes_that_of_the_first_that_returns() -> None:
+    run = RunWithoutBase()
+    assert refusals(run.set_up(A, "1 MB, digest 01", "large")) and refusals(run.set_up(B, "any"))
+    assert run.core.run.definition == SETUP
+    effects = run.set_up(C, "1 MB, digest 01")
+    assert journalled_facts(effects) == [{"model": "tiny", "base": "1 MB, digest 01"}]
+    effects = run.set_up(D, "1 MB, digest 02")
+    (reason,) = refusals(effects)
+    (remedy,) = [
+        e.message.remedy for e in effects if isinstance(e, Send) and isinstance(e.message, m.Refused)
+    ]
+    assert "send_frozen=" in remedy and "a seed does not suffice" in remedy
+    assert reason.endswith(": base is 1 MB, digest 02 here and 1 MB, digest 01 in the run")
+    assert not refusals(run.set_up(E, "1 MB, digest 01", checkpoint=None)), "a newcomer with the run's base"
+    assert run.core.run.accepted_workers == {C, E}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"checkpoint": UNBALANCED}, "is inconsistent"),
+        ({"checkpoint": None}, "base is 1 MB, digest 02 here and missing in the run"),
+    ],
+    ids=["batch size", "inconsistent checkpoint", "no checkpoint"],
+)
+def test_who_is_refused_does_not_define_the_base(wrong: dict[str, Any], said: str) -> None:
+    run = RunWithoutBase()
+    effects = run.set_up(A, "1 MB, digest 02", **wrong)
+    (reason,) = refusals(effects)
+    assert said in reason and run.core.run.definition == SETUP and not journalled_facts(effects)
+    effects = run.set_up(B, "1 MB, digest 01")
+    assert journalled_facts(effects) == [{"model": "tiny", "base": "1 MB, digest 01"}]
+    assert not refusals(effects) and run.core.run.accepted_workers == {B}
 
 
 def test_who_waits_is_told_how_many_there_are() -> None:

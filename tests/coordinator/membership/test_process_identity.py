@@ -6,60 +6,32 @@ state, no rank, no setup.  Causes: an agent that restarts its script, a containe
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import pytest
+from scripted_coordinator import ME, A, B, C, Journal, ScriptedCoordinator
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.group import member_events
 from gridtrain.core.member.member import MemberCore
-from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run.events import (
     DialBackResult,
-    Effect,
-    Event,
-    JournalEntry,
-    LogEvent,
-    MessageReceived,
     PeerConnected,
     PeerDisconnected,
     RunPhase,
     Send,
 )
-from gridtrain_coordinator.run.journal_recovery import recover_run
 
-ME, A, B, C = (letter * 32 for letter in (b"0", b"a", b"b", b"c"))
 SETUP = m.Setup((("model", "tiny"),), m.LedgerSpec(100, 0, steps=20), 4, None)
 LIMITS = Deadlines()
 
 
-class Run:
-    """A coordinator, and workers with scripted messages."""
+class Run(ScriptedCoordinator):
+    """Workers with scripted messages; time passes between them where a test lets it."""
 
-    def __init__(self, least: int = 1, journal: list[tuple[str, dict[str, Any]]] | None = None) -> None:
-        self.journal = journal if journal is not None else []
-        self.core = Membership(
-            me=ME, run="r", term=2 if journal else 1, deadlines=LIMITS, software="", min_workers=least,
-            recovered=recover_run(journal) if journal else None,
-        )  # fmt: skip
-        self.now_s = 0.0
-        self.done: list[Effect] = []
-        self._keep(self.core.start(0.0))
-
-    def _keep(self, effects: list[Effect]) -> list[Effect]:
-        self.done += effects
-        self.journal += [
-            (e.kind, json.loads(json.dumps(e.body))) for e in effects if isinstance(e, JournalEntry)
-        ]
-        return effects
-
-    def hear(self, event: Event) -> list[Effect]:
-        return self._keep(self.core.handle(event, self.now_s))
-
-    def say(self, peer: m.PeerId, *messages: m.Message) -> list[Effect]:
-        return [effect for message in messages for effect in self.hear(MessageReceived(peer, message))]
+    def __init__(self, least: int = 1, journal: Journal | None = None) -> None:
+        super().__init__(
+            limits=LIMITS, event_s=0.0, min_workers=least, journal=journal, term=2 if journal else 1
+        )
 
     def join(self, peer: m.PeerId, *, again: bool = False, generation: int = 0) -> list[str]:
         """Types of the messages that it receives."""
@@ -77,25 +49,14 @@ class Run:
         before = self.core.generation
         while self.core.generation == before:
             self.now_s = max(self.now_s, self.core.deadline_s)
-            self._keep(self.core.tick(self.now_s))
-
-    def later(self, seconds: float) -> None:
-        self.now_s += seconds
-        self._keep(self.core.tick(self.now_s))
-
-    def ready(self, *peers: m.PeerId) -> None:
-        view = self.core.run.view
-        assert view is not None
-        for peer in peers:
-            self.say(peer, m.Ready(self.core.term, view.generation, view.history))
+            self.tick()
 
     def train(self, *peers: m.PeerId) -> None:
         for peer in peers:
             self.join(peer)
             self.enter(peer)
         self.form()
-        self.ready(*peers)
-        assert self.core.phase is RunPhase.TRAINING
+        self.start(*peers)
 
     def steps(self, step: int, *peers: m.PeerId) -> None:
         self.say_all(peers, m.Heartbeat(1, step, step, ()))
@@ -105,11 +66,8 @@ class Run:
             self.say(peer, message)
 
     def frozen(self) -> list[tuple[m.PeerId, tuple[m.PeerId, ...]]]:
-        return [(e.peer, e.message.removed) for e in self.done
+        return [(e.peer, e.message.removed) for e in self.seen
                 if isinstance(e, Send) and isinstance(e.message, m.Freeze)]  # fmt: skip
-
-    def notes(self, event: str) -> list[dict[str, Any]]:
-        return [e.fields for e in self.done if isinstance(e, LogEvent) and e.event == event]
 
     def joining(self) -> dict[m.PeerId, bool]:
         return {x.peer: x.joining for x in self.core.run.member_list}
@@ -131,7 +89,7 @@ def test_it_has_no_seat_and_the_others_go_on_from_what_they_hold(noticed: bool) 
         run.hear(PeerDisconnected(A, "reset"))
     run.now_s += LIMITS.regreet_s / 2
     assert run.join(A) == ["Welcome", "RunStateUpdate"]
-    assert run.notes("lost") == [
+    assert [x.fields for x in run.notes("lost")] == [
         {"name": "a", "reason": "its process has ended, and another process joined with its key"}
     ]
     assert run.frozen() == [(B, (A,))]
@@ -151,7 +109,7 @@ def test_alone_it_begins_from_its_checkpoint_and_the_loss_is_told() -> None:
     held = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=20))
     run.enter(A, m.Setup(SETUP.facts, SETUP.ledger, 4, None, held))
     run.form()
-    assert run.notes("rollback") == [{"from": 9, "to": 5}]
+    assert [x.fields for x in run.notes("rollback")] == [{"from": 9, "to": 5}]
     assert run.core.run.view is not None and run.core.run.view.applied == 4
 
 
@@ -164,7 +122,7 @@ def test_what_the_dead_one_said_of_being_ready_does_not_count() -> None:
     run.join(A)
     run.ready(B)
     assert run.core.phase is not RunPhase.TRAINING
-    assert not [e for e in run.done if isinstance(e, Send) and isinstance(e.message, m.StartGeneration)]
+    assert not [e for e in run.seen if isinstance(e, Send) and isinstance(e.message, m.StartGeneration)]
 
 
 def test_a_worker_that_is_no_member_yet_is_named_only_when_its_new_process_is_set_up() -> None:
@@ -173,12 +131,12 @@ def test_a_worker_that_is_no_member_yet_is_named_only_when_its_new_process_is_se
     run.train(A)
     run.join(B), run.enter(B)
     run.join(B)
-    run.later(LIMITS.generation_gap_s)
+    run.tick(LIMITS.generation_gap_s)
     report(run, A, 1)
     assert run.joining() == {A: False}
     run.ready(A)
     run.enter(B)
-    run.later(LIMITS.generation_gap_s)
+    run.tick(LIMITS.generation_gap_s)
     report(run, A, 1)
     assert run.joining() == {A: False, B: True}
 
@@ -216,7 +174,7 @@ def test_who_only_lost_its_line_keeps_its_seat() -> None:
     run.train(A, B)
     run.hear(PeerDisconnected(A, "reset"))
     assert run.join(A, again=True, generation=1)[-2:] == ["MembershipView", "StartGeneration"]
-    assert run.notes("lost") == [] and run.frozen() == []
+    assert [x.fields for x in run.notes("lost")] == [] and run.frozen() == []
 
 
 def test_its_report_is_no_word_of_the_dead_one() -> None:

@@ -34,10 +34,20 @@ def test_a_step_is_decided_by_all_or_by_most_once_the_next_one_begins() -> None:
         assert group.add(peer, 10, b"x") == []
     assert group.add(E, 20, b"x") == [], "two of five are not most"
     assert group.add(C, 10, b"y") == []
-    assert group.add(E, 30, b"x") == [C]
+    assert group.add(E, 30, b"x") == [], "the two that are missing may agree with either"
+    assert group.add(D, 10, b"x") == []
+    assert group.add(E, 40, b"x") == [C]
     assert [group.add(peer, 30, b"x") for peer in (A, B, D)] == [[], [], []]
     assert group.add(C, 30, b"z") == [C]
     assert group.add(b"f" * 32, 30, b"z") == []
+
+
+def test_a_digest_that_comes_after_the_decision_is_compared_with_the_agreed_one() -> None:
+    group = DigestComparison((A, B, C))
+    for step in (10, 20):
+        assert [group.add(peer, step, b"x") for peer in (A, B)] == [[], []]
+    assert group.add(C, 10, b"x") == [] and group.add(C, 20, b"y") == [C]
+    assert group.add(A, 30, b"x") == [] and group.add(C, 20, b"y") == [C] and group.add(C, 20, b"x") == []
 
 
 def test_half_of_the_members_are_not_most() -> None:

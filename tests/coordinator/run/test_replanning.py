@@ -5,52 +5,35 @@ from __future__ import annotations
 import json
 
 import pytest
+from scripted_coordinator import A, B, C, D, ScriptedCoordinator
 
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.planning import rank_order
-from gridtrain_coordinator.membership.membership import Membership
 from gridtrain_coordinator.run import reorder_limits
-from gridtrain_coordinator.run.events import DialBackResult, Effect, MessageReceived, RunPhase, Send
+from gridtrain_coordinator.run.events import Effect, Send
 from gridtrain_coordinator.run.journal_recovery import generation_entry, recover_run
 from gridtrain_coordinator.run.link_failures import FAILURES_BEFORE_AVOIDING
 from gridtrain_coordinator.run.registry import AVOIDED_PAIR_RTT_S
 from gridtrain_coordinator.run.reorder_limits import ReorderLimits
 
-PEERS = A, B, C, D = tuple(name.encode() * 32 for name in "abcd")
+PEERS = A, B, C, D
 FACTS = (("model", "25600000 parameters in 1 tensors"), ("exchange", "GTopK(density=0.001, values=fp16)"))
 SETUP = m.Setup(FACTS, m.LedgerSpec(100, 0, epochs=1), 4, None)
 FAST_Bps, SLOW_Bps = 1.25e8, 5e5
 
 
-class Run:
-    """A coordinator and four cooperating workers, one virtual second after the other."""
+class Run(ScriptedCoordinator):
+    """Four cooperating workers, one virtual second after the other."""
 
     def __init__(self, *, plans: bool = True) -> None:
         limits = Deadlines(silence_s=1e9, settle_s=0.0, report_s=100.0)
-        self.core = Membership(
-            me=b"0" * 32, run="r", term=1, deadlines=limits, software="", min_workers=4, plans=plans
-        )
-        self.now_s = 0.0
+        super().__init__(limits=limits, min_workers=4, plans=plans)
         for peer in PEERS:
-            address = "memory://" + peer[:1].decode()
-            self.say(peer, m.Join("r", peer[:1].decode(), address))
-            self.now_s += 1.0
-            self.core.handle(DialBackResult(peer, address), self.now_s)
-            self.say(peer, SETUP)
-            self.say(peer, m.LinkLatencies(tuple((other, 0.001) for other in PEERS if other != peer)))
-        self.begin()
-
-    def say(self, peer: m.PeerId, message: m.Message) -> list[Effect]:
-        self.now_s += 1.0
-        return self.core.handle(MessageReceived(peer, message), self.now_s)
-
-    def begin(self) -> None:
-        view = self.core.run.view
-        assert view is not None
-        for peer in PEERS:
-            self.say(peer, m.Ready(1, self.core.generation, view.history))
-        assert self.core.phase is RunPhase.TRAINING
+            links = m.LinkLatencies(tuple((other, 0.001) for other in PEERS if other != peer))
+            self.join(peer, setup=None)
+            self.say(peer, SETUP, links)
+        self.start(*PEERS)
 
     def rates(self, slow: set[frozenset[m.PeerId]]) -> list[Effect]:
         effects: list[Effect] = []
@@ -79,16 +62,8 @@ class Run:
         return ""
 
     def next_generation(self) -> None:
-        view = self.core.run.view
-        assert view is not None
-        for peer in PEERS:
-            self.say(
-                peer,
-                m.FreezeReport(
-                    1, view.generation, True, view.applied, view.history, view.ledger, None, b"", 0
-                ),
-            )
-        self.begin()
+        self.report(*PEERS)
+        self.start(*PEERS)
 
     @property
     def order(self) -> str:

@@ -48,8 +48,8 @@ def lost_at(run: StagedRun, step: int, *left: bytes) -> None:
 def test_a_lone_newcomer_cannot_make_the_run_go_back_to_a_state_of_its_own() -> None:
     """a and b reported step 9 while they trained; b dies at 23.  d makes up a step 19."""
     run = StagedRun(2, A, B)
-    run.receive(A, m.StageCheckpointList(kept(9, 0, 1)))
-    run.receive(B, m.StageCheckpointList(kept(9, 1, 0)))
+    run.say(A, m.StageCheckpointList(kept(9, 0, 1)))
+    run.say(B, m.StageCheckpointList(kept(9, 1, 0)))
     run.lose(B)
     lost_at(run, 23, A)
     run.checkpoints[D] = kept(19, 0, 1, history=b"made up")
@@ -61,7 +61,7 @@ def test_a_lone_newcomer_cannot_make_the_run_go_back_to_a_state_of_its_own() -> 
 def test_nor_can_one_that_is_a_member() -> None:
     run = StagedRun(3, A, B, C)
     for peer, stages in ((A, (0, 2)), (B, (1, 0)), (C, (2, 1))):
-        run.receive(
+        run.say(
             peer,
             m.StageCheckpointList(
                 (*kept(9, *stages), *(kept(19, 0, 1, 2, history=b"x") if peer == B else ()))
@@ -76,7 +76,7 @@ def test_nor_can_one_that_is_a_member() -> None:
 
 def test_without_anything_borne_out_the_run_waits_rather_than_believe_one() -> None:
     run = StagedRun(2, A, B)
-    run.receive(A, m.StageCheckpointList(kept(9, 0)))
+    run.say(A, m.StageCheckpointList(kept(9, 0)))
     run.lose(B)
     lost_at(run, 23, A)
     run.checkpoints |= {D: kept(5, 0, 1), E: kept(5, 1)}
@@ -91,8 +91,8 @@ def test_without_anything_borne_out_the_run_waits_rather_than_believe_one() -> N
 def test_the_journal_bears_out_what_the_dead_have_told() -> None:
     """All die but one disk: a restarted coordinator knows from its journal what is true."""
     run = StagedRun(2, A, B)
-    run.receive(A, m.StageCheckpointList(kept(9, 0, 1)))
-    run.receive(B, m.StageCheckpointList(kept(9, 1, 0)))
+    run.say(A, m.StageCheckpointList(kept(9, 0, 1)))
+    run.say(B, m.StageCheckpointList(kept(9, 1, 0)))
     entries = [(e.kind, e.body) for e in run.seen if isinstance(e, JournalEntry)]
     assert [body["checkpoint"]["step"] for _, body in entries if "checkpoint" in body] == [10]
     known = CheckpointQuorum(recover_run(entries).checkpoints)
@@ -105,8 +105,8 @@ def test_the_journal_bears_out_what_the_dead_have_told() -> None:
 def test_a_rollback_takes_back_what_came_after_also_in_the_journal() -> None:
     run = StagedRun(2, A, B)
     for step in (9, 19):
-        run.receive(A, m.StageCheckpointList((*kept(9, 0, 1), *(kept(19, 0) if step == 19 else ()))))
-        run.receive(B, m.StageCheckpointList((*kept(9, 1, 0), *(kept(19, 1) if step == 19 else ()))))
+        run.say(A, m.StageCheckpointList((*kept(9, 0, 1), *(kept(19, 0) if step == 19 else ()))))
+        run.say(B, m.StageCheckpointList((*kept(9, 1, 0), *(kept(19, 1) if step == 19 else ()))))
     assert {state[0] for state in run.core._checkpoints.quorum._confirmed} == {9, 19}
     run.lose(B)
     lost_at(run, 23, A)
@@ -155,14 +155,14 @@ def test_what_is_known_is_bounded() -> None:
 def test_a_checkpoint_with_other_bits_than_were_trained_is_nobodys() -> None:
     """c reported stage 2 while it trained it; a reports a copy with another digest, b a true one."""
     run = StagedRun(3, A, B, C)
-    run.receive(A, m.StageCheckpointList((*kept(9, 0, digest="t"), *kept(9, 2, digest="false"))))
-    run.receive(B, m.StageCheckpointList(kept(9, 1, 0, digest="t")))
-    run.receive(C, m.StageCheckpointList(kept(9, 2, 1, digest="t")))
+    run.say(A, m.StageCheckpointList((*kept(9, 0, digest="t"), *kept(9, 2, digest="false"))))
+    run.say(B, m.StageCheckpointList(kept(9, 1, 0, digest="t")))
+    run.say(C, m.StageCheckpointList(kept(9, 2, 1, digest="t")))
     run.lose(C)
     lost_at(run, 23, A, B)
     run.join(D)
     assert run.core.phase is RunPhase.PAUSED and "stage 2" in run.core.reason
-    run.receive(B, m.StageCheckpointList(kept(9, 1, 0, 2, digest="t")))
+    run.say(B, m.StageCheckpointList(kept(9, 1, 0, 2, digest="t")))
     assert run.core.run.view is not None and run.core.run.view.applied == 9
     (line,) = [member for member in run.core.run.member_list if member.peer == D]
     assert run.core.run.member_list[line.donor].peer == B and line.digest == b"t2", (

@@ -48,9 +48,7 @@ def cut_anew_without_b() -> StagedRun:
 
 def tells_of_memory(run: StagedRun, peer: m.PeerId, blocks: m.Span) -> None:
     core = run.core
-    run.receive(
-        peer, m.FreezeReport(core.term, core.generation, True, 11, b"k" * 32, AT, None, b"", 0, blocks)
-    )
+    run.say(peer, m.FreezeReport(core.term, core.generation, True, 11, b"k" * 32, AT, None, b"", 0, blocks))
 
 
 def joined_by_d() -> StagedRun:
@@ -74,13 +72,13 @@ def joins(run: StagedRun, peer: m.PeerId) -> None:
 
 def a_cannot_write(run: StagedRun) -> None:
     generation = run.core.generation
-    run.receive(A, m.StageCheckpointList((), generation - 1))
+    run.say(A, m.StageCheckpointList((), generation - 1))
     assert not run.last_sent(C, m.Freeze), "said before it had heard the View: it crossed it on the way"
-    run.receive(C, m.StageCheckpointList((WRITTEN_C,), generation))
-    run.receive(A, m.StageCheckpointList((), generation))
+    run.say(C, m.StageCheckpointList((WRITTEN_C,), generation))
+    run.say(A, m.StageCheckpointList((), generation))
     (freeze,) = run.last_sent(C, m.Freeze)
     assert isinstance(freeze, m.Freeze)
-    assert freeze.reason == "a has no checkpoint of blocks 0 to 2, which it was to provide"
+    assert freeze.reason == "a has no checkpoint of layers 0 to 2, which other workers need"
     view = run.core.run.view
     assert view is not None
     tells_of_memory(run, A, A_HAS)
@@ -88,7 +86,7 @@ def a_cannot_write(run: StagedRun) -> None:
     nothing = replace(AT, step=0, cursor=0, consumed=0)
     term, generation = run.core.term, run.core.generation
     for peer in (C, D):
-        run.receive(
+        run.say(
             peer, m.FreezeReport(term, generation, False, -1, EMPTY_HISTORY, nothing, None, b"", 0, C_HAS)
         )
 
@@ -111,7 +109,7 @@ def test_it_is_cut_anew_once_the_disk_takes_something(full: bool) -> None:
     a_cannot_write(run)
     run.ready()
     if not full:
-        run.receive(A, m.StageCheckpointList((m.CheckpointInfo(11, b"k" * 32, AT, A_HAS, b"\2" * 32),)))
+        run.say(A, m.StageCheckpointList((m.CheckpointInfo(11, b"k" * 32, AT, A_HAS, b"\2" * 32),)))
     joins(run, E)
     view = run.core.run.view
     assert view is not None and view.generation > 4 and view.applied == 11

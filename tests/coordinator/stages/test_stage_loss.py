@@ -133,7 +133,7 @@ def test_at_step_0_a_newcomer_begins_the_lost_stage_anew() -> None:
 def trained(run: StagedRun, step: int) -> None:
     """As if all had committed that many steps: the next reports say so."""
     for peer in [member.peer for member in run.core.run.member_list]:
-        run.receive(peer, m.Heartbeat(1, step + 1, 1, ()))
+        run.say(peer, m.Heartbeat(1, step + 1, 1, ()))
 
 
 def test_a_stage_that_nobody_holds_brings_the_run_back_to_a_whole_step() -> None:
@@ -143,8 +143,8 @@ def test_a_stage_that_nobody_holds_brings_the_run_back_to_a_whole_step() -> None
     """
     run = StagedRun(3, A, B, C)
     trained(run, 23)
-    run.receive(A, m.StageCheckpointList((*kept(9, 0, 2), *kept(19, 0))))
-    run.receive(B, m.StageCheckpointList((*kept(9, 1, 0), *kept(19, 1))))
+    run.say(A, m.StageCheckpointList((*kept(9, 0, 2), *kept(19, 0))))
+    run.say(B, m.StageCheckpointList((*kept(9, 1, 0), *kept(19, 1))))
     run.lose(C)
     run.report(A, B, applied=23, history=b"h23", ledger=state_after(23))
     assert run.core.phase is RunPhase.PAUSED
@@ -166,7 +166,7 @@ def test_a_stage_that_nobody_holds_brings_the_run_back_to_a_whole_step() -> None
 
 def test_a_checkpoint_of_the_last_step_loses_nothing() -> None:
     run = StagedRun(2, A, B)
-    run.receive(A, m.StageCheckpointList(kept(23, 0, 1)))
+    run.say(A, m.StageCheckpointList(kept(23, 0, 1)))
     run.lose(B)
     run.report(A, applied=23, history=b"h23", ledger=state_after(23))
     run.join(C)
@@ -177,7 +177,7 @@ def test_a_checkpoint_of_the_last_step_loses_nothing() -> None:
 
 def test_with_no_whole_step_the_run_waits_for_who_has_it() -> None:
     run = StagedRun(2, A, B, kept={D: kept(9, 1), C: ()})
-    run.receive(A, m.StageCheckpointList(kept(9, 0)))
+    run.say(A, m.StageCheckpointList(kept(9, 0)))
     run.lose(B)
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
     run.join(C)
@@ -192,7 +192,7 @@ def test_with_no_whole_step_the_run_waits_for_who_has_it() -> None:
 
 def test_who_was_away_and_still_has_its_memory_ends_the_pause_without_loss() -> None:
     run = StagedRun(2, A, B)
-    run.receive(A, m.StageCheckpointList(kept(9, 0, 1)))
+    run.say(A, m.StageCheckpointList(kept(9, 0, 1)))
     run.lose(B)
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
     assert run.core.phase is RunPhase.PAUSED
@@ -206,38 +206,38 @@ def test_a_generation_waits_until_it_is_known_where_a_member_is_now() -> None:
     """B is back from a pause with its stage on disk; its setup may arrive before the dial-back result."""
     run = StagedRun(2, A, B)
     for peer in (A, B):
-        run.receive(peer, m.StageCheckpointList(kept(9, 0) if peer == A else ()))
-    run.receive(B, m.TemporaryLeave("its owner said so"))
+        run.say(peer, m.StageCheckpointList(kept(9, 0) if peer == A else ()))
+    run.say(B, m.TemporaryLeave("its owner said so"))
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
     assert run.core.phase is RunPhase.PAUSED
     made = run.core.generation
-    run.receive(B, m.Join("r", "b", "memory://elsewhere"))
+    run.say(B, m.Join("r", "b", "memory://elsewhere"))
     setup = m.Setup(run.setup.facts, run.setup.ledger, 4, None, stages=2, stage_checkpoints=kept(12, 1))
-    run.receive(B, setup)
+    run.say(B, setup)
     run.core.tick(run.now_s)
     assert run.core.generation == made, "it would be told to measure its lines when it is a member already"
-    run.handle(DialBackResult(B, "memory://elsewhere"))
+    run.hear(DialBackResult(B, "memory://elsewhere"))
     assert run.core.generation == made + 1 and run.roster == "a b"
 
 
 def test_who_comes_back_after_a_pause_is_told_nothing_of_the_generation_that_it_left() -> None:
     """Its view says where that generation began: steps before what is on this worker's disk."""
     run = StagedRun(2, A, B)
-    run.receive(B, m.TemporaryLeave("its owner said so"))
-    told = run.receive(B, m.Join("r", "b", "memory://elsewhere"))
+    run.say(B, m.TemporaryLeave("its owner said so"))
+    told = run.say(B, m.Join("r", "b", "memory://elsewhere"))
     assert not [x for x in told if isinstance(x, Send) and isinstance(x.message, m.MembershipView | m.Freeze)]
 
 
 def test_what_a_member_was_to_load_and_has_not_any_more_is_not_waited_for() -> None:
     """B, back from a pause, is to continue from its disk; then its checkpoint turns out to be missing."""
     run = StagedRun(2, A, B)
-    run.receive(A, m.StageCheckpointList(kept(9, 0, 1)))
-    run.receive(B, m.TemporaryLeave("its owner said so"))
+    run.say(A, m.StageCheckpointList(kept(9, 0, 1)))
+    run.say(B, m.TemporaryLeave("its owner said so"))
     run.report(A, applied=12, history=b"h12", ledger=state_after(12))
     run.checkpoints[B] = kept(12, 1)
     run.join(B)
     assert run.core.run.view is not None and run.core.run.view.applied == 12
-    run.receive(B, m.StageCheckpointList(()))
+    run.say(B, m.StageCheckpointList(()))
     (note,) = run.notes("no_such_piece")
     assert note.fields["name"] == "b"
 
@@ -252,7 +252,7 @@ def test_after_a_restart_the_journal_knows_the_seats() -> None:
     view = again.core.run.view
     assert view is not None
     report = m.FreezeReport(2, 1, True, -1, view.history, view.ledger, None, b"", 0, wrong)
-    assert any(isinstance(effect, RecordViolation) for effect in again.receive(A, report))
+    assert any(isinstance(effect, RecordViolation) for effect in again.say(A, report))
 
 
 def test_a_checkpoint_that_cannot_be_is_an_offence() -> None:
@@ -263,7 +263,7 @@ def test_a_checkpoint_that_cannot_be_is_an_offence() -> None:
         replace(kept(9, 1)[0], ledger=m.LedgerState(step=10, cursor=5)),
     ):
         assert any(
-            isinstance(effect, RecordViolation) for effect in run.receive(A, m.StageCheckpointList((wrong,)))
+            isinstance(effect, RecordViolation) for effect in run.say(A, m.StageCheckpointList((wrong,)))
         ), wrong
 
 
@@ -271,7 +271,7 @@ def test_the_run_is_over_when_each_stage_has_told_so_although_some_are_gone() ->
     run = StagedRun(2, A, B)
     order = [member.peer for member in run.core.run.member_list]
     over = m.LedgerState(step=25, cursor=100, consumed=100)
-    run.receive(order[1], m.RunFinished(24, b"h24"))
+    run.say(order[1], m.RunFinished(24, b"h24"))
     run.lose(order[1])
     run.report(order[0], applied=24, history=b"h24", ledger=over)
     assert run.core.phase is RunPhase.FINISHED
@@ -309,7 +309,7 @@ def test_a_state_in_memory_counts_with_the_checkpoints_of_the_same_step() -> Non
 def test_who_is_no_member_has_finished_no_step_that_others_had_to_hold() -> None:
     run = StagedRun(2, start=False)
     run.join(C)
-    run.receive(C, m.RunFinished(10, bytes(32)))
+    run.say(C, m.RunFinished(10, bytes(32)))
     run.join(A)
     assert "after step" not in run.core.reason and run.roster == "c a"
 

@@ -496,7 +496,7 @@ def test_a_newcomer_that_is_spare_keeps_what_it_has_on_its_disk() -> None:
 def test_a_tale_of_a_generation_that_cannot_be_ends_no_coordinator() -> None:
     run = StagedRun(2, start=False)
     run.join(A)
-    run.receive(A, m.CurrentGeneration(1, 7, ((A, 4), (B, 4), (C, 4))))
+    run.say(A, m.CurrentGeneration(1, 7, ((A, 4), (B, 4), (C, 4))))
     snapshot = run.core.snapshot(run.now_s)
     assert snapshot["world_size"] == 3 and snapshot["phase"] == "paused"
     assert group_by_stage([1, 2, 3], 2) == [[1, 2, 3]] and group_by_stage([1, 2, 3, 4], 2) == [[1, 2], [3, 4]]
@@ -505,7 +505,7 @@ def test_a_tale_of_a_generation_that_cannot_be_ends_no_coordinator() -> None:
 @pytest.mark.parametrize("stages, cuts", [(1, (0, 3, 6)), (3, (0, 1, 4))], ids=["one piece", "3 blocks"])
 def test_a_tale_of_cuts_that_this_model_cannot_have_is_an_offence(stages: int, cuts: tuple[int, ...]) -> None:
     run = StagedRun(stages, *(A, B, C)[:stages])
-    effects = run.receive(A, m.CurrentGeneration(1, 7, ((A, 4), (B, 4)), cuts))
+    effects = run.say(A, m.CurrentGeneration(1, 7, ((A, 4), (B, 4)), cuts))
     assert any(isinstance(effect, RecordViolation) for effect in effects)
     assert run.core.snapshot(run.now_s)["stages"] == stages
 
@@ -513,13 +513,13 @@ def test_a_tale_of_cuts_that_this_model_cannot_have_is_an_offence(stages: int, c
 def test_a_tale_from_before_the_run_was_defined_does_not_cut_a_model_in_one_piece() -> None:
     """The journal is lost, so at first nobody can know better; B is right."""
     run = StagedRun(1, start=False)
-    run.receive(A, m.Join("r", "a", "memory://a"))
-    run.receive(A, m.CurrentGeneration(1, 7, ((A, 4), (C, 4)), (0, 3, 6)))
+    run.say(A, m.Join("r", "a", "memory://a"))
+    run.say(A, m.CurrentGeneration(1, 7, ((A, 4), (C, 4)), (0, 3, 6)))
     assert run.core.snapshot(run.now_s)["stages"] == 2, "as it was told"
     run.join(A)
     assert run.core.snapshot(run.now_s)["stages"] == 1
-    run.receive(B, m.Join("r", "b", "memory://b"))
-    run.receive(B, m.CurrentGeneration(1, 6, ((B, 4),), ()))
+    run.say(B, m.Join("r", "b", "memory://b"))
+    run.say(B, m.CurrentGeneration(1, 6, ((B, 4),), ()))
     assert run.core.snapshot(run.now_s)["world_size"] == 1, "nobody follows a tale that cannot be"
 
 
@@ -527,6 +527,6 @@ def test_a_tale_from_before_the_run_was_defined_does_not_cut_a_model_in_one_piec
 def test_a_tale_of_cuts_that_cannot_be_is_an_offence(cuts: tuple[int, ...]) -> None:
     run = StagedRun(2, start=False)
     run.join(A)
-    effects = run.receive(A, m.CurrentGeneration(1, 7, ((A, 4), (B, 4)), cuts))
+    effects = run.say(A, m.CurrentGeneration(1, 7, ((A, 4), (B, 4)), cuts))
     assert any(isinstance(effect, RecordViolation) for effect in effects)
     assert run.core.snapshot(run.now_s)["world_size"] == 0

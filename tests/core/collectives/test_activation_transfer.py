@@ -206,7 +206,7 @@ def test_a_subgroup_sends_only_to_its_own_ranks(make: Any) -> None:
 
 def test_a_stranger_to_a_subgroup_is_refused() -> None:
     core = Subgroup(AllGather(0, 2, 0), (4, 5))
-    with pytest.raises(RemoteProtocolError, match=r"exchange of only the ranks \(4, 5\)"):
+    with pytest.raises(RemoteProtocolError, match=r"exchange among only the ranks \(4, 5\)"):
         core.handle(PayloadReceived(1, PayloadSlot(CollectivePhase.ALL_GATHER, 0, 1), 0, b""), 0.0)
 
 

@@ -138,7 +138,7 @@ def sent_bytes(sent, workspaces):
 @every_ring
 def test_a_retry_sends_only_what_is_missing(make, world_size, part):
     """A connection broke after `part` of all payloads had arrived; those in flight are lost."""
-    vectors = np.random.default_rng(7).standard_normal((world_size, 4000)).astype(np.float32)
+    vectors = np.random.default_rng(7).standard_normal((world_size, 1200)).astype(np.float32)
 
     def fresh():
         return [make(v.copy(), world_size, slice_bytes=64) for v in vectors]

@@ -223,6 +223,8 @@ def test_a_model_overwritten_by_another_state_cannot_start_the_run(told: bool) -
         worker.hear(io.StateLoaded(1, 1))
     (stop,) = [e for e in lone_view(worker, 3, -1, EMPTY_HISTORY) if isinstance(e, io.Stop)]
     assert stop.error.code == "stale-model" and not worker.core.is_synced
+    assert stop.error.reason.startswith("the run continues from a state that this worker no longer has")
+    assert "--restarts" in stop.error.remedy
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_the_second_recipient_is_asked_only_if_the_first_has_declined() -> None:
     assert sent == [Send(C, m.ResidualBlock(1, 2, 5, H5, i, 2, p)) for i, p in enumerate("pq")]
     assert leaver.is_leaving
     again = leaver.receive_reply(
-        C, m.ResidualReply(1, 2, False, "it is leaving, too"), seat(B), {A, C, D}, (5, H5)
+        C, m.ResidualReply(1, 2, False, "it is leaving as well"), seat(B), {A, C, D}, (5, H5)
     )
     assert [effect.peer for effect in again if isinstance(effect, Send)] == [A, A]
     assert leaver.receive_reply(D, m.ResidualReply(1, 2, True, ""), seat(B), {A}, (5, H5)) == [], (
@@ -76,7 +76,7 @@ def test_a_recipient_that_is_lost_may_have_it_so_no_other_is_asked() -> None:
     leaver.begin(("p",), seat(B), {A, C, D}, 5, H5)
     assert leaver.recipient_lost(A) == []
     assert leaver.recipient_lost(C) == [
-        ResidualTransferEnded(None, f"{C.hex()[:8]} was lost before it answered")
+        ResidualTransferEnded(None, f"{C.hex()[:8]} was disconnected before it replied")
     ]
     assert leaver.receive_reply(C, m.ResidualReply(1, 2, False, "late"), seat(B), {A, C}, (5, H5)) == []
 
@@ -94,7 +94,7 @@ def test_a_member_about_to_leave_accepts_no_residual() -> None:
     heir = ResidualTransfer()
     heir.receive_block(seat(C), B, piece(), 5, True)
     heir.is_refusing = True
-    why = "it is leaving, too"
+    why = "it is leaving as well"
     assert heir.mark_complete(seat(C), B) == [DropResidual(B), Send(B, m.ResidualReply(1, 2, False, why))]
     assert heir.receive_block(seat(C), D, piece(), 5, True) == [Send(D, m.ResidualReply(1, 2, False, why))]
 
@@ -153,7 +153,7 @@ def test_a_leaving_member_and_one_at_another_step_decline() -> None:
     heir = ResidualTransfer()
     heir.begin((), seat(C), set(), 5, H5)
     (answer,) = heir.receive_block(seat(C), B, piece(), 5, True)
-    assert answer == Send(B, m.ResidualReply(1, 2, False, "it is leaving, too"))
+    assert answer == Send(B, m.ResidualReply(1, 2, False, "it is leaving as well"))
     for applied, synced in ((3, True), (6, True), (5, False)):
         (answer,) = ResidualTransfer().receive_block(seat(C), B, piece(), applied, synced)
         assert isinstance(answer, Send) and answer.message.is_accepted is False

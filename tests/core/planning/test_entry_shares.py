@@ -72,7 +72,7 @@ def test_a_thin_upload_selects_less_and_the_exchange_is_faster(kind: ExchangeKin
     before = plan_rank_order(load, links, peers, peers)
     after = plan_rank_order(load, links, peers, peers, (), chosen.shares)
     assert "per exchange" in before.reason
-    assert chosen.reason.startswith("fewer entries from slow uploads (usual 100 Mbit/s): worker-3 ")
+    assert chosen.reason.startswith("fewer entries for slow uploads (usual upload 100 Mbit/s): worker-3 ")
     assert "of k (upload 5 Mbit/s); " in chosen.reason and chosen.reason.endswith(", predicted")
     assert after.reason.split("time: ")[1].split(" per")[0] in chosen.reason
 
@@ -150,13 +150,13 @@ def test_a_change_needs_a_new_generation_and_more_than_one_reporter() -> None:
     peers, links = measured([WIDE, WIDE, WIDE, THIN])
     names = {peer: f"worker-{peer[0]}" for peer in peers}
     reason = share_change_reason(LOAD, links, peers, {}, names)
-    assert reason == "links have changed: slow uploads of 1 members (worker-3) hold up the exchange"
+    assert reason == "links have changed: slow uploads of 1 members (worker-3) delay the exchange"
     shares = choose_entry_shares(LOAD, links, peers, peers, {}, names).shares
     assert share_change_reason(LOAD, links, peers, shares, names) == "", "that is what they have"
 
     peers, links = measured([WIDE] * 4)
     recovered = share_change_reason(LOAD, links, peers, shares, names)
-    assert recovered == "links have changed: no upload holds up the exchange any more"
+    assert recovered == "links have changed: no upload delays the exchange any more"
     links.record(key(3), [(other, THIN * Mbit_Bps, WIDE * Mbit_Bps) for other in peers[:3]])
     assert choose_entry_shares(LOAD, links, peers, peers, {}, names).shares, "it says so itself"
     assert share_change_reason(LOAD, links, peers, {}, names) == "", "nobody else does"

@@ -114,7 +114,7 @@ def test_with_local_steps_the_densest_that_reaches_the_wanted_share() -> None:
     fits, reaches_nothing = local(32), local(32)
     chosen_for_turns(fits, 20, 100.0)
     chosen_for_turns(reaches_nothing, 20, 1.0)
-    assert ": the densest with at least 90% of the time computing" in fits.description
+    assert "; it is the densest exchange that leaves 90% of the time for computing" in fits.description
     assert "densest" not in reaches_nothing.description
     assert densities(Auto(density=0.2)) == ["0.2", "0.2", "0.2", "0.2", "Dense"]
 

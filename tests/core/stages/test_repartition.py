@@ -245,7 +245,7 @@ def test_the_eldest_does_not_wait_for_ever_for_a_piece_that_nobody_gives() -> No
     run = cut_anew_without_b()
     view = run.core.run.view
     assert view is not None
-    run.receive(C, m.Ready(view.term, view.generation, view.history))
+    run.say(C, m.Ready(view.term, view.generation, view.history))
     for _ in range(20):
         run.now_s = min(run.core.deadline_s, run.now_s + 1e3)
         run.core.tick(run.now_s)
@@ -261,16 +261,16 @@ def test_a_piece_that_is_not_on_its_disk_any_more_is_not_waited_for() -> None:
         "a": ((m.Span(0, 2), 0), (m.Span(2, 4), 1)),
         "c": ((m.Span(2, 4), 1), (m.Span(4, 6), 1)),
     }
-    run.receive(A, m.StageCheckpointList(run.checkpoints[A]))
+    run.say(A, m.StageCheckpointList(run.checkpoints[A]))
     assert not run.last_sent(C, m.Freeze), "A has what it is to give"
-    run.receive(C, m.StageCheckpointList(run.checkpoints[C][1:]))
+    run.say(C, m.StageCheckpointList(run.checkpoints[C][1:]))
     (freeze,) = run.last_sent(A, m.Freeze)
     assert isinstance(freeze, m.Freeze)
-    assert freeze.reason == "c has no checkpoint of blocks 2 to 3, which it was to provide"
+    assert freeze.reason == "c has no checkpoint of layers 2 to 3, which other workers need"
     for peer in (A, C):
         view = run.core.run.view
         assert view is not None
-        run.receive(
+        run.say(
             peer,
             m.FreezeReport(1, view.generation, False, 9, b"h", view.ledger, None, b"", 0, m.Span(0, 3)),
         )
@@ -313,12 +313,12 @@ def test_a_shortage_that_was_over_is_waited_for_anew() -> None:
     """D makes the third, while nobody has the state; when D leaves, the wait begins again."""
     run, kept = with_all_on_their_disks()
     short_of_one(run)
-    run.receive(A, m.StageCheckpointList(())), run.receive(C, m.StageCheckpointList(()))
+    run.say(A, m.StageCheckpointList(())), run.say(C, m.StageCheckpointList(()))
     run.join(D)
     assert run.core.phase is RunPhase.PAUSED and "no present worker holds" in run.core.reason
     run.now_s += run.core.run.limits.recut_s
     run.lose(D)
-    run.receive(A, m.StageCheckpointList(kept)), run.receive(C, m.StageCheckpointList(kept))
+    run.say(A, m.StageCheckpointList(kept)), run.say(C, m.StageCheckpointList(kept))
     assert run.core.phase is RunPhase.PAUSED and "over 2 workers, after 15 s" in run.core.reason
     run.now_s += run.core.run.limits.recut_s
     run.core.tick(run.now_s)

@@ -112,8 +112,11 @@ def _put_right(drawn: Any) -> Any:
     match drawn:
         case m.Span(start, stop):
             return m.Span(min(start, stop), max(start, stop))
-        case m.LedgerSpec(epochs=epochs, steps=steps) if (epochs is None) == (steps is None):
-            return replace(drawn, steps=7 if epochs is None else None)
+        case m.LedgerSpec(size=size, epochs=epochs, steps=steps, delay=delay, shards=shards):
+            steps = None if epochs is not None else 7 if steps is None else steps
+            shards = tuple(1 + samples % 1000 for samples in shards)
+            size = sum(shards) or size
+            return replace(drawn, size=size, steps=steps, delay=delay % 2, shards=shards)
         case m.MemberListPage(page=page, pages=pages):
             return replace(drawn, page=page % pages)
         case m.StateBlock(index=index, total=total) | m.CheckpointBlock(index=index, total=total):

@@ -53,6 +53,7 @@ class Options:
             "block": when block `die_block` of the state is to be sent.
         die_rank, die_of: whom it hits, in the first group of `die_of` workers.
         width: of the model's middle layer.
+        frozen: whether the middle layer is frozen, with the same values in each process.
     """
 
     invitation: str | None = None
@@ -75,6 +76,7 @@ class Options:
     die_of: int = 0
     die_block: int = -1
     width: int = WIDTH
+    frozen: bool = False
 
 
 def say(mark: str, **fields: object) -> None:
@@ -213,6 +215,9 @@ def train(options: Options) -> None:
     grid = gridtrain.join(options.invitation)
     seed = os.getpid() if options.seed is None else options.seed
     model = build_model(seed, options.batch_norm, options.width)
+    if options.frozen:
+        model[-3].load_state_dict(build_model(11, options.batch_norm, options.width)[-3].state_dict())
+        model[-3].requires_grad_(False)
     optimizer = grid.optimizer(
         build_optimizer(model, options.exchange),
         model,

@@ -307,7 +307,7 @@ print("alive")
 def test_no_peer_brings_libzmq_to_the_end_of_our_process():
     """A full receive queue, a ping behind it, a reset: libzmq 4.3.5 aborts, unless its queue has no bound."""
     script = VICTIM.format(crash=CRASH)
-    for _ in range(3):
+    for _ in range(2):
         argv = [sys.executable, "-c", script, str(sockets.RECEIVE_MESSAGES)]
         ended = subprocess.run(argv, capture_output=True, text=True, timeout=60)
         assert (ended.returncode, ended.stdout.strip()) == (0, "alive"), ended.stderr

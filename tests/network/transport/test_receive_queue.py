@@ -95,7 +95,7 @@ def test_the_debt_of_an_excluded_peer_is_forgotten():
     arrivals.put("first", "giant", 100_000, 0.0)
     assert arrivals.take_due(0.0) == ["giant"]
     arrivals.remove_sender("first", b"mallory", 0.0)
-    arrivals.forget_owner(b"mallory")
+    arrivals.forget_departed(lambda owner: owner == b"mallory")
     arrivals.add_sender("second", b"mallory", 1.0)
     arrivals.put("second", "next", 100, 1.0)
     assert arrivals.take_due(1.0) == ["next"], "all members would wait for it"

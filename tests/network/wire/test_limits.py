@@ -18,7 +18,7 @@ from gridtrain.network.wire.codec import (
 
 KEY = bytes(32)
 ROUND = [1, 2, 3, 0]
-LEDGER = [0, 0, [], 0, 0, None, [], []]
+LEDGER = [0, 0, [], 0, 0, None, [], [], []]
 MEMBER = [KEY, "ada", "tcp://h:1", 8, False, -1, [], b"", [], 256]
 DATA = [50, ROUND, [0, 0, 0], [0, 0, 0, 0], 0]
 
@@ -120,23 +120,28 @@ FIELDS = [
     refused(r"LinkLatencies.rtt_s\[0\] is float -1.0;", header(12, [[KEY, -1.0]]), "negative seconds"),
     refused(
         "Setup.facts is 65 items;",
-        header(11, [["a", "b"]] * 65, [1, 0, 1, None, 0], 1, None, None, False, 1, [], None, 0, 0.0, b""),
+        header(11, [["a", "b"]] * 65, [1, 0, 1, None, 0, []], 1, None, None, False, 1, [], None, 0, 0.0, b""),
         "65 facts",
     ),
     refused(
         "Setup.ledger is LedgerSpec",
-        header(11, [], [1, 0, None, None, 0], 1, None, None, False, 1, [], None, 0, 0.0, b""),
+        header(11, [], [1, 0, None, None, 0, []], 1, None, None, False, 1, [], None, 0, 0.0, b""),
         "a run without end",
     ),
     refused(
         "Setup.ledger is LedgerSpec",
-        header(11, [], [1, 0, 1, 1, 0], 1, None, None, False, 1, [], None, 0, 0.0, b""),
+        header(11, [], [1, 0, 1, 1, 0, []], 1, None, None, False, 1, [], None, 0, 0.0, b""),
         "a run with two ends",
     ),
     refused(
         "delay must be 0 or 1",
-        header(11, [], [1, 0, 1, None, 2], 1, None, None, False, 1, [], None, 0, 0.0, b""),
+        header(11, [], [1, 0, 1, None, 2, []], 1, None, None, False, 1, [], None, 0, 0.0, b""),
         "a delay of two steps",
+    ),
+    refused(
+        "2 shards of 3 samples, the smallest with 1; each must have at least 1 sample, and all together 4",
+        header(11, [], [4, 0, 1, None, 0, [1, 2]], 1, None, None, False, 1, [], None, 0, 0.0, b""),
+        "shards of another data set",
     ),
     refused(
         "MemberListPage.members is 193 items;",
@@ -160,13 +165,23 @@ FIELDS = [
     ),
     refused(
         r"FreezeReport.ledger.requeued\[0\] is Span\(start=2, stop=1\)",
-        header(14, 1, 1, True, 0, b"", [0, 0, [[2, 1]], 0, 0, None, [], []], None, b"", 0, [0, 1]),
+        header(14, 1, 1, True, 0, b"", [0, 0, [[2, 1]], 0, 0, None, [], [], []], None, b"", 0, [0, 1]),
         "a span that stops before it starts",
     ),
     refused(
         r"FreezeReport.ledger.late\[0\].peer is 31 bytes;",
         header(
-            14, 1, 1, True, 0, b"", [*LEDGER[:-2], [[bytes(31), [[0, 1]], 1, 0]], []], None, b"", 0, [0, 1]
+            14,
+            1,
+            1,
+            True,
+            0,
+            b"",
+            [*LEDGER[:-3], [[bytes(31), [[0, 1]], 1, 0]], [], []],
+            None,
+            b"",
+            0,
+            [0, 1],
         ),
         "a late batch of nobody",
     ),
@@ -207,7 +222,7 @@ ACCEPTED = [
     pytest.param(header(35, 1, 1, 0, 1, [MEMBER] * 192), id="192 members on a page"),
     pytest.param(header(14, 1, 1, True, -1, b"", LEDGER, None, b"", 0, [0, 1]), id="nothing applied yet"),
     pytest.param(
-        header(14, 1, 1, True, 0, b"", [0, 0, [[0, 1]] * 4096, 0, 0, None, [], []], None, b"", 0, [0, 1]),
+        header(14, 1, 1, True, 0, b"", [0, 0, [[0, 1]] * 4096, 0, 0, None, [], [], []], None, b"", 0, [0, 1]),
         id="4096 spans",
     ),
     pytest.param([*header(*DATA), b""], id="empty payload"),

@@ -51,7 +51,7 @@ def test_the_tables() -> None:
     print_result(found(), console)
     text = console.export_text()
     assert "10,000,000 parameters (40.0 MB of gradient), density 0.01; 2 CPU cores, no GPU" in text
-    assert "select what to send, one CPU thread" in text
+    assert "select entries to send, one CPU thread" in text
     assert "24.00 s" in text and "0.20 s" in text
 
 

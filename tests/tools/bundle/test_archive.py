@@ -48,7 +48,7 @@ def test_any_tar_reads_it(tmp_path: Path) -> None:
         ({"a\\b": b""}, "not a plain relative file name"),
         ({"a\nb": b""}, "not a plain relative file name"),
         ({"x" * 101: b""}, "not a plain relative file name"),
-        ({"Train.py": b"", "train.py": b""}, "upper and lower case"),
+        ({"Train.py": b"", "train.py": b""}, "differ only in case"),
         ({"lib": b"", "lib/a": b""}, "both a file and a folder"),
         ({"big": bytes(MAX_BUNDLE_BYTES)}, "at most 8388608"),
     ],

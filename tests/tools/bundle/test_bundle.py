@@ -131,7 +131,7 @@ def test_another_digest_than_was_announced(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"train.py": SCRIPT}, "not in the form"),
+        ({"train.py": SCRIPT}, "not in canonical form"),
         ({"run.toml": SHIPPED.encode(), "train.py": SCRIPT}, "files other than those in the archive"),
         ({"run.toml": SHIPPED.encode(), "train.py": SCRIPT, "lib/model.py": b"", "more": b""}, "files other"),
         (
@@ -140,8 +140,8 @@ def test_another_digest_than_was_announced(folder: Path) -> None:
         ),
         ({"run.toml": b"[run", "train.py": SCRIPT}, "run.toml"),
         ({"run.toml": b"\xff", "train.py": SCRIPT}, "run.toml"),
-        ({"run.toml": (SHIPPED + "# hidden\n").encode(), "train.py": SCRIPT}, "not in the form"),
-        ({"run.toml": b'[worker]\nupload_limit = "1Mbit"\n', "train.py": SCRIPT}, "not in the form"),
+        ({"run.toml": (SHIPPED + "# hidden\n").encode(), "train.py": SCRIPT}, "not in canonical form"),
+        ({"run.toml": b'[worker]\nupload_limit = "1Mbit"\n', "train.py": SCRIPT}, "not in canonical form"),
     ],
     ids=["no run.toml", "less", "more", "another script", "no TOML", "no text", "a comment", "other tables"],
 )

@@ -77,13 +77,13 @@ class Connection:
         return self.accepted_tcp if self.outgoing is None else self.outgoing.tcp
 
     def is_hoarding(self) -> bool:
-        """Whether many more bytes have arrived over the connection than were read."""
+        """Return whether many more bytes have arrived over the connection than were read."""
         arrived_bytes = 0 if self.tcp is None else self.tcp.received_bytes()
         return exceeds_unread(arrived_bytes, self.read_bytes, is_pending=self.is_pending)
 
 
 def exceeds_unread(arrived_bytes: int, read_bytes: int, *, is_pending: bool) -> bool:
-    """Whether more bytes have arrived over a connection without being read than a correct peer can send."""
+    """Return whether a connection holds more unread bytes than a correct peer can have sent."""
     max_unread_bytes = MAX_UNREAD_OF_PENDING_BYTES if is_pending else MAX_UNREAD_BYTES
     return arrived_bytes > read_bytes * _OVERHEAD + max_unread_bytes
 

@@ -31,7 +31,7 @@ CLOSES_PER_S = 200.0
 """The rate at which connections are closed while `MAX_HALF_OPEN` or `MAX_OF_ONE_RANGE` is exceeded."""
 
 MAX_TOTAL = 4096
-"""The number of half-open connections beyond which connections are closed without a limit of the rate.  The
+"""The number of half-open connections beyond which connections are closed without a rate limit.  The
 number is smaller if this process may open fewer than twice as many descriptors."""
 
 IPV4_RANGE_BITS, IPV6_RANGE_BITS = 24, 48

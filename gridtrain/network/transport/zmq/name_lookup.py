@@ -8,8 +8,7 @@ only IPv6 addresses is replaced:
     tcp://home.example:7700   AAAA 2001:db8::9                tcp://[2001:db8::9]:7700
 
 A lookup may take many seconds if a name server does not answer, and the caller is a loop that must not block.
-Therefore the caller waits only briefly, and a later attempt uses the result that the lookup has found
-meanwhile.
+Therefore the caller waits only briefly, and a later attempt uses the result.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def wait(interests: list[tuple[Waitable, int]], wait_s: float) -> dict[Waitable 
 
 
 def is_loopback(address: str) -> bool:
-    """Whether connections to this address do not leave this machine."""
+    """Return whether connections to this address stay on this machine."""
     host = _host(address)
     if host == "localhost":
         return True
@@ -229,7 +229,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_numeric(address: str) -> bool:
-    """Whether the address can be dialled without resolving a name.
+    """Return whether the address can be dialled without resolving a name.
 
     libzmq would resolve a name in the thread that handles all connections.
     """
@@ -241,7 +241,7 @@ def is_numeric(address: str) -> bool:
 
 
 def is_readable(socket: zmq.Socket[bytes]) -> bool:
-    """Whether `read` would return a message.  This check is faster than the exception that `read` handles."""
+    """Return whether `read` would return a message; this is faster than handling its exception."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & READ)
 
 
@@ -352,7 +352,7 @@ def _check_address(address: str) -> None:
 
 
 def _resolve_ipv6_only(address: str, wait_s: float) -> str:
-    """Replace a host name that has no IPv4 address by its IPv6 address; see `name_lookup`."""
+    """Replace a host name that has no IPv4 address with its IPv6 address; see `name_lookup`."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     found = _names.ipv6_address(_host(address), wait_s)
     return f"tcp://[{found}]:{port}" if found else f"tcp://{host}:{port}"

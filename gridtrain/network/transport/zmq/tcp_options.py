@@ -59,13 +59,13 @@ class TcpConnection:
 
     @classmethod
     def identify(cls, fd: int, ports: Set[int] | None = None) -> TcpConnection | None:
-        """Return the connection of this descriptor; None if it is no TCP connection to one of `ports`."""
+        """Return the connection of this descriptor; None if it is not a TCP connection to one of `ports`."""
         with _duplicate_socket(fd) as duplicate:
             remote = None if duplicate is None else _remote_address(duplicate, ports)
         return None if remote is None else cls(fd, remote, ports)
 
     def is_current(self) -> bool:
-        """Whether the descriptor still belongs to this connection."""
+        """Return whether the descriptor still belongs to this connection."""
         with self._duplicate() as duplicate:
             return duplicate is not None
 
@@ -147,7 +147,7 @@ def keep_freed_pages() -> None:
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's limit of open files as far as the system allows, up to `MAX_DESCRIPTORS`.
+    """Raise this process's limit on open files as far as the system allows, up to `MAX_DESCRIPTORS`.
 
     With a higher limit, idle connections take longer to exhaust the descriptors.  Returns the limit, at most
     `MAX_DESCRIPTORS`.

@@ -39,6 +39,7 @@ from gridtrain.network.transport.identity import Identity, require_curve
 from gridtrain.network.transport.interface import (
     AccessPolicy,
     ConnectionDenied,
+    ConnectionRole,
     Frames,
     PeerDown,
     ReachResult,
@@ -171,7 +172,7 @@ class ZeroMQTransport:
             self._receive_queue.remove_sender(connection, connection.peer, time.monotonic())
             if connection.outgoing is None:
                 self._listener.silence(connection)
-        self._receive_queue.forget_owner(peer)
+        self._receive_queue.forget_departed(lambda owner: owner == peer)
         self._events = [
             event for event in self._events if event.peer != peer or isinstance(event, ReachResult)
         ]
@@ -219,7 +220,7 @@ class ZeroMQTransport:
                 return events
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: already woken; closed: nobody waits
+        with contextlib.suppress(OSError):  # full: already woken; closed: no thread waits
             self._wake_out.send(b"\0")
 
     def close(self) -> None:
@@ -319,7 +320,11 @@ class ZeroMQTransport:
         return [self._connections[peer][0] for peer in self._send_queue.blocked_peers()]
 
     def _check_connections(self) -> None:
-        """Check for packet losses, and close connections over which too many bytes arrived unread."""
+        """Check for packet losses, and close connections over which too many bytes arrived unread.
+
+        Also forget what the download cap has charged to peers that may no longer connect.
+        """
+        self._receive_queue.forget_departed(lambda peer: self._access_policy(peer) is ConnectionRole.STRANGER)
         for connections in self._connections.values():
             for connection in connections:
                 if connection.tcp is not None:
@@ -437,8 +442,8 @@ class ZeroMQTransport:
                     fullest, "too many bytes wait for the download limit, and this peer has sent most of them"
                 )
         elif connection.flood_detector.add(wire_bytes, now_s):
-            # The connection is closed before the loop reads the event, because messages that arrive meanwhile
-            # would fill the memory.
+            # The connection is closed before the loop reads the event, because messages that arrive in the
+            # meantime would fill the memory.
             text = f"a peer sent more than {FLOOD_MESSAGES} messages or {FLOOD_BYTES} bytes without credit"
             self._events.append(TransportViolation(connection.peer, text))
             self._close_connection(connection, "the peer is flooding this connection")

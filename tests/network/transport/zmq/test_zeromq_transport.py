@@ -20,7 +20,14 @@ from gridtrain.core.messages import PROTOCOL_VERSION, Hello, Ping, Pong, StateBl
 from gridtrain.errors import TransportError
 from gridtrain.network.transport.flow_control import FlowControlTransport
 from gridtrain.network.transport.identity import Identity
-from gridtrain.network.transport.interface import PeerDown, PeerUp, Received, TransportViolation, allow_all
+from gridtrain.network.transport.interface import (
+    ConnectionRole,
+    PeerDown,
+    PeerUp,
+    Received,
+    TransportViolation,
+    allow_all,
+)
 from gridtrain.network.transport.zmq import name_lookup, sockets
 from gridtrain.network.transport.zmq.name_lookup import NameLookup
 from gridtrain.network.transport.zmq.tcp_options import TcpConnection
@@ -404,14 +411,24 @@ def test_one_peers_giant_does_not_keep_the_others_from_being_heard(zeromq_net):
     zeromq_net.until(lambda: len(bert.got()) == 3, anna, bert, carl, deadline_s=15.0)
 
 
-def test_a_readmitted_peer_does_not_pay_for_what_it_sent_before_it_was_excluded(zeromq_net):
+@pytest.mark.parametrize("closed_by", ["this worker", "the peer"])
+def test_a_readmitted_peer_does_not_pay_for_what_it_sent_before_it_was_excluded(zeromq_net, closed_by):
     """At the cap, 1 MiB takes 34 s, for which all other members would wait."""
     anna, bert = zeromq_net.pair(acceptor={"download_Bps": 1e6 / 32})
     anna.transport.send(bert.key, StateBlock(1, 1, 0, 1, bytes(2**20)))
     zeromq_net.until(lambda: len(bert.got()) == 1, anna, bert)
-    bert.transport.hang_up(anna.key)
-    bert.transport.dial(anna.key, "tcp://127.0.0.1:9")  # the old connection is used again
-    zeromq_net.until(lambda: len(bert.of(PeerUp)) == 2, anna, bert)
+    if closed_by == "this worker":
+        bert.transport.hang_up(anna.key)
+        bert.transport.dial(anna.key, "tcp://127.0.0.1:9")  # the old connection is used again
+    else:
+        address = anna.transport.listen("tcp://127.0.0.1:0")
+        anna.transport.hang_up(bert.key)
+        zeromq_net.until(lambda: bert.of(PeerDown), anna, bert)
+        bert.policy.only()
+        zeromq_net.until(lambda: not bert.transport._receive_queue._departed_debts, anna, bert)
+        bert.policy.only(anna=ConnectionRole.MEMBER)
+        bert.transport.dial(anna.key, address)
+    zeromq_net.until(lambda: len(bert.of(PeerUp)) == 2 and anna.transport.connected(bert.key), anna, bert)
     anna.transport.send(bert.key, StateBlock(1, 1, 0, 1, bytes(1000)))
     zeromq_net.until(lambda: len(bert.got()) == 2, anna, bert, deadline_s=15.0)
 

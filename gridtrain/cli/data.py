@@ -1,0 +1,56 @@
+"""`gridtrain data`: the index of a sharded data set; see `gridtrain.training.data.shard_index`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from gridtrain.errors import ConfigError
+from gridtrain.extras import install_command
+from gridtrain.quantities import format_bytes
+
+
+@click.group()
+def data() -> None:
+    """Prepare a sharded data set."""
+
+
+@data.command()
+@click.argument("files", nargs=-1, required=True, metavar="FILE|URL...")
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), default="index.json", show_default=True
+)
+@click.option("--format", "form", default="", help="jsonl, text or tar.  [default: by the files' names]")
+@click.option(
+    "--tokenizer",
+    default="",
+    help='Count tokens, for packing: "bytes", or a name or folder for transformers.AutoTokenizer.',
+)
+@click.option("--text-field", default="text", show_default=True, help="The field of a sample with its text.")
+def index(files: tuple[str, ...], out: Path, form: str, tokenizer: str, text_field: str) -> None:
+    """Write the index of a data set: its files with the samples, size and digest of each.
+
+    \b
+      gridtrain data index corpus/*.jsonl --out corpus/index.json
+      gridtrain data index "s3://bucket/corpus/*.tar" --out index.json
+      gridtrain data index corpus/*.jsonl.gz --tokenizer bytes
+
+    Every file is read once, and every sample decoded.  Scripts pass the index to gridtrain.Shards.
+    """
+    try:
+        from gridtrain.training.data import shard_index, token_packing
+        from gridtrain.training.data.shard_files import ShardFile
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{error.name} is not installed, but is needed to read data", remedy=install_command("data")
+        ) from None
+
+    def show(shard: ShardFile) -> None:
+        tokens = f", {shard.tokens} tokens" if tokenizer else ""
+        click.echo(f"{shard.url}: {shard.samples} samples{tokens}, {format_bytes(shard.bytes)}", err=True)
+
+    tokenize = token_packing.tokenizer_named(tokenizer, text_field) if tokenizer else None
+    made = shard_index.build_index(files, format=form, tokenize=tokenize, tokenizer=tokenizer, progress=show)
+    shard_index.write_index(made, out)
+    click.echo(f"{out}: {made.samples} samples in {len(made.shards)} files, index {made.digest}")

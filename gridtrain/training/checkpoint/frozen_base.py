@@ -1,0 +1,293 @@
+"""The base of a model: its frozen parameters, which every worker loads by itself and which no state contains.
+
+    model.parameters()    trained, or named in send_frozen=   in every state: joins, checkpoints, digests
+                          frozen, that is, the base           never sent; a digest of the values is compared
+                                                              once, when a worker joins
+
+Which parameters belong to the base is decided when the optimizer is wrapped.  The stages of a pipeline have
+no base: their frozen parameters are part of their states.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gridtrain.config import BASES
+from gridtrain.core.messages import BASE_FACT, Facts
+from gridtrain.errors import ConfigError, RemoteProtocolError
+from gridtrain.quantities import format_bytes
+from gridtrain.training.checkpoint.flat_gradient import canonical_parameters, model_digest
+
+FROZEN_KEY = "frozen"
+"""Key of a checkpoint's document: the names of the parameters that are not trained.  Those that are not among
+the document's parameters are in no checkpoint."""
+
+_MARK = "_gridtrain_base"
+_CHUNK_BYTES = 64 << 20
+_SAMPLED_ELEMENTS = 64
+_MOST_THREADS = 8
+_UNREADABLE = (AttributeError, NotImplementedError, RuntimeError, TypeError)
+_OWN_PROCESS = re.compile(r" at 0x[0-9a-fA-F]+|device\(type='\w+'(, index=\d+)?\)")
+
+
+def is_base(parameter: Tensor) -> bool:
+    """Whether the parameter belongs to the base; False before its model's optimizer is wrapped."""
+    return getattr(parameter, _MARK, False) is True
+
+
+def state_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that are part of the state, as `canonical_parameters` returns them."""
+    return [(name, parameter) for name, parameter in canonical_parameters(model) if not is_base(parameter)]
+
+
+def without_base(model: nn.Module, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a state without the base, which states of earlier versions contain.
+
+    Raises:
+        RemoteProtocolError: the state has another base than this worker.
+    """
+    base = {name: parameter for name, parameter in canonical_parameters(model) if is_base(parameter)}
+    for name in base.keys() & parameters.keys():
+        if not _is_equal(base[name], parameters[name]):
+            raise RemoteProtocolError(
+                f"the state was trained on another base: its frozen parameter {name!r} has other values than "
+                "this worker's",
+                remedy="load the base with which the run was started, in the same dtype",
+            )
+    return {name: value for name, value in parameters.items() if name not in base}
+
+
+class FrozenBase:
+    """The base of one model.
+
+    Args:
+        model: the model, whose trainable parameters are known now.
+        sent: patterns (`fnmatch`) of the names of frozen parameters that are part of the state, because each
+            process initializes or changes them.
+        rule: "exact" if all workers must have the same values; "any" if each worker may have its own.
+
+    Raises:
+        ConfigError: `rule` is unknown, or a pattern matches no frozen parameter.
+    """
+
+    def __init__(self, model: nn.Module, *, sent: Sequence[str] = (), rule: str = "exact") -> None:
+        if rule not in BASES:
+            raise ConfigError(
+                f"base is {rule!r}; it must be one of {', '.join(BASES)}", remedy='use base="exact"'
+            )
+        patterns = (sent,) if isinstance(sent, str) else tuple(sent)
+        frozen = [(name, p) for name, p in canonical_parameters(model) if not p.requires_grad]
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name, _ in frozen):
+                raise ConfigError(
+                    f"send_frozen has {pattern!r}, but no frozen parameter has such a name",
+                    remedy="use names of model.named_parameters() with requires_grad=False, or patterns such "
+                    'as "*.embed_tokens.weight"',
+                )
+        self.rule = rule
+        self._model = model
+        self._named = [
+            (name, p) for name, p in frozen if not any(fnmatchcase(name, pattern) for pattern in patterns)
+        ]
+        base_ids = {id(parameter) for _, parameter in self._named}
+        for parameter in model.parameters():
+            if id(parameter) in base_ids:
+                setattr(parameter, _MARK, True)
+            elif is_base(parameter):  # of an earlier run in this process
+                delattr(parameter, _MARK)
+        self._digest: bytes | None = None
+        self._samples: list[bytes] = []
+        self._checks = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of all tensors."""
+        moved = _moved_scales(self._model)
+        return sum(_nbytes(parameter, moved.get(id(parameter))) for _, parameter in self._named)
+
+    def digest(self) -> bytes:
+        """Return a 32-byte digest of names, shapes, dtypes and values.  It is computed once, at about 1 GB a
+        second on each of up to 8 cores.
+
+        Raises:
+            ConfigError: the values of a parameter cannot be read.
+        """
+        if self._digest is None:
+            names, parameters = [name for name, _ in self._named], [p for _, p in self._named]
+            moved = _moved_scales(self._model)
+            scales = [moved.get(id(parameter)) for parameter in parameters]
+            with ThreadPoolExecutor(max(1, min(_MOST_THREADS, os.cpu_count() or 1))) as pool:
+                digests = list(pool.map(_digest_of, names, parameters, scales))
+            total = hashlib.sha256()
+            for name, digest in sorted(zip(names, digests, strict=True)):
+                total.update(f"{len(name)} {name} ".encode() + digest)
+            self._samples = self._take_samples()
+            self._digest = total.digest()
+        return self._digest
+
+    def describe(self) -> str:
+        """Return the size and the digest; "" without a base.
+
+        Raises the errors of `digest`, unless each worker may have its own base.
+        """
+        if not self._named:
+            return ""
+        try:
+            digest = self.digest().hex()[:12]
+        except ConfigError:
+            if self.rule != "any":
+                raise
+            digest = "unknown"
+        count = len(self._named)
+        return f"{format_bytes(self.nbytes)} in {count} frozen tensor{'s' * (count > 1)}, digest {digest}"
+
+    def facts(self) -> Facts:
+        """Return the fact that must be equal on all workers; none for a model without a base.  Raises the
+        errors of `describe`."""
+        if self.rule == "any":
+            return ((BASE_FACT, "any"),)
+        return ((BASE_FACT, self.describe()),) if self._named else ()
+
+    def describe_model(self) -> str:
+        """Return the description of the model that must be equal on all workers (see `model_digest`)."""
+        compared = state_parameters(self._model) if self.rule == "any" else None
+        return model_digest(self._model, compared)[0]
+
+    def check_unchanged(self) -> None:
+        """Raise `ConfigError` if the values have changed since the digest was computed.
+
+        Some elements of each floating-point tensor are compared, which finds what a script does to whole
+        tensors.
+        """
+        if self._digest is None or self.rule == "any":
+            return
+        pairs = zip(self._named, self._samples, self._take_samples(), strict=True)
+        if changed := [name for (name, _), before, now in pairs if before != now]:
+            raise ConfigError(
+                f"{len(changed)} frozen parameters have changed since the worker joined, such as "
+                f"{changed[0]!r}; they are not part of the state that other workers receive",
+                remedy="name the parameters that the script changes in grid.optimizer(..., send_frozen=...), "
+                "or register them as buffers; if it calls PEFT's merge_adapter() and unmerge_adapter() to "
+                "evaluate, which rounds the base, evaluate without merging, or on a copy",
+            )
+
+    def check_sometimes(self) -> None:
+        """Call `check_unchanged` in the first, second, fourth, ... call of this method."""
+        self._checks += 1
+        if self._checks & (self._checks - 1) == 0:
+            self.check_unchanged()
+
+    def _take_samples(self) -> list[bytes]:
+        return [_sample_bytes(p) for _, p in self._named]
+
+
+def _digest_of(name: str, parameter: Tensor, moved_scales: Tensor | None = None) -> bytes:
+    """Return the SHA-256 of the shapes, the dtypes, the bytes in logical order and the wrappers' contexts."""
+    total = hashlib.sha256()
+    try:
+        for part in _parts(parameter, moved_scales):
+            if isinstance(part, str):
+                total.update(f"{part};".encode())
+                continue
+            total.update(f"{part.dtype} {tuple(part.shape)};".encode())
+            for chunk in _chunks(part):
+                total.update(chunk)
+    except _UNREADABLE as error:
+        said = (str(error).splitlines() or [""])[0][:200]
+        raise ConfigError(
+            f"the values of the frozen parameter {name!r} cannot be read: it is a {type(parameter).__name__} "
+            f"on {parameter.device}: {said}",
+            remedy='load the model completely before grid.batches(...), or pass base="any"',
+        ) from error
+    return total.digest()
+
+
+def _moved_scales(model: nn.Module) -> dict[int, Tensor]:
+    """Return the scales of bitsandbytes' 8-bit weights that a first forward pass has moved from the weight to
+    the layer's `state`, by the weight's `id`."""
+    found = {}
+    for module in model.modules():
+        scales, weight = getattr(vars(module).get("state"), "SCB", None), module._parameters.get("weight")
+        if isinstance(scales, Tensor) and weight is not None:
+            found[id(weight)] = scales
+    return found
+
+
+def _parts(tensor: Tensor, moved_scales: Tensor | None = None) -> Iterator[Tensor | str]:
+    """Yield the tensors that determine the values.
+
+    A plain tensor yields itself; bitsandbytes' 4-bit and 8-bit tensors yield also their scales; a wrapper,
+    such as a quantized tensor of torchao, yields what it is made of, and the text of its context.
+    """
+    if (state := getattr(tensor, "quant_state", None)) is not None:
+        yield from (value for _, value in sorted(state.as_dict(packed=True).items()))
+    if isinstance(scales := getattr(tensor, "SCB", None), Tensor):
+        yield scales
+    elif moved_scales is not None:
+        yield moved_scales
+    values = getattr(tensor, "CB", None)
+    if isinstance(values, Tensor) and not _is_same(values, tensor.detach()):
+        yield values
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor.detach()
+        return
+    names, context = flatten()
+    yield _OWN_PROCESS.sub("", repr(context))
+    for name in names:
+        yield from _parts(getattr(tensor, name))
+
+
+def _is_same(copied: Tensor, values: Tensor) -> bool:
+    """Whether an 8-bit tensor's `CB`, which the first forward pass removes, only repeats the values."""
+    if (copied.shape, copied.dtype, copied.device) != (values.shape, values.dtype, values.device):
+        return False
+    return copied.is_meta or torch.equal(copied, values)
+
+
+@torch.no_grad()
+def _chunks(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes in logical order, without a copy of a contiguous tensor on the CPU."""
+    flat = tensor.reshape(-1)
+    step = max(1, _CHUNK_BYTES // flat.element_size())
+    for start in range(0, flat.numel(), step):
+        yield flat[start : start + step].cpu().contiguous().view(torch.uint8).numpy().data
+
+
+@torch.no_grad()
+def _sample_bytes(tensor: Tensor) -> bytes:
+    """Return some elements.  Quantized values are left out: no script trains them, and libraries repack
+    them."""
+    if not tensor.is_floating_point() or hasattr(tensor, "__tensor_flatten__"):
+        return b""
+    flat = tensor.reshape(-1)
+    piece = flat[:: max(1, flat.numel() // _SAMPLED_ELEMENTS)]
+    return piece.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _nbytes(parameter: Tensor, moved_scales: Tensor | None = None) -> int:
+    try:
+        parts = list(_parts(parameter, moved_scales))
+    except _UNREADABLE:  # `digest` tells it
+        parts = [parameter]
+    return sum(part.numel() * part.element_size() for part in parts if isinstance(part, Tensor))
+
+
+def _is_equal(own: Tensor, value: Any) -> bool:
+    """Whether the bits are equal."""
+    if not isinstance(value, Tensor) or hasattr(own, "__tensor_flatten__"):
+        return False
+    if (value.shape, value.dtype) != (own.shape, own.dtype):
+        return False
+    pairs = zip(_chunks(own.detach()), _chunks(value), strict=True)
+    return all(np.array_equal(np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8)) for a, b in pairs)

@@ -1,0 +1,354 @@
+"""The files of a sharded data set: where they are, a cache of those that are not on this machine, checks.
+
+    path, file://...            opened where it is; its size and digest are compared with the index
+    https://, s3://, hf:// ...  fetched through fsspec into the cache, resumed after a break, compared
+    .gz, .bz2, .xz, .zst        compared, then decompressed into the cache
+
+The cache is a folder that all workers on a machine may share.  Its files are named by their digests, so each
+is fetched once, and the least recently used ones are removed when it is full.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import hashlib
+import logging
+import os
+import posixpath
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from gridtrain.errors import ConfigError, DataError
+from gridtrain.extras import require
+from gridtrain.quantities import format_bytes
+
+log = logging.getLogger("gridtrain")
+
+CHUNK_BYTES = 4 << 20
+RETRY_AFTER_S = (1.0, 5.0, 25.0)
+"""The seconds to wait before each further attempt at fetching a file."""
+
+DEFAULT_LIMIT_BYTES = 20 * 10**9
+STALE_PART_S = 24 * 3600.0
+"""The age at which a partly fetched file counts as abandoned."""
+
+_CHANGED = (
+    "fetch the file again; if the new file is the right one, write the index again with "
+    "`gridtrain data index` and give it to all workers"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """One file of a data set, as the index describes it.
+
+    Attributes:
+        url: a URL, a path, or a path relative to the folder of the index.
+        bytes, sha256: size and digest of the file as it is stored.
+        tokens: the number of tokens of all samples; 0 if they were not counted.
+    """
+
+    url: str
+    samples: int
+    bytes: int
+    sha256: str
+    tokens: int = 0
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with an entry that was read; "" if nothing is."""
+        if not isinstance(self.url, str) or not self.url:
+            return f"url is {self.url!r}; it must be a path or a URL"
+        counts = (self.samples, self.bytes, self.tokens)
+        if any(type(count) is not int or not 0 <= count < 2**53 for count in counts):
+            return f"samples, bytes and tokens are {counts}; they must be whole numbers >= 0"
+        is_digest = isinstance(self.sha256, str) and len(self.sha256) == 64 and self.sha256.isalnum()
+        return "" if is_digest else f"sha256 is {self.sha256!r}; it must be 64 hexadecimal digits"
+
+
+# -- places ----------------------------------------------------------------------------------------------
+
+
+def is_local(place: str) -> bool:
+    return "://" not in place or place.startswith("file://")
+
+
+def local_path(place: str) -> str:
+    return place.removeprefix("file://")
+
+
+def join(base: str, url: str) -> str:
+    """Return the place of a URL that may be relative to `base`."""
+    return url if "://" in url else posixpath.join(base, url)
+
+
+def parent(place: str) -> str:
+    return posixpath.dirname(place)
+
+
+def expand(name: str) -> list[str]:
+    """Return the places that a name with `*` (in paths also `?` and `[...]`) stands for, in ascending
+    order."""
+    if is_local(name):
+        found = sorted(glob.glob(local_path(name))) if glob.has_magic(name) else [name]
+    elif "*" in name:
+        system, path = _file_system(name)
+        found = sorted(system.unstrip_protocol(each) for each in system.glob(path))
+    else:
+        found = [name]
+    if not found:
+        raise ConfigError(f"no file matches {name}", remedy="check the path")
+    return found
+
+
+def read_bytes(place: str, max_bytes: int) -> bytes:
+    """Return the contents of a small file.
+
+    Raises `ValueError` if it has more than `max_bytes`, and `OSError` if it cannot be read.
+    """
+    try:
+        with _open_remote(place) if not is_local(place) else open(local_path(place), "rb") as file:
+            contents: bytes = file.read(max_bytes + 1)
+    except (OSError, ConfigError):
+        raise
+    except Exception as error:  # of the library that fsspec uses, or because it is not installed
+        raise OSError(f"{type(error).__name__}: {error}") from None
+    if len(contents) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes} bytes")
+    return contents
+
+
+def _file_system(place: str) -> tuple[Any, str]:
+    require("fsspec", f"reading {place.partition('://')[0]}://")
+    import fsspec
+
+    found: tuple[Any, str] = fsspec.core.url_to_fs(place)
+    return found
+
+
+def _open_remote(place: str) -> Any:
+    system, path = _file_system(place)
+    return system.open(path, "rb")
+
+
+def _decompressor(place: str) -> Callable[..., BinaryIO] | None:
+    """Return a function that opens a compressed file; None if the name has no suffix of a compression."""
+    if not place.endswith((".gz", ".bz2", ".xz", ".zst")):
+        return None
+    require("fsspec", f"reading the compressed file {place}")
+    from fsspec.compression import compr
+    from fsspec.utils import infer_compression
+
+    name = infer_compression(place)
+    if name not in compr:
+        raise ConfigError(
+            f"{place} is compressed by a method that is not installed",
+            remedy="pip install zstandard, or decompress the files and write the index again",
+        )
+    opened: Callable[..., BinaryIO] = compr[name]
+    return opened
+
+
+# -- the cache ---------------------------------------------------------------------------------------------
+
+
+class ShardCache:
+    """Opens the files of a data set, and keeps copies of those that are not plain files on this machine.
+
+    Args:
+        folder: by default `$XDG_CACHE_HOME/gridtrain/shards`.
+        limit_bytes: the size at which files are removed; the file that is opened must fit.
+        retry_after_s: see `RETRY_AFTER_S`.
+
+    Attributes:
+        fetched_bytes: the number of bytes that were fetched.
+        failed_reads: the number of attempts at fetching or opening a file that have failed.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        limit_bytes: int = DEFAULT_LIMIT_BYTES,
+        retry_after_s: Sequence[float] = RETRY_AFTER_S,
+    ) -> None:
+        home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+        self.folder = folder or Path(home) / "gridtrain" / "shards"
+        self._limit_bytes, self._retry_after_s = limit_bytes, tuple(retry_after_s)
+        self.fetched_bytes = self.failed_reads = 0
+
+    def open(self, place: str, expected: ShardFile, *, compares_digest: bool = True) -> BinaryIO:
+        """Open a file, decompressed, after comparing it with the index.
+
+        Raises:
+            DataError: the file cannot be read, or is not the one of the index.
+        """
+        expand_file = _decompressor(place)
+        if is_local(place) and expand_file is None:
+            file = self._open_local(place)
+            self._compare(file, place, expected, compares_digest)
+            return file
+        name = f"{expected.sha256}{'.plain' if expand_file else ''}"
+        with self._locked(expected.sha256):
+            kept = self.folder / name
+            if kept.exists() and (expand_file is not None or kept.stat().st_size == expected.bytes):
+                os.utime(kept)
+                return kept.open("rb")
+            raw = self._fetch(place, expected)
+            with raw.open("rb") as file:
+                try:
+                    self._compare(file, place, expected, True)
+                except DataError:
+                    if not is_local(place):
+                        raw.unlink()  # so that the next attempt does not resume it
+                    raise
+            if expand_file is not None:
+                self._decompress(raw, kept, place, expand_file)
+            else:
+                raw.replace(kept)
+            if not is_local(place):
+                raw.unlink(missing_ok=True)
+            opened = kept.open("rb")
+            self._make_room(0, kept)
+            return opened
+
+    def open_unknown(self, place: str) -> tuple[BinaryIO, int, str]:
+        """Open a file that has no entry in an index yet; return it with the size and the digest of what is
+        stored.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        if is_local(place):
+            with self._open_local(place) as file:
+                nbytes, sha256 = os.fstat(file.fileno()).st_size, _sha256(file)
+        else:
+            name = hashlib.sha256(place.encode()).hexdigest()
+            with self._locked(name):
+                (self.folder / f"{name}.part").unlink(missing_ok=True)  # may be of an earlier file
+                raw = self._fetch(place, ShardFile(place, 0, 0, name))
+                with raw.open("rb") as file:
+                    nbytes, sha256 = os.fstat(file.fileno()).st_size, _sha256(file)
+                raw.replace(self.folder / f"{sha256}.part")
+        opened = self.open(place, ShardFile(place, 0, nbytes, sha256), compares_digest=False)
+        if not is_local(place):
+            (self.folder / f"{sha256}.part").unlink(missing_ok=True)
+        return opened, nbytes, sha256
+
+    def _open_local(self, place: str) -> BufferedReader:
+        try:
+            return open(local_path(place), "rb")
+        except OSError as error:
+            self.failed_reads += 1
+            raise DataError(
+                f"{place} cannot be read: {error.strerror or error}",
+                remedy="copy the file to this machine, or pass the folder that has it as root=",
+            ) from None
+
+    def _compare(self, file: BufferedReader, place: str, expected: ShardFile, compares_digest: bool) -> None:
+        """Raise `DataError` unless size and digest are those of the index."""
+        size = os.fstat(file.fileno()).st_size
+        found = ""
+        if size != expected.bytes:
+            what = "is truncated" if size < expected.bytes else "has changed"
+            found = f"{what}: it has {size} bytes, but {expected.bytes} according to the index"
+        elif compares_digest and (sha256 := _sha256(file)) != expected.sha256:
+            found = f"has changed: its SHA-256 is {sha256[:12]}, but {expected.sha256[:12]} in the index"
+        file.seek(0)
+        if found:
+            self.failed_reads += 1
+            raise DataError(f"{place} {found}", remedy=_CHANGED)
+
+    def _fetch(self, place: str, expected: ShardFile) -> Path:
+        """Return the path of the file as it is stored, after copying it to this machine if necessary."""
+        if is_local(place):
+            self._open_local(place).close()
+            return Path(local_path(place))
+        self._make_room(expected.bytes, None)
+        part = self.folder / f"{expected.sha256}.part"
+        for wait_s in (*self._retry_after_s, None):
+            try:
+                self._copy(place, part)
+                return part
+            except Exception as error:  # file systems of fsspec raise errors of the libraries they use
+                self.failed_reads += 1
+                attempts = len(self._retry_after_s) + 1
+                done = part.stat().st_size if part.exists() else 0
+                cause = f"{type(error).__name__}: {error}"
+                if wait_s is None or isinstance(error, FileNotFoundError | PermissionError | ImportError):
+                    raise DataError(
+                        f"{place} cannot be read after {done} bytes: {cause} (at most {attempts} attempts)",
+                        remedy="check the URL and the connection; the next attempt continues from there",
+                    ) from None
+                log.warning("%s: reading failed after %d bytes (%s); trying again", place, done, cause)
+                time.sleep(wait_s)
+        raise AssertionError
+
+    def _copy(self, place: str, part: Path) -> None:
+        """Append what is missing in `part`."""
+        with _open_remote(place) as remote, part.open("ab") as local:
+            if local.tell():
+                try:
+                    remote.seek(local.tell())
+                except (OSError, ValueError):  # a server that does not know ranges
+                    local.truncate(0)
+            while chunk := remote.read(CHUNK_BYTES):
+                local.write(chunk)
+                self.fetched_bytes += len(chunk)
+
+    def _decompress(self, raw: Path, kept: Path, place: str, expand_file: Callable[..., BinaryIO]) -> None:
+        temporary = kept.with_suffix(".expanding")
+        try:
+            with raw.open("rb") as file, temporary.open("wb") as plain:
+                shutil.copyfileobj(expand_file(file, mode="rb"), plain, CHUNK_BYTES)
+        except Exception as error:  # each compression has errors of its own
+            temporary.unlink(missing_ok=True)
+            self.failed_reads += 1
+            raise DataError(
+                f"{place} cannot be decompressed: {type(error).__name__}: {error}", remedy=_CHANGED
+            ) from None
+        temporary.replace(kept)
+
+    def _make_room(self, nbytes: int, kept: Path | None) -> None:
+        """Remove the least recently used files until `nbytes` more fit."""
+        if nbytes > self._limit_bytes:
+            raise DataError(
+                f"a shard of {format_bytes(nbytes)} does not fit into the cache of "
+                f"{format_bytes(self._limit_bytes)}",
+                remedy="pass a larger cache_limit=, or write the data set in smaller files",
+            )
+        files = []
+        for path in self.folder.iterdir():
+            try:
+                status = path.stat()
+            except FileNotFoundError:
+                continue  # another worker has removed it
+            is_recent_part = path.suffix == ".part" and time.time() - status.st_mtime < STALE_PART_S
+            if path.suffix != ".lock" and path != kept and not is_recent_part:
+                files.append((status.st_mtime, status.st_size, path))
+        free = self._limit_bytes - nbytes - sum(size for _, size, _ in files)
+        free -= kept.stat().st_size if kept is not None else 0
+        for _, size, path in sorted(files):
+            if free >= 0:
+                break
+            path.unlink(missing_ok=True)  # a worker that has it open can still read it
+            free += size
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        """Exclude other workers from fetching the same file."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def _sha256(file: BufferedReader) -> str:
+    file.seek(0)
+    return hashlib.file_digest(file, "sha256").hexdigest()

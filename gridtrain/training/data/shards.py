@@ -1,0 +1,261 @@
+"""Data sets that are read by shards: each worker opens the files that the data ledger leases to it.
+
+    data = gridtrain.Shards("https://host/corpus/index.json", decode=to_tensors)
+    for batch in grid.batches(data, batch_size=32, epochs=1): ...
+
+`grid.batches` and `grid.sampler` read every `ShardedDataset` by shards: the ledger assigns positions shard by
+shard (`core.commit.shard_leases`), and `shard_order` gives the samples of a shard in the order of a pass.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from pathlib import Path
+from tarfile import TarError
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Dataset
+
+from gridtrain.core.messages import MAX_SHARDS
+from gridtrain.errors import ConfigError, DataError
+from gridtrain.quantities import parse_bytes
+from gridtrain.training.data import token_packing
+from gridtrain.training.data.shard_files import DEFAULT_LIMIT_BYTES, ShardCache, ShardFile
+from gridtrain.training.data.shard_formats import Ranges, format_named
+from gridtrain.training.data.shard_index import ShardIndex, read_index
+
+Order = npt.NDArray[np.int64]
+
+
+@lru_cache(maxsize=8)
+def permute(count: int, seed: int, pass_number: int, part: int) -> Order:
+    """Return an order of `count` samples of one part of the data: (count,) int64, read only."""
+    words = [seed & 0xFFFFFFFF, seed >> 32, pass_number & 0xFFFFFFFF, pass_number >> 32, part]
+    order = np.random.RandomState(words).permutation(count).astype(np.int64)
+    order.flags.writeable = False
+    return order
+
+
+class ShardedDataset(Dataset[Any]):
+    """A data set with an index, `dataset[i]`, whose samples are in shards of which few should be open.
+
+    Attributes:
+        shard_sizes: the number of samples of each shard, at least 1.  The samples of a shard have consecutive
+            indices.
+        description: a text that is equal on workers with the same data.
+        failed_reads: the number of attempts at reading that have failed.
+        while_opening: entered while a shard is being opened, which may take long.
+    """
+
+    shard_sizes: tuple[int, ...]
+    description: str
+    failed_reads = 0
+    while_opening: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def __len__(self) -> int:
+        return sum(self.shard_sizes)
+
+    def shard_order(self, shard: int, seed: int, pass_number: int) -> Order:
+        """Return the indices of a shard's samples in the order in which a pass reads them: (samples,)."""
+        return sum(self.shard_sizes[:shard]) + permute(self.shard_sizes[shard], seed, pass_number, shard)
+
+
+class Shards(ShardedDataset):
+    """A data set of JSON lines, text lines or WebDataset tar files, described by an index.
+
+    A sample is what its line or its group of files contains (`shard_formats`), passed through `decode`; or,
+    with `pack`, a sequence of tokens: (pack,) int64.  The order within a shard is random, by the data seed.
+
+    Args:
+        index: the path or the URL of an index that `gridtrain data index` has written.
+        root: the folder or the URL with the files, if it is not the folder of the index.
+        decode: a function from a sample to what is collated into batches.
+        pack: the number of tokens of a sequence (`token_packing`); None for samples as they are.
+        tokenize: with `pack`, the function with which the tokens of the index were counted; by default, the
+            tokenizer that the index names, on the field `text_field`.
+        pack_seed: the seed for the order in which documents are packed, the same on all workers.
+        cache: the folder for files that are fetched; by default `$XDG_CACHE_HOME/gridtrain/shards`.
+        cache_limit: the largest size of that folder, such as "20GB".
+        verify: whether the digest of a file is computed when it is opened; its size is always compared, and
+            fetched files are always verified.
+        keep_open: the number of files that are open at once in a process.
+
+    Raises:
+        ConfigError: an argument is invalid, or the index cannot be read.
+
+    Attributes:
+        opened: the files that this process has opened, in order.
+    """
+
+    def __init__(
+        self,
+        index: str | Path,
+        *,
+        root: str | Path = "",
+        decode: Callable[[Any], Any] | None = None,
+        pack: int | None = None,
+        tokenize: token_packing.Tokenize | None = None,
+        text_field: str = "text",
+        pack_seed: int = 0,
+        cache: str | Path | None = None,
+        cache_limit: str | int = DEFAULT_LIMIT_BYTES,
+        verify: bool = True,
+        keep_open: int = 2,
+    ) -> None:
+        limit_bytes = cache_limit if isinstance(cache_limit, int) else parse_bytes(cache_limit)
+        if limit_bytes is None:
+            raise ConfigError(f"cache_limit is {cache_limit!r}", remedy='use a size such as "20GB"')
+        if keep_open < 1:
+            raise ConfigError(f"keep_open is {keep_open}; it must be >= 1", remedy="use keep_open=2")
+        self.index = read_index(index, root)
+        self._pack = _check_packing(self.index, pack)
+        self._tokenize, self._text_field = tokenize, text_field
+        self._pack_seed, self._decode = pack_seed, decode
+        self._cache = ShardCache(None if cache is None else Path(cache), limit_bytes)
+        self._verify, self._keep_open = verify, keep_open
+        sizes = [s.tokens // self._pack if self._pack else s.samples for s in self.index.shards]
+        self._files = [shard for shard, size in zip(self.index.shards, sizes, strict=True) if size]
+        self._sizes = [size for size in sizes if size]
+        if not self._files:
+            raise ConfigError(
+                f"no file has {self._pack} tokens", remedy="pack shorter sequences, or write larger files"
+            )
+        self._starts = list(accumulate(self._sizes, initial=0))  # of each file, and the number of all samples
+        per_shard = -(-len(self._files) // MAX_SHARDS)
+        self._first_files = [*range(0, len(self._files), per_shard), len(self._files)]  # of each shard
+        bounds = [self._starts[first] for first in self._first_files]
+        self.shard_sizes = tuple(b - a for a, b in pairwise(bounds))
+        packed = f", packed by {self._pack} tokens with seed {pack_seed}" if self._pack else ""
+        self.description = (
+            f"{len(self)} samples in {len(self._files)} files, index {self.index.digest}{packed}"
+        )
+        self.opened: list[str] = []
+        self._open: OrderedDict[int, _OpenFile] = OrderedDict()
+
+    @property
+    def failed_reads(self) -> int:  # type: ignore[override]
+        return self._cache.failed_reads
+
+    @property
+    def fetched_bytes(self) -> int:
+        """The number of bytes that this process has copied from other machines."""
+        return self._cache.fetched_bytes
+
+    def shard_order(self, shard: int, seed: int, pass_number: int) -> Order:
+        files = range(self._first_files[shard], self._first_files[shard + 1])
+        orders = [self._starts[file] + permute(self._sizes[file], seed, pass_number, file) for file in files]
+        return orders[0] if len(orders) == 1 else np.concatenate(orders)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a sample.
+
+        Raises:
+            DataError: its file cannot be read or is not the one of the index, or the sample is damaged.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        number = bisect_right(self._starts, index) - 1
+        sample = self._opened(number).sample(index - self._starts[number])
+        return sample if self._decode is None else self._decode(sample)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": OrderedDict(), "while_opening": nullcontext}
+
+    def _opened(self, number: int) -> _OpenFile:
+        found = self._open.get(number)
+        if found is not None:
+            self._open.move_to_end(number)
+            return found
+        while len(self._open) >= self._keep_open:
+            self._open.popitem(last=False)[1].close()
+        with self.while_opening():
+            found = self._open[number] = self._open_file(self._files[number])
+        return found
+
+    def _open_file(self, shard: ShardFile) -> _OpenFile:
+        place = self.index.url(shard)
+        self.opened.append(shard.url)
+        file = self._cache.open(place, shard, compares_digest=self._verify)
+        opened = _OpenFile(place, file, self.index, shard)
+        if self._pack:
+            if self._tokenize is None:
+                self._tokenize = token_packing.tokenizer_named(self.index.tokenizer, self._text_field)
+            opened.pack(self._pack, self._tokenize, self._pack_seed, shard.tokens)
+        return opened
+
+
+def _check_packing(index: ShardIndex, pack: int | None) -> int:
+    """Return the length of packed sequences; 0 if samples are not packed."""
+    if pack is None:
+        return 0
+    if pack < 1:
+        raise ConfigError(f"pack is {pack}; it must be >= 1", remedy="pass pack=1024")
+    if not index.tokenizer:
+        raise ConfigError(
+            "pack was given, but the index does not have the numbers of tokens",
+            remedy="write the index again with `gridtrain data index --tokenizer NAME`",
+        )
+    return pack
+
+
+class _OpenFile:
+    """An open file of a data set, with the places of its samples."""
+
+    def __init__(self, place: str, file: BinaryIO, index: ShardIndex, shard: ShardFile) -> None:
+        self._place, self._file, self._form = place, file, format_named(index.format)
+        self._tokens: torch.Tensor | None = None  # (sequences, length), if samples are packed
+        try:
+            self._ranges: Ranges = self._form.ranges(file)
+        except (ValueError, TarError) as error:
+            raise DataError(
+                f"{place} is not a {index.format} file: {error}", remedy="write the index again"
+            ) from None
+        if len(self._ranges) != shard.samples:
+            raise DataError(
+                f"{place} has {len(self._ranges)} samples, but {shard.samples} according to the index",
+                remedy="write the index again with `gridtrain data index`, and give it to all workers",
+            )
+
+    def pack(self, length: int, tokenize: token_packing.Tokenize, seed: int, tokens: int) -> None:
+        """Replace the samples by packed sequences."""
+        try:
+            packed = token_packing.pack(len(self._ranges), self._read, tokenize, seed)
+        except ValueError as error:
+            raise DataError(
+                f"{self._place} cannot be packed: {error}",
+                remedy="pass the tokenizer and the text_field with which the index was written",
+            ) from None
+        if len(packed) != tokens:
+            raise DataError(
+                f"{self._place} has {len(packed)} tokens, but {tokens} according to the index",
+                remedy="pass the tokenizer with which the index was written, or write the index again",
+            )
+        whole = tokens // length * length
+        self._tokens = torch.from_numpy(packed[:whole].reshape(-1, length))
+
+    def sample(self, number: int) -> Any:
+        return self._read(number) if self._tokens is None else self._tokens[number].long()
+
+    def _read(self, number: int) -> Any:
+        start, stop = self._ranges[number].tolist()
+        try:
+            # Not by seek and read: a forked process shares the position in the file.
+            return self._form.decode(os.pread(self._file.fileno(), stop - start, start))
+        except (OSError, ValueError, TarError) as error:
+            raise DataError(
+                f"sample {number} of {self._place} (bytes {start} to {stop}) cannot be read: "
+                f"{type(error).__name__}: {error}",
+                remedy="mend the file, and write the index again with `gridtrain data index`",
+            ) from None
+
+    def close(self) -> None:
+        self._file.close()

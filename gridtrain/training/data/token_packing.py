@@ -1,0 +1,71 @@
+"""Packing: the tokens of a shard's documents, one after the other, cut into sequences of one length.
+
+    documents, in an order that the seed determines   [7 3 9 0] [4 0] [8 8 2 6 0]
+    sequences of 4 tokens                             7 3 9 0 | 4 0 8 8 | 2 6 0 (dropped: 3 tokens)
+
+A sample is then a sequence, and every sample has the same number of tokens: a batch of 8 sequences of 1,024
+tokens has a budget of 8,192.  The index has the tokens of each shard, and so the number of its sequences for
+any length; the less than `length` tokens at the end of each shard are not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gridtrain.extras import require
+
+Tokenize = Callable[[Any], Sequence[int]]
+"""A function from a sample to its tokens, with one at the end that separates documents."""
+
+END_OF_TEXT = 256
+"""The token behind each document of the tokenizer "bytes", whose other tokens are the bytes of UTF-8."""
+
+
+def tokenizer_named(name: str, text_field: str = "text") -> Tokenize:
+    """Return the function from a sample to its tokens.
+
+    Args:
+        name: "bytes", or the name or folder of a tokenizer for `transformers.AutoTokenizer`, whose token for
+            the end of a sequence is appended to each document.
+        text_field: the field with the text, if samples are not texts themselves.
+    """
+    if name == "bytes":
+        return partial(_byte_tokens, text_field)
+    require("transformers", f"the tokenizer {name}")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return partial(_model_tokens, tokenizer, end, text_field)
+
+
+def _byte_tokens(text_field: str, sample: Any) -> list[int]:
+    return [*_text_of(sample, text_field).encode(), END_OF_TEXT]
+
+
+def _model_tokens(tokenizer: Any, end: list[int], text_field: str, sample: Any) -> list[int]:
+    return [*tokenizer(_text_of(sample, text_field), add_special_tokens=False).input_ids, *end]
+
+
+def _text_of(sample: Any, text_field: str) -> str:
+    text = sample.get(text_field) if isinstance(sample, dict) else sample
+    if not isinstance(text, str):
+        raise ValueError(f"it has no text in the field {text_field!r}")
+    return text
+
+
+def pack(count: int, read: Callable[[int], Any], tokenize: Tokenize, seed: int) -> npt.NDArray[np.int32]:
+    """Return the tokens of all samples of a shard, in an order that `seed` determines: (tokens,).
+
+    Args:
+        count: the number of samples.
+        read: a function that returns the sample with this number.
+    """
+    order = np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32]).permutation(count)
+    parts = [np.asarray(tokenize(read(number)), np.int32) for number in order.tolist()]
+    return np.concatenate([*parts, np.empty(0, np.int32)])

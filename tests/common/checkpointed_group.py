@@ -1,0 +1,36 @@
+"""Groups in one process whose workers keep their checkpoints, so that another group continues from them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import gridtrain
+from gridtrain.sdk.local_group import LocalGroup
+
+T = TypeVar("T")
+
+
+def run(folder: Path, workers: int, work: Callable[[gridtrain.Grid], T], *, every: int = 3) -> list[T]:
+    """Let each worker do `work` with its grid; return the results by number.  Checkpoints are written to
+    FOLDER/worker-NUMBER every `every` steps, and read from there."""
+    results: dict[int, T] = {}
+
+    def one(number: int) -> None:
+        state = folder / f"worker-{number}"
+        grid = group.join(
+            f"worker-{number}", checkpoint_every=every, state_dir=str(state), export_dir=str(folder)
+        )
+        with grid:
+            results[number] = work(grid)
+
+    with LocalGroup(min_workers=workers) as group:
+        threads = [threading.Thread(target=one, args=(n,), daemon=True) for n in range(workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60.0)
+    assert sorted(results) == list(range(workers)), "a worker failed"
+    return [results[number] for number in range(workers)]

@@ -1,0 +1,109 @@
+"""Faults of simulated groups: what goes wrong with some member, a connection or the coordinator."""
+
+from __future__ import annotations
+
+from functools import partial
+from random import Random
+from typing import Any
+
+from simulation.world import COORDINATOR, SimWorker, World
+
+
+class Faults:
+    """Faults of one history, drawn from `random`; subclasses plan when they happen, and add others."""
+
+    coordinator_freezes_s: tuple[float, ...] = (0.2, 1.0, 3.0, 8.0)
+
+    def __init__(self, world: World, random: Random) -> None:
+        self.world: Any = world
+        self.random = random
+
+    @property
+    def members(self) -> list[Any]:
+        return [worker for worker in self.world.alive if worker.core.is_synced]
+
+    def some(self, count: int = 1) -> list[Any]:
+        """So many members, or none if there are not so many."""
+        members = self.members
+        return self.random.sample(members, count) if len(members) >= count else []
+
+    def join(self) -> SimWorker | None:
+        raise NotImplementedError
+
+    def crash(self) -> None:
+        for worker in self.some():
+            self.world.crash(worker.peer)
+
+    def break_edge(self) -> None:
+        if pair := self.some(2):
+            self.world.break_edge(pair[0].peer, pair[1].peer, self.random.choice((0.001, 0.02, 0.6)))
+
+    def break_coordinator(self) -> None:
+        for worker in self.some():
+            self.world.break_edge(worker.peer, COORDINATOR, self.random.choice((0.01, 0.3, 1.5, 4.0)))
+
+    def break_all_coordinator(self) -> None:
+        for worker in self.world.alive:
+            self.world.break_edge(worker.peer, COORDINATOR, self.random.uniform(0.5, 3.0))
+
+    def cut_link(self) -> None:
+        if pair := self.some(2):
+            self.world.cut_link(pair[0].peer, pair[1].peer, self.random.choice((1.0, 30.0)))
+
+    def partition(self) -> None:
+        peers = sorted(worker.peer for worker in self.world.alive)
+        side = {peer for peer in peers if self.random.random() < 0.5}
+        if self.random.random() < 0.2:
+            side = {COORDINATOR, *peers} - side
+        one_way = self.random.random() < 0.3
+        self.world.partition(side, self.random.choice((0.3, 1.5, 5.0)), one_way=one_way)
+
+    def freeze(self) -> None:
+        for worker in self.some():
+            worker.freeze(self.random.choice((0.1, 1.9, 3.0)))
+
+    def freeze_coordinator(self) -> None:
+        self.world.freeze_coordinator(self.random.choice(self.coordinator_freezes_s))
+
+    def restart(self) -> None:
+        self.world.crash_coordinator(self.random.uniform(0.05, 1.5))
+
+    def restart_and_crash(self) -> None:
+        """A member fails while nobody can plan without it."""
+        self.world.crash_coordinator(self.random.uniform(0.3, 2.0))
+        self.crash()
+
+    def restart_from_backup(self) -> None:
+        self.world.crash_coordinator(self.random.uniform(0.05, 1.5), lose_disk=True)
+
+    def back_up(self) -> None:
+        self.world.back_up()
+
+    def take_over(self) -> None:
+        """A standby takes over, and the old coordinator goes on; some find the way back to it."""
+        self.world.fail_over_coordinator()
+        for worker in self.world.alive:
+            if self.random.random() < 0.4:
+                for_s = self.random.uniform(0.1, 2.0)
+                self.after(3.0, partial(self.world.connect_to_stale_coordinator, worker.peer, for_s))
+
+    def flip(self) -> None:
+        for worker in self.some():
+            worker.flip_next = True
+
+    def lose_decision(self) -> None:
+        self.world.lose_next_decision()
+
+    def miss_generation(self) -> None:
+        """A member is away for as long as a generation takes to form; its decision is lost, or not."""
+        for worker in self.some():
+            away_s = self.random.uniform(1.2, 2.5)
+            self.world.slow_next_restore = True
+            if self.random.random() < 0.7:
+                self.world.lose_next_decision(worker.peer, away_s)
+            else:
+                self.world.break_edge(worker.peer, COORDINATOR, away_s)
+            self.join()
+
+    def after(self, within_s: float, action: Any) -> None:
+        self.world.at(self.world.now_s + self.random.uniform(0.05, within_s), action)

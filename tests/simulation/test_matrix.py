@@ -1,0 +1,72 @@
+"""Each exchange with a worker that joins, leaves or crashes while the group trains, one event a history.
+
+Guarantees 1 to 5 are checked as in `test_world`, whose histories mix exchanges and events at random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from simulation.test_world import KINDS, OTHER_KINDS, build, check, exempt
+from simulation.world import SimWorker, World
+
+WORKERS, FROM_STEP = 4, 2
+SEEDS = range(3)
+Event = Callable[[World, SimWorker], SimWorker]
+"""What happens, to a member if it happens to one; returns whom it concerns."""
+
+
+def join(world: World, member: SimWorker) -> SimWorker:
+    return world.join()
+
+
+def leave(world: World, member: SimWorker) -> SimWorker:
+    world.leave(member.peer)
+    return member
+
+
+def leave_with_handover(world: World, member: SimWorker) -> SimWorker:
+    world.leave_gracefully(member.peer)
+    return member
+
+
+def crash(world: World, member: SimWorker) -> SimWorker:
+    world.crash(member.peer)
+    return member
+
+
+def is_training(world: World) -> bool:
+    return len(world.alive) == WORKERS and all(
+        worker.core.is_synced and worker.core.step >= FROM_STEP for worker in world.alive
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS + OTHER_KINDS)
+@pytest.mark.parametrize("event", [join, leave, leave_with_handover, crash], ids=lambda event: event.__name__)
+def test_promises_hold(kind: str, event: Event) -> None:
+    """The one that leaves or crashes is rank 0, which counts the votes, in the first history."""
+    samples = 150 if event is join else 60  # a newcomer is admitted after a second or two
+    for seed in SEEDS:
+        world, book = build(seed, kind, workers=WORKERS, samples=samples, compute_s=(0.1, 0.2))
+        while not is_training(world):
+            assert not world.finished and world.now_s < 30.0, f"seed {seed}: the group does not train"
+            world.run(world.now_s + 0.001)
+        member = next(w for w in world.alive if w.core.rank_assignment.rank == seed)  # type: ignore[union-attr]
+        generations, happened_at = world.log.generations, max(w.core.step for w in world.alive)
+        concerned = event(world, member)
+        world.run(90.0)
+
+        check(world, book, samples)
+        assert not exempt(world), f"seed {seed}: the run began anew"
+        assert world.log.generations > generations, f"seed {seed}: nobody noticed"
+        steps = {round_id.step for peer, round_id, _ in world.log.commits if peer == concerned.peer}
+        last = max(round_id.step for _, round_id, _ in world.log.commits)
+        if event is join:
+            assert world.log.joins == WORKERS + 1 and concerned.core.is_finished
+            assert steps and min(steps) > happened_at, f"seed {seed}: it took no part"
+        else:
+            assert concerned.left == (event is not crash) and not concerned.alive
+            assert FROM_STEP - 1 <= max(steps) < last, f"seed {seed}: it was there to the end"
+            assert event is not leave_with_handover or world.log.acknowledged, f"seed {seed}: no handover"
