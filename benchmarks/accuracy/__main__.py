@@ -43,11 +43,18 @@ THEIRS = {
     "powersgd": ("powersgd", "dense"),
     "powersgd-adamw": ("powersgd", "adamw"),
     "hivemind": ("hivemind", "dense"),
+    "hivemind-adamw": ("hivemind", "adamw"),
+    "one": ("gloo", "dense"),
+    "one-adamw": ("gloo", "adamw"),
 }
-"""Contender -> (trainer, family of settings)."""
+"""Contender -> (trainer, family of settings).  "one" is one process with the batches of all workers."""
 
 
-SAME_MEAN = {"hivemind": "gloo"}
+SAME_MEAN = {
+    "hivemind": "gloo",
+    "hivemind-adamw": "one-adamw",
+    "gloo-adamw": "one-adamw",
+}
 """Who takes the very same steps, as the same mean is taken of the same gradients: without rounding."""
 
 EARLY_STEPS = {"powersgd": 12}
@@ -67,6 +74,7 @@ class Run:
         last_loss, last_s: the latest held-out loss, and when.
         step_s: median seconds of a step.
         timed_steps: the seconds are those of `step` such steps as the mean of so many; 0: all were run.
+        curve: (step, seconds, held-out loss) of each measurement.
     """
 
     workload: str
@@ -79,6 +87,7 @@ class Run:
     last_s: float
     step_s: float
     timed_steps: int = 0
+    curve: tuple[tuple[int, float, float], ...] = ()
 
 
 def read(path: Path) -> list[dict[str, float]]:
@@ -88,9 +97,11 @@ def read(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def summary(records: Sequence[dict[str, float]], workload: Workload, rate: str, contender: str) -> Run:
+def summary(
+    records: Sequence[dict[str, float]], workload: Workload, rate: str, contender: str, target: float
+) -> Run:
     measured = [r for r in records if r["held_out"] is not None]
-    there = next((r for r in measured if r["held_out"] <= workload.target), None)
+    there = next((r for r in measured if r["held_out"] <= target), None)
     seconds = [r["seconds"] for r in records]
     steps_s = [b - a for a, b in pairwise(seconds)][2:]
     return Run(
@@ -103,6 +114,7 @@ def summary(records: Sequence[dict[str, float]], workload: Workload, rate: str, 
         measured[-1]["held_out"] if measured else None,
         seconds[-1] if seconds else 0.0,
         statistics.median(steps_s) if steps_s else 0.0,
+        curve=tuple((int(r["step"]), round(r["seconds"], 3), r["held_out"]) for r in measured),
     )
 
 
@@ -128,6 +140,10 @@ def steps_of(path: Path) -> dict[tuple[str, str], int]:
     return {(r["workload"], r["contender"]): r["step"] for r in runs if r["step"] is not None}
 
 
+def target_of(options: argparse.Namespace, workload: Workload | type[Workload]) -> float:
+    return workload.target if options.target is None else float(options.target)
+
+
 def ours(options: argparse.Namespace, workload: Workload, rate: str, road: str, folder: Path) -> None:
     script = [sys.executable, "-m", "accuracy.train", "--workload", workload.name, "--road", road]
     script += ["--density", str(options.density), "--every", str(options.every)]
@@ -140,11 +156,14 @@ def ours(options: argparse.Namespace, workload: Workload, rate: str, road: str, 
         workers=options.world,
         encrypted=options.encrypted,
         line="" if rate == "none" else rate,
+        delay_s=options.delay,
     )
+
+    target = target_of(options, workload)
 
     def tick() -> None:
         records = read(folder / "steps.jsonl")
-        if any(r["held_out"] is not None and r["held_out"] <= workload.target for r in records):
+        if any(r["held_out"] is not None and r["held_out"] <= target for r in records):
             raise Arrived
 
     with Net() as net:
@@ -154,11 +173,19 @@ def ours(options: argparse.Namespace, workload: Workload, rate: str, road: str, 
 def theirs(options: argparse.Namespace, workload: Workload, rate: str, name: str, folder: Path) -> None:
     trainer, family = THEIRS[name]
     extra = ["--workload", workload.name, "--settings", family, "--steps", str(options.steps)]
-    extra += ["--until-loss", str(workload.target), "--powersgd-rank", str(options.powersgd_rank)]
+    extra += [
+        "--until-loss",
+        str(target_of(options, workload)),
+        "--powersgd-rank",
+        str(options.powersgd_rank),
+    ]
+    world = options.world
+    if name.startswith("one"):
+        world, extra = 1, [*extra, "--batch-size", str(workload.batch_size * world)]
     if options.learning_rate is not None:
         extra += ["--learning-rate", repr(options.learning_rate)]
     with Net() as net:
-        hosts = hosts_of(net, options.world, Lines("" if rate == "none" else rate))
+        hosts = hosts_of(net, world, Lines("" if rate == "none" else rate, options.delay))
         train_rival(hosts, trainer, folder, options.limit, extra)
 
 
@@ -171,7 +198,7 @@ def run(options: argparse.Namespace, workload: Workload, rate: str, contender: s
     except LabError as error:
         print(f"   {contender}: {str(error).splitlines()[0]}", file=sys.stderr)
     records = read(folder / "steps.jsonl")
-    found = summary(records, workload, rate, contender)
+    found = summary(records, workload, rate, contender, target_of(options, workload))
     if options.extrapolate is None or found.seconds is not None:
         return found
     known = steps_of(options.extrapolate)
@@ -217,6 +244,8 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=8, help="local steps of one exchange")
     parser.add_argument("--steps", type=int, default=400, help="at most, of each worker")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds of one run, start-up included")
+    parser.add_argument("--target", type=float, metavar="NATS", help="instead of the workload's")
+    parser.add_argument("--delay", type=float, default=0.0, metavar="SECONDS", help="of a packet, one way")
     parser.add_argument("--extrapolate", type=Path, metavar="FILE", help="see above; FILE: of --out")
     parser.add_argument("--learning-rate", type=float, help="instead of the workload's")
     parser.add_argument("--gathered", nargs=2, metavar=("EVERY", "DENSITY"), help="of local-topk")
@@ -257,7 +286,7 @@ def write(options: argparse.Namespace, arguments: Sequence[str], runs: Sequence[
         "date": datetime.date.today().isoformat(),
         "cores": os.cpu_count(),
         "world": options.world,
-        "targets": {name: WORKLOADS[name].target for name in options.workloads},
+        "targets": {name: target_of(options, WORKLOADS[name]) for name in options.workloads},
         "runs": [asdict(run) for run in runs],
     }
     options.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -38,7 +38,7 @@ import gridtrain
 from accuracy.butterfly import WORKERS, Butterfly
 from accuracy.dense_ring import DenseRing
 from accuracy.train import parse, train
-from accuracy.workloads import WORKLOADS, Settings, Workload
+from accuracy.workloads import WORKLOADS, Settings, Workload, trained_of
 from gridtrain.network.wire.value_encoding import VALUE_KINDS
 
 SGD_RATES = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.0, 3.0)
@@ -94,7 +94,7 @@ def flat_gradient_N(workload: Workload, model: nn.Module, indices: Iterable[int]
 
 
 def apply(model: nn.Module, update_N: Tensor, optimizer: torch.optim.Optimizer, clip_norm: float) -> None:
-    parameters = list(model.parameters())
+    parameters = trained_of(model)
     for parameter, piece in zip(parameters, update_N.split([p.numel() for p in parameters]), strict=True):
         parameter.grad = piece.view_as(parameter).clone()
     torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
@@ -114,7 +114,7 @@ def run(
     model = workload.model(seed)
     settings: Settings = replace(workload.settings[family], learning_rate=rate)
     optimizer = settings.build(model, momentum=family != "sparse")
-    n = sum(parameter.numel() for parameter in model.parameters())
+    n = sum(parameter.numel() for parameter in trained_of(model))
     exchange: Butterfly | DenseRing | None = DenseRing(n, values) if values else None
     if family == "sparse":
         exchange = Butterfly(n, DENSITY, VALUE_KINDS[values or "fp16"])

@@ -1,10 +1,13 @@
-"""What is trained: three small models that learn within minutes on two cores, on data that is there offline.
+"""What is trained: models that learn within minutes on two cores, on data that is there offline.
 
 Decides model, data, held-out measure and the settings of each optimizer family.  Knows nothing of how
 gradients travel: ours and the rivals train the very same thing.
 
     gpt       the demo's byte GPT on its text                                         120,576 parameters
     lstm      two LSTM layers over bytes of the same text (the paper's LSTM, small)   about 300 k
+    gpt-10m   the demo's GPT, six layers of width 384                               10.8 M
+    llama-30m a Llama over the same bytes, nine layers of width 512                   30.9 M
+    lora-114m LoRA of rank 16 on a frozen random Llama, twelve layers of width 768    3.4 M trained of 117 M
     resnet    ResNet-20 on scikit-learn's digits (8 x 8 pixels, 1,797 real images)    about 272 k
 """
 
@@ -19,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
+from accuracy.llama import ByteLlama, with_lora
 from gridtrain.tools.demo.byte_gpt import ByteGPT, Windows
-from gridtrain.tools.demo.recipe import HELD_OUT_WINDOWS, SIZES, VOCABULARY
+from gridtrain.tools.demo.recipe import HELD_OUT_WINDOWS, SIZES, VOCABULARY, ModelSize
 from gridtrain.tools.demo.text_corpus import load_corpus
 
 Pair = tuple[Tensor, Tensor]
@@ -44,10 +48,16 @@ class Settings:
 
     def build(self, model: nn.Module, momentum: bool = True) -> torch.optim.Optimizer:
         """`momentum=False`: the exchange carries it."""
+        trained = trained_of(model)
         if self.optimizer == "adamw":
-            return torch.optim.AdamW(model.parameters(), lr=self.learning_rate)
+            return torch.optim.AdamW(trained, lr=self.learning_rate)
         mine = self.momentum if momentum else 0.0
-        return torch.optim.SGD(model.parameters(), lr=self.learning_rate, momentum=mine)
+        return torch.optim.SGD(trained, lr=self.learning_rate, momentum=mine)
+
+
+def trained_of(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are not frozen."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 class Workload(ABC):
@@ -64,7 +74,7 @@ class Workload(ABC):
     batch_size: int
     target: float
     settings: dict[str, Settings]
-    gathered: ClassVar[dict[str, tuple[int, float]]] = {"local": (8, 0.1), "local-sgd": (8, 0.1)}
+    gathered: ClassVar[dict[str, tuple[int, float | str]]] = {"local": (8, 0.1), "local-sgd": (8, 0.1)}
     train: Dataset[Pair]
 
     @abstractmethod
@@ -82,11 +92,12 @@ class Workload(ABC):
 
 class _Text(Workload):
     context = 64
+    held_out_windows = HELD_OUT_WINDOWS
 
     def __init__(self) -> None:
         corpus = load_corpus()
         self.train = Windows(corpus.train, self.context)
-        self._held_out = Windows(corpus.held_out, self.context).evenly_spaced(HELD_OUT_WINDOWS)
+        self._held_out = Windows(corpus.held_out, self.context).evenly_spaced(self.held_out_windows)
 
     def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
@@ -109,6 +120,36 @@ class Gpt(_Text):
 
     def model(self, seed: int) -> nn.Module:
         return ByteGPT(SIZES["small"], seed=seed)
+
+
+class Gpt10M(_Text):
+    name, batch_size, target = "gpt-10m", 4, 2.2
+    settings: ClassVar = {"adamw": Settings("adamw", 0.001), "local": Settings("adamw", 0.001)}
+    gathered: ClassVar = {"local": (16, "density=0.02,values=int8")}
+
+    def model(self, seed: int) -> nn.Module:
+        return ByteGPT(ModelSize(width=384, layers=6, heads=6, context=self.context), seed=seed)
+
+
+class Llama30M(_Text):
+    name, batch_size, target, held_out_windows = "llama-30m", 2, 2.4, 64
+    settings: ClassVar = {"adamw": Settings("adamw", 0.001), "local": Settings("adamw", 0.001)}
+    gathered: ClassVar = {"local": (16, "density=0.02,values=int8")}
+
+    def model(self, seed: int) -> nn.Module:
+        return ByteLlama(512, 1536, layers=9, heads=8, context=self.context, seed=seed)
+
+
+class Lora114M(_Text):
+    """The frozen base is random: what adapters learn on it costs the same bytes as on a trained one."""
+
+    name, batch_size, target, held_out_windows = "lora-114m", 2, 2.8, 32
+    settings: ClassVar = {"adamw": Settings("adamw", 0.003), "local": Settings("adamw", 0.003)}
+    gathered: ClassVar = {"local": (8, "density=0.1,values=int8")}
+
+    def model(self, seed: int) -> nn.Module:
+        base = ByteLlama(768, 3072, layers=12, heads=12, context=self.context, seed=seed)
+        return with_lora(base, rank=16, alpha=32.0, seed=seed + 1)
 
 
 class ByteLSTM(nn.Module):
@@ -218,4 +259,6 @@ class ResNet(Workload):
             model.train()
 
 
-WORKLOADS: dict[str, type[Workload]] = {"gpt": Gpt, "lstm": Lstm, "resnet": ResNet}
+WORKLOADS: dict[str, type[Workload]] = {
+    each.name: each for each in (Gpt, Gpt10M, Llama30M, Lora114M, Lstm, ResNet)
+}

@@ -24,9 +24,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from accuracy.recorder import Recorder
-from accuracy.workloads import WORKLOADS, Workload
+from accuracy.workloads import WORKLOADS, Pair, Workload, trained_of
 from rivals.contract import INTERFACE, TRAINERS, Request, leave
 
 DATA_SEED = 1
@@ -108,7 +109,7 @@ class Hivemind:
         self._stack, self._model, self._workload = contextlib.ExitStack(), model, workload
         self._group = self._stack.enter_context(Rendezvous(request))
         self._dht = rival.start_dht(request, self._group)
-        self._size = sum(parameter.numel() for parameter in model.parameters())
+        self._size = sum(parameter.numel() for parameter in trained_of(model))
         self._averager = rival.start_averager(torch.zeros(self._size), self._dht, request.world)
         self._average = rival.average
 
@@ -147,8 +148,8 @@ def request_of(options: argparse.Namespace) -> Request:
 class Batches:
     """The same order on all ranks; of the world's batches, a rank takes its own."""
 
-    def __init__(self, workload: Workload, rank: int, world: int) -> None:
-        self._data, self._size, self._rank, self._world = workload.train, workload.batch_size, rank, world
+    def __init__(self, data: Dataset[Pair], size: int, rank: int, world: int) -> None:
+        self._data, self._size, self._rank, self._world = data, size, rank, world
         self._generator = torch.Generator().manual_seed(DATA_SEED)
         self._order: list[int] = []
 
@@ -164,7 +165,8 @@ class Batches:
 def train(options: argparse.Namespace) -> None:
     """One rank's run."""
     workload = WORKLOADS[options.workload]()
-    batches = Batches(workload, options.rank, options.world)
+    size = options.batch_size or workload.batch_size
+    batches = Batches(workload.train, size, options.rank, options.world)
     model = workload.model(options.seed)
     settings = workload.settings[options.settings].at(options.learning_rate)
     exchange: Exchange = EXCHANGES[options.rival](options, workload, model)
@@ -203,6 +205,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="gpt")
     parser.add_argument("--settings", choices=("dense", "adamw"), default="dense", help="optimizer's family")
     parser.add_argument("--learning-rate", type=float, help="instead of the workload's")
+    parser.add_argument("--batch-size", type=int, help="instead of the workload's")
     parser.add_argument("--powersgd-rank", type=int, default=2)
     parser.add_argument("--powersgd-start", type=int, default=10, metavar="STEP", help="dense before it")
     parser.add_argument("--seed", type=int, default=0)
