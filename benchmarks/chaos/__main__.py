@@ -30,7 +30,8 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=6)
     parser.add_argument("--rate", default="100Mbit", help="of each worker's cable, both ways")
-    parser.add_argument("--exchange", default="dense", choices=("dense", "topk", "gtopk"))
+    parser.add_argument("--exchange", default="dense", choices=("dense", "topk", "gtopk", "local"))
+    parser.add_argument("--model", default="mlp", choices=("mlp", "gpt", "lora"))
     parser.add_argument("--compute", type=float, default=0.02, metavar="SECONDS", help="of each step")
     parser.add_argument("--kinds", default="", help="only these, separated by commas")
     parser.add_argument("--loopback", action="store_true", help="no namespaces: no cuts and holes")
@@ -60,6 +61,7 @@ def main(argv: list[str]) -> int:
             loopback=bool(missing),
             faults=faults,
             exchange=options.exchange,
+            model=options.model,
             compute_s=options.compute,
         )
         say(f"-- {name}: {plan.workers} workers, {lasts_s:.0f} s, {len(faults)} faults, in {folder / name}")
@@ -75,7 +77,7 @@ def finish(
         "command": shlex.join(["python", "-m", "chaos", *argv]),
         "seed": options.seed,
         "every_s": options.every,
-        "ground": f"{where}, {options.rate} each way, {options.exchange}",
+        "ground": f"{where}, {options.rate} each way, {options.exchange}, {options.model}",
     }
     result = report.whole(arguments, summaries["calm"], summaries["chaos"])
     (folder / "report.json").write_text(json.dumps(result, indent=1) + "\n")

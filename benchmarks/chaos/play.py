@@ -58,6 +58,7 @@ class Plan:
     compute_s: float = 0.02
     width: int = 256
     samples: int = 3000
+    model: str = "mlp"
     planned: str = ""
     waits: bool = False
 
@@ -181,6 +182,7 @@ class Play:
         options = {
             "stop": str(self._stop),
             "exchange": self._plan.exchange,
+            "model": self._plan.model,
             "compute_s": self._plan.compute_s,
             "width": self._plan.width,
             "samples": self._plan.samples,

@@ -16,6 +16,7 @@ Not a part of the product: it reaches into the session, to see attempts.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -28,12 +29,15 @@ import torch
 from torch import Tensor, nn
 
 import gridtrain
+from accuracy.llama import ByteLlama, with_lora
 from gridtrain.core.group.member_events import SubmitRound
 from gridtrain.core.member.generation import late_submission
 from gridtrain.core.messages import RoundId
+from gridtrain.tools.demo.byte_gpt import ByteGPT, Windows
+from gridtrain.tools.demo.text_corpus import load_corpus
 from gridtrain.training.checkpoint import serialization
 
-FEATURES, CLASSES = 16, 8
+FEATURES, CLASSES, CONTEXT = 16, 8, 64
 FOREVER = 100_000_000
 STALL_POLL_S = 0.02
 TOO_LATE = late_submission(SubmitRound(RoundId(0, 0, 0, 0), {})).reason
@@ -43,6 +47,7 @@ EXCHANGES = {
     "dense": (gridtrain.Dense(), 0.9),
     "topk": (gridtrain.TopK(density=0.05, momentum=0.9), 0.0),
     "gtopk": (gridtrain.GTopK(density=0.05, momentum=0.9), 0.0),
+    "local": (gridtrain.LocalSteps(every=4, exchange=gridtrain.GTopK(density=0.1)), 0.9),
 }
 
 
@@ -59,6 +64,7 @@ class Options:
     stop: str
     stall: str
     exchange: str = "dense"
+    model: str = "mlp"
     width: int = 256
     samples: int = 3000
     batch_size: int = 8
@@ -83,6 +89,34 @@ class Points:
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
         return self._x[index], self._y[index], index
+
+
+class Text:
+    """(bytes, next bytes, its own index), the first windows of the demo's text."""
+
+    def __init__(self, count: int) -> None:
+        self._windows, self._count = Windows(load_corpus().train, CONTEXT), count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        return *self._windows[index], index
+
+
+def task_of(options: Options) -> tuple[nn.Module, Any]:
+    """(model, samples).  All workers but the first are given the first one's parameters."""
+    width = options.width
+    match options.model:
+        case "gpt":
+            return ByteGPT(seed=os.getpid()), Text(options.samples)
+        case "lora":  # the base must be everybody's, the adapters need not be
+            base = ByteLlama(64, 128, layers=2, heads=4, context=CONTEXT, seed=0)
+            return with_lora(base, rank=8, alpha=16.0, seed=os.getpid()), Text(options.samples)
+        case _:
+            torch.manual_seed(os.getpid())
+            layers = [nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+            return nn.Sequential(*layers, nn.Linear(width, CLASSES)), Points(options.samples)
 
 
 class Witness:
@@ -118,20 +152,17 @@ def last_step(path: Path) -> int:
 
 
 def train(options: Options) -> None:
-    torch.manual_seed(os.getpid())
-    width, stop, stall = options.width, Path(options.stop), Path(options.stall)
-    model = nn.Sequential(
-        nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES)
-    )
+    stop, stall = Path(options.stop), Path(options.stall)
+    model, data = task_of(options)
     exchange, momentum = EXCHANGES[options.exchange]
     say("loaded", pid=os.getpid())
     grid = gridtrain.join()
-    inner = torch.optim.SGD(model.parameters(), lr=0.02, momentum=momentum)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    inner = torch.optim.SGD(trained, lr=0.02, momentum=momentum)
     optimizer = grid.optimizer(inner, model, exchange=exchange, wait="auto")
+    replicated = getattr(optimizer, "replicated", inner)  # with local steps, moments are each worker's own
     witness = Witness(grid)
-    for x_BF, y_B, indices_B in grid.batches(
-        Points(options.samples), batch_size=options.batch_size, steps=FOREVER
-    ):
+    for x, y, indices_B in grid.batches(data, batch_size=options.batch_size, steps=FOREVER):
         last = last_step(stop)
         if last < FOREVER:  # nobody may be left out at the end, when the others take part no more
             grid._session._loop.step_rounds.stop_absences()
@@ -140,17 +171,25 @@ def train(options: Options) -> None:
         time.sleep(options.compute_s)
         while stall.exists():
             time.sleep(STALL_POLL_S)
-        nn.functional.cross_entropy(model(x_BF), y_B).backward()
-        witness.batch, before = indices_B.tolist(), witness.committed
+        nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
+        calls = getattr(optimizer, "local_calls", 0)
+        witness.batch = witness.batch if calls else []
+        if calls < getattr(optimizer, "_calls_with_samples", 1):  # else: a stand-in at the end of a pass
+            witness.batch += indices_B.tolist()
+        before = witness.committed
         optimizer.step()
         optimizer.zero_grad()
         if witness.committed != before:
-            say("state", step=witness.committed, digest=serialization.replica_digest(model, inner).hex()[:16])
+            say(
+                "state",
+                step=witness.committed,
+                digest=serialization.replica_digest(model, replicated).hex()[:16],
+            )
     ledger = grid._session.snapshot.ledger
     say(
         "end",
         step=grid.step,
-        digest=serialization.replica_digest(model, inner).hex()[:16],
+        digest=serialization.replica_digest(model, replicated).hex()[:16],
         cursor=ledger.cursor,
         consumed=ledger.consumed,
         requeued=[[span.start, span.stop] for span in ledger.requeued],
@@ -162,4 +201,5 @@ def train(options: Options) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO)  # on stderr, which the agents keep
     train(Options(**json.loads(sys.argv[1])))
