@@ -33,7 +33,7 @@ from gridtrain.core.group.round_flags import MAX_RANKS, absent_ranks
 from gridtrain.errors import RemoteProtocolError
 
 QUORUM = 0.5
-"""Smallest share of a step's samples with which the step continues; with a smaller share, the group waits."""
+"""Smallest share of the samples of a full step with which the step continues; with less the group waits."""
 
 WINDOW, FEWEST_DELAYS = 32, 4
 """Number of delays from which a limit is computed, and the number below which there is no limit."""
@@ -280,9 +280,10 @@ class Stragglers:
         """Whether this is the root, and members with enough samples and equal optimizer settings wait."""
         if not self._waiting or len(set(self._waiting.values())) > 1:  # none on all other members
             return False
-        counts = self._count_samples()
-        present = sum(counts[rank] for rank in self._waiting)
-        return present > 0 and present >= QUORUM * sum(counts)
+        counts, shares = self._count_samples(), [share for _, share in self._assignment.shares]
+        has_samples = any(counts[rank] for rank in self._waiting)
+        # Not of this step's samples: at the end of a pass there may be fewer than in a late batch.
+        return has_samples and sum(shares[rank] for rank in self._waiting) >= QUORUM * sum(shares)
 
     def late_s(self, ranks: Iterable[int]) -> float:
         """Return the time from which all of these ranks are late in the open step; infinite if never."""

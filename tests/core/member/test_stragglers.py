@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -30,8 +32,16 @@ STEP_S = 0.2
 class Group:
     """One member's `Stragglers`, in a run whose steps take `STEP_S`, of which everybody computes half."""
 
-    def __init__(self, rank: int, counts: tuple[int, ...] = (4, 4, 4, 4), *, is_enabled: bool = True) -> None:
-        assignment = RankAssignment(PEERS[rank], 1, 1, MEMBERS)
+    def __init__(
+        self,
+        rank: int,
+        *,
+        shares: tuple[int, ...] = (4, 4, 4, 4),
+        counts: tuple[int, ...] = (4, 4, 4, 4),
+        is_enabled: bool = True,
+    ) -> None:
+        members = [replace(member, share=share) for member, share in zip(MEMBERS, shares, strict=True)]
+        assignment = RankAssignment(PEERS[rank], 1, 1, tuple(members))
         self.rank, self.now_s, self.step = rank, 10.0, 0
         delays: UsualDelays = defaultdict(UsualDelay)
         self.subject = Stragglers(assignment, lambda: counts, delays, is_enabled=is_enabled)
@@ -124,13 +134,22 @@ def test_the_root_requests_those_who_are_late_once_half_of_the_samples_wait() ->
     assert root.subject.tick(due_s + 1) == [], "requested once"
 
 
-def test_without_a_quorum_the_group_waits() -> None:
-    root = Group(rank=0, counts=(1, 1, 1, 9))
+@pytest.mark.parametrize("group", [{"shares": (1, 1, 1, 9)}, {"counts": (0, 0, 0, 9)}])
+def test_without_a_quorum_the_group_waits(group: Mapping[str, tuple[int, ...]]) -> None:
+    root = Group(rank=0, **group)
     root.calm_steps(FEWEST_DELAYS)
     root.submit(0.1)
     for rank in (1, 2):
         assert requests(root.waiting(rank, 5.0)) == []
     assert requests(root.subject.tick(root.now_s + 9)) == []
+
+
+def test_few_samples_at_the_end_of_a_pass_are_a_quorum() -> None:
+    root = Group(rank=0, counts=(1, 1, 1, 9))
+    root.calm_steps(FEWEST_DELAYS)
+    root.submit(0.1)
+    assert requests([*root.waiting(1, 0.1), *root.waiting(2, 0.1)]) == []
+    assert requests(root.subject.tick(root.now_s + 5)) == [PEERS[3]]
 
 
 def test_whoever_was_absent_is_requested_at_once() -> None:
