@@ -1,10 +1,11 @@
 """What it costs the others when a worker joins a large run over a slow line.
 
 Decides what is measured.  The run is real (agents, sockets, shaped cables); computing is emulated: a gradient
-of the model's size that costs nothing, and a pause as long as a GPU would compute.
+of what is trained that costs nothing, and a pause as long as a GPU would compute.
 
     python -m lab.joiner                              100 M parameters, SGD with momentum, 100 Mbit/s, 3 + 1
     python -m lab.joiner --parameters 10e6 --line 20Mbit --compute 0.5
+    python -m lab.joiner --workload lora-114m --line 20Mbit          LoRA: the frozen base stays where it is
 
     workers 1..3  | calm: steps per second | the joiner's script starts ... its first step | a few steps more
     lost = 1 - (rate while it joins) / (rate in calm)
@@ -25,9 +26,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from accuracy.workloads import WORKLOADS, trained_of
 from lab.group import Plan, start
 from lab.net import Net, why_not
 from lab.ns import LabError
+from rivals.contract import INTERFACE
+from rivals.measure import received_bytes
 
 LAYERS = 16
 WARM_UP_STEPS = 3
@@ -49,22 +53,27 @@ def train(options: argparse.Namespace) -> None:
         Path(options.gate).read_bytes()  # until somebody writes to it, and closes it
     torch.set_num_threads(1)
     torch.manual_seed(7)
-    side = int((options.parameters / LAYERS) ** 0.5)
-    model = nn.ModuleList([nn.Linear(side, side, bias=False) for _ in range(LAYERS)])
-    noise = torch.randn(side, side) * 1e-3
+    if options.workload:
+        model: nn.Module = WORKLOADS[options.workload]().model(0)
+    else:
+        side = int((options.parameters / LAYERS) ** 0.5)
+        model = nn.ModuleList([nn.Linear(side, side, bias=False) for _ in range(LAYERS)])
+    trained = trained_of(model)
+    noise = [torch.randn_like(parameter) * 1e-3 for parameter in trained]
     with open(options.out, "a", buffering=1) as out, gridtrain.join() as grid:
-        print(json.dumps({"joined": time.monotonic()}), file=out)
+        before_bytes = received_bytes(INTERFACE) or 0
         optimizer = grid.optimizer(
-            torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+            torch.optim.SGD(trained, lr=0.01, momentum=0.9),
             model,
             exchange=gridtrain.GTopK(density=options.density, momentum=0.0),
             compare_every=0,
         )
         for _ in grid.batches(range(10**5), batch_size=1, steps=10**6):
-            print(json.dumps({"step": grid.step, "at": time.monotonic(), "of": grid.world_size}), file=out)
+            line = {"step": grid.step, "at": time.monotonic(), "of": grid.world_size}
+            print(json.dumps(line | {"received": (received_bytes(INTERFACE) or 0) - before_bytes}), file=out)
             time.sleep(options.compute)  # what a GPU would do meanwhile
-            for layer in model:
-                layer.weight.grad = noise * (1 + grid.rank)
+            for parameter, each in zip(trained, noise, strict=True):
+                parameter.grad = each * (1 + grid.rank)
             optimizer.step()
 
 
@@ -89,7 +98,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     os.mkfifo(gate)
     common = [sys.executable, "-m", "lab.joiner", "--train"]
     common += ["--parameters", str(options.parameters), "--density", str(options.density)]
-    common += ["--compute", str(options.compute)]
+    common += ["--compute", str(options.compute), "--workload", options.workload]
 
     def script(name: str) -> Sequence[str]:
         late = ["--gate", str(gate)] if name == LATE else []
@@ -130,12 +139,14 @@ def evaluate(first: list[dict[str, Any]], late: list[dict[str, Any]], opened_s: 
         "expected_steps": calm_Hz * took_s,
         "lost": 1 - len(during) / (calm_Hz * took_s),
         "longest_step_s": longest_s,
+        "received_bytes": entered["received"],
     }
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m lab.joiner", description=__doc__.splitlines()[0])
     parser.add_argument("--parameters", type=float, default=100e6)
+    parser.add_argument("--workload", default="", help="of accuracy.workloads, instead of --parameters")
     parser.add_argument("--density", type=float, default=0.001)
     parser.add_argument("--compute", type=float, default=1.0, metavar="SECONDS", help="emulated, of a step")
     parser.add_argument("--line", default="100Mbit")
@@ -164,11 +175,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except LabError as error:
             print(error, file=sys.stderr)
             return 1
+    model = options.workload or f"{options.parameters / 1e6:.0f} M parameters"
     print(
-        f"{options.parameters / 1e6:.0f} M parameters, {options.line} cables, {options.workers} workers, "
+        f"{model}, {options.line} cables, {options.workers} workers, "
         f"a step {figures['calm_step_s']:.2f} s: one joined in {figures['joining_s']:.1f} s; meanwhile "
         f"{figures['steps_meanwhile']} steps of {figures['expected_steps']:.1f}: {figures['lost']:.1%} lost; "
-        f"the longest took {figures['longest_step_s']:.2f} s"
+        f"the longest took {figures['longest_step_s']:.2f} s; "
+        f"{figures['received_bytes'] / 1e6:.2f} MB received"
     )
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")

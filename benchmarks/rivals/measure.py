@@ -28,6 +28,7 @@ from rivals.contract import Request, Result
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _SENT_COLUMN = 8
+_RECEIVED_COLUMN = 0
 
 
 def _nothing() -> None: ...
@@ -90,12 +91,21 @@ def measured(
 
 def sent_bytes(interface: str) -> int | None:
     """What has left by the interface since it is there; None: others' bytes are counted in it too."""
+    return _counted(interface, _SENT_COLUMN)
+
+
+def received_bytes(interface: str) -> int | None:
+    """What has arrived by the interface; see `sent_bytes`."""
+    return _counted(interface, _RECEIVED_COLUMN)
+
+
+def _counted(interface: str, column: int) -> int | None:
     if interface == "lo":
         return None
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == interface:
-            return int(numbers.split()[_SENT_COLUMN])
+            return int(numbers.split()[column])
     return None
 
 

@@ -1,0 +1,62 @@
+"""The learning curves of result files as a picture: held-out loss over seconds and over steps.
+
+python -m accuracy.chart results/gpt_10m.json --out ../docs/images/gpt-10m.svg --title "..."
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gridtrain.tools.demo.svg_chart import COLOURS, ChartLine, ChartPanel, draw_chart
+
+LABELS = {
+    "one-adamw": "one process",
+    "gloo-adamw": "gloo, dense",
+    "hivemind-adamw": "hivemind, dense",
+    "local": "gridtrain, LocalSteps",
+    "local-topk": "gridtrain, LocalSteps",
+}
+
+
+def points(run: dict[str, Any], one: dict[str, Any] | None) -> list[tuple[int, float, float]]:
+    """(step, seconds, loss).  A dense run that ended earlier than `one`, which averages the same gradients,
+    has its losses, at the seconds that as many of its own steps take."""
+    curve = [(step, seconds, loss) for step, seconds, loss in run["curve"]]
+    if one is None or run["contender"].startswith("local") or curve[-1][0] >= one["curve"][-1][0]:
+        return curve
+    return [(step, step * run["step_s"], loss) for step, _, loss in one["curve"]]
+
+
+def picture(runs: Sequence[dict[str, Any]], title: str, subtitle: str) -> str:
+    one = next((run for run in runs if run["contender"].startswith("one")), None)
+    by_time, by_step = [], []
+    for run, colour in zip(runs, COLOURS, strict=False):
+        label = LABELS.get(run["contender"], run["contender"])
+        curve = points(run, one)
+        by_time.append(ChartLine(label, tuple((seconds, loss) for _, seconds, loss in curve), colour))
+        by_step.append(ChartLine(label, tuple((float(step), loss) for step, _, loss in curve), colour))
+    loss = "held-out loss (nats per byte)"
+    panels = [
+        ChartPanel("Against wall time", "seconds (log scale)", loss, tuple(by_time), log_x=True),
+        ChartPanel("Against steps", "steps of each worker", loss, tuple(by_step)),
+    ]
+    return draw_chart(title, subtitle, panels)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m accuracy.chart", description=__doc__)
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--title", required=True)
+    parser.add_argument("--subtitle", default="")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    runs = [run for path in options.results for run in json.loads(path.read_text())["runs"]]
+    options.out.write_text(picture(runs, options.title, options.subtitle))
+
+
+if __name__ == "__main__":
+    main()
