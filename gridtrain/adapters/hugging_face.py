@@ -30,10 +30,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import has_length
 
 from gridtrain.adapters.loader import GridLoader
 from gridtrain.errors import ConfigError
 from gridtrain.sdk.grid import Grid
+from gridtrain.training.data import readers
 from gridtrain.training.optimizer import GridOptimizer
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ class GridTrainerMixin(_Trainer):
     def __init__(self, *, grid: Grid, grid_options: dict[str, Any] | None = None, **options: Any) -> None:
         super().__init__(**options)
         _refuse_misfits(self.args)
+        _refuse_stream(self.train_dataset)
         self.grid = grid
         self._grid_options = grid_options or {}
         self._loader: GridLoader | None = None
@@ -146,6 +149,15 @@ class _StepCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._trainer.finish()
+
+
+def _refuse_stream(dataset: Any) -> None:
+    if readers.is_iterable(dataset) and dataset is not None and not has_length(dataset):
+        raise ConfigError(
+            f"train_dataset is a {type(dataset).__name__} without a length: every worker would read all",
+            remedy="pass gridtrain.Shards(index), or gridtrain.adapters.datasets.StreamShards(stream, index) "
+            "for a stream of the package datasets; see docs/data.md",
+        )
 
 
 def _refuse_misfits(args: TrainingArguments) -> None:

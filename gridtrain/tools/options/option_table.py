@@ -378,6 +378,14 @@ WORKER: tuple[Option, ...] = (
         metavar="FOLDER",
     ),
     Option(
+        "cache_limit",
+        TEXT,
+        "Space for data that is fetched.",
+        default="",
+        default_description="20GB",
+        metavar="SIZE",
+    ),
+    Option(
         "checkpoint_every",
         COUNT,
         "Steps between checkpoints; 0 writes none.",
@@ -475,6 +483,7 @@ OTHER_VARIABLES: dict[str, str] = {
     "GRIDTRAIN_IDENTITY": "",
     "GRIDTRAIN_CONTRIBUTION": "",
     "GRIDTRAIN_CONTROL": "",
+    "GRIDTRAIN_PROGRESS": "",
     # read by docker/compose*.yaml
     "GRIDTRAIN_INVITATION_FILE": "",
     "GRIDTRAIN_ACCEPT_FILE": "",
