@@ -59,9 +59,9 @@ class GridTrainerMixin(_Trainer):
     """
 
     def __init__(self, *, grid: Grid, grid_options: dict[str, Any] | None = None, **options: Any) -> None:
+        _refuse_stream(options.get("train_dataset"))
         super().__init__(**options)
         _refuse_misfits(self.args)
-        _refuse_stream(self.train_dataset)
         self.grid = grid
         self._grid_options = grid_options or {}
         self._loader: GridLoader | None = None
@@ -152,7 +152,7 @@ class _StepCallback(TrainerCallback):
 
 
 def _refuse_stream(dataset: Any) -> None:
-    if readers.is_iterable(dataset) and dataset is not None and not has_length(dataset):
+    if dataset is not None and readers.is_iterable(dataset) and not has_length(dataset):
         raise ConfigError(
             f"train_dataset is a {type(dataset).__name__} without a length: every worker would read all",
             remedy="pass gridtrain.Shards(index), or gridtrain.adapters.datasets.StreamShards(stream, index) "
