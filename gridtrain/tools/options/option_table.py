@@ -356,7 +356,7 @@ WORKER: tuple[Option, ...] = (
         FOLDER,
         "Folder for the final model.",
         default="",
-        default_description="~/.local/state/gridtrain/RUN",
+        default_description="~/.local/state/...",
         metavar="FOLDER",
         is_join_option=True,
     ),

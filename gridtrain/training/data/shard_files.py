@@ -377,8 +377,15 @@ class ShardCache:
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
         """Exclude other workers from fetching the same file."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f"{name}.lock").open("w") as lock:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = (self.folder / f"{name}.lock").open("w")
+        except OSError as error:
+            raise DataError(
+                f"the cache {self.folder} cannot be written to: {error.strerror}",
+                remedy="set XDG_CACHE_HOME to a folder on a disk with space, or pass cache=",
+            ) from None
+        with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
