@@ -145,9 +145,8 @@ class Job:
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error.reason}", remedy=error.remedy) from None
         Rules().with_settings(self.rules)
-        _ = self.cache_limit_bytes
+        self.cache_limit_bytes()
 
-    @property
     def cache_limit_bytes(self) -> int:
         text = self.settings.get("cache_limit")
         return parse_limit("cache_limit", text) if text else DEFAULT_LIMIT_BYTES
@@ -209,7 +208,7 @@ def supervise(
         if offer is not None:
             require_consent(offer, job.accept, ask)
             say = None if isinstance(console, TerminalConsole) else tell
-            cache = ShardCache(limit_bytes=job.cache_limit_bytes)
+            cache = ShardCache(limit_bytes=job.cache_limit_bytes())
             job = with_bundle(job, fetch_data_file(offer, cache, say))
         stats = ContributionStats(entry.identity, console)
         tell(

@@ -204,8 +204,8 @@ def find_data_file(run: RunDescription, data_dir: Path, files: Path) -> Path | N
         if path.is_file():
             with path.open("rb") as file:
                 found = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
-            if found != run.data.digest and path.is_symlink() and run.data.url:
-                path.resolve().unlink()  # the cache's, which was damaged
+            if found != run.data.digest and path.resolve().name == run.data.digest.removeprefix("sha256:"):
+                path.resolve().unlink()  # the damaged file of the cache; see `fetch_data_file`
                 continue
             if found != run.data.digest:
                 raise ConfigError(
@@ -242,8 +242,9 @@ def fetch_data_file(
         cache.open(described.url, shard, as_stored=True, copy=partial(copy_rest, say=say)).close()
         link = offer.folder / described.file
         link.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        link.unlink(missing_ok=True)
-        link.symlink_to((cache.folder / digest).absolute())
+        partial_link = link.with_name(f".{link.name}.{secrets.token_hex(4)}")  # others may do the same
+        partial_link.symlink_to((cache.folder / digest).absolute())
+        partial_link.replace(link)
     return replace(offer, data=link)
 
 

@@ -219,7 +219,8 @@ def _data(path: Path, table: object) -> DatasetDescription:
             f"{path}: [run.data] has no digest", remedy=f'write digest = "sha256:...", from: sha256sum {file}'
         )
     is_size = type(nbytes) is int and nbytes >= 0
-    if (url and "://" not in url) or not is_size or bool(nbytes) != bool(url):
+    is_remote = "://" in url and not url.startswith("file:")
+    if bool(url) != is_remote or not is_size or bool(nbytes) != bool(url):
         raise ConfigError(
             f"{path}: [run.data] has url = {url!r} and bytes = {nbytes!r}",
             remedy="write both, or neither: the URL of the file, and its size in bytes from: stat -c %s FILE",

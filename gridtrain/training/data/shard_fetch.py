@@ -61,7 +61,7 @@ def copy_rest(
     """
     with part.open("ab") as local:
         size = local.tell()
-        if size == limit_bytes:
+        if size >= limit_bytes:
             return
         with _opened(place, size) as (remote, start), _shown(place, say) as show:
             if start != size:  # the server does not know ranges
@@ -74,7 +74,7 @@ def copy_rest(
             while chunk := read(min(CHUNK_BYTES, limit_bytes + 1 - size, end - size)):
                 size += local.write(chunk)
                 count(len(chunk))
-                show(size, limit_bytes)
+                show(size, min(end, limit_bytes))
                 if size > limit_bytes:
                     raise DataError(
                         f"{place} has changed: it has more than {limit_bytes} bytes",

@@ -37,6 +37,9 @@ RETRY_AFTER_S = (1.0, 5.0, 25.0)
 """The seconds to wait before each further attempt at fetching a file.  After `CHUNK_BYTES` more, attempts are
 counted again from the first."""
 
+MAX_URL = 2000
+"""The largest number of characters of a URL in an index."""
+
 DEFAULT_LIMIT_BYTES = 20 * 10**9
 LIMIT = "GRIDTRAIN_CACHE_LIMIT"
 """The variable with the volunteer's limit of the cache, which precedes the script's."""
@@ -69,7 +72,7 @@ class ShardFile:
     @property
     def problem(self) -> str:
         """What is wrong with an entry that was read; "" if nothing is."""
-        if not isinstance(self.url, str) or not self.url or not self.url.isprintable():
+        if not isinstance(self.url, str) or not 0 < len(self.url) <= MAX_URL or not self.url.isprintable():
             return f"url is {self.url!r:.200}; it must be a path or a URL"
         counts = (self.samples, self.bytes, self.tokens)
         if any(type(count) is not int or not 0 <= count < 2**53 for count in counts):

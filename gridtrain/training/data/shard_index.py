@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tarfile import TarError
+from urllib.parse import quote
 
 from gridtrain.errors import ConfigError, DataError
 from gridtrain.training.data import shard_files
@@ -89,8 +90,9 @@ def read_index(location: str | Path, root: str | Path = "") -> ShardIndex:
                 remedy="write the index again with `gridtrain data index`",
             )
         shards = tuple(ShardFile(**entry) for entry in body["shards"])
-        index = ShardIndex(body["format"], shards, body["tokenizer"], str(root) or shard_files.parent(place))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        named, tokenizer = str(body["format"]), str(body["tokenizer"])
+        index = ShardIndex(named, shards, tokenizer, str(root) or shard_files.parent(place))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{place} is not the index of a data set: {type(error).__name__}: {error}",
             remedy="write one with `gridtrain data index FILES --out index.json`",
@@ -115,7 +117,7 @@ def write_index(index: ShardIndex, path: Path, url: str = "") -> None:
     base = posixpath.commonpath(map(posixpath.dirname, places)) if url else _absolute(str(path.parent))
     names = [posixpath.relpath(place, base) if place.startswith(base + "/") else place for place in places]
     shards = [
-        asdict(shard) | {"url": shard_files.join(url, name) if url else name}
+        asdict(shard) | {"url": shard_files.join(url, quote(name) if url.startswith("http") else name)}
         for shard, name in zip(index.shards, names, strict=True)
     ]
     body = {"version": VERSION, "format": index.format, "tokenizer": index.tokenizer, "shards": shards}

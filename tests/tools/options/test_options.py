@@ -140,6 +140,7 @@ def test_an_unknown_variable_is_refused_with_the_nearest(name: str, remedy: str)
         (f"{_FILE}url = 'https://h/x'\n", "has url = 'https://h/x' and bytes = 0"),
         (f"{_FILE}bytes = 3\n", "has url = '' and bytes = 3"),
         (f"{_FILE}url = 'h/x'\nbytes = 3\n", "has url = 'h/x'"),
+        (f"{_FILE}url = 'file:///x'\nbytes = 3\n", "has url = 'file:///x'"),
         (f"{_FILE}url = 'https://h/x'\nbytes = '3'\n", "and bytes = '3'"),
         ("[coordinator]\nmin_workers = 0\n", "must be a whole number >= 1"),
         ("[coordinator]\nmin_workers = true\n", "is True"),
