@@ -78,7 +78,7 @@ def _places(count: int) -> list[str]:
 def _shard_count(stream: Any) -> int:
     if not all(hasattr(stream, name) for name in ("num_shards", "shard", "iter", "state_dict")):
         raise ConfigError(
-            f"a {type(stream).__name__} was passed instead of a datasets.IterableDataset",
+            f"a {type(stream).__name__} was passed instead of a datasets.IterableDataset (3.1 or newer)",
             remedy="use load_dataset(..., streaming=True), or dataset.to_iterable_dataset(num_shards=64)",
         )
     count: int = stream.num_shards

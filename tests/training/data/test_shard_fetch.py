@@ -98,6 +98,14 @@ def test_an_attempt_that_adds_enough_does_not_count(
     assert cache.failed_reads == 10 and cache.fetched_bytes == 1100
 
 
+def test_a_later_start_continues(server: Server, cache: ShardCache, expected: ShardFile) -> None:
+    with pytest.raises(DataError):
+        cache.open(f"{server.url}/stalls/a.txt", expected)
+    with ShardCache(cache.folder).open(f"{server.url}/plain/a.txt", expected) as file:
+        assert file.read() == CONTENT
+    assert server.stop()[-1] == ("/plain/a.txt", "bytes=300-")
+
+
 def test_an_index_of_urls(server: Server, cache: ShardCache) -> None:
     index = build_index([f"{server.url}/breaks/a.txt"], cache=cache)
     assert index.samples == 100 and index.bytes == len(CONTENT)

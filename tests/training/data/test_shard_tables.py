@@ -193,7 +193,7 @@ def test_what_is_no_stream_of_this_index_is_refused(tmp_path: Path) -> None:
     stream, index = made(tmp_path)
     from gridtrain.adapters.datasets import StreamShards
 
-    with pytest.raises(ConfigError, match=r"a list was passed instead of a datasets\.IterableDataset"):
+    with pytest.raises(ConfigError, match=r"a list was passed instead of a datasets\.IterableDataset \(3"):
         StreamShards([1], index)
     fewer = stream.shard(num_shards=2, index=0)
     with pytest.raises(ConfigError, match=r"the stream has \d shards, but .* describes 5 files"):
