@@ -28,6 +28,12 @@ class Handler(BaseHTTPRequestHandler):
         asked = self.headers.get("Range", "")
         print(self.path, asked or "-", flush=True)
         number = self.served[self.path] = self.served.get(self.path, -1) + 1
+        if fault == "moved":
+            self.send_response(302)
+            self.send_header("Location", f"/plain/{name}")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         path = self.folder / name
         if not path.is_file():
             self.send_error(404)

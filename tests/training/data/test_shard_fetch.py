@@ -106,6 +106,14 @@ def test_a_later_start_continues(server: Server, cache: ShardCache, expected: Sh
     assert server.stop()[-1] == ("/plain/a.txt", "bytes=300-")
 
 
+def test_a_redirection_keeps_the_range(server: Server, cache: ShardCache, expected: ShardFile) -> None:
+    cache.folder.mkdir()
+    (cache.folder / f"{expected.sha256}.part").write_bytes(CONTENT[:500])
+    with cache.open(f"{server.url}/moved/a.txt", expected) as file:
+        assert file.read() == CONTENT
+    assert server.stop() == [("/moved/a.txt", "bytes=500-"), ("/plain/a.txt", "bytes=500-")]
+
+
 def test_an_index_of_urls(server: Server, cache: ShardCache) -> None:
     index = build_index([f"{server.url}/breaks/a.txt"], cache=cache)
     assert index.samples == 100 and index.bytes == len(CONTENT)
