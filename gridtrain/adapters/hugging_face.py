@@ -30,10 +30,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import has_length
 
 from gridtrain.adapters.loader import GridLoader
 from gridtrain.errors import ConfigError
 from gridtrain.sdk.grid import Grid
+from gridtrain.training.data import readers
 from gridtrain.training.optimizer import GridOptimizer
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ class GridTrainerMixin(_Trainer):
     """
 
     def __init__(self, *, grid: Grid, grid_options: dict[str, Any] | None = None, **options: Any) -> None:
+        _refuse_stream(options.get("train_dataset"))
         super().__init__(**options)
         _refuse_misfits(self.args)
         self.grid = grid
@@ -146,6 +149,15 @@ class _StepCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._trainer.finish()
+
+
+def _refuse_stream(dataset: Any) -> None:
+    if dataset is not None and readers.is_iterable(dataset) and not has_length(dataset):
+        raise ConfigError(
+            f"train_dataset is a {type(dataset).__name__} without a length: every worker would read all",
+            remedy="pass gridtrain.Shards(index), or gridtrain.adapters.datasets.StreamShards(stream, index) "
+            "for a stream of the package datasets; see docs/data.md",
+        )
 
 
 def _refuse_misfits(args: TrainingArguments) -> None:

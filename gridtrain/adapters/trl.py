@@ -8,14 +8,29 @@ See `gridtrain.adapters.hugging_face`, which describes the mixin.
 
 from __future__ import annotations
 
+from typing import Any
+
 from gridtrain.extras import require
 
 require("trl", "gridtrain.adapters.trl")
 
+from datasets import Dataset  # noqa: E402  trl needs it
 from trl import SFTTrainer  # noqa: E402
 
 from gridtrain.adapters.hugging_face import GridTrainerMixin  # noqa: E402
+from gridtrain.training.data.shards import ShardedDataset  # noqa: E402
 
 
 class GridSFTTrainer(GridTrainerMixin, SFTTrainer):
-    """A `trl.SFTTrainer` that trains as a worker of a run.  The arguments are those of `GridTrainerMixin`."""
+    """A `trl.SFTTrainer` that trains as a worker of a run.  The arguments are those of `GridTrainerMixin`.
+
+    The samples of a `ShardedDataset` must be tokenized: {"input_ids": ..., "labels": ...}.
+    """
+
+    def __init__(self, *, train_dataset: Any = None, **options: Any) -> None:
+        if not isinstance(train_dataset, ShardedDataset):
+            super().__init__(train_dataset=train_dataset, **options)
+            return
+        # SFTTrainer takes and prepares only data sets of the package `datasets`: here, one tokenized row.
+        super().__init__(train_dataset=Dataset.from_list([{"input_ids": [0], "labels": [0]}]), **options)
+        self.train_dataset = train_dataset

@@ -9,16 +9,21 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
+from gridtrain.quantities import format_bytes
 from gridtrain.tools.options import OptionValues
 
 if TYPE_CHECKING:
+    from gridtrain.training.data.shard_index import ShardIndex
     from gridtrain_worker.agent import Job
     from gridtrain_worker.bundle_consent import BundleOffer
 
+MAX_ORIGINS = 5
 SHOWN_LIMITS = ("upload_limit", "download_limit", "donate_limit", "relay", "checkpoint_every", "set")
 DISCLOSED_DATA = (
     "to other workers: gradients or parameter changes, votes and your address; to newcomers also the model",
@@ -72,9 +77,20 @@ def offer_facts(settings: OptionValues, job: Job, offer: BundleOffer | None) -> 
         "files": {name: len(content) for name, content in sorted(offer.bundle.files.items())},
         "requires": [f"{name}>={least}" if least else name for name, least in run.requires],
         "data": str(offer.data) if offer.data is not None else None,
+        "data_set": _data_facts(offer),
         "name": job.name,
         "limits": limits,
     }
+
+
+def _data_facts(offer: BundleOffer) -> dict[str, object] | None:
+    data, index = offer.bundle.run.data, offer.index
+    if data is None:
+        return None
+    if index is None:
+        return {"file": data.file, "digest": data.digest, "url": data.url, "bytes": data.bytes or None}
+    origins = dict(origins_of(index)[:MAX_ORIGINS])
+    return {"files": len(index.shards), "bytes": index.bytes, "samples": index.samples, "origins": origins}
 
 
 def offer_lines(settings: OptionValues, job: Job, offer: BundleOffer) -> list[str]:
@@ -88,7 +104,6 @@ def offer_lines(settings: OptionValues, job: Job, offer: BundleOffer) -> list[st
         else []
     )
     about = [f"  about        {run.about}"] if run.about else []
-    data = [f"  data         {offer.data}, {run.data.digest}"] if offer.data and run.data else []
     image = [f"  image        {run.image} contains all of these"] if run.image else []
     return [
         f'The owner of the run "{entry.run}" asks this machine to run a script.',
@@ -102,9 +117,9 @@ def offer_lines(settings: OptionValues, job: Job, offer: BundleOffer) -> list[st
         *changed,
         f"  needs        {needs or 'nothing besides Python'}",
         *image,
-        *data,
+        *_labelled("data", _data_lines(settings, offer)),
         f"  as           {job.name or 'a random name'}",
-        *(f"  {'sends' if i == 0 else '':<12} {text}" for i, text in enumerate(DISCLOSED_DATA)),
+        *_labelled("sends", DISCLOSED_DATA),
         *_limits(settings),
     ]
 
@@ -115,4 +130,39 @@ def _limits(settings: OptionValues) -> list[str]:
         + (f" ({settings[name].where})" if settings[name].where else "")
         for name in SHOWN_LIMITS
     ]
-    return [f"  {'limits' if i == 0 else '':<12} {text}" for i, text in enumerate(shown)]
+    return _labelled("limits", shown)
+
+
+def _labelled(label: str, texts: Sequence[str]) -> list[str]:
+    return [f"  {label if i == 0 else '':<12} {text}" for i, text in enumerate(texts)]
+
+
+def _data_lines(settings: OptionValues, offer: BundleOffer) -> list[str]:
+    """Return the origin and the size of the data set, for the volunteer."""
+    data = offer.bundle.run.data
+    if data is None:
+        return []
+    where = [f"the owner says: {data.where}"] if data.where else []
+    if offer.data is not None:
+        return [f"{offer.data}, {data.digest}", *where]
+    cache = f"kept in the cache of at most {settings['cache_limit'].shown}"
+    if offer.index is None:
+        return [
+            f"{format_bytes(data.bytes)} will be fetched, and {cache}",
+            f"from {data.url}, {data.digest}",
+            *where,
+        ]
+    index, origins = offer.index, origins_of(offer.index)
+    return [
+        f"{len(index.shards):,} files, {format_bytes(index.bytes)}, {index.samples:,} samples",
+        f"files that this worker needs will be fetched, and {cache}",
+        *(f"{count} from {origin}" for origin, count in origins[:MAX_ORIGINS]),
+        *([f"and from {len(origins) - MAX_ORIGINS} other places"] if len(origins) > MAX_ORIGINS else []),
+        *where,
+    ]
+
+
+def origins_of(index: ShardIndex) -> list[tuple[str, int]]:
+    """Return the folders of the files and their numbers of files, the largest first."""
+    folders = (shard.url.rpartition("/")[0] for shard in index.shards)
+    return Counter(folder or "the folder of --data-dir" for folder in folders).most_common()

@@ -21,22 +21,29 @@ def data() -> None:
 @click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False), default="index.json", show_default=True
 )
-@click.option("--format", "form", default="", help="jsonl, text or tar.  [default: by the files' names]")
+@click.option(
+    "--url", default="", help="Where workers find the folder that has all files.  [default: beside the index]"
+)
+@click.option(
+    "--format", "form", default="", help="jsonl, text, tar, parquet or arrow.  [default: by the files' names]"
+)
 @click.option(
     "--tokenizer",
     default="",
     help='Count tokens, for packing: "bytes", or a name or folder for transformers.AutoTokenizer.',
 )
 @click.option("--text-field", default="text", show_default=True, help="The field of a sample with its text.")
-def index(files: tuple[str, ...], out: Path, form: str, tokenizer: str, text_field: str) -> None:
+def index(files: tuple[str, ...], out: Path, url: str, form: str, tokenizer: str, text_field: str) -> None:
     """Write the index of a data set: its files with the samples, size and digest of each.
 
     \b
       gridtrain data index corpus/*.jsonl --out corpus/index.json
-      gridtrain data index "s3://bucket/corpus/*.tar" --out index.json
+      gridtrain data index corpus/*.jsonl --url https://host/corpus
+      gridtrain data index "hf://datasets/org/name@revision/data/*.parquet"
       gridtrain data index corpus/*.jsonl.gz --tokenizer bytes
 
-    Every file is read once, and every sample decoded.  Scripts pass the index to gridtrain.Shards.
+    Every file is read once, and every sample decoded.  Scripts pass the index to gridtrain.Shards;
+    [run.data] in run.toml names it for volunteers.
     """
     try:
         from gridtrain.training.data import shard_index, token_packing
@@ -52,5 +59,5 @@ def index(files: tuple[str, ...], out: Path, form: str, tokenizer: str, text_fie
 
     tokenize = token_packing.tokenizer_named(tokenizer, text_field) if tokenizer else None
     made = shard_index.build_index(files, format=form, tokenize=tokenize, tokenizer=tokenizer, progress=show)
-    shard_index.write_index(made, out)
+    shard_index.write_index(made, out, url)
     click.echo(f"{out}: {made.samples} samples in {len(made.shards)} files, index {made.digest}")

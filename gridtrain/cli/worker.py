@@ -108,8 +108,7 @@ def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
         if key in settings:
             any_port = key == "listen"
             settings[key] = parse_explicit_address(chosen.where(key), settings[key], any_port=any_port)
-    if data_dir := chosen.text("data_dir"):
-        settings["data_dir"] = data_dir
+    settings |= {key: text for key in ("data_dir", "cache_limit") if (text := chosen.text(key))}
     return Job(
         command=words,
         invitation=parse(_read(invitation)),

@@ -44,7 +44,7 @@ from gridtrain.core.commit import data_ledger
 from gridtrain.core.group.invitation import parse
 from gridtrain.core.messages import Facts, LedgerSpec, Span
 from gridtrain.core.stages.stage_cost import Layer
-from gridtrain.errors import ConfigError, GridtrainError
+from gridtrain.errors import ConfigError, DataError, GridtrainError
 from gridtrain.network.transport.access_control import PeerAllowlist
 from gridtrain.network.transport.fault_injection import Faults
 from gridtrain.network.transport.flow_control import FlowControlTransport
@@ -262,6 +262,7 @@ class Grid:
         self._clip_norm: float | None = None
         self._wait = "all"
         self._is_closed = False
+        self._data_failure = ""  # why this worker leaves, if its data cannot be read
         atexit.register(self.close)
         install_sigterm_handler()
 
@@ -567,6 +568,10 @@ class Grid:
                 if failed_reads := getattr(dataset, "failed_reads", 0):
                     self.report(failed_reads=failed_reads)
                 yield from self._weighed(batches, spans) if weigh and accumulate > 1 else batches
+        except DataError:
+            failed_reads = max(1, getattr(dataset, "failed_reads", 0))  # 0: another process has counted
+            self._data_failure = f"its data cannot be read (failed reads: {failed_reads}); see its output"
+            raise
         finally:
             if ahead is not None:
                 ahead.close()
@@ -664,7 +669,7 @@ class Grid:
                     budget_bytes = self._pauses.remaining_bytes // 2
                     self._model_state.leave(budget_bytes, between_steps=self._turns.is_stopped)
         finally:
-            self._session.close("its run is finished" if self.finished else reason)
+            self._session.close("its run is finished" if self.finished else self._data_failure or reason)
             if self._model_state is not None:
                 self._model_state.close(CHECKPOINT_TIMEOUT_S)
             self.resources.close()

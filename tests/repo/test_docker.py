@@ -184,7 +184,8 @@ def test_every_variable_that_our_files_name_means_something() -> None:
 def test_a_volunteer_in_a_container_has_every_limit() -> None:
     """What is not handed on is what .env says in vain; hours are those of the volunteer's clock."""
     text = (DOCKER / "compose.volunteer.yaml").read_text()
-    limits = ("upload_limit", "download_limit", "donate_limit", "relay", "set", "accept", "name", "data_dir")
+    limits = ("upload_limit", "download_limit", "donate_limit", "relay", "set", "accept", "name", "data_dir",
+              "cache_limit")  # fmt: skip
     for variable in (*(find_option("worker", name).variable for name in limits), "TZ"):
         assert f'    {variable}: "${{{variable}:-}}"' in text, variable
 

@@ -79,8 +79,9 @@ def test_a_run_is_resumed_in_the_middle_of_its_shards(tmp_path: Path) -> None:
     assert sorted(sample for samples in counted for sample in samples) == list(range(TOTAL))
 
 
-def test_the_others_read_what_a_worker_cannot(outcomes: Any, tmp_path: Path) -> None:
-    """One worker does not have all files: it ends with their names, and the rest is read by the others."""
+def test_the_others_read_what_a_worker_cannot(new_group: Any, tmp_path: Path) -> None:
+    """One worker does not have all files: it ends with their names, the run's owner is told, and the rest is
+    read by the others."""
     index = write_shards(tmp_path / "data")
     incomplete = tmp_path / "incomplete"
     write_shards(incomplete)
@@ -96,7 +97,11 @@ def test_the_others_read_what_a_worker_cannot(outcomes: Any, tmp_path: Path) -> 
         finally:
             figures[f"{number}"] = data.failed_reads
 
-    results = outcomes(train, 3)
+    with new_group(workers=3) as group:
+        numbers = [group.start(train) for _ in range(3)]
+        results = [group.result(number) for number in numbers]
+        told = str(group.snapshot()["events"])
+    assert "its data cannot be read (failed reads: 1); see its output" in told and str(tmp_path) not in told
     assert isinstance(results[1], DataError) and "cannot be read: No such file" in str(results[1])
     assert figures == {"0": 0, "1": 1, "2": 0}
     counted = [samples for number in (0, 2) for _, samples in results[number]]

@@ -5,23 +5,29 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from faulty_http_server import Server
 from live_coordinator import LiveCoordinator
 
+from gridtrain.cli import bundle_offer
 from gridtrain.core.group.invitation import Invitation
-from gridtrain.errors import ConfigError, NotAccepted, RemoteProtocolError
+from gridtrain.errors import ConfigError, DataError, NotAccepted, RemoteProtocolError
 from gridtrain.runtime.client import bundle_fetch
 from gridtrain.tools.bundle import Bundle, digest_of
-from gridtrain.tools.options import RunFile
+from gridtrain.tools.options import RunFile, resolve
 from gridtrain.tools.options.runfile import DatasetDescription, RunDescription
+from gridtrain.training.data.shard_files import ShardCache
+from gridtrain.training.data.shard_index import build_index, write_index
 from gridtrain_coordinator.bundle_server import BundleServer
-from gridtrain_worker import bundle_consent
+from gridtrain_worker import agent, bundle_consent
 from gridtrain_worker.agent import Job, supervise
 from gridtrain_worker.bundle_consent import BundleOffer
 
@@ -265,6 +271,118 @@ def test_the_script_is_told_where_the_data_lies(
     monkeypatch.chdir(tmp_path)
     assert supervise(Job((), invitation, accept=digest, settings={"data_dir": "mine"})) == 0
     assert owner.ran() == f"{tmp_path / 'mine'} one"
+
+
+# -- data that is fetched ------------------------------------------------------------------------------
+
+WORDS = b"word %06d\n"
+CORPUS = b"".join(WORDS % number for number in range(60))
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "corpus.txt").write_bytes(CORPUS)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(agent, "ShardCache", partial(ShardCache, retry_after_s=(0.0, 0.0)))
+    server = Server(tmp_path / "served")
+    yield server
+    server.stop()
+
+
+def described(url: str, content: bytes = CORPUS) -> str:
+    return (
+        f'[run.data]\nfile = "sets/corpus.txt"\ndigest = "{digest_of(content)}"\n'
+        f'url = "{url}/corpus.txt"\nbytes = {len(content)}\nwhere = "words, CC-0"\n'
+    )
+
+
+def shown(offer: BundleOffer, job: Job) -> tuple[str, object]:
+    settings = resolve("worker", {"cache_limit": "5GB"}, {}, RunFile())
+    facts = bundle_offer.offer_facts(settings, job, offer)
+    return "\n".join(bundle_offer.offer_lines(settings, job, offer)), facts["data_set"]
+
+
+def test_data_is_fetched_once_it_is_accepted(
+    owner: Owner, invitation: Invitation, server: Server, tmp_path: Path
+) -> None:
+    owner.describe(described(f"{server.url}/breaks"))
+    owner.serve()
+    lines: list[str] = []
+    job = Job((), invitation, settings={"cache_limit": "5GB"})
+
+    def person(offer: BundleOffer) -> bool:
+        text, facts = shown(offer, job)
+        assert "720 B will be fetched, and kept in the cache of at most 5GB" in text
+        assert f"from {server.url}/breaks/corpus.txt, {digest_of(CORPUS)}\n" in text
+        assert "the owner says: words, CC-0" in text and facts["bytes"] == 720
+        assert not (tmp_path / "cache").exists(), "nothing is fetched before the answer"
+        return True
+
+    assert supervise(job, lines.append, ask=person) == 0
+    folder = owner.ran().split()[0]
+    assert (Path(folder) / "sets" / "corpus.txt").read_bytes() == CORPUS
+    assert re.fullmatch(r"fetched corpus.txt: 720 B of 720 B in \d+\.\d s", lines[2]), lines
+    assert supervise(job) == 0 and owner.ran().split()[0] == folder, "from the cache"
+    (tmp_path / "cache" / "gridtrain" / "shards" / digest_of(CORPUS)[7:]).write_bytes(CORPUS[::-1])
+    assert supervise(job) == 0 and (Path(folder) / "sets" / "corpus.txt").read_bytes() == CORPUS
+    assert [asked for _, asked in server.stop()] == ["-", "bytes=100-", "bytes=200-", "-"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "limit", "words"),
+    [
+        ("other", "1GB", f"{digest_of(CORPUS[::-1])[7:19]}, but {digest_of(CORPUS)[7:19]}"),
+        ("gone/x", "1GB", "HTTP 404"),
+        ("plain", "600B", "a shard of 720 B does not fit into the cache of 600 B"),
+    ],
+)
+def test_data_that_is_refused(
+    fault: str, limit: str, words: str, owner: Owner, invitation: Invitation, server: Server
+) -> None:
+    owner.describe(described(f"{server.url}/{fault}"))
+    digest = owner.serve()
+    with pytest.raises(DataError, match=words):
+        supervise(Job((), invitation, accept=digest, settings={"cache_limit": limit}))
+    assert owner.ran() == ""
+
+
+READS_ONE = """
+import os, pathlib, sys, gridtrain
+data = gridtrain.Shards("index.json")
+pathlib.Path(sys.argv[1]).write_text(f"{os.environ['GRIDTRAIN_CACHE_LIMIT']} {data[3]} {len(data)}")
+"""
+
+
+def test_of_an_index_only_the_files_that_are_needed_are_fetched(
+    owner: Owner, invitation: Invitation, server: Server, tmp_path: Path
+) -> None:
+    for number in range(3):
+        (tmp_path / "served" / f"{number}.txt").write_text("".join(f"{number} {i}\n" for i in range(2)))
+    index = build_index([str(tmp_path / "served" / f"{number}.txt") for number in range(3)])
+    write_index(index, owner.folder / "index.json", f"{server.url}/plain")
+    (owner.folder / "train.py").write_text(READS_ONE)
+    owner.describe('[run.data]\nindex = "index.json"\nwhere = "numbers"\n')
+    digest = owner.serve()
+    job = Job((), invitation, accept=digest, settings={"cache_limit": "1GB"}, dry_run=True)
+    seen: list[tuple[str, object]] = []
+    assert supervise(job, show=lambda job, offer: seen.append(shown(offer, job))) == 0
+    ((text, facts),) = seen
+    assert "3 files, 24 B, 6 samples" in text and f"3 from {server.url}/plain\n" in text
+    assert facts == {"files": 3, "bytes": 24, "samples": 6, "origins": {f"{server.url}/plain": 3}}
+    assert supervise(replace(job, dry_run=False)) == 0
+    assert owner.ran() == "1GB 1 1 6"
+    assert server.stop() == [("/plain/1.txt", "-")]
+
+
+def test_an_index_with_control_characters_is_not_shown(owner: Owner, invitation: Invitation) -> None:
+    shard = {"url": "https://example.org/\x1b[2J", "samples": 1, "bytes": 1, "sha256": 64 * "a"}
+    body = {"version": 1, "format": "text", "tokenizer": "", "shards": [shard]}
+    (owner.folder / "index.json").write_text(json.dumps(body))
+    owner.describe('[run.data]\nindex = "index.json"\n')
+    owner.serve()
+    with pytest.raises(ConfigError, match="must be a path or a URL"):
+        supervise(Job((), invitation, dry_run=True))
 
 
 def test_agreements_that_cannot_be_read_are_none(tmp_path: Path) -> None:

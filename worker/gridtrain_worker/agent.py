@@ -45,7 +45,15 @@ from gridtrain.network.transport.rate_limiter import parse_rate
 from gridtrain.runtime.client.enrollment import Enrollment, enroll, is_still_admitted, revoked_error
 from gridtrain.runtime.client.worker_naming import default_listen_address
 from gridtrain.tools.options import PROGRAMS
-from gridtrain_worker.bundle_consent import Ask, BundleOffer, fetch_offer, require_consent
+from gridtrain.training.data.shard_fetch import PROGRESS
+from gridtrain.training.data.shard_files import DEFAULT_LIMIT_BYTES, ShardCache, parse_limit
+from gridtrain_worker.bundle_consent import (
+    Ask,
+    BundleOffer,
+    fetch_data_file,
+    fetch_offer,
+    require_consent,
+)
 from gridtrain_worker.console import Console, JsonConsole, SilentConsole, TerminalConsole
 from gridtrain_worker.contribution_stats import ContributionStats
 from gridtrain_worker.machine_info import MachineInfo
@@ -98,7 +106,8 @@ class Job:
         name: the worker's name; empty to choose one at random.
         accept: the digest of a bundle accepted in advance; empty to ask.
         dry_run: whether to stop before joining, and only show what would run.
-        settings: the values of `gridtrain.config.JoinConfig` by name, and "data_dir", for the script.
+        settings: the values of `gridtrain.config.JoinConfig` by name, "data_dir" and "cache_limit", for the
+            script.
         unencrypted: whether to join a run that does not encrypt.
         restarts: the largest number of restarts of a failed script.
         controls: the owner's rules by key; see `training_policy.KEYS`.
@@ -109,7 +118,7 @@ class Job:
         connect_s: how long to wait for the coordinator.
 
     Raises:
-        ConfigError: a rate limit or a rule is malformed.
+        ConfigError: a limit or a rule is malformed.
     """
 
     command: tuple[str, ...]
@@ -136,6 +145,11 @@ class Job:
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error.reason}", remedy=error.remedy) from None
         Rules().with_settings(self.rules)
+        self.cache_limit_bytes()
+
+    def cache_limit_bytes(self) -> int:
+        text = self.settings.get("cache_limit")
+        return parse_limit("cache_limit", text) if text else DEFAULT_LIMIT_BYTES
 
     @property
     def rules(self) -> dict[str, str]:
@@ -181,6 +195,7 @@ def supervise(
         JoinRefused: the coordinator refuses this worker, or has removed it while the script ran.
         ConfigError: the program does not exist, a key file cannot be used, or a rule cannot be enforced.
         NotAccepted: the run's bundle was not accepted.
+        DataError: the data set's file cannot be fetched.
     """
     machine = MachineInfo.detect(job.name)
     with enroll(job.invitation, job.connect_s, unencrypted=job.unencrypted) as entry:
@@ -192,7 +207,9 @@ def supervise(
             return 0
         if offer is not None:
             require_consent(offer, job.accept, ask)
-            job = with_bundle(job, offer)
+            say = None if isinstance(console, TerminalConsole) else tell
+            cache = ShardCache(limit_bytes=job.cache_limit_bytes())
+            job = with_bundle(job, fetch_data_file(offer, cache, say))
         stats = ContributionStats(entry.identity, console)
         tell(
             f'{machine.name} ({machine.cpus} CPU cores) is joining the run "{entry.run}" at '
@@ -215,7 +232,7 @@ def with_bundle(job: Job, offer: BundleOffer) -> Job:
     settings = dict(job.settings)
     for name in settings.keys() & {"export_dir", "state_dir"}:
         settings[name] = os.path.abspath(settings[name])
-    data = offer.folder if offer.data is None else offer.data.parent
+    data = Path(settings.get("data_dir") or offer.folder) if offer.index is not None else offer.folder
     if offer.data is not None and offer.bundle.run.data is not None:
         data = Path(str(offer.data).removesuffix(offer.bundle.run.data.file))
     settings["data_dir"] = str(data.absolute())
@@ -459,6 +476,8 @@ def _running_script(
     piped = job.prefix or isinstance(console, TerminalConsole)  # the live line is cleared before output
     if piped:
         environment.setdefault("PYTHONUNBUFFERED", "1")  # a pipe buffers lines otherwise
+    if isinstance(console, TerminalConsole) and not job.prefix:
+        environment[PROGRESS] = "terminal"
     is_wrapped = isinstance(console, JsonConsole)  # the lines of stderr become JSON
     try:
         script = subprocess.Popen(

@@ -18,7 +18,8 @@ import re
 import secrets
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ from gridtrain.runtime.client.enrollment import Enrollment
 from gridtrain.runtime.client.worker_naming import state_directory
 from gridtrain.tools.bundle import MAX_BUNDLE_BYTES, Bundle
 from gridtrain.tools.options.runfile import RunDescription
+from gridtrain.training.data.shard_fetch import copy_rest
+from gridtrain.training.data.shard_files import ShardCache, ShardFile
+from gridtrain.training.data.shard_index import ShardIndex, read_index
 
 ARCHIVE, ACCEPTED = "bundle.tar", "accepted.json"
 MAX_CONSENTS = 1000
@@ -45,7 +49,9 @@ class BundleOffer:
         entry: the worker's admission to the run.
         folder: the folder with the bundle's files, for the user to read.
         previous_digest: the digest that was accepted last; empty if there is none.
-        data: the data set's file, with its digest checked; None if the run names no data set.
+        data: the data set's file, with its digest checked; None if the run names no such file, or if it is
+            still to be fetched.
+        index: the index of the data set, whose files the script fetches; None if the run names none.
     """
 
     bundle: Bundle
@@ -53,6 +59,7 @@ class BundleOffer:
     folder: Path
     previous_digest: str
     data: Path | None
+    index: ShardIndex | None = None
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -74,7 +81,7 @@ def fetch_offer(entry: Enrollment, data_dir: str, timeout_s: float) -> BundleOff
     """Fetch and unpack the coordinator's bundle without executing any of it.
 
     Raises:
-        ConfigError: the run has no bundle, or a package or the data set is missing.
+        ConfigError: the run has no bundle, or a package or the data set is missing, or its index is invalid.
         CoordinatorUnreachable, JoinRefused, RemoteProtocolError: see `fetch_bundle` and
             `Bundle.from_archive`.
     """
@@ -95,7 +102,9 @@ def fetch_offer(entry: Enrollment, data_dir: str, timeout_s: float) -> BundleOff
     accepted = _read_consents(home)
     check_packages(bundle.run)
     data = find_data_file(bundle.run, Path(data_dir) if data_dir else folder / "files", folder / "files")
-    return BundleOffer(bundle, entry, folder / "files", next(reversed(accepted), ""), data)
+    named = bundle.run.data.index if bundle.run.data is not None else ""
+    index = read_index(folder / "files" / named) if named else None
+    return BundleOffer(bundle, entry, folder / "files", next(reversed(accepted), ""), data, index)
 
 
 def require_consent(offer: BundleOffer, given: str, ask: Ask | None) -> None:
@@ -183,28 +192,60 @@ def _number(text: str) -> tuple[int, ...]:
 
 
 def find_data_file(run: RunDescription, data_dir: Path, files: Path) -> Path | None:
-    """Find the data set's file and check its digest; return None if the run names no data set.
+    """Find the data set's file and check its digest; return None if the run names no file, or one that is
+    still to be fetched.
 
     Raises:
         ConfigError: the file is missing or has another digest.
     """
-    if run.data is None:
+    if run.data is None or not run.data.file:
         return None
     for path in (data_dir / run.data.file, files / run.data.file):
         if path.is_file():
             with path.open("rb") as file:
                 found = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+            if found != run.data.digest and path.resolve().name == run.data.digest.removeprefix("sha256:"):
+                path.resolve().unlink()  # the damaged file of the cache; see `fetch_data_file`
+                continue
             if found != run.data.digest:
                 raise ConfigError(
                     f"{path} has the digest {found}, but the run's data set has {run.data.digest}",
                     remedy=f"download it again{': ' + run.data.where if run.data.where else ''}",
                 )
             return path
+    if run.data.url:
+        return None
     raise ConfigError(
         f"the run's data set is missing: there is no file {data_dir / run.data.file}",
         remedy=(f"download it: {run.data.where}; then " if run.data.where else "")
         + "specify its folder with --data-dir",
     )
+
+
+def fetch_data_file(
+    offer: BundleOffer, cache: ShardCache, say: Callable[[str], None] | None = None
+) -> BundleOffer:
+    """Fetch the data set's file into the cache, unless it is here; return the offer with its path.
+
+    Args:
+        say: see `copy_rest`.
+
+    Raises:
+        DataError: the file cannot be fetched, has another digest, or does not fit into the cache.
+    """
+    described = offer.bundle.run.data
+    if described is None or not described.url or offer.data is not None:
+        return offer
+    digest = described.digest.removeprefix("sha256:")
+    shard = ShardFile(described.url, 0, described.bytes, digest)
+    with _disk(cache.folder):
+        cache.open(described.url, shard, as_stored=True, copy=partial(copy_rest, say=say)).close()
+        link = offer.folder / described.file
+        link.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        partial_link = link.with_name(f".{link.name}.{secrets.token_hex(4)}")  # others may do the same
+        partial_link.symlink_to((cache.folder / digest).absolute())
+        partial_link.replace(link)
+    return replace(offer, data=link)
 
 
 # -- files --------------------------------------------------------------------------------------------
@@ -248,6 +289,6 @@ def _disk(home: Path) -> Any:
         yield
     except OSError as error:
         raise ConfigError(
-            f"the run's bundle cannot be written to {error.filename or home}: {error.strerror}",
+            f"the run's files cannot be written to {error.filename or home}: {error.strerror}",
             remedy="free space on that disk, or set XDG_STATE_HOME to another folder",
         ) from None

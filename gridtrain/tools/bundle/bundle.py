@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.tools.bundle.bundle_archive import MAX_BUNDLE_BYTES, ArchiveError, pack, unpack
-from gridtrain.tools.options.runfile import RUN_FILE, RunDescription, RunFile
+from gridtrain.tools.options.runfile import DATA_KEYS, RUN_FILE, RunDescription, RunFile
 
 _TOO_LARGE_REMEDY = "describe large data in [run.data] instead, which volunteers download separately"
 
@@ -46,19 +46,24 @@ class Bundle:
         if not run.script or runfile.path is None:
             return None
         folder = runfile.path.parent
-        contents = {name: _read(folder / name) for name in dict.fromkeys((run.script, *run.files))}
+        named = {run.script: None, **dict.fromkeys(run.files)}
+        if run.data is not None and run.data.index:
+            named[run.data.index] = None
+        contents = {name: _read(folder / name) for name in named}
         if RUN_FILE in contents:
             raise ConfigError(
                 f"{runfile.path}: [run] lists {RUN_FILE} itself",
                 remedy="remove it from [run], because it is always included",
             )
+        if run.data is not None and run.data.index:
+            _check_index(folder / run.data.index, contents[run.data.index])
         known = digest_of(contents[run.script])
         if run.digest and run.digest != known:
             raise ConfigError(
                 f"{folder / run.script} has the digest {known}, but {runfile.path} gives {run.digest}",
                 remedy="write the new digest into run.toml to serve this script, or restore the old script",
             )
-        run = replace(run, digest=known, files=tuple(sorted({*run.files} - {run.script})))
+        run = replace(run, digest=known, files=tuple(sorted({*named} - {run.script})))
         files = {RUN_FILE: run_to_toml(run).encode(), **contents}
         try:
             archive = pack(files)
@@ -85,6 +90,8 @@ class Bundle:
             raise _wrong(f"its {RUN_FILE} is not in canonical form")
         if set(files) != {RUN_FILE, run.script, *run.files} or not run.script:
             raise _wrong(f"its {RUN_FILE} lists files other than those in the archive")
+        if run.data is not None and run.data.index and run.data.index not in files:
+            raise _wrong(f"it has no file {run.data.index}, the index of its data set")
         if digest_of(files[run.script]) != run.digest:
             raise _wrong(f"{run.script} does not have the digest that its {RUN_FILE} gives")
         return cls(digest, run, files, archive)
@@ -109,13 +116,13 @@ def run_to_toml(run: RunDescription) -> str:
     ]
     lines = ["[run]", *(f"{key} = {_quoted(value)}" for key, value in pairs if value)]
     if run.data is not None:
-        data = (("file", run.data.file), ("digest", run.data.digest), ("where", run.data.where))
+        data = [(key, getattr(run.data, key)) for key in DATA_KEYS]
         lines += ["", "[run.data]", *(f"{key} = {_quoted(value)}" for key, value in data if value)]
     return "\n".join(lines) + "\n"
 
 
-def _quoted(value: str | list[str]) -> str:
-    """Return a TOML string or list in JSON's form, which is valid TOML for printable text."""
+def _quoted(value: str | list[str] | int) -> str:
+    """Return a TOML string, list or number in JSON's form, which is valid TOML for printable text."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -131,6 +138,22 @@ def _read(path: Path) -> bytes:
     if len(content) > MAX_BUNDLE_BYTES:
         raise ConfigError(f"{path} is larger than {MAX_BUNDLE_BYTES} bytes", remedy=_TOO_LARGE_REMEDY)
     return content
+
+
+def _check_index(path: Path, content: bytes) -> None:
+    """Raise `ConfigError` for an index with files that only the owner's machine has."""
+    try:
+        urls = [str(shard["url"]) for shard in json.loads(content)["shards"]]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"{path}, the index in [run.data], is not an index: {type(error).__name__}: {error}",
+            remedy="write one with `gridtrain data index FILES --url URL --out index.json`",
+        ) from None
+    if unusable := [url for url in urls if url.startswith(("/", "file:"))]:
+        raise ConfigError(
+            f"{path} lists {unusable[0]}, a file of this machine that volunteers cannot read",
+            remedy="publish the files, and write the index again with `gridtrain data index FILES --url URL`",
+        )
 
 
 def _wrong(reason: str) -> RemoteProtocolError:

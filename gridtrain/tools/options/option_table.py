@@ -356,7 +356,7 @@ WORKER: tuple[Option, ...] = (
         FOLDER,
         "Folder for the final model.",
         default="",
-        default_description="~/.local/state/gridtrain/RUN",
+        default_description="~/.local/state/...",
         metavar="FOLDER",
         is_join_option=True,
     ),
@@ -376,6 +376,14 @@ WORKER: tuple[Option, ...] = (
         default="",
         default_description="the bundle's",
         metavar="FOLDER",
+    ),
+    Option(
+        "cache_limit",
+        TEXT,
+        "Space for data that is fetched.",
+        default="",
+        default_description="20GB",
+        metavar="SIZE",
     ),
     Option(
         "checkpoint_every",
@@ -475,6 +483,7 @@ OTHER_VARIABLES: dict[str, str] = {
     "GRIDTRAIN_IDENTITY": "",
     "GRIDTRAIN_CONTRIBUTION": "",
     "GRIDTRAIN_CONTROL": "",
+    "GRIDTRAIN_PROGRESS": "",
     # read by docker/compose*.yaml
     "GRIDTRAIN_INVITATION_FILE": "",
     "GRIDTRAIN_ACCEPT_FILE": "",

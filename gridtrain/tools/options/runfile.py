@@ -1,7 +1,7 @@
 """Reads run.toml: the run, and options of its coordinator and of this worker.
 
     [run]            the script and its description; part of the bundle (`gridtrain.tools.bundle`)
-    [run.data]       the data set, by its digest
+    [run.data]       the data set: an index of its files, or one file by its digest
     [coordinator]    options of `gridtrain coordinator`, with underscores
     [worker]         options of `gridtrain worker`
 
@@ -26,24 +26,32 @@ MAX_FILE_BYTES = 1 << 16
 MAX_TEXT = 512
 MAX_ITEMS = 64
 RUN_KEYS = ("name", "about", "script", "digest", "arguments", "files", "requires", "image", "data")
-DATA_KEYS = ("file", "digest", "where")
+DATA_KEYS = ("index", "file", "digest", "url", "bytes", "where")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _REQUIRED = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?)(?:\s*>=\s*(\d+(?:\.\d+){0,3}))?")
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetDescription:
-    """The data set that a run's script reads.
+    """The data set that a run's script reads: either many files, by their index, or one file.
 
     Attributes:
-        file: the path of the file, relative to the worker's `data_dir`, or to the run's folder.
+        file: the path of the file, relative to the worker's `data_dir`, or to the run's folder; "" with
+            `index`.
         digest: "sha256:" and 64 digits, the digest of the file's bytes.
-        where: instructions for volunteers on how to get the file.
+        where: text for volunteers, such as the licence, or how to get the file.
+        index: the path of an index that `gridtrain data index` has written, relative to run.toml; the bundle
+            contains it.  "" with `file`.
+        url: the URL from which workers fetch the file; "" if volunteers have to get it themselves.
+        bytes: with `url`, the size of the file.
     """
 
-    file: str
-    digest: str
+    file: str = ""
+    digest: str = ""
     where: str = ""
+    index: str = ""
+    url: str = ""
+    bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +204,28 @@ def _data(path: Path, table: object) -> DatasetDescription:
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: [run] data is {table!r}", remedy="write a table: [run.data]")
     check_keys(path, table, DATA_KEYS, "run.data")
+    where, url, nbytes = _text(path, table, "where"), _text(path, table, "url"), table.get("bytes", 0)
+    if index := _text(path, table, "index"):
+        if table.keys() - {"index", "where"}:
+            raise ConfigError(
+                f"{path}: [run.data] has index and {', '.join(sorted(table.keys() - {'index', 'where'}))}",
+                remedy="keep index and where: the index has the URLs, sizes and digests of its files",
+            )
+        return DatasetDescription(index=_relative(path, "data.index", index), where=where)
     file = _relative(path, "data.file", _text(path, table, "file"))
     digest = _digest(path, "[run.data] digest", _text(path, table, "digest"))
     if not digest:
         raise ConfigError(
             f"{path}: [run.data] has no digest", remedy=f'write digest = "sha256:...", from: sha256sum {file}'
         )
-    return DatasetDescription(file, digest, _text(path, table, "where"))
+    is_size = type(nbytes) is int and nbytes >= 0
+    is_remote = "://" in url and not url.startswith("file:")
+    if bool(url) != is_remote or not is_size or bool(nbytes) != bool(url):
+        raise ConfigError(
+            f"{path}: [run.data] has url = {url!r} and bytes = {nbytes!r}",
+            remedy="write both, or neither: the URL of the file, and its size in bytes from: stat -c %s FILE",
+        )
+    return DatasetDescription(file, digest, where, "", url, nbytes)
 
 
 def _text(path: Path, table: Mapping[str, Any], key: str) -> str:

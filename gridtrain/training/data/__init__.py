@@ -3,6 +3,7 @@
 sampler: positions to indices, the same on all workers;  readers: batches from a data set;  prefetch:
 read ahead in other processes;  batch_sizes: checks of `Grid`'s arguments
 
-shards: data sets that are read file by file, from shard_index: their files;  shard_files: opening, fetching
-and checking them;  shard_formats: the samples in a file;  token_packing: sequences of tokens instead
+shards: data sets that are read file by file, from shard_index: their files;  shard_files: opening, checking
+and keeping them;  shard_fetch: copying them from elsewhere;  shard_formats: the samples in a file;
+shard_rows: those of tables;  token_packing: sequences of tokens instead
 """

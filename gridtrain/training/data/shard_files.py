@@ -1,8 +1,9 @@
 """The files of a sharded data set: where they are, a cache of those that are not on this machine, checks.
 
     path, file://...            opened where it is; its size and digest are compared with the index
-    https://, s3://, hf:// ...  fetched through fsspec into the cache, resumed after a break, compared
+    https://, s3://, hf:// ...  fetched into the cache (`shard_fetch`), resumed after a break, compared
     .gz, .bz2, .xz, .zst        compared, then decompressed into the cache
+    .parquet, .arrow            compared, then converted in the cache (`shard_rows`)
 
 The cache is a folder that all workers on a machine may share.  Its files are named by their digests, so each
 is fetched once, and the least recently used ones are removed when it is full.
@@ -23,19 +24,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from gridtrain.errors import ConfigError, DataError
 from gridtrain.extras import require
-from gridtrain.quantities import format_bytes
+from gridtrain.quantities import format_bytes, parse_bytes
+from gridtrain.training.data.shard_fetch import CHUNK_BYTES, Copy, copy_rest, file_system, open_remote
 
 log = logging.getLogger("gridtrain")
 
-CHUNK_BYTES = 4 << 20
 RETRY_AFTER_S = (1.0, 5.0, 25.0)
-"""The seconds to wait before each further attempt at fetching a file."""
+"""The seconds to wait before each further attempt at fetching a file.  After `CHUNK_BYTES` more, attempts are
+counted again from the first."""
+
+MAX_URL = 2000
+"""The largest number of characters of a URL in an index."""
 
 DEFAULT_LIMIT_BYTES = 20 * 10**9
+LIMIT = "GRIDTRAIN_CACHE_LIMIT"
+"""The variable with the volunteer's limit of the cache, which precedes the script's."""
+
 STALE_PART_S = 24 * 3600.0
 """The age at which a partly fetched file counts as abandoned."""
 
@@ -64,8 +72,8 @@ class ShardFile:
     @property
     def problem(self) -> str:
         """What is wrong with an entry that was read; "" if nothing is."""
-        if not isinstance(self.url, str) or not self.url:
-            return f"url is {self.url!r}; it must be a path or a URL"
+        if not isinstance(self.url, str) or not 0 < len(self.url) <= MAX_URL or not self.url.isprintable():
+            return f"url is {self.url!r:.200}; it must be a path or a URL"
         counts = (self.samples, self.bytes, self.tokens)
         if any(type(count) is not int or not 0 <= count < 2**53 for count in counts):
             return f"samples, bytes and tokens are {counts}; they must be whole numbers >= 0"
@@ -99,7 +107,7 @@ def expand(name: str) -> list[str]:
     if is_local(name):
         found = sorted(glob.glob(local_path(name))) if glob.has_magic(name) else [name]
     elif "*" in name:
-        system, path = _file_system(name)
+        system, path = file_system(name)
         found = sorted(system.unstrip_protocol(each) for each in system.glob(path))
     else:
         found = [name]
@@ -114,7 +122,7 @@ def read_bytes(place: str, max_bytes: int) -> bytes:
     Raises `ValueError` if it has more than `max_bytes`, and `OSError` if it cannot be read.
     """
     try:
-        with _open_remote(place) if not is_local(place) else open(local_path(place), "rb") as file:
+        with open_remote(place) if not is_local(place) else open(local_path(place), "rb") as file:
             contents: bytes = file.read(max_bytes + 1)
     except (OSError, ConfigError):
         raise
@@ -123,19 +131,6 @@ def read_bytes(place: str, max_bytes: int) -> bytes:
     if len(contents) > max_bytes:
         raise ValueError(f"it has more than {max_bytes} bytes")
     return contents
-
-
-def _file_system(place: str) -> tuple[Any, str]:
-    require("fsspec", f"reading {place.partition('://')[0]}://")
-    import fsspec
-
-    found: tuple[Any, str] = fsspec.core.url_to_fs(place)
-    return found
-
-
-def _open_remote(place: str) -> Any:
-    system, path = _file_system(place)
-    return system.open(path, "rb")
 
 
 def _decompressor(place: str) -> Callable[..., BinaryIO] | None:
@@ -154,6 +149,21 @@ def _decompressor(place: str) -> Callable[..., BinaryIO] | None:
         )
     opened: Callable[..., BinaryIO] = compr[name]
     return opened
+
+
+def parse_limit(name: str, text: str) -> int:
+    """Return the bytes of a size.  Raises `ConfigError` naming `name`."""
+    if limit_bytes := parse_bytes(text):
+        return limit_bytes
+    raise ConfigError(f"{name} is {text!r}", remedy='use a size such as "20GB"')
+
+
+Convert = Callable[[BinaryIO, BinaryIO], None]
+"""A function that reads a file, and writes another form of it."""
+
+
+def copy_plain(file: BinaryIO, plain: BinaryIO) -> None:
+    shutil.copyfileobj(file, plain, CHUNK_BYTES)
 
 
 # -- the cache ---------------------------------------------------------------------------------------------
@@ -183,24 +193,38 @@ class ShardCache:
         self._limit_bytes, self._retry_after_s = limit_bytes, tuple(retry_after_s)
         self.fetched_bytes = self.failed_reads = 0
 
-    def open(self, place: str, expected: ShardFile, *, compares_digest: bool = True) -> BinaryIO:
-        """Open a file, decompressed, after comparing it with the index.
+    def open(
+        self,
+        place: str,
+        expected: ShardFile,
+        *,
+        compares_digest: bool = True,
+        convert: Convert | None = None,
+        as_stored: bool = False,
+        copy: Copy = copy_rest,
+    ) -> BinaryIO:
+        """Open a file, decompressed and converted, after comparing it with the index.
+
+        Args:
+            convert: writes the file in another form, which is opened instead.
+            as_stored: whether to decompress nothing; a remote file is then `folder / expected.sha256`.
+            copy: copies a remote file.
 
         Raises:
             DataError: the file cannot be read, or is not the one of the index.
         """
-        expand_file = _decompressor(place)
-        if is_local(place) and expand_file is None:
+        expand_file = None if as_stored else _decompressor(place)
+        suffix = ".rows" if convert else ".plain" if expand_file else ""
+        if is_local(place) and not suffix:
             file = self._open_local(place)
             self._compare(file, place, expected, compares_digest)
             return file
-        name = f"{expected.sha256}{'.plain' if expand_file else ''}"
         with self._locked(expected.sha256):
-            kept = self.folder / name
-            if kept.exists() and (expand_file is not None or kept.stat().st_size == expected.bytes):
+            kept = self.folder / f"{expected.sha256}{suffix}"
+            if kept.exists() and (suffix or kept.stat().st_size == expected.bytes):
                 os.utime(kept)
                 return kept.open("rb")
-            raw = self._fetch(place, expected)
+            raw = self._fetch(place, expected, copy)
             with raw.open("rb") as file:
                 try:
                     self._compare(file, place, expected, True)
@@ -208,8 +232,8 @@ class ShardCache:
                     if not is_local(place):
                         raw.unlink()  # so that the next attempt does not resume it
                     raise
-            if expand_file is not None:
-                self._decompress(raw, kept, place, expand_file)
+            if suffix:
+                self._expand(raw, kept, place, expand_file, convert or copy_plain)
             else:
                 raw.replace(kept)
             if not is_local(place):
@@ -218,7 +242,9 @@ class ShardCache:
             self._make_room(0, kept)
             return opened
 
-    def open_unknown(self, place: str) -> tuple[BinaryIO, int, str]:
+    def open_unknown(
+        self, place: str, convert: Convert | None = None, copy: Copy = copy_rest
+    ) -> tuple[BinaryIO, int, str]:
         """Open a file that has no entry in an index yet; return it with the size and the digest of what is
         stored.
 
@@ -232,11 +258,12 @@ class ShardCache:
             name = hashlib.sha256(place.encode()).hexdigest()
             with self._locked(name):
                 (self.folder / f"{name}.part").unlink(missing_ok=True)  # may be of an earlier file
-                raw = self._fetch(place, ShardFile(place, 0, 0, name))
+                raw = self._fetch(place, ShardFile(place, 0, 0, name), copy)
                 with raw.open("rb") as file:
                     nbytes, sha256 = os.fstat(file.fileno()).st_size, _sha256(file)
                 raw.replace(self.folder / f"{sha256}.part")
-        opened = self.open(place, ShardFile(place, 0, nbytes, sha256), compares_digest=False)
+        found = ShardFile(place, 0, nbytes, sha256)
+        opened = self.open(place, found, compares_digest=False, convert=convert)
         if not is_local(place):
             (self.folder / f"{sha256}.part").unlink(missing_ok=True)
         return opened, nbytes, sha256
@@ -265,53 +292,63 @@ class ShardCache:
             self.failed_reads += 1
             raise DataError(f"{place} {found}", remedy=_CHANGED)
 
-    def _fetch(self, place: str, expected: ShardFile) -> Path:
+    def _fetch(self, place: str, expected: ShardFile, copy: Copy) -> Path:
         """Return the path of the file as it is stored, after copying it to this machine if necessary."""
         if is_local(place):
             self._open_local(place).close()
             return Path(local_path(place))
         self._make_room(expected.bytes, None)
         part = self.folder / f"{expected.sha256}.part"
-        for wait_s in (*self._retry_after_s, None):
+        waits_s, furthest = iter(self._retry_after_s), 0
+        while True:  # at most so many attempts without another `CHUNK_BYTES`
             try:
-                self._copy(place, part)
+                copy(place, part, expected.bytes or self._limit_bytes, self._count_fetched)
                 return part
             except Exception as error:  # file systems of fsspec raise errors of the libraries they use
                 self.failed_reads += 1
-                attempts = len(self._retry_after_s) + 1
+                if isinstance(error, DataError | ConfigError):
+                    part.unlink(missing_ok=True)
+                    raise
                 done = part.stat().st_size if part.exists() else 0
+                if done >= furthest + CHUNK_BYTES:
+                    waits_s, furthest = iter(self._retry_after_s), done
+                wait_s = next(waits_s, None)
                 cause = f"{type(error).__name__}: {error}"
-                if wait_s is None or isinstance(error, FileNotFoundError | PermissionError | ImportError):
+                permanent = FileNotFoundError | PermissionError | ImportError | ValueError
+                if wait_s is None or isinstance(error, permanent):
                     raise DataError(
-                        f"{place} cannot be read after {done} bytes: {cause} (at most {attempts} attempts)",
+                        f"{place} cannot be read after {done} bytes: {cause}"
+                        f" (at most {len(self._retry_after_s) + 1} attempts)",
                         remedy="check the URL and the connection; the next attempt continues from there",
                     ) from None
                 log.warning("%s: reading failed after %d bytes (%s); trying again", place, done, cause)
                 time.sleep(wait_s)
-        raise AssertionError
 
-    def _copy(self, place: str, part: Path) -> None:
-        """Append what is missing in `part`."""
-        with _open_remote(place) as remote, part.open("ab") as local:
-            if local.tell():
-                try:
-                    remote.seek(local.tell())
-                except (OSError, ValueError):  # a server that does not know ranges
-                    local.truncate(0)
-            while chunk := remote.read(CHUNK_BYTES):
-                local.write(chunk)
-                self.fetched_bytes += len(chunk)
+    def _count_fetched(self, nbytes: int) -> None:
+        self.fetched_bytes += nbytes
 
-    def _decompress(self, raw: Path, kept: Path, place: str, expand_file: Callable[..., BinaryIO]) -> None:
+    def _expand(
+        self,
+        raw: Path,
+        kept: Path,
+        place: str,
+        expand_file: Callable[..., BinaryIO] | None,
+        convert: Convert,
+    ) -> None:
+        """Write the decompressed or converted form of a file."""
         temporary = kept.with_suffix(".expanding")
         try:
             with raw.open("rb") as file, temporary.open("wb") as plain:
-                shutil.copyfileobj(expand_file(file, mode="rb"), plain, CHUNK_BYTES)
-        except Exception as error:  # each compression has errors of its own
+                convert(file if expand_file is None else expand_file(file, mode="rb"), plain)
+        except ConfigError:  # a package is missing
+            temporary.unlink(missing_ok=True)
+            raise
+        except Exception as error:  # each compression and format has errors of its own
             temporary.unlink(missing_ok=True)
             self.failed_reads += 1
+            what = "decompressed" if expand_file else "converted"
             raise DataError(
-                f"{place} cannot be decompressed: {type(error).__name__}: {error}", remedy=_CHANGED
+                f"{place} cannot be {what}: {type(error).__name__}: {error}", remedy=_CHANGED
             ) from None
         temporary.replace(kept)
 
@@ -321,7 +358,7 @@ class ShardCache:
             raise DataError(
                 f"a shard of {format_bytes(nbytes)} does not fit into the cache of "
                 f"{format_bytes(self._limit_bytes)}",
-                remedy="pass a larger cache_limit=, or write the data set in smaller files",
+                remedy="use a larger cache_limit= (volunteers: --cache-limit), or smaller files",
             )
         files = []
         for path in self.folder.iterdir():
@@ -343,8 +380,15 @@ class ShardCache:
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
         """Exclude other workers from fetching the same file."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f"{name}.lock").open("w") as lock:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = (self.folder / f"{name}.lock").open("w")
+        except OSError as error:
+            raise DataError(
+                f"the cache {self.folder} cannot be written to: {error.strerror}",
+                remedy="set XDG_CACHE_HOME to a folder on a disk with space, or pass cache=",
+            ) from None
+        with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 

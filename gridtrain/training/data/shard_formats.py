@@ -3,9 +3,10 @@
     jsonl   one JSON value in each line               any value
     text    one line, in UTF-8                        str
     tar     WebDataset: files with one base name      {"__key__": "0001", "jpg": bytes, "cls": bytes}
+    parquet, arrow, rows    one row of a table        {"text": "...", "label": 3} (`shard_rows`)
 
-Every sample is a range of bytes of the (decompressed) file, so that any sample can be read without the ones
-before it.  Empty lines are not samples.
+Every sample is a range of bytes of the decompressed or converted file, so that any sample can be read without
+the ones before it.  Empty lines are not samples.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gridtrain.errors import ConfigError
+from gridtrain.training.data import shard_rows
 
 Ranges = npt.NDArray[np.int64]
 """(samples, 2): the first byte of each sample, and the one behind its last."""
@@ -37,12 +39,15 @@ class ShardFormat:
         suffixes: the ends of file names by which the format is recognised.
         ranges: a function that finds the samples in a file; raises `ValueError` or `tarfile.TarError`.
         decode: a function that converts the bytes of one sample; raises `ValueError` or `tarfile.TarError`.
+        convert: a function that first writes the file in the form that the others read; None if they read it
+            as it is.
     """
 
     name: str
     suffixes: tuple[str, ...]
     ranges: Callable[[BinaryIO], Ranges]
     decode: Callable[[bytes], Any]
+    convert: Callable[[BinaryIO, BinaryIO], None] | None = None
 
 
 def _line_ranges(file: BinaryIO) -> Ranges:
@@ -116,6 +121,11 @@ FORMATS = {
         ShardFormat("jsonl", (".jsonl", ".ndjson", ".json"), _line_ranges, json.loads),
         ShardFormat("text", (".txt", ".text"), _line_ranges, _decode_text),
         ShardFormat("tar", (".tar",), _tar_ranges, _decode_tar),
+        ShardFormat(
+            "parquet", (".parquet",), shard_rows.ranges, shard_rows.decode, shard_rows.convert_parquet
+        ),
+        ShardFormat("arrow", (".arrow",), shard_rows.ranges, shard_rows.decode, shard_rows.convert_arrow),
+        ShardFormat("rows", (), shard_rows.ranges, shard_rows.decode),
     )
 }
 """The formats, by name."""

@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tarfile import TarError
+from urllib.parse import quote
 
 from gridtrain.errors import ConfigError, DataError
 from gridtrain.training.data import shard_files
+from gridtrain.training.data.shard_fetch import Copy, copy_rest
 from gridtrain.training.data.shard_files import ShardFile
 from gridtrain.training.data.shard_formats import FORMATS, ShardFormat, format_named, format_of
 from gridtrain.training.data.token_packing import Tokenize
@@ -51,6 +53,10 @@ class ShardIndex:
     @property
     def samples(self) -> int:
         return sum(shard.samples for shard in self.shards)
+
+    @property
+    def bytes(self) -> int:
+        return sum(shard.bytes for shard in self.shards)
 
     @property
     def digest(self) -> str:
@@ -84,8 +90,9 @@ def read_index(location: str | Path, root: str | Path = "") -> ShardIndex:
                 remedy="write the index again with `gridtrain data index`",
             )
         shards = tuple(ShardFile(**entry) for entry in body["shards"])
-        index = ShardIndex(body["format"], shards, body["tokenizer"], str(root) or shard_files.parent(place))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        named, tokenizer = str(body["format"]), str(body["tokenizer"])
+        index = ShardIndex(named, shards, tokenizer, str(root) or shard_files.parent(place))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{place} is not the index of a data set: {type(error).__name__}: {error}",
             remedy="write one with `gridtrain data index FILES --out index.json`",
@@ -97,18 +104,28 @@ def read_index(location: str | Path, root: str | Path = "") -> ShardIndex:
     return index
 
 
-def write_index(index: ShardIndex, path: Path) -> None:
-    """Write the index; the files are named relative to its folder if they are below it."""
-    base = str(path.absolute().parent)
-    shards = [asdict(shard) | {"url": _relative(index.url(shard), base)} for shard in index.shards]
+def write_index(index: ShardIndex, path: Path, url: str = "") -> None:
+    """Write the index; the files are named relative to its folder if they are below it.
+
+    Args:
+        url: the URL at which workers find the folder that has all files, if the files of the index are on
+            this machine; with it, names are URLs.
+    """
+    places = [_absolute(index.url(shard)) for shard in index.shards]
+    if url and not all(map(shard_files.is_local, places)):
+        raise ConfigError(f"the files are at URLs already, not at {url}", remedy="leave out --url")
+    base = posixpath.commonpath(map(posixpath.dirname, places)) if url else _absolute(str(path.parent))
+    names = [posixpath.relpath(place, base) if place.startswith(base + "/") else place for place in places]
+    shards = [
+        asdict(shard) | {"url": shard_files.join(url, quote(name) if url.startswith("http") else name)}
+        for shard, name in zip(index.shards, names, strict=True)
+    ]
     body = {"version": VERSION, "format": index.format, "tokenizer": index.tokenizer, "shards": shards}
     path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
 
-def _relative(place: str, base: str) -> str:
-    if shard_files.is_local(place):
-        place = str(Path(shard_files.local_path(place)).absolute())
-    return posixpath.relpath(place, base) if place.startswith(base + "/") else place
+def _absolute(place: str) -> str:
+    return str(Path(shard_files.local_path(place)).absolute()) if shard_files.is_local(place) else place
 
 
 def build_index(
@@ -119,6 +136,7 @@ def build_index(
     tokenizer: str = "",
     cache: shard_files.ShardCache | None = None,
     progress: Callable[[ShardFile], None] = lambda shard: None,
+    copy: Copy = copy_rest,
 ) -> ShardIndex:
     """Read all files, and return their index.
 
@@ -128,6 +146,7 @@ def build_index(
         tokenize, tokenizer: a function from a sample to its tokens, and its name, so that the tokens of each
             shard are counted (`token_packing`).
         progress: called for each file that was read.
+        copy: copies a remote file.
 
     Raises:
         ConfigError: there are no files, or their format is unknown.
@@ -139,15 +158,15 @@ def build_index(
     reader = format_named(format or _common_format(places))
     shards = []
     for place in places:
-        shards.append(_read_file(place, reader, tokenize, cache or shard_files.ShardCache()))
+        shards.append(_read_file(place, reader, tokenize, cache or shard_files.ShardCache(), copy))
         progress(shards[-1])
     return ShardIndex(reader.name, tuple(shards), tokenizer)
 
 
 def _read_file(
-    place: str, reader: ShardFormat, tokenize: Tokenize | None, cache: shard_files.ShardCache
+    place: str, reader: ShardFormat, tokenize: Tokenize | None, cache: shard_files.ShardCache, copy: Copy
 ) -> ShardFile:
-    file, nbytes, sha256 = cache.open_unknown(place)
+    file, nbytes, sha256 = cache.open_unknown(place, reader.convert, copy)
     tokens, where = 0, ""
     with file:
         try:

@@ -27,9 +27,9 @@ from torch.utils.data import Dataset
 
 from gridtrain.core.messages import MAX_SHARDS
 from gridtrain.errors import ConfigError, DataError
-from gridtrain.quantities import parse_bytes
 from gridtrain.training.data import token_packing
-from gridtrain.training.data.shard_files import DEFAULT_LIMIT_BYTES, ShardCache, ShardFile
+from gridtrain.training.data.shard_fetch import Copy, copy_rest
+from gridtrain.training.data.shard_files import DEFAULT_LIMIT_BYTES, LIMIT, ShardCache, ShardFile, parse_limit
 from gridtrain.training.data.shard_formats import Ranges, format_named
 from gridtrain.training.data.shard_index import ShardIndex, read_index
 
@@ -70,10 +70,11 @@ class ShardedDataset(Dataset[Any]):
 
 
 class Shards(ShardedDataset):
-    """A data set of JSON lines, text lines or WebDataset tar files, described by an index.
+    """A data set of files (JSON lines, text lines, WebDataset tar, Parquet, Arrow), described by an index.
 
-    A sample is what its line or its group of files contains (`shard_formats`), passed through `decode`; or,
-    with `pack`, a sequence of tokens: (pack,) int64.  The order within a shard is random, by the data seed.
+    A sample is what its line, its row or its group of files contains (`shard_formats`), passed through
+    `decode`; or, with `pack`, a sequence of tokens: (pack,) int64.  The order within a shard is random, by
+    the data seed.
 
     Args:
         index: the path or the URL of an index that `gridtrain data index` has written.
@@ -84,7 +85,7 @@ class Shards(ShardedDataset):
             tokenizer that the index names, on the field `text_field`.
         pack_seed: the seed for the order in which documents are packed, the same on all workers.
         cache: the folder for files that are fetched; by default `$XDG_CACHE_HOME/gridtrain/shards`.
-        cache_limit: the largest size of that folder, such as "20GB".
+        cache_limit: the largest size of that folder, such as "20GB"; a limit of the volunteer precedes it.
         verify: whether the digest of a file is computed when it is opened; its size is always compared, and
             fetched files are always verified.
         keep_open: the number of files that are open at once in a process.
@@ -111,9 +112,8 @@ class Shards(ShardedDataset):
         verify: bool = True,
         keep_open: int = 2,
     ) -> None:
-        limit_bytes = cache_limit if isinstance(cache_limit, int) else parse_bytes(cache_limit)
-        if limit_bytes is None:
-            raise ConfigError(f"cache_limit is {cache_limit!r}", remedy='use a size such as "20GB"')
+        limit = os.environ.get(LIMIT) or cache_limit
+        limit_bytes = limit if isinstance(limit, int) else parse_limit("cache_limit", limit)
         if keep_open < 1:
             raise ConfigError(f"keep_open is {keep_open}; it must be >= 1", remedy="use keep_open=2")
         self.index = read_index(index, root)
@@ -139,11 +139,12 @@ class Shards(ShardedDataset):
             f"{len(self)} samples in {len(self._files)} files, index {self.index.digest}{packed}"
         )
         self.opened: list[str] = []
+        self._failed_samples = 0
         self._open: OrderedDict[int, _OpenFile] = OrderedDict()
 
     @property
     def failed_reads(self) -> int:  # type: ignore[override]
-        return self._cache.failed_reads
+        return self._cache.failed_reads + self._failed_samples
 
     @property
     def fetched_bytes(self) -> int:
@@ -163,8 +164,12 @@ class Shards(ShardedDataset):
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        number = bisect_right(self._starts, index) - 1
-        sample = self._opened(number).sample(index - self._starts[number])
+        number, failed_before = bisect_right(self._starts, index) - 1, self._cache.failed_reads
+        try:
+            sample = self._opened(number).sample(index - self._starts[number])
+        except DataError:
+            self._failed_samples += self._cache.failed_reads == failed_before  # each failure counts once
+            raise
         return sample if self._decode is None else self._decode(sample)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -181,10 +186,17 @@ class Shards(ShardedDataset):
             found = self._open[number] = self._open_file(self._files[number])
         return found
 
+    def _copy_of(self, shard: ShardFile) -> Copy:
+        """Return the function that copies a file that is not on this machine."""
+        return copy_rest
+
     def _open_file(self, shard: ShardFile) -> _OpenFile:
         place = self.index.url(shard)
         self.opened.append(shard.url)
-        file = self._cache.open(place, shard, compares_digest=self._verify)
+        convert = format_named(self.index.format).convert
+        file = self._cache.open(
+            place, shard, compares_digest=self._verify, convert=convert, copy=self._copy_of(shard)
+        )
         opened = _OpenFile(place, file, self.index, shard)
         if self._pack:
             if self._tokenize is None:

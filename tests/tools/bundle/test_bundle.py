@@ -152,6 +152,47 @@ def test_archives_that_do_not_fit_together(files: dict[str, bytes], words: str) 
     assert "nothing from this bundle was run" in caught.value.remedy
 
 
+INDEXED = TOML[: TOML.index("[run.data]")] + '[run.data]\nindex = "sets/index.json"\nwhere = "words"\n'
+
+
+def test_the_index_of_the_data_is_in_the_bundle_and_its_digest(folder: Path) -> None:
+    (folder / "run.toml").write_text(INDEXED)
+    (folder / "sets").mkdir()
+    index = folder / "sets" / "index.json"
+    index.write_text('{"shards": [{"url": "https://example.org/a.txt"}, {"url": "b.txt"}]}')
+    bundle = made(folder)
+    assert bundle.files["sets/index.json"] == index.read_bytes()
+    assert Bundle.from_archive(bundle.archive, bundle.digest) == bundle
+    text = bundle.files["run.toml"].decode()
+    assert text.endswith('[run.data]\nindex = "sets/index.json"\nwhere = "words"\n')
+    index.write_text('{"shards": [{"url": "https://example.org/c.txt"}]}')
+    assert made(folder).digest != bundle.digest
+    files = {"run.toml": text.replace('"lib/model.py", "sets/index.json"', '"lib/model.py"').encode()}
+    archive = pack({**bundle.files, **files})
+    with pytest.raises(RemoteProtocolError):
+        Bundle.from_archive(archive, digest_of(archive))
+    archive = pack({name: b for name, b in {**bundle.files, **files}.items() if name != "sets/index.json"})
+    with pytest.raises(RemoteProtocolError, match=r"no file sets/index.json, the index"):
+        Bundle.from_archive(archive, digest_of(archive))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", "is not an index: TypeError"),
+        ("{", "is not an index: JSONDecodeError"),
+        ('{"shards": [{"url": "/home/me/a.txt"}]}', "lists /home/me/a.txt, a file of this machine"),
+        ('{"shards": [{"url": "file:///a.txt"}]}', "lists file:///a.txt, a file of this machine"),
+    ],
+)
+def test_an_index_that_volunteers_cannot_use(folder: Path, text: str, words: str) -> None:
+    (folder / "run.toml").write_text(INDEXED.replace("sets/", ""))
+    (folder / "index.json").write_text(text)
+    with pytest.raises(ConfigError, match=words) as caught:
+        made(folder)
+    assert "--url URL" in caught.value.remedy
+
+
 def test_the_shipped_form_is_read_back_as_it_was(folder: Path) -> None:
     run = replace(made(folder).run, about="", image="", data=None, requires=(), arguments=())
     assert RunFile.parse(run_to_toml(run).encode(), Path("run.toml")).run == run

@@ -34,6 +34,9 @@ LADDER = [
 ]
 
 
+_FILE = f"[run.data]\nfile = 'x'\ndigest = 'sha256:{64 * 'a'}'\n"
+
+
 @pytest.mark.parametrize(("flag", "variable", "toml", "value", "source", "where"), LADDER)
 def test_who_wins(
     flag: str | None, variable: str | None, toml: str | None, value: str, source: str, where: str
@@ -132,6 +135,13 @@ def test_an_unknown_variable_is_refused_with_the_nearest(name: str, remedy: str)
         ("[run]\nabout = 'a\\nb'\n".replace("'", '"'), "about is"),
         ("[run.data]\nfile = 'x'\n", "has no digest"),
         ("[run]\ndata = 3\n", "data is 3"),
+        ("[run.data]\nindex = 'a'\nurl = 'b'\n", r"has index and url"),
+        ("[run.data]\nindex = '../a'\n", r"data.index refers to '../a'"),
+        (f"{_FILE}url = 'https://h/x'\n", "has url = 'https://h/x' and bytes = 0"),
+        (f"{_FILE}bytes = 3\n", "has url = '' and bytes = 3"),
+        (f"{_FILE}url = 'h/x'\nbytes = 3\n", "has url = 'h/x'"),
+        (f"{_FILE}url = 'file:///x'\nbytes = 3\n", "has url = 'file:///x'"),
+        (f"{_FILE}url = 'https://h/x'\nbytes = '3'\n", "and bytes = '3'"),
         ("[coordinator]\nmin_workers = 0\n", "must be a whole number >= 1"),
         ("[coordinator]\nmin_workers = true\n", "is True"),
         ("[coordinator]\nbackup_every = nan\n", "is nan"),

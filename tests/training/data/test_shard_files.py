@@ -232,3 +232,9 @@ def test_without_digests_a_damaged_sample_is_named_with_its_place(tmp_path: Path
 def test_a_protocol_that_is_not_installed_is_named() -> None:
     with pytest.raises(ConfigError, match=r"other://h/index.json is not the index of a data set: .*other"):
         gridtrain.Shards("other://h/index.json")
+
+
+def test_a_cache_that_cannot_be_written_to_is_named(remote: Remote, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("in the way")
+    with pytest.raises(DataError, match=r"the cache .* cannot be written to: .*XDG_CACHE_HOME"):
+        gridtrain.Shards(URL, cache=tmp_path / "cache")[0]

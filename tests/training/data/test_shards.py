@@ -104,6 +104,18 @@ def test_the_command_writes_an_index_with_relative_names(tmp_path: Path, monkeyp
     assert len(gridtrain.Shards(moved / "other.json")) == 7
 
 
+def test_an_index_of_local_files_for_workers_elsewhere(tmp_path: Path, monkeypatch: Any) -> None:
+    for name in ("a/x y.txt", "b/z.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("1\n")
+    monkeypatch.chdir(tmp_path)
+    argv = ["data", "index", "*/*.txt", "--url", "https://host/c"]
+    result = CliRunner().invoke(cli, argv, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    urls = [shard["url"] for shard in json.loads((tmp_path / "index.json").read_text())["shards"]]
+    assert urls == ["https://host/c/a/x%20y.txt", "https://host/c/b/z.txt"]
+
+
 def test_the_digest_of_an_index_is_that_of_the_data_and_not_of_its_place(tmp_path: Path) -> None:
     here, there = (read_index(write_shards(tmp_path / name, (3, 4))) for name in ("a", "b"))
     other = read_index(write_shards(tmp_path / "c", (4, 3)))
@@ -119,6 +131,8 @@ def test_the_digest_of_an_index_is_that_of_the_data_and_not_of_its_place(tmp_pat
         ('{"version": 1, "format": "csv", "tokenizer": "", "shards": []}', "the format 'csv' is unknown"),
         ('{"version": 1, "format": "text", "tokenizer": "", "shards": []}', "no file has a sample"),
         ('{"version": 1, "format": "text", "tokenizer": "", "shards": [{"url": "a"}]}', "TypeError"),
+        ('{"version": 1, "format": [], "tokenizer": "", "shards": []}', "the format '\\[\\]' is unknown"),
+        ("[" * 100_000, "RecursionError"),
         (
             '{"version": 1, "format": "text", "tokenizer": "", "shards": '
             '[{"url": "a", "samples": -1, "bytes": 1, "sha256": ""}]}',

@@ -1,0 +1,106 @@
+"""Streams of the package `datasets` as shards: a worker reads the shards that the group has leased to it.
+
+    stream = datasets.load_dataset("org/name", revision="...", split="train", streaming=True).map(tokenize)
+    write_index(stream, "index.json")              # once, by the run's owner: it reads everything
+    data = StreamShards(stream, "index.json")      # on all workers, with the same stream
+    for batch in grid.batches(data, batch_size=32, epochs=1): ...
+
+The rows of a shard, `stream.shard(num_shards, index)`, are written into the cache when it is opened, and
+compared with the index.  So they are read and mapped once, are shuffled, and a run continues in mid-shard.
+Use neither `stream.shuffle` nor `split_dataset_by_node`: the run shuffles, and divides the shards itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gridtrain.errors import ConfigError, DataError
+from gridtrain.training.data import shard_index, shard_rows
+from gridtrain.training.data.shard_fetch import Copy
+from gridtrain.training.data.shard_files import ShardCache, ShardFile
+from gridtrain.training.data.shards import Shards
+
+_PLACE = "datasets://shard/"
+_BATCH_ROWS = 256
+
+
+class StreamShards(Shards):
+    """A data set whose files are the shards of a `datasets.IterableDataset`.
+
+    Args:
+        stream: the stream, the same on all workers.
+        index: the path or the URL of the index that `write_index` has written.
+        options: the other arguments of `gridtrain.Shards`.
+
+    Raises:
+        ConfigError: this is no such stream, or the index is that of other data.
+    """
+
+    def __init__(self, stream: Any, index: str | Path, **options: Any) -> None:
+        self._stream = stream
+        count = _shard_count(stream)
+        super().__init__(index, **options)
+        found = [shard.url for shard in self.index.shards]
+        if found != _places(count):
+            raise ConfigError(
+                f"the stream has {count} shards, but {index} describes {len(found)} files from {found[0]}",
+                remedy="write the index of this stream with gridtrain.adapters.datasets.write_index",
+            )
+
+    def _copy_of(self, shard: ShardFile) -> Copy:
+        return partial(_copy, self._stream)
+
+
+def write_index(stream: Any, path: str | Path, *, cache: ShardCache | None = None, **options: Any) -> None:
+    """Read the whole stream, and write its index.
+
+    Args:
+        cache: the cache for the rows, which `StreamShards` on this machine reads; by default the usual one.
+        options: `tokenize`, `tokenizer` and `progress` of `shard_index.build_index`.
+
+    Raises:
+        ConfigError: this is no stream of the package `datasets`.
+        DataError: a shard cannot be read.
+    """
+    places = _places(_shard_count(stream))
+    copy = partial(_copy, stream)
+    index = shard_index.build_index(places, format="rows", cache=cache, copy=copy, **options)
+    shard_index.write_index(index, Path(path))
+
+
+def _places(count: int) -> list[str]:
+    return [f"{_PLACE}{number}" for number in range(count)]
+
+
+def _shard_count(stream: Any) -> int:
+    if not all(hasattr(stream, name) for name in ("num_shards", "shard", "iter", "state_dict")):
+        raise ConfigError(
+            f"a {type(stream).__name__} was passed instead of a datasets.IterableDataset (3.1 or newer)",
+            remedy="use load_dataset(..., streaming=True), or dataset.to_iterable_dataset(num_shards=64)",
+        )
+    count: int = stream.num_shards
+    return count
+
+
+def _copy(stream: Any, place: str, part: Path, limit_bytes: int, count: Callable[[int], None]) -> None:
+    """Write the rows of a shard; see `gridtrain.training.data.shard_fetch.copy_rest`."""
+    shard = stream.shard(num_shards=stream.num_shards, index=int(place.removeprefix(_PLACE)))
+    with part.open("wb") as file:
+
+        def rows() -> Iterator[dict[str, Any]]:
+            for batch in shard.iter(batch_size=_BATCH_ROWS):  # `iter(shard)` would divide it among loaders
+                if file.tell() > limit_bytes:
+                    raise DataError(
+                        f"{place} has changed: its rows have more than {limit_bytes} bytes",
+                        remedy="write the index again, or pin the data set's revision",
+                    )
+                columns = list(batch)
+                yield from (
+                    dict(zip(columns, values, strict=True)) for values in zip(*batch.values(), strict=True)
+                )
+
+        shard_rows.write_rows(rows(), file)
+        count(file.tell())

@@ -1,0 +1,175 @@
+"""Copy remote files to this machine: what is there already is continued, and what arrives is bounded.
+
+http://, https://    the standard library, with a deadline for each read, and ranges
+s3://, hf:// ...     fsspec
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import posixpath
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from gridtrain._version import __version__
+from gridtrain.errors import DataError
+from gridtrain.extras import require
+from gridtrain.quantities import format_bytes
+
+CHUNK_BYTES = 4 << 20
+READ_TIMEOUT_S = 60.0
+"""The longest wait for the next bytes of an HTTP server, and the period in which it must send `MIN_BYTES`."""
+
+MIN_BYTES = 64 << 10
+LINES_EVERY_S = 10.0
+PROGRESS = "GRIDTRAIN_PROGRESS"
+"""The variable that `gridtrain worker` sets for its script if it writes the script's output to a terminal."""
+
+CLEAR = "\r\x1b[K"
+_PERMANENT = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError, 410: FileNotFoundError}
+Copy = Callable[[str, Path, int, Callable[[int], None]], None]
+"""A function that appends to a part of a file what it lacks, as `copy_rest` does."""
+
+
+def copy_rest(
+    place: str,
+    part: Path,
+    limit_bytes: int,
+    count: Callable[[int], None],
+    say: Callable[[str], None] | None = None,
+) -> None:
+    """Append to `part` what it lacks of a remote file.
+
+    Args:
+        limit_bytes: the size of the file, or the largest size that is accepted.
+        count: called with the number of bytes of each piece that has arrived.
+        say: called with lines that show the progress; by default it is shown on standard error.
+
+    Raises:
+        DataError: the file is larger than it must be.
+        FileNotFoundError, PermissionError: another attempt would fail, too.
+        Exception: the connection broke, or was too slow.  `part` has what arrived.
+    """
+    with part.open("ab") as local:
+        size = local.tell()
+        if size >= limit_bytes:
+            return
+        with _opened(place, size) as (remote, start), _shown(place, say) as show:
+            if start != size:  # the server does not know ranges
+                local.truncate(start)
+            size = start
+            is_http = isinstance(remote, HTTPResponse)
+            read = remote.read1 if is_http else remote.read  # read1 returns what has arrived
+            end = size + remote.length if is_http and remote.length is not None else limit_bytes + 1
+            since_s, before = time.monotonic(), size
+            while chunk := read(min(CHUNK_BYTES, limit_bytes + 1 - size, end - size)):
+                size += local.write(chunk)
+                count(len(chunk))
+                show(size, min(end, limit_bytes))
+                if size > limit_bytes:
+                    raise DataError(
+                        f"{place} has changed: it has more than {limit_bytes} bytes",
+                        remedy="if this is right, write its index or [run.data] again",
+                    )
+                if (waited_s := time.monotonic() - since_s) >= READ_TIMEOUT_S:
+                    if size - before < MIN_BYTES:
+                        raise TimeoutError(f"only {size - before} bytes arrived in {waited_s:.0f} s")
+                    since_s, before = time.monotonic(), size
+            if size < end <= limit_bytes:
+                raise ConnectionError(f"the connection ended after {size} of {end} bytes")
+
+
+@contextmanager
+def _opened(place: str, start: int) -> Iterator[tuple[Any, int]]:
+    """Open a remote file at byte `start`; yield it, and the byte at which it is open: `start` or 0."""
+    if place.startswith(("http://", "https://")):
+        with _request(place, start) as response:
+            yield response, start if response.status == 206 else 0
+        return
+    with open_remote(place) as remote:
+        if start:
+            try:
+                remote.seek(start)
+            except (OSError, ValueError):  # a file system that does not know ranges
+                start = 0
+        yield remote, start
+
+
+def _request(url: str, start: int) -> HTTPResponse:
+    headers = {"User-Agent": f"gridtrain/{__version__}", "Accept-Encoding": "identity"}
+    if start:
+        headers["Range"] = f"bytes={start}-"
+    try:
+        response: HTTPResponse = urlopen(Request(url, headers=headers), timeout=READ_TIMEOUT_S)
+    except HTTPError as error:
+        error.close()
+        if error.code == 416 and start:  # what is here is longer than the file
+            return _request(url, 0)
+        raise _PERMANENT.get(error.code, ConnectionError)(f"HTTP {error.code} {error.reason}") from None
+    served = response.headers.get("Content-Range", "")
+    if response.status == 206 and not served.startswith(f"bytes {start}-"):
+        response.close()
+        raise ConnectionError(f"bytes {start}- were requested, but the server sends {served!r:.80}")
+    return response
+
+
+def file_system(place: str) -> tuple[Any, str]:
+    """Return the file system of fsspec for a URL, and the path in it."""
+    require("fsspec", f"reading {place.partition('://')[0]}://")
+    import fsspec
+
+    found: tuple[Any, str] = fsspec.core.url_to_fs(place)
+    return found
+
+
+def open_remote(place: str) -> Any:
+    """Open a remote file for reading."""
+    if place.startswith(("http://", "https://")):
+        return _request(place, 0)
+    system, path = file_system(place)
+    return system.open(path, "rb")
+
+
+@contextmanager
+def _shown(place: str, say: Callable[[str], None] | None) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that shows how many bytes of a file are there: in one line that is drawn again on a
+    terminal, in further lines elsewhere."""
+    is_terminal = say is None and (sys.stderr.isatty() or os.environ.get(PROGRESS) == "terminal")
+    say = say or (lambda text: _write(f"{text}\n"))
+    name, began_s = posixpath.basename(place), time.monotonic()
+    next_s, latest = began_s + (0 if is_terminal else LINES_EVERY_S), ""
+
+    def show(size: int, nbytes: int) -> None:
+        nonlocal next_s, latest
+        latest = f"{format_bytes(size)} of {format_bytes(nbytes)}"
+        if (now_s := time.monotonic()) < next_s:
+            return
+        next_s = now_s + (0.2 if is_terminal else LINES_EVERY_S)
+        filled = 20 * size // max(size, nbytes)
+        if is_terminal:
+            line = f"fetching {name}: [{'#' * filled}{'.' * (20 - filled)}] {latest}"
+            _write(CLEAR + line[: shutil.get_terminal_size().columns - 1])
+        else:
+            say(f"fetching {name}: {latest}")
+
+    try:
+        yield show
+    finally:
+        if latest:
+            seconds = time.monotonic() - began_s
+            say(f"{CLEAR if is_terminal else ''}fetched {name}: {latest} in {seconds:.1f} s")
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it
+        sys.stderr.write(text)
+        sys.stderr.flush()

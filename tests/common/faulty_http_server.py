@@ -1,0 +1,116 @@
+"""An HTTP server that serves the files of a folder, with the fault that the first part of a path names.
+
+    python faulty_http_server.py FOLDER     prints its port, then a line for each request: PATH RANGE
+
+/plain/NAME knows ranges.  The others: see `Handler.do_GET`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+PIECE = 100
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    folder = Path()
+    served: ClassVar[dict[str, int]] = {}  # requests by path
+
+    def do_GET(self) -> None:
+        _, fault, name = self.path.split("/", 2)
+        asked = self.headers.get("Range", "")
+        print(self.path, asked or "-", flush=True)
+        number = self.served[self.path] = self.served.get(self.path, -1) + 1
+        if fault == "moved":
+            self.send_response(302)
+            self.send_header("Location", f"/plain/{name}")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        path = self.folder / name
+        if not path.is_file():
+            self.send_error(404)
+            return
+        body, start = path.read_bytes(), 0
+        if fault == "other":
+            body = body[::-1]
+        if asked and fault not in ("no-ranges", "deaf"):
+            start = int(asked.removeprefix("bytes=").removesuffix("-"))
+            self.send_response(206)
+            shown = start + 1 if fault == "wrong-range" else start
+            self.send_header("Content-Range", f"bytes {shown}-{len(body) - 1}/{len(body)}")
+        elif fault == "busy" and number == 0:
+            self.send_error(503)
+            return
+        else:
+            self.send_response(200)
+        rest = body[start:]
+        declared = {"says-less": len(rest) // 2, "says-more": len(rest) + 7}.get(fault, len(rest))
+        if fault == "endless":
+            self.send_header("Connection", "close")
+        else:
+            self.send_header("Content-Length", str(declared))
+        self.end_headers()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._send(fault, number, rest, declared)
+        self.close_connection = True
+
+    def _send(self, fault: str, number: int, rest: bytes, declared: int) -> None:
+        if fault in ("breaks", "no-ranges") and number < 2:
+            rest = rest[:PIECE]  # and the connection ends
+        elif fault in ("often", "deaf", "wrong-range"):
+            rest = rest[:PIECE]
+        elif fault == "stalls":
+            self.wfile.write(rest[:PIECE])
+            threading.Event().wait(60.0)  # the client gives up earlier
+            return
+        elif fault == "trickles":
+            for at in range(len(rest)):
+                self.wfile.write(rest[at : at + 1])
+                threading.Event().wait(0.02)
+            return
+        while fault == "endless":
+            self.wfile.write(rest)
+        self.wfile.write(rest[:declared])
+
+    def log_message(self, *_: object) -> None: ...
+
+
+class Server:
+    """This program as a process.
+
+    Attributes:
+        url: the URL before the name of a fault.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(folder)], stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        self.url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
+
+    def stop(self) -> list[tuple[str, str]]:
+        """End the process; return the paths and ranges that were asked for."""
+        self._process.kill()
+        out, _ = self._process.communicate(timeout=60.0)
+        return [(path, asked) for path, asked in map(str.split, out.splitlines())]
+
+
+def main() -> None:
+    Handler.folder = Path(sys.argv[1])
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    print(server.server_address[1], flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Files of an HTTP server that breaks, lies, sends other bytes or stalls: fetched whole, or refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_http_server import PIECE, Server
+
+from gridtrain.errors import DataError
+from gridtrain.training.data import shard_fetch, shard_files
+from gridtrain.training.data.shard_files import ShardCache, ShardFile, _sha256
+from gridtrain.training.data.shard_index import build_index
+
+pytestmark = pytest.mark.integration
+CONTENT = b"".join(b"line %05d\n" % number for number in range(100))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    (tmp_path / "a.txt").write_bytes(CONTENT)
+    server = Server(tmp_path)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> ShardFile:
+    (tmp_path / "right").write_bytes(CONTENT)
+    with (tmp_path / "right").open("rb") as file:
+        return ShardFile("a.txt", 100, len(CONTENT), _sha256(file))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: Any) -> ShardCache:
+    monkeypatch.setattr(shard_fetch, "READ_TIMEOUT_S", 0.5)
+    return ShardCache(tmp_path / "cache", retry_after_s=(0.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("fault", "ranges", "fetched"),
+    [
+        ("plain", ["-"], 1100),
+        ("breaks", ["-", "bytes=100-", "bytes=200-"], 1100),
+        ("no-ranges", ["-", "bytes=100-", "bytes=100-"], 1300),
+        ("busy", ["-", "-"], 1100),
+        ("says-more", ["-"], 1100),
+    ],
+)
+def test_what_a_server_breaks_is_fetched_whole(
+    fault: str, ranges: list[str], fetched: int, server: Server, cache: ShardCache, expected: ShardFile
+) -> None:
+    with cache.open(f"{server.url}/{fault}/a.txt", expected) as file:
+        assert file.read() == CONTENT
+    assert cache.fetched_bytes == fetched and cache.failed_reads == len(ranges) - 1
+    with cache.open(f"{server.url}/{fault}/a.txt", expected) as file:
+        assert file.read() == CONTENT
+    assert [asked for _, asked in server.stop()] == ranges
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "ranges"),
+    [
+        ("missing", r"cannot be read after 0 bytes: FileNotFoundError: HTTP 404", ["-"]),
+        ("other", r"has changed: its SHA-256 is [0-9a-f]{12}, but [0-9a-f]{12} in the index", ["-"]),
+        ("says-less", r"is truncated: it has 550 bytes, but 1100", ["-"]),
+        ("endless", r"has changed: it has more than 1100 bytes", ["-"]),
+        ("deaf", r"cannot be read after 100 bytes: ConnectionError: the connection ended after 100 of 1100",
+         ["-", "bytes=100-", "bytes=100-"]),
+        ("wrong-range", r"but the server sends 'bytes 101-1099/1100'", ["-", "bytes=100-", "bytes=100-"]),
+        ("stalls", r"cannot be read after 300 bytes: TimeoutError", ["-", "bytes=100-", "bytes=200-"]),
+        ("trickles", r"TimeoutError: only \d+ bytes arrived in", []),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_fetched_is_refused_and_counted(
+    fault: str, words: str, ranges: list[str], server: Server, cache: ShardCache, expected: ShardFile
+) -> None:
+    name = "b.txt" if fault == "missing" else "a.txt"
+    with pytest.raises(DataError, match=re.escape(f"{fault}/{name} ")) as caught:
+        cache.open(f"{server.url}/{fault}/{name}", expected)
+    assert re.search(words, caught.value.reason) and caught.value.remedy
+    asked = [asked for _, asked in server.stop()]
+    assert cache.failed_reads == len(asked) and asked == (ranges or asked)
+    assert not (cache.folder / expected.sha256).exists()
+    part = cache.folder / f"{expected.sha256}.part"
+    assert not part.exists() or CONTENT.startswith(part.read_bytes())
+
+
+def test_an_attempt_that_adds_enough_does_not_count(
+    server: Server, cache: ShardCache, expected: ShardFile, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(shard_files, "CHUNK_BYTES", PIECE)
+    with cache.open(f"{server.url}/often/a.txt", expected) as file:
+        assert file.read() == CONTENT
+    assert cache.failed_reads == 10 and cache.fetched_bytes == 1100
+
+
+def test_a_later_start_continues(server: Server, cache: ShardCache, expected: ShardFile) -> None:
+    with pytest.raises(DataError):
+        cache.open(f"{server.url}/stalls/a.txt", expected)
+    with ShardCache(cache.folder).open(f"{server.url}/plain/a.txt", expected) as file:
+        assert file.read() == CONTENT
+    assert server.stop()[-1] == ("/plain/a.txt", "bytes=300-")
+
+
+def test_a_redirection_keeps_the_range(server: Server, cache: ShardCache, expected: ShardFile) -> None:
+    cache.folder.mkdir()
+    (cache.folder / f"{expected.sha256}.part").write_bytes(CONTENT[:500])
+    with cache.open(f"{server.url}/moved/a.txt", expected) as file:
+        assert file.read() == CONTENT
+    assert server.stop() == [("/moved/a.txt", "bytes=500-"), ("/plain/a.txt", "bytes=500-")]
+
+
+def test_an_index_of_urls(server: Server, cache: ShardCache) -> None:
+    index = build_index([f"{server.url}/breaks/a.txt"], cache=cache)
+    assert index.samples == 100 and index.bytes == len(CONTENT)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress(is_terminal: bool, server: Server, cache: ShardCache, expected: ShardFile, capsys: Any,
+                  monkeypatch: Any) -> None:  # fmt: skip
+    monkeypatch.setenv("GRIDTRAIN_PROGRESS", "terminal" if is_terminal else "")
+    monkeypatch.setattr(shard_fetch, "LINES_EVERY_S", 0.0)
+    cache.open(f"{server.url}/plain/a.txt", expected).close()
+    shown = capsys.readouterr().err
+    assert re.search(r"fetched a.txt: 1.1 kB of 1.1 kB in \d+\.\d s\n$", shown)
+    bar = "\r\x1b[Kfetching a.txt: [####################] 1.1 kB of 1.1 kB\r\x1b[K"
+    assert (bar in shown) == ("\r" in shown) == is_terminal and "fetching a.txt: " in shown
