@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -126,9 +127,17 @@ def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
 
 
 def _read(text: str) -> str:
-    """Return the invitation: `text` itself, the content of @FILE, or standard input for "-"."""
+    """Return the invitation: `text` itself, the content of @FILE, or standard input for "-".
+
+    A terminal is asked for one line.  After a pipe, questions are read from the terminal, if there is one.
+    """
     if text == "-":
-        return sys.stdin.read(MAX_READ)
+        if sys.stdin.isatty():
+            return str(click.prompt("Invitation", err=True))
+        text = sys.stdin.read(MAX_READ)
+        with suppress(OSError):
+            sys.stdin = open("/dev/tty", encoding="utf-8")  # noqa: SIM115  for the rest of the process
+        return text
     if not text.startswith("@"):
         return text
     try:
@@ -136,6 +145,7 @@ def _read(text: str) -> str:
             return file.read(MAX_READ)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"the invitation cannot be read from {text[1:]}: {error}",
+            f"the invitation cannot be read from {text[1:]}: "
+            f"{error.strerror if isinstance(error, OSError) else 'it is not a text file'}",
             remedy="check the file name after the @",
         ) from None

@@ -73,7 +73,10 @@ class FreezePhase:
         if not run.has_started or run.members <= run.departed_members:
             return self._start_over()
         self.delay_freeze(now_s)
-        reason = f"all {len(run.member_list)} members are disconnected; waiting for them to come back"
+        reason = (
+            f"all members are disconnected; waiting {run.limits.regather_s:g} s for them to come back, then "
+            "others may continue from their latest checkpoint"
+        )
         return [run.enter_phase(RunPhase.PAUSED, reason), LogEvent("error", "paused", {"reason": reason})]
 
     def delay_freeze(self, now_s: float) -> None:
@@ -98,7 +101,7 @@ class FreezePhase:
         self._view_installer.clear_initial_state()
         reason = "all workers that held the model have left; new workers start from a checkpoint or at step 0"
         return [
-            run.enter_phase(RunPhase.WAITING, reason, reached=run.highest_step),
+            run.enter_phase(RunPhase.WAITING, reason, reached=run.highest_step, committed=run.has_committed),
             LogEvent("error", "waiting", {"reason": reason}),
             *(run.phase_message(peer) for peer in run.workers),
         ]

@@ -93,8 +93,9 @@ class CoordinatorLink:
             case m.Reachability(address):
                 return [LogEvent("reach", {"address": address})]
             case m.RunStateUpdate(state, reason):
+                event = "resumed" if (self.run_state[0], state) == ("paused", "training") else "run_state"
                 self.run_state = (state, reason)
-                return [LogEvent("run_state", {"state": state, "reason": reason})]
+                return [LogEvent(event, {"state": state, "reason": reason})]
 
     # -- sent ------------------------------------------------------------------------------------
 
