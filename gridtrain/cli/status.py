@@ -194,7 +194,7 @@ def members_table(
     from rich.text import Text
 
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    members = rows(snapshot, "members")
+    members = sorted(rows(snapshot, "members"), key=_by_rank)
     in_stages = isinstance(snapshot.get("stages"), int) and snapshot["stages"] > 1
     has_violations = any(member.get("strikes") for member in members)
     headings = (
@@ -266,6 +266,12 @@ def problem_lines(snapshot: Mapping[str, Any]) -> list[str]:
     """Return the members' reports about failed steps and checkpoints."""
     members = rows(snapshot, "members")
     return [f"{member.get('name', '?')} {member['reason']}" for member in members if member.get("reason")]
+
+
+def _by_rank(member: Mapping[str, Any]) -> tuple[bool, int]:
+    """Return a sort key: members in rank order, then workers without a rank."""
+    rank = member.get("rank")
+    return (False, rank) if isinstance(rank, int) else (True, 0)
 
 
 def _whole_seconds(value: Any) -> str:

@@ -50,7 +50,7 @@ def _complete_command(context: click.Context, parameter: click.Parameter, incomp
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND...")
 @add_options("worker")
 def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> None:
-    """Join the run of INVITATION (or @FILE, or - for stdin), and train.
+    """Join the run of INVITATION (or @FILE; - asks, or reads a pipe), and train.
 
     Runs COMMAND, such as `-- python train.py`, or the owner's script once you
     accept it.  Ctrl-C leaves the run; a second Ctrl-C kills the script.
@@ -95,7 +95,8 @@ def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
     if not invitation:
         raise ConfigError(
             "no invitation was given",
-            remedy="run gridtrain worker INVITATION; the run's owner gets one from gridtrain invite",
+            remedy="run gridtrain worker INVITATION; the run's owner gets one from gridtrain invite "
+            "(if it was to print one here, its message is above)",
         )
     settings = chosen.join_texts()
     name = settings.get("name", "")

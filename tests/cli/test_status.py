@@ -50,6 +50,7 @@ def drawn(picture: dict[str, Any], width: int = 120) -> str:
 
 def test_the_picture() -> None:
     assert drawn(PICTURE) == DRAWN
+    assert drawn({**PICTURE, "members": PICTURE["members"][::-1]}) == DRAWN, "by rank"
 
 
 def test_a_smaller_share_of_the_entries_is_shown_with_its_reason() -> None:

@@ -387,7 +387,7 @@ class Membership:
                 return self._departures.leave(peer, self._paused_workers.reason_text(peer))
             case m.RunFinished(applied):
                 run.record_finish(peer, applied)
-                return [LogEvent("info", "worker_finished", {"name": worker.name, "step": applied})]
+                return [LogEvent("info", "worker_finished", {"name": worker.name, "step": applied + 1})]
             case _:
                 return [RecordViolation(peer, f"sent {type(message).__name__}, which a worker may not send")]
         return []

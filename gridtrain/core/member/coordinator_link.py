@@ -89,6 +89,7 @@ class CoordinatorLink:
         """Handle a message that concerns no generation."""
         match message:
             case m.Refused(code, reason, remedy):
+                reason = f"this worker {reason}" if reason.startswith("was ") else reason
                 return [Stop(JoinRefused(code, reason, remedy=remedy))]
             case m.Reachability(address):
                 return [LogEvent("reach", {"address": address})]
