@@ -99,9 +99,10 @@ class FreezePhase:
         run.view_change.reset()
         self._is_awaiting_members, self.delayed_until_s = False, None
         self._view_installer.clear_initial_state()
+        lost = {"committed": True} if run.has_committed and not run.highest_step else {}
         reason = "all workers that held the model have left; new workers start from a checkpoint or at step 0"
         return [
-            run.enter_phase(RunPhase.WAITING, reason, reached=run.highest_step, committed=run.has_committed),
+            run.enter_phase(RunPhase.WAITING, reason, reached=run.highest_step, **lost),
             LogEvent("error", "waiting", {"reason": reason}),
             *(run.phase_message(peer) for peer in run.workers),
         ]

@@ -51,7 +51,7 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
     """
     definition: m.Setup | None = None
     latest: Mapping[str, Any] | None = None
-    phase, has_started, highest_step, has_committed = "", False, 0, True
+    phase, has_started, highest_step, has_committed = "", False, 0, False
     checkpoints: dict[StateId, Mapping[m.Span, Iterable[bytes]]] = {}
     for kind, body in entries:
         match kind:
@@ -62,7 +62,7 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
                 stages = body.get("stages", 1)
                 definition = m.Setup(facts, spec, 0, body["global_batch_size"], stages=stages, model=model)
             case "generation":
-                latest, phase, has_committed = body, "", True
+                latest, phase = body, ""
             case "state" if "checkpoint" in body:  # the phase has not changed
                 entry = body["checkpoint"]
                 at = entry["step"] - 1, bytes.fromhex(entry["digest"]), parse_ledger(entry["ledger"])
@@ -72,7 +72,7 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
                 }
             case "state":
                 phase, highest_step = body["state"], int(body.get("reached", 0))
-                has_committed = bool(body.get("committed", True))
+                has_committed = bool(body.get("committed", highest_step > 0))
                 has_started = phase != RunPhase.WAITING and (has_started or phase == RunPhase.TRAINING)
                 if "rollback" in body:
                     step = int(body["rollback"]["to"])
@@ -80,11 +80,9 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
     if latest is None:
         return RecoveredRun(definition)
     view, roster = _view(latest)
-    recovered = RecoveredRun(
-        definition, view.generation, has_committed=has_committed, checkpoints=checkpoints
-    )
+    recovered = RecoveredRun(definition, view.generation, has_committed=True, checkpoints=checkpoints)
     if phase == RunPhase.WAITING:
-        return replace(recovered, highest_step=highest_step)
+        return replace(recovered, highest_step=highest_step, has_committed=has_committed)
     is_finished = phase == RunPhase.FINISHED
     return replace(recovered, view=view, roster=roster, has_started=has_started, is_finished=is_finished)
 

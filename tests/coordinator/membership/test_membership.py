@@ -222,6 +222,20 @@ def test_until_a_step_is_committed_the_next_worker_replaces_a_definition_that_no
         assert bool(refusals(effects)) is (has_left == "after it")
 
 
+def test_steps_that_a_restarted_coordinator_cannot_know_of_bind_the_run_to_its_definition() -> None:
+    limits = Deadlines(silence_s=1e9, settle_s=0.0)
+    run = ScriptedCoordinator(limits=limits)
+    run.join(A)
+    run.start(A)
+    restarted = ScriptedCoordinator(limits=limits, journal=list(run.journal), term=2)
+    restarted.say(A, m.Join("r", "a", "memory://a"))  # another process, without the model
+    restarted.tick(after_s=2 * limits.regather_s)
+    assert restarted.core.phase is RunPhase.WAITING and restarted.core.run.highest_step == 0
+    for coordinator in (restarted, ScriptedCoordinator(journal=list(restarted.journal), term=3)):
+        coordinator.say(B, m.Join("r", "b", ""))
+        assert "model is large here" in refusals(coordinator.say(B, OTHER))[0]
+
+
 def test_who_waits_is_told_how_many_there_are() -> None:
     core = Membership(me=ME, run="r", term=1, deadlines=Deadlines(), software="", min_workers=3)
     said = [core.run.reason]
