@@ -29,7 +29,7 @@ from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog, i
 
 MAX_WORKERS = 1000  # capacity of the lists in one message
 MAX_PROBES = 256
-MAX_NAMES = 5
+MAX_NAMES = 3
 """The number of workers that the refusal of a setup names."""
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from tarfile import TarError
 
 from gridtrain.errors import ConfigError, DataError
+from gridtrain.quantities import format_count
 from gridtrain.training.data import shard_files
 from gridtrain.training.data.shard_files import ShardFile
 from gridtrain.training.data.shard_formats import FORMATS, ShardFormat, format_named, format_of
@@ -98,7 +99,16 @@ def read_index(location: str | Path, root: str | Path = "") -> ShardIndex:
 
 
 def write_index(index: ShardIndex, path: Path) -> None:
-    """Write the index; the files are named relative to its folder if they are below it."""
+    """Write the index; the files are named relative to its folder if they are below it.
+
+    Raises `ConfigError` if no file has a sample.
+    """
+    if not index.samples:
+        count = format_count(len(index.shards), "file")
+        raise ConfigError(
+            f"{path} is not written: {count}, and no sample in the format {index.format}",
+            remedy="check the files and --format",
+        )
     base = str(path.absolute().parent)
     shards = [asdict(shard) | {"url": _relative(index.url(shard), base)} for shard in index.shards]
     body = {"version": VERSION, "format": index.format, "tokenizer": index.tokenizer, "shards": shards}
