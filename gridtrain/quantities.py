@@ -1,4 +1,4 @@
-"""Parse and format sizes and durations such as "500MB", "10ms" and "7d"."""
+"""Parse and format sizes, durations and counts such as "500MB", "10ms", "7d" and "2 workers"."""
 
 from __future__ import annotations
 
@@ -25,6 +25,26 @@ def parse_bytes(text: str) -> int | None:
     power = _PREFIXES.index(match[2].lower() or " ")
     scale = (1024.0 if match[3] else 1000.0) ** power
     return round(float(match[1]) * scale)
+
+
+def format_count(count: int, noun: str) -> str:
+    """Return a number with its noun in singular or plural, such as "1 worker" and "1,200 steps"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def format_field(value: object) -> str:
+    """Return a field of an event as people write it: "yes", "no" and "none", and lists with commas."""
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case None:
+            return "none"
+        case float():
+            return f"{value:.3f}"
+        case list() | tuple():
+            return ", ".join(map(format_field, value))
+        case _:
+            return str(value)
 
 
 def format_bytes(nbytes: float) -> str:

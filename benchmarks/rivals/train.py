@@ -72,7 +72,7 @@ class Gloo:
         # PowerSGD's hook waits inside gloo's callbacks: with more than one bucket under way they wait for
         # each other for ever.  A stated size is also the first bucket's, which else holds 1 MiB.
         one_bucket = {"bucket_cap_mb": 25} if options.rival == "powersgd" else {}
-        # All ranks have drawn the same parameters, so nobody needs rank 0's, with a frozen base, at the start.
+        # All ranks have drawn the same parameters: nobody needs rank 0's, with a frozen base, at the start.
         self._parallel = DistributedDataParallel(Loss(workload, model), init_sync=False, **one_bucket)
         if options.rival == "powersgd":
             state = powerSGD_hook.PowerSGDState(

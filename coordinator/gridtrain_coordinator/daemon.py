@@ -383,7 +383,11 @@ class Coordinator:
             "no_room",
             {"reason": full.reason, "remedy": "free disk space; writing is retried every second"},
         )
-        self._carry_out([io.Send(peer, mode.state()) for peer in sorted(self._connected)], set())
+        # The reply to the command that found the disk full is not sent before its decision is durable.
+        asked = {effect.peer for effect in effects if isinstance(effect, io.Send)} - self._connected
+        refusals = [io.Send(peer, mode.refusal()) for peer in sorted(asked)]
+        states = [io.Send(peer, mode.state()) for peer in sorted(self._connected)]
+        self._carry_out([*refusals, *states], set())
 
     def _run_once_disk_full(self, mode: DiskFullMode) -> None:
         """Run a turn without making decisions, and retry writing the decisions that are not durable yet."""

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TextIO
 
+from gridtrain.quantities import format_field
 from gridtrain_coordinator.run.events import Log as Log
 
 _COLOURS = {"info": "36", "warning": "33", "error": "31;1"}
@@ -74,6 +75,6 @@ def _as_text(level: str, event: str, fields: Mapping[str, Any], *, coloured: boo
 
 def _value(value: Any) -> str:
     """Format a value; quote and escape it unless it is one printable word."""
-    text = f"{value:.3f}" if isinstance(value, float) else str(value)
+    text = format_field(value)
     plain = text.isprintable() and text and not any(letter in text for letter in ' "=')
     return text if plain else json.dumps(text)

@@ -20,7 +20,7 @@ RATE_METRICS = ("sent_bytes", "received_bytes")  # counters of the workers
 @dataclass(frozen=True, slots=True)
 class _Sample:
     at_s: float
-    step: int
+    step: int | None  # None while the run does not train
     figures: dict[str, dict[str, float]]  # by peer
 
 
@@ -32,9 +32,8 @@ class RateMeter:
 
     def observe(self, snapshot: dict[str, Any], now_s: float) -> None:
         figures = {member["peer"]: member["figures"] for member in snapshot["members"]}
-        if self._samples and not any(self._samples[-1].figures.values()):
-            self._samples.clear()  # no worker had reported its step yet
-        self._samples.append(_Sample(now_s, snapshot["step"], figures))
+        step = snapshot["step"] if snapshot["phase"] == "training" else None
+        self._samples.append(_Sample(now_s, step, figures))
         while now_s - self._samples[0].at_s > WINDOW_S:
             self._samples.popleft()
 
@@ -43,12 +42,14 @@ class RateMeter:
         return self._samples[-1].at_s + SAMPLE_S if self._samples else float("-inf")
 
     def steps_per_s(self) -> float | None:
-        """Return the steps per second; None if the rate is still unknown or the run was rolled back."""
-        if len(self._samples) < 2:
-            return None
-        return _slope(
-            self._samples[0].at_s, self._samples[0].step, self._samples[-1].at_s, self._samples[-1].step
-        )
+        """Return the steps per second since training resumed, so that the step at which it resumed does not
+        count; None if the rate is unknown, the run does not train, or it was rolled back."""
+        known: list[tuple[float, int]] = []
+        for sample in reversed(self._samples):
+            if sample.step is None:
+                break
+            known.append((sample.at_s, sample.step))
+        return _slope(*known[-1], *known[0]) if len(known) > 1 else None
 
     def figure_per_s(self, peer: str, figure: str) -> float | None:
         """Return a metric's increase per second; None if it is still unknown or the worker was restarted."""

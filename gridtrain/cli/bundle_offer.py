@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gridtrain.quantities import format_bytes
+from gridtrain.quantities import format_bytes, format_count
 from gridtrain.tools.options import OptionValues
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ def offer_lines(settings: OptionValues, job: Job, offer: BundleOffer) -> list[st
     """Return the offer as lines of text."""
     run, entry = offer.bundle.run, offer.entry
     size = sum(len(content) for content in offer.bundle.files.values())
+    files = format_count(len(offer.bundle.files), "file")
     needs = ", ".join(f"{name} {least} or newer" if least else name for name, least in run.requires)
     changed = (
         [f"  CHANGED      you accepted {offer.previous_digest} before"]
@@ -112,7 +113,7 @@ def offer_lines(settings: OptionValues, job: Job, offer: BundleOffer) -> list[st
         f"               key {offer.coordinator_digest} (in your invitation; compare it with the owner)",
         *about,
         f"  what         {shlex.join(('python', *offer.command[1:]))}",
-        f"               {len(offer.bundle.files)} files, {size:,} bytes; read them in {offer.folder}",
+        f"               {files}, {size:,} bytes; read them in {offer.folder}",
         f"  digest       {offer.bundle.digest}",
         *changed,
         f"  needs        {needs or 'nothing besides Python'}",

@@ -8,7 +8,7 @@ import click
 
 from gridtrain.errors import ConfigError
 from gridtrain.extras import install_command
-from gridtrain.quantities import format_bytes
+from gridtrain.quantities import format_bytes, format_count
 
 
 @click.group()
@@ -55,9 +55,11 @@ def index(files: tuple[str, ...], out: Path, url: str, form: str, tokenizer: str
 
     def show(shard: ShardFile) -> None:
         tokens = f", {shard.tokens} tokens" if tokenizer else ""
-        click.echo(f"{shard.url}: {shard.samples} samples{tokens}, {format_bytes(shard.bytes)}", err=True)
+        samples = format_count(shard.samples, "sample")
+        click.echo(f"{shard.url}: {samples}{tokens}, {format_bytes(shard.bytes)}", err=True)
 
     tokenize = token_packing.tokenizer_named(tokenizer, text_field) if tokenizer else None
     made = shard_index.build_index(files, format=form, tokenize=tokenize, tokenizer=tokenizer, progress=show)
     shard_index.write_index(made, out, url)
-    click.echo(f"{out}: {made.samples} samples in {len(made.shards)} files, index {made.digest}")
+    samples, count = format_count(made.samples, "sample"), format_count(len(made.shards), "file")
+    click.echo(f"{out}: {samples} in {count}, index {made.digest}")

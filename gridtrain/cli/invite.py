@@ -14,6 +14,7 @@ import click
 
 from gridtrain.cli.operator_arguments import format_duration, operator_for, parse_duration
 from gridtrain.cli.option_flags import run_options
+from gridtrain.quantities import format_count
 
 if TYPE_CHECKING:
     from gridtrain.core.group.invitation import Invitation
@@ -109,7 +110,7 @@ def invite(
 
 def explanation(invitation: Invitation, uses: int, expires_s: float, wall_s: float, has_bundle: bool) -> str:
     """Return instructions for using a new invitation, without its token."""
-    workers = "one worker" if uses == 1 else f"{uses} workers"
+    workers = format_count(uses, "worker")
     until = time.strftime("%Y-%m-%d %H:%M", time.localtime(wall_s + expires_s))
     clear = "" if invitation.encrypted else " --unencrypted"
     lines = [

@@ -20,6 +20,7 @@ import click
 from gridtrain.cli.operator_arguments import SHOWN_KEY_DIGITS, format_duration
 from gridtrain.cli.output import rows
 from gridtrain.errors import CoordinatorUnreachable, GridtrainError
+from gridtrain.quantities import format_count
 
 if TYPE_CHECKING:
     from gridtrain.core.group.invitation import Invitation
@@ -70,7 +71,7 @@ class JoinProgress:
 
     def text(self) -> str:
         """Return the progress as text."""
-        here = f"{len(self.members)} of {self.wanted} workers are members"
+        here = f"{len(self.members)} of {format_count(self.wanted, 'worker')} joined"
         coming = len(self.admitted) - len(self.members)
         return here + (f", {coming} more were admitted" if coming else "")
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gridtrain.cli.output import mapping, rows
 from gridtrain.errors import ConfigError
+from gridtrain.quantities import format_count
 
 if TYPE_CHECKING:
     from gridtrain.core.planning.network_model import LinkModel, NetworkModel
@@ -104,7 +105,8 @@ def network_from_status(status: Mapping[str, Any]) -> LiveNetwork:
         )  # the coordinator has compared the reports of both ends
     if network is None:
         raise ConfigError(
-            f'no link between members of "{run}" has been measured yet ({size} workers are training)',
+            f'no link between members of "{run}" has been measured yet (training: '
+            f"{format_count(size, 'worker')})",
             remedy="try again when at least two workers are training, or use --link or --network instead",
         )
     texts = tuple((str(name), str(text)) for name, text in mapping(status.get("facts")).items())

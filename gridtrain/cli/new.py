@@ -61,8 +61,8 @@ _TIMES = {2: "twice", 3: "three times"}
 
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--name", default="", help="The run's name.  [default: the folder's name]")
+@click.argument("folder", type=click.Path())
+@click.option("--name", help="The run's name.  [default: the folder's name]")
 @click.option(
     "--template",
     type=click.Choice(list(TEMPLATES)),
@@ -70,7 +70,7 @@ _TIMES = {2: "twice", 3: "three times"}
     show_default=True,
     help="The script: fine-tune a language model, train one from scratch, or recognize images.",
 )
-def new(folder: Path, name: str, template: str) -> None:
+def new(folder: str, name: str | None, template: str) -> None:
     """Create a folder with a script that is ready to train, and the other files of its run.
 
     \b
@@ -79,15 +79,20 @@ def new(folder: Path, name: str, template: str) -> None:
     """
     from gridtrain.core.group.invitation import RUN_NAME
 
-    name = name or folder.resolve().name
+    if not folder:
+        raise ConfigError(
+            "the name of the folder is empty",
+            remedy="name the run's folder: gridtrain new my-run; a dot stands for this folder",
+        )
+    name = Path(folder).resolve().name if name is None else name
     if not RUN_NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} is not a valid run name",
             remedy="use 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or a digit: "
             "--name NAME",
         )
-    written = _write(folder, templates(name, template))
-    click.echo(_instructions(folder, written, TEMPLATES[template]))
+    written = _write(Path(folder), templates(name, template))
+    click.echo(_instructions(Path(folder), written, TEMPLATES[template]))
 
 
 def templates(name: str = "NAME", template: str = DEFAULT) -> dict[str, str]:
@@ -134,6 +139,8 @@ def _texts(folder: Traversable, before: str) -> list[tuple[str, str]]:
 
 def _write(folder: Path, texts: dict[str, str]) -> list[str]:
     """Write all files, or none if one of them exists."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder", remedy="choose another folder, or move the file away")
     there = [name for name in texts if (folder / name).exists()]
     if there:
         raise ConfigError(

@@ -154,6 +154,8 @@ def plan(
         raise click.BadParameter(
             f'"{compute}" is not between 1e-9 s and {MOST_COMPUTE_s:g} s', param_hint="--compute"
         )
+    if not 0 < density <= 1:
+        raise click.BadParameter(f"{density:g} is not above 0 and at most 1", param_hint="--density")
     if pipeline["stages"]:
         links = described.network(pipeline["stages"])
         show_plan(links, _parameters(parameters) if parameters else 0, compute_s, picture, as_json, pipeline)

@@ -18,7 +18,7 @@ import click
 
 from gridtrain.cli.option_flags import run_options
 from gridtrain.cli.output import PLAIN_WIDTH, count, make_console, mapping, rows
-from gridtrain.quantities import format_bytes
+from gridtrain.quantities import format_bytes, format_field
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group
@@ -35,6 +35,9 @@ RECONNECT_TIMEOUT_S = 30.0
 RECENT_EVENTS = 5
 PHASE_STYLES = {"waiting": "yellow", "training": "green", "paused": "red", "finished": "cyan"}
 COLUMNS = ("share", "step", "up/s", "down/s", "comp.", "select", "comm.", "wait", "heard")
+SHOWN_STATES = {"following": "catching up", "spare": "standby"}
+"""Words of the glossary for states that the coordinator's answer calls otherwise."""
+
 DROP_ORDER = ("select", "wait", "reach", "comm.", "comp.", "heard", "down/s")
 """The columns to drop on a narrow terminal, in this order, so that names, which commands need, stay
 readable."""
@@ -191,7 +194,7 @@ def members_table(
     from rich.text import Text
 
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    members = rows(snapshot, "members")
+    members = sorted(rows(snapshot, "members"), key=_by_rank)
     in_stages = isinstance(snapshot.get("stages"), int) and snapshot["stages"] > 1
     has_violations = any(member.get("strikes") for member in members)
     headings = (
@@ -211,7 +214,7 @@ def members_table(
             "-" if rank is None else count(rank),
             *([count(member.get("stage"))] if in_stages else []),
             str(member.get("name", "?")),
-            str(member.get("state", "?")),
+            SHOWN_STATES.get(state := str(member.get("state", "?")), state),
             str(member.get("reach") or "-"),
             *([count(member.get("strikes"))] if has_violations else []),
             count(member.get("share")),
@@ -219,7 +222,7 @@ def members_table(
             _bytes(member.get("sent_Bps")),
             _bytes(member.get("received_Bps")),
             *(_seconds(figures.get(name)) for name in SECONDS),
-            _seconds(member.get("last_heard_s")),
+            _whole_seconds(member.get("last_heard_s")),
         ]
         kept = [cell for heading, cell in zip(headings, cells, strict=True) if heading not in without]
         table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in kept))
@@ -265,18 +268,30 @@ def problem_lines(snapshot: Mapping[str, Any]) -> list[str]:
     return [f"{member.get('name', '?')} {member['reason']}" for member in members if member.get("reason")]
 
 
+def _by_rank(member: Mapping[str, Any]) -> tuple[bool, int]:
+    """Return a sort key: members in rank order, then workers without a rank."""
+    rank = member.get("rank")
+    return (False, rank) if isinstance(rank, int) else (True, 0)
+
+
+def _whole_seconds(value: Any) -> str:
+    return f"{value:.0f} s" if isinstance(value, int | float) else "-"
+
+
 def _age(line: Mapping[str, Any]) -> str:
     since_s = line.get("since_s")
     if not isinstance(since_s, int | float):
         return "?"
-    return f"{since_s:.0f} s" if since_s < 120 else f"{since_s / 60:.0f} min"
+    return _whole_seconds(since_s) if since_s < 120 else f"{since_s / 60:.0f} min"
 
 
 def _event(event: Mapping[str, Any], now_s: Any) -> str:
     at_s = event.get("at_s")
     known = isinstance(at_s, int | float) and isinstance(now_s, int | float)
     age = f"{now_s - at_s:5.0f} s ago" if known else "?"
-    rest = " ".join(f"{name}={value}" for name, value in event.items() if name not in ("at_s", "event"))
+    rest = " ".join(
+        f"{name}={format_field(value)}" for name, value in event.items() if name not in ("at_s", "event")
+    )
     return f"{age}  {event.get('event', '?')!s} {rest}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ def _complete_command(context: click.Context, parameter: click.Parameter, incomp
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND...")
 @add_options("worker")
 def worker(invitation: str | None, command: tuple[str, ...], **given: Any) -> None:
-    """Join the run of INVITATION (or @FILE, or - for stdin), and train.
+    """Join the run of INVITATION (or @FILE; - asks, or reads a pipe), and train.
 
     Runs COMMAND, such as `-- python train.py`, or the owner's script once you
     accept it.  Ctrl-C leaves the run; a second Ctrl-C kills the script.
@@ -94,7 +95,8 @@ def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
     if not invitation:
         raise ConfigError(
             "no invitation was given",
-            remedy="run gridtrain worker INVITATION; the run's owner gets one from gridtrain invite",
+            remedy="run gridtrain worker INVITATION; the run's owner gets one from gridtrain invite "
+            "(if it was to print one here, its message is above)",
         )
     settings = chosen.join_texts()
     name = settings.get("name", "")
@@ -125,9 +127,17 @@ def make_job(words: tuple[str, ...], chosen: OptionValues) -> Job:
 
 
 def _read(text: str) -> str:
-    """Return the invitation: `text` itself, the content of @FILE, or standard input for "-"."""
+    """Return the invitation: `text` itself, the content of @FILE, or standard input for "-".
+
+    A terminal is asked for one line.  After a pipe, questions are read from the terminal, if there is one.
+    """
     if text == "-":
-        return sys.stdin.read(MAX_READ)
+        if sys.stdin.isatty():
+            return str(click.prompt("Invitation", err=True))
+        text = sys.stdin.read(MAX_READ)
+        with suppress(OSError):
+            sys.stdin = open("/dev/tty", encoding="utf-8")  # noqa: SIM115  for the rest of the process
+        return text
     if not text.startswith("@"):
         return text
     try:
@@ -135,6 +145,7 @@ def _read(text: str) -> str:
             return file.read(MAX_READ)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"the invitation cannot be read from {text[1:]}: {error}",
+            f"the invitation cannot be read from {text[1:]}: "
+            f"{error.strerror if isinstance(error, OSError) else 'it is not a text file'}",
             remedy="check the file name after the @",
         ) from None

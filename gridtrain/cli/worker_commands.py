@@ -116,13 +116,14 @@ def _ask(worker: str, to_all: bool, question: dict[str, Any], as_json: bool) -> 
 
     if worker and to_all:
         raise click.UsageError("--worker and --all were both given")
-    try:
-        for path in find_workers() if to_all else [find_worker(worker)]:
-            _show(ask_agent(path, question), as_json)
-    except (OSError, ValueError, StopIteration):
-        raise ConfigError(
-            "the worker does not answer", remedy="try again; the worker may be shutting down"
-        ) from None
+    for path in find_workers() if to_all else [find_worker(worker)]:
+        try:
+            answer = ask_agent(path, question)
+        except (OSError, ValueError, StopIteration):
+            raise ConfigError(
+                "the worker does not answer", remedy="try again; the worker may be shutting down"
+            ) from None
+        _show(answer, as_json)
 
 
 def _show(shown: Mapping[str, Any], as_json: bool) -> None:

@@ -18,6 +18,7 @@ UNREACHABLE_TEXT = (
     "them directly or through a relay, so it can still train"
 )
 EVENT_TEXTS = {
+    "resumed": "the run is training again: %(reason)s",
     "coordinator_away": "the coordinator is unreachable (%(reason)s); this worker keeps trying to reconnect, "
     "and training continues until a member is missing",
     "coordinator_ended": "the coordinator has stopped (%(reason)s); the run is finished, and this worker "
@@ -34,10 +35,9 @@ def log_event(event: str, fields: Mapping[str, Any]) -> None:
     """Log an event of the core.  See `member_events.LogEvent`."""
     match event:
         case "run_state":
-            is_normal = fields["state"] in ("training", "finished")
-            log.log(
-                logging.INFO if is_normal else logging.WARNING, "the run is %(state)s: %(reason)s", fields
-            )
+            level = logging.INFO if fields["state"] in ("training", "finished") else logging.WARNING
+            state = "" if str(fields["reason"]).startswith(fields["state"]) else f"{fields['state']}: "
+            log.log(level, "the run is %s%s", state, fields["reason"])
         case "left_behind":
             log.warning(LEFT_BEHIND_TEXT, fields["step"] + 1)
         case "rejoin":

@@ -87,7 +87,7 @@ def test_an_invitation_comes_from_the_line_a_file_or_standard_input(
     ("content", "told"),
     [
         (None, "No such file"),
-        (b"\xff\xfe", "can't decode"),
+        (b"\xff\xfe", "it is not a text file"),
         (b"", "'' is not an invitation"),
         (b"gridtrain1:" + b"A" * 5000, "was cut short or altered"),
     ],

@@ -76,7 +76,7 @@ def test_a_worker_that_comes_in() -> None:
 def test_not_in_time() -> None:
     run = Run(*[picture((ANNA, "admitted", None), let_in=(ANNA, BO))] * 5)
     with pytest.raises(
-        JoinTimeout, match=r"^1 of 3 workers are members, 1 more were admitted after 4 s -> "
+        JoinTimeout, match=r"^1 of 3 workers joined, 1 more were admitted after 4 s -> "
     ) as caught:
         run.waits(uses=3, patience_s=4.0)
     assert caught.value.exit_code == 1
@@ -84,7 +84,7 @@ def test_not_in_time() -> None:
 
 
 def test_a_run_that_ends_meanwhile() -> None:
-    with pytest.raises(JoinTimeout, match="0 of 1 workers are members, and the run is finished"):
+    with pytest.raises(JoinTimeout, match="0 of 1 worker joined, and the run is finished"):
         Run(picture(), picture(finished=True)).waits()
 
 

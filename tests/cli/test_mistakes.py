@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import shlex
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +114,16 @@ def test_nobody_is_there(gridtrain: RunCommand, impatient: None) -> None:
     assert time.monotonic() - began_s < 15
 
 
-def test_no_coordinator_runs_on_this_machine(gridtrain: RunCommand, home: Path) -> None:
+@pytest.mark.parametrize("running", ["", "my-run"])
+def test_no_coordinator_runs_on_this_machine(gridtrain: RunCommand, home: Path, running: str) -> None:
+    """A second coordinator is the last advice: the running one may belong to another run's name."""
+    if running:
+        (home / "gridtrain" / running).mkdir(parents=True)
+        (home / "gridtrain" / running / "coordinator.json").touch()
     line = one_sentence(gridtrain("status"), code=2)
-    assert f"no coordinator is running: {home}/gridtrain/default/coordinator.json does not exist" in line
-    assert "gridtrain coordinator" in line
+    assert f'run "default" is running on this machine as this user: {home}/gridtrain/default/coordi' in line
+    named = f" (this user coordinates {running})" if running else ""
+    assert f"in the folder of the run's run.toml, name the run with --run NAME{named}, or its state" in line
 
 
 def test_somebody_else_is_there(gridtrain: RunCommand, impatient: None) -> None:
@@ -183,6 +193,35 @@ def test_a_coordinator_with_a_key_that_others_may_read(
     (state / name).chmod(0o640)
     line = one_sentence(gridtrain("coordinator", "--state", str(state)), code=2)
     assert f"{state / name} has mode 0640, so others may read it -> chmod 600 {state / name}" in line
+
+
+@pytest.mark.integration
+@pytest.mark.executed
+def test_an_invitation_in_the_arguments_is_hidden_from_other_users() -> None:
+    hide = "from gridtrain.cli.main import _hide_invitations; _hide_invitations()"
+    show = "print(open('/proc/self/cmdline').read())"
+    command = [sys.executable, "-c", f"{hide}; {show}", "worker", INVITATION, "--", "true"]
+    done = subprocess.run(command, capture_output=True, check=True)
+    secret = INVITATION.removeprefix("gridtrain1:")
+    assert done.stdout.decode().split("\0")[3:6] == ["worker", "gridtrain1:" + "*" * len(secret), "--"]
+
+
+@pytest.mark.integration
+@pytest.mark.executed
+def test_after_an_invitation_from_a_pipe_questions_are_asked_at_the_terminal() -> None:
+    script = "from gridtrain.cli.worker import _read; print(_read('-').strip(), 'read', input('Run it? '))"
+    pid, master = pty.fork()
+    if pid == 0:
+        line = f'echo {INVITATION} | {shlex.quote(sys.executable)} -c "{script}"'
+        os.execv("/bin/sh", ["/bin/sh", "-c", line])
+    seen = b""
+    with suppress(OSError):  # Linux: nobody has the other end any more
+        while piece := os.read(master, 4096):
+            seen += piece
+            if seen.endswith(b"Run it? "):
+                os.write(master, b"yes\n")
+    os.close(master)
+    assert os.waitpid(pid, 0)[1] == 0 and f"{INVITATION} read yes" in seen.decode(), seen
 
 
 def test_debug_raises(gridtrain: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:

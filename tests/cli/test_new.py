@@ -171,6 +171,17 @@ def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "train.py").read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    "arguments", [("",), ("", "--name", "x"), (".", "--name", ""), ("y", "--name", "a/b")]
+)
+def test_an_empty_name_is_no_name_of_a_folder_or_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli, ["new", *arguments])
+    assert isinstance(done.exception, ConfigError) and done.exception.remedy and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", ["..", "-x", "a b"])
 def test_a_folder_that_is_no_runs_name(tmp_path: Path, name: str) -> None:
     done = CliRunner().invoke(cli, ["new", "--", str(tmp_path / "x" / name)])

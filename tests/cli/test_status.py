@@ -28,16 +28,16 @@ DRAWN = """\
 run default  training  2 workers since step 40
 term 1  generation 3  step 41  12.35 steps/s
 exchange: GTopK(density=0.05)
-rank name      state   reach      share step    up/s down/s comp. select comm. wait  heard
-   0 anna      active  direct         8   41 2.45 MB  950 B 21 ms   1 ms 1.2 s 0 ms 200 ms
-   - [red]bert joining behind NAT     0    0       -      -     -      -     -    -   0 ms
+rank name      state   reach      share step    up/s down/s comp. select comm. wait heard
+   0 anna      active  direct         8   41 2.45 MB  950 B 21 ms   1 ms 1.2 s 0 ms   0 s
+   - [red]bert joining behind NAT     0    0       -      -     -      -     -    -   0 s
    12 s ago  joined name=anna
 """
 
 STRUCK = """\
-rank name      state   reach      violations share step    up/s down/s comp. select comm. wait  heard
-   0 anna      active  direct              0     8   41 2.45 MB  950 B 21 ms   1 ms 1.2 s 0 ms 200 ms
-   - [red]bert joining behind NAT          2     0    0       -      -     -      -     -    -   0 ms
+rank name      state   reach      violations share step    up/s down/s comp. select comm. wait heard
+   0 anna      active  direct              0     8   41 2.45 MB  950 B 21 ms   1 ms 1.2 s 0 ms   0 s
+   - [red]bert joining behind NAT          2     0    0       -      -     -      -     -    -   0 s
 """
 
 
@@ -50,6 +50,7 @@ def drawn(picture: dict[str, Any], width: int = 120) -> str:
 
 def test_the_picture() -> None:
     assert drawn(PICTURE) == DRAWN
+    assert drawn({**PICTURE, "members": PICTURE["members"][::-1]}) == DRAWN, "by rank"
 
 
 def test_a_smaller_share_of_the_entries_is_shown_with_its_reason() -> None:
@@ -150,6 +151,6 @@ def test_of_a_model_in_stages_it_shows_who_holds_which_and_why_somebody_is_spare
     lines = drawn({"run": "r", "phase": "training", "stages": 2, "members": members}).splitlines()
     assert any(line.split()[:3] == ["rank", "stage", "name"] for line in lines)
     assert any(line.split()[:4] == ["1", "1", "bert", "active"] for line in lines)
-    assert any(line.split()[:4] == ["-", "-", "carl", "spare"] for line in lines)
+    assert any(line.split()[:4] == ["-", "-", "carl", "standby"] for line in lines)
     assert "spare: 2 stages x 1 are 2 workers" in "\n".join(lines)
     assert "stage" not in drawn({"run": "r", "phase": "training", "stages": 1, "members": members[:1]})

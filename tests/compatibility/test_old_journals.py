@@ -11,17 +11,24 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from oldformats.files import DATA, private_copy, recorded
 from oldformats.library import (
+    CheckpointInfo,
     ConfigError,
+    Deadlines,
     EndpointFile,
     Identity,
+    Join,
+    JournalEntry,
     JournalError,
     JournalStore,
+    Membership,
+    MessageReceived,
     dashboard_token,
     door_of_journal,
     operator_identity,
@@ -162,6 +169,23 @@ def test_the_interrupted_run_waits_for_its_two_members(tmp_path: Path) -> None:
     )
     assert run.view.ledger.step == run.view.applied + 1 > 200
     assert [member.share for member in run.roster] == [6, 6]
+
+
+def test_facts_that_its_version_did_not_record_are_those_of_the_first_worker_that_returns(
+    tmp_path: Path,
+) -> None:
+    run = recover_run(entries_of(state_of("interrupted", tmp_path)))
+    assert run.definition is not None and run.view is not None
+    coordinator = Membership(
+        me=bytes(32), run="whole", term=9, deadlines=Deadlines(), software="", recovered=run
+    )
+    facts = (*run.definition.facts, ("base", "1 MB, digest 01"), ("adapter", "default r=8"))
+    checkpoint = CheckpointInfo(run.view.applied, run.view.history, run.view.ledger)
+    setup = replace(run.definition, facts=facts, batch_size=6, checkpoint=checkpoint)
+    anna = bytes.fromhex(key_of("anna"))
+    coordinator.handle(MessageReceived(anna, Join("whole", "anna", "")), 1.0)
+    effects = coordinator.handle(MessageReceived(anna, setup), 1.0)
+    assert [e.body["facts"] for e in effects if isinstance(e, JournalEntry)] == [dict(facts)]
 
 
 def test_who_was_put_out_stays_out(tmp_path: Path) -> None:

@@ -58,7 +58,9 @@ class FakeCore:
         self.answers = dict(answers or {})
         self.heard: list[Event] = []
         self.deadline_s = math.inf
-        self.picture: dict[str, Any] = {"step": 0, "finished": False, "members": [], "events": []}
+        self.picture: dict[str, Any] = {
+            "phase": "waiting", "step": 0, "finished": False, "members": [], "events": [],
+        }  # fmt: skip
         self.at_start: list[Effect] = []
         self.at_tick: list[Effect] = []
 

@@ -32,6 +32,8 @@ def test_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     out = Terminal()
     log_to(out)("info", "joined", {"name": "anna", "reason": "two words", "rtt_s": 0.00123})
     assert out.getvalue()[8:] == '  joined          name=anna reason="two words" rtt_s=0.001\n'
+    log_to(out)("info", "joined", {"reachable": True, "relay": False, "limit": None, "tried": ["a", "b"]})
+    assert out.getvalue().endswith('  joined          reachable=yes relay=no limit=none tried="a, b"\n')
 
 
 def test_colour_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 from gridtrain_coordinator.status_report import RateMeter, redact_addresses
 
 
-def snapshot(step: int, **sent_bytes: float) -> dict[str, Any]:
+def snapshot(step: int, phase: str = "training", **sent_bytes: float) -> dict[str, Any]:
     members = [{"peer": peer, "figures": {"sent_bytes": sent}} for peer, sent in sent_bytes.items()]
-    return {"step": step, "members": members}
+    return {"step": step, "phase": phase, "members": members}
 
 
 def observed(*rows: tuple[float, dict[str, Any]]) -> RateMeter:
@@ -29,10 +29,12 @@ def test_old_samples_are_forgotten() -> None:
     assert speed.steps_per_s() == 0.0
 
 
-def test_before_anybody_has_said_where_the_run_is_there_is_no_speed() -> None:
-    """A restarted coordinator is at step 0 until the workers are back."""
-    speed = observed((0, snapshot(0)), (1, snapshot(2000, a=1)), (2, snapshot(2003, a=2)))
-    assert speed.steps_per_s() == 3.0
+def test_steps_count_from_the_resumption() -> None:
+    """A restarted coordinator, and one whose workers bring checkpoints, is at step 0 until they train."""
+    waiting, resumed = snapshot(0, "waiting", a=1), snapshot(2000, a=1)
+    assert observed((0, waiting), (1, resumed)).steps_per_s() is None
+    assert observed((0, waiting), (1, resumed), (2, snapshot(2003, a=2))).steps_per_s() == 3.0
+    assert observed((0, resumed), (1, resumed), (2, snapshot(2001, "paused", a=2))).steps_per_s() is None
 
 
 def test_what_is_not_known_is_none() -> None:

@@ -92,7 +92,7 @@ def end_of(group, name: str) -> str:
 
 
 def told(reason: str, remedy: str) -> str:
-    return f"JoinRefused: was removed from the run: {reason} -> {remedy}"
+    return f"JoinRefused: this worker was removed from the run: {reason} -> {remedy}"
 
 
 def refused(refusal: Refused) -> str:

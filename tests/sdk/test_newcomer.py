@@ -415,7 +415,7 @@ def test_a_script_that_raises(start_coordinator: StartCoordinator, tmp_path: Pat
     agents_line = json.loads(agents_line)["fields"]["text"]
     assert json.loads(traceback_end)["fields"]["text"] == "ValueError: no such column"
     assert agents_line.startswith("the script ended with exit code 1 after ")
-    assert agents_line.endswith("-> its own message is above; use --restarts N to start it again")
+    assert agents_line.endswith("above; if it may succeed next time, --restarts N starts it again")
 
     assert agents[0].returncode == 0, err
     assert out.splitlines() == [f"step {step} of a group of {2 if step <= 3 else 1}" for step in range(1, 7)]

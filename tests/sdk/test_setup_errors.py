@@ -74,7 +74,7 @@ def turned_away(new_group: Any) -> Any:
             assert group.result(0) == 4, "the run goes on"
         assert isinstance(error, JoinRefused), error
         assert error.code == "different-run"
-        assert error.remedy == "start every worker with the same script, data and options"
+        assert error.remedy.startswith("start every worker with the same script, data and options; ")
         return error
 
     return run
@@ -103,14 +103,14 @@ OTHER = [*DATA[:-1], (torch.tensor([9.0, 9.0]), torch.tensor([9.0]))]
         (Script(exchange=gridtrain.Dense()), r"exchange is Dense\(\) here and GTopK\(.*\) in the run"),
         (Script(lr=0.2), r"optimizer is SGD\(lr=0\.2\) here and SGD\(lr=0\.1\) in the run"),
         (Script(kind=torch.optim.Adagrad), r"optimizer is Adagrad\(lr=0\.1\) here and SGD\(lr=0\.1\) in"),
-        (Script(clip_norm=1.0), r"clip_norm is 1\.0 here and None in the run"),
+        (Script(clip_norm=1.0), r"clip_norm is 1\.0 here and none in the run"),
         (
             Script(ends=(("steps", 5),)),
             r"end of the run is 5 steps over 8 samples with data seed 0 here and 4 steps over 8 samples",
         ),
         (Script(ends=(("epochs", 2),)), r"end of the run is 2 epochs over .* here and 4 steps over"),
         (Script(ends=(("steps", 4), ("seed", 1))), r"end of the run is .* data seed 1 here and .* seed 0"),
-        (Script(sizes=(("global_batch_size", 4),)), r"global batch size is 4 here and None in the run"),
+        (Script(sizes=(("global_batch_size", 4),)), r"global batch size is 4 here and none in the run"),
     ],
     ids=[
         "model", "buffers", "data length", "data", "density", "exchange", "lr", "optimizer", "clip_norm",
@@ -200,7 +200,7 @@ def test_numbers_of_numpy_are_numbers(outcomes: Any) -> None:
         ),
         (Script(sizes=(("batch_size", "2"),)), "batch_size is '2'; it must be a whole number -> "),
         (Script(sizes=(("batch_size", 2), ("seed", None))), "seed is None; it must be a whole number -> "),
-        (Script(data=[]), "a list without samples or without a length .* -> use a map-style data set"),
+        (Script(data=[]), "the list has 0 samples; it must have at least 1 -> check the paths and filters"),
         (
             Script(data=iter(DATA)),
             "the list_iterator has no length, so .* -> call grid.batches",

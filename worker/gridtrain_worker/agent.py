@@ -279,6 +279,8 @@ def _run(
                 tell(f"{machine.name} stopped by {_signal_name(signals.first)}")
                 return 128 + signals.first
             if enforcer.is_stopping or (code == 0 and not enforcer.has_ended_script):
+                if code == 0 and stats.is_empty:
+                    tell("the script has ended without a step -> a script that trains calls gridtrain.join()")
                 return code
             if enforcer.has_ended_script or not enforcer.decision.may_train:
                 why = enforcer.decision.text() or "now"
@@ -558,7 +560,7 @@ def _failure(job: Job, code: int, ran_s: float, *, suggest_restarts: bool) -> st
         return f"the script was killed by {name} after {ran_s:.1f} s ({command}) -> {hint}"
     hint = "its own message is above"
     if suggest_restarts and code not in FINAL_EXIT_CODES:
-        hint += "; use --restarts N to start it again"
+        hint += "; if it may succeed next time, --restarts N starts it again"
     return f"the script ended with exit code {code} after {ran_s:.1f} s ({command}) -> {hint}"
 
 

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Protocol, TextIO
 
-from gridtrain.quantities import format_bytes
+from gridtrain.quantities import format_bytes, format_count
 from gridtrain.runtime.contribution import Contribution
 
 CLEAR = "\r\x1b[K"
@@ -222,9 +222,8 @@ def console_for(stream: TextIO, log_format: str = "") -> TerminalConsole | TextC
 
 def live_line(given: Contribution) -> str:
     """Format the current figures in one line."""
-    workers = f"{given.world_size} worker{'' if given.world_size == 1 else 's'}"
     return (
-        f"step {given.step:,}, {workers} | this machine: {given.steps:,} steps, {given.samples:,} samples "
+        f"step {given.step:,}, {format_count(given.world_size, 'worker')} | this machine: {_work(given)} "
         f"({_share(given)} of the run), {format_bytes(given.sent_bytes)} up, "
         f"{format_bytes(given.received_bytes)} down"
     )
@@ -233,12 +232,16 @@ def live_line(given: Contribution) -> str:
 def summary(given: Contribution, total: Contribution) -> str:
     """Format the final figures."""
     text = (
-        f"thank you: {given.steps:,} steps, {given.samples:,} samples ({_share(given)} of the run), "
+        f"thank you: {_work(given)} ({_share(given)} of the run), "
         f"{format_bytes(given.sent_bytes)} sent, {format_bytes(given.received_bytes)} received"
     )
     if total.steps > given.steps:
-        text += f"; including earlier starts, {total.samples:,} samples ({_share(total)})"
+        text += f"; including earlier starts, {format_count(total.samples, 'sample')} ({_share(total)})"
     return text
+
+
+def _work(given: Contribution) -> str:
+    return f"{format_count(given.steps, 'step')}, {format_count(given.samples, 'sample')}"
 
 
 def _figures(given: Contribution) -> dict[str, object]:

@@ -32,6 +32,11 @@ class ContributionStats:
         self._is_reported = False
         self.path.unlink(missing_ok=True)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no script has contributed a step since the agent started."""
+        return self._finished.steps == 0
+
     def update(self, now_s: float) -> None:
         """Read and show the figures, at most once a second."""
         if now_s < self._next_read_s:
@@ -51,7 +56,7 @@ class ContributionStats:
 
     def finish(self) -> None:
         """Show and store the total if there is a contribution.  Idempotent."""
-        if self._is_reported or self._finished.steps == 0:
+        if self._is_reported or self.is_empty:
             return
         self._is_reported = True
         before = Contribution.read(self._total_file)

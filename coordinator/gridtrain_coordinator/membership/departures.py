@@ -13,11 +13,12 @@ Other parts decide when to remove a worker: heartbeat timeouts, stalls, bad link
 from __future__ import annotations
 
 from gridtrain.core import messages as m
+from gridtrain.quantities import format_count
 from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.divergence import DivergenceDetector
 from gridtrain_coordinator.run.events import Disconnect, Effect, LogEvent, RunPhase, Send
 from gridtrain_coordinator.run.generation_plan import GenerationPlanner
-from gridtrain_coordinator.run.registry import Worker, worker_count_text
+from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
 
 RESTART = "restart this worker to join again, or let `gridtrain worker --restarts N` restart it"
@@ -93,7 +94,7 @@ class Departures:
     def finish_run(self) -> list[Effect]:
         """Finish the run: notify the members, and refuse all other workers."""
         run = self._run
-        reason = f"{worker_count_text(len(run.member_list))} reached the end of the run"
+        reason = f"{format_count(len(run.member_list), 'worker')} reached the end of the run"
         effects: list[Effect] = [
             run.enter_phase(RunPhase.FINISHED, reason),
             LogEvent("info", "finished", {"reason": reason}),
@@ -130,7 +131,7 @@ class Departures:
         self._record_departure(peer, cause or f"{worker.name} {reason}", is_final=is_final)
         is_normal = is_voluntary or run.is_finished
         level, event = ("info", "left") if is_normal else ("warning", "lost")
-        return LogEvent(level, event, {"name": worker.name, "reason": reason})
+        return LogEvent(level, event, {"name": worker.name, "reason": reason.removeprefix("left: ")})
 
     def _record_departure(self, peer: m.PeerId, cause: str, *, is_final: bool = True) -> None:
         """Forget the measurements of a worker; if it was a member, request another generation."""

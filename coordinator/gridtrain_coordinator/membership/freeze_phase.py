@@ -73,7 +73,10 @@ class FreezePhase:
         if not run.has_started or run.members <= run.departed_members:
             return self._start_over()
         self.delay_freeze(now_s)
-        reason = f"all {len(run.member_list)} members are disconnected; waiting for them to come back"
+        reason = (
+            f"all members are disconnected; waiting {run.limits.regather_s:g} s for them to come back, then "
+            "others may continue from their latest checkpoint"
+        )
         return [run.enter_phase(RunPhase.PAUSED, reason), LogEvent("error", "paused", {"reason": reason})]
 
     def delay_freeze(self, now_s: float) -> None:
@@ -96,9 +99,10 @@ class FreezePhase:
         run.view_change.reset()
         self._is_awaiting_members, self.delayed_until_s = False, None
         self._view_installer.clear_initial_state()
+        lost = {"committed": True} if run.has_committed and not run.highest_step else {}
         reason = "all workers that held the model have left; new workers start from a checkpoint or at step 0"
         return [
-            run.enter_phase(RunPhase.WAITING, reason, reached=run.highest_step),
+            run.enter_phase(RunPhase.WAITING, reason, reached=run.highest_step, **lost),
             LogEvent("error", "waiting", {"reason": reason}),
             *(run.phase_message(peer) for peer in run.workers),
         ]

@@ -12,10 +12,11 @@ restart.
 from __future__ import annotations
 
 from gridtrain.core import messages as m
+from gridtrain.quantities import format_count
 from gridtrain_coordinator.membership.freeze_phase import FreezePhase
 from gridtrain_coordinator.membership.generation_reports import GenerationReports, TermRaise, is_credible
 from gridtrain_coordinator.run.events import Effect, LogEvent, RecordViolation, RunPhase, Send
-from gridtrain_coordinator.run.registry import Worker, worker_count_text
+from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
 
 
@@ -72,9 +73,8 @@ class MemberRecovery:
         run.view_change.replace_reason("the coordinator was started from a backup")
         self._freeze_phase.freeze_on_return(now_s)
         size = len(members)
-        reason = (
-            f"the journal is older than generation {generation}; waiting for its {worker_count_text(size)}"
-        )
+        awaited = format_count(size, "worker")
+        reason = f"the journal is older than generation {generation}; waiting for its {awaited}"
         fields = {"generation": generation, "workers": size, "term": run.term}
         freeze = m.Freeze(run.term, generation, run.view_change.reason, ())
         return [

@@ -61,7 +61,7 @@ from gridtrain_coordinator.run.events import (
 from gridtrain_coordinator.run.generation_plan import GenerationPlanner
 from gridtrain_coordinator.run.journal_recovery import RecoveredRun
 from gridtrain_coordinator.run.paused_workers import PausedWorkers
-from gridtrain_coordinator.run.registry import Worker
+from gridtrain_coordinator.run.registry import Worker, shown_facts
 from gridtrain_coordinator.run.run_state import RunState
 from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog
 from gridtrain_coordinator.stages.checkpoint_quorum import CheckpointQuorum
@@ -248,7 +248,7 @@ class Membership:
             "world_size": len(run.member_list),
             "stages": stages,
             "finished": run.is_finished,
-            "facts": dict(choice.effective_setup.facts) if choice.effective_setup else {},
+            "facts": shown_facts(choice.effective_setup.facts) if choice.effective_setup else {},
             "exchange_reason": choice.description,
             "global_batch_size": run.definition.global_batch_size if run.definition else None,
             "plan_reason": self._planner.plan_reason,
@@ -387,7 +387,7 @@ class Membership:
                 return self._departures.leave(peer, self._paused_workers.reason_text(peer))
             case m.RunFinished(applied):
                 run.record_finish(peer, applied)
-                return [LogEvent("info", "worker_finished", {"name": worker.name, "step": applied})]
+                return [LogEvent("info", "worker_finished", {"name": worker.name, "step": applied + 1})]
             case _:
                 return [RecordViolation(peer, f"sent {type(message).__name__}, which a worker may not send")]
         return []
@@ -478,7 +478,9 @@ class Membership:
             if notices is not None:
                 return notices
         if newcomers:
-            view_change.request(", ".join(w.name for w in newcomers) + " joined")
+            joined = ", ".join(w.name for w in newcomers) + " joined"
+            # Without members, an earlier newcomer may have left while the run waited.
+            view_change.request(joined) if run.members else view_change.replace_reason(joined)
         if not view_change.reason or now_s < self._earliest_view_change_s():
             return []
         if run.members:

@@ -18,10 +18,11 @@ from gridtrain.core.commit import data_ledger
 from gridtrain.core.commit.verdict import Outcome, decide_outcome
 from gridtrain.core.group.rank_layout import RankLayout
 from gridtrain.core.stages.rank_placement import StateLocations
+from gridtrain.quantities import format_count
 from gridtrain_coordinator.membership.departures import Departures
 from gridtrain_coordinator.membership.view_installer import ViewInstaller, initial_outcome
 from gridtrain_coordinator.run.events import Effect, LogEvent, RunPhase, Send
-from gridtrain_coordinator.run.registry import Worker, worker_count_text
+from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
 from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog
 from gridtrain_coordinator.stages.placement import LiveStates, PlacementResult, StagePlacement
@@ -200,8 +201,8 @@ class PipelineRecovery:
         layout = RankLayout.for_world_size(run.partition.stage_count, len(run.member_list))
         reason = (
             f"standby: {layout.stages} stages x {layout.replicas} replicas use "
-            f"{worker_count_text(layout.world_size)}; this worker replaces a worker that leaves, or joins "
-            f"another replica when {layout.stages} workers are on standby"
+            f"{format_count(layout.world_size, 'worker')}; this worker replaces a worker that leaves, or "
+            f"joins another replica when {layout.stages} workers are on standby"
         )
         for peer in run.present_members:
             run.workers[peer].standby_reason = ""

@@ -14,11 +14,12 @@ from collections.abc import Collection
 
 from gridtrain.core import messages as m
 from gridtrain.core.planning.exchange_choice import seconds_per_sample
+from gridtrain.quantities import format_count
 from gridtrain_coordinator.membership.departures import Departures
 from gridtrain_coordinator.membership.forming_sources import StateSources
 from gridtrain_coordinator.run.events import Effect, LogEvent, RunPhase, Send
 from gridtrain_coordinator.run.generation_plan import GenerationPlanner
-from gridtrain_coordinator.run.registry import Worker, worker_count_text
+from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
 
 MAX_FORMING_S = 900.0
@@ -99,7 +100,7 @@ class Readiness:
             self._sources.record_success(source, self._joining())
         run.view_change.reset()
         size, step = len(run.member_order), run.view.applied + 1
-        entry = run.enter_phase(RunPhase.TRAINING, f"{worker_count_text(size)} since step {step}")
+        entry = run.enter_phase(RunPhase.TRAINING, f"{format_count(size, 'worker')} since step {step}")
         fields = {"generation": run.generation, "workers": size, "step": step}
         start = m.StartGeneration(run.term, run.generation)
         return [entry, LogEvent("info", "training", fields), *(Send(p, start) for p in run.member_order)]

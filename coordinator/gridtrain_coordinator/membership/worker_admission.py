@@ -22,13 +22,15 @@ from gridtrain_coordinator.run.addressing import AddressBook
 from gridtrain_coordinator.run.events import Effect, JournalEntry, LogEvent
 from gridtrain_coordinator.run.generation_plan import GenerationPlanner
 from gridtrain_coordinator.run.paused_workers import PausedWorkers
-from gridtrain_coordinator.run.registry import Worker, setup_differences
+from gridtrain_coordinator.run.registry import Worker, setup_differences, shown_facts
 from gridtrain_coordinator.run.run_state import RunState
 from gridtrain_coordinator.run.worker_names import WorkerNames, rename_events
 from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog, is_impossible
 
 MAX_WORKERS = 1000  # capacity of the lists in one message
 MAX_PROBES = 256
+MAX_NAMES = 3
+"""The number of workers that the refusal of a setup names."""
 
 
 class WorkerAdmission:
@@ -88,20 +90,25 @@ class WorkerAdmission:
         run, peer = self._run, worker.peer
         if run.is_finished:
             return self._departures.refuse_late(peer)
-        described = self._with_base(setup)
+        described = self._with_later_facts(setup)
         reference = run.definition if described is None else described
-        if misfit := self._incompatibility(reference, setup):  # first: a refused worker defines nothing
+        others = self._other_names(worker)
+        is_binding = bool(others) or run.has_committed
+        if reference is not None and not is_binding and setup_differences(reference, setup):
+            reference = described = None  # all workers with the run's setup have left before the first step
+        # A refused worker defines nothing.
+        if misfit := self._incompatibility(reference, setup, others):
             return self._departures.refuse(peer, *misfit)
         effects: list[Effect] = []
         if described is not None:
             run.replace_facts(described.facts)
             effects.append(JournalEntry("run", _definition_entry(described)))
-        if run.definition is None:
+        if reference is None:
             run.define(setup)
             self._planner.exchange_choice.configure(setup)
             effects += [
                 JournalEntry("run", _definition_entry(setup)),
-                LogEvent("info", "run_defined", dict(setup.facts)),
+                LogEvent("info", "run_defined", shown_facts(setup.facts)),
             ]
         run.accepted_workers.add(peer)
         worker.record_setup(setup)
@@ -112,22 +119,36 @@ class WorkerAdmission:
         effects += self._checkpoints.journal_confirmed() + self._checkpoints.replan_if_missing(worker)
         return effects + (self._introduce(worker, now_s) if worker.is_addressable else [])
 
-    def _with_base(self, setup: m.Setup) -> m.Setup | None:
-        """Return the definition with this worker's base, if it is to define the run's base; else None.
+    def _other_names(self, worker: Worker) -> list[str]:
+        """Return the names of the other workers with the run's setup, and of awaited members."""
+        names = {member.peer: member.name for member in self._run.member_list}
+        names |= {w.peer: w.name for w in self._run.workers.values() if w.setup is not None}
+        return [name for peer, name in names.items() if peer != worker.peer]
 
-        A definition that an earlier version journalled has no such fact.  The first worker that returns with
-        a checkpoint defines it: its base was compared with the values in the checkpoint when it was loaded.
+    def _with_later_facts(self, setup: m.Setup) -> m.Setup | None:
+        """Return the definition with those `LATER_FACTS` of this worker that it lacks; None if the worker may
+        not add any.
+
+        A definition that an earlier version journalled lacks them.  The first worker that returns with a
+        checkpoint adds them: its base was compared with the values in the checkpoint when it was loaded.
         """
-        run, base = self._run, dict(setup.facts).get(m.BASE_FACT, "any")
-        if run.definition is None or setup.checkpoint is None or base == "any":
+        run = self._run
+        if run.definition is None or setup.checkpoint is None or (m.BASE_FACT, "any") in setup.facts:
             return None
-        is_known = m.BASE_FACT in dict(run.definition.facts)
-        if is_known or any(worker.setup is not None for worker in run.workers.values()):
+        known = dict(run.definition.facts)
+        added = [fact for fact in setup.facts if fact[0] in m.LATER_FACTS and fact[0] not in known]
+        if not added or any(worker.setup is not None for worker in run.workers.values()):
             return None
-        return replace(run.definition, facts=(*run.definition.facts, (m.BASE_FACT, base)))
+        return replace(run.definition, facts=(*run.definition.facts, *added))
 
-    def _incompatibility(self, reference: m.Setup | None, setup: m.Setup) -> tuple[str, str, str] | None:
-        """Return the code, reason and remedy of the refusal; None if the setup fits the definition."""
+    def _incompatibility(
+        self, reference: m.Setup | None, setup: m.Setup, others: list[str]
+    ) -> tuple[str, str, str] | None:
+        """Return the code, reason and remedy of the refusal; None if the setup fits the definition.
+
+        Args:
+            others: the names of the workers that have the definition's setup.
+        """
         if reference is None:
             reference = setup
             try:
@@ -137,7 +158,8 @@ class WorkerAdmission:
                 return "ledger", error.reason, error.remedy
         if differing := setup_differences(reference, setup):
             reason = "this worker's training setup differs from the run's: " + "; ".join(differing)
-            return "different-run", reason, _remedy(reference, setup)
+            anew = _how_to_define_anew([] if self._run.has_committed else others)
+            return "different-run", reason, f"{_remedy(reference, setup)}; {anew}"
         own = setup.checkpoint
         if own is not None and not (
             data_ledger.is_balanced(own.ledger) and own.ledger.step == own.applied + 1
@@ -169,18 +191,33 @@ class WorkerAdmission:
         return self._addresses.introduce(worker.peer, [other.peer for other in others[:MAX_PROBES]])
 
 
+def _how_to_define_anew(others: list[str]) -> str:
+    """Return how another setup may define the run: as long as no step is committed, if `others` leave."""
+    if not others:
+        return "to begin with another setup, use another name in run.toml"
+    names = ", ".join(others[:MAX_NAMES])
+    names += f" and {len(others) - MAX_NAMES} more" if len(others) > MAX_NAMES else ""
+    return (
+        f"if the setup of {names} is the wrong one, stop or kick {'it' if len(others) == 1 else 'them'}: "
+        "until the first step is committed, the next worker then defines the run"
+    )
+
+
 def _remedy(reference: m.Setup, setup: m.Setup) -> str:
     remedy = "start every worker with the same script, data and options"
-    run, here = dict(reference.facts).get(m.BASE_FACT), dict(setup.facts).get(m.BASE_FACT)
-    if run == here:
-        return remedy
-    if "any" in (run, here):
+    run_facts, facts = dict(reference.facts), dict(setup.facts)
+    run, here = run_facts.get(m.BASE_FACT), facts.get(m.BASE_FACT)
+    if run != here and "any" in (run, here):
         return f"{remedy}; base= must be the same on all of them"
-    if run is None:
+    if any(name in facts and name not in run_facts for name in m.LATER_FACTS):
         return (
             f"{remedy}; if the run was started with an earlier version, a worker with one of its checkpoints "
-            "must join first; if there is none, start a new run"
+            "must join first"
         )
+    if [name for name in run_facts if facts.get(name) != run_facts[name]] == ["data"]:
+        return f"{remedy}; a script that draws or shuffles its data must seed it equally on all of them"
+    if run == here:
+        return remedy
     return (
         "load the same base model as the other workers, that is, the same files in the same dtype; if the "
         "script draws frozen parameters at random, name them in send_frozen=, or save them once and load the "

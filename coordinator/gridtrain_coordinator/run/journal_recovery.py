@@ -26,6 +26,7 @@ class RecoveredRun:
         definition: the setup that all workers must agree with; None if no worker has joined yet.
         generation: the latest generation; 0 if none was installed.
         view, roster: the view and members of the latest generation; None and () if no worker held the model.
+        has_committed: whether a step may have been committed.
         has_started: whether a generation has trained, so that a worker holds a model worth waiting for.
         highest_step: the number of committed steps if no worker held the model any more; otherwise 0.
         checkpoints: the confirmed checkpoints of a pipeline, with the digests of their stages
@@ -36,6 +37,7 @@ class RecoveredRun:
     generation: int = 0
     view: m.MembershipView | None = None
     roster: tuple[m.Member, ...] = ()
+    has_committed: bool = False
     has_started: bool = False
     is_finished: bool = False
     highest_step: int = 0
@@ -49,7 +51,7 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
     """
     definition: m.Setup | None = None
     latest: Mapping[str, Any] | None = None
-    phase, has_started, highest_step = "", False, 0
+    phase, has_started, highest_step, has_committed = "", False, 0, False
     checkpoints: dict[StateId, Mapping[m.Span, Iterable[bytes]]] = {}
     for kind, body in entries:
         match kind:
@@ -70,6 +72,7 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
                 }
             case "state":
                 phase, highest_step = body["state"], int(body.get("reached", 0))
+                has_committed = bool(body.get("committed", highest_step > 0))
                 has_started = phase != RunPhase.WAITING and (has_started or phase == RunPhase.TRAINING)
                 if "rollback" in body:
                     step = int(body["rollback"]["to"])
@@ -77,9 +80,9 @@ def recover_run(entries: Iterable[tuple[str, Mapping[str, Any]]]) -> RecoveredRu
     if latest is None:
         return RecoveredRun(definition)
     view, roster = _view(latest)
-    recovered = RecoveredRun(definition, view.generation, checkpoints=checkpoints)
+    recovered = RecoveredRun(definition, view.generation, has_committed=True, checkpoints=checkpoints)
     if phase == RunPhase.WAITING:
-        return replace(recovered, highest_step=highest_step)
+        return replace(recovered, highest_step=highest_step, has_committed=has_committed)
     is_finished = phase == RunPhase.FINISHED
     return replace(recovered, view=view, roster=roster, has_started=has_started, is_finished=is_finished)
 

@@ -13,6 +13,7 @@ from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.group.stall_detection import extend_start
 from gridtrain.core.planning.batch_shares import BatchShares, WorkerSpeeds
+from gridtrain.quantities import format_count
 from gridtrain_coordinator.run.events import LogEvent
 from gridtrain_coordinator.run.worker_problems import WorkerProblems
 
@@ -288,11 +289,6 @@ class Registry(dict[m.PeerId, Worker]):
         return self[peer].name if peer in self else peer.hex()[:8]
 
 
-def worker_count_text(count: int) -> str:
-    """Return a count as text, such as "2 workers"."""
-    return "1 worker" if count == 1 else f"{count} workers"
-
-
 def round_trip_times(
     workers: Sequence[Worker], avoided: Collection[tuple[m.PeerId, m.PeerId]] = ()
 ) -> dict[tuple[m.PeerId, m.PeerId], float]:
@@ -335,6 +331,11 @@ def setup_differences(reference: m.Setup, setup: m.Setup) -> list[str]:
     ]
 
 
+def shown_facts(facts: m.Facts) -> dict[str, str]:
+    """Return facts for display; the text that is compared has Python's None for an option that is not set."""
+    return {name: "none" if text == "None" else text for name, text in facts}
+
+
 def _model_lines(model: m.StagedModel | None) -> dict[str, str]:
     """Describe the stages, for a comparison with the stages of another setup.
 
@@ -356,11 +357,12 @@ def _shards_text(spec: m.LedgerSpec) -> str:
 
 def _described(setup: m.Setup) -> dict[str, str]:
     spec = setup.ledger
-    length = f"{spec.epochs} epochs" if spec.epochs is not None else f"{spec.steps} steps"
+    epochs, samples = spec.epochs, format_count(spec.size, "sample")
+    length = format_count(spec.steps or 0, "step") if epochs is None else format_count(epochs, "epoch")
     return {
-        **dict(setup.facts),
-        "end of the run": f"{length} over {spec.size} samples{_shards_text(spec)} with data seed {spec.seed}",
-        "global batch size": str(setup.global_batch_size),
+        **shown_facts(setup.facts),
+        "end of the run": f"{length} over {samples}{_shards_text(spec)} with data seed {spec.seed}",
+        "global batch size": "none" if setup.global_batch_size is None else str(setup.global_batch_size),
         "stages": str(setup.stages),
         **_model_lines(setup.model),
     }

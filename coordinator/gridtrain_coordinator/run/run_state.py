@@ -15,9 +15,10 @@ from typing import Any
 from gridtrain.config import Deadlines
 from gridtrain.core import messages as m
 from gridtrain.core.group.rank_layout import RankLayout
+from gridtrain.quantities import format_count
 from gridtrain_coordinator.run.events import JournalEntry, RunPhase, Send
 from gridtrain_coordinator.run.journal_recovery import RecoveredRun
-from gridtrain_coordinator.run.registry import Registry, Worker, worker_count_text
+from gridtrain_coordinator.run.registry import Registry, Worker
 from gridtrain_coordinator.run.stage_bounds import StageBounds
 from gridtrain_coordinator.run.view_change import ViewChange
 
@@ -45,6 +46,7 @@ class RunState:
         view_change: the view change in progress.
         partition: how the model is divided into stages.
         highest_step: the highest step that generations and finished workers have reported.
+        has_committed: whether a step may have been committed; until then the definition may be replaced.
         has_started: whether a worker holds, or held, a model worth waiting for.
         accepted_workers: workers whose setup this coordinator has accepted, including those that have left.
         departed_members: members that left or were dismissed, and are no longer awaited.
@@ -58,7 +60,7 @@ class RunState:
         self.term = term
         self.limits = limits
         self.phase = RunPhase.WAITING
-        self._reason = f"waiting for {worker_count_text(min_workers)}"
+        self._reason = f"waiting for {format_count(min_workers, 'worker')}"
         self.generation = 0
         self.definition: m.Setup | None = None
         self.workers = Registry()
@@ -66,7 +68,7 @@ class RunState:
         self.view_change = ViewChange()
         self.partition = StageBounds()
         self.highest_step = 0
-        self.has_started = False
+        self.has_committed = self.has_started = False
         self.accepted_workers: set[m.PeerId] = set()
         self.departed_members: set[m.PeerId] = set()
         self.finished_members: set[m.PeerId] = set()
@@ -76,6 +78,7 @@ class RunState:
     def restore(self, recovered: RecoveredRun) -> None:
         """Continue the run that was recovered from the journal."""
         self.generation, self.definition = recovered.generation, recovered.definition
+        self.has_committed = recovered.has_committed
         if recovered.definition is not None:
             self.partition.define(recovered.definition)
         view = recovered.view
@@ -88,9 +91,8 @@ class RunState:
             self.has_started, self.view = recovered.has_started, replace(view, term=self.term)
             self.partition.adopt(view.stage_bounds)
             self.phase = RunPhase.PAUSED
-            self._reason = (
-                f"the coordinator restarted; waiting for {len(self.member_list)} members to come back"
-            )
+            awaited = format_count(len(self.member_list), "member")
+            self._reason = f"the coordinator restarted; waiting for {awaited} to come back"
 
     def _set_members(self, members: tuple[m.Member, ...]) -> None:
         self.member_list = members  # in rank order; () if no worker holds the model
@@ -156,11 +158,13 @@ class RunState:
     # -- transitions -------------------------------------------------------------------------------
 
     def define(self, setup: m.Setup) -> None:
-        """Define the run by the first worker's setup."""
+        """Define the run by the first worker's setup; or anew, if no step was committed and all have left."""
+        stages = max(setup.stages, self.definition.stages if self.definition is not None else 1)
         self.definition = setup
         self.partition.define(setup)
-        if setup.stages > self._min_workers and self.phase is RunPhase.WAITING:
-            self._reason = f"waiting for {worker_count_text(setup.stages)}, one for each stage of the model"
+        if stages > self._min_workers and self.phase is RunPhase.WAITING:
+            self._reason = f"waiting for {format_count(self.required_workers, 'worker')}"
+            self._reason += ", one for each stage of the model" if setup.stages > self._min_workers else ""
 
     def replace_facts(self, facts: m.Facts) -> None:
         """Replace the facts of the definition, which an earlier version had described with fewer."""
@@ -194,6 +198,7 @@ class RunState:
 
     def record_step(self, step: int) -> None:
         self.highest_step = max(self.highest_step, step)
+        self.has_committed = self.has_committed or step > 0
 
     def roll_back(self, applied: int) -> None:
         """Lower the highest step, because the run continues after step `applied`."""

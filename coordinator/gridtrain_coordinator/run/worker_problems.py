@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gridtrain.core import messages as m
+from gridtrain.quantities import format_count
 from gridtrain_coordinator.run.events import LogEvent
 
 SKIP_EVENT_INTERVAL_S = 60.0
@@ -64,8 +65,7 @@ class StepCounter:
 
     def describe(self) -> str:
         """Return a description such as "3 steps, the latest near step 17"."""
-        steps = "1 step" if self.total == 1 else f"{self.total} steps"
-        return f"{steps}, the latest near step {self.latest_step}"
+        return f"{format_count(self.total, 'step')}, the latest near step {self.latest_step}"
 
 
 @dataclass(slots=True)

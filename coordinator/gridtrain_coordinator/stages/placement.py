@@ -20,8 +20,9 @@ from gridtrain.core.stages.rank_placement import PairCost, RankPlacement, StateL
 from gridtrain.core.stages.repartition import HeldSpans, Repartition, defined_cuts, stage_spans
 from gridtrain.core.stages.stage_cost import Card
 from gridtrain.errors import ConfigError
+from gridtrain.quantities import format_count
 from gridtrain_coordinator.run.generation_plan import GenerationPlanner
-from gridtrain_coordinator.run.registry import Worker, worker_count_text
+from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.run_state import RunState
 from gridtrain_coordinator.stages.checkpoint_catalog import CheckpointCatalog
 from gridtrain_coordinator.stages.whole_state import RestartPoint, locate_state, too_few_reason
@@ -147,14 +148,13 @@ class StagePlacement:
                 self._too_few_since_s = None
             elif self._is_waiting_for_rejoin(now_s):
                 wait = f"{self._run.limits.recut_s:g} s"
-                return (
-                    f"{reason}, or, repartitioned over {worker_count_text(len(plan.cuts) - 1)}, after {wait}"
-                )
+                fewer = format_count(len(plan.cuts) - 1, "worker")
+                return f"{reason}, or, repartitioned over {fewer}, after {wait}"
             return self._place_ranks(plan, restart, live, now_s)
         except ConfigError as error:
             why = repartition.error_text(error)
             if not reason:
-                return f"the run has {worker_count_text(len(peers))}, but too little memory: {why}"
+                return f"the run has {format_count(len(peers), 'worker')}, but too little memory: {why}"
             return f"{reason}; the model does not fit even if it is repartitioned: {why}" if why else reason
 
     def place_in_previous_partition(
@@ -229,7 +229,7 @@ class StagePlacement:
         peers = device_assignment.able_workers(setup, bounds, peers, cards)
         if len(peers) < setup.stages:
             raise ConfigError(
-                f"a stage fits into the memory of only {worker_count_text(len(peers))}",
+                f"a stage fits into the memory of only {format_count(len(peers), 'worker')}",
                 remedy="add workers with more memory",
             )
         return repartition.repartition_at(bounds, peers, self._locate_state(restart, bounds, live))

@@ -19,7 +19,7 @@ from gridtrain.core import messages as m
 from gridtrain.core.commit.verdict import Outcome
 from gridtrain.core.stages.rank_placement import StateLocations
 from gridtrain.core.stages.repartition import overlap_layers, stage_spans, uncovered_spans
-from gridtrain_coordinator.run.registry import worker_count_text
+from gridtrain.quantities import format_count
 from gridtrain_coordinator.stages.checkpoint_quorum import (
     CheckpointQuorum,
     ReportedCheckpoints,
@@ -146,7 +146,7 @@ def find_restart_point(
 def too_few_reason(stages: int, here: int, locations: StateLocations) -> str:
     """Explain why the run waits for more workers."""
     held = set(locations.in_memory.values())
-    present = f"{worker_count_text(here)} {'is' if here == 1 else 'are'} present"
+    present = f"{format_count(here, 'worker')} {'is' if here == 1 else 'are'} present"
     if not held:
         return f"the model has {stages} stages, and {present}"
     empty = next((stage for stage in range(stages) if stage not in held), stages - 1)

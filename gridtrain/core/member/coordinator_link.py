@@ -89,12 +89,14 @@ class CoordinatorLink:
         """Handle a message that concerns no generation."""
         match message:
             case m.Refused(code, reason, remedy):
+                reason = f"this worker {reason}" if reason.startswith("was ") else reason
                 return [Stop(JoinRefused(code, reason, remedy=remedy))]
             case m.Reachability(address):
                 return [LogEvent("reach", {"address": address})]
             case m.RunStateUpdate(state, reason):
+                event = "resumed" if (self.run_state[0], state) == ("paused", "training") else "run_state"
                 self.run_state = (state, reason)
-                return [LogEvent("run_state", {"state": state, "reason": reason})]
+                return [LogEvent(event, {"state": state, "reason": reason})]
 
     # -- sent ------------------------------------------------------------------------------------
 

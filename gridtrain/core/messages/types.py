@@ -46,6 +46,10 @@ Facts = Annotated[tuple[tuple[Name, Text], ...], AtMost(64)]
 BASE_FACT = "base"
 """Name of the fact that describes the frozen parameters; models without frozen parameters do not have it."""
 
+LATER_FACTS = (BASE_FACT, "adapter")
+"""Names of facts that earlier versions did not record: where one is missing, in a journal or a checkpoint, it
+may be unknown.  A fact that later versions add to runs that exist belongs here."""
+
 
 RELAY_PREFIX = "relay:"
 _KEY = re.compile(r"[0-9a-f]{64}")

@@ -26,6 +26,7 @@ from gridtrain.core.planning.rank_order import (
 )
 from gridtrain.core.planning.rank_order_search import best_order, simulated_exchange_s
 from gridtrain.core.planning.workload import CpuCosts, Workload
+from gridtrain.quantities import format_count
 
 MIN_ENTRIES_SHARE = WHOLE_SHARE // 16
 """The smallest share: with less, a member's gradient would reach the model very late."""
@@ -145,7 +146,7 @@ def share_change_reason(
         return ""
     less = ", ".join(names[peer] for peer in list(wanted.shares)[: MAX_LISTED // 2])
     return "links have changed: " + (
-        f"slow uploads of {len(wanted.shares)} members ({less}) delay the exchange"
+        f"slow uploads of {format_count(len(wanted.shares), 'member')} ({less}) delay the exchange"
         if less
         else "no upload delays the exchange any more"
     )

@@ -54,6 +54,7 @@ from gridtrain.core.planning.network_model import NetworkModel, uniform_network
 from gridtrain.core.planning.rank_order import MIN_SPEEDUP, DEFAULT_LINK_Bps
 from gridtrain.core.planning.rank_order_search import SIMULATED_MESSAGES, best_order
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload
+from gridtrain.quantities import format_count
 
 FIRST_STEP_FIGURE = "first_computed_s"
 """Name of a figure in a heartbeat: the compute time, in seconds, of the batch whose gradient waits for the
@@ -130,6 +131,8 @@ class ExchangeChoice:
         self.chosen = next((each for each in self._candidates() if each.describe() == text), None)
         self.reason = f"{text}, as in the journal" if self.chosen else ""
         self._is_chosen_alone = alone and self.chosen is not None
+        self._first_report_s = self._all_reported_s = None
+        self._alternative_text = ""
 
     # -- current choice ----------------------------------------------------------------------------
 
@@ -389,8 +392,8 @@ def _choice_reason(
     chosen: str, estimates: Sequence[ExchangeEstimate], best: ExchangeEstimate, computing: float
 ) -> str:
     text = (
-        f"{chosen}: a step takes {format_seconds(best.step_s)} with {best.world_size} workers, "
-        f"{format_seconds(best.compute_s)} of it computing"
+        f"{chosen}: a step takes {format_seconds(best.step_s)} with "
+        f"{format_count(best.world_size, 'worker')}, {format_seconds(best.compute_s)} of it computing"
     )
     others = sorted((each for each in estimates if each is not best), key=lambda each: each.step_s)
     if not others:

@@ -28,6 +28,7 @@ from gridtrain.core.planning.rank_order_search import (
     simulated_exchange_s,
 )
 from gridtrain.core.planning.workload import CpuCosts, ExchangeKind, Workload, messages_by_pair
+from gridtrain.quantities import format_count
 
 MIN_SPEEDUP = 1.2
 """Start a generation with another order only if the exchange is predicted to be this many times as fast."""
@@ -225,7 +226,7 @@ def plan_rank_order(
     count, start = len(peers), peers.index(firsts[0])
     joined = (*peers[start:], *peers[:start])
     if count <= 2:
-        return RankOrder(joined, f"{count} workers: the order makes no difference")
+        return RankOrder(joined, f"{format_count(count, 'worker')}: the order makes no difference")
     has_rates = bool(measured.sent_Bps or measured.received_Bps)
     by_latency = load is None or (load.kind is ExchangeKind.DENSE and not has_rates)
     network = measured.build_network(peers)

@@ -34,6 +34,7 @@ from gridtrain.runtime.client.worker_naming import state_directory
 Answer = TypeVar("Answer")
 
 ANSWER_TIMEOUT_S = 5.0
+MAX_LISTED_RUNS = 5
 POLL_INTERVAL_S = 0.05
 """Interval between two checks for the endpoint file of a coordinator that is starting, or for the lock of the
 operator's key."""
@@ -86,7 +87,7 @@ class CoordinatorEndpoint:
         deadline_s = time.monotonic() + wait_s
         while (found := _read_endpoint(folder)) is None:
             if (left_s := deadline_s - time.monotonic()) <= 0:
-                raise _not_running_error(folder, run)
+                raise _not_running_error(folder, run, state)
             time.sleep(min(left_s, POLL_INTERVAL_S))
         if found.run != run and state is None:
             raise ConfigError(
@@ -234,10 +235,18 @@ def _read_endpoint(folder: Path) -> EndpointFile | None:
         return None
 
 
-def _not_running_error(folder: Path, run: str) -> ConfigError:
+def _not_running_error(folder: Path, run: str, state: Path | None) -> ConfigError:
+    if state is not None:
+        return ConfigError(
+            f"no coordinator is running in {state}: {folder / CONTACT_FILE} does not exist",
+            remedy="specify the state folder that the running coordinator printed when it started",
+        )
     option = "" if run == "default" else f" --run {run}"
+    found = sorted(path.parent.name for path in folder.parent.glob(f"*/{CONTACT_FILE}"))
+    known = f" (this user coordinates {', '.join(found[:MAX_LISTED_RUNS])})" if found else ""
     return ConfigError(
-        f"no coordinator is running: {folder / CONTACT_FILE} does not exist",
-        remedy=f"start the coordinator on this machine as this user (gridtrain coordinator{option}), or "
-        "specify the folder of its journal with --state FOLDER",
+        f'no coordinator of the run "{run}" is running on this machine as this user: '
+        f"{folder / CONTACT_FILE} does not exist",
+        remedy=f"type the command in the folder of the run's run.toml, name the run with --run NAME{known}, "
+        f"or its state folder with --state FOLDER; gridtrain coordinator{option} starts one",
     )

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gridtrain.errors import GridtrainError
+from gridtrain.quantities import format_count
 from gridtrain.tools.demo.orchestrator import (
     coordinator_command,
     remove_old_files,
@@ -107,8 +108,7 @@ def _run(run: PipelineRun, folder: Path, console: Console, *, steps: int, quick:
     train = [sys.executable, "-m", "gridtrain.tools.demo.pipeline_worker", "--stages", str(run.stages)]
     train += ["--exchange", run.exchange, "--steps", str(steps), "--metrics", str(folder)]
     train += ["--quick"] if quick else []
-    count = "1 worker" if run.workers == 1 else f"{run.workers} workers"
-    console.print(f"{run.label}: {count}, {steps} steps", highlight=False)
+    console.print(f"{run.label}: {format_count(run.workers, 'worker')}, {steps} steps", highlight=False)
 
     def show(record: StepRecord) -> None:
         if record.step % max(1, steps // 4) == 0:

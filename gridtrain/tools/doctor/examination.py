@@ -15,6 +15,7 @@ from typing import Any
 from gridtrain.core.group.invitation import Invitation
 from gridtrain.errors import ConfigError, GridtrainError
 from gridtrain.network.transport.identity import claim_identity
+from gridtrain.quantities import format_count
 from gridtrain.runtime.client.enrollment import INVITATION, UNKNOWN_INVITATION
 from gridtrain.runtime.client.worker_naming import state_directory
 from gridtrain.tools.doctor import connection_check, machine_check
@@ -173,7 +174,9 @@ class Examination:
     def _state_finding(self) -> Finding:
         status = self._status
         size, phase = status.get("world_size"), status.get("phase")
-        text = f"{phase}, {size} workers, step {status.get('step')}: {_plain(status.get('reason'))}"
+        workers = format_count(size, "worker") if isinstance(size, int) else f"{size} workers"
+        text = f"{phase}, {workers}, step {status.get('step')}: "
+        text += _plain(status.get("reason"))
         if status.get("finished"):
             return failure(
                 "run", text, "ask the run's owner for the result, or join another run: this run is finished"

@@ -34,7 +34,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from gridtrain.core.commit.ledger_record import ledger_entry, parse_ledger
-from gridtrain.core.messages import BASE_FACT, FAILED_CHECKPOINTS, CheckpointInfo, Facts
+from gridtrain.core.messages import FAILED_CHECKPOINTS, LATER_FACTS, CheckpointInfo, Facts
 from gridtrain.errors import ConfigError, RemoteProtocolError
 from gridtrain.runtime.state_transfer.checkpoint_copy import RESIDUAL_FILE
 from gridtrain.training.checkpoint.serialization import content_digest
@@ -264,11 +264,13 @@ class CheckpointStore:
 
 
 def matches_facts(written: Facts, facts: Facts) -> bool:
-    """Whether a file was written with these training settings.  Earlier versions did not describe the base,
-    but wrote its values, which are compared when they are loaded (`frozen_base.without_base`)."""
-    if BASE_FACT not in dict(written):
-        facts = tuple(fact for fact in facts if fact[0] != BASE_FACT)
-    return written == facts
+    """Whether a file was written with these training settings, of which earlier versions recorded fewer.
+
+    Instead of a description of the base they wrote its values, which are compared when they are loaded
+    (`frozen_base.without_base`).
+    """
+    known = dict(written)
+    return written == tuple(fact for fact in facts if fact[0] in known or fact[0] not in LATER_FACTS)
 
 
 def step_folder(folder: Path, step: int) -> Path:

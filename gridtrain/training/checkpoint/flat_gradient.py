@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from gridtrain.errors import ConfigError
 from gridtrain.network.wire.sparse_payload import SparseVector
+from gridtrain.quantities import format_count
 
 _COMPILED = "_orig_mod."
 _DATA_PARALLEL = "module."
@@ -193,7 +194,7 @@ def _check_trainable(model: nn.Module, held: Iterable[Tensor]) -> None:
     unknown = len(held_ids - model_ids)
     if unknown:
         raise ConfigError(
-            f"the optimizer has {unknown} parameters that the model does not have",
+            f"the optimizer has {format_count(unknown, 'parameter')} that the model does not have",
             remedy="build the optimizer from model.parameters() of the model that you pass",
         )
     missing = [name for name, p in named if p.requires_grad and id(p) not in held_ids]

@@ -136,11 +136,14 @@ def dataset_digest(dataset: Any) -> tuple[str, bytes]:
     try:
         size = len(dataset)
     except TypeError:
-        size = 0
+        raise ConfigError(
+            f"a {type(dataset).__name__} without a length cannot be divided among workers",
+            remedy="use a map-style data set with __len__ and __getitem__",
+        ) from None
     if size < 1:
         raise ConfigError(
-            f"a {type(dataset).__name__} without samples or without a length cannot be divided among workers",
-            remedy="use a map-style data set with __len__ and __getitem__",
+            f"the {type(dataset).__name__} has {size} samples; it must have at least 1",
+            remedy="check the paths and filters with which the data set is made",
         )
     total = hashlib.blake2b(str(size).encode(), digest_size=32)
     samples = _samples_digest(dataset, size)

@@ -21,6 +21,7 @@ from tarfile import TarError
 from urllib.parse import quote
 
 from gridtrain.errors import ConfigError, DataError
+from gridtrain.quantities import format_count
 from gridtrain.training.data import shard_files
 from gridtrain.training.data.shard_fetch import Copy, copy_rest
 from gridtrain.training.data.shard_files import ShardFile
@@ -110,7 +111,16 @@ def write_index(index: ShardIndex, path: Path, url: str = "") -> None:
     Args:
         url: the URL at which workers find the folder that has all files, if the files of the index are on
             this machine; with it, names are URLs.
+
+    Raises:
+        ConfigError: no file has a sample, or the files are not on this machine but `url` is given.
     """
+    if not index.samples:
+        count = format_count(len(index.shards), "file")
+        raise ConfigError(
+            f"{path} is not written: {count}, and no sample in the format {index.format}",
+            remedy="check the files and --format",
+        )
     places = [_absolute(index.url(shard)) for shard in index.shards]
     if url and not all(map(shard_files.is_local, places)):
         raise ConfigError(f"the files are at URLs already, not at {url}", remedy="leave out --url")

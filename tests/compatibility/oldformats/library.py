@@ -11,12 +11,15 @@ from gridtrain.cli.main import cli as command_line
 from gridtrain.cli.network_file import read_network as read_network
 from gridtrain.cli.worker_commands import worker_commands as worker_commands
 from gridtrain.config import Auto, JoinConfig
+from gridtrain.config import Deadlines as Deadlines
 from gridtrain.core.collectives.collective import Provenance, StoreSlice
 from gridtrain.core.commit.two_phase_commit import EMPTY_HISTORY, extend_history
 from gridtrain.core.group.invitation import Invitation, invitation_digest
 from gridtrain.core.group.invitation import parse as parse_invitation
 from gridtrain.core.group.round_flags import SKIP, is_skipped
+from gridtrain.core.messages import CheckpointInfo as CheckpointInfo
 from gridtrain.core.messages import CollectivePhase, LedgerSpec, PayloadSlot, Setup, Span
+from gridtrain.core.messages import Join as Join
 from gridtrain.core.planning.exchange_facts import workload_of
 from gridtrain.errors import ConfigError, JournalError, NotAccepted, RemoteProtocolError
 from gridtrain.network.transport.access_control import pending_member_name
@@ -78,6 +81,9 @@ from gridtrain_coordinator.dashboard.listen_address import load_token as dashboa
 from gridtrain_coordinator.journal.backups import restore as restore_backup
 from gridtrain_coordinator.journal.keys import operator_identity
 from gridtrain_coordinator.journal.store import JournalStore
+from gridtrain_coordinator.membership.membership import Membership as Membership
+from gridtrain_coordinator.run.events import JournalEntry as JournalEntry
+from gridtrain_coordinator.run.events import MessageReceived as MessageReceived
 from gridtrain_coordinator.run.journal_recovery import recover_run as recover_run
 from gridtrain_coordinator.serving import load_authorization as door_of_journal
 from gridtrain_worker.budget import Budget as DayBudget

@@ -127,6 +127,17 @@ def scene(tmp_path: Path) -> Scene:
     return scene
 
 
+def test_the_command_that_finds_the_disk_full_is_refused_at_once(scene: Scene) -> None:
+    """Its program used to wait in vain, and to report that no coordinator can be reached."""
+    scene.store._connection.execute(f"PRAGMA max_page_count = {scene.pages}")
+    for number in range(200):  # short entries, until one does not fit
+        invite = m.Invite(bytes([number]) * 32, 1, 600.0)
+        lines = scene.turn(Received(OPERATOR, invite, 80))
+        if lines[0] == "log error no_room":
+            break
+    assert "Refused no-room to operator" in lines
+
+
 def test_a_decision_waits_for_room_and_is_then_carried_out_once(scene: Scene) -> None:
     assert scene.turn(Received(ANNA, JOIN, 80)) == [
         "log error no_room",

@@ -29,6 +29,7 @@ from gridtrain_coordinator.run.events import (
     Send,
     WorkerRemoved,
 )
+from gridtrain_coordinator.run.journal_recovery import RecoveredRun
 from gridtrain_coordinator.run.registry import Worker
 from gridtrain_coordinator.run.worker_names import unique_name
 
@@ -112,12 +113,14 @@ def test_who_is_refused_does_not_define_the_run(wrong: m.Setup) -> None:
 BALANCED = m.CheckpointInfo(4, b"h" * 32, m.LedgerState(step=5, cursor=20, consumed=20))
 
 
-class RunWithoutBase:
-    """A run that a version has journalled which did not describe bases."""
+class OldRun:
+    """A run that a version has journalled which described neither bases nor adapters."""
 
     def __init__(self) -> None:
-        self.core = Membership(me=ME, run="r", term=2, deadlines=Deadlines(), software="")
-        self.core.run.define(SETUP)
+        recovered = RecoveredRun(SETUP, 3, has_committed=True)
+        self.core = Membership(
+            me=ME, run="r", term=2, deadlines=Deadlines(), software="", recovered=recovered
+        )
 
     def set_up(self, peer: m.PeerId, base: str, model: str = "tiny", **fields: Any) -> list[Effect]:
         self.core.handle(MessageReceived(peer, m.Join("r", peer[:1].decode(), "")), 1.0)
@@ -134,7 +137,7 @@ def journalled_facts(effects: list[Effect]) -> list[dict[str, str]]:
 
 
 def test_a_run_that_was_defined_before_bases_were_described_takes_that_of_the_first_that_returns() -> None:
-    run = RunWithoutBase()
+    run = OldRun()
     assert refusals(run.set_up(A, "1 MB, digest 01", "large")) and refusals(run.set_up(B, "any"))
     assert run.core.run.definition == SETUP
     effects = run.set_up(C, "1 MB, digest 01")
@@ -160,13 +163,77 @@ def test_a_run_that_was_defined_before_bases_were_described_takes_that_of_the_fi
     ids=["batch size", "inconsistent checkpoint", "no checkpoint"],
 )
 def test_who_is_refused_does_not_define_the_base(wrong: dict[str, Any], said: str) -> None:
-    run = RunWithoutBase()
+    run = OldRun()
     effects = run.set_up(A, "1 MB, digest 02", **wrong)
     (reason,) = refusals(effects)
     assert said in reason and run.core.run.definition == SETUP and not journalled_facts(effects)
     effects = run.set_up(B, "1 MB, digest 01")
     assert journalled_facts(effects) == [{"model": "tiny", "base": "1 MB, digest 01"}]
     assert not refusals(effects) and run.core.run.accepted_workers == {B}
+
+
+def test_facts_that_a_journal_lacks_are_those_of_the_first_worker_that_returns_with_a_checkpoint() -> None:
+    run, later = OldRun(), (("base", "1 MB, digest 01"), ("adapter", "default r=8"))
+    effects = run.set_up(A, "", checkpoint=None, facts=(*SETUP.facts, *later))
+    assert "adapter is default r=8 here and missing in the run" in refusals(effects)[0]
+    effects = run.set_up(B, "", facts=(*SETUP.facts, *later, ("wait", "auto")))
+    assert refusals(effects) == [
+        "this worker's training setup differs from the run's: wait is auto here and missing in the run"
+    ]
+    assert journalled_facts(run.set_up(C, "", facts=(*SETUP.facts, *later))) == [dict(SETUP.facts + later)]
+    assert "adapter is missing here" in refusals(run.set_up(D, "", facts=(*SETUP.facts, later[0])))[0]
+
+
+def test_the_first_generation_names_the_workers_that_it_has() -> None:
+    run = ScriptedCoordinator(limits=Deadlines(silence_s=1e9, settle_s=0.0), min_workers=2)
+    run.join(A)
+    run.say(A, m.Leave("it was the wrong script"))
+    run.join(B)
+    run.join(C)
+    assert run.view.reason == "b, c joined"
+
+
+OTHER = replace(SETUP, facts=(("model", "large"),))
+
+
+@pytest.mark.parametrize("has_left", ["before the first generation", "before the first step", "after it"])
+def test_until_a_step_is_committed_the_next_worker_replaces_a_definition_that_nobody_shares(
+    has_left: str,
+) -> None:
+    """As it was, a wrong script that was started first kept all others out, also after it had gone."""
+    few = 2 if has_left == "before the first generation" else 1
+    run = ScriptedCoordinator(limits=Deadlines(silence_s=1e9, settle_s=0.0), min_workers=few)
+    run.join(A)
+    if few == 1:
+        run.start(A)
+    if has_left == "after it":
+        run.say(A, m.Heartbeat(1, 1, 1, ()))
+    run.say(B, m.Join("r", "b", ""))
+    effects = run.say(B, OTHER)
+    (refused,) = [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, m.Refused)]
+    how = "use another name in run.toml" if has_left == "after it" else "setup of a is the wrong one, stop or"
+    assert how in refused.remedy
+    run.say(A, m.Leave("its script failed"))
+    restarted = ScriptedCoordinator(journal=list(run.journal), term=2)
+    for coordinator in (run, restarted):
+        coordinator.say(B, m.Join("r", "b", ""))
+        effects = coordinator.say(B, OTHER)
+        assert journalled_facts(effects) == ([] if has_left == "after it" else [{"model": "large"}])
+        assert bool(refusals(effects)) is (has_left == "after it")
+
+
+def test_steps_that_a_restarted_coordinator_cannot_know_of_bind_the_run_to_its_definition() -> None:
+    limits = Deadlines(silence_s=1e9, settle_s=0.0)
+    run = ScriptedCoordinator(limits=limits)
+    run.join(A)
+    run.start(A)
+    restarted = ScriptedCoordinator(limits=limits, journal=list(run.journal), term=2)
+    restarted.say(A, m.Join("r", "a", "memory://a"))  # another process, without the model
+    restarted.tick(after_s=2 * limits.regather_s)
+    assert restarted.core.phase is RunPhase.WAITING and restarted.core.run.highest_step == 0
+    for coordinator in (restarted, ScriptedCoordinator(journal=list(restarted.journal), term=3)):
+        coordinator.say(B, m.Join("r", "b", ""))
+        assert "model is large here" in refusals(coordinator.say(B, OTHER))[0]
 
 
 def test_who_waits_is_told_how_many_there_are() -> None:

@@ -163,7 +163,7 @@ def test_a_setup_that_differs_is_described() -> None:
     other = replace(SETUP, ledger=m.LedgerSpec(100, 0, steps=7), stages=2, facts=(("optimizer", "sgd"),))
     assert setup_differences(SETUP, other) == [
         "model is missing here and tiny in the run",
-        "end of the run is 7 steps over 100 samples with data seed 0 here and 1 epochs over 100 samples with "
+        "end of the run is 7 steps over 100 samples with data seed 0 here and 1 epoch over 100 samples with "
         "data seed 0 in the run",
         "stages is 2 here and 1 in the run",
         "optimizer is sgd here and missing in the run",

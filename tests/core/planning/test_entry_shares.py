@@ -150,7 +150,7 @@ def test_a_change_needs_a_new_generation_and_more_than_one_reporter() -> None:
     peers, links = measured([WIDE, WIDE, WIDE, THIN])
     names = {peer: f"worker-{peer[0]}" for peer in peers}
     reason = share_change_reason(LOAD, links, peers, {}, names)
-    assert reason == "links have changed: slow uploads of 1 members (worker-3) delay the exchange"
+    assert reason == "links have changed: slow uploads of 1 member (worker-3) delay the exchange"
     shares = choose_entry_shares(LOAD, links, peers, peers, {}, names).shares
     assert share_change_reason(LOAD, links, peers, shares, names) == "", "that is what they have"
 

@@ -334,7 +334,7 @@ def test_measurements_that_are_no_numbers_count_as_missing() -> None:
 @pytest.mark.parametrize(
     ("joined", "first", "order", "reason"),
     [
-        ("a", "a", "a", "1 workers: the order makes no difference"),
+        ("a", "a", "a", "1 worker: the order makes no difference"),
         ("ab", "b", "ba", "2 workers: the order makes no difference"),
         ("abc", "b", "bca", "3 workers in join order: no round trip has been measured"),
     ],

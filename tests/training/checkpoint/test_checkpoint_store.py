@@ -36,6 +36,21 @@ def test_a_new_folder_is_its_owners_alone(tmp_path: Path) -> None:
     assert modes == [0o700, 0o755], "a folder that was there is its owner's affair"
 
 
+@pytest.mark.parametrize(
+    ("written", "facts", "fits"),
+    [
+        ("model", "model base adapter", True),  # by a version that recorded neither
+        ("model base", "model base adapter", True),
+        ("model base adapter", "model base", False),
+        ("model", "model wait", False),
+    ],
+)
+def test_facts_that_a_version_did_not_record_may_be_missing(written: str, facts: str, fits: bool) -> None:
+    there, here = (tuple((name, "as it is") for name in names.split()) for names in (written, facts))
+    assert checkpoint_store.matches_facts(there, here) is fits
+    assert not checkpoint_store.matches_facts(there, (("model", "another"), *here[1:]))
+
+
 @pytest.mark.parametrize("torn", [False, True], ids=["a flipped bit", "torn"])
 def test_a_damaged_residual_is_lost_and_the_state_is_not(
     torn: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -88,6 +88,15 @@ def test_the_format_follows_from_the_name(name: str, found: str) -> None:
 # -- the index -------------------------------------------------------------------------------------------
 
 
+def test_an_index_without_a_sample_is_not_written(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    done = CliRunner().invoke(
+        cli, ["data", "index", str(tmp_path / "empty.jsonl"), "--out", str(tmp_path / "i.json")]
+    )
+    assert isinstance(done.exception, ConfigError) and "1 file, and no sample in" in done.exception.reason
+    assert not (tmp_path / "i.json").exists()
+
+
 def test_the_command_writes_an_index_with_relative_names(tmp_path: Path, monkeypatch: Any) -> None:
     write_shards(tmp_path / "data", (3, 4))
     monkeypatch.chdir(tmp_path)

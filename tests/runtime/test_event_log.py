@@ -1,0 +1,41 @@
+"""What a worker tells its owner about the run, as the coordinator announces it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from gridtrain.core import messages as m
+from gridtrain.core.group.member_events import LogEvent, Stop
+from gridtrain.core.member.coordinator_link import CoordinatorLink
+from gridtrain.runtime.event_log import log_event
+
+
+def test_a_pause_has_an_end(caplog: pytest.LogCaptureFixture) -> None:
+    """The last line used to be that the run is paused, also hours after it had resumed."""
+    link = CoordinatorLink(b"0" * 32, m.Join("r", "a", ""))
+    announced = [
+        ("waiting", "waiting for 2 workers"),
+        ("training", "2 workers since step 0"),
+        ("paused", "the coordinator restarted"),
+        ("training", "2 workers since step 7"),
+    ]
+    caplog.set_level(logging.WARNING, "gridtrain")
+    for state, reason in announced:
+        for effect in link.receive(m.RunStateUpdate(state, reason)):
+            assert isinstance(effect, LogEvent)
+            log_event(effect.event, effect.fields)
+    assert caplog.messages == [
+        "the run is waiting for 2 workers",
+        "the run is paused: the coordinator restarted",
+        "the run is training again: 2 workers since step 7",
+    ]
+
+
+def test_who_was_removed_is_told_in_a_whole_sentence() -> None:
+    link = CoordinatorLink(b"0" * 32, m.Join("r", "a", ""))
+    (stop,) = link.receive(m.Refused("kicked", "was removed from the run: too slow", "ask"))
+    assert (
+        isinstance(stop, Stop) and str(stop.error) == "this worker was removed from the run: too slow -> ask"
+    )
