@@ -84,7 +84,6 @@ from gridtrain.tools.bench.device_speed import device_flops, float32_flops
 from gridtrain.tools.options.resolve import join_settings
 from gridtrain.tools.options.runfile import RunFile
 from gridtrain.training.checkpoint import serialization
-from gridtrain.training.checkpoint.flat_gradient import model_digest
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
 from gridtrain.training.checkpoint.pretrained import adapter_facts
 from gridtrain.training.data import readers, sampler
@@ -416,6 +415,8 @@ class Grid:
         """Train a model that no worker holds as a whole; each worker holds one of its stages.
 
         S x R workers hold S stages in R replicas.  All members of a replica get the same batch from
+        base: str | None = None,
+        send_frozen: Sequence[str] = (),
         `grid.batches`.  One batch is one step: `loss = pipe.step(inputs, targets)`.
 
         Args:
@@ -457,6 +458,7 @@ class Grid:
         Raises:
             ConfigError: the model cannot be partitioned in this way; the message says what to change.
         """
+            base, send_frozen: the same arguments as those of `optimizer`, for the whole model.
         if self._optimizer is not None:
             raise ConfigError(
                 "grid.pipeline was called for a second model", remedy="train only one model in a run"
@@ -482,7 +484,13 @@ class Grid:
         )
         blueprint = model if isinstance(model, Blueprint) else Blueprint(model, seed=seed, init=init)
         staging = ModelStages(blueprint, stages, cuts=cuts, device=torch.device(device))
-        pipe = Pipeline(staging, optimizer, options, self._session)
+        frozen = FrozenBase(
+            staging.whole,
+            sent=send_frozen,
+            rule=self._config.base if base is None else base,
+            pieces=staging.frozen_blocks,
+        )
+        pipe = Pipeline(staging, optimizer, options, self._session, frozen)
         self._model_state = StageModelState(
             self._session,
             pipe.held,
@@ -728,9 +736,8 @@ class Grid:
         shards = dataset.shard_sizes if isinstance(dataset, ShardedDataset) else ()
         spec = LedgerSpec(size, seed, epochs, steps, delay=wrapped.delay, shards=shards)
         data_ledger.validate(spec)
-        base = wrapped.base if isinstance(wrapped, GridOptimizer) else None
         facts: Facts = (
-            ("model", base.describe_model() if base is not None else model_digest(wrapped.model)[0]),
+            ("model", wrapped.base.describe_model()),
             ("buffers", wrapped.buffer_averaging.describe()),
             ("exchange", wrapped.describe_exchange()),
             ("optimizer", describe_optimizer(wrapped.inner)),
@@ -738,7 +745,7 @@ class Grid:
             ("compared", f"every {wrapped.compare_every} steps" if wrapped.compare_every else "never"),
             ("data", data_text),
             *((("wait", self._wait),) if self._wait != "all" else ()),
-            *(base.facts() if base is not None else ()),
+            *wrapped.base.facts(),
             *adapter_facts(wrapped.model),
         )
         self._turns = Turns(self._session, wrapped, self._model_state, self._pauses, spec, sizes.batch_size)

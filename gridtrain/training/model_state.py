@@ -313,7 +313,7 @@ class WholeModelState(ModelState):
         self._session.join(
             setup,
             neighbours,
-            describe_machine(wrapped.model, wrapped.base.describe()),
+            describe_machine(device_of(wrapped.model), wrapped.base.describe()),
             _exchange_choices(wrapped),
             may_be_absent=wrapped.wait == "auto",
         )
@@ -420,10 +420,13 @@ class WholeModelState(ModelState):
         self.checkpoints.drop_residual(step)
 
 
-def describe_machine(model: torch.nn.Module, base: str = "") -> WorkerInfo:
+def device_of(model: torch.nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def describe_machine(device: torch.device, base: str = "") -> WorkerInfo:
     """Describe this worker for the run's owner: the device, its memory, the versions of software, and the
     model's base (`FrozenBase.describe`)."""
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     texts = {"device": f"CPU, {os.cpu_count() or 1} cores"}
     if device.type == "cuda":
         texts["device"] = torch.cuda.get_device_name(device)

@@ -119,7 +119,8 @@ class WorkerAdmission:
         a checkpoint defines it: its base was compared with the values in the checkpoint when it was loaded.
         """
         run, base = self._run, dict(setup.facts).get(m.BASE_FACT, "any")
-        if run.definition is None or setup.checkpoint is None or base == "any":
+        has_checkpoint = setup.checkpoint is not None or setup.stage_checkpoints
+        if run.definition is None or not has_checkpoint or base == "any":
             return None
         is_known = m.BASE_FACT in dict(run.definition.facts)
         if is_known or any(worker.setup is not None for worker in run.workers.values()):
