@@ -93,6 +93,7 @@ class Pipeline:
     delay = 0
     calls_per_turn = 1
     local_calls = 0
+    weigh_by = "samples"
 
     def __init__(
         self,
@@ -194,8 +195,8 @@ class Pipeline:
                 self.held.restart()
                 self._micro_batch_count.reset()
                 state = self.held.at(plan)
-            state.inner.zero_grad()
             self.base.check_sometimes(state.module)
+            state.inner.zero_grad()
             outcome, mine = self._attempt(state, plan, inputs, targets)
             if (not outcome.is_committed or outcome.is_skipped) and state.executor is not None:
                 state.executor.stage.abort()  # before the state can be requested

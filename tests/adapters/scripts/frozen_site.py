@@ -1,4 +1,4 @@
-"""A site of two that trains the last of its layers.  Each process prints what the leader has sent, as JSON."""
+"""A site of two that trains the last of its layers.  Each process prints what the leader has sent."""
 
 import json
 
