@@ -36,9 +36,12 @@ def _data() -> list[Batch]:
 DATA = _data()
 
 
+START = nn.Linear(4, 1)
+START.load_state_dict({"weight": DATA[0][0][:1], "bias": DATA[0][1][:1]})
+
+
 def _model() -> nn.Linear:
-    torch.manual_seed(2)
-    return nn.Linear(4, 1)
+    return copy.deepcopy(START)
 
 
 def _loss(model: nn.Module, batch: Batch) -> Tensor:
