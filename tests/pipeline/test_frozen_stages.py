@@ -225,3 +225,16 @@ def test_what_another_base_is_found_by(base: Path, tmp_path: Path) -> None:
         checkpoint_merge.load_merged([old], module, inner, {}, [])
     with pytest.raises(ConfigError, match=r"such as '3\.base\.bias'"):
         held.check_unchanged(module)
+
+
+def test_stages_do_not_exchange_tied_parameters_that_are_frozen() -> None:
+    def tied(is_trained: bool) -> int:
+        def model() -> list[nn.Module]:
+            first, last = Adapted(4, 4), Adapted(4, 4)
+            last.base.weight = first.base.weight.requires_grad_(is_trained)
+            return [first, last]
+
+        blueprint = Blueprint(model)
+        return len(blueprint.tied_in(1, (0, 1, 2), blueprint.build(1, 2)))
+
+    assert (tied(True), tied(False)) == (1, 0)
