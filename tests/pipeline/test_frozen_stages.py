@@ -106,14 +106,20 @@ class Adapters(Workers):
             "stages": stages,
         }
         super().__init__(folder, stages, **(given | options))
-        self.before = self._die
+        self.before, self.after = self._die, self._capture
         self.killed: list[str] = []
+        self.captured: set[str] = set()  # the parameters in the states for newcomers
         self.kill_at = STEPS
 
     def _die(self, seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
         if pipe.stage == 1 and grid.step == self.kill_at and not self.killed:
             self.killed.append(seen.name)
             self.kill(seen.name)
+
+    def _capture(self, seen: Seen, grid: gridtrain.Grid, pipe: Pipeline) -> None:
+        blobs = pipe.held.capture_state(grid._session.snapshot)
+        if blobs is not None:
+            self.captured |= serialization._parse_values(blobs)["parameters"].keys()
 
     def check(self, base: Path, before: dict[int, Any] | None = None) -> dict[int, Any]:
         """The run's losses and its final model are those of plain torch; returns the batches by step."""
@@ -123,6 +129,7 @@ class Adapters(Workers):
         for seen in self.seen.values():
             batches |= seen.batches
         assert sorted(batches) == list(range(self.steps))
+        assert self.captured == (TRAINED | FROZEN if "send_frozen" in self.options else TRAINED)
         losses, model = in_plain_torch(base, batches)
         state = {name: value for seen in ended for name, value in seen.state.items()}
         assert state.keys() == model.keys()

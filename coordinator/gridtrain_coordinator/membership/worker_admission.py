@@ -116,7 +116,8 @@ class WorkerAdmission:
         """Return the definition with this worker's base, if it is to define the run's base; else None.
 
         A definition that an earlier version journalled has no such fact.  The first worker that returns with
-        a checkpoint defines it: its base was compared with the values in the checkpoint when it was loaded.
+        a checkpoint defines it.  Its base is compared with the values in the checkpoint when that is loaded:
+        before the worker joins or, in a pipeline, when it is given a stage.
         """
         run, base = self._run, dict(setup.facts).get(m.BASE_FACT, "any")
         has_checkpoint = setup.checkpoint is not None or setup.stage_checkpoints

@@ -150,6 +150,17 @@ def test_a_run_that_was_defined_before_bases_were_described_takes_that_of_the_fi
     assert run.core.run.accepted_workers == {C, E}
 
 
+def test_a_checkpoint_of_a_stage_defines_the_base_as_one_of_the_whole_model_does() -> None:
+    run = RunWithoutBase()
+    run.core.run.define(replace(SETUP, facts=(*SETUP.facts, ("blocks", "4")), stages=2))
+    facts = (("model", "tiny"), ("blocks", "4"), ("base", "1 MB, digest 01"))
+    found = (replace(BALANCED, layers=m.Span(0, 2)),)
+    effects = run.set_up(A, "", facts=facts, checkpoint=None, stages=2, stage_checkpoints=found)
+    assert not refusals(effects) and [facts["base"] for facts in journalled_facts(effects)] == [
+        "1 MB, digest 01"
+    ]
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
