@@ -102,7 +102,7 @@ class StageModelState(ModelState):
         self._session.join(
             setup,
             stage_neighbours(defined, neighbours_of(options.exchange)),
-            describe_machine(defined.device, held.base.describe()),
+            describe_machine(defined.device, held.base),
         )
 
     def close(self, timeout_s: float) -> None:

@@ -91,7 +91,8 @@ class WorkerAdmission:
         described = self._with_base(setup)
         reference = run.definition if described is None else described
         if misfit := self._incompatibility(reference, setup):  # first: a refused worker defines nothing
-            return self._departures.refuse(peer, *misfit)
+            code, reason, remedy = misfit
+            return self._departures.refuse(peer, code, reason + self._base_origins(worker, setup), remedy)
         effects: list[Effect] = []
         if described is not None:
             run.replace_facts(described.facts)
@@ -153,6 +154,18 @@ class WorkerAdmission:
             reason = "a checkpoint has a stage that does not exist in the run, or an inconsistent ledger"
             return "checkpoint", reason, "move this worker's checkpoints to another folder"
         return None
+
+    def _base_origins(self, worker: Worker, setup: m.Setup) -> str:
+        """Return where the worker and the others have loaded their bases from, if these differ and the
+        workers have said it."""
+        run = self._run
+        defined = dict(run.definition.facts) if run.definition is not None else {}
+        if m.BASE_FACT not in defined or defined[m.BASE_FACT] == dict(setup.facts).get(m.BASE_FACT):
+            return ""
+        others = {other.info.get(m.BASE_ORIGIN, "") for other in run.workers.values() if other.setup}
+        here, there = worker.info.get(m.BASE_ORIGIN, ""), ", ".join(sorted(others - {""}))
+        known = [f"{origin} {where}" for origin, where in ((here, "here"), (there, "in the run")) if origin]
+        return f"; the base was loaded from {' and '.join(known)}" if known else ""
 
     def handle_dial_back_result(self, peer: m.PeerId, address: str, now_s: float) -> list[Effect]:
         """Record how other workers reach a worker, and introduce the worker if its setup is known."""

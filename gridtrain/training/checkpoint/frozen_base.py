@@ -174,6 +174,18 @@ class FrozenBase:
         count = len(self._named)
         return f"{format_bytes(self.nbytes)} in {count} frozen tensor{'s' * (count > 1)}, digest {digest}"
 
+    @property
+    def origin(self) -> str:
+        """The model's name on the Hub with its revision, or the name of its folder, as transformers keeps it;
+        "" if there is no base, or if the model does not say."""
+        config = getattr(self._model, "config", None)
+        name, revision = getattr(config, "_name_or_path", ""), getattr(config, "_commit_hash", None)
+        if not self._named or not isinstance(name, str) or not name:
+            return ""
+        if os.path.isdir(name):
+            return os.path.basename(os.path.abspath(name))
+        return f"{name}@{revision[:12]}" if isinstance(revision, str) else name
+
     def facts(self) -> Facts:
         """Return the fact that must be equal on all workers; none for a model without a base.  Raises the
         errors of `describe`."""
