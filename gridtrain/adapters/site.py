@@ -129,6 +129,10 @@ class Site:
             raise ConfigError(
                 "a site cannot overlap its exchange with backward", remedy="remove the argument overlap="
             )
+        if options.get("weigh_by", "samples") != "samples":
+            raise ConfigError(
+                "a site's processes are weighed by their samples", remedy="remove the argument weigh_by="
+            )
         flat = FlatGradient(model, optimizer)
         if self.grid is not None:
             wrapped = self.grid.optimizer(optimizer, model, **options)

@@ -13,9 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from gridtrain.adapters import site
+from gridtrain.config import Overlap
 from gridtrain.errors import ConfigError
 from gridtrain.training.checkpoint.frozen_base import FrozenBase
 
@@ -84,6 +86,14 @@ def test_a_process_with_another_base_is_refused_with_both_digests(rule) -> None:
     if refusal is not None:
         there, here = (base.describe() for base in reversed(bases))
         assert refusal.value.reason.endswith(f"the leader: {there} there and {here} in the leader")
+
+
+@pytest.mark.parametrize("option", [{"overlap": Overlap()}, {"weigh_by": "tokens"}])
+def test_what_a_site_cannot_do_is_refused(option) -> None:
+    model = nn.Linear(1, 1)
+    channel: Any = SimpleNamespace(rank=1, world_size=2)
+    with pytest.raises(ConfigError, match=f"remove the argument {next(iter(option))}="):
+        site.Site(None, channel).optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **option)
 
 
 def test_parts_are_near_equal_and_cover_the_step() -> None:

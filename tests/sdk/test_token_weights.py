@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +49,11 @@ def _loss(model: nn.Module, batch: Batch) -> Tensor:
     """The mean over the tokens that count, 0 if there are none."""
     x_BTD, y_BT, counts_BT = batch
     return ((model(x_BTD)[..., 0] - y_BT).square() * counts_BT).sum() / max(1, int(counts_BT.sum()))
+
+
+@pytest.fixture(autouse=True)
+def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
 
 class Group:
