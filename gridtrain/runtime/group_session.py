@@ -9,6 +9,7 @@ While the training thread waits, it performs tasks for the group (`trainer_tasks
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -482,7 +483,10 @@ class GroupSession:
         if self._announced != (plan.generation, plan.step, weight):
             self._request_weights(plan.generation, plan.step, weight)
         mean = self._loop.await_average(plan.step, WEIGHTS_INDEX, self.config.deadlines.first_step_s)
-        return None if mean is None else round(mean * plan.world_size)
+        if mean is None or not math.isfinite(mean):
+            return None
+        total = round(mean * plan.world_size)
+        return total if total >= weight else None  # otherwise a member has sent a wrong value
 
     def _request_weights(self, generation: int, step: int, weight: int) -> None:
         self._announced = generation, step, weight

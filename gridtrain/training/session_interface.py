@@ -85,8 +85,8 @@ class TrainingSession(Protocol):
     def total_weight(self, plan: StepPlan, weight: int) -> int | None:
         """Return the sum of the weights of all members' batches in the plan's step.
 
-        Returns None if the generation has ended, or if a member has sent none in time.  The weight is sent
-        unless `announce_weight` has sent the same one for this step.
+        Returns None if the generation has ended, or if a member has sent none in time or a wrong one.  The
+        weight is sent unless `announce_weight` has sent the same one for this step.
         """
         ...
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 import gridtrain
+from gridtrain.config import Deadlines
 from gridtrain.errors import ConfigError
+from gridtrain.runtime.group_session import GroupSession
 from gridtrain.sdk.local_group import local
 
 LENGTH, STEPS, RATE = 7, 12, 0.2
@@ -80,6 +83,8 @@ class Group:
             pieces.append(batch)
             grid.weigh(batch[2].sum())
             (_loss(model, batch) / self.accumulate).backward()
+            if self.dies_at == STEPS and grid.step % 4 == 1:
+                assert grid.mean(grid.rank) == 1.0, "a mean for display in between"
             if len(pieces) % self.accumulate:
                 continue
             if optimizer.local_calls + 1 < optimizer.calls_per_turn:
@@ -146,6 +151,15 @@ def test_local_steps_are_weighted_by_the_tokens_of_all_of_them() -> None:
         model.load_state_dict({name: start[name] + value / total for name, value in change.items()})
     for each in group.models.values():
         torch.testing.assert_close(each.state_dict(), model.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("mean", "total"), [(4.0, 12), (float("nan"), None), (1.5, None), (None, None)])
+def test_a_total_that_cannot_be_is_not_used(mean: float | None, total: int | None) -> None:
+    session: Any = GroupSession.__new__(GroupSession)
+    session._announced, session.config = (1, 7, 5), SimpleNamespace(deadlines=Deadlines())
+    session.connection = SimpleNamespace(loop=SimpleNamespace(await_average=lambda *_: mean))
+    plan: Any = SimpleNamespace(generation=1, step=7, world_size=3)
+    assert session.total_weight(plan, 5) == total
 
 
 def test_the_others_weigh_again_without_a_worker_that_leaves_in_a_step() -> None:
