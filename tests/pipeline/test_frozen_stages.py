@@ -199,6 +199,8 @@ def test_a_worker_with_another_base_is_refused_before_it_holds_a_stage(tmp_path:
         digests.append(FrozenBase(stages.whole, pieces=stages.frozen_blocks).describe())
     whole = nn.Sequential(*Blueprint(adapted, init=load(base)).build(0, 4))
     assert digests[0] == FrozenBase(whole).describe() != digests[1], "the partition does not matter"
+    unread = FrozenBase(stages.whole, rule="any", pieces=lambda: pytest.fail("it is built"))
+    assert unread.describe() == "420 B in 6 frozen tensors, digest unknown"
     with Adapters(tmp_path, base, checkpoint_every=0) as workers:
         workers.add("anna")
         workers.wait(lambda: "base" in workers.snapshot()["facts"])

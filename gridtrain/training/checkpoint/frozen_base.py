@@ -110,6 +110,7 @@ class FrozenBase:
             (name, p) for name, p in frozen if not any(fnmatchcase(name, pattern) for pattern in patterns)
         ]
         self._pieces = pieces or (lambda: (model,))
+        self._is_worth_reading = rule != "any" or pieces is None  # to build the pieces takes time
         first = {id(parameter): name for name, parameter in self._named}
         named = model.named_parameters(remove_duplicate=False)
         self._names = {name: first[id(p)] for name, p in named if id(p) in first}  # also of tied ones
@@ -166,7 +167,7 @@ class FrozenBase:
         if not self._named:
             return ""
         try:
-            digest = self.digest().hex()[:12]
+            digest = self.digest().hex()[:12] if self._is_worth_reading else "unknown"
         except ConfigError:
             if self.rule != "any":
                 raise
